@@ -25,6 +25,7 @@ MaxRequests = Annotated[int | None, typer.Option("--max-requests", help="row ser
 PrefillChunk = Annotated[
     int | None, typer.Option("--prefill-chunk", help="row serve: most prompt tokens of a step [by the device]", min=1)
 ]
+Speculate = Annotated[str | None, typer.Option("--speculate", help="row serve: as of mega serve")]
 Fp8Weights = Annotated[
     bool, typer.Option("--fp8-weights", help="row serve: linear layers keep their weights in 8 bits")
 ]
@@ -54,13 +55,9 @@ def run(
     prompt_tokens: PromptTokens = None,
     new_tokens: Annotated[int | None, typer.Option("--new-tokens", help="row serve: of an answer [128]", min=1)] = None,
     max_requests: MaxRequests = None,
-    prefill_chunk: Annotated[
-        int | None,
-        typer.Option("--prefill-chunk", help="row serve: most prompt tokens of a step [by the device]", min=1),
-    ] = None,
-    fp8_weights: Annotated[
-        bool, typer.Option("--fp8-weights", help="row serve: linear layers keep their weights in 8 bits")
-    ] = False,
+    prefill_chunk: PrefillChunk = None,
+    fp8_weights: Fp8Weights = False,
+    speculate: Speculate = None,
     draw: Annotated[Path | None, typer.Option("--draw", help="row serve: write a plot to a .svg file")] = None,
 ) -> int:
     """Measure speed: the trainer's own step on random tokens, one row after another in one process group.
@@ -73,6 +70,7 @@ def run(
     served: dict[str, Any] = {"--url": url, "--rate": rate, "--requests": requests, "--prompt-tokens": prompt_tokens}
     served |= {"--new-tokens": new_tokens, "--max-requests": max_requests, "--draw": draw}
     served |= {"--prefill-chunk": prefill_chunk, "--fp8-weights": fp8_weights or None}
+    served["--speculate"] = speculate
     if rows == ["serve"]:
         excluded = {"--against": against, "--trace": trace, "--calibrate": calibrate}
         return _serving(run, given, served, excluded, json)
@@ -234,6 +232,7 @@ def _serving(
 
 
 def _engine_options(run: RunConfig, served: Mapping[str, Any]) -> Any:
+    from mega.commands.generate import checked_speculation
     from mega.core.inference.opening import EngineOptions
 
     return EngineOptions(
@@ -241,6 +240,7 @@ def _engine_options(run: RunConfig, served: Mapping[str, Any]) -> Any:
         chunk=served["--prefill-chunk"],
         graphs=run.runtime.cuda_graph,
         fp8_weights=bool(served["--fp8-weights"]),
+        speculate=checked_speculation(served["--speculate"], False),
     )
 
 

@@ -21,10 +21,20 @@ ComputeDtype = Annotated[
 DeviceKind = Annotated[Literal["auto", "cpu", "cuda"], typer.Option("--device", help="where tensors live")]
 Graphs = Annotated[
     bool | None,
-    typer.Option("--cuda-graph/--no-cuda-graph", help="a GPU decodes by recorded graphs [where one holds the model]"),
+    typer.Option("--cuda-graph/--no-cuda-graph", help="a GPU computes by recorded graphs [on]"),
 ]
 Fp8Weights = Annotated[
     bool, typer.Option("--fp8-weights", help="linear layers keep their weights in 8 bits, a scale an output")
+]
+
+BatchInvariant = Annotated[
+    bool, typer.Option("--batch-invariant", help="a text does not depend, to the bit, on what is generated with it")
+]
+Speculate = Annotated[
+    str | None,
+    typer.Option(
+        "--speculate", metavar="ngram|DIR", help="guess tokens ahead from the text itself or by a small model [off]"
+    ),
 ]
 
 STATED_BY = "the checkpoint says it, or nothing is trained"
@@ -81,11 +91,10 @@ def run(
     pp: PipelineStages = 1,
     nproc: Annotated[int | None, typer.Option("--nproc", help="local ranks to start [tp x pp]", min=1)] = None,
     dtype: ComputeDtype = None,
-    batch_invariant: Annotated[
-        bool, typer.Option("--batch-invariant", help="a text does not depend, to the bit, on what is generated with it")
-    ] = False,
+    batch_invariant: BatchInvariant = False,
     cuda_graph: Graphs = None,
     fp8_weights: Fp8Weights = False,
+    speculate: Speculate = None,
     tokenizer: Annotated[str | None, typer.Option("--tokenizer", help="kind of tokenizer [the checkpoint's]")] = None,
     tokenizer_model: Annotated[str | None, typer.Option("--tokenizer-model", help="its model file")] = None,
     vocab_file: Annotated[str | None, typer.Option("--vocab-file", help="its vocabulary file")] = None,
@@ -107,7 +116,7 @@ def run(
         others |= {"num_samples": num_samples, "min_p": typed.pop("min_p", 0)}
         others |= {"repetition_penalty": typed.pop("repetition_penalty", 1) != 1}
         others |= {"tp": tp > 1, "pp": pp > 1, "nproc": nproc, "dtype": dtype, "batch_invariant": batch_invariant}
-        others |= {"fp8_weights": fp8_weights}
+        others |= {"fp8_weights": fp8_weights, "speculate": speculate}
         others |= {"cuda_graph" if cuda_graph else "no_cuda_graph": cuda_graph is not None}
         others |= {"tokenizer": tokenizer, **files, "device": device != "auto"}
         return _ask(url, prompt, tokens, others, typed, (beams, length_penalty))
@@ -143,6 +152,7 @@ def run(
             batch_invariant=batch_invariant,
             graphs=cuda_graph,
             fp8_weights=fp8_weights,
+            speculate=checked_speculation(speculate, batch_invariant),
         ),
         tp=tp,
         pp=pp,
@@ -162,6 +172,15 @@ def check_graphs(cuda_graph: bool | None, device: str, batch_invariant: bool, ad
     for flag, given in others.items():
         if cuda_graph and given:
             raise ValueError(f"--cuda-graph: excludes {flag}")
+
+
+def checked_speculation(speculate: str | None, batch_invariant: bool) -> str | None:
+    """Errors: ValueError where there is no such model, or steps of one size are asked for."""
+    if speculate is not None and batch_invariant:
+        raise ValueError(f"--speculate {speculate}: excludes --batch-invariant")
+    if speculate is not None and speculate != "ngram" and not Path(speculate).exists():
+        raise ValueError(f"--speculate {speculate}: no such model; valid: ngram, or a model's directory")
+    return speculate
 
 
 def _check_texts(prompt: str | None, input_file: Path | None, num_samples: int, output: Path | None) -> bool:

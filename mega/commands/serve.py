@@ -15,10 +15,19 @@ from mega.commands.generate import (
     Fp8Weights,
     Graphs,
     PipelineStages,
+    Speculate,
     TensorRanks,
     check_graphs,
+    checked_speculation,
 )
 from mega.core.files import check_source
+
+BatchInvariant = Annotated[
+    bool, typer.Option("--batch-invariant", help="an answer does not depend, to the bit, on what else is in flight")
+]
+PrefillChunk = Annotated[
+    int | None, typer.Option("--prefill-chunk", help="most prompt tokens of a step [by the device]", min=1)
+]
 
 STATED_BY = "the checkpoint says it, or each request does"
 """Why options of a training that are given here change nothing."""
@@ -51,12 +60,11 @@ def run(
     cache_tokens: Annotated[
         int | None, typer.Option("--cache-tokens", help="of all in flight [what fits]", min=1)
     ] = None,
-    chunk: Annotated[int, typer.Option("--prefill-chunk", help="most prompt tokens of a step", min=1)] = 512,
-    batch_invariant: Annotated[
-        bool, typer.Option("--batch-invariant", help="an answer does not depend, to the bit, on what else is in flight")
-    ] = False,
+    chunk: PrefillChunk = None,
+    batch_invariant: BatchInvariant = False,
     cuda_graph: Graphs = None,
     fp8_weights: Fp8Weights = False,
+    speculate: Speculate = None,
     longest: Annotated[
         int | None, typer.Option("--max-length", "--out-seq-length", help="prompt and answer [the model's]", min=1)
     ] = None,
@@ -131,6 +139,7 @@ def run(
         batch_invariant=batch_invariant,
         graphs=cuda_graph,
         fp8_weights=fp8_weights,
+        speculate=checked_speculation(speculate, batch_invariant),
     )
     plan = ServePlan(
         path=str(path),

@@ -4,6 +4,7 @@
 
     burst     64 requests of 512 tokens in and 128 out, at once, right after the engine is warmed up; and once more
     stream    one request alone
+    greedy    one request alone, of the likeliest tokens: random weights repeat themselves then
     prompts   8 prompts of 2,048 tokens, of which one token is asked
     rate      256 requests, at 80 % of the second burst's requests a second
     profile   kernels of steps of one row and of 64, by time
@@ -25,13 +26,17 @@ from mega.core.config.compose import compose
 from mega.core.config.resolve import model_alone
 from mega.core.device import Device
 from mega.core.inference.opening import EngineOptions
+from mega.core.inference.request import Request, Sampling
 from mega.core.parallel.launch import connect, run_ranks
+from mega.core.parallel.linear import RowLinear
 from mega.core.parallel.mesh import Mesh
+from mega.core.parallel.weight import initialise
+from mega.core.proof import serving_bench
 from mega.core.proof.serving import Load, of_engine, summary
 from mega.core.proof.serving_bench import ServingBench, engine_of_plan
 from tests.gpu.serving import SMALL, ask, busy, drain
 
-ROWS = ("burst", "stream", "prompts", "rate", "profile")
+ROWS = ("burst", "stream", "greedy", "prompts", "rate", "profile")
 
 
 def measure(arguments: Sequence[str]) -> int:
@@ -41,7 +46,9 @@ def measure(arguments: Sequence[str]) -> int:
     mesh, began = Mesh(world.rank, tp=given.tp, pp=given.pp, groups=groups), time.perf_counter()
     if device.is_cuda:
         torch.zeros(1, device=device.torch)
-    options = EngineOptions(requests=64, graphs=given.graphs, chunk=given.chunk)
+    if given.repeating:
+        serving_bench.initialise = repeating
+    options = EngineOptions(requests=64, graphs=given.graphs, chunk=given.chunk, speculate=given.speculate)
     model = model_alone(compose(given.model, flags={} if device.is_cuda else SMALL))
     plan = ServingBench(
         loads=(Load(0, 1, 1, 1),), model=model, engine=options, tp=given.tp, pp=given.pp, dtype=given.dtype
@@ -49,7 +56,14 @@ def measure(arguments: Sequence[str]) -> int:
     engine, what = engine_of_plan(plan, mesh, device)
     if engine is None:
         return 0
-    layout = {"tp": given.tp, "pp": given.pp, "device": device.name, "what": what, "torch": torch.__version__}
+    layout = {
+        "tp": given.tp,
+        "pp": given.pp,
+        "device": device.name,
+        "what": what,
+        "speculate": given.speculate,
+        "torch": torch.__version__,
+    }
 
     def report(row_name: str, **values: Any) -> None:
         line = json.dumps({"row": row_name, **layout, **values})
@@ -71,6 +85,8 @@ def measure(arguments: Sequence[str]) -> int:
         elif name == "stream":
             report(name, **of_load(engine, Load(0, 1, 512 // scale, 128), "warm"))
             report(name, **of_load(engine, Load(0, 1, 511 // scale, 256), name))
+        elif name == "greedy":
+            report(name, **greedily(engine))
         elif name == "prompts":
             for turn in ("warm", name):
                 row = of_load(engine, Load(0, 8, 2048 // scale, 1), turn)
@@ -97,6 +113,37 @@ def of_load(engine: Any, load: Load, seed: str) -> dict[str, Any]:
     timings = of_engine(engine, Seeded(load.rate, load.requests, load.prompt, load.new))
     found = summary(load, timings).fields()
     return {**found, "last_first": max(each.tokens[0] - each.arrival for each in timings)}
+
+
+def said(engine: Any, prompt: tuple[int, ...], new: int) -> list[int]:
+    engine.add(Request(prompt=prompt, tokens=new, sampling=Sampling(temperature=0.0)))
+    ids: list[int] = []
+    while not engine.idle:
+        ids += [event.token for event in engine.step()]
+    return ids
+
+
+def greedily(engine: Any, new: int = 256) -> dict[str, Any]:
+    """steps: of new tokens, of which there are `new`. seconds: after the first token. The prompt has what the model
+    says to its beginning, so the answer repeats it where that depends on the last token alone."""
+    prompt = tuple((7919 * at + 13) % engine.limits.vocab for at in range(64))
+    prompt = (*prompt, *said(engine, prompt, new))
+    engine.add(Request(prompt=prompt, tokens=new, sampling=Sampling(temperature=0.0)))
+    times, ids, steps = list[float](), list[int](), 0
+    while not engine.idle:
+        events = engine.step()
+        steps += bool(events)
+        times += [time.perf_counter()] * len(events)
+        ids += [event.token for event in events]
+    return {"new": new, "steps": steps, "seconds": times[-1] - times[0], "digest": hash(tuple(ids)), "ids": ids[-8:]}
+
+
+def repeating(stage: Any, seed: int) -> None:
+    """No branch adds to the residual stream, so greedy text runs into a circle."""
+    initialise(stage, seed)
+    for module in stage.modules():
+        if isinstance(module, RowLinear):
+            module.weight.data.zero_()
 
 
 def profiled(engine: Any, device: Device) -> None:
@@ -128,6 +175,10 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--chunk", type=int)
+    parser.add_argument("--speculate")
+    parser.add_argument(
+        "--repeating", action="store_true", help="a model whose next token depends on the last one alone"
+    )
     parser.add_argument("--graphs", type=lambda text: text == "yes", default=None)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     return parser.parse_args(arguments)

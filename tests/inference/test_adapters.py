@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,9 +100,12 @@ def asked(adapters: tuple[str | None, ...] = (None, "tuned", "peft")) -> list[Re
     ]
 
 
-def said_at(groups: Groups, rank: int, places: Places, tp: int, pp: int, invariant: bool) -> Any:
+def said_at(
+    groups: Groups, rank: int, places: Places, tp: int, pp: int, invariant: bool, speculate: str | None = None
+) -> Any:
     """Log-probabilities of all requests together, and the ids."""
     options = EngineOptions(requests=6, chunk=16, cache_tokens=512, block=4, batch_invariant=invariant, tile=8)
+    options = replace(options, speculate=speculate)
     mesh = Mesh(rank, tp=tp, pp=pp, groups=groups)
     opened = open_model(places.base)
     engine = start_engine(opened, mesh, Device.choose("cpu"), options, adapters=places.opened())
@@ -139,6 +143,15 @@ def test_each_request_goes_by_its_adapter(places: Places, expected: list[Any], i
     for (_, ours), (_, theirs) in zip(found, right, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)
     assert len({tuple(ids) for ids, _ in right[:3]}) == 3
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_guesses_of_the_model_without_adapters_change_nothing(
+    places: Places, expected: list[Any], pool: Pool, tp: int
+) -> None:
+    """Its guesses are right for requests without an adapter, and mostly wrong for others."""
+    found, *_ = pool.run(said_at, places, tp, 1, False, str(places.base), world=tp)
+    assert [ids for ids, _ in found] == [ids for ids, _ in expected]
 
 
 def test_at_another_layout(places: Places, expected: list[Any], pool: Pool) -> None:

@@ -21,6 +21,7 @@ from mega.core.config.sections import ModelConfig
 from mega.core.device import Device
 from mega.core.inference.cache import Blocks
 from mega.core.inference.capacity import even_layers
+from mega.core.inference.drafts import ModelDrafts
 from mega.core.inference.engine import BatchingEngine
 from mega.core.inference.generate import logits
 from mega.core.inference.graphs import GraphShape, StepGraphs
@@ -28,6 +29,8 @@ from mega.core.inference.load import open_model
 from mega.core.inference.opening import EngineOptions, start_engine
 from mega.core.inference.relay import LostRank, Relay
 from mega.core.inference.request import Event, Limits, Request, RequestError, Sampling
+from mega.core.inference.sampling import draw, probabilities, uniform
+from mega.core.inference.speculate import Guessed, NGrams
 from mega.core.inference.step import Step, scratch_step
 from mega.core.inference.worker import Launched, Worker
 from mega.core.model.decode import DecodeStep
@@ -80,12 +83,15 @@ def engine_of(
     tile: int = 0,
     ahead: int = 0,
     groups: int = 1,
+    drafter: Any = None,
     device: torch.device = CPU,
 ) -> Any:
     blocks = cache // block + 1
     worker = Worker(stage, Mesh.at(0), device, blocks=blocks, block=block, requests=requests, tile=tile or None)
     limits = Limits(stage.model.positions, cache, requests, stage.model.vocab)
-    return BatchingEngine(worker, limits, Blocks(blocks, block), chunk=chunk, depth=1 + ahead, groups=groups)
+    return BatchingEngine(
+        worker, limits, Blocks(blocks, block), chunk=chunk, depth=1 + ahead, groups=groups, drafter=drafter
+    )
 
 
 def answers(engine: Any, requests: Sequence[Request]) -> list[list[Event]]:
@@ -618,3 +624,117 @@ def check_canaries(stage: Any, requests: int, seed: int, ahead: int = 0, groups:
             assert number in cancelled and got[:-1] == expected[: len(got) - 1]
         else:
             assert got == expected, which
+
+
+class Wrong:
+    """Guesses of a text that is known, some of them wrong."""
+
+    eager = True
+
+    def __init__(self, texts: Sequence[Sequence[int]], wrong: float = 0.2):
+        self.texts, self.wrong, self.draw, self.freed = texts, wrong, random.Random(7), set[int]()
+
+    def propose(self, asked: Sequence[Guessed]) -> list[list[int]]:
+        return [self._after(each.ids, len(each.numbers)) for each in asked]
+
+    def _after(self, ids: Sequence[int], count: int) -> list[int]:
+        text = next(text for text in self.texts if list(text[: len(ids)]) == list(ids))
+        right = list(text[len(ids) : len(ids) + count])
+        return [token if self.draw.random() > self.wrong else (token + 1) % 61 for token in right]
+
+    def free(self, number: int) -> None:
+        self.freed.add(number)
+
+    def close(self) -> None:
+        pass
+
+
+def guessing_requests(count: int) -> list[Request]:
+    draw = random.Random(5)
+    asked = []
+    for number, prompt in enumerate(prompts(count)):
+        how = draw.choice([GREEDY, Sampling(seed=number), Sampling(seed=number, top_p=0.9, top_p_decay=0.9)])
+        stop_ids = frozenset(draw.sample(range(61), draw.choice([0, 5])))
+        logprobs = draw.choice([None, 1])
+        asked.append(
+            Request(
+                prompt=prompt[:20], tokens=draw.randrange(1, 40), sampling=how, stop_ids=stop_ids, logprobs=logprobs
+            )
+        )
+    return asked
+
+
+@pytest.mark.parametrize(("ahead", "groups"), [(0, 1), (1, 1), (2, 2)])
+def test_guesses_change_nothing(ahead: int, groups: int) -> None:
+    """Right and wrong guesses, of requests that join and leave next to others that are not guessed: the same tokens,
+    drawn or greedy, fewer steps, and no block is lost."""
+    stage, asked = made(LLAMA), guessing_requests(24)
+    plain = engine_of(stage, requests=6)
+    steps = counted(plain._worker)
+    expected = answers(plain, asked)
+    texts = [[*request.prompt, *tokens(events)] for request, events in zip(asked, expected, strict=True)]
+    drafter = Wrong(texts)
+    engine = engine_of(stage, requests=6, ahead=ahead, groups=groups, drafter=drafter)
+    fewer = counted(engine._worker)
+    mixed_in = [
+        *asked,
+        Request(prompt=(3, 4), tokens=6, beams=3),
+        Request(prompt=(5,), tokens=9, allowed=odd_after_even),
+    ]
+    for found, wanted in zip(answers(engine, mixed_in), expected, strict=False):
+        assert tokens(found) == tokens(wanted) and found[-1].finish == wanted[-1].finish
+        logprobs = [event.logprob for event in wanted]
+        assert [event.logprob for event in found] == pytest.approx(logprobs, abs=2e-5)
+    assert len(drafter.freed) >= 24 and (groups > 1 or len(fewer) < len(steps))
+    again = answers(engine, asked[:3])  # prefixes that are found hold no key of a wrong guess
+    assert [tokens(events) for events in again] == [tokens(events) for events in expected[:3]]
+
+
+def test_text_that_repeats_itself_is_guessed_by_its_own_words() -> None:
+    stage = made(LLAMA)
+    request = Request(prompt=tuple(range(9)), tokens=45, sampling=GREEDY)
+    plain = engine_of(stage)
+    steps = counted(plain._worker)
+    (expected,) = answers(plain, [request])
+    engine = engine_of(stage, ahead=1, drafter=NGrams())
+    fewer = counted(engine._worker)
+    (found,) = answers(engine, [request])
+    assert tokens(found) == tokens(expected) and len(fewer) <= len(steps) + 1
+
+
+@pytest.mark.parametrize("small", ["itself", "another"])
+def test_a_draft_model_changes_nothing(small: str) -> None:
+    """Where it is the model itself, every guess is right, drawn ones too: a step has up to 16 tokens."""
+    stage = made(LLAMA)
+    other = stage if small == "itself" else made(replace(LLAMA, layers=1))
+    asked = [replace(request, stop_ids=frozenset()) for request in guessing_requests(9)]
+    expected = answers(engine_of(stage), asked)
+    worker = Worker(other, Mesh.at(0), CPU, blocks=200, block=4, requests=16, tile=None)
+    blocks = Blocks(200, 4)
+    drafter = ModelDrafts(worker, blocks, chunk=7)
+    engine = engine_of(stage, drafter=drafter, ahead=1)
+    steps = counted(engine._worker)
+    for found, wanted in zip(answers(engine, asked), expected, strict=True):
+        assert tokens(found) == tokens(wanted)
+    assert blocks.available == blocks.count - 1, "the draft model's blocks are lost"
+    if small == "itself":
+        assert len(steps) < 25, "most guesses are right"
+    assert any(len(step.tokens) > len(step.counts) for step in steps)
+
+
+def test_drawn_tokens_keep_their_distribution_with_guesses() -> None:
+    """Pearson's statistic of 50,000 draws of a token that was guessed, over 12 ids: below its 99.9th percentile."""
+    how = Sampling(temperature=1.3, top_k=12)
+    generator = torch.Generator().manual_seed(1)
+    logits_of = torch.randn(61, generator=generator) * 2
+    expected = probabilities(logits_of, how)
+    draws = torch.tensor([uniform(seed, 3) for seed in range(50_000)], dtype=torch.float64)[:, None]
+    ids = draw(expected.expand(50_000, -1), draws)
+    guess = int(expected.argmax())
+    # A guess is kept exactly where it is what was drawn; else the drawn token is taken: the draws themselves.
+    kept = torch.where(ids == guess, torch.full_like(ids, guess), ids)
+    counts = torch.bincount(kept, minlength=61).double()
+    mass = expected.double() * 50_000
+    there = mass > 0
+    assert not counts[~there].any()
+    assert float(((counts - mass)[there] ** 2 / mass[there]).sum()) < 31.3  # 11 degrees of freedom

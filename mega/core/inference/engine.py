@@ -22,6 +22,7 @@ from mega.core.inference.graphs import rows_of_graphs, shape_counts
 from mega.core.inference.relay import STEP, STOP, Relay
 from mega.core.inference.request import Event, Limits, Request
 from mega.core.inference.schedule import Scheduler
+from mega.core.inference.speculate import Drafter
 from mega.core.inference.step import Step, scratch_step
 from mega.core.inference.worker import Launched, Worker
 
@@ -30,7 +31,7 @@ class BatchingEngine:
     """`request.Engine`, on rank 0. relay: to the other ranks, where there are any. depth: steps that the device may
     have been given before the results of the first of them are waited for, so that it waits for no host; 1 where steps
     are cut into tiles. groups: as of `Scheduler`. chunk: most prompt tokens of a step; None: as fit the device and what
-    else is in flight (chunks.py)."""
+    else is in flight (chunks.py). drafter: guesses tokens ahead."""
 
     def __init__(
         self,
@@ -42,9 +43,11 @@ class BatchingEngine:
         relay: Relay | None = None,
         depth: int = 1,
         groups: int = 1,
+        drafter: Drafter | None = None,
     ):
         assert depth == 1 or worker.tile is None
         self.limits, self._worker, self._relay, self._depth = limits, worker, relay, depth
+        self._drafter = drafter
         self._launched: deque[Launched] = deque()
         self._last: Launched | None = None
         self._chunks = Chunks(chunk, recorded=() if worker.graphs is None else worker.graphs.many)
@@ -57,6 +60,7 @@ class BatchingEngine:
             adapters=names,
             groups=groups,
             ahead=depth > 1,
+            drafter=drafter,
         )
 
     @property
@@ -126,6 +130,8 @@ class BatchingEngine:
         if self._depth > 1 and self._last is not None:
             with contextlib.suppress(RuntimeError):  # that the device has failed was said before
                 self._last.choices()  # a graph that is played must not end
+        if self._drafter is not None:
+            self._drafter.close()
         self._worker.close()
 
 

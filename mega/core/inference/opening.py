@@ -19,19 +19,23 @@ from mega.core.family import family
 from mega.core.inference.adapters import AdapterChoice, OpenedAdapter, load_adapters
 from mega.core.inference.cache import Blocks
 from mega.core.inference.capacity import BLOCK, cache_blocks, cache_bytes, even_layers, fitting_blocks, wanted_tokens
+from mega.core.inference.drafts import ModelDrafts
 from mega.core.inference.engine import BatchingEngine, follow
 from mega.core.inference.graphs import MANY
-from mega.core.inference.load import OpenedModel, load_stages
+from mega.core.inference.load import OpenedModel, load_stages, open_model
 from mega.core.inference.relay import Relay, relay_of
 from mega.core.inference.request import Limits
+from mega.core.inference.speculate import MOST, Drafter, NGrams
 from mega.core.inference.worker import Worker
 from mega.core.model.decode import lay_for_decoding
 from mega.core.ops.suite import choose, forward_only
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Mesh
 
-MOST = MANY[-1]
-"""Tokens of a step with prompts that is recorded, where the user asks for no other number."""
+NGRAM = "ngram"
+
+DRAFT_CHUNK = 512
+"""Tokens of a draft model's step at the most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +45,8 @@ class EngineOptions:
     batch_invariant: a request's logits are the same to the bit whatever else is in flight, in steps of exactly `tile`
     tokens. vocab: ids below this are chosen; None: any of the model's. graphs: of steps; None: on a CUDA device.
     fp8_weights: linear layers of the blocks keep theirs in 8 bits. ahead: steps that are given to the device before the
-    results of those before are taken; None: on a CUDA device one, and one for every pipeline stage after the first."""
+    results of those before are taken; None: on a CUDA device one, and one for every pipeline stage after the first.
+    speculate: "ngram", or the directory of a small model that guesses tokens ahead; None: nothing is guessed."""
 
     requests: int = 64
     chunk: int | None = None
@@ -53,6 +58,7 @@ class EngineOptions:
     graphs: bool | None = None
     fp8_weights: bool = False
     ahead: int | None = None
+    speculate: str | None = None
 
 
 def start_engine(
@@ -108,7 +114,7 @@ def engine_on(
         vocab=vocab,
         adapters=adapters,
         graphs=device.is_cuda and options.graphs is not False,
-        most=min(options.chunk or MOST, blocks * size),
+        most=min(options.chunk or MANY[-1], blocks * size),
     )
     relay = relay or relay_of(mesh)
     if relay is not None and not mesh.model.first:
@@ -118,8 +124,49 @@ def engine_on(
     ahead = device.is_cuda + mesh.pp.size - 1 if options.ahead is None else options.ahead
     depth, groups = (1, 1) if options.batch_invariant else (1 + ahead, mesh.pp.size)
     return BatchingEngine(
-        worker, limits, Blocks(blocks, size), chunk=options.chunk, relay=relay, depth=depth, groups=groups
+        worker,
+        limits,
+        Blocks(blocks, size),
+        chunk=options.chunk,
+        relay=relay,
+        depth=depth,
+        groups=groups,
+        drafter=drafter_of(options, model, device, stage.dtype, vocab),
     )
+
+
+def drafter_of(
+    options: EngineOptions, model: ModelConfig, device: Device, dtype: torch.dtype, vocab: int
+) -> Drafter | None:
+    """What guesses tokens ahead; its cache holds as much as that of the model. Errors: ValueError where its vocabulary
+    is another one; CheckpointError."""
+    if options.speculate is None or options.batch_invariant:
+        return None
+    if options.speculate == NGRAM:
+        return NGrams()
+    opened = open_model(options.speculate)
+    small = opened.model
+    if (small.vocab or 0) < vocab:
+        raise ValueError(
+            f"--speculate {options.speculate}: has {small.vocab} tokens, the model {model.vocab}; must be a model of "
+            "the same tokenizer"
+        )
+    alone = Mesh.at(0)
+    ops = forward_only(choose(device.torch, dtype))
+    (stage,) = load_stages(opened, alone, device, dtype=dtype, ops=ops)
+    tokens = options.requests * (min(model.positions or 0, small.positions or 0) + MOST)
+    blocks = min(-(-tokens // options.block), 1 + (options.cache_tokens or tokens) // options.block) + 1
+    worker = Worker(
+        *(stage, alone, device.torch),
+        blocks=blocks,
+        block=options.block,
+        requests=options.requests,
+        tile=None,
+        vocab=vocab,
+        graphs=device.is_cuda and options.graphs is not False,
+        most=DRAFT_CHUNK,
+    )
+    return ModelDrafts(worker, Blocks(blocks, options.block), DRAFT_CHUNK)
 
 
 def check_layout(model: ModelConfig, tp: int, pp: int) -> None:

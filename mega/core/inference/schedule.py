@@ -25,6 +25,7 @@ from mega.core.inference.beam import BeamSearch
 from mega.core.inference.cache import ROOT, Blocks
 from mega.core.inference.request import Allowed, Event, Finish, Limits, Request, RequestError, Top
 from mega.core.inference.sampling import top_p_after, uniform
+from mega.core.inference.speculate import SURE, TOKENS, Confidence, Drafter, Guessed
 from mega.core.inference.step import BEAM, CHOOSE, NUMBERS, Step, from_request
 from mega.core.ops.paged_attention import Integers
 
@@ -73,6 +74,7 @@ class InFlight:
     new: int = 0
     asked: int = 0
     unresolved: int = 0
+    confidence: Confidence | None = None
     ended: bool = False
     failure: str = ""
     prompt_logprobs: list[float | None] = field(default_factory=lambda: [None])
@@ -87,22 +89,39 @@ class InFlight:
         return self.request.sampling.repetition_penalty != 1 and not self.request.beams
 
     @property
+    def guessed(self) -> bool:
+        """Whether its next tokens are guessed."""
+        return self.confidence is not None and self.confidence.active
+
+    @property
     def waits(self) -> bool:
         """Whether its next step depends on what the last one finds, but for the id of its token."""
-        return self.unresolved > 0 and (self.search is not None or self.request.allowed is not None)
+        return self.unresolved > 0 and (self.search is not None or self.request.allowed is not None or self.guessed)
+
+
+NO_GUESS = -1
+"""Of the last row of a run with guesses: any token ends it."""
 
 
 class WantedRow(NamedTuple):
-    """One wanted row of logits: whose it is, and what for. number: of the new token that it chooses, from 0 on."""
+    """One wanted row of logits: whose it is, and what for. number: of the new token that it chooses, from 0 on.
+    guess: the one that the next row of the same run goes by; NO_GUESS for a run's last row, None where there are none.
+    """
 
     answer: InFlight
     target: int
     allowed: NDArray[np.bool_] | None = None
     number: int = 0
+    guess: int | None = None
 
     @property
     def penalised(self) -> bool:
         return self.target == CHOOSE and self.answer.penalised
+
+    @property
+    def followed(self) -> bool:
+        """Whether a step may follow its token before the host has seen it."""
+        return self.target == CHOOSE and self.guess is None
 
 
 class Choice(NamedTuple):
@@ -115,21 +134,44 @@ class Choice(NamedTuple):
 
 @dataclass
 class _Work:
-    """Columns of the step that is being put together. sequences: how many tokens of each, and, where its id is awaited,
-    the index by which it will be found."""
+    """Columns of the step that is being put together. sequences: how many tokens of each, where its id is awaited the
+    index by which it will be found, and guesses."""
 
-    sequences: list[tuple[CachedSequence, int, int]] = field(default_factory=list)
+    sequences: list[tuple[CachedSequence, int, int, Sequence[int]]] = field(default_factory=list)
     adapters: list[int] = field(default_factory=list)
     wanted: list[int] = field(default_factory=list)
     rows: list[WantedRow] = field(default_factory=list)
     tokens: int = 0
 
 
+@dataclass
+class _Check:
+    """Rows of a run with guesses, in order: those up to the first wrong guess count."""
+
+    answer: InFlight
+    guessed: int = 0
+    right: int = 0
+    failed: bool = False
+
+    def take(self, guess: int, token: int) -> bool:
+        """Whether a row counts, of which this token was chosen."""
+        counts = not self.failed
+        self.guessed += guess != NO_GUESS
+        self.right += counts and token == guess
+        self.failed = self.failed or token != guess
+        return counts
+
+    def close(self) -> None:
+        if self.answer.confidence is not None:
+            self.answer.confidence.checked(self.guessed, self.right)
+
+
 class Scheduler:
     """Requests in, steps out; results in, events out. chunk: most prompt tokens of a step, by how many sequences
     continue by one token at the same time. in_order: steps may be cut, so what shares a block must come after what
     computes it. adapters: names; the first is number 1. groups: requests of one take no part in the steps of others,
-    so that as many pipeline stages can compute at once. ahead: steps follow others whose results are not taken."""
+    so that as many pipeline stages can compute at once. ahead: steps follow others whose results are not taken.
+    drafter: guesses tokens ahead."""
 
     def __init__(
         self,
@@ -141,9 +183,11 @@ class Scheduler:
         adapters: Sequence[str] = (),
         groups: int = 1,
         ahead: bool = False,
+        drafter: Drafter | None = None,
     ):
         self.blocks, self.limits, self.chunk, self.in_order = blocks, limits, chunk, in_order
-        self._groups, self._turn, self._ahead = groups, 0, ahead
+        self._groups, self._turn, self._ahead, self._drafter = groups, 0, ahead, drafter
+        self._group = 0
         self._adapters: dict[str | None, int] = {None: 0, **{name: at for at, name in enumerate(adapters, start=1)}}
         self._waiting: deque[InFlight] = deque()
         self._running: list[InFlight] = []
@@ -217,9 +261,9 @@ class Scheduler:
 
     def _step_of(self, group: int) -> Step | None:
         """New tokens of one group, and prompts of all."""
-        work, marks = _Work(), list[tuple[int, int]]()
+        work, marks, self._group = _Work(), list[tuple[int, int]](), group
         late: list[tuple[InFlight, CachedSequence]] = []
-        single = 0
+        single, guesses = 0, self._guesses(group)
         for answer in self._running:
             if answer.asked == answer.request.tokens > 0 or answer.waits:
                 continue
@@ -230,7 +274,7 @@ class Scheduler:
                     continue
                 single += 1
                 if pending and answer.group == group:
-                    self._schedule(work, answer, sequence, 1)
+                    self._schedule(work, answer, sequence, 1, guesses.get(answer.number, ()))
         prompts, left = [], self.chunk(single)
         while left > 0 and (late or self._admit(late, marks)):
             answer, sequence = late.pop(0)
@@ -248,6 +292,44 @@ class Scheduler:
         step = self._step(work, copies, marks)
         self._rows.append(work.rows)
         return step
+
+    def _group_of_next(self) -> int:
+        """The group of a request whose first token this step chooses: the step's own, whose next turn comes when the
+        token is there, unless another one is much smaller."""
+        if self._groups == 1:
+            return 0
+        sizes = [0] * self._groups
+        for answer in self._running:
+            sizes[answer.group] += answer.asked > 0
+        least = min(sizes)
+        return self._group if sizes[self._group] <= least + max(2, sum(sizes) // 8) else sizes.index(least)
+
+    def _guesses(self, group: int) -> dict[int, list[int]]:
+        """The next tokens of requests that are guessed, by their numbers."""
+        if self._drafter is None:
+            return {}
+        room = TOKENS - sum(len(answer.sequences) for answer in self._running)
+        ready: list[InFlight] = []
+        asked: list[Guessed] = []
+        for answer in self._running:
+            if answer.group != group or not answer.guessed or answer.unresolved or answer.sequences[0].pending != 1:
+                continue
+            assert answer.confidence is not None
+            count = min(answer.confidence.reach, answer.request.tokens - answer.new - 1, room)
+            if count > 0:
+                room -= count
+                ready.append(answer)
+                asked.append(self._guessed(answer, count))
+        found = self._drafter.propose(asked) if asked else []
+        for answer, guesses in zip(ready, found, strict=True):
+            if not guesses and answer.confidence is not None:
+                answer.confidence.checked(1, 0)
+        return {answer.number: guesses for answer, guesses in zip(ready, found, strict=True)}
+
+    def _guessed(self, answer: InFlight, count: int) -> Guessed:
+        (sequence,), request = answer.sequences, answer.request
+        numbers = [_numbers(WantedRow(answer, CHOOSE, None, answer.new + at)) for at in range(count)]
+        return Guessed(sequence.number, answer.index, sequence.ids, len(request.prompt) + request.tokens, numbers)
 
     def _admit(self, late: list[tuple[InFlight, CachedSequence]], marks: list[tuple[int, int]]) -> bool:
         """Take the next waiting request in, if there is one and it fits."""
@@ -272,8 +354,8 @@ class Scheduler:
         if answer.penalised:
             marks.append((answer.index, -1))
             marks.extend((answer.index, token) for token in sorted(set(request.prompt)))
-        sizes = [sum(each.group == group for each in self._running) for group in range(self._groups)]
-        answer.group = sizes.index(min(sizes))
+        if self._drafter is not None and not (request.beams or request.allowed or answer.penalised):
+            answer.confidence = Confidence(active=self._drafter.eager)
         self._running.append(answer)
         late.append((answer, sequence))
         return True
@@ -296,50 +378,55 @@ class Scheduler:
             sequence.prefix = self.blocks.register(sequence.prefix, ids, sequence.blocks[number])
             sequence.registered += 1
 
-    def _schedule(self, work: _Work, answer: InFlight, sequence: CachedSequence, take: int) -> None:
-        self._reserve(sequence, answer, take)
+    def _schedule(
+        self, work: _Work, answer: InFlight, sequence: CachedSequence, take: int, guesses: Sequence[int] = ()
+    ) -> None:
+        self._reserve(sequence, answer, take + len(guesses))
         request, first, end = answer.request, sequence.computed, sequence.computed + take
         if request.prompt_logprobs and first + 1 < len(request.prompt):
             for at in range(first, min(end, len(request.prompt) - 1)):
                 work.wanted.append(work.tokens + at - first)
                 work.rows.append(WantedRow(answer, request.prompt[at + 1]))
         if end == sequence.length and request.tokens:
+            if not answer.asked:
+                answer.group = self._group_of_next()
             try:
                 allowed = None if request.allowed is None else self._allowed_after(request.allowed, sequence.ids)
-                work.wanted.append(work.tokens + take - 1)
                 target = CHOOSE if answer.search is None else BEAM
-                work.rows.append(WantedRow(answer, target, allowed, answer.asked))
-                answer.unresolved += 1
-                if target == CHOOSE:
-                    answer.asked, sequence.awaited = answer.asked + 1, sequence.awaited + 1
+                for at, guess in enumerate((*guesses, NO_GUESS) if guesses else (None,)):
+                    work.wanted.append(work.tokens + take - 1 + at)
+                    work.rows.append(WantedRow(answer, target, allowed, answer.asked, guess))
+                    answer.unresolved += 1
+                    if target == CHOOSE:
+                        answer.asked, sequence.awaited = answer.asked + 1, sequence.awaited + 1
             except Exception as error:  # of the request alone; its blocks are in this step's tables
                 answer.failure = answer.failure or str(error) or repr(error)
-        work.sequences.append((sequence, take, answer.index))
+        work.sequences.append((sequence, take + len(guesses), answer.index, guesses))
         work.adapters.append(answer.adapter)
-        work.tokens += take
+        work.tokens += take + len(guesses)
 
     def _step(self, work: _Work, copies: Sequence[tuple[int, int]], marks: Sequence[tuple[int, int]]) -> Step:
         size, tokens, positions, stored = self.blocks.size, list[int](), list[Integers](), list[Integers]()
-        for sequence, take, index in work.sequences:
+        for sequence, take, index, guesses in work.sequences:
             first = sequence.computed
             end = sequence.computed = first + take
-            tokens += sequence.ids[first:end] or [from_request(index)]
+            tokens += [*(sequence.ids[first:end] or [from_request(index)]), *guesses]
             at = np.arange(first, end)
             positions.append(at)
             begin = first // size
             blocks = np.array(sequence.blocks[begin : -(-end // size)], dtype=np.int64)
             stored.append(blocks[at // size - begin] * size + at % size)
-        lengths = [sequence.computed for sequence, _, _ in work.sequences]
+        lengths = [sequence.computed for sequence, *_ in work.sequences]
         width = -(-max(lengths) // size)
-        tables = [sequence.blocks[:width] + [0] * (width - len(sequence.blocks)) for sequence, _, _ in work.sequences]
+        tables = [sequence.blocks[:width] + [0] * (width - len(sequence.blocks)) for sequence, *_ in work.sequences]
         return Step(
             tokens=np.array(tokens, dtype=np.int64),
             positions=np.concatenate(positions),
             slots=np.concatenate(stored),
-            counts=np.array([take for _, take, _ in work.sequences], dtype=np.int64),
+            counts=np.array([take for _, take, *_ in work.sequences], dtype=np.int64),
             lengths=np.array(lengths, dtype=np.int64),
             tables=np.array(tables, dtype=np.int64),
-            sequences=np.array([sequence.number for sequence, _, _ in work.sequences], dtype=np.int64),
+            sequences=np.array([sequence.number for sequence, *_ in work.sequences], dtype=np.int64),
             adapters=np.array(work.adapters, dtype=np.int64),
             copies=_pairs(copies),
             wanted=np.array(work.wanted, dtype=np.int64),
@@ -347,7 +434,7 @@ class Scheduler:
             tops=np.array([_tops(row) for row in work.rows], dtype=np.int64),
             seen=np.array([row.answer.index if row.penalised else -1 for row in work.rows], dtype=np.int64),
             requests=np.array(
-                [row.answer.index if row.target == CHOOSE and self._ahead else -1 for row in work.rows], dtype=np.int64
+                [row.answer.index if self._ahead and row.followed else -1 for row in work.rows], dtype=np.int64
             ),
             marks=_pairs(marks),
             numbers=np.array([_numbers(row) for row in work.rows], dtype=np.float64).reshape(-1, len(NUMBERS)),
@@ -371,6 +458,7 @@ class Scheduler:
         """What the results of the first step that was made and not taken, one for each wanted row, mean."""
         events: list[Event] = []
         beams: dict[int, tuple[InFlight, list[Top]]] = {}
+        checks: dict[int, _Check] = {}
         for row, choice in zip(self._rows.popleft(), choices, strict=True):
             answer = row.answer
             answer.unresolved -= row.target < 0
@@ -378,18 +466,35 @@ class Scheduler:
                 continue
             if row.target == BEAM:
                 beams.setdefault(answer.number, (answer, []))[1].append(choice.top)
+            elif row.target == CHOOSE and row.guess is not None:
+                check = checks.setdefault(answer.number, _Check(answer))
+                if check.take(row.guess, choice.token):
+                    events.append(self._chosen(answer, choice, row.guess))
+                else:
+                    answer.asked, answer.sequences[0].awaited = answer.asked - 1, answer.sequences[0].awaited - 1
             elif row.target == CHOOSE:
                 events.append(self._chosen(answer, choice))
+                self._watch(answer, choice.token)
             else:
                 self._scored(answer, choice)
                 if not answer.request.tokens and len(answer.prompt_logprobs) == len(answer.request.prompt):
                     events.append(self._finished(answer, "length"))
+        for check in checks.values():
+            check.close()
         for answer, likeliest in beams.values():
             events += self._searched(answer, likeliest)
         for answer in [answer for answer in self._running if answer.failure]:
             events.append(Event(request=answer.number, finish="failed", message=answer.failure))
             self._end(answer)
         return events
+
+    def _watch(self, answer: InFlight, token: int) -> None:
+        """Whether the text could have been guessed."""
+        if self._drafter is None or answer.confidence is None or answer.ended or answer.guessed:
+            return
+        answer.confidence.watched(token)
+        if not answer.confidence.expected and not answer.guessed:
+            (answer.confidence.expected,) = self._drafter.propose([self._guessed(answer, SURE)])
 
     def drop(self) -> bool:
         """Whether no request waits for the results of the last step that was made; they are not to be taken then."""
@@ -402,9 +507,12 @@ class Scheduler:
         answer.prompt_logprobs.append(choice.logprob)
         answer.prompt_top.append(choice.top)
 
-    def _chosen(self, answer: InFlight, choice: Choice) -> Event:
+    def _chosen(self, answer: InFlight, choice: Choice, guess: int | None = None) -> Event:
+        """guess: of the row, as of `WantedRow`; what was computed after a wrong one does not count."""
         request, (sequence,) = answer.request, answer.sequences
         sequence.ids.append(choice.token)
+        if guess is not None:
+            sequence.computed = len(sequence.ids) - (choice.token != guess)
         sequence.awaited -= 1
         answer.new += 1
         finish: Finish | None = None
@@ -481,6 +589,8 @@ class Scheduler:
         """Give back all that it holds."""
         for sequence in answer.sequences:
             self._release(answer, sequence)
+            if self._drafter is not None:
+                self._drafter.free(sequence.number)
         self.blocks.waive(answer.promised)
         answer.sequences, answer.promised, answer.ended = [], 0, True
         if answer.index >= 0:

@@ -25,8 +25,8 @@ from mega.core.ops.paged_attention import Integers, PagedAttention, RaggedGraph
 LOG2E = math.log2(math.e)
 KEYS = 64
 """Keys of one tile."""
-ROWS = 64
-"""Queries of one tile of a run of several tokens."""
+ROWS, WARPS = 64, 4
+"""Queries of one tile of a run of several tokens, and warps of its program."""
 PROGRAMS, MOST_SHARES = 528, 32
 """Programs that keep a device busy, four on each of 132 multiprocessors; shares of a sequence at the most."""
 
@@ -66,7 +66,7 @@ def _look(
 ):  # fmt: skip
     """Of a share of the keys: the mixed values, not divided yet, the largest score and the sum of the weights.
 
-    SHARES: 1, or a power of two that is not less than their number. NEW: keys and values of the tokens follow their
+    SHARES: 1, or MOST_SHARES, so that few kernels are compiled. NEW: keys and values of the tokens follow their
     queries, and the last share begins with them; components HALF apart are turned before."""
     in_turn(OVERLAP)
     row, kv_head, share, shares = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
@@ -213,32 +213,57 @@ def _tiles(
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     sum_ = tl.zeros([ROWS], tl.float32)
     largest = tl.full([ROWS], -float("inf"), tl.float32)
-    begin = position * 0
+    end, at_query = position + count, position + one
     if WINDOW:
         begin = tl.maximum(position - window + 1, 0) // KEYS * KEYS
-    end, at_query = position + count, position + one
-    for start in range(begin, end, KEYS):
+    else:  # the first keys are seen by all queries
+        begin = (position + 1) // KEYS * KEYS
+        total, largest, sum_ = _tile_keys(
+            q, total, largest, sum_, pool_at, table_at, at_query, position * 0, begin, scale, window, KV, WIDTH, BLOCK,
+            SIZE, KEYS, False, False,
+        )  # fmt: skip
+    total, largest, sum_ = _tile_keys(
+        q, total, largest, sum_, pool_at, table_at, at_query, begin, end, scale, window, KV, WIDTH, BLOCK, SIZE, KEYS,
+        True, WINDOW,
+    )  # fmt: skip
+    place = (token + one) * (HEADS * WIDTH) + head * WIDTH
+    total = (total / sum_[:, None]).to(out_at.dtype.element_ty)
+    tl.store(out_at + place[:, None] + part[None, :], total, queried)
+
+
+@jit
+def _tile_keys(
+    q, total, largest, sum_, pool_at, table_at, at_query, first, end, scale, window,
+    KV: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """With the keys from `first` to `end`. MASKED: not all are seen by all queries."""
+    part = tl.arange(0, BLOCK)
+    for start in range(first, end, KEYS):
         key = start + tl.arange(0, KEYS)
-        block = tl.load(table_at + key // SIZE, key < end, 0)
+        there = (key < end)[:, None] & (part < WIDTH)[None, :] if MASKED else (part < WIDTH)[None, :]
+        block = tl.load(table_at + key // SIZE, key < end, 0) if MASKED else tl.load(table_at + key // SIZE)
         at = pool_at + ((block * SIZE + key % SIZE) * (2 * KV * WIDTH))[:, None] + part[None, :]
-        there = (key < end)[:, None] & (part < WIDTH)[None, :]
-        keys = tl.load(at, there, 0.0)
-        values = tl.load(at + KV * WIDTH, there, 0.0)
+        if MASKED or WIDTH < BLOCK:
+            keys = tl.load(at, there, 0.0)
+            values = tl.load(at + KV * WIDTH, there, 0.0)
+        else:
+            keys = tl.load(at)
+            values = tl.load(at + KV * WIDTH)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
-        seen = key[None, :] <= at_query[:, None]
-        if WINDOW:
-            seen &= key[None, :] > at_query[:, None] - window
-        scores = tl.where(seen, scores, -float("inf"))
+        if MASKED:
+            seen = key[None, :] <= at_query[:, None]
+            if WINDOW:
+                seen &= key[None, :] > at_query[:, None] - window
+            scores = tl.where(seen, scores, -float("inf"))
         now = tl.maximum(largest, tl.max(scores, 1))
-        base = tl.where(now == -float("inf"), 0.0, now)
+        base = tl.where(now == -float("inf"), 0.0, now) if MASKED else now
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(largest - base)
         sum_ = sum_ * shrink + tl.sum(weights, 1)
         total = tl.dot(weights.to(values.dtype), values, total * shrink[:, None], input_precision="ieee")
         largest = now
-    place = (token + one) * (HEADS * WIDTH) + head * WIDTH
-    total = (total / sum_[:, None]).to(out_at.dtype.element_ty)
-    tl.store(out_at + place[:, None] + part[None, :], total, queried)
+    return total, largest, sum_
 
 
 @jit
@@ -349,7 +374,7 @@ def _attend(q: torch.Tensor, pool: torch.Tensor, runs: SingleTokens | RaggedRuns
         _tiles, (len(runs.tiles), heads), q, pool, runs.tables, runs.tiles, out, q.stride(0), q.stride(1),
         runs.tables.shape[1], LOG2E / math.sqrt(d), runs.window or 0, HEADS=heads, KV=kv_heads, WIDTH=d,
         BLOCK=max(16, next_power_of_2(d)), SIZE=block, KEYS=KEYS if d <= 128 else KEYS // 2, ROWS=ROWS,
-        WINDOW=runs.window is not None, num_stages=stages, **overlapping(q.device),
+        WINDOW=runs.window is not None, num_warps=WARPS, num_stages=stages, **overlapping(q.device),
     )  # fmt: skip
     return out
 
@@ -378,7 +403,7 @@ def _attend_singles(
         _look, (rows, kv_heads, shares), q, cos, sin, pool, runs.tables, runs.lengths, part, stats, out, runs.ended,
         q.stride(0), q.stride(1), runs.tables.shape[1], LOG2E / math.sqrt(d), runs.window or 0, KV=kv_heads,
         GROUP=group, GROUP_BLOCK=max(16, next_power_of_2(group)), WIDTH=d, BLOCK=max(16, next_power_of_2(d)),
-        SIZE=block, KEYS=KEYS, SHARES=next_power_of_2(shares), WINDOW=runs.window is not None, NEW=new,
+        SIZE=block, KEYS=KEYS, SHARES=1 if shares == 1 else MOST_SHARES, WINDOW=runs.window is not None, NEW=new,
         HALF=0 if cos is None else cos.shape[-1], **overlapping(q.device),
     )  # fmt: skip
     return out
