@@ -127,10 +127,12 @@ def infill_of(data: DataConfig, tokenizer: Tokenizer | None, vocab: int | None) 
         return found
 
     names = ("prefix", "middle", "suffix", "pad", "eod")
-    ids = [token(f"--fim-{name}-token", getattr(data, f"fim_{name}_token")) for name in names]
+    prefix, middle, suffix, pad, eod = (
+        token(f"--fim-{name}-token", getattr(data, f"fim_{name}_token")) for name in names
+    )
     split = None if data.fim_split_sample is None else token("--fim-split-sample", data.fim_split_sample)
     return Infill(
-        InfillTokens(*ids, split=split),
+        InfillTokens(prefix, middle, suffix, pad, eod, split),
         tokenizer.encode,
         tokenizer.decode,
         data.fim_rate,
