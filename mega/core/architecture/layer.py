@@ -86,10 +86,6 @@ class Attention:
         """Of the queries, and of what the heads give."""
         return self.heads * self.head_dim
 
-    @property
-    def kv_width(self) -> int:
-        return self.kv_heads * self.head_dim
-
 
 @dataclass(frozen=True, kw_only=True)
 class Dense:
@@ -146,14 +142,6 @@ class Layer:
         return tuple(branch.mixer for branch in self.branches if isinstance(branch.mixer, Attention))
 
     @property
-    def denses(self) -> tuple[Dense, ...]:
-        return tuple(branch.mixer for branch in self.branches if isinstance(branch.mixer, Dense))
-
-    @property
     def attention(self) -> Attention:
         """Its attention to its own tokens."""
         return next(attention for attention in self.attentions if attention.source == "self")
-
-    @property
-    def dense(self) -> Dense:
-        return self.denses[0]

@@ -9,7 +9,7 @@ of a stack by its name; with one stack "embedding", 0, 1, ..., "head". No torch,
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from mega.core.architecture.layer import Activation, Attention, Layer, Norm, Rope
@@ -181,20 +181,7 @@ class Architecture:
         """Whether the table of tokens is the output matrix too."""
         return self.output.words is not None and self.output.words.tied
 
-    def stack_of(self, number: int) -> Stack:
-        """The stack of layer `number`."""
-        return next(stack for stack in self.stacks if number in stack.numbers)
-
     def ends(self, stack: Stack) -> str:
         """The unit after a stack's last layer."""
         following = self.stacks.index(stack) + 1
         return self.stacks[following].opens if following < len(self.stacks) else "head"
-
-    def with_depths(self, depths: tuple[int, ...]) -> Architecture:
-        """The same model with the first `depths` layers of each stack, or its last one repeated."""
-        stacks, first = [], 0
-        for stack, depth in zip(self.stacks, depths, strict=True):
-            layers = stack.layers[:depth] + stack.layers[-1:] * (depth - len(stack.layers))
-            stacks.append(replace(stack, first=first, layers=layers))
-            first += depth
-        return replace(self, stacks=tuple(stacks))
