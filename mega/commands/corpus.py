@@ -68,7 +68,11 @@ def _shared(
 
     def run(step: CorpusStep | SurveyStep) -> int:
         from mega.core.corpus.folder import RunOptions
+        from mega.core.corpus.parts import PART_BYTES
         from mega.core.corpus.run import process
+
+        if workers > 1 and (reason := getattr(step, "one_process", "")):
+            raise ValueError(f"--workers {workers}: must be 1; {reason}")
 
         options = RunOptions(
             output=output,
@@ -80,6 +84,7 @@ def _shared(
             on_error=on_error,
             overwrite=overwrite,
             show_dropped=max(show_dropped, 5),
+            part_bytes=getattr(step, "part_bytes", None) or PART_BYTES,
             progress=_progress(),
         )
         done = process(input, step, options)
@@ -316,3 +321,46 @@ def merge(
     from mega.core.corpus.merge import Merge
 
     return Merge(key=json_key)
+
+
+@app.command(name="annotate", cls=Command)
+@_step
+def annotate(
+    scorer: Annotated[str, typer.Option("--scorer", help="https://HOST, model:DIR, words:FILE or scores:FILE")],
+    json_key: Key = "text",
+    score_key: Annotated[str, typer.Option("--score-key", help="key that the scores are written to")] = "score",
+    max_bytes: Annotated[int, typer.Option("--max-bytes", help="bytes of a text that are scored", min=1)] = 20480,
+    key_variable: Annotated[
+        str, typer.Option("--key-variable", help="environment variable that holds a server's key")
+    ] = "PERSPECTIVE_API_KEY",
+    rate: Annotated[float, typer.Option("--rate", help="requests a second at most; 0 is no limit")] = 0.0,
+    connections: Annotated[int, typer.Option("--connections", help="requests to a server at a time")] = 8,
+    tries: Annotated[int, typer.Option("--tries", help="requests for one text, with growing pauses")] = 6,
+    timeout: Annotated[float, typer.Option("--timeout", help="seconds that a server may take for one")] = 30.0,
+) -> CorpusStep:
+    """Score every document, such as by toxicity: by a server, a classifier, a list of words or a file of scores.
+
+    A server is asked as Perspective is (POST /v1alpha1/comments:analyze). Blank texts, and those that it refuses, get
+    null.
+    """
+    from mega.core.corpus.annotate import Annotate
+    from mega.core.corpus.scorers import ScorerOptions
+
+    how = ScorerOptions(
+        scorer=scorer, key_variable=key_variable, rate=rate, connections=connections, tries=tries, timeout=timeout
+    )
+    return Annotate(scorer=scorer, key=json_key, score_key=score_key, most_bytes=max_bytes, how=how)
+
+
+@app.command(name="select", cls=Command)
+@_step
+def select(
+    by: Annotated[str, typer.Option("--by", help="key of the value, with dots between keys")] = "score.toxicity",
+    share: Annotated[float, typer.Option("--share", help="share of all documents that is kept")] = 0.5,
+    above: Annotated[float, typer.Option("--above", help="of the report: values above this are counted apart")] = 0.5,
+    report: Annotated[Path | None, typer.Option("--report", help="JSON file of means, deviations and ranges")] = None,
+) -> SurveyStep:
+    """Keep the documents with the least values, such as the least toxic half; those without a value leave."""
+    from mega.core.corpus.select import Select
+
+    return Select(by=by, share=share, above=above, report=str(report or ""))

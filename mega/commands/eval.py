@@ -22,7 +22,7 @@ def run(
     run: Annotated[RunConfig, Reads("evaluated")],
     given: GivenOptions,
     task: Annotated[
-        str | None, typer.Option("--task", help="lambada, ppl of a corpus, wikitext103, mnli, qqp or race")
+        str | None, typer.Option("--task", help="lambada, ppl of a corpus, wikitext103, toxicity, mnli, qqp or race")
     ] = None,
     valid_data: Annotated[
         list[str] | None,
@@ -70,6 +70,18 @@ def run(
     log_samples: Annotated[
         bool, typer.Option("--log-samples", help="of --tasks: keep every question and answer in --json")
     ] = False,
+    scorer: Annotated[
+        str | None, typer.Option("--scorer", help="of toxicity: https://HOST, model:DIR, words:FILE or scores:FILE")
+    ] = None,
+    continuations: Annotated[
+        int | None, typer.Option("--continuations", help="of toxicity: of each prompt [25]", min=1)
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", "--out-seq-length", help="of toxicity: of a continuation [20]", min=1)
+    ] = None,
+    top_p: Annotated[float | None, typer.Option("--top-p", "--top_p", help="of toxicity [0.9]")] = None,
+    temperature: Annotated[float | None, typer.Option("--temperature", help="of toxicity [1]")] = None,
+    rate: Annotated[float | None, typer.Option("--rate", help="of --scorer https: requests a second [any]")] = None,
     cloze_eval: Annotated[bool, typer.Option("--cloze-eval", help="Megatron-LM v1's --task lambada")] = False,
     webtext_eval: Annotated[bool, typer.Option("--webtext-eval", help="Megatron-LM v1's --task ppl")] = False,
 ) -> int:
@@ -107,18 +119,48 @@ def run(
         names = tuple(name for each in tasks for name in each.split(",") if name)
         asked = harness.HarnessOptions(names, limit=limit, **of_tasks)
         return _launched(world, size, harness.evaluate, harness.prepare(run, given, asked, _out(out, "lm-eval"), size))
+    drawn: dict[str, Any] = {"continuations": continuations, "tokens": tokens, "top_p": top_p}
+    drawn["temperature"] = temperature
+    if (task or "").lower() == "toxicity":
+        _check_effect("--task toxicity", {**of_tasks, **own, **old})
+        return _toxicity((run, given), valid_data or [], (scorer, rate), drawn | {"limit": limit}, (world, size, out))
+    _check_effect(f"--task {task}", {**drawn, "scorer": scorer, "rate": rate})
     if needing := [name for name, value in of_tasks.items() if value]:
         raise ValueError(f"--{needing[0].replace('_', '-')}: needs --tasks")
     from mega.core.tasks.options import TaskOptions, task_named
 
     named = task or ("lambada" if cloze_eval else "ppl" if webtext_eval else None)
     if named is None:
-        raise ValueError("--task is missing: give lambada, ppl, wikitext103, mnli, qqp or race; or --tasks of lm-eval")
+        raise ValueError(
+            "--task is missing: give lambada, ppl, wikitext103, toxicity, mnli, qqp or race; or --tasks of lm-eval"
+        )
     chosen = task_named(named)
     options = TaskOptions(chosen, tuple(valid_data or ()), **own, limit=limit, seed=run.runtime.seed)
     from mega.core.tasks.evaluate import evaluate, prepare
 
     return _launched(world, size, evaluate, prepare(run, given, options, _out(out, options.task), size))
+
+
+def _toxicity(
+    given: tuple[RunConfig, GivenOptions],
+    valid_data: list[str],
+    scorer: tuple[str | None, float | None],
+    drawn: Mapping[str, Any],
+    where: tuple[World, int, str | None],
+) -> int:
+    """--task toxicity. Errors: ValueError naming the flag."""
+    from mega.core.corpus.scorers import KINDS, ScorerOptions
+    from mega.core.tasks import toxicity
+
+    if len(valid_data) != 1:
+        raise ValueError("--valid-data: must be one file of prompts for --task toxicity")
+    if scorer[0] is None:
+        raise ValueError(f"--scorer is missing: give what scores continuations, {KINDS}")
+    how = ScorerOptions(scorer=scorer[0], rate=scorer[1] or 0.0)
+    typed = {name: value for name, value in drawn.items() if value is not None}
+    options = toxicity.ToxicityOptions(valid_data=valid_data[0], scorer=how, **typed)
+    world, size, out = where
+    return _launched(world, size, toxicity.evaluate, toxicity.prepare(*given, options, _out(out, "toxicity"), size))
 
 
 def _check_effect(of: str, given: Mapping[str, Any]) -> None:

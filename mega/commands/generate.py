@@ -61,6 +61,10 @@ def run(
         typer.Option("--output", "--sample-output-file", "--genfile", help="JSON lines of the texts [shown]"),
     ] = None,
     num_samples: Annotated[int, typer.Option("--num-samples", help="so many new documents, as JSON lines", min=0)] = 0,
+    unconditional: Annotated[
+        bool,
+        typer.Option("--unconditional", help="of --num-samples: rows also have all_text and id, as Megatron-LM's"),
+    ] = False,
     tokens: Annotated[int, typer.Option("--tokens", "--out-seq-length", help="most tokens to add", min=1)] = 100,
     temperature: Annotated[float | None, typer.Option("--temperature", help="0 takes the likeliest token [1]")] = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="as --temperature 0")] = False,
@@ -113,7 +117,7 @@ def run(
     files = {"tokenizer_model": tokenizer_model, "vocab_file": vocab_file, "merge_file": merge_file}
     if url is not None:
         others: dict[str, object] = {"load": load, "input": input_file, "output": output, "adapter": adapter}
-        others |= {"num_samples": num_samples, "min_p": typed.pop("min_p", 0)}
+        others |= {"num_samples": num_samples, "unconditional": unconditional, "min_p": typed.pop("min_p", 0)}
         others |= {"repetition_penalty": typed.pop("repetition_penalty", 1) != 1}
         others |= {"tp": tp > 1, "pp": pp > 1, "nproc": nproc, "dtype": dtype, "batch_invariant": batch_invariant}
         others |= {"fp8_weights": fp8_weights, "speculate": speculate}
@@ -125,6 +129,8 @@ def run(
         raise ValueError("--load is missing: give a run's directory, or --url")
     check_source("--load", load)
     asks = _check_texts(prompt, input_file, num_samples, output)
+    if unconditional and not num_samples:
+        raise ValueError("--unconditional: needs --num-samples, the number of texts")
     named = _tokenizer_files(tokenizer, files)
     from mega.core.inference.request import sampling_of
 
@@ -141,6 +147,7 @@ def run(
         input=input_file,
         output=output,
         samples=num_samples,
+        unconditional=unconditional,
         interactive=asks and sys.stdin.isatty() and sys.stdout.isatty(),
         sampling=sampling,
         beams=beams,

@@ -17,7 +17,7 @@ import io
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -105,7 +105,9 @@ def _identity(step: CorpusStep | SurveyStep, paths: Sequence[Path], options: Run
 
 
 def _settings(step: object) -> dict[str, Any]:
-    return asdict(step)  # type: ignore[call-overload, no-any-return]
+    """The fields that the result depends on."""
+    own = {each.name for each in fields(step) if each.metadata.get("setting", True)}  # type: ignore[arg-type]
+    return {name: value for name, value in asdict(step).items() if name in own}  # type: ignore[call-overload]
 
 
 # --- parts in processes ---------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ Rank 0 reads and writes; the others follow its engine. It knows text and engines
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
 import signal
@@ -14,10 +15,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
-from mega.core.files import whole_file
 from mega.core.inference.adapters import OpenedAdapter, open_adapters
+from mega.core.inference.answer_file import AnswerFile
 from mega.core.inference.generate import generate
 from mega.core.inference.load import OpenedModel, check_tokenizer, compute_dtype, open_model
 from mega.core.inference.opening import EngineOptions, check_layout, start_engine
@@ -29,6 +30,8 @@ from mega.core.text.build import build
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.untrusted import parse_json
 
+BLOCK = 1024
+"""Prompts whose rows are written together."""
 ASK = "Context prompt (stop to exit) >>> "
 
 
@@ -36,8 +39,9 @@ ASK = "Context prompt (stop to exit) >>> "
 class SpeechPlan:
     """What is generated, and with what. prompt: None with `input`, `samples` or `interactive`. input: a file of
     prompts, JSON where it ends in .jsonl, else a line each; output: None is standard output. samples: texts from the
-    beginning of a document. beams: 0 samples. tokenizer: options of another than the model's own. adapters: where they
-    lie, by name; the first is gone by where a prompt of `input` names none."""
+    beginning of a document; unconditional: their rows have all_text and id, too. beams: 0 samples. tokenizer: options
+    of another than the model's own. adapters: where they lie, by name; the first is gone by where a prompt of `input`
+    names none."""
 
     load: Path
     tokens: int
@@ -45,6 +49,7 @@ class SpeechPlan:
     input: Path | None = None
     output: Path | None = None
     samples: int = 0
+    unconditional: bool = False
     interactive: bool = False
     sampling: Sampling = field(default_factory=Sampling)
     beams: int = 0
@@ -127,7 +132,7 @@ def speak(plan: SpeechPlan) -> int:
         return 0
     for each in adapters:
         print(*(f"{note}\n" for note in each.notes), sep="", end="", file=sys.stderr)
-    speaker = Speaker(engine, tokenizer, plan, stop_ids)
+    speaker = Speaker(engine, tokenizer, plan, stop_ids, opened.digest)
     if plan.interactive:
         speaker.converse()
     elif plan.input is not None or plan.samples:
@@ -151,6 +156,8 @@ class Speaker:
     tokenizer: Tokenizer
     plan: SpeechPlan
     stop_ids: frozenset[int]
+    digest: str = ""
+    """Of the model."""
 
     def ids(self, prompt: str) -> list[int]:
         """An empty prompt begins a document."""
@@ -218,15 +225,39 @@ class Speaker:
         )
 
     def answer_all(self, prompts: Sequence[AskedText]) -> None:
-        """Continue all prompts together; one JSON line each, in their order."""
-        ids = [self.ids(prompt.text) for prompt in prompts]
-        numbers = {}
-        for number, one in enumerate(ids):
+        """Continue all prompts, many together; one JSON line each, in their order. Rows in a file come block by block,
+        and an interrupted call resumes after the last block."""
+        requests = list(self._requests(prompts))
+        if self.plan.output is None:
+            for begin in range(0, len(prompts), BLOCK):
+                for row in self._rows(prompts[begin : begin + BLOCK], requests[begin : begin + BLOCK], begin):
+                    print(json.dumps(row, ensure_ascii=False))
+            return
+        file = AnswerFile(self.plan.output, self._about(prompts))
+        for begin in range(file.done, len(prompts), BLOCK):
+            file.add(self._rows(prompts[begin : begin + BLOCK], requests[begin : begin + BLOCK], begin))
+        file.close()
+
+    def _about(self, prompts: Sequence[AskedText]) -> dict[str, Any]:
+        """What decides every row, but for rounding."""
+        plan, texts = self.plan, hashlib.sha256()
+        for prompt in prompts:
+            texts.update(json.dumps(prompt).encode())
+        names = ("tokens", "sampling", "beams", "length_penalty", "tokenizer", "adapters", "unconditional")
+        return {name: getattr(plan, name) for name in names} | {"model": self.digest, "prompts": texts.hexdigest()}
+
+    def _requests(self, prompts: Sequence[AskedText]) -> Iterator[Request]:
+        """Errors: ValueError naming the line of a prompt that cannot be continued."""
+        for number, prompt in enumerate(prompts):
             try:
-                numbers[self.engine.add(self._request(one, number, prompts[number].adapter))] = number
+                yield self._request(self.ids(prompt.text), number, prompt.adapter)
             except RequestError as error:
                 where = f"--input {self.plan.input}:{number + 1}: " if self.plan.input is not None else ""
                 raise ValueError(f"{where}{flag_line(error)}") from None
+
+    def _rows(self, prompts: Sequence[AskedText], requests: Sequence[Request], begin: int) -> list[dict[str, Any]]:
+        """The rows of prompts, of which the first has number `begin`."""
+        numbers = {self.engine.add(request): number for number, request in enumerate(requests)}
         new: list[list[int]] = [[] for _ in prompts]
         ends: list[str] = [""] * len(prompts)
         while not self.engine.idle:
@@ -237,24 +268,16 @@ class Speaker:
                 if event.finish is not None:
                     ends[number] = event.finish
                     new[number] = list(event.beams[0].ids) if event.beams else new[number]
-        rows = [
-            {
-                **{
-                    "prompt": prompt.text,
-                    "text": self.text(prompt.text, one, more),
-                    "finish": end,
-                    "tokens": len(more),
-                },
-                **({"adapter": prompt.adapter} if self.plan.adapters else {}),
-            }
-            for prompt, one, more, end in zip(prompts, ids, new, ends, strict=True)
-        ]
-        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        if self.plan.output is None:
-            print(lines, end="")
-            return
-        with whole_file(self.plan.output) as file:
-            file.write(lines.encode())
+        rows: list[dict[str, Any]] = []
+        for number, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
+            text = self.text(prompt.text, request.prompt, new[number])
+            row = {"prompt": prompt.text, "text": text, "finish": ends[number], "tokens": len(new[number])}
+            if self.plan.adapters:
+                row["adapter"] = prompt.adapter
+            if self.plan.unconditional:
+                row |= {"all_text": prompt.text + text, "id": begin + number}
+            rows.append(row)
+        return rows
 
     def converse(self) -> None:
         """Ask for prompts at the terminal until `stop` or the end of the input. Ctrl-C ends an answer, where one rank

@@ -1,0 +1,254 @@
+"""What scores a text by attributes between 0 and 1, such as toxicity: a server, a classifier, a word list, a file.
+
+    https://HOST/...   a server that answers as Perspective's comments:analyze does; its key is in the environment
+    model:DIR          a sequence classifier of Hugging Face; its labels are the attributes
+    words:FILE         the share of a text's words that are in the file, times ten, at most 1: for tests and recipes
+    scores:FILE        JSON lines with "text" and "score", such as a former annotation
+
+A scorer is made where it is used, and keeps the order of the texts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from mega.core.untrusted import parse_json
+
+ATTRIBUTES = ("toxicity", "severe_toxicity", "sexually_explicit", "threat", "profanity", "identity_attack")
+"""That Perspective is asked for."""
+KINDS = "https://..., http://..., model:DIR, words:FILE or scores:FILE"
+_PATH = "/v1alpha1/comments:analyze"
+_WORD = re.compile(r"\w+")
+_TOGETHER = 16
+_MOST_ANSWER = 1 << 20
+
+Scores = Mapping[str, float] | None
+"""Attribute -> value; None where a text has no score."""
+
+
+class Scorer(Protocol):
+    """Scores texts; None for one that it cannot score."""
+
+    def score(self, texts: Sequence[str]) -> list[Scores]:
+        """Errors: ValueError naming the scorer, where it does not answer or not as it must."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScorerOptions:
+    """scorer: see the file's beginning. key_variable: environment variable of a server's key. rate: requests a second
+    at most, 0 is no limit. connections: requests at a time. tries: of one text. timeout: seconds of one request.
+    """
+
+    scorer: str
+    key_variable: str = "PERSPECTIVE_API_KEY"
+    rate: float = 0.0
+    connections: int = 8
+    tries: int = 6
+    timeout: float = 30.0
+
+    def __post_init__(self) -> None:
+        rules = {"rate": self.rate >= 0, "connections": self.connections >= 1, "tries": self.tries >= 1}
+        rules["timeout"] = self.timeout > 0
+        for name, kept in rules.items():
+            if not kept:
+                least = "at least 0" if name == "rate" else "greater than 0" if name == "timeout" else "at least 1"
+                raise ValueError(f"--{name} {getattr(self, name)}: must be {least}")
+
+    @property
+    def is_server(self) -> bool:
+        return self.scorer.startswith(("http://", "https://"))
+
+
+def make_scorer(options: ScorerOptions) -> Scorer:
+    """Errors: ValueError naming flag and file."""
+    kind, _, rest = options.scorer.partition(":")
+    if options.is_server:
+        return ServerScorer(options)
+    if kind == "words" and rest:
+        return WordScorer(Path(rest))
+    if kind == "scores" and rest:
+        return FileScorer(Path(rest))
+    if kind == "model" and rest:
+        return ClassifierScorer(Path(rest))
+    raise ValueError(f"--scorer {options.scorer}: must be {KINDS}")
+
+
+class WordScorer:
+    """Ten times the share of listed words, at most 1, as toxicity."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            lines = path.read_text("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--scorer words:{path}: cannot be read ({error})") from None
+        self._words = {line.strip().lower() for line in lines if line.strip()}
+        if not self._words:
+            raise ValueError(f"--scorer words:{path}: holds no word; must have one a line")
+
+    def score(self, texts: Sequence[str]) -> list[Scores]:
+        found: list[Scores] = []
+        for text in texts:
+            words = _WORD.findall(text.lower())
+            listed = sum(word in self._words for word in words)
+            found.append({"toxicity": min(1.0, 10 * listed / max(len(words), 1))})
+        return found
+
+
+class FileScorer:
+    """Scores by text, read from a file of former scores."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._scores: dict[str, Scores] = {}
+        try:
+            with open(path, encoding="utf-8") as file:
+                for number, line in enumerate(file, 1):
+                    self._read(line, f"--scorer scores:{path}:{number}")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--scorer scores:{path}: cannot be read ({error})") from None
+
+    def _read(self, line: str, where: str) -> None:
+        found = parse_json(line, where) if line.strip() else {"text": "", "score": None}
+        if not isinstance(found, dict) or not isinstance(found.get("text"), str) or "score" not in found:
+            raise ValueError(f'{where}: must be an object with "text" and "score"')
+        self._scores[cleaned(found["text"])] = checked(found["score"], where)
+
+    def score(self, texts: Sequence[str]) -> list[Scores]:
+        for text in texts:
+            if text not in self._scores:
+                raise ValueError(f"--scorer scores:{self._path}: has no score of the text {text[:60]!r}")
+        return [self._scores[text] for text in texts]
+
+
+class ClassifierScorer:
+    """A sequence classifier of Hugging Face; the attribute of a label is its name in lower case."""
+
+    def __init__(self, path: Path) -> None:
+        if not (path / "config.json").is_file():
+            raise ValueError(f"--scorer model:{path}: has no config.json; must be a folder of Hugging Face's form")
+        try:
+            import transformers
+        except ImportError:
+            raise ValueError(f"--scorer model:{path}: needs transformers (pip install transformers)") from None
+        try:
+            self._classify = transformers.pipeline("text-classification", model=str(path), top_k=None, truncation=True)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--scorer model:{path}: {' '.join(str(error).split())[:200]}") from None
+
+    def score(self, texts: Sequence[str]) -> list[Scores]:
+        found: Any = self._classify(list(texts), batch_size=_TOGETHER) if texts else []
+        return [{each["label"].lower(): float(each["score"]) for each in row} for row in found]
+
+
+class ServerScorer:
+    """Perspective's protocol: several requests at a time, no more than a rate, each tried again with growing pauses."""
+
+    def __init__(self, options: ScorerOptions) -> None:
+        self._options = options
+        self._where = f"--scorer {options.scorer}"
+        url = options.scorer if options.scorer.rstrip("/").endswith(":analyze") else options.scorer.rstrip("/") + _PATH
+        key = os.environ.get(options.key_variable, "")
+        self._url = f"{url}?key={key}" if key else url
+        self._threads = ThreadPoolExecutor(options.connections, "scorer")
+        self._lock, self._next = threading.Lock(), 0.0
+        self._failed = threading.Event()
+
+    def score(self, texts: Sequence[str]) -> list[Scores]:
+        try:
+            return list(self._threads.map(self._one, texts))
+        except ValueError:
+            self._failed.set()  # requests that wait are not sent any more
+            raise
+
+    def _one(self, text: str) -> Scores:
+        body = {
+            "comment": {"text": text},
+            "requestedAttributes": {name.upper(): {} for name in ATTRIBUTES},
+            "spanAnnotations": False,
+            "languages": ["en"],
+        }
+        request = urllib.request.Request(
+            self._url, json.dumps(body).encode(), {"Content-Type": "application/json"}, method="POST"
+        )
+        reason = ""
+        for number in range(self._options.tries):
+            if self._failed.is_set():
+                return None
+            self._wait()
+            try:
+                with urllib.request.urlopen(request, timeout=self._options.timeout) as answer:
+                    return self._read(answer.read(_MOST_ANSWER))
+            except urllib.error.HTTPError as error:
+                reason = f"HTTP {error.code}"
+                if error.code == 400:  # a text that it does not judge, such as one of another language
+                    return None
+                if error.code in (401, 403, 404):
+                    hint = f"; its key is read from ${self._options.key_variable}" if error.code != 404 else ""
+                    raise ValueError(f"{self._where}: answers {reason}{hint}") from None
+            except (OSError, TimeoutError) as error:
+                reason = str(getattr(error, "reason", error)) or type(error).__name__
+            if number + 1 < self._options.tries:
+                time.sleep(min(2.0**number, 60.0) * random.uniform(0.5, 1.0) * min(1.0, self._options.timeout))
+        raise ValueError(f"{self._where}: no answer in {self._options.tries} tries ({reason}); what is done stays done")
+
+    def _wait(self) -> None:
+        """Until the rate allows another request."""
+        if not self._options.rate:
+            return
+        with self._lock:
+            now = time.monotonic()
+            at = max(now, self._next)
+            self._next = at + 1 / self._options.rate
+        time.sleep(at - now)
+
+    def _read(self, answer: bytes) -> Scores:
+        try:
+            found = json.loads(answer)["attributeScores"]
+            scores = {name.lower(): each["summaryScore"]["value"] for name, each in found.items()}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(
+                f"{self._where}: answers {answer[:60]!r}; must be attributeScores.NAME.summaryScore.value"
+            ) from None
+        return checked(scores, self._where)
+
+
+def checked(scores: Any, where: str) -> Scores:
+    """Errors: ValueError unless all are numbers of 0 to 1."""
+    if scores is None:
+        return None
+    if not isinstance(scores, Mapping):
+        raise ValueError(f"{where}: score: must be an object of numbers, or null")
+    for name, value in scores.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise ValueError(f"{where}: {name} {value!r}: must be a number of 0 to 1")
+    return {str(name): float(value) for name, value in scores.items()}
+
+
+def cleaned(text: str, most_bytes: int | None = None) -> str:
+    """A text as it is scored: without marks of a document's end, cut to bytes at a character's boundary.
+
+    >>> cleaned("a<|endoftext|>"), cleaned("aü", 2)
+    ('a', 'a')
+    """
+    text = text.replace("<|endoftext|>", "")
+    return text if most_bytes is None else text.encode("utf-8", "replace")[:most_bytes].decode(errors="ignore")
+
+
+def scored(scorer: Scorer, wanted: Sequence[str], most_bytes: int | None = None) -> list[Scores]:
+    """Scores of texts; None for blank ones, which are not asked for."""
+    asked = [cleaned(text, most_bytes) for text in wanted]
+    found: Iterator[Scores] = iter(scorer.score([text for text in asked if text.strip()]))
+    return [next(found) if text.strip() else None for text in asked]

@@ -1,0 +1,66 @@
+"""Rows that are written as they come: what was killed continues after the last whole one.
+
+    FILE.partial    a line on what decides every row, then the rows so far
+    FILE            the rows, once all are there
+
+It knows no engine and no text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mega.core.files import whole_file
+
+
+class AnswerFile:
+    """path: of the rows. about: what decides every row. done: rows that an earlier process has written."""
+
+    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
+        self.path, self._partial = path, Path(f"{path}.partial")
+        text = json.dumps(about, sort_keys=True, default=str)
+        self._first = json.dumps({"fingerprint": hashlib.sha256(text.encode()).hexdigest()}).encode() + b"\n"
+        self.done, end = self._read()
+        if self.done:
+            print(f"{self._partial}: resuming after {self.done} rows", file=sys.stderr)
+            os.truncate(self._partial, end)  # a row that an earlier process was killed in
+            return
+        with whole_file(self._partial) as file:
+            file.write(self._first)
+
+    def _read(self) -> tuple[int, int]:
+        """Whole rows of an earlier process, and where they end."""
+        if not self._partial.is_file():
+            return 0, 0
+        with open(self._partial, "rb") as file:
+            if file.readline() != self._first:
+                print(f"{self._partial}: is of another model or settings; starting from the beginning", file=sys.stderr)
+                return 0, 0
+            count, end = 0, file.tell()
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                count, end = count + 1, end + len(line)
+        return count, end
+
+    def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write rows, so that they are on the disk."""
+        with open(self._partial, "ab") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def close(self) -> None:
+        """All rows are there."""
+        with whole_file(self.path) as whole, open(self._partial, "rb") as file:
+            file.readline()
+            shutil.copyfileobj(file, whole, 1 << 20)
+        self._partial.unlink()
