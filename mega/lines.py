@@ -20,7 +20,7 @@ import typer
 from mega.argv import MANY, Drops, Meaning, ReadLine, Refuses, Sets, Setting, read
 from mega.core.config.corpora import is_number
 from mega.core.config.presets import FAMILY_DEFAULTS
-from mega.core.config.programs import Program, program_of
+from mega.core.config.programs import GPT2_FILES, Program, program_of
 from mega.core.config.scripts import CommandLine
 from mega.options import Command, load
 
@@ -297,7 +297,7 @@ def _downloaded(result: Translation, options: dict[str, list[str]]) -> None:
     """The tokenizer's files were downloaded by name; the new lines have a variable in their place."""
     if options.get("--tokenizer") == ["GPT2BPETokenizer"]:
         options |= {"--vocab-file": ["$GPT2/vocab.json"], "--merge-file": ["$GPT2/merges.txt"]}
-        result.holes.append("GPT2: the folder of GPT-2's vocab.json and merges.txt, which were downloaded by name")
+        result.holes.append(GPT2_FILES)
     else:
         options["--vocab-file"] = ["$VOCAB"]
         result.holes.append("VOCAB: the tokenizer's vocabulary file, which was downloaded by name")
@@ -365,6 +365,23 @@ def _gpt2_scores(words: Sequence[str]) -> list[str]:
     if task[1] == "ppl" and batch.isdecimal() and batches.isdecimal():
         task += ["--random-windows", str(int(batch) * int(batches))]
     return [*task, *kept]
+
+
+def _keyed_inputs(words: Sequence[str]) -> list[str]:
+    """find_duplicates.py's --inputs FILE KEY FILE KEY, and where the documents that are kept go."""
+    kept, rest = list[str](), list(words)
+    while rest:
+        word = rest.pop(0)
+        if word != "--inputs":
+            kept.append(word)
+            continue
+        values = list[str]()
+        while rest and not rest[0].startswith("--"):
+            values.append(rest.pop(0))
+        kept += ["--input", *values[::2], *(["--id-key", values[1]] if len(values) > 1 else [])]
+    if "--output" in kept:
+        kept += ["--kept", f"{kept[kept.index('--output') + 1]}-kept"]
+    return kept
 
 
 def _shares(words: Sequence[str]) -> list[str]:
@@ -464,6 +481,7 @@ def _fairseq_sets(line: CommandLine) -> Translation:
 
 _BEFORE |= {
     "run_gpt2_eval.py": _gpt2_scores,
+    "find_duplicates.py": _keyed_inputs,
     "split_json.py": _shares,
     **dict.fromkeys(("fairseq-train", "train.py"), _two_betas),
 }

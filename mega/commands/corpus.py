@@ -364,3 +364,28 @@ def select(
     from mega.core.corpus.select import Select
 
     return Select(by=by, share=share, above=above, report=str(report or ""))
+
+
+@app.command(name="group", cls=Command)
+def group(
+    pairs: Annotated[Path, typer.Option("--pairs", help="pairs, as near-duplicates --pairs writes them")],
+    groups: Annotated[Path, typer.Option("--groups", help="the file of groups to write")],
+    threshold: Annotated[float, typer.Option("--threshold", help="overlap from which two are in one group")] = 0.7,
+) -> None:
+    """Group near duplicates by their pairs, as group_duplicate_url.py does."""
+    from mega.core.corpus.grouping import group_pairs
+
+    count, members = group_pairs(pairs, groups, threshold)
+    print(f"{groups}: {count:,} groups of {members:,} documents")
+
+
+@app.command(name="remove-groups", cls=Command)
+@_step
+def remove_groups(
+    groups: Annotated[Path, typer.Option("--groups", help="groups, as corpus group writes them")],
+    id_key: Annotated[str, typer.Option("--id-key", help="key of what identifies a document there")] = "url",
+) -> SurveyStep:
+    """Drop all documents of a group but the first."""
+    from mega.core.corpus.grouping import RemoveGroups
+
+    return RemoveGroups(groups=str(groups), key=id_key)

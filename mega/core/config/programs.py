@@ -44,6 +44,7 @@ class Program:
     why: str = ""
 
 
+GPT2_FILES = "GPT2: the folder of GPT-2's vocab.json and merges.txt, which were downloaded by name"
 _WORDPIECE = {"--tokenizer-type": "BertWordPieceLowerCase"}
 _MODEL = "the checkpoint says it"
 _RETRIEVAL = "retrieval models (ICT, REALM's tasks) are not built yet"
@@ -272,8 +273,40 @@ PROGRAMS: Mapping[str, Program] = {
             "--cache-dir": "a tokenizer is read from its files",
             **dict.fromkeys(("--num-layers", "--hidden-size", "--num-attention-heads"), _MODEL),
         },
-        hole="GPT2: the folder of GPT-2's vocab.json and merges.txt, which were downloaded by name",
+        hole=GPT2_FILES,
     ),
+    # corpora
+    "blacklist_urls.py": Program("corpus urls", adds={"--as-megatron": ""}, arguments=("--input", "--output")),
+    "cleanup_dataset.py": Program(
+        "corpus clean",
+        adds={
+            "--as-megatron": "",
+            "--tokenizer": "GPT2BPETokenizer",
+            "--vocab-file": "$GPT2/vocab.json",
+            "--merge-file": "$GPT2/merges.txt",
+        },
+        arguments=("--input", "--output"),
+        hole=GPT2_FILES,
+    ),
+    "find_duplicates.py": Program(
+        "corpus near-duplicates",
+        adds={"--as-megatron": ""},
+        renames={"--output": "--pairs", "--kept": "--output"},
+        drops={
+            "--seed": "signatures are those of seed 1234",
+            "--heuristic-iter": "all documents of a bucket are compared",
+            "--jaccard-parallel": "--workers says how many processes",
+        },
+    ),
+    "group_duplicate_url.py": Program("corpus group", arguments=("--pairs", "--groups", "--threshold")),
+    "remove_group_duplicates.py": Program("corpus remove-groups", arguments=("--groups", "--input", "--output")),
+    "perspective_api_annotate.py": Program(
+        "corpus annotate",
+        adds={"--scorer": "https://commentanalyzer.googleapis.com"},
+        renames={"--data-path": "--input", "--out-path": "--output", "--workers": "--connections"},
+        drops={"--total": "it sized a progress bar"},
+    ),
+    "filter-selfgeneration.py": Program("corpus select", renames={"--data-path": "--input", "--out-path": "--output"}),
     # fairseq's
     **dict.fromkeys(("fairseq-train", "train.py"), _FAIRSEQ_TRAIN),
     **dict.fromkeys(("fairseq-eval-lm", "eval_lm.py"), _FAIRSEQ_EVAL),

@@ -1,0 +1,119 @@
+"""From pairs of near duplicates to groups, and from groups to a corpus without their members but one.
+
+    pairs    {id: [{other id: overlap}, ...]}      a line each, as find_duplicates.py and --pairs write them
+    groups   {"0": [id, id, ...]}                  a line each, as group_duplicate_url.py and --groups write them
+
+`mega corpus near-duplicates` does both in one call; here is the way through files that other programs wrote. Source:
+Megatron-LM 23.06, tools/openwebtext. It keeps the first document of the data, where the original keeps any of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from mega.core.corpus.buckets import DocumentGroups
+from mega.core.corpus.documents import CorpusDocument, Result, Survey, Work, dropped, kept, stage_folder
+from mega.core.corpus.repeats import keys_of, mark_repeats, repeats
+from mega.core.files import check_folder, whole_file
+from mega.core.untrusted import parse_json
+
+REASON = "in a group whose first is kept"
+
+
+def group_pairs(pairs: Path, groups: Path, threshold: float) -> tuple[int, int]:
+    """Write the groups of documents that overlap by `threshold` or more; returns groups and their documents.
+
+    Groups and ids are in the order of their first occurrence. Errors: ValueError naming file and line.
+    """
+    if not 0 < threshold <= 1:
+        raise ValueError(f"--threshold {threshold}: must be greater than 0 and at most 1")
+    check_folder("--groups", groups, groups.parent)
+    if groups.resolve() == pairs.resolve():
+        raise ValueError(f"--groups {groups}: is the file of pairs; name another")
+    numbers: dict[str, int] = {}
+    joined: list[tuple[int, int]] = []
+    for where, row in _rows("--pairs", pairs):
+        for main, others in row.items():
+            if not isinstance(others, list) or not all(map(_is_overlap, others)):
+                raise ValueError(f"{where}: must be an object of lists of {{id: overlap}}")
+            for other, overlap in ((id, value) for each in others for id, value in each.items()):
+                if overlap >= threshold:
+                    joined.append((numbers.setdefault(main, len(numbers)), numbers.setdefault(other, len(numbers))))
+    found = DocumentGroups(len(numbers))
+    for first, second in joined:
+        found.join(first, second)
+    names, members = list(numbers), found.members()
+    groups.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(groups) as file:
+        for number, group in enumerate(members.values()):
+            row = {str(number): [names[each] for each in group]}
+            file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+    return len(members), sum(map(len, members.values()))
+
+
+def _is_overlap(found: Any) -> bool:
+    values = found.values() if isinstance(found, dict) else [None]
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+
+
+def _rows(flag: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Errors: ValueError naming file and line."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                where = f"{flag} {path}:{number}"
+                found = parse_json(line, where)
+                if not isinstance(found, dict):
+                    raise ValueError(f"{where}: must be an object")
+                yield where, found
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{flag} {path}: cannot be read ({error})") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoveGroups:
+    """Drops all documents of a group but the first in the data. groups: file of groups. key: of a document's id."""
+
+    name: ClassVar[str] = "remove-groups"
+    stages: ClassVar[int] = 1
+    groups: str
+    key: str = "url"
+
+    def survey(self, stage: int, folder: Path) -> Survey:
+        owner: dict[str, int] = {}
+        groups: list[list[str]] = []
+        for where, row in _rows("--groups", Path(self.groups)):
+            for ids in row.values():
+                if not isinstance(ids, list) or not all(isinstance(each, str) for each in ids):
+                    raise ValueError(f"{where}: must be an object of lists of ids")
+                groups.append(ids)
+        joined = DocumentGroups(len(groups))
+        for number, ids in enumerate(groups):
+            for each in ids:  # a later line joins a group that has one of its ids
+                joined.join(owner.setdefault(each, number), number)
+
+        def keys(documents: Iterable[CorpusDocument]) -> Mapping[str, Any]:
+            numbers = (owner.get(document.text) for document in documents)
+            return {"keys": keys_of(None if each is None else str(joined.root(each)).encode() for each in numbers)}
+
+        return keys
+
+    def conclude(self, stage: int, folder: Path, parts: Sequence[str]) -> None:
+        """Marks all of a group but the first."""
+        mark_repeats(stage_folder(folder, stage), parts)
+
+    def judge(self, folder: Path) -> Work:
+        def judge(documents: Iterable[CorpusDocument]) -> Iterator[Result]:
+            marks: list[bool] = []
+            for index, document in enumerate(documents):
+                if not index:
+                    marks = repeats(stage_folder(folder, 0), document.part).tolist()
+                yield dropped(REASON) if marks[index] else kept(document)
+
+        return judge
