@@ -38,6 +38,8 @@ class Perspective(BaseHTTPRequestHandler):
         kind.paths.append(self.path)
         kind.times.append(time.monotonic())
         time.sleep(kind.wait)
+        if kind.wait > 0.5:  # nobody listens any more
+            return
         code = kind.codes.pop(0) if kind.codes else 200
         text = body["comment"]["text"]
         if "broke" in text:
@@ -97,7 +99,7 @@ def test_a_server_is_asked_as_perspective_is(server: str, tmp_path: Path, monkey
 
 def test_it_is_asked_again_and_no_faster_than_the_rate(server: str) -> None:
     Perspective.codes = [503, 429]
-    scorer = make_scorer(ScorerOptions(scorer=server, rate=20, timeout=0.1, connections=4))
+    scorer = make_scorer(ScorerOptions(scorer=server, rate=20, timeout=10, connections=4))
     found = scored(scorer, [f"text {number}" for number in range(10)])
     assert all(score is not None for score in found)
     times = sorted(Perspective.times)
@@ -127,7 +129,7 @@ def test_a_server_that_fails_is_one_line(
     Perspective.codes, Perspective.wait, Perspective.answer = codes, wait, answer
     source = written(tmp_path / "in.jsonl", [{"text": "a"}])
     words = ["--input", str(source), "--output", str(tmp_path / "out"), "--scorer", server, "--tries", "2"]
-    assert main(["corpus", "annotate", *words, "--timeout", "0.2"]) == 2
+    assert main(["corpus", "annotate", *words, "--timeout", "0.2" if wait else "10"]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert f"--scorer {server}: {message}" in line
 
