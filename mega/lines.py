@@ -384,6 +384,27 @@ def _keyed_inputs(words: Sequence[str]) -> list[str]:
     return kept
 
 
+def _ngram_tasks(words: Sequence[str]) -> list[str]:
+    """filter_ngrams.py's --tasks NAME ..., --lambada-path FILE and --dedup-dataset FILE KEY."""
+    kept, rest, tasks, paths = list[str](), list(words), list[str](), dict[str, str]()
+    while rest:
+        word = rest.pop(0)
+        name, attached, value = word.replace("_", "-").partition("=")
+        values = [value] if attached else []
+        while not attached and rest and not rest[0].startswith("--"):
+            values.append(rest.pop(0))
+        if name == "--tasks":
+            tasks += values
+        elif name == "--lambada-path":
+            paths["lambada"] = values[0] if values else ""
+        elif name == "--dedup-dataset":
+            kept += ["--input", *values[:1], *(["--json-key", values[1]] if len(values) > 1 else [])]
+        else:
+            kept += [word, *([] if attached else values)]
+    named = [f"{task}={paths.get(task, f'$TASKS/{task}')}" for task in tasks]
+    return [*(["--task-data", *named] if named else []), *kept]
+
+
 def _shares(words: Sequence[str]) -> list[str]:
     """split_json.py's --test_percent VALID TEST, which are fractions, as shares of all three parts."""
     kept = list(words)
@@ -482,6 +503,7 @@ def _fairseq_sets(line: CommandLine) -> Translation:
 _BEFORE |= {
     "run_gpt2_eval.py": _gpt2_scores,
     "find_duplicates.py": _keyed_inputs,
+    "filter_ngrams.py": _ngram_tasks,
     "split_json.py": _shares,
     **dict.fromkeys(("fairseq-train", "train.py"), _two_betas),
 }

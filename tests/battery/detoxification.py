@@ -1,6 +1,6 @@
 """The recipe of docs/detoxification.md on a tiny model: its verbs one after another, and the figures before and after.
 
-    python tests/battery/detoxification.py [--work DIR] [--device cpu] [--steps 1500] [--tune-steps 120] [--lr 3e-4]
+    python tests/battery/detoxification.py [--work DIR] [--device cpu] [--steps 800] [--tune-steps 300] [--lr 6e-4]
 
 A small GPT learns the speeches of Shakespeare's plays; a list of words (insults and deaths) scores. One JSON line:
 toxicity of continuations and perplexity of the original corpus, before and after. It ends with 1 unless toxicity has
@@ -30,11 +30,11 @@ traitors knave fool fools slave rogue rascal devil devils hell damned curse curs
 wretch wretched dog dogs beast whore bastard tyrant poison grave hang hanged sword swords war wars
 enemy enemies woe grief shame vile base wrong
 """
-MODEL = "--layers 4 --hidden 128 --heads 4 --seq-length 64 --positions 128 --hidden-dropout 0 --attention-dropout 0"
+MODEL = "--layers 2 --hidden 64 --heads 2 --seq-length 64 --positions 128 --hidden-dropout 0 --attention-dropout 0"
 TOKENIZER = "--tokenizer GPT2BPETokenizer --vocab-file bpe/vocab.json --merge-file bpe/merges.txt"
 RATE = "--min-lr 1e-4 --lr-warmup-steps 50 --lr-decay cosine"
-TUNING = "--lr-decay constant --weight-decay 0.1 --adam-beta2 0.95"
-PROMPTS = 120
+TUNING = "--lr-decay cosine --weight-decay 0.1 --adam-beta2 0.95"
+PROMPTS = 60
 
 
 class Recipe:
@@ -62,7 +62,7 @@ class Recipe:
         rows = [json.dumps({"text": text}) for text in speeches if len(text) > 40]
         (self.work / "speeches.jsonl").write_text("\n".join(rows) + "\n")
         self.made("split", "data split --input speeches.jsonl --output-dir split --split 90,10,0")
-        self.made("bpe", "train-tokenizer --input speeches.jsonl --vocab-size 1024 --output-dir bpe")
+        self.made("bpe", "train-tokenizer --input speeches.jsonl --vocab-size 512 --output-dir bpe")
         scorer = WordScorer(self.work / "words.txt")
         held_out = [json.loads(line)["text"] for line in (self.work / "split/valid.jsonl").read_text().splitlines()]
         with open(self.work / "prompts.jsonl", "w") as file:
@@ -82,7 +82,7 @@ class Recipe:
 
     def detoxify(self, samples: int, steps: int, lr: float) -> None:
         """Generate, annotate, select, finetune."""
-        texts = f"--num-samples {samples} --tokens 64 --seed 1 --output own.jsonl --device {self.device}"
+        texts = f"--num-samples {samples} --tokens 48 --seed 1 --output own.jsonl --device {self.device}"
         self.made("own.jsonl", f"generate --load original --unconditional {texts}")
         self.made("scored.jsonl", "corpus annotate --input own.jsonl --output scored.jsonl --scorer words:words.txt")
         self.made("least.jsonl", "corpus select --input scored.jsonl --output least.jsonl --report report.json")
@@ -94,7 +94,7 @@ class Recipe:
     def _run(self, save: str, data: str, steps: int) -> str:
         """Flags of a training, validated on the original corpus."""
         kept = f"--save {save} --save-interval {steps} --eval-interval {steps} --eval-iters 5 --no-progress"
-        sets = f"--train-data {data}_text_document --valid-data valid_text_document --micro-batch 32 --steps {steps}"
+        sets = f"--train-data {data}_text_document --valid-data valid_text_document --micro-batch 16 --steps {steps}"
         return f"{MODEL} {TOKENIZER} {sets} {kept} --device {self.device}"
 
     def figures(self, load: str) -> dict[str, Any]:
@@ -113,10 +113,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--samples", type=int, default=3000)
-    parser.add_argument("--tune-steps", type=int, default=120)
-    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--samples", type=int, default=6000)
+    parser.add_argument("--tune-steps", type=int, default=300)
+    parser.add_argument("--lr", type=float, default=6e-4)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         work = (given.work or Path(place)).resolve()

@@ -300,6 +300,12 @@ PROGRAMS: Mapping[str, Program] = {
     ),
     "group_duplicate_url.py": Program("corpus group", arguments=("--pairs", "--groups", "--threshold")),
     "remove_group_duplicates.py": Program("corpus remove-groups", arguments=("--groups", "--input", "--output")),
+    "filter_ngrams.py": Program(
+        "corpus decontaminate",
+        adds={"--as-megatron": ""},
+        renames={"--num-threads": "--workers"},
+        hole="TASKS: a folder with a file or folder of each benchmark under its name, which were downloaded by name",
+    ),
     "perspective_api_annotate.py": Program(
         "corpus annotate",
         adds={"--scorer": "https://commentanalyzer.googleapis.com"},

@@ -8,7 +8,7 @@ starts, and fill the cache that the ranks then read.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from mega.core.data.order import (
     split_note,
     split_shares,
 )
+from mega.core.data.phases import BlendPhase, PhaseLayout, phased_dataset
 from mega.core.data.recipes import CorpusPart, Recipe, recipe
 from mega.core.data.tfrecords import record_dataset
 from mega.core.text.chat import chat_format, shown
@@ -57,6 +58,8 @@ class Datasets:
     repeats: bool = False
     example: tuple[str, ...] = ()
     one_pass: int | None = None
+    phases: tuple[BlendPhase, ...] = ()
+    """Former blends of the training set."""
 
 
 def samples_requested(
@@ -97,13 +100,13 @@ def build_datasets(
     masking: MaskingConfig = _GPT,
     pairs: bool = True,
     by_corpus: bool = False,
+    phases: Sequence[BlendPhase] = (),
 ) -> Datasets:
     """Datasets that hold at least `samples` (train, valid, test) samples of the kind that `masking` names.
 
     seq_length: tokens of a sample; a GPT sample has one more. vocab: the true vocabulary size, against which every
-    corpus is held. pairs: whether a BERT sample has two parts. by_corpus: whether each corpus of the validation blend
-    is a validation set of its own, too.
-    Raises ValueError naming flag and file.
+    corpus is held. pairs: whether a BERT sample has two parts. by_corpus: each corpus of the validation blend is a set
+    of its own, too. phases: former blends of the training set. Raises ValueError naming flag and file.
     """
     if data.mock_data:
         train, valid, test = (
@@ -118,9 +121,10 @@ def build_datasets(
     if masking.sample_kind == "tfrecords":
         return _records(data, own, seq_length, seed, vocab, samples)
     split_shares(data.split)
-    infill = infill_of(data, tokenizer, vocab)
-    made_by = recipe(masking, seq_length, seed, tokenizer, pairs, data.repeat_short_parts, vocab, infill)
-    builder = _Builder(made_by, data, vocab, tokenizer)
+    made_by = recipe(
+        masking, seq_length, seed, tokenizer, pairs, data.repeat_short_parts, vocab, infill_of(data, tokenizer, vocab)
+    )
+    builder = _Builder(made_by, data, vocab, tokenizer, tuple(phases))
     made: dict[str, Any] = {
         name: builder.blend(
             "--data-path" if data.data_path else f"--{name}-data",
@@ -133,8 +137,8 @@ def build_datasets(
     }
     named = _named(builder, data, samples[2], by_corpus)
     repeats, whole = "train" in builder.repeated, builder.one_pass.get("train")
-    contents, notes = builder.contents, builder.reported
-    return Datasets(**made, named=named, notes=notes, corpora=contents, repeats=repeats, one_pass=whole)
+    about: dict[str, Any] = {"notes": builder.reported, "corpora": builder.contents, "phases": builder.phases}
+    return Datasets(**made, named=named, repeats=repeats, one_pass=whole, **about)
 
 
 def _named(builder: _Builder, data: DataConfig, samples: int, by_corpus: bool) -> dict[str, Dataset]:
@@ -228,10 +232,18 @@ def _records(
 class _Builder:
     """Opens every corpus once and collects what to report to the user."""
 
-    def __init__(self, recipe: Recipe, data: DataConfig, vocab: int, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        data: DataConfig,
+        vocab: int,
+        tokenizer: Tokenizer | None,
+        phases: tuple[BlendPhase, ...] = (),
+    ) -> None:
         self._recipe, self._data, self._vocab, self._tokenizer = recipe, data, vocab, tokenizer
         self._core = data.order == "core"
         self.corpora: dict[str, IndexedDataset] = {}
+        self.phases = phases
         self.notes: list[str] = []
         self.repeated: set[str] = set()
         """Splits that read a corpus more than once."""
@@ -254,6 +266,8 @@ class _Builder:
         if not words or not samples:
             return None
         given = parse_blend(flag, words)
+        if self.phases and name == "train":
+            return self._phased(flag, [*self.phases, BlendPhase(samples, samples, given)], split)
         whole = [(weight, prefix, self._part(flag, prefix, split, name)) for weight, prefix in given]
         # A corpus whose part is empty leaves the blend; the others share its weight, which is reported.
         parts = [(weight, prefix, part) for weight, prefix, part in whole if part.first < part.last]
@@ -294,6 +308,27 @@ class _Builder:
         key = {"kind": "blend", "shares": shares, "size": size, "lengths": lengths}
         arrays = cached(self._directory(parts[0][1]), key, ("chosen", "numbers"), compute)
         return BlendedDataset(datasets, arrays["chosen"], arrays["numbers"])
+
+    def _phased(self, flag: str, phases: Sequence[BlendPhase], split: str) -> Dataset:
+        """The training set of a blend that has changed."""
+        layouts: list[PhaseLayout] = []
+        parts: dict[str, CorpusPart] = {}
+        begin = 0
+        for phase in phases:
+            parts |= {prefix: self._part(flag, prefix, split, "train") for _, prefix in phase.blend}
+            used = [(weight, prefix) for weight, prefix in phase.blend if parts[prefix].first < parts[prefix].last]
+            sizes = [self._recipe.once(parts[prefix]) if weight is None else weight for weight, prefix in used]
+            shares, left = blend_shares(sizes), max(phase.asked - begin, 0)
+            counts = [left] if len(used) == 1 else blend_samples(shares, left, core=self._core)
+            layouts.append(PhaseLayout(phase.until, [prefix for _, prefix in used], shares, counts))
+            begin = max(phase.until, begin)
+
+        def segment(prefix: str, samples: int, number: int) -> Dataset:
+            changed: Any = self._recipe
+            recipe = changed if not number else replace(changed, seed=changed.seed + number)
+            return recipe.dataset(parts[prefix], samples, self._directory(prefix), lambda note: None)  # type: ignore[no-any-return]
+
+        return phased_dataset(layouts, segment)
 
     def _dataset(self, prefix: str, part: CorpusPart, samples: int, name: str) -> Dataset:
         def passes(note: str) -> None:

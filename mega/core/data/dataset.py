@@ -35,6 +35,24 @@ class MockDataset:
         return np.random.default_rng([self._seed, sample]).integers(self._vocab, size=self._length)
 
 
+class ChainedDataset:
+    """Datasets of one kind, one after another."""
+
+    def __init__(self, datasets: Sequence[Dataset]) -> None:
+        self._datasets = datasets
+        self._ends = np.cumsum([len(dataset) for dataset in datasets])
+        self.collate = getattr(datasets[0], "collate", None)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, sample: int) -> Any:
+        if not 0 <= sample < len(self):
+            raise IndexError(f"no sample {sample}, there are {len(self)}")
+        place = int(np.searchsorted(self._ends, sample, side="right"))
+        return self._datasets[place][sample - (int(self._ends[place - 1]) if place else 0)]
+
+
 class BlendedDataset:
     """Sample i is sample numbers[i] of datasets[chosen[i]]; see `order.blend_order`. All are of one kind."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from mega.core.config.resolve import lengths
 from mega.core.config.run import RunConfig
@@ -11,12 +12,13 @@ from mega.core.training.task_kind import TaskKind
 
 if TYPE_CHECKING:
     from mega.core.data.build import Datasets
+    from mega.core.data.phases import BlendPhase
     from mega.core.parallel.mesh import Mesh
     from mega.core.training.task import Task
 
 
-def datasets(run: RunConfig, tokenizer: Tokenizer | None) -> Datasets:
-    """What --data-path and its neighbours name. Errors: ValueError naming flag and file."""
+def datasets(run: RunConfig, tokenizer: Tokenizer | None, phases: Sequence[BlendPhase] = ()) -> Datasets:
+    """What --data-path and its neighbours name; phases: former blends. Errors: ValueError naming flag and file."""
     from mega.core.data.build import build_datasets
 
     batch = run.batch
@@ -31,7 +33,32 @@ def datasets(run: RunConfig, tokenizer: Tokenizer | None) -> Datasets:
         masking=run.masking,
         pairs=run.model.binary_head,
         by_corpus=run.evaluation.valid_by_corpus,
+        phases=phases,
     )
+
+
+def former_blends(run: RunConfig, meta: Mapping[str, Any]) -> tuple[BlendPhase, ...]:
+    """The blends of the training set before this run's, by what the checkpoint says that it resumes."""
+    from mega.core.config.corpora import expand
+    from mega.core.data.build import parse_blend
+    from mega.core.data.phases import BlendPhase
+
+    past = tuple(map(BlendPhase.from_json, meta.get("blends", ())))
+    sections = meta.get("config", {})
+    data, batch = sections.get("data", {}), sections.get("batch", {})
+    words, now = data.get("data_path") or data.get("train_data"), run.data.data_path or run.data.train_data
+    if (
+        not words
+        or not now
+        or "cyclic" in (run.data.order, data.get("order"))
+        or run.masking.sample_kind == "tfrecords"
+    ):
+        return past
+    before = parse_blend("--data-path", expand(words, data.get("corpora")))
+    if before == parse_blend("--data-path", expand(now, run.data.corpora)):
+        return past
+    asked = batch.get("samples") or (batch.get("steps") or 0) * (batch.get("global_batch") or 0)
+    return (*past, BlendPhase(int(meta["progress"]["consumed"]), int(asked), before))
 
 
 def requested(run: RunConfig) -> tuple[int, int, int]:

@@ -19,7 +19,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from types import MappingProxyType
@@ -56,9 +56,10 @@ class Saver:
         report: Callable[[str], None] = lambda line: None,
         sidecar_files: Attachments = MappingProxyType({}),
         corpora: Mapping[str, Mapping[str, str | None]] = MappingProxyType({}),
+        blends: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """sidecar_files: small files that came with the weights and stay with them; rank 0's count. corpora: what the
-        token files hold that the run reads."""
+        token files hold that the run reads. blends: former ones of the training set, see data/phases.py."""
         self.state, self.options, self._report = state, state.run.checkpoint, report
         assert self.options.save is not None
         self.store = store_at(self.options.save)
@@ -70,6 +71,7 @@ class Saver:
             "schedule": (schedules or Schedules.of(state.run)).state_dict(),
             "tokenizer": tokenizer.fingerprint() if tokenizer is not None else None,
             "fingerprint": fingerprint,
+            **({"blends": list(blends)} if blends else {}),
             "corpora": {prefix: dict(content) for prefix, content in corpora.items()},
         }
         self._attachments = {**_own_template(state.run, sidecar_files), "run.toml": toml.write(state.run).encode()}

@@ -30,6 +30,7 @@ from mega.core.training.loop import Training
 from mega.core.training.meters import Meters
 from mega.core.training.output import print_line
 from mega.core.training.place import check_no_newer, lock
+from mega.core.training.pretraining import datasets, former_blends
 from mega.core.training.resume import ResumePoint, find_resume_point, restore, sidecar_files
 from mega.core.training.routines import routines
 from mega.core.training.sampling import Sampler
@@ -69,6 +70,7 @@ def start(
     state, kind = build_state(run, mesh, device), kind_of(run)
     exchange: Exchange = partial(gather_json, axis=mesh.everyone, device=device.torch)
     point = _resume(state, exchange)
+    inputs = _with_former_blends(inputs, point, _reporter(rank))
     kind.begin(state, inputs.datasets, point)
     steps = last_step(run, state.progress.step, state.progress.consumed)
     if not evaluated.skip_train:
@@ -85,6 +87,19 @@ def start(
     due = routines(state, evaluation if task.validation else None, sampler, saver, steps=steps)
     introduce(inputs, point, state, steps, report)
     return Training(state, task, schedules, steps, evaluation, tuple(due), stop, saver, meters, report)
+
+
+def _with_former_blends(inputs: Inputs, point: ResumePoint | None, report: Callable[[str], None]) -> Inputs:
+    """The same inputs, laid out so that each corpus continues where it was, if the blend has changed since."""
+    run = inputs.run
+    if point is None or point.weights_only or run.finetuning.task != "lm" or inputs.datasets.train is None:
+        return inputs
+    phases = former_blends(run, point.checkpoint.meta)
+    if not phases or run.data.mock_data or run.data.chat_data:
+        return inputs
+    if phases[-1].until == point.checkpoint.meta["progress"]["consumed"]:
+        report(f"the blend changes at sample {phases[-1].until:,}; each corpus continues where it was")
+    return dataclasses.replace(inputs, datasets=datasets(run, inputs.tokenizer, phases))
 
 
 def _resume(state: TrainState, exchange: Exchange) -> ResumePoint | None:
@@ -120,7 +135,8 @@ def _saver(
     if inputs.run.checkpoint.save is None:
         return None
     old = sidecar_files(point.checkpoint, inputs.tokenizer) if point is not None and state.mesh.rank == 0 else {}
-    return Saver(state, inputs.tokenizer, inputs.fingerprint(), schedules, report, old, inputs.datasets.corpora)
+    blends = [phase.as_json() for phase in inputs.datasets.phases]
+    return Saver(state, inputs.tokenizer, inputs.fingerprint(), schedules, report, old, inputs.datasets.corpora, blends)
 
 
 def _sampler(inputs: Inputs, state: TrainState, meters: Meters | None, report: Callable[[str], None]) -> Sampler | None:
