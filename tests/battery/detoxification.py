@@ -1,6 +1,6 @@
 """The recipe of docs/detoxification.md on a tiny model: its verbs one after another, and the figures before and after.
 
-    python tests/battery/detoxification.py [--work DIR] [--device cpu] [--steps 800] [--tune-steps 300] [--lr 6e-4]
+    python tests/battery/detoxification.py [--work DIR] [--device cpu] [--steps 800] [--tune-steps 350] [--lr 1.1e-3]
 
 A small GPT learns the speeches of Shakespeare's plays; a list of words (insults and deaths) scores. One JSON line:
 toxicity of continuations and perplexity of the original corpus, before and after. It ends with 1 unless toxicity has
@@ -115,8 +115,8 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--samples", type=int, default=6000)
-    parser.add_argument("--tune-steps", type=int, default=300)
-    parser.add_argument("--lr", type=float, default=6e-4)
+    parser.add_argument("--tune-steps", type=int, default=350)
+    parser.add_argument("--lr", type=float, default=1.1e-3)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         work = (given.work or Path(place)).resolve()
