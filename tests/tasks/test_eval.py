@@ -390,7 +390,7 @@ def test_megatrons_command_line(
 BAD: list[tuple[list[str], str]] = [
     (
         ["--valid-data", "FILE"],
-        "--task is missing: give lambada, ppl, wikitext103, mnli, qqp or race; or --tasks of lm-eval",
+        "--task is missing: give lambada, ppl, wikitext103, toxicity, mnli, qqp or race; or --tasks of lm-eval",
     ),
     (["--task", "lambda", "--valid-data", "FILE"], "--task lambda: is not a benchmark (nearest: lambada); valid: "),
     (["--task", "lambada"], "--valid-data is missing: give the file that --task lambada scores"),
