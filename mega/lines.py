@@ -132,6 +132,8 @@ def _of_verb(words: str) -> Mapping[str, Meaning]:
     verb, *rest = words.split()
     command = load(verb)
     for name in rest:
+        if name not in command.commands:
+            raise ValueError(f"mega {words}: there is no such verb")
         command = command.commands[name]
     return command.meanings(typer.Context(command)) if isinstance(command, Command) else {}
 
