@@ -65,6 +65,14 @@ class Folder:
         for name in ("wiki.txt", "wiki.test.tokens", "wikitext-103-raw/wiki.test.raw"):
             self.path(name).write_text(raw)
         self.path("wikitext-103-raw/wiki.test.detok").write_text(TEXT + "\n\n" + TEXT + "\n")
+        for name in ("data.json", "clean.json", "dedup.json"):
+            self.path(name).write_text("\n".join(lines) + "\n")
+        self.path("urls/first.txt").write_text("http://a.bc/1\nhttp://imgur.com/x\n")
+        self.path("groups").write_text('{"0": ["http://a.bc/0", "http://a.bc/7"]}\n')
+        self.path("pairs").write_text('{"http://a.bc/0": [{"http://a.bc/7": 0.9}]}\n')
+        self.path("a").write_text('{"text": "one", "score": {"toxicity": 0.5}}\n{"text": "two", "score": null}\n')
+        for name in ("lambada", "squad"):
+            self.path(f"tasks/{name}.jsonl").write_text('{"text": "what did the model write of the web then"}\n')
         self.path("run_gpt2_test.json").write_text('{"train_micro_batch_size_per_gpu": 2}')
         self._fairseq()
         self._models()
@@ -125,6 +133,14 @@ class Answering(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
+    def do_POST(self) -> None:
+        """As Perspective."""
+        names = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["requestedAttributes"]
+        scores = {name: {"summaryScore": {"value": 0.25}} for name in names}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"attributeScores": scores}).encode())
+
     def log_message(self, *given: Any) -> None:
         pass
 
@@ -154,6 +170,10 @@ def small(words: Sequence[str], row: dict[str, Any]) -> list[str]:
         if "--random-windows" in rest:
             rest[rest.index("--random-windows") + 1] = "4"
         return [verb, *rest, *(["--context-window", "24"] if row["document"] == "002" else [])]
+    if "--scorer" in rest:
+        rest[rest.index("--scorer") + 1] = "http://localhost:5000"
+    if verb == "corpus":
+        return [verb, *rest, "--overwrite"] if "group" not in rest else [verb, *rest]
     if "--url" in rest:
         return [verb, *rest, "--prompt", "Once"]
     return [verb, *rest]
@@ -172,7 +192,7 @@ def prove(row: dict[str, Any], folder: Folder) -> dict[str, Any]:
     try:
         for words in result.commands:
             typed = small(words[words.index("mega") + 1 :], row)
-            for flag in ("--output", "--output-prefix", "--output-dir", "--save-dir"):
+            for flag in () if typed[0] == "corpus" else ("--output", "--output-prefix", "--output-dir", "--save-dir"):
                 if flag in typed:
                     _remove(Path(typed[typed.index(flag) + 1]))
             run_quietly(typed)
@@ -191,7 +211,7 @@ if __name__ == "__main__":
     server = ThreadingHTTPServer(("localhost", 5000), Answering)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     with tempfile.TemporaryDirectory() as place:
-        os.environ |= {"GPT2": f"{place}/gpt2", "VOCAB": f"{place}/bert-vocab.txt"}
+        os.environ |= {"GPT2": f"{place}/gpt2", "VOCAB": f"{place}/bert-vocab.txt", "TASKS": f"{place}/tasks"}
         folder = Folder(Path(place))
         items = [(f"line {number:02}", partial(prove, row, folder)) for number, row in enumerate(rows)]
         run("document_lines", [item for item, row in zip(items, rows, strict=True) if row["where"] != "Retro"])
