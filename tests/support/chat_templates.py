@@ -453,9 +453,8 @@ def sentencepiece(model: Path, added: bool = True, **config: Any) -> Folder:
         named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
         whole = {"tokenizer_class": "LlamaTokenizer", **named, **config}
         (folder / "tokenizer_config.json").write_text(json.dumps(whole))
-        (folder / "special_tokens_map.json").write_text(
-            json.dumps({**named, "additional_special_tokens": list(CONTROLS)})
-        )
+        others = {"additional_special_tokens": list(CONTROLS)} if added else {}
+        (folder / "special_tokens_map.json").write_text(json.dumps({**named, **others}))
         size = library.SentencePieceProcessor(model_file=str(model)).vocab_size()
         if added:
             table = {name: size + number for number, name in enumerate((*CONTROLS, *VOCABULARY))}

@@ -36,6 +36,9 @@ class ToyTokenizer(Tokenizer):
     def control(self, name: str) -> int | None:
         return self.names.get(name)
 
+    def special_tokens(self) -> Mapping[str, int]:
+        return {**super().special_tokens(), **self.names}
+
     def files(self) -> Mapping[str, Path]:
         return {"vocab.txt": self.path}
 

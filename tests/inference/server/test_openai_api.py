@@ -374,3 +374,10 @@ def test_special_tokens_that_a_prompt_spells(engine: FakeEngine, default: bool) 
         assert "notes" not in ask(server, prompt="a", max_tokens=1)
         chunks = stream(server, "/v1/completions", prompt="<|end|>", max_tokens=2)
         assert [bool(chunk.get("notes")) for chunk in chunks[:2]] == [True, False]
+
+
+def test_why_a_model_does_not_converse_is_said(engine: FakeEngine) -> None:
+    options = ServerOptions(name="fake", no_chat="the chat template: not a Jinja template")
+    with serving(engine, ByteTokenizer(), options) as server:
+        reply = server.ask("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]})
+        assert reply.status == 400 and reply.json["error"]["message"].startswith("the chat template: not a Jinja")

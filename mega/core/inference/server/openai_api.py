@@ -177,7 +177,7 @@ async def read_chat(service: Service, body: Any) -> ParsedRequest:
     """Errors: BadField."""
     fields = read(body, CHAT)
     if service.chat is None:
-        raise BadField("messages", "the model has no chat template; start the server with --chat-template")
+        raise BadField("messages", f"{service.options.no_chat}; start the server with --chat-template")
     if fields["top_logprobs"] is not None and not fields["logprobs"]:
         raise BadField("top_logprobs", "top_logprobs: needs logprobs True")
     if fields["max_tokens"] is not None and fields["max_completion_tokens"] is not None:

@@ -80,7 +80,7 @@ def serve_rank(plan: ServePlan) -> int:
     tokenizer = opened.tokenizer()
     check_tokenizer(opened, tokenizer)
     stop_ids = opened.stop_ids()
-    chat = _chat(plan, opened, tokenizer) if first else None
+    chat, no_chat = _chat(plan, opened, tokenizer) if first else (None, None)
     world, device, groups = connect(plan.device)
     mesh = Mesh(world.rank, tp=plan.tp, pp=plan.pp, groups=groups)
     dtype = compute_dtype(opened, device, plan.dtype)
@@ -93,7 +93,8 @@ def serve_rank(plan: ServePlan) -> int:
     warm = f", warmed up in {engine.warm_up():.1f} s" if device.is_cuda else ""
     sys.setswitchinterval(_SWITCH_SECONDS)
     limits = replace(plan.options.limits, connections=raise_file_limit(plan.options.limits.connections))
-    server = HttpServer(engine, tokenizer, replace(plan.options, limits=limits, stop_ids=stop_ids), chat)
+    answers = replace(plan.options, limits=limits, stop_ids=stop_ids, no_chat=no_chat or plan.options.no_chat)
+    server = HttpServer(engine, tokenizer, answers, chat)
     precision = str(dtype).removeprefix("torch.") + ", weights in fp8" * plan.engine.fp8_weights
     about = f"{precision} on {world.size} {device.torch.type} rank{'s' * (world.size > 1)}"
     about += f"; loaded in {loaded - began:.1f} s{warm}"
@@ -105,16 +106,17 @@ def serve_rank(plan: ServePlan) -> int:
     return 0
 
 
-def _chat(plan: ServePlan, opened: OpenedModel, tokenizer: Tokenizer) -> ChatFormat | None:
-    """The template that was asked for, or the model's. A bad one of the model's is reported, and there is no chat."""
+def _chat(plan: ServePlan, opened: OpenedModel, tokenizer: Tokenizer) -> tuple[ChatFormat | None, str | None]:
+    """The template that was asked for, or the model's. A bad one of the model's is reported, there is no chat, and
+    requests are told why."""
     if plan.template is not None:
-        return chat_format(plan.template, tokenizer, seconds=_RENDER_SECONDS)
+        return chat_format(plan.template, tokenizer, seconds=_RENDER_SECONDS), None
     try:
         own = opened.chat_template()
-        return None if own is None else ChatFormat(own, tokenizer, "the chat template", seconds=_RENDER_SECONDS)
+        return None if own is None else ChatFormat(own, tokenizer, "the chat template", seconds=_RENDER_SECONDS), None
     except ValueError as error:
         print(f"mega: no chat: {error}", file=sys.stderr)
-        return None
+        return None, str(error)
 
 
 def _lines(plan: ServePlan, opened: OpenedModel, dtype: torch.dtype, about: str, server: HttpServer) -> list[str]:
