@@ -162,7 +162,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="only these runs")
     parser.add_argument("--out", type=Path, default=ROWS)
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "battery" / "same_bytes")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()  # names may follow options
     if unknown := [name for name in options.names if name not in RUNS]:
         parser.error(f"{unknown[0]}: is not a run; valid: {', '.join(RUNS)}")
     revision, names, failed = git("rev-parse", options.revision), options.names or list(RUNS), 0
