@@ -17,7 +17,7 @@ from mega.core.config.sections import TokenizerConfig
 from mega.core.corpus.clean import CleanTask
 from mega.core.corpus.documents import CorpusStep, SurveyStep
 from mega.core.corpus.language import LanguageLibrary
-from mega.core.files import check_file
+from mega.core.files import check_file, check_source
 from mega.options import Command, command
 
 if TYPE_CHECKING:
@@ -309,6 +309,66 @@ def near_duplicates(
         id_key=id_key,
         groups=str(groups or ""),
         pairs=str(pairs or ""),
+    )
+
+
+@app.command(name="decontaminate", cls=Command)
+@_step
+def decontaminate(
+    task_data: Annotated[
+        list[str],
+        typer.Option(
+            "--task-data",
+            help="NAME=PATH, a benchmark's file or folder; NAME: lambada squad natural_questions triviaqa webqa race "
+            "drop coqa piqa, or yours",
+        ),
+    ],
+    json_key: Key = "text",
+    min_ngram_size: Annotated[int, typer.Option("--min-ngram-size", help="words of the shortest question")] = 8,
+    max_ngram_size: Annotated[int, typer.Option("--max-ngram-size", help="words that make a match")] = 13,
+    key_threshold: Annotated[
+        int, typer.Option("--key-threshold", help="n-grams that occur as often are common phrases, and stay")
+    ] = 10,
+    filter_text_char_len: Annotated[
+        int, typer.Option("--filter-text-char-len", help="a piece of no more characters is dropped")
+    ] = 200,
+    remove_char_each_side: Annotated[
+        int, typer.Option("--remove-char-each-side", help="characters that are cut on both sides of a match")
+    ] = 200,
+    splits_count: Annotated[int, typer.Option("--splits-count", help="a document of more pieces is dropped")] = 10,
+    save_dictionary: Annotated[
+        Path | None, typer.Option("--save-dictionary", help="file for n-grams and counts")
+    ] = None,
+    load_dictionary: Annotated[Path | None, typer.Option("--load-dictionary", help="a file of n-grams to cut")] = None,
+    as_megatron: AsMegatron = False,
+) -> SurveyStep:
+    """Cut questions of benchmarks out of a corpus, by n-grams of 8 to 13 words.
+
+    With --as-megatron every document gets a split_id, as filter_ngrams.py gives it.
+    """
+    from mega.core.corpus.decontaminate import Decontaminate
+
+    tasks = tuple((name, path) for name, _, path in (word.partition("=") for word in task_data))
+    for name, path in tasks:
+        if not name or not path:
+            raise ValueError(f"--task-data {name}: must be NAME=PATH, as squad=dev-v2.0.json")
+        check_source(f"--task-data {name}", path)
+    if not 1 <= min_ngram_size <= max_ngram_size:
+        raise ValueError(f"--min-ngram-size {min_ngram_size}: must be 1 .. {max_ngram_size}, of --max-ngram-size")
+    if save_dictionary is not None:
+        check_file("--save-dictionary", str(save_dictionary))
+    return Decontaminate(
+        key=json_key,
+        tasks=tasks,
+        shortest=min_ngram_size,
+        longest=max_ngram_size,
+        common=key_threshold,
+        least=filter_text_char_len,
+        margin=remove_char_each_side,
+        most_pieces=splits_count,
+        save=str(save_dictionary or ""),
+        load=str(load_dictionary or ""),
+        as_megatron=as_megatron,
     )
 
 

@@ -80,8 +80,7 @@ class WordShingles:
     def shingles(self, text: str) -> Shingles:
         """The shingles of a text."""
         words = _WORD.findall(text.lower())
-        codes = mixed(np.fromiter(map(_known_words.__getitem__, words), np.uint64, len(words)))
-        return _windows(codes, min(self.size, max(len(words), 1)))
+        return _windows(word_codes(words), min(self.size, max(len(words), 1)))
 
     def signatures(self, texts: Sequence[str]) -> Signatures:
         """A row for every text; of one without shingles, the largest numbers."""
@@ -98,6 +97,11 @@ class WordShingles:
 
 
 _known_words = _WordHashes()
+
+
+def word_codes(words: Sequence[str]) -> NDArray[np.uint64]:
+    """A number for every word."""
+    return mixed(np.fromiter(map(_known_words.__getitem__, words), np.uint64, len(words)))
 
 
 @dataclass(frozen=True)

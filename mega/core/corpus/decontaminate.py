@@ -1,0 +1,156 @@
+"""Cut the questions of benchmarks out of a corpus, with the text on both sides of them.
+
+    survey    how often each n-gram occurs; those that do so `common` times and more are phrases of the language
+    judge     a document is cut at each of the others; what is left of it are pieces that are long enough
+
+Source: Megatron-LM 23.06, tools/openwebtext/filter_ngrams.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mega.core.corpus.contamination import Finder, around_hit, ngrams, questions
+from mega.core.corpus.documents import CorpusDocument, Result, Survey, Work, kept, stage_folder
+from mega.core.corpus.folder import read_record, write_record
+from mega.core.corpus.repeats import notes
+
+_DICTIONARY = "dictionary.json"
+
+
+class Pieces(NamedTuple):
+    """What is left of a document; trimmed: it is one piece, and shorter than the document."""
+
+    texts: list[str]
+    trimmed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decontaminate:
+    """tasks: names and files; least: characters of a piece that is kept; margin: characters that are cut on each side;
+    most_pieces: a document of more is dropped. save, load: files of n-grams, with the number of times each occurs."""
+
+    name: ClassVar[str] = "decontaminate"
+    stages: ClassVar[int] = 1
+    key: str = "text"
+    tasks: tuple[tuple[str, str], ...] = ()
+    shortest: int = 8
+    longest: int = 13
+    common: int = 10
+    least: int = 200
+    margin: int = 200
+    most_pieces: int = 10
+    save: str = ""
+    load: str = ""
+    as_megatron: bool = False
+    """Every document gets a split_id; positions are those in the lower-cased text."""
+
+    def ngrams(self) -> dict[str, int]:
+        """The n-grams of all tasks, or those of the file, with their numbers of words. Errors: ValueError."""
+        if not self.load:
+            texts = (text for task, path in self.tasks for text in questions(task, Path(path)))
+            return ngrams(texts, self.shortest, self.longest)
+        found = read_record(Path(self.load))
+        if not found or not all(isinstance(count, int) for count in found.values()):
+            raise ValueError(f"--load-dictionary {self.load}: must be a JSON object of n-grams and their counts")
+        return {ngram: ngram.count(" ") + 1 for ngram in found}
+
+    def survey(self, stage: int, folder: Path) -> Survey:
+        """Counts the n-grams, but for those of a file, which are already counted; and the documents."""
+        finder = Finder(self.ngrams(), self.longest, self.as_megatron)
+        numbers = {ngram: number for number, ngram in enumerate(finder.ngrams)}
+
+        def survey(documents: Iterable[CorpusDocument]) -> Mapping[str, NDArray[Any]]:
+            total, found = 0, Counter[str]()
+            for document in documents:
+                total += 1
+                if not self.load and finder.may_have(document.text):
+                    found.update(occurrences(document.text, finder))
+            pairs = sorted((numbers[ngram], count) for ngram, count in found.items())
+            return {"counts": np.array(pairs, np.int64).reshape(-1, 2), "documents": np.array([total])}
+
+        return survey
+
+    def conclude(self, stage: int, folder: Path, parts: Sequence[str]) -> None:
+        """Leaves the common phrases out of the n-grams."""
+        names = list(self.ngrams())
+        counts = np.zeros(len(names), np.int64)
+        begins: dict[str, int] = {}
+        total = 0
+        for part in parts:
+            found = notes(stage_folder(folder, stage), part)
+            counts[found["counts"][:, 0]] += found["counts"][:, 1]
+            begins[part] = total
+            total += int(found["documents"][0])
+        left = {name: int(count) for name, count in zip(names, counts, strict=True) if self.load or count < self.common}
+        write_record(folder / _DICTIONARY, left)
+        write_record(folder / "begins.json", begins)
+        if self.save:
+            write_record(Path(self.save), left)
+
+    def judge(self, folder: Path) -> Work:
+        """Cuts the documents."""
+        found = json.loads((folder / _DICTIONARY).read_bytes())
+        begins = json.loads((folder / "begins.json").read_bytes())
+        finder = Finder({ngram: ngram.count(" ") + 1 for ngram in found}, self.longest, self.as_megatron)
+
+        def judge(documents: Iterable[CorpusDocument]) -> Iterator[Result]:
+            for index, document in enumerate(documents):
+                yield self._judged(document, begins[document.part] + index + 1, finder)
+
+        return judge
+
+    def _judged(self, document: CorpusDocument, number: int, finder: Finder) -> Result:
+        if not finder.may_have(document.text):
+            return self._whole(document, number)
+        pieces, trimmed = self.pieces(document.text, finder)
+        if pieces == [document.text]:
+            return self._whole(document, number)
+        if not pieces or len(pieces) > self.most_pieces:
+            return Result((), "nothing left" if not pieces else f"more than {self.most_pieces} pieces")
+        lines = [document.with_text(piece, **self._split_id(document, number, i)) for i, piece in enumerate(pieces)]
+        return Result(lines, counts={"trimmed" if trimmed else "split": 1})
+
+    def _whole(self, document: CorpusDocument, number: int) -> Result:
+        if not self.as_megatron or document.plain:
+            return kept(document)
+        return Result((document.with_fields(**self._split_id(document, number, 0)),))
+
+    def _split_id(self, document: CorpusDocument, number: int, piece: int) -> dict[str, str]:
+        if document.plain:
+            return {}
+        old = document.fields.get("split_id")
+        tasks = "-".join(task for task, _ in self.tasks)
+        return {"split_id": f"{f'{old}-' if old is not None else ''}{tasks}-{number:010}-{piece:04}"}
+
+    def pieces(self, text: str, finder: Finder) -> Pieces:
+        """The pieces of a text that are free of n-grams, in order."""
+        waiting, free = [text], []
+        while waiting:
+            part = waiting.pop(0)
+            if (hit := finder.first(part)) is None:
+                free.append(part)
+                continue
+            before, after = around_hit(part, hit, self.margin)
+            if len(before) > self.least:
+                free.append(before)
+            if len(after) > self.least:
+                waiting.append(after)
+        return Pieces(free, len(free) == 1 and len(free[0]) < len(text))
+
+
+def occurrences(text: str, finder: Finder) -> Counter[str]:
+    """How often each n-gram occurs; after one, the search continues behind it."""
+    found: Counter[str] = Counter()
+    while (hit := finder.first(text)) is not None:
+        found[hit.ngram] += 1
+        text = text[hit.begin + len(hit.ngram) + 1 :]
+    return found
