@@ -70,6 +70,8 @@ def _shared(
         from mega.core.corpus.folder import RunOptions
         from mega.core.corpus.parts import PART_BYTES
         from mega.core.corpus.run import process
+        from mega.core.corpus.shuffle import Shuffle
+        from mega.core.corpus.shuffle import shuffle as shuffled
 
         if workers > 1 and (reason := getattr(step, "one_process", "")):
             raise ValueError(f"--workers {workers}: must be 1; {reason}")
@@ -87,7 +89,7 @@ def _shared(
             part_bytes=getattr(step, "part_bytes", None) or PART_BYTES,
             progress=_progress(),
         )
-        done = process(input, step, options)
+        done = shuffled(input, step, options) if isinstance(step, Shuffle) else process(input, step, options)
         note = "" if done.complete else f"; shard {shard} is done, others are not"
         if done.surveyed:
             note = f"; shard {shard} is surveyed: repeat the call when all shards are"
@@ -372,6 +374,32 @@ def decontaminate(
     )
 
 
+@app.command(name="wikipedia", cls=Command)
+@_step
+def wikipedia(
+    site: Annotated[str, typer.Option("--site", help="of the URLs")] = "https://en.wikipedia.org/wiki",
+    min_characters: Annotated[int, typer.Option("--min-characters", help="of the shortest article")] = 1,
+    punctuation: Annotated[
+        bool, typer.Option("--standard-punctuation/--keep-punctuation", help="quotes, dashes and dots of a keyboard")
+    ] = True,
+    split_sentences: Annotated[
+        bool, typer.Option("--split-sentences", help="a line for each sentence, as BERT's data has them")
+    ] = False,
+    sentence_splitter: Annotated[Literal["punkt", "sentencex"], typer.Option("--sentence-splitter")] = "punkt",
+    lang: Annotated[str, typer.Option("--lang", help="language of the sentences")] = "english",
+) -> CorpusStep:
+    """Articles of a dump of Wikipedia, pages-articles.xml.bz2, as documents: the JSON of WikiExtractor."""
+    from mega.core.corpus.wikipedia import Wikipedia
+
+    return Wikipedia(
+        site=site,
+        least=min_characters,
+        punctuation=punctuation,
+        sentences=lang if split_sentences else "",
+        splitter=sentence_splitter,
+    )
+
+
 @app.command(name="merge", cls=Command)
 @_step
 def merge(
@@ -449,3 +477,16 @@ def remove_groups(
     from mega.core.corpus.grouping import RemoveGroups
 
     return RemoveGroups(groups=str(groups), key=id_key)
+
+
+@app.command(name="shuffle", cls=Command)
+@_step
+def shuffle(
+    seed: Annotated[int, typer.Option("--seed", help="of the order")] = 1234,
+) -> CorpusStep:
+    """Documents in a random order, in bounded memory."""
+    from mega.core.corpus.shuffle import Shuffle
+
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"--seed {seed}: must be 0 .. {2**63 - 1}")
+    return Shuffle(seed=seed)

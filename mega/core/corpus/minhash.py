@@ -79,24 +79,57 @@ class WordShingles:
 
     def shingles(self, text: str) -> Shingles:
         """The shingles of a text."""
-        words = _WORD.findall(text.lower())
-        return _windows(word_codes(words), min(self.size, max(len(words), 1)))
+        return np.unique(self._hashes([words_of_text(text)])[0])
+
+    def _hashes(self, texts: Sequence[list[str]]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+        """The shingles of many texts, one after another and not each once, and where those of each begin and end."""
+        sizes = np.array([len(words) for words in texts], np.int64)
+        size = self.size if len(texts) > 1 else min(self.size, max(int(sizes[0]), 1))
+        codes = word_codes([word for words in texts for word in words])
+        counts = np.maximum(sizes - size + 1, 0)
+        ends = np.cumsum(sizes)
+        first = np.repeat(ends - sizes - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
+        h = np.zeros(len(first), np.uint64)
+        for i in range(size):
+            h *= _MULTIPLIER
+            h += codes[first + i]
+        return mixed(h), np.concatenate([[0], np.cumsum(counts)])
 
     def signatures(self, texts: Sequence[str]) -> Signatures:
         """A row for every text; of one without shingles, the largest numbers."""
         from rensa import RMinHash
 
-        sets = [self.shingles(text) for text in texts]
-        offsets = np.cumsum([0, *map(len, sets)], dtype=np.uint64)
-        rows = RMinHash.digest_matrix_from_flat_token_hashes(
-            np.concatenate(sets), offsets, self.permutations, _SEED
-        ).to_rows()
-        found = np.array(rows, np.uint32).reshape(len(texts), self.permutations)
-        found[[not len(one) for one in sets]] = _NO_SHINGLE
+        words = [words_of_text(text) for text in texts]
+        found = np.full((len(texts), self.permutations), _NO_SHINGLE, np.uint32)
+        long = [i for i, own in enumerate(words) if len(own) >= self.size]
+        sets = [self._hashes([words[i] for i in long])] if len(long) > 1 else [self._hashes([words[i]]) for i in long]
+        short = [i for i, own in enumerate(words) if 0 < len(own) < self.size]
+        sets += [self._hashes([words[i]]) for i in short]
+        rows: list[list[int]] = []
+        for hashes, offsets in sets:
+            matrix = RMinHash.digest_matrix_from_flat_token_hashes(
+                hashes, offsets.astype(np.uint64), self.permutations, _SEED
+            )
+            rows += matrix.to_rows()
+        if rows:
+            found[long + short] = np.array(rows, np.uint32)
         return found
 
 
 _known_words = _WordHashes()
+
+
+_TO_WORDS = {code: " " for code in range(128) if not (chr(code).isalnum() or chr(code) == "_")}
+
+
+def words_of_text(text: str) -> list[str]:
+    """The words of a text, in lower case; of scripts without blanks, its characters.
+
+    >>> words_of_text("It's 3 o'clock"), words_of_text("It\u2019s \u65e5\u672c")
+    (['it', 's', '3', 'o', 'clock'], ['it', 's', '\u65e5', '\u672c'])
+    """
+    text = text.lower()
+    return text.translate(_TO_WORDS).split() if text.isascii() else _WORD.findall(text)
 
 
 def word_codes(words: Sequence[str]) -> NDArray[np.uint64]:

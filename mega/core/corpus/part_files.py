@@ -35,12 +35,11 @@ class PartOptions(NamedTuple):
 def write_part(part: InputPart, key: str | None, work: Work, options: PartOptions) -> StepCounts:
     """In a worker: do the work on one part and write its files. Errors: BadLine naming file and line."""
     counts = StepCounts()
-    suffix = (".txt" if part.plain else ".jsonl") + _SUFFIXES[options.packing]
     with contextlib.ExitStack() as files:
-        kept = files.enter_context(_LineFile.open(options.folder / f"{part.name}{suffix}", options.packing))
+        kept = files.enter_context(line_file(options.folder, part.name, part.plain, options.packing))
         lost = None
         if options.dropped is not None:
-            lost = files.enter_context(_LineFile.open(options.dropped / f"{part.name}{suffix}", options.packing))
+            lost = files.enter_context(line_file(options.dropped, part.name, part.plain, options.packing))
         documents = ReadableDocuments(part, key, counts, stop=options.on_error == "stop", samples=options.samples)
         for result in work(documents):
             _record(result, documents.last(), part, counts, kept, lost, options.samples)
@@ -127,6 +126,11 @@ class _LineFile:
             yield found
             if not found.lines:
                 raise _Empty
+
+
+def line_file(folder: Path, name: str, plain: bool, packing: Packing) -> contextlib.AbstractContextManager[_LineFile]:
+    """The file of a part's lines, of text or of JSON, to be written."""
+    return _LineFile.open(folder / f"{name}{'.txt' if plain else '.jsonl'}{_SUFFIXES[packing]}", packing)
 
 
 class _Empty(Exception):

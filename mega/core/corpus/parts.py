@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mega.core.corpus.documents import CorpusDocument
-from mega.core.data.sources import BLOCK_BYTES, STDIN, Kind, LineBlock, SourcePiece, blocks, pieces
+from mega.core.data.sources import BLOCK_BYTES, STDIN, BadLine, Kind, LineBlock, SourcePiece, blocks, pieces
 
 PART_BYTES = 1 << 24
 """Of text in a part of lines. A part of parquet is a row group, one of arrow a whole file."""
@@ -87,6 +87,8 @@ class InputPart:
         """File and line of the part's line `number`, from 1."""
         if self.source.kind in ("parquet", "arrow"):
             return f"{self.source.path}: row {number} of row group {self.source.first}"
+        if is_dump(self.source.path):
+            return f"{self.source.path}: page {(self.lines_before or 0) + number}"
         before = self.lines_before
         if before is None:  # a line that begins before the part is the part's before it
             before = _line_ends(self.source.path, self.source.first - 1) + 1 if self.source.first else 0
@@ -113,6 +115,10 @@ def parts(paths: Sequence[Path], shard: tuple[int, int] = (0, 1), part_bytes: in
     before = 0
     for number, (path, size) in enumerate(zip(paths, sizes, strict=True)):
         for piece in pieces([path]):
+            if is_dump(path):
+                if low <= before < high:
+                    yield from _unpacked_parts(number, piece, False, before, size, part_bytes)
+                continue
             plain = piece.kind == "text" or (piece.kind == "packed lines" and path.stem.lower().endswith(".txt"))
             if piece.kind == "parquet" or (not _packed(path) and piece.kind in ("lines", "text")):
                 found = _direct_parts(number, piece, plain, before, size, part_bytes)
@@ -120,6 +126,25 @@ def parts(paths: Sequence[Path], shard: tuple[int, int] = (0, 1), part_bytes: in
             elif low <= before < high:
                 yield from _unpacked_parts(number, piece, plain, before, size, part_bytes)
         before += size
+
+
+def is_dump(path: Path) -> bool:
+    """Whether a file is a dump of Wikipedia, whose pages are its documents."""
+    return path.name.lower().removesuffix(path.suffix.lower() if _packed(path) else "").endswith(".xml")
+
+
+def _pages(read: Iterator[LineBlock]) -> Iterator[LineBlock]:
+    """Blocks of whole pages, each one line: a line end inside is the character reference that means one."""
+    rest = b""
+    for block in read:
+        rest += block.lines()
+        *pages, rest = rest.split(b"</page>")
+        found = [b"<page>" + page.partition(b"<page>")[2] + b"</page>" for page in pages]
+        lines = b"".join(page.replace(b"\r", b"").replace(b"\n", b"&#10;") + b"\n" for page in found)
+        if lines:
+            yield block._replace(text=lines, problem=None)
+    if b"<page>" in rest:
+        raise BadLine(f"{block.name}: ends inside a page")
 
 
 def _packed(path: Path) -> bool:
@@ -160,7 +185,8 @@ def _unpacked_parts(
             lines_before=lines,
         )
 
-    for block in blocks(source, (), text_lines=True):
+    read = blocks(source, (), text_lines=True)
+    for block in _pages(read) if is_dump(piece.path) else read:
         held.append(block)
         if sum(each.size for each in held) >= part_bytes:
             yield part(block.read)

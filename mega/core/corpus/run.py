@@ -68,20 +68,10 @@ def process(inputs: Sequence[str | Path], step: CorpusStep | SurveyStep, options
     JSON lines, also in .gz .zst .xz .bz2; parquet; arrow; of .txt each line is a document.
     Errors: ValueError naming flag, or file and line; OSError of the machine. Parts that are done stay done.
     """
-    against = find(options.against, "--against") if options.against else []
-    paths = [*against, *find(inputs)]
-    check_output(paths, options)
-    if against and not isinstance(step, SurveyStep):
-        raise ValueError(f"--against: {step.name} looks at one document at a time; leave it out")
-    identity = _identity(step, paths, options)
-    if (record := read_record(options.record)) is not None and not options.overwrite:
-        if record.get("identity") == identity:
-            remove_joined_parts(options)
-            return StepOutcome(StepCounts.from_json(record["counts"]), repeated=True)
-        raise ValueError(
-            f"--output {options.output}: holds the result of other inputs or settings; name another place, or give "
-            "--overwrite to replace it"
-        )
+    paths, identity, repeated = begin(inputs, step, options)
+    if repeated is not None:
+        return repeated
+    against = len(find(options.against, "--against")) if options.against else 0
     # What is wrong with its files or libraries is reported before anything is written.
     _ = step.survey(0, options.folder / SURVEY) if isinstance(step, SurveyStep) else step.load()
     with locked_folder(options, identity) as stale:
@@ -93,8 +83,30 @@ def process(inputs: Sequence[str | Path], step: CorpusStep | SurveyStep, options
             writing = _Judging(step, options.folder / SURVEY)
         else:
             writing = step
-        done = _written(paths, len(against), writing, options, stale)
-        return _finish(step, paths, options, identity, done)
+        done = _written(paths, against, writing, options, stale)
+        return finish(step, paths, options, identity, done)
+
+
+def begin(
+    inputs: Sequence[str | Path], step: CorpusStep | SurveyStep, options: RunOptions
+) -> tuple[list[Path], str, StepOutcome | None]:
+    """The files, a hash of the work, and its outcome if it was done before. Errors: ValueError."""
+    against = find(options.against, "--against") if options.against else []
+    paths = [*against, *find(inputs)]
+    check_output(paths, options)
+    if against and not isinstance(step, SurveyStep):
+        raise ValueError(f"--against: {step.name} looks at one document at a time; leave it out")
+    identity = _identity(step, paths, options)
+    record = read_record(options.record)
+    if record is None or options.overwrite:
+        return paths, identity, None
+    if record.get("identity") == identity:
+        remove_joined_parts(options)
+        return paths, identity, StepOutcome(StepCounts.from_json(record["counts"]), repeated=True)
+    raise ValueError(
+        f"--output {options.output}: holds the result of other inputs or settings; name another place, or give "
+        "--overwrite to replace it"
+    )
 
 
 def _identity(step: CorpusStep | SurveyStep, paths: Sequence[Path], options: RunOptions) -> str:
@@ -270,7 +282,7 @@ def _noted(folder: Path, name: str) -> bool:
 # --- the end --------------------------------------------------------------------------------------------------------
 
 
-def _finish(
+def finish(
     step: CorpusStep | SurveyStep, paths: Sequence[Path], options: RunOptions, identity: str, done: StepCounts
 ) -> StepOutcome:
     """When the parts of all shards are done: sum up their counts, join them if one file is asked for, and tidy up."""

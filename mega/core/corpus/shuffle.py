@@ -1,0 +1,100 @@
+"""Documents in a random order, of any amount: a function of the seed and of each document's number.
+
+    1 each document gets a random key and goes to the file of its range of keys
+    2 each file is sorted by key, and becomes a part of the output
+
+It reads the input once, and holds one file in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from mega.core.corpus.documents import Work, each, kept
+from mega.core.corpus.folder import SURVEY, RunOptions, locked_folder, read_record, write_record
+from mega.core.corpus.ledger import StepCounts
+from mega.core.corpus.minhash import mixed
+from mega.core.corpus.part_files import line_file
+from mega.core.corpus.parts import UnreadLine, parts
+from mega.core.corpus.run import StepOutcome, begin, finish
+from mega.core.data.sources import BadLine
+
+_BUCKET_BYTES = 1 << 26
+_MOST_BUCKETS = 512
+_DISTRIBUTED = "distributed.json"
+_SEED_STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shuffle:
+    """What a shuffled corpus depends on."""
+
+    name: ClassVar[str] = "shuffle"
+    key: ClassVar[str | None] = None
+    seed: int = 1234
+    bucket_bytes: int = _BUCKET_BYTES
+
+    def load(self) -> Work:
+        """Of one document there is no order."""
+        return each(kept)
+
+
+def shuffle(inputs: Sequence[str | Path], step: Shuffle, options: RunOptions) -> StepOutcome:
+    """Write the documents of `inputs` in the order of their keys. Errors: as those of `run.process`."""
+    if options.shard != (0, 1):
+        raise ValueError("--shard: an order is one of all documents; leave it out")
+    paths, identity, repeated = begin(inputs, step, options)
+    if repeated is not None:
+        return repeated
+    with locked_folder(options, identity):
+        folder = options.folder / SURVEY
+        folder.mkdir(exist_ok=True)
+        if not (folder / _DISTRIBUTED).is_file():
+            _distribute(paths, step, options, folder)
+        found = read_record(folder / _DISTRIBUTED) or {}
+        counts = StepCounts()
+        for number in range(int(found["buckets"])):
+            if read_record(sidecar := options.folder / f".00000-{number:06}.json") is None:
+                write_record(sidecar, _sort(folder / f"bucket-{number}", options, number, found["plain"]).as_json())
+        return finish(step, paths, options, identity, counts)
+
+
+def _distribute(paths: Sequence[Path], step: Shuffle, options: RunOptions, folder: Path) -> None:
+    total = sum(path.stat().st_size for path in paths)
+    count = min(max(1, -(-total // step.bucket_bytes)), _MOST_BUCKETS)
+    number, plain = 0, False
+    with contextlib.ExitStack() as open_now:
+        files = [open_now.enter_context(open(folder / f"bucket-{i}", "wb")) for i in range(count)]
+        for part in parts(paths, part_bytes=options.part_bytes):
+            lines = []
+            for document in part.documents(""):
+                if isinstance(document, UnreadLine):
+                    raise BadLine(f"{document.where}: {document.problem}")
+                lines.append(document.line)
+            numbers = np.arange(number, number + len(lines), dtype=np.uint64)
+            keys = mixed(mixed(numbers + _SEED_STEP) ^ np.uint64(step.seed * int(_SEED_STEP) & (1 << 64) - 1))
+            for key, line in zip(keys.tolist(), lines, strict=True):
+                files[key * count >> 64].write(key.to_bytes(8, "big") + line + b"\n")
+            number, plain = number + len(lines), part.plain
+            if options.progress is not None:
+                options.progress(StepCounts(documents=number), part.end, 2 * total)
+    write_record(folder / _DISTRIBUTED, {"buckets": count, "plain": plain})
+
+
+def _sort(bucket: Path, options: RunOptions, number: int, plain: bool) -> StepCounts:
+    rows = []
+    with open(bucket, "rb") as file:
+        while key := file.read(8):
+            rows.append((key, file.readline()))
+    rows.sort()
+    with line_file(options.folder, f"00000-{number:06}", plain, options.packed) as written:
+        for _, line in rows:
+            written.write(line[:-1])
+    size = sum(len(line) for _, line in rows)
+    return StepCounts(documents=len(rows), kept=len(rows), written=len(rows), bytes=size)

@@ -1,0 +1,61 @@
+"""Wikipedia's dump of articles (pages-articles.xml.bz2) as documents, with the keys of WikiExtractor's JSON.
+
+    {"id": "12", "revid": "34", "url": "https://en.wikipedia.org/wiki?curid=12", "title": "Harbour", "text": "..."}
+
+A page of the dump reaches this file as one line of XML, see `parts.py`. Redirects and pages that are not articles go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+from xml.etree import ElementTree
+
+from mega.core.corpus.documents import CorpusDocument, Result, Work, as_line, dropped, each
+from mega.core.corpus.wikitext import Article, parser, standard_punctuation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wikipedia:
+    """site: beginning of each URL; least: characters of the shortest article; punctuation: standardise it; sentences:
+    a language, in which each sentence becomes a line (for BERT), or ""."""
+
+    name: ClassVar[str] = "wikipedia"
+    key: ClassVar[str | None] = None
+    site: str = "https://en.wikipedia.org/wiki"
+    least: int = 1
+    punctuation: bool = True
+    sentences: str = ""
+    splitter: str = "punkt"
+
+    def load(self) -> Work:
+        """Errors: ValueError where a library is not installed."""
+        parse, cut = parser(), self._sentences()
+
+        def extract(document: CorpusDocument) -> Result:
+            try:
+                page = ElementTree.fromstring(document.line)
+            except ElementTree.ParseError as error:
+                raise ValueError(f"{document.where}: not a page of a Wikipedia dump ({error})") from None
+            if page.findtext("ns", "0") != "0":
+                return dropped("not an article")
+            if page.find("redirect") is not None:
+                return dropped("redirect")
+            text = Article(parse).text(page.findtext("revision/text") or "")
+            text = standard_punctuation(text) if self.punctuation else text
+            if len(text) < self.least:
+                return dropped(f"shorter than {self.least} characters")
+            number = page.findtext("id", "")
+            row = {"id": number, "revid": page.findtext("revision/id", ""), "url": f"{self.site}?curid={number}"}
+            return Result((as_line(row | {"title": page.findtext("title", ""), "text": cut(text)}),))
+
+        return each(extract)
+
+    def _sentences(self) -> Callable[[str], str]:
+        if not self.sentences:
+            return lambda text: text
+        from mega.core.text.sentences import splitter
+
+        split = splitter(self.splitter, self.sentences)
+        return lambda text: "\n".join(one.strip() for line in text.split("\n") for one in split(line) if one.strip())

@@ -1,0 +1,138 @@
+"""The text of a Wikipedia article: its markup is parsed by mwparserfromhell, and what is not prose is left out.
+
+Kept: paragraphs, the words of links, headings of sections that have text (as "History."), quoted italics. Left out:
+templates, tables, lists, references, files, categories, galleries, comments. A formula is `formula_1`, code `codice_1`.
+These are the choices of the package wikiextractor, whose output is what Wikipedia corpora are made of; the differences
+are listed in docs/corpora.md. It knows no dump.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+_NAMESPACES = re.compile(
+    r"\s*:?\s*(?:(?i:file|image|media|category|template|help|portal|user|talk|special|wikipedia|mediawiki|module|draft|"
+    r"[a-z]+ talk)|[a-z]{2,3}(?:-[a-z-]+)?)\s*:"
+)
+"""Of a link that is not an article's: to a page of another kind, or in another language."""
+_DROPPED_TAGS = frozenset(
+    "gallery timeline noinclude pre table tr td th caption div form input select option textarea ul ol menu dir ref "
+    "references img imagemap source small syntaxhighlight score chem hiero graph mapframe templatestyles".split()
+)
+_PLACEHOLDERS = {"math": "formula", "code": "codice", "ce": "formula"}
+_MAGIC_WORD = re.compile(r"__[A-Z]+__")
+_BLANK_BEFORE = re.compile(r" +(?=[,.;:!?)](?:\s|$))")
+_EMPTY_BRACKETS = re.compile(r" ?\((?:[\s,;:]|(?:or|and)\s)*\)")
+_STANDARD = str.maketrans(
+    {
+        **dict.fromkeys("\u201c\u201d\u201e\u00ab\u00bb", '"'),
+        **dict.fromkeys("\u2018\u2019\u201a\u2032`\u00b4", "'"),
+        **dict.fromkeys("\u2010\u2011\u2012\u2013\u2212", "-"),
+        "\u2014": " - ",
+        "\u2026": "...",
+        **dict.fromkeys("\u00a0\u2009\u202f\u3000", " "),
+    }
+)
+
+
+def parser() -> Callable[[str], Any]:
+    """Errors: ValueError where mwparserfromhell is not installed."""
+    try:
+        import mwparserfromhell
+    except ImportError:
+        raise ValueError("mega corpus wikipedia: needs mwparserfromhell; pip install 'mega[corpus]'") from None
+    parse: Callable[[str], Any] = mwparserfromhell.parse
+    return parse
+
+
+class Article:
+    """One article while its text is written."""
+
+    def __init__(self, parse: Callable[[str], Any]) -> None:
+        self._parse = parse
+        self._counts: dict[str, int] = {}
+
+    def text(self, wikitext: str) -> str:
+        """The text: a line for each paragraph and heading."""
+        return "\n".join(_paragraphs(self._plain(self._parse(wikitext).nodes)))
+
+    def _plain(self, nodes: Iterable[Any]) -> str:
+        return "".join(map(self._node, nodes))
+
+    def _node(self, node: Any) -> str:
+        match type(node).__name__:
+            case "Text":
+                return str(node.value)
+            case "Wikilink":
+                return self._link(node)
+            case "ExternalLink":
+                if not node.brackets:
+                    return str(node.url)
+                return self._plain(node.title.nodes) if node.title else ""
+            case "Tag":
+                return self._tag(node)
+            case "HTMLEntity":
+                return str(node.normalize())
+            case "Heading":
+                return f"\n{'=' * node.level}{self._plain(node.title.nodes).strip()}{'=' * node.level}\n"
+        return ""  # templates, their arguments, comments
+
+    def _link(self, link: Any) -> str:
+        title = str(link.title)
+        if _NAMESPACES.match(title):
+            return ""
+        return self._plain(link.text.nodes) if link.text is not None else title.lstrip(":")
+
+    def _tag(self, tag: Any) -> str:
+        name = str(tag.tag).strip().lower()
+        if tag.wiki_markup and name in ("li", "dt", "dd", "hr"):
+            return str(tag.wiki_markup)
+        if name in _DROPPED_TAGS:
+            return ""
+        if name in _PLACEHOLDERS:
+            kind = _PLACEHOLDERS[name]
+            self._counts[kind] = self._counts.get(kind, 0) + 1
+            return f"{kind}_{self._counts[kind]}"
+        inside = self._plain(tag.contents.nodes) if tag.contents is not None else ""
+        if name == "i" and inside and not _is_bold(tag):
+            return f'"{inside}"'
+        if name == "blockquote":
+            return f"\n{inside}\n"
+        return inside
+
+
+def _is_bold(tag: Any) -> bool:
+    """Whether what is in italics is bold as a whole."""
+    nodes = tag.contents.nodes
+    return len(nodes) == 1 and type(nodes[0]).__name__ == "Tag" and str(nodes[0].tag) == "b"
+
+
+def _paragraphs(text: str) -> Iterable[str]:
+    """Lines of prose, each after the headings of the sections that it is the first line of."""
+    headings: dict[int, str] = {}
+    for line in text.split("\n"):
+        line = _EMPTY_BRACKETS.sub("", _MAGIC_WORD.sub("", line)).strip(" \t")
+        level = len(line) - len(line.lstrip("="))
+        if level and line.endswith("=" * level) and len(line) > 2 * level:
+            headings = {own: title for own, title in headings.items() if own < level}
+            headings[level] = line[level:-level].strip()
+            continue
+        if not line or line[0] in "*#;{|}!" or not line.strip(".-"):
+            continue
+        line = _BLANK_BEFORE.sub("", re.sub("'{2,}", "", line).lstrip(":").strip(" "))
+        if line.startswith("(") and line.endswith(")"):
+            continue
+        yield from (f"{headings[own]}." for own in sorted(headings))
+        headings = {}
+        yield re.sub(" {2,}", " ", line)
+
+
+def standard_punctuation(text: str) -> str:
+    """Quotes, dashes, dots and blanks of typography as those of a keyboard.
+
+    >>> standard_punctuation("\u201cIt\u2019s 3\u20134\u2026\u201d")
+    '"It\\'s 3-4..."'
+    """
+    return re.sub(" {2,}", " ", text.translate(_STANDARD))
