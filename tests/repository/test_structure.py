@@ -25,7 +25,8 @@ LONG = {
     # The signature of a command is its list of flags.
     "bench.run": 60,
     "convert_llama.run": 82,
-    "corpus._shared": 61,
+    "corpus._shared": 64,
+    "corpus.decontaminate": 62,
     "corpus.near_duplicates": 60,
     "eval.run": 121,
     "task.score": 54,

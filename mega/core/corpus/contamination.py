@@ -184,10 +184,10 @@ def _hashes(found: Iterable[str]) -> NDArray[np.uint64]:
     return np.unique(np.concatenate(rows)) if rows else np.zeros(0, np.uint64)
 
 
-def around_hit(text: str, hit: Hit, margin: int) -> tuple[str, str]:
+def before_and_after(text: str, hit: Hit, margin: int) -> tuple[str, str]:
     """What is before a sentence end `margin` characters before an n-gram, and after one as far behind it.
 
-    >>> around_hit("One. Two. what is it. Three. Four.", Hit(10, "what is it"), 1)
+    >>> before_and_after("One. Two. what is it. Three. Four.", Hit(10, "what is it"), 1)
     ('One. Two.', ' Three. Four.')
     """
     at = hit.begin - margin

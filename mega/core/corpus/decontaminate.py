@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mega.core.corpus.contamination import Finder, around_hit, ngrams, questions
+from mega.core.corpus.contamination import Finder, before_and_after, ngrams, questions
 from mega.core.corpus.documents import CorpusDocument, Result, Survey, Work, kept, stage_folder
 from mega.core.corpus.folder import read_record, write_record
 from mega.core.corpus.repeats import notes
@@ -139,7 +139,7 @@ class Decontaminate:
             if (hit := finder.first(part)) is None:
                 free.append(part)
                 continue
-            before, after = around_hit(part, hit, self.margin)
+            before, after = before_and_after(part, hit, self.margin)
             if len(before) > self.least:
                 free.append(before)
             if len(after) > self.least:
