@@ -490,3 +490,50 @@ def shuffle(
     if not 0 <= seed < 2**63:
         raise ValueError(f"--seed {seed}: must be 0 .. {2**63 - 1}")
     return Shuffle(seed=seed)
+
+
+@app.command(name="filter", cls=Command)
+@_step
+def quality_filter(
+    json_key: Key = "text",
+    preset: Annotated[
+        list[str] | None,
+        typer.Option("--preset", help="published rules: gopher-repetition, gopher-quality, fineweb [all three]"),
+    ] = None,
+) -> CorpusStep:
+    """Drop texts of low quality by the published rules of Gopher and FineWeb, and say which rule each breaks."""
+    from mega.core.corpus.quality import PRESETS, QualityFilter, QualityPreset
+
+    if unknown := sorted(set(preset or ()) - set(PRESETS)):
+        raise ValueError(f"--preset {unknown[0]}: must be of {', '.join(PRESETS)}")
+    chosen = tuple(name for name in ("gopher-repetition", "gopher-quality", "fineweb") if name in (preset or PRESETS))
+    return QualityFilter(key=json_key, presets=cast(tuple[QualityPreset, ...], chosen))
+
+
+@app.command(name="exact-duplicates", cls=Command)
+@_step
+def exact_duplicates(
+    json_key: Key = "text",
+    paragraphs: Annotated[bool, typer.Option("--paragraphs", help="cut out lines that came before")] = False,
+    min_characters: Annotated[
+        int, typer.Option("--min-characters", help="of a paragraph that is looked at, and of what must be left")
+    ] = 60,
+) -> SurveyStep:
+    """Drop all but the first of equal documents, or cut out all but the first of equal paragraphs."""
+    from mega.core.corpus.exact import ExactDuplicates
+
+    return ExactDuplicates(key=json_key, paragraphs=paragraphs, least=min_characters)
+
+
+@app.command(name="mask-pii", cls=Command)
+@_step
+def mask_pii(
+    json_key: Key = "text",
+    kinds: Annotated[list[str] | None, typer.Option("--kinds", help="of email, ip, phone, card [email ip]")] = None,
+) -> CorpusStep:
+    """Mask addresses of mail and of machines, telephone numbers and bank cards."""
+    from mega.core.corpus.personal import MaskPersonal, PersonalKind
+
+    if unknown := sorted(set(kinds or ()) - set(get_args(PersonalKind))):
+        raise ValueError(f"--kinds {unknown[0]}: must be of {', '.join(get_args(PersonalKind))}")
+    return MaskPersonal(key=json_key, kinds=cast(tuple[PersonalKind, ...], tuple(kinds or ("email", "ip"))))

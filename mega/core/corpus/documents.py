@@ -88,11 +88,15 @@ class CorpusDocument:
         """The line of this document with another text, and other values of other keys."""
         if self.plain:
             return text.encode()
-        return as_line(self.fields | {self.key: text} | others)
+        return as_line(self._exact_fields() | {self.key: text} | others)
 
     def with_fields(self, **others: Any) -> bytes:
         """The line of this document with other values of some keys."""
-        return as_line(self.fields | others)
+        return as_line(self._exact_fields() | others)
+
+    def _exact_fields(self) -> dict[str, Any]:
+        """The fields with every number as it is written. Looking for such numbers costs more than parsing a line."""
+        return json.loads(self.line) if not self.plain and _NOT_EXACT.search(self.line) else self.fields
 
     def _plain_fields(self) -> dict[str, Any]:
         try:
@@ -105,7 +109,7 @@ def _object(line: bytes) -> dict[str, Any]:
     found = parsed(line)
     if not isinstance(found, dict):
         raise ValueError(f"must be a JSON object; {not_an_object(found)}")
-    return json.loads(line) if _NOT_EXACT.search(line) else found
+    return found
 
 
 def as_line(fields: Mapping[str, Any]) -> bytes:

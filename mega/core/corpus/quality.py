@@ -1,0 +1,180 @@
+"""Filters on the quality of a text, with the published rules and thresholds of two corpora; words have blanks between.
+
+    gopher-quality      Rae et al. (2021), table A1: length, words, symbols, bullets, stop words of English
+    gopher-repetition   the same: repeated lines, paragraphs and n-grams
+    fineweb             Penedo et al. (2024), section 3.6: ends of lines, short lines, repeated lines, lists
+
+A document goes for the first rule that it breaks. Each rule is a function of a text's `Measured` parts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Literal
+
+import regex
+
+from mega.core.corpus.documents import CorpusDocument, Result, Work, dropped, each, kept
+
+QualityPreset = Literal["gopher-quality", "gopher-repetition", "fineweb"]
+STOP_WORDS = frozenset("the be to of and that have with".split())
+_PUNCTUATION = regex.compile(r"[\p{P}\p{S}]+")
+_SENTENCE_END = regex.compile(r"\p{Sentence_Terminal}\Z")
+TOP_NGRAMS = ((2, 0.20), (3, 0.18), (4, 0.16))
+"""Words, and the most that the commonest run of so many may have of the characters."""
+REPEATED_NGRAMS = ((5, 0.15), (6, 0.14), (7, 0.13), (8, 0.12), (9, 0.11), (10, 0.10))
+"""Words, and the most that runs of so many which came before may have of the characters."""
+
+
+class Measured:
+    """A text, and its parts as far as a rule asks for them."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    @cached_property
+    def words(self) -> list[str]:
+        """Runs of characters without blanks."""
+        return self.text.split()
+
+    @cached_property
+    def lines(self) -> list[str]:
+        """Lines, the empty ones included."""
+        return self.text.splitlines()
+
+    @cached_property
+    def plain_words(self) -> list[str]:
+        """Words that are not of punctuation alone."""
+        return [word for word in self.words if not _PUNCTUATION.fullmatch(word)]
+
+
+Rules = Iterator["tuple[str, bool]"]
+"""Reasons, and whether a text is to go for each."""
+
+
+def gopher_quality(text: Measured) -> Rules:
+    """Source: Rae et al. (2021), appendix A1.1."""
+    words, plain = text.words, text.plain_words
+    yield "fewer than 50 words", len(plain) < 50
+    yield "more than 100,000 words", len(plain) > 100_000
+    mean = sum(map(len, plain)) / len(plain)
+    yield "words of fewer than 3 characters", mean < 3
+    yield "words of more than 10 characters", mean > 10
+    yield "hashes", text.text.count("#") / len(words) > 0.1
+    yield "ellipses", (text.text.count("...") + text.text.count("\u2026")) / len(words) > 0.1
+    lines = text.lines
+    yield "bullets", sum(line.lstrip().startswith(("\u2022", "-")) for line in lines) / len(lines) > 0.9
+    yield "lines end in an ellipsis", sum(_ends(line, "...", "\u2026") for line in lines) / len(lines) > 0.3
+    yield "words without letters", sum(any(map(str.isalpha, word)) for word in words) / len(words) < 0.8
+    yield "stop words are missing", len(STOP_WORDS.intersection(words)) < 2
+
+
+def _ends(line: str, *ends: str) -> bool:
+    return line.rstrip().endswith(ends)
+
+
+def gopher_repetition(text: Measured) -> Rules:
+    """Source: Rae et al. (2021), appendix A1.1."""
+    if not text.text:
+        yield "empty", True
+    size = len(text.text)
+    for name, parts in (
+        ("paragraphs", re.split(r"\n{2,}", text.text.strip())),
+        ("lines", re.split(r"\n+", text.text)),
+    ):
+        count, characters = repeated(parts)
+        yield f"repeated {name}", count / len(parts) > 0.3
+        yield f"characters in repeated {name}", characters / size > 0.2
+    words = text.words
+    for n, most in TOP_NGRAMS:
+        yield f"one run of {n} words", _commonest(words, n) / size > most
+    for n, most in REPEATED_NGRAMS:
+        yield f"repeated runs of {n} words", _repeated_runs(words, n) / size > most
+
+
+def repeated(parts: Sequence[str]) -> tuple[int, int]:
+    """How many of some parts came before, and their characters.
+
+    >>> repeated(["a", "bc", "a", "bc", "bc"])
+    (3, 5)
+    """
+    seen: set[str] = set()
+    count = characters = 0
+    for part in parts:
+        if part in seen:
+            count, characters = count + 1, characters + len(part)
+        seen.add(part)
+    return count, characters
+
+
+def _commonest(words: Sequence[str], n: int) -> int:
+    """Characters of all occurrences of the commonest run."""
+    runs = Counter(" ".join(words[i : i + n]) for i in range(len(words) - n + 1))
+    if not runs:
+        return 0
+    run, count = runs.most_common(1)[0]
+    return len(run) * count
+
+
+def _repeated_runs(words: Sequence[str], n: int) -> int:
+    """Characters of runs that came before; the next one is looked for behind such a run."""
+    seen: set[str] = set()
+    characters = at = 0
+    while at <= len(words) - n:
+        run = "".join(words[at : at + n])
+        if run in seen:
+            characters, at = characters + len(run), at + n
+        else:
+            seen.add(run)
+            at += 1
+    return characters
+
+
+def fineweb(text: Measured) -> Rules:
+    """Source: Penedo et al. (2024), as datatrove's filter has it."""
+    lines = [line for line in text.text.split("\n") if line.strip()]
+    if not lines:
+        yield "empty", True
+    yield "lines without punctuation at the end", sum(map(bool, map(_SENTENCE_END.search, lines))) / len(lines) < 0.12
+    yield "short lines", sum(len(line) <= 30 for line in lines) / len(lines) > 0.67
+    yield "characters in repeated lines", repeated(lines)[1] / len(text.text.replace("\n", "")) > 0.01
+    yield "line breaks", text.text.count("\n") / len(text.words) > 0.3
+
+
+PRESETS: dict[QualityPreset, Callable[[Measured], Rules]] = {
+    "gopher-quality": gopher_quality,
+    "gopher-repetition": gopher_repetition,
+    "fineweb": fineweb,
+}
+
+
+def broken_rule(text: str, presets: Sequence[QualityPreset]) -> str | None:
+    """The first rule that a text breaks, with its preset."""
+    measured = Measured(text)
+    for preset in presets:
+        for reason, breaks in PRESETS[preset](measured):
+            if breaks:
+                return f"{preset}: {reason}"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class QualityFilter:
+    """Keeps documents that break no rule of the presets."""
+
+    name: ClassVar[str] = "filter"
+    key: str = "text"
+    presets: tuple[QualityPreset, ...] = ("gopher-repetition", "gopher-quality", "fineweb")
+
+    def load(self) -> Work:
+        """Needs no library."""
+
+        def judge(document: CorpusDocument) -> Result:
+            reason = broken_rule(document.text, self.presets)
+            return kept(document) if reason is None else dropped(reason)
+
+        return each(judge)
