@@ -41,7 +41,7 @@ VERBS = {
     "parity": "Prove that every layout computes the same",
     "bench": "Measure speed",
     "plot": "Draw metrics of runs over each other",
-    "report": "Show a run or an evaluation as one page of HTML",
+    "report": "Show a run, an evaluation or a corpus as one page of HTML",
     "translate": "Show an old command line as one of mega's",
     "doctor": "Report what works on this machine, and why the rest does not",
     "completions": "Write the shell completions",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -537,3 +538,31 @@ def mask_pii(
     if unknown := sorted(set(kinds or ()) - set(get_args(PersonalKind))):
         raise ValueError(f"--kinds {unknown[0]}: must be of {', '.join(get_args(PersonalKind))}")
     return MaskPersonal(key=json_key, kinds=cast(tuple[PersonalKind, ...], tuple(kinds or ("email", "ip"))))
+
+
+@app.command(name="run", cls=Command)
+def run_recipe(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE.toml", help="input, output, and a [[step]] for each verb")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the command lines, and run none")] = False,
+) -> int:
+    """All steps of a recipe, one after another; what is done is kept. Then: mega report OUTPUT."""
+    from mega.core.corpus.recipe import steps
+
+    group = typer.main.get_command(app)
+    listed = steps(recipe)
+    for number, step in enumerate(listed, 1):
+        command = group.get_command(typer.Context(group), step.verb)  # type: ignore[attr-defined]
+        if command is None or step.verb == "run":
+            verbs = ", ".join(name for name in group.commands if name != "run")  # type: ignore[attr-defined]
+            raise ValueError(f"{recipe}: step {number}: verb {step.verb}: must be of {verbs}")
+        try:
+            command.make_context(step.verb, list(step.arguments))  # is every flag one of the verb's?
+        except Exception as error:
+            message = error.format_message() if hasattr(error, "format_message") else str(error)
+            raise ValueError(f"{recipe}: step {number}, {step.verb}: {message}") from None
+    for step in listed:
+        if dry_run:
+            print(f"mega corpus {shlex.join([step.verb, *step.arguments])}")
+        else:
+            group.main([step.verb, *step.arguments], standalone_mode=False)
+    return 0

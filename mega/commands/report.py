@@ -1,4 +1,4 @@
-"""`mega report`: a run or an evaluation as one page of HTML."""
+"""`mega report`: a run, an evaluation or a corpus as one page of HTML."""
 
 from __future__ import annotations
 
@@ -12,19 +12,23 @@ from mega.core.files import check_file, whole_file
 
 def run(
     record: Annotated[
-        Path, typer.Argument(metavar="RUN", help="a run's directory, its file of metrics, or an evaluation's JSON")
+        Path, typer.Argument(metavar="RUN", help="a run's directory, its metrics, an evaluation's JSON, or a corpus")
     ],
     out: Annotated[str | None, typer.Option("--out", "-o", help="the page [report.html there, or FILE.html]")] = None,
 ) -> int:
-    """Write one self-contained page: loss, rate, norms, throughput, memory, events and samples; or a score.
+    """Write one self-contained page: loss, rate, norms, throughput, memory, events and samples; a score; or the steps
+    of a corpus, with reasons, lengths, languages, domains and examples.
 
     It shows what is there: a run that still trains is reported as far as it has come.
     """
     from mega.core.report.page import page
-    from mega.core.report.read import read
+    from mega.core.report.read import CorpusRecord, read
 
     found = read(record)
-    target = out or str(record / "report.html" if record.is_dir() else record.with_suffix(".html"))
+    inside = record.is_dir() and not isinstance(found, CorpusRecord)  # the files in a corpus are documents
+    target = out or str(record / "report.html" if inside else record.with_name(f"{record.name}.html"))
+    if not out and not inside and not isinstance(found, CorpusRecord):
+        target = str(record.with_suffix(".html"))
     check_file("--out", target)
     with whole_file(Path(target)) as file:
         file.write(page(found).encode())

@@ -136,3 +136,22 @@ def test_repeated_paragraphs(tmp_path: Path) -> None:
     documents = [f"{banner}\n{body}\nshort\n{banner}" for body in bodies] + [banner, "short", bodies[0]]
     found = run(tmp_path, ExactDuplicates(paragraphs=True), documents)
     assert found == [f"{banner}\n{bodies[0]}\nshort", f"{bodies[1]}\nshort", f"{bodies[2]}\nshort", "short"]
+
+
+def test_a_step_in_datatroves_pipeline(tmp_path: Path) -> None:
+    pytest.importorskip("datatrove", reason="datatrove is not installed: pip install 'mega[datatrove]'")
+    from datatrove.data import Document
+    from datatrove.executor import LocalPipelineExecutor
+    from datatrove.pipeline.writers import JsonlWriter
+
+    from mega.core.corpus.datatrove_step import CorpusFilter
+
+    documents = [Document(text=text, id=str(i), metadata={"n": i}) for i, text in enumerate(["write to a@b.org", "b"])]
+    writer = JsonlWriter(str(tmp_path / "out"), compression=None)
+    steps = [documents, CorpusFilter(MaskPersonal()), writer]
+    LocalPipelineExecutor(steps, tasks=1, logging_dir=str(tmp_path / "log")).run()
+    rows = [json.loads(line) for line in (tmp_path / "out" / "00000.jsonl").read_text().splitlines()]
+    assert [(row["text"], row["metadata"]["n"]) for row in rows] == [("write to <EMAIL>", 0), ("b", 1)]
+    stats = json.loads((tmp_path / "log" / "stats.json").read_text())
+    (own,) = (step["stats"] for step in stats if "mega corpus" in step["name"])
+    assert (own["kept"], own["email masked"]) == (2, 1)

@@ -70,7 +70,8 @@ def test_counts_add_up_and_lines_are_kept_as_they_are(tmp_path: Path) -> None:
     found = run(inputs, tmp_path / "out.jsonl", dropped=tmp_path / "dropped").counts
     assert (found.documents, found.kept, found.written) == (450, 360, 450)
     assert found.dropped == {"bad word": 90} and found.other == {"cut": 90}
-    assert found.measures == {"kind": {"changed": 90}}
+    assert found.measures["kind"] == {"changed": 90}
+    assert found.measures["characters"] == {"8": 2, "16": 200, "32": 158}
     written = lines(tmp_path / "out.jsonl")
     assert len(written) == 450 and found.bytes == (tmp_path / "out.jsonl").stat().st_size
     assert written[0] == {"id": 2**70 + 1, "text": "left "} and written[1]["text"] == " right 1"

@@ -100,6 +100,7 @@ class Clean:
         def clean(document: CorpusDocument) -> Result:
             text = document.text
             counts: dict[str, int] = {}
+            measures: dict[str, str] = {"language": self.language} if "language" in self.tasks else {}
             for task, apply in tasks:
                 found = apply(text)
                 if found is None:
@@ -108,7 +109,7 @@ class Clean:
                     counts[_CHANGED[task]] = 1
                     text = found
             line = document.with_text(text) if counts else document.line
-            return Result((line,), counts=counts)
+            return Result((line,), counts=counts, measures=measures)
 
         return each(clean)
 

@@ -36,21 +36,21 @@ _MARKS = ".!?"
 _WORD = re.compile(r"\w+")
 
 
-class Words(NamedTuple):
+class WordPositions(NamedTuple):
     """The words of a text in lower case, and where each begins in it."""
 
     words: list[str]
     begins: list[int]
 
 
-def words_of(text: str, *, as_megatron: bool = False) -> Words:
+def words_of(text: str, *, as_megatron: bool = False) -> WordPositions:
     """as_megatron: positions are those in the lower-cased text, which may be longer.
 
     >>> words_of("İt is").begins, words_of("İt is", as_megatron=True).begins
     ([0, 3], [0, 2, 4])
     """
     found = list(_WORD.finditer(text.lower() if as_megatron else text))
-    return Words([match[0].lower() for match in found], [match.start() for match in found])
+    return WordPositions([match[0].lower() for match in found], [match.start() for match in found])
 
 
 def questions(task: str, path: Path) -> Iterator[str]:

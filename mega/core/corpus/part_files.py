@@ -42,7 +42,7 @@ def write_part(part: InputPart, key: str | None, work: Work, options: PartOption
             lost = files.enter_context(line_file(options.dropped, part.name, part.plain, options.packing))
         documents = ReadableDocuments(part, key, counts, stop=options.on_error == "stop", samples=options.samples)
         for result in work(documents):
-            _record(result, documents.last(), part, counts, kept, lost, options.samples)
+            _record(result, documents.last(), part, key, counts, kept, lost, options.samples)
         assert not documents.waiting, "a step gives one result for each document"
     write_record(options.folder / f".{part.name}.json", counts.as_json())
     return counts
@@ -84,6 +84,7 @@ def _record(
     result: Result,
     document: CorpusDocument,
     part: InputPart,
+    key: str | None,
     counts: StepCounts,
     kept: _LineFile,
     lost: _LineFile | None,
@@ -98,6 +99,8 @@ def _record(
     if result.reason is None:
         counts.kept += 1
         counts.measure(result.measures)
+        if key:
+            counts.measure(_measures(document))
         return
     counts.dropped[result.reason] += 1
     if lost is not None:
@@ -105,6 +108,16 @@ def _record(
     if samples:
         where = part.near(document.number)
         counts.sample(result.reason, where, part.name, document.index, document.shown, samples)
+
+
+def _measures(document: CorpusDocument) -> dict[str, str]:
+    """The length of a document, as the power of two that it does not exceed, and where it is from."""
+    length = len(document.text)
+    found = {"characters": str(1 << (length - 1).bit_length() if length else 0)}
+    url = document.fields.get("url")
+    if isinstance(url, str) and "://" in url:
+        found["domain"] = url.split("/", 3)[2].lower().removeprefix("www.")[:80]
+    return found
 
 
 class _LineFile:

@@ -9,7 +9,8 @@ from html import escape
 from typing import Any
 
 from mega.core.report.chart import chart, short
-from mega.core.report.read import EvaluationRecord, RunEvent, RunRecord, Series
+from mega.core.report.corpus import corpus_body
+from mega.core.report.read import CorpusRecord, EvaluationRecord, RunEvent, RunRecord, Series
 
 STYLE = """
 :root { color-scheme: light dark; --c0: #2563eb; --c1: #d97706; --c2: #059669; --c3: #dc2626; --c4: #7c3aed;
@@ -46,9 +47,12 @@ PLAIN = ("consumed", "skipped", "finite")
 MOST_EVENTS, MOST_SAMPLES = 500, 50
 
 
-def page(record: RunRecord | EvaluationRecord) -> str:
+def page(record: RunRecord | EvaluationRecord | CorpusRecord) -> str:
     """The whole file."""
-    body = _run(record) if isinstance(record, RunRecord) else _evaluation(record)
+    if isinstance(record, CorpusRecord):
+        body = corpus_body(record)
+    else:
+        body = _run(record) if isinstance(record, RunRecord) else _evaluation(record)
     title = escape(record.name)
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n'

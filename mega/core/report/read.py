@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,13 +53,56 @@ class EvaluationRecord:
     content: Mapping[str, Any]
 
 
-def read(place: Path) -> RunRecord | EvaluationRecord:
-    """A run's directory or file of metrics, or an evaluation's JSON. Errors: ValueError naming the file."""
+@dataclass(frozen=True)
+class CorpusRecord:
+    """The records of a corpus's steps, in order: each with a name, its settings and counts, as `mega corpus` writes
+    them."""
+
+    name: str
+    steps: list[Mapping[str, Any]]
+
+
+CORPUS_RECORD = ".corpus.json"
+"""The name, or the end of the name, of what a step of `mega corpus` notes in or next to its output."""
+
+
+def corpus_records(place: Path) -> list[Path]:
+    """The records of a folder that a step wrote, of all such folders in one, or of a file. Numbers sort as numbers."""
+    if not place.is_dir():
+        one = place.with_name(f".{place.name}{CORPUS_RECORD}")
+        return [one] if one.is_file() else []
+    own = place / CORPUS_RECORD
+    if own.is_file():
+        return [own]
+    found = [*place.glob(f"*/{CORPUS_RECORD}"), *place.glob(f".*{CORPUS_RECORD}")]
+    return sorted(found, key=lambda path: [int(part) if part.isdigit() else part for part in _PARTS.split(str(path))])
+
+
+_PARTS = re.compile(r"(\d+)")
+
+
+def _corpus(place: Path, records: list[Path]) -> CorpusRecord:
+    steps = []
+    for path in records:
+        try:
+            found = json.loads(read_limited(path, MOST_BYTES, str(path)))
+            found["counts"]["measures"]["characters"] = found["counts"]["measures"].get("characters", {})
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path}: is not a record of a step of `mega corpus`") from None
+        folder = path.parent.name if path.name == CORPUS_RECORD else path.name[1 : -len(CORPUS_RECORD)]
+        steps.append(found | {"name": folder if folder.endswith(found["step"]) else f"{folder} ({found['step']})"})
+    return CorpusRecord(place.resolve().name or str(place), steps)
+
+
+def read(place: Path) -> RunRecord | EvaluationRecord | CorpusRecord:
+    """A run's directory or file of metrics, an evaluation's JSON, or a corpus. Errors: ValueError naming the file."""
+    if records := corpus_records(place):
+        return _corpus(place, records)
     if place.is_dir():
         metrics = place / "metrics.jsonl"
         if not metrics.is_file():
             raise ValueError(
-                f"{place}: holds no metrics.jsonl; give a run's directory, its --metrics, or an --json of eval"
+                f"{place}: holds no metrics.jsonl; give a run's directory, its --metrics, an --json of eval, a corpus"
             )
         return _run(metrics, place)
     if not place.is_file():

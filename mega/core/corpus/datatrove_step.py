@@ -1,0 +1,57 @@
+"""A step for datatrove's pipelines: any step of `mega corpus` that looks at one document at a time, on a cluster.
+
+    from datatrove.executor import SlurmPipelineExecutor
+    from datatrove.pipeline.readers import JsonlReader
+    from datatrove.pipeline.writers import JsonlWriter
+    from mega.core.corpus.clean import Clean
+    from mega.core.corpus.datatrove_step import CorpusFilter
+
+    steps = [JsonlReader("raw"), CorpusFilter(Clean(language="de")), JsonlWriter("clean")]
+    SlurmPipelineExecutor(steps, tasks=64, time="10:00:00", partition="cpu").run()
+
+Nothing here imports this file, since it needs datatrove: pip install 'mega[datatrove]'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from datatrove.data import Document
+from datatrove.pipeline.base import PipelineStep
+
+from mega.core.corpus.documents import CorpusDocument, CorpusStep, as_line
+from mega.core.data.sources import parsed
+
+
+class CorpusFilter(PipelineStep):  # type: ignore[misc]
+    """Applies a step to datatrove's documents; reasons and counts become datatrove's statistics.
+
+    A document's metadata are the other keys of its line. What a step cuts into pieces becomes several documents.
+    """
+
+    type = "FILTER"
+
+    def __init__(self, step: CorpusStep) -> None:
+        super().__init__()
+        self.step, self.name = step, f"mega corpus {step.name}"
+
+    def run(self, data: Iterable[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        key = self.step.key or "text"
+        waiting: list[Document] = []
+
+        def lines() -> Iterator[CorpusDocument]:
+            for document in data:
+                waiting.append(document)
+                yield CorpusDocument(as_line({**document.metadata, key: document.text}), key=key)
+
+        for result in self.step.load()(lines()):
+            document = waiting.pop(0)
+            self.stat_update("dropped" if result.reason else "kept")
+            if result.reason:
+                self.stat_update(f"dropped: {result.reason}")
+            for name, count in result.counts.items():
+                self.stat_update(name, value=count)
+            for number, line in enumerate(result.lines):
+                fields = parsed(line)
+                name = document.id if len(result.lines) == 1 else f"{document.id}-{number}"
+                yield Document(text=fields.pop(key), id=name, media=document.media, metadata=fields)

@@ -1,0 +1,70 @@
+"""A corpus as a recipe: a TOML file with the steps from raw files to a corpus, as command lines of `mega corpus`.
+
+    input = ["raw/*.jsonl.gz"]
+    output = "corpus"             a folder; step 2 writes corpus/2-clean, and the last one is the corpus
+    workers = 8                   any flag that all verbs share
+
+    [[step]]
+    verb = "clean"
+    language = "en"               any flag of the verb, with _ or -
+
+It knows no verb.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_OWN = ("input", "output", "step")
+
+
+class RecipeStep(NamedTuple):
+    """A verb and its command line."""
+
+    verb: str
+    arguments: list[str]
+    output: Path
+
+
+def steps(path: Path) -> list[RecipeStep]:
+    """The steps of a recipe. Errors: ValueError naming file, key and rule."""
+    try:
+        recipe = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read as TOML: {error}") from None
+    given, output, listed = recipe.get("input"), recipe.get("output"), recipe.get("step")
+    if isinstance(given, str):
+        given = [given]
+    if not isinstance(given, list) or not given or not all(isinstance(word, str) for word in given):
+        raise ValueError(f"{path}: input: must be a path or a list of paths, as input = ['raw/*.jsonl.gz']")
+    if not isinstance(output, str) or not output:
+        raise ValueError(f"{path}: output: must be a folder, as output = 'corpus'")
+    if not isinstance(listed, list) or not listed:
+        raise ValueError(f"{path}: step: must be one or more tables [[step]], each with a verb")
+    shared = {key: value for key, value in recipe.items() if key not in _OWN}
+    found: list[RecipeStep] = []
+    for number, step in enumerate(listed, 1):
+        if not isinstance(step, dict) or not isinstance(step.get("verb"), str):
+            raise ValueError(f"{path}: step {number}: must have a verb, as verb = 'clean'")
+        place = Path(output) / f"{number}-{step['verb']}"
+        flags = shared | {key: value for key, value in step.items() if key != "verb"}
+        line = ["--input", *given, "--output", str(place), *_flags(flags, f"{path}: step {number}")]
+        found.append(RecipeStep(step["verb"], line, place))
+        given = [str(place)]
+    return found
+
+
+def _flags(given: Mapping[str, Any], where: str) -> Iterator[str]:
+    for key, value in given.items():
+        flag = f"--{key.replace('_', '-')}"
+        if isinstance(value, bool):
+            yield flag if value else f"--no-{flag[2:]}"
+        elif isinstance(value, list):
+            yield from (flag, *map(str, value))
+        elif isinstance(value, str | int | float):
+            yield from (flag, str(value))
+        else:
+            raise ValueError(f"{where}: {key}: must be text, a number, true or false, or a list of these")
