@@ -30,10 +30,11 @@ class CorpusFilter(PipelineStep):  # type: ignore[misc]
     """
 
     type = "FILTER"
+    name = "mega corpus"
 
     def __init__(self, step: CorpusStep) -> None:
         super().__init__()
-        self.step, self.name = step, f"mega corpus {step.name}"
+        self.step = step
 
     def run(self, data: Iterable[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         key = self.step.key or "text"
