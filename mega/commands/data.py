@@ -200,7 +200,8 @@ def _sample(
     if seq_length < 1 or not 0 <= seed < 2**32:
         raise ValueError(f"--seq-length {seq_length} --seed {seed}: must be at least 1 and 0 .. {2**32 - 1}")
     if input:
-        lines = show.conversations(input, data.chat_template, made, number, count)
+        template = "plain" if data.chat_template == "auto" else data.chat_template
+        lines = show.conversations(input, template, made, number, count)
     else:
         lines = show.samples(data, masking, made, number, count, seq_length=seq_length, seed=seed, pairs=binary_head)
     for line in lines:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from pathlib import Path
 
 from mega.commands import pretrain
 from mega.core.config.run import RunConfig
-from mega.core.config.sections import TokenizerConfig
+from mega.core.config.sections import LABELLED, TokenizerConfig
 from mega.core.config.world import is_first_rank
 from mega.core.files import check_source
 
@@ -19,12 +18,38 @@ def run(run: RunConfig) -> int:
     """Train from the weights at --load, towards --task; the step counter and the optimizer start afresh.
 
     It is `mega pretrain` with --finetune and --use-checkpoint-config wherever --load is given, and with the tokenizer
-    that came with those weights unless another is given: the same loop, checkpoints and resume, so --resume auto
-    continues a finetuning that was interrupted.
+    that came with those weights: the same loop, checkpoints and resume, so --resume auto continues a finetuning that
+    was interrupted.
 
     Exit codes: as of mega pretrain.
     """
+    run = _pretrained(run)
+    _check_begin(run)
+    return train(run)
+
+
+def train(run: RunConfig) -> int:
+    """The same without --load too, from weights that begin at random."""
     return pretrain.run(_from_weights(_pretrained(run)))
+
+
+def _check_begin(run: RunConfig) -> None:
+    """Errors: ValueError where there are no weights to begin with, and the task does not bring a head of its own."""
+    checkpoint = run.checkpoint
+    if checkpoint.load is not None or checkpoint.resume not in (None, "auto"):
+        return
+    if checkpoint.resume == "auto" and checkpoint.save is not None:
+        from mega.core.checkpoint.own.store import store_at
+
+        if store_at(checkpoint.save).steps():
+            return
+    if run.finetuning.task not in LABELLED:
+        raise ValueError(
+            "--load is missing: mega finetune begins with the weights of a run, or with others' weights; mega pretrain "
+            "begins with random ones"
+        )
+    if is_first_rank():
+        print("mega: without --load all weights begin at random", file=sys.stderr)
 
 
 def _pretrained(run: RunConfig) -> RunConfig:
@@ -53,46 +78,15 @@ def _from_weights(run: RunConfig) -> RunConfig:
         implied = dataclasses.replace(checkpoint, finetune=checkpoint.finetune or other, use_checkpoint_config=True)
         run = dataclasses.replace(run, checkpoint=implied)
     place = step or checkpoint.load
-    talks = bool(run.data.chat_data or run.finetuning.dpo_data)
-    return run if place is None else _with_sidecar_files(run, place, step is not None, talks)
+    return run if place is None or run.tokenizer != TokenizerConfig() else _with_tokenizer(run, place, step is not None)
 
 
-def _with_sidecar_files(run: RunConfig, place: str, ours: bool, talks: bool) -> RunConfig:
-    """`run` with the tokenizer that came with the weights, where they have one and it names none, and their chat
-    template where that is asked for. ours: a step, whose base need not be where it was. talks: it reads conversations.
-    Errors: ValueError, of `place`."""
-    if run.tokenizer != TokenizerConfig() and not talks:
-        return run
+def _with_tokenizer(run: RunConfig, place: str, ours: bool) -> RunConfig:
+    """`run` with the tokenizer that came with the weights, where they have one. ours: a step, whose base need not be
+    where it was. Errors: ValueError, of `place`."""
     check_source("--resume" if ours else "--load", place)
     from mega.core.checkpoint.own.store import locate
-    from mega.core.inference.load import chat_template_place, open_model, tokenizer_section
+    from mega.core.inference.load import open_model, tokenizer_section
 
-    source = locate(place) if ours else open_model(place)
-    if talks:
-        run = _with_template(run, place, chat_template_place(source))
-    section = tokenizer_section(source) if run.tokenizer == TokenizerConfig() else None
+    section = tokenizer_section(locate(place) if ours else open_model(place))
     return run if section is None else dataclasses.replace(run, tokenizer=TokenizerConfig(**section))
-
-
-def _with_template(run: RunConfig, place: str, own: str | None) -> RunConfig:
-    """`run` with the template of the weights where that is asked for; a line where they have one and it goes by
-    another. own: that template, by name or file. Errors: ValueError where none came with the weights."""
-    from mega.core.text.templates import MODELS_OWN, TEMPLATES, template_text
-
-    def text(name: str) -> str:
-        return name if name in TEMPLATES or not Path(name).is_file() else template_text(name)
-
-    asked = run.data.chat_template
-    if asked == MODELS_OWN:
-        if own is None:
-            raise ValueError(
-                f"--chat-template {asked}: nothing at {place} says what its conversations look like; "
-                f"valid there: {', '.join(TEMPLATES)}, or a Jinja file"
-            )
-        return dataclasses.replace(run, data=dataclasses.replace(run.data, chat_template=own))
-    if own is not None and text(asked) != text(own) and is_first_rank():
-        print(
-            f"mega: --chat-template {asked}: {place} has another of its own; --chat-template {MODELS_OWN} goes by it",
-            file=sys.stderr,
-        )
-    return run

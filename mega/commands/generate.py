@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -22,6 +22,16 @@ DeviceKind = Annotated[Literal["auto", "cpu", "cuda"], typer.Option("--device", 
 Graphs = Annotated[
     bool | None,
     typer.Option("--cuda-graph/--no-cuda-graph", help="a GPU computes by recorded graphs [on]"),
+]
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option("--adapter", metavar="NAME=DIR", help='adapter; rows of --input may choose by "adapter" [the first]'),
+]
+NullEnd = Annotated[
+    bool, typer.Option("--null-eod-last", help="the last of those ids ends a document; else one more does")
+]
+NoTemplate = Annotated[
+    str | None, typer.Option("--chat-template", help="refused: mega serve answers by a chat template")
 ]
 Fp8Weights = Annotated[
     bool, typer.Option("--fp8-weights", help="linear layers keep their weights in 8 bits, a scale an output")
@@ -85,12 +95,7 @@ def run(
     length_penalty: Annotated[
         float | None, typer.Option("--length-penalty", help="of beams: scores are divided by length ** this [1]")
     ] = None,
-    adapter: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--adapter", metavar="NAME=DIR", help='adapter; rows of --input may choose by "adapter" [the first]'
-        ),
-    ] = None,
+    adapter: Adapters = None,
     tp: TensorRanks = 1,
     pp: PipelineStages = 1,
     nproc: Annotated[int | None, typer.Option("--nproc", help="local ranks to start [tp x pp]", min=1)] = None,
@@ -103,6 +108,9 @@ def run(
     tokenizer_model: Annotated[str | None, typer.Option("--tokenizer-model", help="its model file")] = None,
     vocab_file: Annotated[str | None, typer.Option("--vocab-file", help="its vocabulary file")] = None,
     merge_file: Annotated[str | None, typer.Option("--merge-file", help="its BPE merges file")] = None,
+    vocab_size: Annotated[int | None, typer.Option("--vocab-size", help="of NullTokenizer, its ids", min=1)] = None,
+    null_eod_last: NullEnd = False,
+    chat_template: NoTemplate = None,
     device: DeviceKind = "auto",
 ) -> int:
     """Continue a text with a trained model, any checkpoint of any layout: one text, a file of them, or what is typed.
@@ -125,13 +133,14 @@ def run(
         others |= {"tokenizer": tokenizer, **files, "device": device != "auto"}
         return _ask(url, prompt, tokens, others, typed, (beams, length_penalty))
     check_graphs(cuda_graph, device, batch_invariant, adapter)
+    _check_template(chat_template, load)
     if load is None:
         raise ValueError("--load is missing: give a run's directory, or --url")
     check_source("--load", load)
     asks = _check_texts(prompt, input_file, num_samples, output)
     if unconditional and not num_samples:
         raise ValueError("--unconditional: needs --num-samples, the number of texts")
-    named = _tokenizer_files(tokenizer, files)
+    named = _tokenizer_options(tokenizer, files, vocab_size, null_eod_last)
     from mega.core.inference.request import sampling_of
 
     sampling = sampling_of(**{"seed": 0, **typed, "top_p": top_p or 1.0})
@@ -153,7 +162,7 @@ def run(
         beams=beams,
         length_penalty=1.0 if length_penalty is None else length_penalty,
         adapters=adapter_paths(adapter or ()),
-        tokenizer={} if tokenizer is None else {"tokenizer": tokenizer, **named},
+        tokenizer=named,
         engine=EngineOptions(
             requests=max(64 if input_file is not None or num_samples else 1, beams),
             batch_invariant=batch_invariant,
@@ -208,15 +217,32 @@ def _check_texts(prompt: str | None, input_file: Path | None, num_samples: int, 
     return not given
 
 
-def _tokenizer_files(tokenizer: str | None, files: Mapping[str, str | None]) -> dict[str, str]:
-    """Those that were given. Errors: ValueError where one is not there, or nothing says of which kind it is."""
+def _tokenizer_options(
+    kind: str | None, files: Mapping[str, str | None], vocab_size: int | None, null_eod_last: bool
+) -> dict[str, Any]:
+    """Those that were given; none: the model's own tokenizer. Errors: ValueError where a file is not there, or the kind
+    is missing or another."""
     named = {name: value for name, value in files.items() if value is not None}
-    if named and tokenizer is None:
+    if named and kind is None:
         raise ValueError(f"--{next(iter(named)).replace('_', '-')}: needs --tokenizer, its kind")
     for name, value in named.items():
         if not Path(value).exists():
             raise ValueError(f"--{name.replace('_', '-')} {value}: no such file")
-    return named
+    if kind != "NullTokenizer" and (vocab_size is not None or null_eod_last):
+        flag = "--null-eod-last" if vocab_size is None else "--vocab-size"
+        raise ValueError(f"{flag}: needs --tokenizer NullTokenizer")
+    of_null = {"vocab_size": vocab_size, "null_eod_last": null_eod_last}
+    return {} if kind is None else {"tokenizer": kind, **named, **of_null}
+
+
+def _check_template(chat_template: str | None, load: Path | None) -> None:
+    """Errors: ValueError where one is given, by which nothing here goes."""
+    from mega.core.text.identity import judge
+
+    if chat_template is not None:
+        difference = f"--chat-template {chat_template}: mega generate continues text as it is, without a template"
+        advice = f"leave it out, or give it to mega serve {load or 'CHECKPOINT'}, which answers conversations"
+        judge("generate", "template", difference, advice=advice)
 
 
 def _check_search(sampled: Sequence[str], beams: int, length_penalty: float | None) -> None:

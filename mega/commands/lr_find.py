@@ -26,7 +26,7 @@ def run(run: RunConfig) -> int:
     if speaks:
         print(f"sweep: from {planned.schedule.min_lr:g} (--min-lr) to {planned.optimizer.lr:g} (--lr)", flush=True)
     try:
-        code = finetune.run(planned)
+        code = finetune.train(planned)
     except FloatingPointError:
         code, diverged = 1, True
     if not speaks or code not in (0, 1) or _version(metrics) == before:

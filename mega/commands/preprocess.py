@@ -99,6 +99,8 @@ def _print(report: Report, parsed: bool) -> None:
     if report.spelled:
         how = "tokens, by --parse-special-tokens" if parsed else "text; --parse-special-tokens makes tokens of them"
         print(f"{report.spelled:,} documents spell special tokens such as {report.spells}, which are {how}")
+    for line in report.notes:
+        print(f"mega: {line}", file=sys.stderr)
     for name in report.outputs:
         print(f"{name}.bin {name}.idx")
     if report.kept:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 from mega.core.config.run import RunConfig
+from mega.core.config.sections import TokenizerConfig
 from mega.core.config.world import is_first_rank, ranks, world_from_env
 
 
@@ -21,6 +26,7 @@ def run(run: RunConfig) -> int:
 
     world = world_from_env()
     size = ranks(world, run.runtime.nproc, run.runtime.world)
+    run = _as_the_weights(run)
     resolved = resolve_run(run, size)  # in a moment, before anything heavy is imported
     if run.runtime.dry_run:
         if is_first_rank():
@@ -41,3 +47,40 @@ def run(run: RunConfig) -> int:
     from mega.core.training.start import pretrain
 
     return pretrain(resolved)
+
+
+def _as_the_weights(run: RunConfig) -> RunConfig:
+    """`run`, whose tokenizer is held against that of the weights that it begins with, and with the chat template by
+    which it converses. Errors: ValueError where the tokenizer is another, or no such template came with the weights."""
+    talks = bool(run.data.chat_data or run.finetuning.dpo_data)
+    if not talks and run.tokenizer == TokenizerConfig():
+        return run
+    for place, source in _weights(run):
+        from mega.core.inference.identity import check_tokenizer_flags, chosen_template
+        from mega.core.text.build import build
+
+        verb, lines = "finetune" if run.checkpoint.finetune else "pretrain", list[str]()
+        if run.tokenizer.tokenizer is not None:
+            given, allowed = build(**dataclasses.asdict(run.tokenizer)), run.data.allow_tokenizer_mismatch
+            lines += check_tokenizer_flags(verb, source, place, given, allowed=allowed)
+        if talks:
+            template = chosen_template(verb, source, place, run.data.chat_template)
+            run = dataclasses.replace(run, data=dataclasses.replace(run.data, chat_template=template.value))
+            lines += template.notes
+        for line in lines if is_first_rank() else ():
+            print(f"mega: {line}", file=sys.stderr)
+        break
+    return run
+
+
+def _weights(run: RunConfig) -> Iterator[tuple[str, Any]]:
+    """The place of the weights that a run begins with, and what is read of them without their tensors; nothing where
+    there are none, or they cannot be read, which is reported where they are loaded."""
+    from mega.core.checkpoint.forms.start import open_start
+    from mega.core.checkpoint.own.pieces import CheckpointError
+
+    options = run.checkpoint
+    for place in (options.save if options.resume == "auto" else options.resume, options.load):
+        if place is not None:
+            with contextlib.suppress(CheckpointError):
+                yield place, open_start(place, lambda line: None)[0]

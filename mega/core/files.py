@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import os
 import re
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,8 +46,13 @@ def check_folder(flag: str, value: object, folder: Path | str) -> None:
     _check_outside(flag, value, above.resolve())
     if not above.is_dir():
         raise ValueError(f"{flag} {value}: {above} is not a directory; name another place")
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise ValueError(f"{flag} {value}: nothing may be written into {above}; name another place")
+    try:
+        if not os.access(above, os.W_OK | os.X_OK):
+            raise PermissionError
+        tempfile.TemporaryFile(dir=above).close()  # what the rights of a folder do not say: a file system's own rules
+    except OSError as error:
+        why = f" ({error.strerror})" if error.strerror else ""
+        raise ValueError(f"{flag} {value}: nothing may be written into {above}{why}; name another place") from None
 
 
 def _check_outside(flag: str, value: object, folder: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from mega.cli import main
 from mega.commands.finetune import _from_weights
+from mega.commands.pretrain import _as_the_weights
 from mega.core.batch import DecoderBatch
 from mega.core.checkpoint.own.pieces import Piece
 from mega.core.checkpoint.own.store import locate
@@ -111,7 +112,7 @@ def test_it_learns_to_end_its_turn(tmp_path: Path, capsys: pytest.CaptureFixture
         f"--chat-data {data} --chat-template chatml --save {save} --tokenizer HuggingFaceTokenizer "
         f"--tokenizer-model {tmp_path}"
     )
-    assert main(["finetune", *flags.split()]) == 0
+    assert main(["pretrain", *flags.split()]) == 0
     assert "⟦" in (said := capsys.readouterr().out) and "<|im_end|>⟧" in said, "a sample is shown"
     assert "conversations by the template chatml\n" in said
     tokenizer, stage = build(tokenizer="HuggingFaceTokenizer", tokenizer_model=tmp_path), load_model(locate(save))
@@ -135,7 +136,8 @@ def test_the_template_of_the_weights_is_asked_for_by_name(tmp_path: Path, capsys
     begins = {"load": str(tmp_path / "hf"), "chat_data": ("talks.jsonl",)}
 
     def chosen(name: str) -> str:
-        return _from_weights(updated(RunConfig(), {**begins, "chat_template": name})).data.chat_template
+        run = updated(RunConfig(), {**begins, "chat_template": name})
+        return _as_the_weights(_from_weights(run)).data.chat_template
 
     with pytest.raises(ValueError, match=r"--chat-template model: nothing at .*hf says what its conversations"):
         chosen("model")

@@ -185,7 +185,7 @@ def test_padding_that_no_row_needs_is_left_out(
     answers = ["y" * (1 + 3 * number) for number in range(8)]
     lines = [json.dumps({"prompt": f"{i}", "chosen": one, "rejected": "no"}) for i, one in enumerate(answers)]
     pairs.write_text("\n".join(lines))
-    tune = ["finetune", *SHAPE[:-4], *RUN, *tokenizer, "--task", "dpo", "--dpo-data", str(pairs), "--steps", "3"]
+    tune = ["pretrain", *SHAPE[:-4], *RUN, *tokenizer, "--task", "dpo", "--dpo-data", str(pairs), "--steps", "3"]
     widths, collate = list[int](), PairDataset.collate
 
     def seen(self: PairDataset, *arguments: Any) -> Any:
@@ -249,7 +249,7 @@ def test_what_both_answers_follow_is_judged_in_neither(tmp_path: Path) -> None:
 def test_bad_pairs(line: str, message: str, files: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
     pairs, tokenizer = files
     pairs.write_text(line + "\n")
-    command = ["finetune", *SHAPE, *RUN[:-2], *tokenizer, "--task", "dpo", "--dpo-data", str(pairs), "--steps", "1"]
+    command = ["pretrain", *SHAPE, *RUN[:-2], *tokenizer, "--task", "dpo", "--dpo-data", str(pairs), "--steps", "1"]
     assert main(command) == 2
     (said,) = capsys.readouterr().err.strip().splitlines()
     assert message in said
@@ -257,7 +257,7 @@ def test_bad_pairs(line: str, message: str, files: tuple[Path, list[str]], capsy
 
 def test_bad_flags(files: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
     pairs, tokenizer = files
-    base = ["finetune", *SHAPE, *RUN[:-2], *tokenizer, "--steps", "1"]
+    base = ["pretrain", *SHAPE, *RUN[:-2], *tokenizer, "--steps", "1"]
     for flags, message in (
         (["--task", "dpo"], "--task dpo: needs --dpo-data"),
         (["--dpo-data", str(pairs), "--mock-data"], "needs --task dpo, not lm"),

@@ -60,7 +60,7 @@ def test_what_did_not_end_is_not_a_result(
         return code
 
     write([5.0, 3.0, 4.0, 6.0])
-    monkeypatch.setattr(finetune, "run", ends)
+    monkeypatch.setattr(finetune, "train", ends)
     assert lr_find.run(updated(RunConfig(), {"metrics": str(metrics)})) == code
     assert not metrics.with_suffix(".svg").exists()
 

@@ -259,7 +259,7 @@ def _run_and_checkpoint(run: RunConfig) -> Problems:
     for name in ("keep_last", "keep_every", "keep_optimizer_last"):
         if value_of(run, name) is not None and checkpoint.save is not None and url_of(checkpoint.save):
             yield _line(run, name, f"needs --save to be a directory, not {checkpoint.save}: nothing is removed there")
-    if run.data.chat_template != "plain" and not (run.data.chat_data or run.finetuning.dpo_data):
+    if run.data.chat_template not in ("auto", "plain") and not (run.data.chat_data or run.finetuning.dpo_data):
         yield _line(run, "chat_template", "needs --chat-data, or --dpo-data")
     if run.finetuning.task == "dpo" and run.parallel.cp > 1:
         yield _line(run, "cp", "excludes --task dpo, which judges whole rows; valid there: 1")

@@ -47,6 +47,7 @@ def resolve(run: RunConfig, world: int, vocab: int | None = None) -> RunConfig:
         parallel=parallel,
         batch=_batch(run.batch, data_parallel(run, world)),
         schedule=_schedule(run),
+        data=replace(run.data, chat_template="plain") if run.data.chat_template == "auto" else run.data,
         tokenizer=_tokenizer(run),
         evaluation=replace(run.evaluation, eval_iters=max(0, run.evaluation.eval_iters)),
         log=replace(run.log, metrics=metrics_file(run)),

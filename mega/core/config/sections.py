@@ -847,7 +847,10 @@ class DataConfig(Section):
         (), "conversations in JSON lines, instead of token files", on_resume="noted", families=DECODERS
     )
     chat_template: str = option(
-        "plain", "model (that of the weights), llama2, llama3, chatml, plain, or a Jinja file", on_resume="noted"
+        "auto",
+        "auto (that of the weights, else plain), model (that of the weights), llama2, llama3, chatml, plain, or a "
+        "Jinja file",
+        on_resume="noted",
     )
     split: str = option(
         "969, 30, 1",
@@ -983,7 +986,8 @@ class DataConfig(Section):
     )
     allow_tokenizer_mismatch: bool = option(
         False,
-        "take token files that another tokenizer made, such as one to which entries have been added since",
+        "take token files or weights of another tokenizer, such as one to which entries have been added since",
+        evaluated=True,
     )
     data_workers: int = option(
         2, "0: read a step when it is due, else ahead on a thread", megatron="--num-workers", within=NOT_NEGATIVE

@@ -33,7 +33,8 @@ from mega.core.data.phases import BlendPhase, PhaseLayout, phased_dataset
 from mega.core.data.recipes import CorpusPart, Recipe, recipe
 from mega.core.data.tfrecords import record_dataset
 from mega.core.text.chat import chat_format, shown
-from mega.core.text.tokenizer import Tokenizer, TokenizerIdentity
+from mega.core.text.identity import ALLOW, judge, other_files
+from mega.core.text.tokenizer import Tokenizer
 
 _GPT = MaskingConfig()
 _WHOLE = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}
@@ -348,12 +349,11 @@ class _Builder:
         """The checked token files of `prefix`, opened once."""
         if prefix not in self.corpora:
             corpus = _open(flag, prefix, self._vocab, mmap=self._data.mmap)
-            if message := _mismatch(f"{flag} {prefix}", corpus.tokenizer, self._tokenizer):
-                if not self._data.allow_tokenizer_mismatch:
-                    raise ValueError(
-                        f"{message}; give that one, or --allow-tokenizer-mismatch where an id means the same in both"
-                    )
-                self.notes.append(message)
+            if message := other_files(f"{flag} {prefix}", corpus.tokenizer, self._tokenizer):
+                advice = f"give that one, or {ALLOW} where an id means the same in both"
+                allowed = self._data.allow_tokenizer_mismatch
+                line = judge("pretrain", "token files", message, advice=advice, allowed=allowed)
+                self.notes += [] if line is None else [line]
             self.corpora[prefix] = corpus
         return self.corpora[prefix]
 
@@ -380,10 +380,3 @@ def _open(flag: str, prefix: str, vocab: int, *, mmap: bool) -> IndexedDataset:
             f"{vocab - 1}: it was made with another tokenizer"
         )
     return corpus
-
-
-def _mismatch(label: str, noted: TokenizerIdentity | None, given: Tokenizer | None) -> str | None:
-    """How the tokenizer of a run is not the one that made a corpus; None where it is, or one of them is not known."""
-    if noted is None or given is None or given.made(noted):
-        return None
-    return f"{label}: was made with {noted}, but the tokenizer given is {given.identity()}"

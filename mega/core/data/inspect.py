@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mega.core.data.indexed import IndexedDataset, bin_path, idx_path, note_path, read_note
+from mega.core.text.identity import judge
 from mega.core.text.tokenizer import Tokenizer, TokenizerIdentity
 
 _BLOCK = 1 << 22
@@ -55,7 +56,8 @@ def note(prefix: str, report: Print, tokenizer: Tokenizer | None = None) -> None
     if tokenizer is not None and largest >= tokenizer.vocab_size:
         raise ValueError(_foreign(prefix, largest, tokenizer))
     if tokenizer is not None and noted is not None and not tokenizer.made(noted):
-        raise ValueError(f"{prefix}: was made with {noted}, as {note_path(prefix)} says, and not with {made}")
+        difference = f"{prefix}: was made with {noted}, as {note_path(prefix)} says, and not with {made}"
+        judge("data note", "token files", difference)
     found = {
         **kept,
         **({} if made is None else {"tokenizer": made._asdict()}),

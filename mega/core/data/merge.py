@@ -11,6 +11,7 @@ from mega.core.data.made import kept_pairs, work_of
 from mega.core.data.preprocess import Report, as_reported
 from mega.core.data.writer import IndexedWriter
 from mega.core.files import check_folder
+from mega.core.text.identity import ALLOW, judge
 from mega.core.text.tokenizer import TokenizerIdentity
 
 
@@ -53,11 +54,10 @@ def _common_tokenizer(prefixes: Sequence[str], mixed: bool, notes: list[str]) ->
         return None
     first, *others = known
     other = next((prefix for prefix in others if known[prefix].fingerprint != known[first].fingerprint), None)
-    if other is not None and not mixed:
-        raise ValueError(
-            f"--input {other}: was made with {known[other]}, but {first} with {known[first]}; merge pairs of one "
-            "tokenizer, or give --allow-tokenizer-mismatch where an id means the same in both"
-        )
+    if other is not None:
+        difference = f"--input {other}: was made with {known[other]}, but {first} with {known[first]}"
+        advice = f"merge pairs of one tokenizer, or give {ALLOW} where an id means the same in both"
+        judge("data merge", "token files", difference, advice=advice, allowed=mixed)
     if other is None and len(known) == len(made):
         return known[first]
     unknown = next((prefix for prefix, tokenizer in made.items() if tokenizer is None), None)

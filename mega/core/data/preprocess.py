@@ -59,6 +59,12 @@ _NOTES_BYTES = 1 << 24
 _EMPTY_LINES = re.compile(rb"\n+")
 
 
+NO_END = (
+    "documents have no end (no --append-eod): a model that is trained on them neither learns where a text ends nor "
+    "sees where another begins"
+)
+
+
 class Documents(NamedTuple):
     """Many tokenised documents in the form in which they are written: see `IndexedWriter.extend`."""
 
@@ -145,7 +151,7 @@ def preprocess(
     _check(workers, json_keys, sentences, in_parts=STDIN in paths and (resume or shard != (0, 1)))
 
     level = "document" if sentences is None else "sentence"
-    report = Report(outputs=[f"{output_prefix}_{key}_{level}" for key in json_keys])
+    report = Report(outputs=[f"{output_prefix}_{key}_{level}" for key in json_keys], notes=_ends(made, eod, sentences))
     dtype = token_dtype(made.vocab_size)
     job = _Job(tuple(json_keys), eod, dtype, sentences, parse_special_tokens)
     work = job.described | {"dtype": str(dtype), "shard": shard, "text_lines": text_lines, "on_error": on_error}
@@ -195,6 +201,11 @@ def preprocess(
     if notes:
         notes.drop()
     return report
+
+
+def _ends(tokenizer: Tokenizer, eod: int | None, sentences: Sentences | None) -> list[str]:
+    """A line where documents have no end, and could have one."""
+    return [NO_END] if eod is None and tokenizer.eod is not None and sentences is None else []
 
 
 def as_reported(report: Report, kept: Sequence[IndexedDataset]) -> Report:

@@ -128,12 +128,44 @@ def _file(flag: str, word: str) -> Path:
     """A file's path; ValueError where there is none that can be entered anywhere and read twice."""
     path = Path(word)
     if path == STDIN or os.path.isfile(word):
+        if path != STDIN and kind_of(path) in ("lines", "text"):
+            _check_begin(flag, path)
         return path
     if os.path.isdir(word):
         raise ValueError(f"{flag} {word}: a link to a folder; give the folder itself")
     if os.path.exists(word):
         raise ValueError(f"{flag} {word}: a pipe or a device; must be a file, or - for standard input")
     raise ValueError(f"{flag} {word}: no such file" + (", the link leads nowhere" if os.path.islink(word) else ""))
+
+
+_SIGNATURES = {
+    b"\x1f\x8b": ("gzip", ".gz"),
+    b"\x28\xb5\x2f\xfd": ("zstd", ".zst"),
+    b"\xfd7zXZ": ("xz", ".xz"),
+    b"BZh": ("bzip2", ".bz2"),
+    b"PAR1": ("parquet", ".parquet"),
+}
+"""First bytes of a packed file -> what it is, and the suffix by which it is recognised."""
+
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+
+
+def _check_begin(flag: str, path: Path) -> None:
+    """Errors: ValueError where a file that is named as text begins as something else. One that cannot be opened is
+    reported where it is read."""
+    try:
+        with open(path, "rb") as file:
+            begin = file.read(5)
+    except OSError:
+        return
+    suffix = path.suffix
+    if suffix.lower() not in _PACKED:
+        for signature, (what, name) in _SIGNATURES.items():
+            if begin.startswith(signature):
+                right = f"{path}{name}" if name != ".parquet" else path.with_suffix(name)
+                raise ValueError(f"{flag} {path}: is {what} data under another name; rename it to {right}")
+    if begin.startswith(_UTF_16):
+        raise ValueError(f"{flag} {path}: is UTF-16; must be UTF-8, such as iconv -f UTF-16 -t UTF-8 makes it")
 
 
 def _in_folder(flag: str, folder: Path) -> list[Path]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mega.core.family import family
-from mega.core.inference.request import SEEDS, Engine, Request, Sampling
+from mega.core.inference.request import SEEDS, Engine, Event, Request, Sampling
 
 
 @torch.no_grad()
@@ -47,6 +47,7 @@ def generate(
         try:
             while not engine.idle:
                 for event in engine.step():
+                    check_answered(event)
                     assert event.token is not None
                     seen.append(event.token)
                     yield event.token
@@ -60,6 +61,12 @@ def generate(
         tokens -= more
         seed = None if seed is None else seed + 1 if seed < SEEDS[1] else SEEDS[0]  # other draws than before
         how = replace(how, seed=seed)
+
+
+def check_answered(event: Event) -> None:
+    """Errors: ValueError where a request failed."""
+    if event.finish == "failed":
+        raise ValueError(f"no answer: {event.message}")
 
 
 def losses(stage: Any, ids: Sequence[int]) -> torch.Tensor:

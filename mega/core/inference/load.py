@@ -91,6 +91,12 @@ class OpenedModel:
         return found if isinstance(found, int) and found > 0 else None
 
     @property
+    def trained_on_conversations(self) -> bool:
+        """Whether it is of a run of ours by a chat template."""
+        config = self.meta.get("config", {})
+        return bool(config.get("data", {}).get("chat_data") or config.get("finetuning", {}).get("dpo_data"))
+
+    @property
     def dtype(self) -> torch.dtype:
         """That most weights are stored in: the embedding's."""
         return main_dtype(self.weights.tensors)
@@ -222,7 +228,18 @@ def empty_stage(
 def fill(stage: Any, opened: OpenedModel) -> None:
     """Read every weight of a stage of any layout, and put it into evaluation. Errors: CheckpointError."""
     opened.read(weight_pieces(stage))
+    _check_finite(stage, opened.path)
     stage.eval()
+
+
+def _check_finite(stage: nn.Module, path: Path) -> None:
+    """Errors: CheckpointError naming the first tensor that holds a NaN or an infinity, with which a model answers
+    nonsense."""
+    found = {segment.shard.name: segment.real(weight.data) for weight in weights(stage) for segment in weight.segments}
+    names = [name for name, tensor in found.items() if tensor.numel() and tensor.is_floating_point()]
+    if names and not torch.stack([found[name].isfinite().all() for name in names]).all():
+        name = next(name for name in names if not found[name].isfinite().all())
+        raise CheckpointError(f"{path}: {name}: holds a NaN or an infinity")
 
 
 def load_model(

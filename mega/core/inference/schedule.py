@@ -26,7 +26,7 @@ from mega.core.inference.cache import ROOT, Blocks
 from mega.core.inference.request import Allowed, Event, Finish, Limits, Request, RequestError, Top
 from mega.core.inference.sampling import top_p_after, uniform
 from mega.core.inference.speculate import SURE, TOKENS, Confidence, Drafter, Guessed
-from mega.core.inference.step import BEAM, CHOOSE, NUMBERS, Step, from_request
+from mega.core.inference.step import BEAM, CHOOSE, NOT_FINITE, NUMBERS, Step, from_request
 from mega.core.ops.paged_attention import Integers
 
 NEUTRAL = (1.0, 0.0, 1.0, 0.0, 1.0, 0.0)
@@ -464,7 +464,12 @@ class Scheduler:
             answer.unresolved -= row.target < 0
             if answer.failure or answer.ended:
                 continue
-            if row.target == BEAM:
+            if choice.token == NOT_FINITE:
+                answer.failure = (
+                    "the model's logits hold a NaN or an infinity: its weights do, or their products overflow in this "
+                    "dtype"
+                )
+            elif row.target == BEAM:
                 beams.setdefault(answer.number, (answer, []))[1].append(choice.top)
             elif row.target == CHOOSE and row.guess is not None:
                 check = checks.setdefault(answer.number, _Check(answer))

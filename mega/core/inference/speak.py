@@ -19,7 +19,8 @@ from typing import Any, NamedTuple, TextIO
 
 from mega.core.inference.adapters import OpenedAdapter, open_adapters
 from mega.core.inference.answer_file import AnswerFile
-from mega.core.inference.generate import generate
+from mega.core.inference.generate import check_answered, generate
+from mega.core.inference.identity import check_tokenizer_flags
 from mega.core.inference.load import OpenedModel, check_tokenizer, compute_dtype, open_model
 from mega.core.inference.opening import EngineOptions, check_layout, start_engine
 from mega.core.inference.request import SEEDS, Beam, Engine, Request, RequestError, Sampling, flag_line
@@ -54,7 +55,7 @@ class SpeechPlan:
     sampling: Sampling = field(default_factory=Sampling)
     beams: int = 0
     length_penalty: float = 1.0
-    tokenizer: Mapping[str, str] = field(default_factory=dict)
+    tokenizer: Mapping[str, Any] = field(default_factory=dict)
     adapters: Mapping[str, Path] = field(default_factory=dict)
     engine: EngineOptions = field(default_factory=EngineOptions)
     tp: int = 1
@@ -88,7 +89,16 @@ def open_speech(plan: SpeechPlan) -> Speech:
     opened = open_model(plan.load)
     check_layout(opened.model, plan.tp, plan.pp)
     adapters = open_adapters(plan.adapters, opened)
-    tokenizer = build(**plan.tokenizer) if plan.tokenizer else opened.tokenizer()  # type: ignore[arg-type]
+    tokenizer = build(**plan.tokenizer) if plan.tokenizer else opened.tokenizer()
+    if plan.tokenizer:
+        for line in check_tokenizer_flags("generate", opened, plan.load, tokenizer):
+            print(f"mega: {line}", file=sys.stderr)
+    if opened.trained_on_conversations:
+        print(
+            f"mega: {plan.load}: was trained on conversations, and prompts are continued as plain text; mega serve "
+            "answers by its chat template",
+            file=sys.stderr,
+        )
     check_tokenizer(opened, tokenizer)
     prompts = [] if plan.input is None else list(_prompts(plan.input, tuple(plan.adapters)))
     return Speech(opened, adapters, tokenizer, opened.ends(tokenizer), prompts)
@@ -200,6 +210,7 @@ class Speaker:
         while not self.engine.idle:
             for event in self.engine.step():
                 if event.finish is not None:
+                    check_answered(event)
                     return event.beams, event.finish
         raise AssertionError("a request has an end")
 
@@ -263,6 +274,7 @@ class Speaker:
         while not self.engine.idle:
             for event in self.engine.step():
                 number = numbers[event.request]
+                check_answered(event)
                 if event.token is not None:
                     new[number].append(event.token)
                 if event.finish is not None:

@@ -18,6 +18,9 @@ from mega.core.ops.paged_attention import Integers
 CHOOSE, BEAM = -1, -2
 """Targets that are not ids: choose a token; report the likeliest that are allowed."""
 
+NOT_FINITE = -1
+"""In the place of a chosen id: the logits hold a NaN or an infinity."""
+
 NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "uniform")
 """Columns of `Step.numbers`; uniform: in [0, 1), what a draw goes by."""
 

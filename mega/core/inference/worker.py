@@ -23,7 +23,7 @@ from mega.core.inference.graphs import StepGraphs, known
 from mega.core.inference.paged_cache import PagedCache
 from mega.core.inference.sampling import Filters, draw, likeliest, penalised
 from mega.core.inference.schedule import Choice
-from mega.core.inference.step import BEAM, CHOOSE, Step
+from mega.core.inference.step import BEAM, CHOOSE, NOT_FINITE, Step
 from mega.core.model.decode import DecodeStep
 from mega.core.model.forward import rotary_tables
 from mega.core.ops.kept_keys import KeptKeys
@@ -164,18 +164,19 @@ class Worker:
 
     def _choose(self, logits: torch.Tensor, step: Step) -> torch.Tensor | None:
         """float64 [m, 1 + 1 + 2 k]: id, its log-probability, the k likeliest ids and theirs; [m, 1] where no step wants
-        log-probabilities."""
+        log-probabilities. The id is NOT_FINITE where the logits are not."""
         if not self.chooses:
             return None
         allowed = sent(step.allowed, self.device) if step.allowed.size else None
-        ids = self._ids(logits, step, allowed)
+        ids, share = self._ids(logits, step, allowed)
         if (step.targets != CHOOSE).any():
             targets = sent(step.targets, self.device)
             ids = torch.where(targets >= 0, targets, ids)
         if step.report < 0:
-            return ids[:, None].double()
+            return ids[:, None].double().masked_fill_(~share.isfinite(), NOT_FINITE)
         logprobs = logits.log_softmax(-1)
-        columns = [ids[:, None].double(), logprobs.gather(1, ids[:, None]).double()]
+        own = logprobs.gather(1, ids[:, None]).double()
+        columns = [ids[:, None].double().masked_fill_(~share.isfinite() | own.isnan(), NOT_FINITE), own]
         if step.report:
             if allowed is not None:  # beams take what is likely and allowed; alternatives are reported as they are
                 hidden = ~allowed & sent(step.targets == BEAM, self.device)[:, None]
@@ -184,11 +185,13 @@ class Worker:
             columns += [top.indices.double(), top.values.double()]
         return torch.cat(columns, 1)
 
-    def _ids(self, logits: torch.Tensor, step: Step, allowed: torch.Tensor | None) -> torch.Tensor:
-        """What each row chooses, [m]."""
+    def _ids(self, logits: torch.Tensor, step: Step, allowed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """What each row chooses, [m], and its logit or its probability, [m, 1]: not finite where the row's logits are
+        not, since the greatest is then one of those, and so are all shares."""
         chosen = step.targets == CHOOSE
         if not chosen.any():
-            return torch.zeros(len(logits), dtype=torch.long, device=logits.device)
+            none = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
+            return none, torch.zeros(len(logits), 1, device=logits.device)
         penalties, drawn = (step.seen >= 0).any(), chosen & (step.numbers[:, 0] > 0)
         _, _, _, _, penalty, uniform = step.numbers.T[..., None]
         if penalties:
@@ -200,15 +203,18 @@ class Worker:
             logits = logits.masked_fill(~allowed, -torch.inf)
         if not drawn.any():
             ids = likeliest(logits)
+            share = logits.gather(1, ids[:, None])
         else:
-            ids = draw(_filters(step.numbers, self.device)(logits), sent(uniform.copy(), self.device))
+            shares = _filters(step.numbers, self.device)(logits)
+            ids = draw(shares, sent(uniform.copy(), self.device))
+            share = shares.gather(1, ids[:, None])
             if not drawn.all():
                 ids = torch.where(sent(drawn, self.device), ids, likeliest(logits))
         if penalties:
             assert self._seen is not None
             there = sent(np.flatnonzero(step.seen >= 0), self.device)
             self._seen[rows[there], ids[there]] = True
-        return ids
+        return ids, share
 
     def _mark(self, marks: NDArray[np.int64]) -> None:
         """Add ids to rows of seen ids, or clear such a row."""
@@ -255,7 +261,9 @@ class Worker:
         if not (step.requests >= 0).any():
             return
         tp, indices = self.mesh.tp, np.where(step.requests < 0, self.requests, step.requests)
-        last = torch.empty(len(indices), dtype=torch.long, device=self.device) if ids is None else ids.long()
+        last = (
+            torch.empty(len(indices), dtype=torch.long, device=self.device) if ids is None else ids.long().clamp(min=0)
+        )
         if tp.size > 1:
             dist.broadcast(last, tp.ranks[0], group=tp.group)
         self._latest.index_copy_(0, sent(indices, self.device), last)

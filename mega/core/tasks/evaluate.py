@@ -15,7 +15,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +35,7 @@ from mega.core.inference.load import OpenedModel
 from mega.core.parallel.collectives import gather_json
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.tasks.ensemble import write
+from mega.core.tasks.kept import check_result
 from mega.core.tasks.model import (
     CheckedModel,
     ModelHere,
@@ -65,23 +66,32 @@ class CheckedEvaluation:
     json: str
 
 
+def note(line: str) -> None:
+    """A line for the user."""
+    print(line, file=sys.stderr)
+
+
 def prepare(run: RunConfig, given: GivenOptions, options: TaskOptions, out: str, world: int) -> CheckedEvaluation:
     """Errors: ValueError naming flag or file, its value, and the rule."""
     model, opened = check_model(run, given, world, options.task)
     evaluation = CheckedEvaluation(model, options, out)
-    judged, _ = _benchmark(evaluation, opened)
-    for note in getattr(judged, "notes", ()):
-        print(note, file=sys.stderr)
+    judged, _ = _benchmark(evaluation, opened, note)
+    check_result(Path(out), opened.digest, model.load, f"eval-{options.task}.json", note)
+    for line in getattr(judged, "notes", ()):
+        note(line)
     judged.examples(Path(options.valid_data[0]))  # what is wrong with a file is reported once, and before any rank
     return evaluation
 
 
-def _benchmark(evaluation: CheckedEvaluation, opened: OpenedModel) -> tuple[Benchmark[Any], Tokenizer | None]:
+def _benchmark(
+    evaluation: CheckedEvaluation, opened: OpenedModel, report: Callable[[str], None] = lambda line: None
+) -> tuple[Benchmark[Any], Tokenizer | None]:
     model, run = evaluation.model, evaluation.model.run
     assert run.model.vocab is not None
-    tokenizer = tokenizer_of(run, opened)
-    unit = column_unit(run.parallel)
-    return benchmark(BenchmarkInputs(evaluation.options, tokenizer, model.length, unit, run.model.vocab)), tokenizer
+    tokenizer = tokenizer_of(run, opened, report)
+    unit, mixed = column_unit(run.parallel), run.data.allow_tokenizer_mismatch
+    inputs = BenchmarkInputs(evaluation.options, tokenizer, model.length, unit, run.model.vocab, mixed, report)
+    return benchmark(inputs), tokenizer
 
 
 # On every rank ------------------------------------------------------------------------------------------------------

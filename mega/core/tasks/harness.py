@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Groups
 from mega.core.tasks.chat import ChatTexts
 from mega.core.tasks.continuation import AT_ONCE, continue_prompts
-from mega.core.tasks.kept import KeptAnswers
+from mega.core.tasks.kept import KeptAnswers, check_result
 from mega.core.tasks.model import (
     CheckedModel,
     ModelHere,
@@ -91,12 +92,13 @@ def prepare(run: RunConfig, given: GivenOptions, options: HarnessOptions, out: s
     """Errors: ValueError naming flag or file, its value, and the rule."""
     check_harness()
     model, opened = check_model(run, given, world)
-    tokenizer = tokenizer_of(model.run, opened)
+    tokenizer = tokenizer_of(model.run, opened, lambda line: print(line, file=sys.stderr))
     if tokenizer is None:
         raise ValueError("--tokenizer is missing: the model carries none; give its kind and files")
     if options.apply_chat_template:
         _chat(model.load, opened, tokenizer)
     _known_tasks(options)
+    check_result(Path(out), opened.digest, model.load, "eval-lm-eval.json", lambda line: print(line, file=sys.stderr))
     return HarnessRun(model, options, out)
 
 

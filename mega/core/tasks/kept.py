@@ -20,6 +20,26 @@ from mega.core.parallel.collectives import gather_json
 from mega.core.parallel.mesh import Mesh
 
 
+def check_result(path: Path, digest: str, load: str, usual: str, report: Callable[[str], None]) -> None:
+    """What becomes of the file of a result that exists: of the same model it is replaced, and so it is, with a line,
+    where the user named it. usual: its name where --json was not given.
+
+    Errors: ValueError where another model's result has the name that is usual.
+    """
+    try:
+        settings = json.loads(path.read_bytes())
+        model = settings.get("settings", settings.get("mega", {})).get("model", {})
+        other, place = model.get("digest"), model.get("path")
+    except (OSError, ValueError, AttributeError):
+        return
+    if other in (None, digest):
+        return
+    difference = f"--json {path}: is the result of another model, {place}"
+    if path.name == usual:
+        raise ValueError(f"{difference}, and not of {load}; give --json FILE, or move it")
+    report(f"{difference}, which is replaced")
+
+
 class KeptAnswers:
     """path: a file of JSON lines, the first one about what decides the answers."""
 

@@ -21,6 +21,7 @@ from mega.core.config.run import RunConfig, entries, flag_of, options_with, upda
 from mega.core.config.sections import LABELLED, ModelConfig
 from mega.core.device import DTYPES, Device
 from mega.core.family import ModelStage, family
+from mega.core.inference.identity import check_tokenizer_flags
 from mega.core.inference.load import OpenedModel, check_tokenizer, compute_dtype, load_stages, open_model
 from mega.core.inference.relay import Relay, relay_of
 from mega.core.inference.score import RowScorer, TokenScorer
@@ -172,10 +173,18 @@ def as_rank(run: RunConfig, job: Callable[[int, int, Device, Groups], object]) -
     return 0
 
 
-def tokenizer_of(run: RunConfig, opened: OpenedModel) -> Tokenizer | None:
-    """The one that flags name, else the model's own; None where there is none. Errors: ValueError."""
+def tokenizer_of(
+    run: RunConfig, opened: OpenedModel, report: Callable[[str], None] = lambda line: None
+) -> Tokenizer | None:
+    """The one that flags name, which must be the model's own where that has one; None where there is none.
+
+    report: is given lines for the user. Errors: ValueError.
+    """
     if run.tokenizer.tokenizer is not None:
         tokenizer = build(**dataclasses.asdict(run.tokenizer))
+        allowed = run.data.allow_tokenizer_mismatch
+        for line in check_tokenizer_flags("eval", opened, opened.path, tokenizer, allowed=allowed):
+            report(line)
     elif opened.tokenizer_section() is None:
         return None
     else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mega.core.config.compose import nearest
 from mega.core.config.sections import LABELLED
 from mega.core.tasks import benchmarks
+from mega.core.text.identity import ALLOW, judge, other_files
 from mega.core.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -63,13 +65,16 @@ OWN = {
 @dataclass(frozen=True)
 class BenchmarkInputs:
     """What a benchmark is made for. tokenizer: the model's, or None. length: columns of a row at most. unit: what
-    they must be a multiple of. vocab: of the model."""
+    they must be a multiple of. vocab: of the model. mixed: token files may be of another tokenizer. report: is given
+    lines for the user."""
 
     options: TaskOptions
     tokenizer: Tokenizer | None
     length: int
     unit: int
     vocab: int
+    mixed: bool = False
+    report: Callable[[str], None] = lambda line: None
 
     def needs_tokenizer(self) -> Tokenizer:
         """Errors: ValueError where there is none."""
@@ -93,7 +98,8 @@ class BenchmarkInputs:
         return self.readable(self.one())
 
     def token_file(self, path: Path) -> IndexedDataset | None:
-        """The token files of a prefix; None where there are none. Errors: ValueError where the model lacks an id."""
+        """The token files of a prefix; None where there are none. Errors: ValueError where the model lacks an id, or
+        another tokenizer made them."""
         from mega.core.data.indexed import IndexedDataset, exists
 
         if not exists(path):
@@ -102,6 +108,10 @@ class BenchmarkInputs:
         largest = dataset.token_range()[1]
         if largest >= self.vocab:
             raise ValueError(f"--valid-data {path}: holds token {largest}; the model has {self.vocab}")
+        if difference := other_files(f"--valid-data {path}", dataset.tokenizer, self.tokenizer):
+            advice = f"give token files of the model's tokenizer, or {ALLOW} where an id means the same in both"
+            line = judge("eval", "token files", difference, advice=advice, allowed=self.mixed)
+            self.report(line or "")
         return dataset
 
     def readable(self, file: str) -> Path:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -184,14 +185,24 @@ class Tokenizer(Protocol):
         """Canonical name -> path of every file that made this tokenizer: what a checkpoint copies."""
         ...
 
+    def vocabulary_files(self) -> Mapping[str, Path]:
+        """Of `files`, those whose bytes decide which ids a text has."""
+        return self.files()
+
+    def behaviour(self) -> Mapping[str, object]:
+        """JSON values that decide which ids a text has, besides `vocabulary_files` and what `kind` implies."""
+        return {}
+
     def fingerprint(self) -> str:
-        """sha256 over the kind and the contents of the files: equal means the same ids for the same text."""
+        """sha256 over kind, vocabulary and behaviour: equal means the same ids for the same text."""
         return self._hash(self.vocab_size)
 
     def _hash(self, entries: int, whole: bool = False) -> str:
-        """whole: over files as they are, else over what of them has to do with ids."""
-        digest = hashlib.sha256(f"{self.kind} {entries}\n".encode())
-        for name, path in sorted(self.files().items()):
+        """whole: over all files as they are, as earlier versions noted it; else over what has to do with ids."""
+        behaviour = {} if whole else self.behaviour()
+        about = f"{self.kind} {entries}\n" + (json.dumps(behaviour, sort_keys=True) if behaviour else "")
+        digest = hashlib.sha256(about.encode())
+        for name, path in sorted((self.files() if whole else self.vocabulary_files()).items()):
             content = path.read_bytes()
             digest.update(name.encode())
             digest.update(hashlib.sha256(content if whole else self.part_for_ids(name, content)).digest())
@@ -209,9 +220,9 @@ class Tokenizer(Protocol):
         return TokenizerIdentity(self.kind, entries, self._hash(entries))
 
     def made(self, noted: TokenizerIdentity) -> bool:
-        """Whether ids of which this is noted are its own. Earlier versions noted sentinels and chat templates too."""
-        own = (self.identity().fingerprint, self.fingerprint(), self._hash(self.vocab_size, whole=True))
-        return noted.fingerprint in own
+        """Whether ids of which this is noted are its own. Earlier versions noted sentinels, and all files."""
+        counts = self.vocab_size - self.added_sentinels, self.vocab_size
+        return noted.fingerprint in {self._hash(count, whole) for count in counts for whole in (False, True)}
 
 
 def least_vocab(tokenizer: Tokenizer, family: str) -> int:

@@ -1,9 +1,12 @@
-"""BERT's WordPiece from vocab.txt, one piece a line: Google's rules, word by word through a cache.
+"""BERT's WordPiece from vocab.txt, one piece a line, word by word through a cache.
 
 A word is what lies between blanks, or one Chinese character; every rule acts within a word, so that one that was
 seen before costs a look-up. Control tokens in a text are split like other text.
 
-Source: google-research/bert, tokenization.py.
+The rules are Google's, which Megatron-LM has too. Where a tokenizer_config.json of a BERT of transformers is next to
+vocab.txt, they are transformers', with the settings of that file.
+
+Sources: google-research/bert, tokenization.py; BertNormalizer of Hugging Face's tokenizers.
 """
 
 from __future__ import annotations
@@ -12,23 +15,61 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from mega.core.text.probe import FILE_BYTES
 from mega.core.text.tokenizer import Encoded, Roles, Tokenizer, flatten
 from mega.core.text.words import Remembered
-from mega.core.untrusted import read_limited
+from mega.core.untrusted import parse_json, read_limited
 
 _CHINESE = (
     "\u4e00-\u9fff\u3400-\u4dbf\U00020000-\U0002a6df\U0002a700-\U0002b73f"
     "\U0002b740-\U0002b81f\U0002b820-\U0002ceaf\uf900-\ufaff\U0002f800-\U0002fa1f"
 )
-_WORDS = re.compile(rf"[{_CHINESE}]|[^\s{_CHINESE}]+")
+_HF_CHINESE = _CHINESE.replace("\U0002b820", "\U0002b920")
 # Control characters at which Python would cut a word, but which the rules drop, joining what is around them.
 _JOINING = re.compile("[\x0b\x0c\x1c-\x1f\x85]")
 _ASCII_CONTROLS = re.compile("[\x00-\x1f\x7f]+")
 _ASCII_PARTS = re.compile("[0-9A-Za-z]+|[!-/:-@[-`{-~]")
-_LONGEST_WORD = 200
+_NAMED = ("unk", "sep", "pad", "cls", "mask")
 _REQUIRED = ("[CLS]", "[SEP]", "[PAD]", "[MASK]", "[UNK]")
+
+
+SETTINGS = "tokenizer_config.json"
+"""The file of transformers that may be next to vocab.txt."""
+
+
+class WordRules(NamedTuple):
+    """What becomes of a word before it is spelt in pieces.
+
+    chinese: Chinese characters are words. transformers: the rules of its BertTokenizer, not Google's: characters for
+    private use are dropped, letters are lower-cased one by one, words have at most 100 characters.
+    """
+
+    lower: bool
+    strip_accents: bool
+    chinese: bool = True
+    transformers: bool = False
+
+    @property
+    def longest(self) -> int:
+        return 100 if self.transformers else 200
+
+    def words(self) -> re.Pattern[str]:
+        if not self.chinese:
+            return re.compile(r"\S+")
+        signs = _HF_CHINESE if self.transformers else _CHINESE
+        return re.compile(rf"[{signs}]|[^\s{signs}]+")
+
+    def cleaned(self, word: str) -> str:
+        """`word` without control characters, lower-cased and without accents as the rules say."""
+        dropped = ("Cc", "Cf", "Co") if self.transformers else ("Cc", "Cf")
+        word = "".join(c for c in word if c != "\ufffd" and unicodedata.category(c) not in dropped)
+        if self.lower and not self.transformers:
+            word = word.lower()
+        if self.strip_accents:
+            word = "".join(c for c in unicodedata.normalize("NFD", word) if unicodedata.category(c) != "Mn")
+        return "".join(c.lower() for c in word) if self.lower and self.transformers else word
 
 
 class WordPieceTokenizer(Tokenizer):
@@ -40,7 +81,10 @@ class WordPieceTokenizer(Tokenizer):
 
     def __init__(self, path: Path, *, lower: bool, extra_ids: int = 0) -> None:
         self.kind = "BertWordPieceLowerCase" if lower else "BertWordPieceCase"
-        self._path, self._lower = path, lower
+        self._path, settings = path, path.with_name(SETTINGS)
+        self._settings = settings if (said := _settings(settings)) is not None else None
+        self._rules = _rules(said, settings, self.kind, lower)
+        self._words = self._rules.words()
         self._vocab = read_pieces(path)
         for name in _REQUIRED:
             if name not in self._vocab:
@@ -72,7 +116,7 @@ class WordPieceTokenizer(Tokenizer):
         if _JOINING.search(text):
             text = _JOINING.sub("", text)
         known = self._known
-        return [token for word in _WORDS.findall(text) for token in known[word]]
+        return [token for word in self._words.findall(text) for token in known[word]]
 
     def encode_batch(self, texts: Sequence[str]) -> Encoded:
         return flatten([self.encode(text) for text in texts])
@@ -92,24 +136,41 @@ class WordPieceTokenizer(Tokenizer):
         return {name: self._vocab[name] for name in names}
 
     def files(self) -> Mapping[str, Path]:
+        return {"vocab.txt": self._path} | ({} if self._settings is None else {SETTINGS: self._settings})
+
+    def vocabulary_files(self) -> Mapping[str, Path]:
         return {"vocab.txt": self._path}
+
+    def behaviour(self) -> Mapping[str, object]:
+        """Settings that its kind does not imply. The two sets of rules differ in characters that no text is made of."""
+        rules = self._rules
+        usual = rules.strip_accents == rules.lower and rules.chinese
+        return {} if usual else {"strip_accents": rules.strip_accents, "chinese": rules.chinese}
+
+    def huggingface_files(self) -> dict[str, dict[str, Any]]:
+        """transformers lower-cases where nothing is said."""
+        rules = self._rules
+        settings = {
+            "tokenizer_class": "BertTokenizer",
+            "do_lower_case": rules.lower,
+            "strip_accents": rules.strip_accents,
+            "tokenize_chinese_chars": rules.chinese,
+        }
+        return {SETTINGS: {**settings, **{f"{name}_token": f"[{name.upper()}]" for name in _NAMED}}}
 
     def _word_ids(self, word: str) -> list[int]:
         """A word between blanks: cleaned, lower-cased, cut at punctuation, each part spelt in pieces."""
         if word.isascii():  # by far the most, and for them every rule is one call
             word = _ASCII_CONTROLS.sub("", word)
-            parts = _ASCII_PARTS.findall(word.lower() if self._lower else word)
+            parts = _ASCII_PARTS.findall(word.lower() if self._rules.lower else word)
             return [token for part in parts for token in self._spell(part)]
-        word = "".join(c for c in word if c != "\ufffd" and unicodedata.category(c) not in ("Cc", "Cf"))
-        if self._lower:
-            word = "".join(c for c in unicodedata.normalize("NFD", word.lower()) if unicodedata.category(c) != "Mn")
-        return [token for part in _parts(word) for token in self._spell(part)]
+        return [token for part in _parts(self._rules.cleaned(word)) for token in self._spell(part)]
 
     def _spell(self, word: str) -> list[int]:
         """The longest piece first, from the left; one [UNK] where that leads nowhere or the word is too long."""
         found: list[int] = []
         start = 0
-        while start < len(word) <= _LONGEST_WORD:
+        while start < len(word) <= self._rules.longest:
             prefix = "##" if start else ""
             for end in range(len(word), start, -1):
                 token = self._vocab.get(prefix + word[start:end])
@@ -120,6 +181,36 @@ class WordPieceTokenizer(Tokenizer):
             else:
                 return [self._vocab["[UNK]"]]
         return found if start else [self._vocab["[UNK]"]]
+
+
+def _settings(path: Path) -> dict[str, Any] | None:
+    """What transformers' settings say of a BERT; None where there are none, or they are of another tokenizer."""
+    if not path.is_file():
+        return None
+    what = f"--vocab-file: {path}"
+    said = parse_json(read_limited(path, FILE_BYTES, what), what)
+    if not isinstance(said, dict):
+        raise ValueError(f"{what} holds no JSON object")
+    named = str(said.get("tokenizer_class", "BertTokenizer"))
+    return said if "Bert" in named and "JapaneseTokenizer" not in named else None
+
+
+def _rules(said: Mapping[str, Any] | None, path: Path, kind: str, lower: bool) -> WordRules:
+    """Errors: ValueError where the settings contradict the kind that was asked for, or are none."""
+    if said is None:
+        return WordRules(lower, lower)
+    found = {name: said.get(name) for name in ("do_lower_case", "strip_accents", "tokenize_chinese_chars")}
+    for name, value in found.items():
+        if value not in (None, True, False):
+            raise ValueError(f"--vocab-file: {path}: {name} {value!r}: must be true or false")
+    if (theirs := found["do_lower_case"] is not False) != lower:
+        right = "BertWordPieceLowerCase" if theirs else "BertWordPieceCase"
+        raise ValueError(
+            f"--tokenizer {kind}: {path} says do_lower_case {str(theirs).lower()}; give --tokenizer {right}, or a copy "
+            "of vocab.txt without that file"
+        )
+    strip = found["strip_accents"]
+    return WordRules(lower, lower if strip is None else strip, found["tokenize_chinese_chars"] is not False, True)
 
 
 def read_pieces(path: Path) -> dict[str, int]:

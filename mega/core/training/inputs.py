@@ -30,6 +30,13 @@ if TYPE_CHECKING:
     from mega.core.data.build import Datasets
 
 
+USUAL_RATES = {"adam": 0.1, "lamb": 1.0, "sgd": 10.0}
+"""Optimizer -> the most that a learning rate is expected to be."""
+
+SWEEPS = ("range-test", "range-exponential")
+"""Schedules that grow until the loss rises, on purpose."""
+
+
 @dataclass(frozen=True)
 class ResolvedRun:
     """A checked run with nothing left to derive, and lines for the user. Pickled, it is what the launcher gives ranks.
@@ -72,7 +79,7 @@ def resolve_run(run: RunConfig, world: int) -> ResolvedRun:
         if run.masking.sample_kind == "gpt":  # as --family would have set it
             own = FAMILY_DEFAULTS[run.model.family].values.get("sample_kind", "gpt")
             run = updated(run, {"sample_kind": own})
-    notes += unread(run)
+    notes += [*unread(run), *_rates(run)]
     run = _in_steps(check(run, world), world)
     _check_adapters(run)
     if run.checkpoint.save is None and not run.evaluation.skip_train:
@@ -85,6 +92,14 @@ def resolve_run(run: RunConfig, world: int) -> ResolvedRun:
     if not run.model.mask_padded_vocab:
         vocab = _with_padding(run, vocab)
     return ResolvedRun(updated(run, {"vocab": vocab}), tuple(notes), tokenizer)
+
+
+def _rates(run: RunConfig) -> list[str]:
+    """A line on a learning rate that no model trains with by this rule."""
+    rate, rule = run.optimizer.lr, run.optimizer.optimizer
+    if rule not in USUAL_RATES or rate is None or rate <= USUAL_RATES[rule] or run.schedule.lr_decay in SWEEPS:
+        return []
+    return [f"--lr {rate:g}: is far above what {rule} trains with, which is at most {USUAL_RATES[rule]:g}"]
 
 
 def _in_steps(run: RunConfig, world: int) -> RunConfig:

@@ -16,6 +16,7 @@ from mega.core.config.resolve import global_batch_at, microbatches, text_lengths
 from mega.core.device import Reading, Timestamp
 from mega.core.training.evaluation import Evaluation
 from mega.core.training.meters import Meters
+from mega.core.training.proving import LIMIT
 from mega.core.training.routines import Routine
 from mega.core.training.saver import Saver
 from mega.core.training.schedules import Schedules
@@ -58,6 +59,8 @@ class Training:
     report: Callable[[str], None]
     _stuck: int = 0
     """Steps in a row that were skipped although the loss scale could not become less."""
+    _limit: float | None = None
+    """The loss from which on a rise is reported."""
 
     def play(self) -> int:
         """Train to the last step, then validate and test; always close what reports.
@@ -187,6 +190,7 @@ class Training:
                 "from an earlier checkpoint with a lower --lr, a longer warm-up or --clip-grad"
             )
         self._check_stuck(pending.step, applied)
+        self._check_rise(pending, loss)
         if self.saver is not None:
             self.saver.saw(pending.step, loss, applied)
         pending.flag.read()
@@ -202,6 +206,18 @@ class Training:
             memory = self.state.device.memory_peak() or self.state.device.resident()
             tokens = pending.samples * sum(text_lengths(self.state.run))
             self.meters.step(pending.step, row, tokens, memory)
+
+    def _check_rise(self, pending: Pending, loss: float) -> None:
+        """Report once where the loss is far above that of guessing and of the first step, as proving.py limits it."""
+        if self._limit is None:
+            self._limit = LIMIT * max(math.log(max(self.state.run.model.vocab or 2, 2)), loss)
+        elif loss > self._limit:
+            self.report(
+                f"step {pending.step}: the loss is {loss:.4g}, more than {LIMIT:g} times that of guessing or of the "
+                f"first step: training diverges; lower --lr (now {pending.lr:.3g}), or give a longer warm-up or "
+                "--clip-grad"
+            )
+            self._limit = math.inf
 
     def _check_stuck(self, step: int, applied: bool) -> None:
         """A loss scale that can still become less is looking for its value. Errors: FloatingPointError where it cannot,

@@ -31,6 +31,9 @@ EARLY = (1, 10)
 """Steps since the start that are logged wherever there is no bar, so that a run is seen to work before --log-interval
 has passed."""
 
+MOST_LOSS, LARGE = 700.0, 1e6
+"""Above the one, a perplexity is infinite; from the other on, it is shown by four digits and an exponent."""
+
 LEAST_TFLOPS = 0.01
 """Less is shown as nothing."""
 
@@ -134,12 +137,12 @@ class Meters:
         """Report and keep one validation. measured: by name, "loss" among it, NaN where no token counts."""
         loss, others = measured["loss"], {name: value for name, value in measured.items() if name != "loss"}
         # Of words, where the loss has other parts too; of labels there is none.
-        of_words = {} if "class" in measured else {"perplexity": math.exp(min(measured.get("lm", loss), 20.0))}
+        of_words = {} if "class" in measured else {"perplexity": _perplexity(measured.get("lm", loss))}
         kept = {"loss": loss, **of_words, **others}
         self._write({"step": step, **{f"{split}_{name}": value for name, value in kept.items()}})
         self._plot({f"{name} {split}": value for name, value in measured.items()}, step)
         self._trackers.log(step, held_out_values(split, measured))
-        more = "".join(f" | {name} {value:.3f}" for name, value in of_words.items())
+        more = "".join(f" | {name} {value:{'.3f' if value < LARGE else '.4g'}}" for name, value in of_words.items())
         more += "".join(f" | {name} {value:.6f}" for name, value in others.items())
         self.report(f"{split} at step {step} | loss {loss:.6f}{more}")
 
@@ -224,6 +227,11 @@ def _extras(row: Mapping[str, Any]) -> list[tuple[float, str]]:
     formats = {"loss_scale": (6.6, "loss scale {:g}"), "params_norm": (6.4, "params norm {:.3f}")}
     formats |= {"zeros": (6.2, "zeros {:.1%}")}
     return [(rank, how.format(row[name])) for name, (rank, how) in formats.items() if name in row]
+
+
+def _perplexity(loss: float) -> float:
+    """Infinite where a float is."""
+    return math.exp(loss) if not loss > MOST_LOSS else math.inf
 
 
 def _plain(value: Any) -> Any:

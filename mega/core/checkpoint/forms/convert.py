@@ -124,7 +124,9 @@ def _import(form: Form, load: Path, save: Path, given: Given) -> ConversionRepor
         tensor = assemble(targets[piece.key], box, opened.source)
         finite = bool(torch.isfinite(tensor).all())
         _check_state(piece.key, tensor, finite)
-        ledger.moved(piece.key, box.elements, finite)
+        if not finite:
+            raise CheckpointError(f"{load}: {piece.key.removeprefix('weights/')}: holds a NaN or an infinity")
+        ledger.moved(piece.key, box.elements)
         return tensor
 
     store = store_at(save)
@@ -168,19 +170,18 @@ def _export(load: Path, save: Path, to: str, given: Given, named: Path) -> Conve
     own = opened_own(load, merged=to != "peft")
     with naming(f"--load-dir {named}"):  # no flag of the verb is at fault, but this checkpoint
         export = writer_of(to).export(own, to, given)
-    source, table = _Watched(export.source or own.source), inverted(export.table)
+    source, table = _Watched(export.source or own.source, named), inverted(export.table)
     prove(table, source.tensors)
     size = sum(prod(shape) * dtype.itemsize for shape, dtype in table.tensors(source.tensors).values())
     written = filled_folder(save, lambda folder: export.fill(folder, table, source), size)
-    notes = (*export.notes, *source.ledger.notes)
-    return ConversionReport(len(table.targets), table.elements, written, save, notes, export.losses)
+    return ConversionReport(len(table.targets), table.elements, written, save, export.notes, export.losses)
 
 
 class _Watched:
-    """A source that notes which of its tensors hold what is not finite."""
+    """A source whose tensors must be finite. place: what errors call it."""
 
-    def __init__(self, source: Source) -> None:
-        self._source, self.ledger = source, Ledger({})
+    def __init__(self, source: Source, place: Path) -> None:
+        self._source, self._place = source, place
 
     @property
     def tensors(self) -> Tensors:
@@ -188,7 +189,8 @@ class _Watched:
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         tensor = self._source.read(name, box)
-        self.ledger.moved(name, box.elements, bool(torch.isfinite(tensor).all()))
+        if not torch.isfinite(tensor).all():
+            raise CheckpointError(f"{self._place}: {name.removeprefix('weights/')}: holds a NaN or an infinity")
         return tensor
 
 

@@ -123,7 +123,8 @@ def export(own: Own, to: str, given: Given) -> Export:
 
 
 def _export_bert(own: Own, to: str, given: Given) -> Export:
-    return _folder(own, bert, SpecialTokens({}), bert.losses(own.model))
+    tokens, unknown = _bert_tokens(own, given)
+    return _folder(own, bert, tokens, (*bert.losses(own.model), *unknown))
 
 
 def _export_t5(own: Own, to: str, given: Given) -> Export:
@@ -142,7 +143,12 @@ EXPORTS: dict[str, Callable[[Own, str, Given], Export]] = {"bert": _export_bert,
 
 def _folder(own: Own, names: ModuleType, tokens: SpecialTokens, losses: tuple[str, ...]) -> Export:
     config = _config(names, own, tokens)
-    files, others = ({}, {}) if names is bert else conversing.written_files(own.checkpoint, config, tokens)
+    files, others = conversing.written_files(own.checkpoint, config, tokens)
+    if names is bert:  # which neither continues a text nor converses
+        files, others = (
+            {name: file for name, file in tokens.files.items() if name not in own.checkpoint.attachments},
+            {},
+        )
 
     def fill(folder: Path, table: Table, source: Source) -> int:
         written = _write_shards(folder, table, source)
@@ -173,6 +179,14 @@ def _special_tokens(own: Own, given: Given) -> tuple[SpecialTokens, tuple[str, .
         lost = f"config.json names no end of a text, so that nothing stops transformers' generate: {error}"
         return SpecialTokens(ids if attached is not None else dict.fromkeys(TOKEN_IDS)), (lost,)
     return replace(found, ids={**found.ids, **ids}, files={} if whole and found.template is None else found.files), ()
+
+
+def _bert_tokens(own: Own, given: Given) -> tuple[SpecialTokens, tuple[str, ...]]:
+    """The files that fix how the tokenizer of a BERT behaves, and a line where there is no tokenizer."""
+    try:
+        return SpecialTokens({}, given.tokens(own.checkpoint).files), ()
+    except ValueError as error:
+        return SpecialTokens({}), (f"no tokenizer: {error}",)
 
 
 def _config(names: ModuleType, own: Own, tokens: SpecialTokens) -> dict[str, Any]:

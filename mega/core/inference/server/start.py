@@ -19,6 +19,7 @@ import torch
 from mega.core.config.world import world_from_env
 from mega.core.inference.adapters import open_adapters
 from mega.core.inference.capacity import Capacity, cache_bytes, even_layers, weight_bytes
+from mega.core.inference.identity import chosen_template
 from mega.core.inference.load import OpenedModel, check_tokenizer, compute_dtype, open_model
 from mega.core.inference.opening import EngineOptions, start_engine
 from mega.core.inference.server.run import HttpServer, bind, raise_file_limit
@@ -110,6 +111,8 @@ def _chat(plan: ServePlan, opened: OpenedModel, tokenizer: Tokenizer) -> tuple[C
     """The template that was asked for, or the model's. A bad one of the model's is reported, there is no chat, and
     requests are told why."""
     if plan.template is not None:
+        for line in chosen_template("serve", opened, opened.path, plan.template).notes:
+            print(f"mega: {line}", file=sys.stderr)
         return chat_format(plan.template, tokenizer, seconds=_RENDER_SECONDS), None
     try:
         own = opened.chat_template()

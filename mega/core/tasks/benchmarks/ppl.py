@@ -18,7 +18,7 @@ from mega.core.batch import DecoderBatch, Terms
 from mega.core.config.check_files import half_of_pair
 from mega.core.data.sources import texts
 from mega.core.parallel.vocab import TokenScores
-from mega.core.tasks.benchmarks.wikitext103 import capped_exp
+from mega.core.tasks.benchmarks.wikitext103 import perplexity
 from mega.core.tasks.options import BenchmarkInputs, flag
 from mega.core.tasks.rows import JudgedRow, Windows, batch_of, nll_terms
 from mega.core.tasks.task import Estimate, Figure, interval
@@ -77,11 +77,11 @@ class CorpusPerplexity:
 
     def figures(self, found: Mapping[str, Estimate]) -> list[Figure]:
         loss = found["nll"]
-        figures = [interval("loss", loss), interval("ppl", loss, capped_exp), Figure("tokens", round(loss.weight))]
+        figures = [interval("loss", loss), interval("ppl", loss, perplexity), Figure("tokens", round(loss.weight))]
         if "bytes" in self.counts and self.counts["tokens"] == loss.weight:  # not where --limit has left some out
             by_word, by_byte = (self.counts["tokens"] / self.counts[name] for name in ("words", "bytes"))
             figures += [
-                interval("word ppl", loss, lambda value: capped_exp(value * by_word)),
+                interval("word ppl", loss, lambda value: perplexity(value * by_word)),
                 interval("bits per byte", loss, lambda value: value * by_byte / math.log(2)),
             ]
         return figures

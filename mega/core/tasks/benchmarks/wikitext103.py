@@ -30,8 +30,8 @@ READS = ("overlapping_eval", "detokenizer", "context_window")
 
 STRIDE = 32
 """Megatron-LM's default of --overlapping-eval."""
-LARGEST = 20.0
-"""Of a loss whose exponential is taken, as Megatron-LM has it."""
+MOST_LOSS = 700.0
+"""The exponential of a greater loss is infinite."""
 
 
 @dataclass
@@ -78,19 +78,24 @@ class WikiText:
 
     def figures(self, found: Mapping[str, Estimate]) -> list[Figure]:
         loss = found["nll"]
-        figures = [interval("avg loss", loss), interval("ppl", loss, capped_exp)]
+        figures = [interval("avg loss", loss), interval("ppl", loss, perplexity)]
         if "original tokens" not in self.counts:
             return [*figures, *(Figure(name, count) for name, count in self.counts.items())]
         return [
             *figures,
-            interval("adjusted ppl", loss, lambda value: capped_exp(value * self.ratio)),
+            interval("adjusted ppl", loss, lambda value: perplexity(value * self.ratio)),
             Figure("token ratio", self.ratio),
             *(Figure(name, count) for name, count in self.counts.items()),
         ]
 
 
-def capped_exp(loss: float) -> float:
-    return math.exp(min(loss, LARGEST))
+def perplexity(loss: float) -> float:
+    """Not cut off at e^20 as Megatron-LM's, which hides a model that is worse than guessing; infinite where a float is.
+
+    >>> perplexity(1000.0)
+    inf
+    """
+    return math.exp(loss) if loss < MOST_LOSS else math.inf
 
 
 def whole_ids(text: str, tokenizer: Tokenizer, detokenizer: str) -> list[int]:

@@ -1,0 +1,89 @@
+"""A tokenizer and a chat template that flags name, held against those that came with the weights.
+
+The rule is `RULES` of text/identity.py; this file finds what weights have. It knows no flags but in messages.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from mega.core.checkpoint.own.store import Checkpoint
+from mega.core.inference.load import OpenedModel, chat_template_place, tokenizer_section
+from mega.core.text.build import build
+from mega.core.text.identity import ALLOW, judge, other_tokenizer
+from mega.core.text.templates import MODELS_OWN, TEMPLATES, template_text
+from mega.core.text.tokenizer import Tokenizer
+
+EITHER = "auto"
+"""--chat-template: that of the weights where they have one, else plain."""
+
+
+class Judged(NamedTuple):
+    """What counts, and lines for the user."""
+
+    value: str
+    notes: tuple[str, ...] = ()
+
+
+def check_tokenizer_flags(
+    verb: str, source: Checkpoint | OpenedModel, place: object, given: Tokenizer, *, allowed: bool | None = None
+) -> list[str]:
+    """Lines for the user on a tokenizer that flags name in addition to that of the weights at `place`.
+
+    allowed: whether --allow-tokenizer-mismatch was given; None where the verb does not have it.
+    Errors: ValueError where it is another one.
+    """
+    section = tokenizer_section(source)
+    if section is None:
+        return []
+    try:
+        own = build(**section)
+    except ValueError as error:
+        return [f"--tokenizer {given.kind}: counts, for that of {place} cannot be opened: {error}"]
+    if _assumed(source, own, given):
+        return [f"--tokenizer {given.kind}: nothing at {place} says whether its texts are lower-cased; this is taken"]
+    difference = other_tokenizer(place, own, given)
+    if difference is None:
+        return []
+    instead = "" if allowed is None else f", or {ALLOW} where an id means the same in both"
+    line = judge(verb, "tokenizer", difference, advice=f"leave the flags out{instead}", allowed=allowed is True)
+    return [] if line is None else [line]
+
+
+def _assumed(source: Checkpoint | OpenedModel, own: Tokenizer, given: Tokenizer) -> bool:
+    """Whether another kind of WordPiece is that of a folder with vocab.txt alone, which says nothing of letters."""
+    kinds = {own.kind, given.kind}
+    if "progress" in source.meta or len(kinds) == 1 or not kinds <= {"BertWordPieceLowerCase", "BertWordPieceCase"}:
+        return False
+    first, second = (tokenizer.vocabulary_files()["vocab.txt"].read_bytes() for tokenizer in (own, given))
+    return first == second and own.files().keys() == {"vocab.txt"}
+
+
+def chosen_template(verb: str, source: Checkpoint | OpenedModel, place: object, asked: str) -> Judged:
+    """The name or the file of the template by which a run converses. asked: --chat-template.
+
+    Errors: ValueError where the weights' own is asked for, and they have none.
+    """
+    own = chat_template_place(source)
+    if asked in (MODELS_OWN, EITHER) and own is not None:
+        return Judged(own)
+    if asked == MODELS_OWN:
+        raise ValueError(
+            f"--chat-template {asked}: nothing at {place} says what its conversations look like; "
+            f"valid there: {', '.join(TEMPLATES)}, or a Jinja file"
+        )
+    if asked == EITHER:
+        difference = f"--chat-template: nothing at {place} says what its conversations look like; plain is taken"
+        line = judge(verb, "no template", difference)
+        return Judged("plain", () if line is None else (line,))
+    if own is None or _text(asked) == _text(own):
+        return Judged(asked)
+    own_one = "leave it out to go by that" if verb == "serve" else f"--chat-template {MODELS_OWN} goes by it"
+    difference = f"--chat-template {asked}: {place} has another of its own; {own_one}"
+    line = judge(verb, "template", difference)
+    return Judged(asked, () if line is None else (line,))
+
+
+def _text(name: str) -> str:
+    return name if name in TEMPLATES or not Path(name).is_file() else template_text(name)
