@@ -135,7 +135,11 @@ TABLE: dict[str, tuple[Words, str, str]] = {
     "pretrain, no template": (trains("pretrain", "text", data="talks"), "reported", "plain is taken"),
     "finetune, its own": (trains("finetune", "text"), "taken", ""),
     "finetune, its own by flags": (trains("finetune", "text", tokenizer="same"), "taken", ""),
+<<<<<<< HEAD
     "finetune, others' weights": (trains("finetune", "hf", tokenizer="same"), "taken", ""),
+=======
+    "finetune, another file of theirs": (trains("finetune", "hf", tokenizer="same"), "reported", "that came with"),
+>>>>>>> 6705e73 (A tokenizer of another file that came with the weights is reported)
     "finetune, other token files": (trains("finetune", "text", data="others"), "refused", MADE),
     "finetune, other tokenizer": (trains("finetune", "text", data="others", tokenizer="other"), "refused", OWN),
     "finetune, other of others": (trains("finetune", "hf", data="others", tokenizer="other"), "refused", OWN),
@@ -179,7 +183,11 @@ def test_every_cell(case: str, place: Place, capsys: pytest.CaptureFixture[str])
     printed = capsys.readouterr()
     lines = printed.err + printed.out
     found = (
-        "refused" if code else "reported" if re.search(f"{MADE}|{OWN}|{TEMPLATE}|was trained on", lines) else "taken"
+        "refused"
+        if code
+        else "reported"
+        if re.search(f"{MADE}|{OWN}|{TEMPLATE}|was trained on|that came with", lines)
+        else "taken"
     )
     assert (found, code in (0, 2)) == (verdict, True), lines
     assert said in lines, lines

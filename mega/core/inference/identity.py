@@ -46,6 +46,8 @@ def check_tokenizer_flags(
     difference = other_tokenizer(place, own, given)
     if difference is None:
         return []
+    if _attached(source, own, given):
+        return [f"--tokenizer {given.kind}: is of a file that came with {place}, whose {own.kind} is left out"]
     instead = "" if allowed is None else f", or {ALLOW} where an id means the same in both"
     line = judge(verb, "tokenizer", difference, advice=f"leave the flags out{instead}", allowed=allowed is True)
     return [] if line is None else [line]
@@ -58,6 +60,15 @@ def _assumed(source: Checkpoint | OpenedModel, own: Tokenizer, given: Tokenizer)
         return False
     first, second = (tokenizer.vocabulary_files()["vocab.txt"].read_bytes() for tokenizer in (own, given))
     return first == second and own.files().keys() == {"vocab.txt"}
+
+
+def _attached(source: Checkpoint | OpenedModel, own: Tokenizer, given: Tokenizer) -> bool:
+    """Whether it is of other files that came with the weights: a tokenizer.model next to a tokenizer.json."""
+    files = given.vocabulary_files()
+    if not files or not files.keys().isdisjoint(own.vocabulary_files()):
+        return False
+    theirs = source.attachments
+    return all(name in theirs and theirs[name].read_bytes() == path.read_bytes() for name, path in files.items())
 
 
 def chosen_template(verb: str, source: Checkpoint | OpenedModel, place: object, asked: str) -> Judged:
