@@ -135,11 +135,7 @@ TABLE: dict[str, tuple[Words, str, str]] = {
     "pretrain, no template": (trains("pretrain", "text", data="talks"), "reported", "plain is taken"),
     "finetune, its own": (trains("finetune", "text"), "taken", ""),
     "finetune, its own by flags": (trains("finetune", "text", tokenizer="same"), "taken", ""),
-<<<<<<< HEAD
-    "finetune, others' weights": (trains("finetune", "hf", tokenizer="same"), "taken", ""),
-=======
     "finetune, another file of theirs": (trains("finetune", "hf", tokenizer="same"), "reported", "that came with"),
->>>>>>> 6705e73 (A tokenizer of another file that came with the weights is reported)
     "finetune, other token files": (trains("finetune", "text", data="others"), "refused", MADE),
     "finetune, other tokenizer": (trains("finetune", "text", data="others", tokenizer="other"), "refused", OWN),
     "finetune, other of others": (trains("finetune", "hf", data="others", tokenizer="other"), "refused", OWN),
