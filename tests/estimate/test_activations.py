@@ -274,10 +274,10 @@ class Coming:
             bucket.unshard = partial(self._gather, live, bucket, bucket.unshard)  # type: ignore[method-assign]
             bucket.reshard = partial(self._forget, live, bucket, bucket.reshard)  # type: ignore[method-assign]
 
-    def _gather(self, live: Live, bucket: Bucket, gather: Callable[[Axis], None], axis: Axis) -> None:
+    def _gather(self, live: Live, bucket: Bucket, gather: Callable[[], None]) -> None:
         if not bucket.weights.untyped_storage().size():
             live.add(bucket.weights.numel() * bucket.weights.element_size())
-        gather(axis)
+        gather()
 
     def _forget(self, live: Live, bucket: Bucket, forget: Callable[[], None]) -> None:
         live.add(-bucket.weights.untyped_storage().size())
