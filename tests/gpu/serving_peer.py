@@ -35,7 +35,8 @@ def static_cache(config: Any, rows: int, length: int) -> Any:
     try:
         return StaticCache(config=config, max_cache_len=length)
     except TypeError:  # before transformers 4.56
-        return StaticCache(config, rows, length, device="cuda", dtype=torch.bfloat16)
+        older: Any = StaticCache
+        return older(config, rows, length, device="cuda", dtype=torch.bfloat16)
 
 
 @torch.inference_mode()

@@ -47,7 +47,7 @@ def measure(arguments: Sequence[str]) -> int:
     if device.is_cuda:
         torch.zeros(1, device=device.torch)
     if given.repeating:
-        serving_bench.initialise = repeating
+        serving_bench.initialise = repeating  # type: ignore[assignment]
     options = EngineOptions(requests=64, graphs=given.graphs, chunk=given.chunk, speculate=given.speculate)
     model = model_alone(compose(given.model, flags={} if device.is_cuda else SMALL))
     plan = ServingBench(
