@@ -18,7 +18,6 @@ from mega.core.config.run import RunConfig
 from mega.core.estimate import trace
 from mega.core.estimate.chunks import Chunk, stage_chunks
 from mega.core.estimate.footprint import Footprint, footprint
-from mega.core.estimate.sizes import Sizes
 from mega.core.estimate.weights import transient_buckets
 from mega.core.family import synthetic_batch
 from mega.core.ops.fp8 import Cast, Fp8Matmuls
@@ -26,7 +25,7 @@ from mega.core.ops.kernels import fp8
 from mega.core.ops.matmuls import Matmuls
 from mega.core.parallel import collectives, peers
 from mega.core.parallel.gradients import Bucket, GradBuffer
-from mega.core.parallel.mesh import Axis, Mesh
+from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.peers import Mapped
 from mega.core.parallel.pipeline import StageOutput
 from mega.core.training import wire
@@ -428,14 +427,6 @@ def peak(found: trace.Trace, way: str) -> int:
         for part in unit:
             most, live = max(most, live + part.peak), live + part.change
     return most
-
-
-@pytest.mark.parametrize("tp", [2, 4, 8, 6])
-@pytest.mark.parametrize("rows", [128, 500, 512, 1024, 4096])
-def test_pieces_are_those_of_the_exchanges(tp: int, rows: int) -> None:
-    flags = {**QUIET, **OVERLAP, "tp": tp, "hidden": 96, "heads": 24, "seq_length": rows * tp // 2}
-    axis = Axis("tp", tuple(range(tp)), 0)
-    assert Sizes(run_of(flags)).pieces == len(peers._order(axis, rows, ours_first=True))
 
 
 def frugal_cast(x: torch.Tensor, dtype: torch.dtype, *, rows: bool = False, columns: bool = False) -> Cast:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -15,7 +15,10 @@ from mega.core.config.toml import loads, read_text, shown
 GIB = 2**30
 
 SHARES = ("product", "elementwise", "attention_forward", "attention_backward")
-"""Fields that are a share of what the device can do at most. (`traffic` is none: more of it only takes longer.)"""
+"""Fields that are a share of what the device can do at most."""
+
+RETIRED = {"traffic"}
+"""Fields of files that were written before curves were measured; they are read and not used."""
 
 LEAST, MOST = 1e-12, 1e12
 """What a number of any field may be: far from where reckoning with it ends."""
@@ -28,10 +31,9 @@ class Hardware:
     name: str
     memory: float
     communicator: float
-    peak: Mapping[str, float]
+    peak: Mapping[str, float] = field(hash=False)
     bandwidth: float
     product: float
-    traffic: float
     elementwise: float
     attention_forward: float
     attention_backward: float
@@ -77,6 +79,7 @@ def hardware(name: str, asked: str | None = None) -> Hardware:
 
 def _made(name: str, table: Mapping[str, Any], asked: str) -> Hardware:
     base, own = _known()["base"], {field.name for field in fields(Hardware)} - {"name"}
+    table = {key: value for key, value in table.items() if key not in RETIRED}
     given = table.get("peak", {})
     if not isinstance(given, Mapping):
         raise ValueError(

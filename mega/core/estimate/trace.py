@@ -33,9 +33,12 @@ from mega.core.config.sections import (
 )
 from mega.core.device import DTYPES
 from mega.core.estimate.chunks import Chunk
+from mega.core.estimate.cost import Operation, Units
+from mega.core.estimate.heard import Heard
 from mega.core.family import synthetic_batch
 from mega.core.ops.autograd import run_backward
-from mega.core.parallel.gradients import parameter_spec
+from mega.core.ops.observe import observing
+from mega.core.parallel.gradients import DeferredWgrad, parameter_spec
 from mega.core.parallel.layout import ParameterSpec
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.peers import Imagined
@@ -51,6 +54,10 @@ WORKSPACES = {
     torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default: lambda grad, query, *_: 4 * query.numel()
 }
 """Bytes that an op's kernel takes from the allocator while it runs: cuDNN sums the query's gradient in fp32."""
+
+
+PACKED = 0.33
+"""Share of a row's causal pairs that packed documents leave: of 200 to 2,000 tokens in 4,096."""
 
 
 class Part(NamedTuple):
@@ -75,6 +82,7 @@ the first."""
 class Trace(NamedTuple):
     """One microbatch on a chunk.
 
+    forward_work, backward_work, weight_work: operations by units; the last of a schedule that splits the backward pass.
     before: bytes that earlier microbatches left. in_flight: of blocks of exchanges that are over, after the forward
     pass. given: gradients with which the backward pass begins. cargo: what comes from the stage before, or goes to the
     next. batch: the batch itself. mapped: outside the allocator.
@@ -88,6 +96,9 @@ class Trace(NamedTuple):
     cargo: int
     batch: int
     mapped: int
+    forward_work: Units
+    backward_work: Units
+    weight_work: Units
 
     @property
     def held(self) -> int:
@@ -105,10 +116,14 @@ def _change(parts: Parts) -> int:
 
 
 class Live(TorchDispatchMode):
-    """Bytes of the storages that ops have made and that are still alive. workspaces: as in WORKSPACES."""
+    """Bytes of the storages that ops have made and that are still alive.
 
-    def __init__(self, workspaces: dict[Any, Callable[..., int]]) -> None:
+    workspaces: as in WORKSPACES. heard: every op is reported to it.
+    """
+
+    def __init__(self, workspaces: dict[Any, Callable[..., int]], heard: Heard | None = None) -> None:
         super().__init__()
+        self._heard = heard or Heard()
         self.live = self.peak = 0
         self._workspaces = {id(func): workspace for func, workspace in workspaces.items()}
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -126,10 +141,13 @@ class Live(TorchDispatchMode):
         kwargs = kwargs or {}
         kind = _KINDS.get(id(func)) or _KINDS.setdefault(id(func), _kind(func))
         if kind == "written":
-            return kwargs["out"] if "out" in kwargs else args[0]
+            written = kwargs["out"] if "out" in kwargs else args[0]
+            self._heard.op(func, args, kwargs, written)
+            return written
         if kind == "view":
             return func(*args, **kwargs)
         out = _made(func, args, kwargs)
+        self._heard.op(func, args, kwargs, out)
         for tensor in out if isinstance(out, tuple | list) else (out,):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
@@ -277,15 +295,18 @@ class _StandIns:
 
 
 class _Recorder:
-    """Cuts what `live` counts into the parts of units."""
+    """Cuts what `live` counts into the parts of units, and what `heard` lists into their operations."""
 
-    def __init__(self, live: Live, units: int) -> None:
-        self.live, self.units = live, units
+    def __init__(self, live: Live, heard: Heard, units: int) -> None:
+        self.live, self.heard, self.units = live, heard, units
         self.begin(0)
 
     def begin(self, unit: int) -> None:
         """A pass begins, in `unit`."""
         self._parts: list[list[Part]] = [[] for _ in range(self.units)]
+        self._work: list[list[Operation]] = [[] for _ in range(self.units)]
+        self._working = unit
+        self.heard.take()
         self._unit, self._begun = unit, self.live.live
         self.live.peak = self._begun
         self.backward = unit > 0
@@ -296,18 +317,45 @@ class _Recorder:
             self.cut()
             self._unit = unit
 
+    def works(self, unit: int) -> None:
+        """Operations that follow are of `unit`."""
+        self._work[self._working] += self.heard.take()
+        self._working = unit
+
     def cut(self, weight: tuple[int, int] | None = None, opens: bool = False) -> None:
         live = self.live
         self._parts[self._unit].append(Part(live.peak - self._begun, live.live - self._begun, weight, opens))
         self._begun = live.peak = live.live
 
-    def end(self) -> Parts:
+    def end(self) -> tuple[Parts, Units]:
         self.cut()
-        return tuple(map(tuple, self._parts))
+        self.works(self._unit)
+        return tuple(map(tuple, self._parts)), tuple(map(tuple, self._work))
 
 
 def trace(run: RunConfig, chunk: Chunk) -> Trace:
     """One microbatch of a resolved `run` on a chunk."""
+    parallel = run.parallel
+    key = (
+        *(run.model, run.precision, run.memory, run.masking.decoder_seq_length, run.data.reset_attention),
+        *(run.runtime.device, run.runtime.ops, run.batch.seq_length, microbatch_rows(run), chunk),
+        *(parallel.tp, parallel.cp, parallel.cp_comm, parallel.sequence_parallel, parallel.tp_overlap),
+        *(parallel.zero if parallel.zero > 1 else 0, _splits(run)),
+    )
+    if key not in _FOUND:
+        _FOUND[key] = _found(run, chunk)
+    return _FOUND[key]
+
+
+_FOUND: dict[Any, Trace] = {}
+"""Traces by all of a run that matters to them (`reduced_run`), which takes longer to reduce than to look up."""
+
+
+def _splits(run: RunConfig) -> bool:
+    return bool(run.parallel.schedule and splits_backward(run.parallel.schedule))
+
+
+def _found(run: RunConfig, chunk: Chunk) -> Trace:
     regimes, rows = [list(_regimes(run, count)) for count in chunk.stacks], microbatch_rows(run)
     if len(regimes) > 1 or chunk.blocks < 2 or regimes[0] != [(chunk.blocks, 1)] or not _composable(run):
         short = [[min(count, REPEATS * period + count % period) for count, period in stack] for stack in regimes]
@@ -325,6 +373,9 @@ def trace(run: RunConfig, chunk: Chunk) -> Trace:
     ended = begin._replace(
         forward=(*begin.forward[:-1], end.forward[-1]),
         backward=(*begin.backward[:-1], end.backward[-1]),
+        forward_work=(*begin.forward_work[:-1], end.forward_work[-1]),
+        backward_work=(*begin.backward_work[:-1], end.backward_work[-1]),
+        weight_work=(*begin.weight_work[:-1], end.weight_work[-1]),
         given=end.given,
     )
     return _repeated(ended, regimes, [[ENOUGH]])
@@ -363,7 +414,7 @@ def reduced_run(run: RunConfig, chunk: Chunk) -> tuple[RunConfig, int]:
             sequence_parallel=parallel.sequence_parallel,
             tp_overlap=parallel.tp_overlap,
             zero=parallel.zero if parallel.zero > 1 else 0,
-            schedule=parallel.schedule if parallel.schedule and splits_backward(parallel.schedule) else "1f1b",
+            schedule=parallel.schedule if _splits(run) else "1f1b",
         ),
         batch=BatchConfig(seq_length=run.batch.seq_length),
         memory=run.memory,
@@ -413,7 +464,16 @@ def _repeated(found: Trace, regimes: Sequence[Sequence[tuple[int, int]]], short:
     def whole(parts: Parts) -> Parts:
         return tuple(tuple(moved(part, at - unit) for part in parts[unit]) for at, unit in enumerate(units))
 
-    return found._replace(forward=whole(found.forward), backward=whole(found.backward))
+    def listed(work: Units) -> Units:
+        return tuple(work[unit] for unit in units)
+
+    return found._replace(
+        forward=whole(found.forward),
+        backward=whole(found.backward),
+        forward_work=listed(found.forward_work),
+        backward_work=listed(found.backward_work),
+        weight_work=listed(found.weight_work),
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -439,15 +499,19 @@ class _Rank:
         self.grads.start()
         transport = self.chunk.region.transport
         self.exchanges = transport if isinstance(transport, Imagined) else None
-        self.deferred = parallel.schedule is not None and splits_backward(parallel.schedule)
-        self.live = Live({} if run.runtime.device == "cpu" else WORKSPACES)
+        self.deferred = _splits(run)
+        packed = PACKED if run.data.reset_attention else 1.0
+        self.heard = Heard(packed=packed, window=run.model.window)
+        self.live = Live({} if run.runtime.device == "cpu" else WORKSPACES, self.heard)
         for bucket in self.grads.buckets:
             self.live.ignore(bucket.weights, bucket.own_grads)
         self.live.ignore(*(weight.data for part in own for weight in part if not weight.requires_grad))
         own = [[weight for weight in part if weight.requires_grad] for part in own]
         if self.exchanges is not None:
             self.live.ignore(self.exchanges.memory)
-        self.recorder = _Recorder(self.live, len(units))
+        self.recorder = _Recorder(self.live, self.heard, len(units))
+        # A tied table is looked up first and multiplied with last.
+        self.unit_of = {id(w): unit for unit, part in enumerate(units) for module in part for w in weights(module)}
         for unit, modules in enumerate(units):
             for module in modules:
                 module.register_forward_pre_hook(partial(_entered, self.recorder, unit))
@@ -468,7 +532,7 @@ class _Rank:
     def _passes(self, batch: Batch) -> Trace:
         live, recorder, exchanges = self.live, self.recorder, self.exchanges
         before, shapes = live.live, self.chunk.cargo(batch)
-        with live:
+        with live, observing(self.heard):
             recorder.begin(0)
             cargo: tuple[torch.Tensor, ...] = ()
             if not self.mesh.pp.first:
@@ -479,7 +543,7 @@ class _Rank:
             roots = (term.total if term.root is None else term.root for term in out.terms.values())
             outs = (*out.cargo, *roots)
             del out
-            forward = recorder.end()
+            forward, forward_work = recorder.end()
             in_flight = exchanges.settle() if exchanges is not None else 0
             recorder.begin(recorder.units - 1)
             if self.deferred:
@@ -488,7 +552,8 @@ class _Rank:
             run_backward(outs, given)
             deferred = self.grads.take_deferred() if self.deferred else []
             del cargo
-            backward = recorder.end()
+            backward, backward_work = recorder.end()
+            weight_work = self._put_off(deferred)
         del deferred, outs
         return Trace(
             forward,
@@ -499,7 +564,18 @@ class _Rank:
             cargo=max(sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes), sent),
             batch=sum(tensor.nbytes for tensor in batch.tensors().values()),
             mapped=exchanges.mapped if exchanges is not None else 0,
+            forward_work=forward_work,
+            backward_work=backward_work,
+            weight_work=weight_work,
         )
+
+    def _put_off(self, deferred: list[DeferredWgrad]) -> Units:
+        """Operations of gradients of weights that the backward pass has put off, by the units of the weights."""
+        work: list[list[Operation]] = [[] for _ in range(self.recorder.units)]
+        for one in deferred:
+            self.grads.run_wgrad([one])
+            work[self.unit_of[id(one[0])]] += self.heard.take()
+        return tuple(map(tuple, work))
 
 
 @lru_cache(maxsize=64)
@@ -562,17 +638,21 @@ def _entered(recorder: _Recorder, unit: int, *_: Any) -> None:
     """The forward pass of a unit begins. (One that is run once more in a backward pass belongs to that.)"""
     if not recorder.backward:
         recorder.enter(unit)
+        recorder.works(unit)
 
 
 def _left(recorder: _Recorder, unit: int, _: nn.Module, args: Any, out: Any) -> None:
-    """It ends. Its backward pass begins with the gradient of its result."""
+    """It ends. Its backward pass begins with the gradient of its result, its operations with that of any part of it."""
     if recorder.backward:
         return
-    recorder.enter(min(unit + 1, recorder.units - 1))
-    for tensor in _tensors((out,)):
-        if tensor.requires_grad:
-            tensor.register_hook(lambda grad: recorder.enter(unit))
-            return
+    following = min(unit + 1, recorder.units - 1)
+    recorder.enter(following)
+    recorder.works(following)
+    tensors = [tensor for tensor in _tensors((out,)) if tensor.requires_grad]
+    for tensor in tensors:
+        tensor.register_hook(lambda grad: recorder.works(unit))
+    if tensors:
+        tensors[0].register_hook(lambda grad: recorder.enter(unit))
 
 
 def _tensors(values: tuple[Any, ...]) -> Iterator[torch.Tensor]:

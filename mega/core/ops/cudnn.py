@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mega.core.device import current_stream
+from mega.core.ops import observe
 from mega.core.ops.mask import AttentionMask
 from mega.core.ops.partial_attention import PLAIN, Gradients
 from mega.core.ops.trial import error_of, first_line, passes
@@ -237,6 +238,8 @@ def forward(
     lse = torch.empty(b, heads, s, 1, dtype=torch.float32, device=q.device)
     if plans is not None:
         plans.forward.run(q, k, v, out, lse)
+    else:
+        observe.attention("window", q, k, None)
     return out, lse
 
 
@@ -260,6 +263,7 @@ def backward(
         # Workspace: cuDNN sums the query's gradient in fp32, and keeps those of grouped keys and values of every head.
         grouped = q.shape[2] > k.shape[2]
         torch.empty(grad_q.numel() * (1 + grouped) + lse.numel(), dtype=torch.float32, device=q.device)
+        observe.attention("window", q, k, None, backward=True)
     else:
         plans.backward.run(q, k, v, out, grad, lse, grad_q, grad_kv[0], grad_kv[1])
     return grad_q, grad_kv[0], grad_kv[1]

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mega.core.ops import observe
 from mega.core.parallel.mesh import Axis
 
 # torch 2.13 renamed these; 2.11 knows the old names only.
@@ -32,19 +33,28 @@ class Finished:
     """The handle of a collective that had nothing to do: along an axis of one rank, or of tensors on the meta device.
 
     Those have shapes alone, and no group need exist. `held`: what a collective's own handle would hold until the wait.
+    `waited`: called at the first wait.
     """
 
-    def __init__(self, held: torch.Tensor | None = None):
-        self._held = held
+    def __init__(self, held: torch.Tensor | None = None, waited: Callable[[], None] | None = None):
+        self._held, self._waited = held, waited
 
     def wait(self) -> None:
         self._held = None
+        if self._waited is not None:
+            self._waited()
+            self._waited = None
 
 
 def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum", *, wait: bool = True) -> Any:
     """Reduce `x` in place over the axis; returns the handle."""
-    if axis.size == 1 or x.is_meta:
+    if axis.size == 1:
         return Finished()
+    if x.is_meta:
+        handle = Finished(waited=observe.exchange("all-reduce", x.nbytes, axis.ranks))
+        if wait:
+            handle.wait()
+        return handle
     kind = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
     work = dist.all_reduce(x, kind, group=axis.group, async_op=True)
     if wait:
@@ -65,7 +75,7 @@ def start_all_gather(x: torch.Tensor, axis: Axis, out: torch.Tensor | None = Non
     if out is None:
         out = x.new_empty((x.shape[0] * axis.size, *x.shape[1:]))
     if x.is_meta:
-        return out, Finished(x.contiguous())
+        return out, Finished(x.contiguous(), observe.exchange("all-gather", out.nbytes, axis.ranks))
     return out, _gather_into(out, x.contiguous(), group=axis.group, async_op=True)
 
 
@@ -100,7 +110,7 @@ def start_reduce_scatter(x: torch.Tensor, axis: Axis, out: torch.Tensor | None =
     if out is None:
         out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
     if x.is_meta:
-        return out, Finished(x.contiguous())
+        return out, Finished(x.contiguous(), observe.exchange("reduce-scatter", x.nbytes, axis.ranks))
     return out, _scatter_sum(out, x.contiguous(), group=axis.group, async_op=True)
 
 
@@ -115,6 +125,7 @@ class RingShift:
         self._arriving = torch.empty_like(self._sent)
         self._works: list[Any] = []
         if x.is_meta:
+            self._works = [Finished(waited=observe.exchange("shift", x.nbytes, axis.ranks))]
             return
         after, before = (axis.ranks[(axis.index + step) % axis.size] for step in (1, -1))
         self._works = dist.batch_isend_irecv(
@@ -141,7 +152,9 @@ def _exchange(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     assert x.shape[0] % axis.size == 0, f"{x.shape[0]} rows over {axis.size} ranks"
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     x = x.contiguous()
-    if not x.is_meta:
+    if x.is_meta:
+        Finished(waited=observe.exchange("all-to-all", x.nbytes, axis.ranks)).wait()
+    else:
         dist.all_to_all_single(out, x, group=axis.group)
     return out
 

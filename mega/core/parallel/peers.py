@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from mega.core.device import CopyDescriptor, CopyStream
+from mega.core.ops import observe
 from mega.core.parallel.mesh import Axis
 from mega.core.plan.pieces import BUFFERS, together
 
@@ -359,7 +360,8 @@ class Imagined(Messages):
         self.mapped = max(self.mapped, BUFFERS * size)
         sent = self._sent[self.count % BUFFERS]
         sent.clear()
-        return _Imagined(self.memory[:size].view(like.dtype).view(self.axis.size, rows, columns), sent)
+        buffer = self.memory[:size].view(like.dtype).view(self.axis.size, rows, columns)
+        return _Imagined(self.axis, self.count, buffer, sent)
 
     def settle(self) -> int:
         """Bytes of blocks that live for their exchanges alone; others stay in their place."""
@@ -376,11 +378,17 @@ class Imagined(Messages):
 
 
 class _Imagined:
-    def __init__(self, buffer: torch.Tensor, sent: list[torch.UntypedStorage]):
-        self.buffer, self._sent = buffer, sent
+    def __init__(self, axis: Axis, number: int, buffer: torch.Tensor, sent: list[torch.UntypedStorage]):
+        self.buffer, self._sent, self._axis, self._number = buffer, sent, axis, number
+        self._coming = set(range(axis.size)) - {axis.index}
 
     def send(self, blocks: torch.Tensor, *turns: range) -> None:
         self._sent.append(blocks.untyped_storage())
+        others = sum(rank != self._axis.index for ranks in turns for rank in ranks)
+        observe.send(self._number, self.buffer.nbytes // len(self.buffer), others)
 
     def wait(self, ranks: range) -> None:
-        """It has."""
+        """They have come."""
+        if expected := self._coming & set(ranks):
+            self._coming -= expected
+            observe.receive(self._number, len(expected))

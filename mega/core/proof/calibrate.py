@@ -1,6 +1,6 @@
 """What this machine can do, measured: products, attention, copies, elementwise passes, collectives; written as TOML.
 
-    products        by shape, in the dtype that training uses      -> product, traffic, launch
+    products        by shape, in the dtype that training uses      -> product
     attention       causal, forward and backward                   -> attention_forward, attention_backward
     copies, norms   large tensors                                  -> bandwidth, elementwise
     collectives     by size over all ranks of this host            -> inside, latency
@@ -104,22 +104,21 @@ class Machine:
         fastest = max(sample.flops / sample.seconds for sample in samples)
         known = self.device.peak_tflops
         peak = known * 1e12 if known is not None else fastest
-        share, traffic = product_shares(samples, peak, bandwidth, launch)
+        share, _ = product_shares(samples, peak, bandwidth, launch)
         forward, backward = self._attention()
         values: dict[str, float] = {
             "memory": self.device.room() / 2**30 / (1 if self.device.is_cuda else self.world.local_size),
             "bandwidth": bandwidth / 1e12,
             "product": share,
-            "traffic": traffic,
             "elementwise": self._elementwise() / bandwidth,
             "attention_forward": forward / peak,
             "attention_backward": backward / peak,
-            "launch": launch * 1e6,
             "node": self.world.local_size,
         }
         if not self.device.is_cuda:
             values["communicator"] = 0.01  # sockets and their buffers
             values["host"] = 1e-3  # the host is the device: none waits for the other
+            values["launch"] = launch * 1e6
         if self.world.size > 1:
             delay, each = self._gathering()
             values |= {"inside": 1 / each / 1e9, "latency": max(delay * 1e6, 1e-3), "peer": self._handing() / 1e9}

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mega.core.ops import cudnn
+from mega.core.ops import cudnn, observe
 from mega.core.ops.attention import fused_recomputing
 from mega.core.ops.counter import RULE
 from mega.core.ops.kernels.counter import kept, row_keys
@@ -538,6 +538,7 @@ def forward(
     out = torch.empty(b, s, heads, width, dtype=q.dtype, device=q.device)
     lse = torch.empty(b, heads, s, dtype=torch.float32, device=q.device)
     if out.is_meta:
+        observe.attention("ours", q, k, mask)
         return out, lse
     _attention_forward[cdiv(s, tiles.rows), heads, b](
         _heads(q), _heads(k), _heads(v), _heads(out), lse, problem.bounded(tiles, keys=False), problem.dropped,
@@ -565,6 +566,7 @@ def backward(
     delta = torch.empty(b, heads, s, dtype=torch.float32, device=q.device)
     rows = torch.empty(b, heads, s, dtype=torch.int64, device=q.device) if problem.dropped else None
     if q.is_meta:
+        observe.attention("ours", q, k, mask, backward=True)
         return grads[0], grads[1], grads[2]
     _attention_prepare[cdiv(s, 64), heads, b](
         _heads(out), _heads(grad), delta, rows, problem.seen, problem.dropped, problem.keep, heads,

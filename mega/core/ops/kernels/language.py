@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mega.core.device import overlaps_kernels
+from mega.core.ops import observe
 
 try:
     import triton.language as tl
@@ -28,6 +29,7 @@ def launch(kernel: Any, grid: tuple[int, ...], x: torch.Tensor, *args: Any, **op
     twice as long as to find what it compiled for arguments of the same kinds.
     """
     if x.is_meta:
+        observe.kernel(getattr(kernel, "__name__", "kernel"), (x, *args))
         return
     kinds = _kinds(x, *args)
     if kinds is None:

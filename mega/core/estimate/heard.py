@@ -1,0 +1,164 @@
+"""The operations of a stage while it runs on the meta device, as the shapes that cost.py prices.
+
+Ops of torch come from trace.py's dispatch mode; kernels, attention and exchanges report themselves (ops/observe.py).
+Bytes are those of tensors read and written, once each; a table of which some rows are read counts as those rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from mega.core.estimate.cost import (
+    AttentionWork,
+    CollectiveBegin,
+    ElementwiseWork,
+    Gemm,
+    Operation,
+    Received,
+    Send,
+    Wait,
+)
+from mega.core.ops.mask import AttentionMask
+
+GEMMS = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1}
+"""Ops of torch that multiply -> place of their first factor."""
+
+ALLOCATIONS = {
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
+    *("detach", "alias", "lift_fresh", "resize_", "set_", "_unsafe_view", "_reshape_alias"),
+}
+"""Ops that launch nothing."""
+
+LOOK_UPS = {"embedding": 2.0, "index": 2.0, "index_select": 2.0, "gather": 2.0, "nll_loss_forward": 1.0}
+"""Ops that read some rows of a table -> passes over their result."""
+
+ADDED_ROWS = {"index_add_": 3.0, "index_put_": 3.0, "embedding_dense_backward": 3.0, "scatter": 3.0, "scatter_": 3.0}
+"""Ops that write some rows of a table -> passes over these rows, the largest argument but the table."""
+
+WRITTEN = {"copy_", "fill_", "zero_"}
+"""Ops in place that do not read what they write."""
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+
+CUDNN = ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward")
+
+
+class Heard:
+    """Operations in the order in which they ran. packed: share of a row's pairs that are left by packed documents.
+    window: what a token sees, where the model has one."""
+
+    def __init__(self, *, packed: float = 1.0, window: int | None = None) -> None:
+        self.operations: list[Operation] = []
+        self._packed, self._window, self._count = packed, window, 0
+
+    def take(self) -> tuple[Operation, ...]:
+        """What has run since it was asked before."""
+        found, self.operations = tuple(self.operations), []
+        return found
+
+    # -- ops of torch
+
+    def op(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """An op that is no view, after its result was made."""
+        name = func.overloadpacket.__name__
+        if name in ALLOCATIONS:
+            return
+        if name in GEMMS:
+            first = GEMMS[name]
+            self.operations.append(_gemm(args[first], args[first + 1], out))
+        elif name in CUDNN:
+            self._cudnn(args, backward=name == CUDNN[1])
+        else:
+            self.operations.append(ElementwiseWork(name, _moved(name, args, kwargs, out)))
+
+    def _cudnn(self, args: Any, *, backward: bool) -> None:
+        """q [b, heads, s, d], k [b, kv_heads, t, d]."""
+        q, k = args[1:3] if backward else args[:2]
+        causal = args[-1] if backward else args[6] if len(args) > 6 else False
+        (b, heads, s, d), t = q.shape, k.shape[2]
+        kernel, share = ("cudnn causal", 0.5) if causal else ("cudnn full", 1.0)
+        self.operations.append(AttentionWork(kernel, backward, b * heads, s, t, d, share))
+
+    # -- what reports itself
+
+    def kernel(self, name: str, arguments: Sequence[Any]) -> None:
+        self.operations.append(ElementwiseWork(name, sum(map(_bytes, arguments))))
+
+    def attention(
+        self, kernel: str, q: torch.Tensor, k: torch.Tensor, mask: AttentionMask | None, *, backward: bool
+    ) -> None:
+        (b, s, heads, d), t = q.shape, k.shape[1]
+        mask = AttentionMask(window=self._window) if mask is None else mask
+        share, curve = _visible(s, t, *mask.band(s, t)), "cudnn causal"
+        if kernel == "ours":
+            full = mask.kind == "full"
+            share *= 1.0 if full or mask.q_documents is None else self._packed
+            curve = f"ours {mask.kind}" + (" dropout" if mask.dropout is not None else "")
+        self.operations.append(AttentionWork(curve, backward, b * heads, s, t, d, share))
+
+    def exchange(self, kind: str, size: int, ranks: Sequence[int]) -> Callable[[], None]:
+        self._count += 1
+        number = self._count
+        self.operations.append(CollectiveBegin(number, kind, size, len(ranks), ranks[1] - ranks[0]))
+        return lambda: self.operations.append(Wait(number))
+
+    def send(self, exchange: int, size: int, blocks: int) -> None:
+        self.operations.append(Send(exchange, size, blocks))
+
+    def receive(self, exchange: int, blocks: int) -> None:
+        self.operations.append(Received(exchange, blocks))
+
+
+def _gemm(a: torch.Tensor, b: torch.Tensor, out: Any) -> Gemm:
+    """[.., m, k] x [.., k, n]. The layout is that of the strides: whose inner dim is not the last lies transposed."""
+    (m, k), n = a.shape[-2:], b.shape[-1]
+    layout = "wgrad" if _turned(a) else "forward" if _turned(b) else "dgrad"
+    fp8 = a.element_size() == 1
+    if fp8 and out.dtype == torch.float32:
+        layout = "wgrad"
+    dtype = "fp8" if fp8 else DTYPES[a.dtype]
+    moved = a.nbytes + b.nbytes + out.nbytes
+    return Gemm(*(_measured_as(m, k, n, layout)), layout, dtype, moved, a.shape[0] if a.ndim == 3 else 1)
+
+
+def _measured_as(m: int, k: int, n: int, layout: str) -> tuple[int, int, int]:
+    """The linear layer [tokens, in] -> [tokens, out] of which this is one of the three products."""
+    return (m, k, n) if layout == "forward" else (m, n, k) if layout == "dgrad" else (k, n, m)
+
+
+def _turned(x: torch.Tensor) -> bool:
+    return x.stride(-1) != 1 and x.stride(-2) == 1
+
+
+def _bytes(x: Any) -> int:
+    """What a tensor takes where it is stored; an expanded one less than its elements."""
+    if not isinstance(x, torch.Tensor):
+        return 0
+    return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
+
+
+def _moved(name: str, args: Any, kwargs: Any, out: Any) -> int:
+    outs = sum(map(_bytes, out if isinstance(out, tuple | list) else (out,)))
+    if name in LOOK_UPS:
+        return int(LOOK_UPS[name] * outs)
+    tensors = [_bytes(x) for value in args for x in (value if isinstance(value, list | tuple) else (value,))]
+    if name in ADDED_ROWS:
+        return int(ADDED_ROWS[name] * max(tensors[1:] if name.endswith("_") else tensors[:1], default=0))
+    if name in WRITTEN:
+        return sum(tensors)
+    return sum(tensors) + outs
+
+
+@lru_cache(maxsize=256)
+def _visible(s: int, t: int, low: int | None, high: int | None) -> float:
+    """Share of the pairs of s queries and t keys in a band (ops.mask.AttentionMask.band).
+
+    >>> _visible(4, 4, None, 0), _visible(4, 4, None, None), round(_visible(8, 8, -1, 0), 3)
+    (0.625, 1.0, 0.234)
+    """
+    low, high = -s if low is None else low, t if high is None else high
+    return sum(max(0, min(t, i + high + 1) - max(0, i + low)) for i in range(s)) / (s * t)

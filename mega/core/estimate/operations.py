@@ -1,0 +1,43 @@
+"""The operations of a chunk of the model, from its trace. Knows no seconds, and no torch before it is asked."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import repeat
+from typing import Any
+
+from mega.core.config.run import RunConfig, updated
+from mega.core.estimate.chunks import Chunk
+from mega.core.estimate.cost import ChunkOperations, Operation
+
+
+def operations(run: RunConfig, chunk: Chunk) -> ChunkOperations:
+    """Of a resolved run."""
+    from mega.core.estimate.trace import trace
+
+    found = trace(run, chunk)
+    return ChunkOperations(found.forward_work, found.backward_work, found.weight_work, found.cargo)
+
+
+def rough_operations(run: RunConfig, chunk: Chunk) -> ChunkOperations:
+    """The same in few traces: every number of an operation grows evenly with the size of a microbatch. Weight gradients
+    that are put off are counted as backward."""
+    run, size = updated(run, {"schedule": "1f1b", "zero": 0}), run.batch.micro_batch
+    assert size
+    if size <= 2 or run.parallel.tp_overlap:  # pieces of an exchange are joined by their size
+        return operations(run, chunk)
+    one, two = (operations(updated(run, {"micro_batch": few}), chunk) for few in (1, 2))
+    if [list(map(len, units)) for units in one[:3]] != [list(map(len, units)) for units in two[:3]]:
+        return operations(run, chunk)
+    parts = [tuple(map(_grown, a, b, repeat(size))) for a, b in zip(one[:3], two[:3], strict=True)]
+    return ChunkOperations(parts[0], parts[1], parts[2], one.cargo + (size - 1) * (two.cargo - one.cargo))
+
+
+@lru_cache(maxsize=1 << 10)
+def _grown(one: tuple[Operation, ...], two: tuple[Operation, ...], size: int) -> tuple[Operation, ...]:
+    """Operations of `size` samples from those of one and of two."""
+    found = []
+    for a, b in zip(one, two, strict=True):
+        kind: Any = type(a)
+        found.append(kind(*(x + (size - 1) * (y - x) if type(x) is int else x for x, y in zip(a, b, strict=True))))  # type: ignore[operator]
+    return tuple(found)
