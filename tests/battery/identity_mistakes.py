@@ -36,10 +36,9 @@ SAID = {
     "another's result by name": "is the result of another model",
     "other tokens, allowed": "was made with",
     "another tokenizer, allowed": "has a tokenizer of its own",
-    "files that are not read": "changes nothing",
     "merged though others": "no tokenizer is noted for the result",
     "decoded by another": "are decoded with another one",
-    "random labels": "without --load all weights begin at random",
+    "others' by another kind of it": "is of a file that came with",
 }
 """Mistake -> what a user reads, where it is no error."""
 
@@ -97,7 +96,7 @@ def table(place: Place) -> dict[str, str]:
     words["preprocess: a file for a folder"] = f"preprocess --input {f}/a.jsonl --output-prefix {f}/a.jsonl/y {same}"
 
     def trains(mistake: str, line: str, verb: str = "finetune") -> None:
-        words[f"{verb}: {mistake}"] = f"{verb} {line} {step} --metrics {f}/metrics"
+        words[f"{verb}: {mistake}"] = f"{verb} {step} {line} --metrics {f}/metrics"
 
     text, chat = f"--load {f}/text", f"--load {f}/chat"
     data, talks = f"--data-path {tokens} --split 1,0,0", f"--chat-data {f}/talks.jsonl"
@@ -158,7 +157,6 @@ def table(place: Place) -> dict[str, str]:
     words["convert-llama: into itself"] = f"convert-llama --load-dir {f}/hf --save-dir {f}/hf"
     words["convert-llama: a form that is none"] = f"convert-llama --load-dir {f}/text --save-dir {f}/c3 --to gguf"
     words["convert-llama: a tokenizer"] = f"convert-llama --load-dir {place.model} --save-dir {f}/c4"
-    words["reshard: others' weights"] = f"reshard --load-dir {f}/hf --save-dir {f}/c5"
     words["data: merged of two"] = f"data merge {tokens} {others} --output-prefix {f}/m"
     words["data: merged though others"] = (
         f"data merge {tokens} {others} --output-prefix {f}/m2 --allow-tokenizer-mismatch"
