@@ -146,7 +146,7 @@ def _folder(own: Own, names: ModuleType, tokens: SpecialTokens, losses: tuple[st
     files, others = conversing.written_files(own.checkpoint, config, tokens)
     if names is bert:  # which neither continues a text nor converses
         files, others = (
-            {name: file for name, file in tokens.files.items() if name not in own.checkpoint.attachments},
+            {name: dict(file) for name, file in tokens.files.items() if name not in own.checkpoint.attachments},
             {},
         )
 
