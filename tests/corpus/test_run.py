@@ -135,6 +135,16 @@ run({list(map(str, inputs))!r}, Path({str(tmp_path / "out")!r}), {step!r}, worke
     assert left == whole and not list((tmp_path / "out").glob("*.tmp"))
 
 
+def test_what_a_call_left_that_was_killed_at_its_end_goes(tmp_path: Path) -> None:
+    inputs = corpus(tmp_path, 60)
+    run(inputs, tmp_path / "out")
+    before = sorted(path.name for path in (tmp_path / "out").iterdir())
+    for name in (".corpus.json.0123456789ab.tmp", ".00000-000000.json", ".shard-1-of-1.json", ".work.json"):
+        (tmp_path / "out" / name).write_text("{}")
+    assert run(inputs, tmp_path / "out").repeated
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == before
+
+
 def test_other_work_is_refused_and_replaced_on_request(tmp_path: Path) -> None:
     inputs = corpus(tmp_path, 60)
     run(inputs, tmp_path / "out")

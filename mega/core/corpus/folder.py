@@ -191,6 +191,15 @@ def joined(folder: Path, output: Path) -> None:
                 shutil.copyfileobj(part, whole, 1 << 20)
 
 
+def tidy(options: RunOptions) -> None:
+    """Take away what a call that was killed at its very end has left next to a complete output."""
+    if not options.one_file:
+        hidden = [path for path in options.folder.glob(".*") if _is_ours(path) and path.name != RECORD]
+        for path in [*hidden, *(path for path in options.folder.glob("*.tmp") if _is_ours(path))]:
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+    remove_joined_parts(options)
+
+
 def remove_joined_parts(options: RunOptions) -> None:
     """Take away the parts of an output that is one file and is there."""
     if options.one_file and options.folder.is_dir() and options.output.is_file():

@@ -36,6 +36,7 @@ from mega.core.corpus.folder import (
     read_record,
     remove_joined_parts,
     remove_work,
+    tidy,
     write_record,
 )
 from mega.core.corpus.ledger import StepCounts
@@ -101,7 +102,7 @@ def begin(
     if record is None or options.overwrite:
         return paths, identity, None
     if record.get("identity") == identity:
-        remove_joined_parts(options)
+        tidy(options)
         return paths, identity, StepOutcome(StepCounts.from_json(record["counts"]), repeated=True)
     raise ValueError(
         f"--output {options.output}: holds the result of other inputs or settings; name another place, or give "
