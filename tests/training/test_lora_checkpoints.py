@@ -105,7 +105,7 @@ def test_on_others_weights_where_they_lie(
     assert _stored(over) == _stored(tuned)
     assert torch.equal(of_run(over), of_run(tuned))
     assert main([*tune, str(folder), *SAVE, str(folder), "--resume", "auto", "--steps", "4"]) == 2
-    assert f"--save {folder}: holds a Hugging Face folder; must be a run's directory" in capsys.readouterr().err
+    assert f"{folder}: holds a Hugging Face folder, so that no run is saved there" in capsys.readouterr().err
     # the same weights in another form are that base, and so is the folder with more files in it
     (folder / "notes.txt").write_text("mine")
     shutil.copytree(over, half, ignore=shutil.ignore_patterns("step-0000004", "latest*"))

@@ -14,7 +14,6 @@ from mega.core.estimate.hardware import GIB, Hardware
 from mega.core.estimate.memory import Memory, StageMemory, kv_cache_bytes, logits_bytes, serving_bytes
 from mega.core.estimate.search import RESERVE, Found
 from mega.core.estimate.steptime import step_time
-from mega.core.family import family
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -189,6 +188,8 @@ def bars(found: Memory, width: int = 52) -> Iterator[Text]:
 
 def _continues(run: RunConfig) -> bool:
     """Whether the family can be served."""
+    from mega.core.family import family  # loads torch, which a refused run does not need
+
     return family(run.model).prompt is not None
 
 
