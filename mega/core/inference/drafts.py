@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 
 from mega.core.inference.cache import Blocks
 from mega.core.inference.speculate import MOST, Guessed
-from mega.core.inference.step import CHOOSE, NUMBERS, Step, from_request
+from mega.core.inference.step import CHOOSE, NOT_FINITE, NUMBERS, Step, from_request
 from mega.core.inference.worker import Worker
 from mega.core.ops.paged_attention import Integers
 
@@ -63,6 +64,7 @@ class ModelDrafts:
                 guesses[each.number].append(choice.token)
         for each in taken:
             known = self._known[each.number]
+            guesses[each.number] = list(takewhile(lambda token: token != NOT_FINITE, guesses[each.number]))
             known.length, known.guesses = len(each.ids), guesses[each.number]
         return [guesses[each.number] for each in asked]
 
