@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from mega.core.architecture import Tensor, inventory
+from mega.core.architecture import Architecture, Tensor, architecture, inventory
 from mega.core.architecture.families.parts import CROSS
 from mega.core.config.resolve import predicted_tokens, text_lengths
 from mega.core.config.run import RunConfig
@@ -45,39 +45,40 @@ def model_flops_per_token(run: RunConfig) -> float:
     >>> round(model_flops_per_token(run) / 1e9, 2)
     46.09
     """
-    model, lengths = run.model, text_lengths(run)
-    assert model.layers and model.heads and model.head_dim, "resolve the model first"
-    matmuls = _matmul_flops(model, lengths, predicted_tokens(run))
-    pairs = model.layers * lengths[0] ** 2
-    if len(model.stacks) > 1:
-        read, written = lengths
-        pairs += model.stacks[1] * written * (written + read)
-    return (matmuls + 12.0 * model.heads * model.head_dim * pairs) / sum(lengths)
+    lengths = text_lengths(run)
+    matmuls = _matmul_flops(run.model, lengths, predicted_tokens(run))
+    return (matmuls + _attention_flops(architecture(run.model), lengths)) / sum(lengths)
 
 
-@lru_cache(maxsize=16)
-def _matmul_flops(model: ModelConfig, lengths: tuple[int, ...], predicted: int) -> float:
-    """Operations of one sample in the matrices."""
+def _attention_flops(model: Architecture, lengths: tuple[int, ...]) -> float:
+    """Operations of one sample between queries, keys and values. lengths: tokens of each stack."""
     return sum(
-        (6.0 if tensor.trainable else 4.0) * tensor.elements * _tokens(model, tensor, lengths, predicted)
-        for tensor in _matmul_tensors(model)
+        12.0 * attention.width * length * (length if attention.source == "self" else lengths[0])
+        for stack, length in zip(model.stacks, lengths, strict=True)
+        for layer in stack.layers
+        for attention in layer.attentions
     )
 
 
-ROW_HEADS = ("pooler.", "binary_head.", "classification_head.", "multichoice_head.")
-"""What the names of tensors begin with that see one token of a row."""
+@lru_cache(maxsize=16)
+def _matmul_flops(options: ModelConfig, lengths: tuple[int, ...], predicted: int) -> float:
+    """Operations of one sample in the matrices."""
+    model = architecture(options)
+    return sum(
+        (6.0 if tensor.trainable else 4.0) * tensor.elements * _tokens(model, tensor, lengths, predicted)
+        for tensor in _matmul_tensors(options)
+    )
 
 
-def _tokens(model: ModelConfig, tensor: Tensor, lengths: tuple[int, ...], predicted: int) -> int:
+def _tokens(model: Architecture, tensor: Tensor, lengths: tuple[int, ...], predicted: int) -> int:
     """How many tokens of a sample a matrix is multiplied with."""
-    if tensor.name.startswith(ROW_HEADS):
+    rows, unit = model.output.rows, tensor.units[-1]
+    if tensor.name.startswith(("pooler.", *(() if rows is None else (f"{rows.name}.",)))):
         return 1
-    if "head" in tensor.units:
+    if unit == "head":
         return predicted
-    if len(model.stacks) == 1:
+    if f"{CROSS}.k_proj" in tensor.name or f"{CROSS}.v_proj" in tensor.name:  # of the memory
         return lengths[0]
-    assert model.layers
-    unit = tensor.units[-1]
-    of_memory = f"{CROSS}.k_proj" in tensor.name or f"{CROSS}.v_proj" in tensor.name
-    read = of_memory or unit == "middle" or (isinstance(unit, int) and unit < model.layers)
-    return lengths[0] if read else lengths[1]
+    # A norm between two stacks belongs to the unit that opens the second one, but acts on the first one's tokens.
+    of = (length for stack, length in zip(model.stacks, lengths, strict=True) if unit in stack.numbers)
+    return next(of, lengths[0])

@@ -14,8 +14,8 @@ from mega.core.config.sections import ModelConfig
 
 
 def bert(options: ModelConfig) -> Architecture:
-    """Only the head for words shares the table: a stage that held it for nothing would wait for its gradient."""
-    words = None
+    """A stack that is not causal, and what its head computes of words and of rows."""
+    words = None  # without them the table is not tied: a stage would wait for the gradient of a copy that it never uses
     if options.head == "lm":
         transform = Transform(activation=options.head_activation, norm=parts.norm(options, "lm_head.norm"))
         words = Words(tied=options.tied, bias=True, transform=transform)
@@ -24,10 +24,8 @@ def bert(options: ModelConfig) -> Architecture:
         "choice": Rows(name="multichoice_head", classes=1, choices=options.classes),
         "lm": Rows(name="binary_head", classes=2, choices=1) if options.binary_head else None,
     }.get(options.head)
-    stack, post = (
-        parts.stack(options, parts.layer(options, causal=False), options.layers),
-        options.norm_placement == "post",
-    )
+    stack = parts.stack(options, parts.layer(options, causal=False), options.layers)
+    post = options.norm_placement == "post"
     return parts.architecture(
         options,
         input=parts.inputs(options, types=token_types(options), normed=post),
