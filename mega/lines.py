@@ -117,7 +117,7 @@ def _known(program: Program) -> dict[str, Meaning]:
 
 
 def _arguments(found: ReadLine, program: Program) -> list[Setting]:
-    """The words of a line that no flag names, as options of ours."""
+    """The positional words of a line as options of mega."""
     words = [word for word in found.others if not word.startswith("-")]
     flags = program.arguments[: len(words)]
     return [

@@ -181,10 +181,12 @@ def urls(
         str, typer.Option("--json-key", help="key of the URL in JSON lines; of .txt it is the line")
     ] = "url",
     domains: Annotated[
-        Path | None, typer.Option("--domains", help="file of registered labels to block, one a line, in place of ours")
+        Path | None,
+        typer.Option("--domains", help="file of labels to block, one a line, instead of the built-in list"),
     ] = None,
     extensions: Annotated[
-        Path | None, typer.Option("--extensions", help="file of endings to block, such as .pdf, in place of ours")
+        Path | None,
+        typer.Option("--extensions", help="file of endings to block (.pdf), instead of the built-in list"),
     ] = None,
     keep_duplicates: Annotated[
         bool, typer.Option("--keep-duplicates", help="keep a URL as often as it passes the other tests")

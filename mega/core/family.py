@@ -127,6 +127,6 @@ def _second_length(run: RunConfig) -> dict[str, Any]:
 def register(
     name: str, record: Family, build: Callable[[ModelConfig], Architecture], defaults: Mapping[str, Any]
 ) -> None:
-    """Make a family known: its record, the architecture of its options, their defaults (besides GPT's)."""
+    """Make a family known: its record, the architecture of its options, the defaults that differ from GPT's."""
     FAMILIES[name], architecture.FAMILIES[name] = record, build
     register_family(name, defaults)

@@ -56,7 +56,7 @@ def words_of(text: str, *, as_megatron: bool = False) -> WordPositions:
 def questions(task: str, path: Path) -> Iterator[str]:
     """The questions of a task's file, or of all files of its folder: JSON, JSON lines, lines of .txt; also in .gz.
 
-    Errors: ValueError naming the file where there is none.
+    Errors: ValueError naming the file if it holds none.
     """
     paths = sorted(inside for inside in path.rglob("*") if inside.is_file()) if path.is_dir() else [path]
     count = 0

@@ -61,7 +61,7 @@ class CorpusDocument:
 
     @property
     def shown(self) -> str:
-        """The text, or the whole line where there is none, for people."""
+        """The text, or the whole line if it has no text, for people."""
         try:
             return self.text
         except ValueError:
@@ -76,7 +76,7 @@ class CorpusDocument:
 
     @property
     def text(self) -> str:
-        """The text under the key. Errors: ValueError saying why there is none."""
+        """The text under the key. Errors: ValueError with the reason if it is missing."""
         found = self.fields.get(self.key)
         if isinstance(found, str):
             return found

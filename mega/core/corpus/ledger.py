@@ -84,7 +84,7 @@ class StepCounts:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> StepCounts:
-        """The inverse of `as_json`. Errors: TypeError or KeyError where it is none."""
+        """The inverse of `as_json`. Errors: TypeError or KeyError if the value is not one."""
         return cls(
             **{name: int(found[name]) for name in _NUMBERS},
             dropped=Counter(found["dropped"]),

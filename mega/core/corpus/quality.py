@@ -25,9 +25,9 @@ STOP_WORDS = frozenset("the be to of and that have with".split())
 _PUNCTUATION = regex.compile(r"[\p{P}\p{S}]+")
 _SENTENCE_END = regex.compile(r"\p{Sentence_Terminal}\Z")
 TOP_NGRAMS = ((2, 0.20), (3, 0.18), (4, 0.16))
-"""Words, and the most that the commonest run of so many may have of the characters."""
+"""n -> largest share of the characters that the most frequent n-gram of words may have."""
 REPEATED_NGRAMS = ((5, 0.15), (6, 0.14), (7, 0.13), (8, 0.12), (9, 0.11), (10, 0.10))
-"""Words, and the most that runs of so many which came before may have of the characters."""
+"""n -> largest share of the characters that repeated n-grams of words may have."""
 
 
 class Measured:

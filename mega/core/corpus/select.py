@@ -50,7 +50,7 @@ class Select:
         return values
 
     def _value(self, document: CorpusDocument) -> float:
-        """NaN where there is none. Errors: BadLine where it is not a number."""
+        """NaN if the document has no score. Errors: BadLine where it is not a number."""
         found: Any = document.fields
         for name in self.by.split("."):
             if not isinstance(found, dict) or found.get(name) is None:

@@ -3,7 +3,7 @@
     <prefix> p <suffix> s <middle> m      or, suffix first,      <prefix> <suffix> s <middle> p m
 
 Megatron-core's decisions (its dataset for --fim-data), drawn by a generator of its own for every sample: a sample is a
-function of seed and number, whatever was read before. Source of the two orders: Bavarian et al. 2022.
+function of seed and number, independent of what was read before. Source of the two orders: Bavarian et al. 2022.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from mega.core.text.tokenizer import Tokenizer
 
 KEYS = ("prompt", "chosen", "rejected")
 JUDGED = 3
-"""Which tokens are an answer's own: part of the key of whatever is kept of them. 1 had the prompt's assistant too; in
+"""Which tokens are an answer's own: part of the cache key. 1 had the prompt's assistant too; in
 2 what is shared ended with a run of text, and now ends with a message."""
 
 

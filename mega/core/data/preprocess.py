@@ -93,7 +93,7 @@ class Report:
     spells: str | None = None
 
     def add(self, found: EncodedBlock, reasons: Sequence[str], size: int) -> None:
-        """Count a block of so many bytes; all but its tokens."""
+        """Count a block of `size` bytes, except for its tokens."""
         self.documents += len(found.documents[0].counts)
         self.bytes += size
         self.skipped += found.skipped

@@ -50,7 +50,7 @@ class AttentionWork(NamedTuple):
 
 
 class ElementwiseWork(NamedTuple):
-    """A kernel that reads and writes so many bytes."""
+    """A kernel that reads and writes this number of bytes."""
 
     kernel: str
     moved: int
@@ -197,7 +197,7 @@ class Card:
         return size / (rate * 1e9) + delay * 1e-6
 
     def elementwise(self, moved: float) -> float:
-        """A pass over so many bytes."""
+        """A pass over this number of bytes."""
         return max(moved / (self.on.bandwidth * 1e12 * self.on.elementwise), SHORTEST) + self.on.launch * 1e-6
 
 
@@ -316,5 +316,5 @@ def _summed(units: Units, on: Hardware) -> tuple[float, float]:
 
 
 UNIT, LAUNCH, EXCHANGE = 0.27, 0.016, 0.061
-"""Shares of the host's time for a plain block (25 launches, forward and backward): what a pass of a unit takes besides
-its launches, a launch, and an exchange between ranks, who wait for each other's hosts too."""
+"""Shares of the host's time for a plain block (25 launches, forward and backward): what a pass of a unit takes in
+addition to its launches, a launch, and an exchange between ranks, who wait for each other's hosts too."""

@@ -98,10 +98,12 @@ class BatchingEngine:
         return self._last
 
     def warm_up(self) -> float:
-        """Do, before anything is asked for, what is done when a step of a shape first occurs: kernels are compiled and
-        graphs recorded; what steps take decides how many prompt tokens go with them. Takes so many seconds; nothing may
-        be in flight. Python's collector, which would stop the steps for as long as some of them, does not look through
-        what is there by now again."""
+        """Before the first request, do what the first step of each shape does: compile kernels, record graphs. The
+        measured time of steps decides how many prompt tokens join them. Nothing may be in flight. Objects that exist
+        by now are hidden from Python's garbage collector, which would stop steps while it visits them.
+
+        Returns the seconds that this took.
+        """
         assert self.idle
         began, graphs = time.monotonic(), self._worker.graphs
         rows, longest, size = self.limits.requests, self.limits.longest, self._scheduler.blocks.size

@@ -6,7 +6,7 @@ of no sequence. There are three kinds:
 
     single   runs of one token each, whose logits are wanted: their keys are kept on the way
     few      runs of a few tokens, each token taken for a run of its own, when all keys have been kept
-    many     prompts of up to so many tokens, next to runs of one token
+    many     prompts of up to `size` tokens, next to runs of one token
 
 It knows a step and what decodes it; no requests.
 """
@@ -139,7 +139,7 @@ class StepGraphs:
 
 
 def graph_rows(rows: int) -> int:
-    """Rows of the graph of single tokens that takes so many.
+    """Rows of the graph that takes a step of `rows` single tokens.
 
     >>> [graph_rows(rows) for rows in (1, 3, 8, 9, 17)]
     [1, 4, 8, 16, 24]
@@ -259,7 +259,7 @@ def _ragged_pages(cache: PagedCache, lengths: torch.Tensor, tables: torch.Tensor
 
 
 def _fill_rows(extra: Integers, rows: int, lengths: Integers, tables: Integers, missing: int) -> None:
-    """Lengths, and tables after them; those that are missing are of so many keys of SCRATCH."""
+    """Lengths, and tables after them. Rows that are missing see `missing` keys of SCRATCH."""
     given, there = len(lengths), extra[rows:].reshape(rows, -1)
     extra[:given], extra[given:rows] = lengths, missing
     there[:given, : tables.shape[1]] = tables

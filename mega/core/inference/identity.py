@@ -67,8 +67,8 @@ def _attached(source: Checkpoint | OpenedModel, own: Tokenizer, given: Tokenizer
     files = given.vocabulary_files()
     if not files or not files.keys().isdisjoint(own.vocabulary_files()):
         return False
-    theirs = source.attachments
-    return all(name in theirs and theirs[name].read_bytes() == path.read_bytes() for name, path in files.items())
+    carried = source.attachments
+    return all(name in carried and carried[name].read_bytes() == path.read_bytes() for name, path in files.items())
 
 
 def chosen_template(verb: str, source: Checkpoint | OpenedModel, place: object, asked: str) -> Judged:

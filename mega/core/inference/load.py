@@ -92,7 +92,7 @@ class OpenedModel:
 
     @property
     def trained_on_conversations(self) -> bool:
-        """Whether it is of a run of ours by a chat template."""
+        """Whether a mega run trained it with a chat template."""
         config = self.meta.get("config", {})
         return bool(config.get("data", {}).get("chat_data") or config.get("finetuning", {}).get("dpo_data"))
 

@@ -26,7 +26,7 @@ TOKENS = 64
 """Tokens of a step with guesses; where more sequences are under way, the device has enough to do."""
 
 LONGEST, SHORTEST = 4, 2
-"""Last tokens of a text that NGrams looks for: first so many, then fewer."""
+"""Numbers of last tokens that NGrams looks for, the most first."""
 
 SURE, UNSURE = 2, 2
 """Right guesses in a row after which a request's tokens are guessed; steps without a right one after which they are

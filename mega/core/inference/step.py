@@ -125,7 +125,7 @@ class Step:
 
 
 def scratch_step(counts: Sequence[int], block: int, before: int = 0, free: int = 0) -> Step:
-    """Runs of so many tokens of no sequence, after `before` others; of each a token is drawn.
+    """Runs of `counts` tokens of no sequence, after `before` others; of each a token is drawn.
 
     They lie in blocks of their own, from 1 on, where at least `free` blocks are nobody's; else all in SCRATCH, where
     the keys of runs of several tokens are whichever were written last.

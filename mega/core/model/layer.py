@@ -26,7 +26,7 @@ from mega.core.model.residual import ResidualState, Tensors, normalization
 from mega.core.parallel.weight import ParameterFactory
 
 Context = TypeVar("Context", contravariant=True)
-"""What the steps of a pass need besides their input: `ForwardContext` in training."""
+"""What the steps of a pass need in addition to their input: `ForwardContext` in training."""
 
 
 NormStep = Callable[[ResidualState], tuple[torch.Tensor, torch.Tensor]]

@@ -99,7 +99,7 @@ class PagedAttention:
 class RaggedGraph:
     """How pages of runs of several tokens lie in a graph that is recorded once.
 
-    most_tiles(tokens, runs): tiles of so many tokens in so many runs at the most.
+    most_tiles(tokens, runs): largest number of tiles of these tokens in these runs.
     tiles(counts, lengths): int64 [tiles, 4] of a step's runs after the leading ones of one token.
     pages(lengths, tables, tiles, pool, window): lengths int64 [runs], 0 but for leading runs of one token; tables int64
         [runs, width]; tiles as above, with zeros for those that are missing. All are tensors of the device.

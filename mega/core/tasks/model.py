@@ -176,7 +176,7 @@ def as_rank(run: RunConfig, job: Callable[[int, int, Device, Groups], object]) -
 def tokenizer_of(
     run: RunConfig, opened: OpenedModel, report: Callable[[str], None] = lambda line: None
 ) -> Tokenizer | None:
-    """The one that flags name, which must be the model's own where that has one; None where there is none.
+    """The one that flags name, which must be the model's own where that has one; None if no flag names one.
 
     report: is given lines for the user. Errors: ValueError.
     """

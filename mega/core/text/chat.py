@@ -19,7 +19,7 @@ from mega.core.text.tokenizer import Tokenizer
 from mega.core.untrusted import Confined
 
 RENDERING = 3
-"""How conversations become tokens: part of the key of whatever is kept of them. 1 dropped blanks that Jinja keeps; 2
+"""How conversations become tokens: part of the cache key. 1 dropped blanks that Jinja keeps; 2
 encoded texts apart that are adjacent, and rendered Jinja once for each sequence of roles."""
 
 _SECONDS, _MEMORY = 5, 1 << 29
@@ -41,7 +41,7 @@ class ChatFormat:
     """How a model converses: a template, for one tokenizer, whose control tokens, beginning and end it is given.
 
     ends: ids with which the assistant's turn ends; end_names: the same by name. source: the template, as Jinja;
-    variables: what it is given besides a conversation. tokens: that stand by name in what it writes -> their ids.
+    variables: what it is given in addition to a conversation. tokens: names in its output -> their ids.
     """
 
     def __init__(self, template: str, tokenizer: Tokenizer, what: str, *, seconds: int = _SECONDS) -> None:
@@ -221,7 +221,7 @@ class ChatFormat:
         return whole, trained
 
     def _later(self, talk: Conversation, turns: Sequence[Span], first: int) -> list[Span]:
-        """The turns marked by {% generation %} that come after the first so many messages."""
+        """The turns marked by {% generation %} of the messages from number `first` on."""
         answers = [number for number in range(len(talk.messages)) if talk.answered(number)]
         if not first:
             return list(turns)

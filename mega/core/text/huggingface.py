@@ -28,7 +28,7 @@ _STARTS = ("<|begin_of_text|>", "<s>", "<bos>")
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 _NEIGHBOURS = (neighbours.CONFIG, neighbours.SPECIAL_MAP)
 _METASPACE = ("LlamaTokenizer", "CodeLlamaTokenizer")
-"""Classes of transformers that cut texts by SentencePiece's rule for blanks, whatever a tokenizer.json of BPE says."""
+"""Classes of transformers that split text by SentencePiece's rule for blanks, also with a BPE tokenizer.json."""
 _STANDS_FOR = [chr(0xFDD8 + number) for number in range(4)]
 """Characters that stand for a token: one for each way in which it takes the blanks around it."""
 

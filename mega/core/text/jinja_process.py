@@ -1,4 +1,4 @@
-"""Chat templates of others, rendered as transformers' `apply_chat_template` does, in a sandbox. It runs as a child of
+"""Foreign chat templates, rendered as transformers' `apply_chat_template` does, in a sandbox. It runs as a child of
 `untrusted.Confined`, which sets limits; the templates of the house are rendered in the process itself.
 
 A question is {"ask", "source", "variables", "names", "marks", ...}; names: of the tokens that a text can hold by name;

@@ -35,7 +35,7 @@ DEFAULTS: Mapping[str, Mapping[str, str]] = {
 
 
 class AddedToken(NamedTuple):
-    """A token besides the vocabulary's own. special: raw text never becomes it. The rest as in Hugging Face's files."""
+    """A token added to the vocabulary. special: raw text never becomes it. The rest as in Hugging Face's files."""
 
     name: str
     special: bool

@@ -1,4 +1,4 @@
-"""Chat templates as Jinja: the four of the house, and where files of others keep theirs. Renders nothing."""
+"""Chat templates as Jinja: the four built-in ones, and where foreign folders store theirs. Renders nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mega.core.untrusted import parse_json, read_limited
 MODELS_OWN = "model"
 """Stands for the template that came with the weights."""
 SOURCE_BYTES = 1 << 20
-"""Most bytes of a template, and of what it makes of a conversation besides the messages' own text."""
+"""Largest size of a template, and of the text that it adds to a conversation, in bytes."""
 CONFIG_BYTES = 64 << 20
 """Most bytes of a tokenizer_config.json, which may hold thousands of added tokens too."""
 

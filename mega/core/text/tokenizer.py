@@ -139,7 +139,7 @@ class Tokenizer(Protocol):
 
     def parse(self, text: str, literal: Sequence[Span] = ()) -> Parsed:
         """The ids of a text in which tokens stand by name, and nothing in front of it. literal: characters that are
-        text whatever they spell. Adjacent text is encoded as one piece."""
+        text, also where they spell a control token. Adjacent text is encoded as one piece."""
         names, ids, spans = {**self.vocabulary_tokens(), **self.special_tokens()}, list[int](), list[Span]()
         known = True
         for name, begin, end in sections(text, names, literal):
@@ -190,7 +190,7 @@ class Tokenizer(Protocol):
         return self.files()
 
     def behaviour(self) -> Mapping[str, object]:
-        """JSON values that decide which ids a text has, besides `vocabulary_files` and what `kind` implies."""
+        """JSON values that decide the ids of a text, in addition to `vocabulary_files` and `kind`."""
         return {}
 
     def fingerprint(self) -> str:

@@ -18,7 +18,7 @@ NEXT = "What comes next is this."
 
 
 class Rendered(NamedTuple):
-    """A conversation as text. literal: characters that are text whatever they spell; tagged: those between
+    """A conversation as text. literal: characters that never form a control token; tagged: those between
     {% generation %} and {% endgeneration %}."""
 
     text: str

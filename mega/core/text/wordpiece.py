@@ -203,10 +203,10 @@ def _rules(said: Mapping[str, Any] | None, path: Path, kind: str, lower: bool) -
     for name, value in found.items():
         if value not in (None, True, False):
             raise ValueError(f"--vocab-file: {path}: {name} {value!r}: must be true or false")
-    if (theirs := found["do_lower_case"] is not False) != lower:
-        right = "BertWordPieceLowerCase" if theirs else "BertWordPieceCase"
+    if (lowers := found["do_lower_case"] is not False) != lower:
+        right = "BertWordPieceLowerCase" if lowers else "BertWordPieceCase"
         raise ValueError(
-            f"--tokenizer {kind}: {path} says do_lower_case {str(theirs).lower()}; give --tokenizer {right}, or a copy "
+            f"--tokenizer {kind}: {path} says do_lower_case {str(lowers).lower()}; give --tokenizer {right}, or a copy "
             "of vocab.txt without that file"
         )
     strip = found["strip_accents"]

@@ -19,7 +19,7 @@ END = "eos_token_id"
 
 
 def trained(checkpoint: Checkpoint) -> bool:
-    """Whether a run of ours has changed the weights: what an imported model says of itself is left as it is."""
+    """Whether a mega run has changed the weights. What an imported model declares is exported unchanged."""
     return checkpoint.step > 0
 
 
@@ -34,7 +34,7 @@ def with_ends(config: Mapping[str, Any], ends: Iterable[int]) -> dict[str, Any]:
 def written_files(
     checkpoint: Checkpoint, config: Mapping[str, Any], tokens: SpecialTokens
 ) -> tuple[dict[str, dict[str, Any]], dict[str, bytes]]:
-    """The JSON files besides config.json that an export has to write, and others; they go before those that the
+    """The JSON files other than config.json that an export has to write, and other files; they go before those that the
     checkpoint carries. config: the config.json of the export."""
     carried = checkpoint.attachments
     generation = {"_from_model_config": True, **{key: config[key] for key in TOKEN_IDS if key in config}}

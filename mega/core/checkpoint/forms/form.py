@@ -40,7 +40,7 @@ class SpecialTokens:
     """What others must know of the tokenizer of a checkpoint of ours.
 
     ids: of `TOKEN_IDS`, None where there is no such token. files: name -> JSON of the files by which Hugging Face's
-    tools open it, besides those that the checkpoint carries. names: `bos_token` and others -> the token's name.
+    tools open it, in addition to those that the checkpoint carries. names: `bos_token` and others -> the token's name.
     template: how the model converses, in Jinja; ends: ids with which the assistant's turn ends.
     """
 

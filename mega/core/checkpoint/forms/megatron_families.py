@@ -222,7 +222,7 @@ class MegatronFamily(NamedTuple):
 
     rules: Callable[[ModelConfig], Rules]
     arguments: Callable[[ModelConfig, int], dict[str, Any]]
-    """Of a model on so many stages."""
+    """Of a model on `pp` stages."""
 
 
 def _bert_rules(model: ModelConfig) -> Rules:

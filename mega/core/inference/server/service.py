@@ -38,7 +38,7 @@ _LARGE = 1 << 16
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
     """name: of the model, as clients ask for it. no_chat: why it does not converse. adapters: names of LoRA adapters.
-    token: without which nothing but health and the page is answered. stop_ids: of the model, besides its tokenizer's
+    token: without it only health and the page are answered. stop_ids: of the model, in addition to its tokenizer's
     end. temperature ... seed: where a request says nothing. longest: tokens of prompt and answer together.
     tokens_at_once: of one request of Megatron-LM's route, padded (its --max-tokens-to-oom). parse_special_tokens: of
     the text of a completion's prompt, where a request says nothing. log_prompts: print each request. legacy_status:

@@ -47,7 +47,7 @@ class SingleTokens(NamedTuple):
 class RaggedRuns(NamedTuple):
     """Runs of any number of tokens. singles: of the leading ones of one token, if there are any; their lengths are 0
     from the first other one on. tables: int64 [runs, width]. tiles: int64 [tiles, 4]: the run, its first token in the
-    tile, their number, and the position of the first; all 0 where there is none."""
+    tile, their number, and the position of the first; all 0 for a run without a tile."""
 
     singles: SingleTokens | None
     tables: torch.Tensor
