@@ -55,21 +55,23 @@ def _as_the_weights(run: RunConfig) -> RunConfig:
     talks = bool(run.data.chat_data or run.finetuning.dpo_data)
     if not talks and run.tokenizer == TokenizerConfig():
         return run
-    for place, source in _weights(run):
-        from mega.core.inference.identity import check_tokenizer_flags, chosen_template
-        from mega.core.text.build import build
+    weights = next(_weights(run), None)
+    if weights is None:
+        return run
+    from mega.core.inference.identity import check_tokenizer_flags, chosen_template
+    from mega.core.text.build import build
 
-        verb, lines = "finetune" if run.checkpoint.finetune else "pretrain", list[str]()
-        if run.tokenizer.tokenizer is not None:
-            given, allowed = build(**dataclasses.asdict(run.tokenizer)), run.data.allow_tokenizer_mismatch
-            lines += check_tokenizer_flags(verb, source, place, given, allowed=allowed)
-        if talks:
-            template = chosen_template(verb, source, place, run.data.chat_template)
-            run = dataclasses.replace(run, data=dataclasses.replace(run.data, chat_template=template.value))
-            lines += template.notes
-        for line in lines if is_first_rank() else ():
-            print(f"mega: {line}", file=sys.stderr)
-        break
+    (place, source), lines = weights, list[str]()
+    verb = "finetune" if run.checkpoint.finetune else "pretrain"
+    if run.tokenizer.tokenizer is not None:
+        given, allowed = build(**dataclasses.asdict(run.tokenizer)), run.data.allow_tokenizer_mismatch
+        lines += check_tokenizer_flags(verb, source, place, given, allowed=allowed)
+    if talks:
+        template = chosen_template(verb, source, place, run.data.chat_template)
+        run = dataclasses.replace(run, data=dataclasses.replace(run.data, chat_template=template.value))
+        lines += template.notes
+    for line in lines if is_first_rank() else ():
+        print(f"mega: {line}", file=sys.stderr)
     return run
 
 
