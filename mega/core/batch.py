@@ -37,8 +37,7 @@ class Batch(Protocol):
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """Name of each loss term -> weights whose sum is its divisor. Known before the first forward pass, and the same
-        as the `Term.weight` that the stage finds: one divides gradients, the other what is reported."""
+        """Name of each loss term of the head -> weights whose sum is its divisor."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors, by field."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -163,7 +164,8 @@ class Heads(nn.Module):
 class EncoderStage(nn.Module):
     """The units of the encoder that one stage holds: "embedding", blocks by number, "head", in this order."""
 
-    terms, metrics = ("mlm", "pair"), ("pair_accuracy",)
+    terms: Mapping[str, float] = MappingProxyType({"mlm": 1.0, "pair": 1.0})
+    metrics = ("pair_accuracy",)
 
     def __init__(
         self,
@@ -192,6 +194,9 @@ class EncoderStage(nn.Module):
         )
         if "head" in units:
             self.heads = Heads(factory.exact, model, _of_unit(model, "head"), region)
+
+    def weights(self, batch: PairBatch) -> Mapping[str, torch.Tensor]:
+        return batch.weights
 
     def cargo(self, batch: PairBatch) -> list[tuple[tuple[int, ...], torch.dtype]]:
         assert self.model.hidden

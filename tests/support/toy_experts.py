@@ -89,12 +89,20 @@ class Experts(nn.Module):
 
 
 class ToyStage(nn.Module):
-    terms, metrics = ("square",), ()
+    metrics: tuple[str, ...] = ()
 
     def __init__(self, factory: ParameterFactory, axis: Axis):
         super().__init__()
         self.dense, self.experts = Dense(factory), Experts(factory, axis)
         self.with_full_params: Callable[..., torch.Tensor] | None = None
+
+    @property
+    def terms(self) -> Mapping[str, float]:
+        return {"square": 1.0}
+
+    def weights(self, batch: Any) -> Mapping[str, torch.Tensor]:
+        found: Mapping[str, torch.Tensor] = batch.weights
+        return found
 
     def forward(self, batch: Any, *cargo: torch.Tensor, outputs: bool = False, scales: Any = None) -> StageOutput:
         x = batch.x

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,7 @@ class Counting:
 
 
 class Judged(Task):
-    def measure(self, means: Mapping[str, float], terms: Sequence[str]) -> Mapping[str, float]:
+    def measure(self, means: Mapping[str, float], terms: Mapping[str, float]) -> Mapping[str, float]:
         return {**super().measure(means, terms), "surprise": means["lm"] / np.log(2)}
 
 

@@ -54,7 +54,29 @@ class Rope:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attention:
+class AuxiliaryLoss:
+    """A loss that a mixer adds to that of the model's head, such as one that balances the load of experts."""
+
+    name: str
+    """What the log calls it. Mixers that share the name share one figure: its mean over their layers."""
+    coefficient: float
+    """What the loss of each layer is multiplied by."""
+    mean_over: Literal["tokens", "sequences", "microbatches"]
+    """What its total is divided by: the tokens that the layer reads in the global batch, padding included, its
+    sequences, or the number of microbatches of all data ranks, which alone depends on the micro batch size."""
+
+
+class _Mixer:
+    """What all mixers have."""
+
+    @property
+    def auxiliary_losses(self) -> tuple[AuxiliaryLoss, ...]:
+        """Each of them is computed once in a forward pass of the mixer's module."""
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention(_Mixer):
     """Attention with grouped heads (Ainslie et al. 2023)."""
 
     name: str
@@ -88,7 +110,7 @@ class Attention:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dense:
+class Dense(_Mixer):
     """A feed-forward network: to the wide layer, activation, and back. Gated (Shazeer 2020): activation(gate) x up."""
 
     name: str
@@ -136,6 +158,11 @@ class Layer:
     branches: tuple[Branch, ...]
     parallel: bool = False
     """Whether all branches read the layer's input and are added up (GPT-J, GPT-NeoX)."""
+
+    @property
+    def auxiliary_losses(self) -> tuple[AuxiliaryLoss, ...]:
+        """Of all its mixers; a loss that several compute stands there several times."""
+        return tuple(loss for branch in self.branches for loss in branch.mixer.auxiliary_losses)
 
     @property
     def attentions(self) -> tuple[Attention, ...]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from mega.core.architecture.layer import Activation, Attention, Layer, Norm, Rope
+from mega.core.architecture.layer import Activation, Attention, AuxiliaryLoss, Layer, Norm, Rope
 from mega.core.architecture.tensor import Tensor, Unit
 
 
@@ -157,6 +157,19 @@ class Architecture:
     def ropes(self) -> tuple[Rope, ...]:
         """The kinds of rotary positions of its layers."""
         return tuple(dict.fromkeys(attention.rope for attention in self.attentions if attention.rope is not None))
+
+    @cached_property
+    def auxiliary_losses(self) -> dict[AuxiliaryLoss, tuple[int, ...]]:
+        """The losses of its layers -> how many mixers of each stack compute it.
+
+        Errors: ValueError where two that differ share a name.
+        """
+        by_stack = [[loss for layer in stack.layers for loss in layer.auxiliary_losses] for stack in self.stacks]
+        found = {loss: tuple(losses.count(loss) for losses in by_stack) for losses in by_stack for loss in losses}
+        names = [loss.name for loss in found]
+        if repeated := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"--family {self.family}: layers have different losses of the name {repeated[0]}")
+        return found
 
     @cached_property
     def drops(self) -> bool:

@@ -6,7 +6,7 @@ no logits wait for the pipeline's other microbatches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -75,6 +75,9 @@ class _Judge:
 
     def cargo(self, batch: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
         return self._stage.cargo(batch)
+
+    def weights(self, batch: Any) -> Mapping[str, torch.Tensor]:
+        return self._stage.weights(batch)
 
     def __call__(
         self, batch: Any, *cargo: torch.Tensor, outputs: bool = False, scales: torch.Tensor | None = None

@@ -177,7 +177,8 @@ class BertStage(StackStage):
         options: StageOptions = StageOptions(),  # noqa: B008 - frozen
     ):
         super().__init__(model, units, factory, region, options)
-        self.terms, self.metrics = losses_of(self.architecture.output)
+        terms, self.metrics = losses_of(self.architecture.output)
+        self.head_terms = dict.fromkeys(terms, 1.0)
 
     def outputs(self, stream: ResidualState, batch: MaskedBatch) -> torch.Tensor:
         """Logits of the words [b, s, ids of this rank], or of the classes [b, classes], or choices."""

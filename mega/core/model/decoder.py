@@ -5,6 +5,8 @@ The term is "lm": the sum of weight x negative log-likelihood of the next token,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Protocol, cast
 
 import torch
@@ -77,7 +79,7 @@ class Head(nn.Module):
 class DecoderStage(StackStage):
     """The units of a decoder that one stage holds."""
 
-    terms = ("lm",)
+    head_terms: Mapping[str, float] = MappingProxyType({"lm": 1.0})
 
     def build_embedding(self, factory: ParameterFactory, tensors: dict[str, Tensor]) -> Embedding:
         return Embedding(factory, self.architecture.input, tensors, self.region, self.residual)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple, cast
 
 import torch
@@ -21,6 +22,7 @@ from torch import nn
 
 from mega.core.architecture import Tensor, Unit
 from mega.core.batch import EncoderDecoderBatch
+from mega.core.model.auxiliary import AuxiliarySums
 from mega.core.model.decoder import Head
 from mega.core.model.embedding import Embedding
 from mega.core.model.forward import ForwardContext, MemoryTokens, forward_context, padding_documents
@@ -45,7 +47,7 @@ class Side(NamedTuple):
 class EncoderDecoderStage(StackStage):
     """The units of an encoder and a decoder that one stage holds, in the order of the architecture's."""
 
-    terms = ("lm",)
+    head_terms: Mapping[str, float] = MappingProxyType({"lm": 1.0})
 
     def build_embedding(self, factory: ParameterFactory, tensors: dict[str, Tensor]) -> Embedding:
         return Embedding(factory, self.architecture.input, tensors, self.region, self.residual)
@@ -82,14 +84,17 @@ class EncoderDecoderStage(StackStage):
         )
         return [(read, self.residual)] if self.encodes else [(written, self.residual), (read, self.dtype)]
 
+    def stack_tokens(self, batch: EncoderDecoderBatch) -> tuple[torch.Tensor, ...]:
+        return batch.encoder_tokens, batch.tokens
+
     def stream(
-        self, batch: EncoderDecoderBatch, *cargo: torch.Tensor
+        self, batch: EncoderDecoderBatch, auxiliary: AuxiliarySums | None, *cargo: torch.Tensor
     ) -> tuple[ResidualState, *tuple[torch.Tensor, ...]]:
         padding = padding_documents(batch.encoder_lengths.clamp(min=1), batch.encoder_tokens.shape[1])
         written = Side(batch.tokens, batch.samples)
         plain = self._context(written)
         if self.encodes:
-            stream = self._encoded(batch, padding, *cargo)
+            stream = self._encoded(batch, padding, auxiliary, *cargo)
             if self.decoder_embedding is None:
                 return (stream,)
             begun, memory = self.embedded(self.decoder_embedding, written, plain), self._memory(stream)
@@ -100,12 +105,14 @@ class EncoderDecoderStage(StackStage):
         if self.dropout_seed is not None and adapters is not None and adapters.dropout:
             columns = torch.arange(batch.encoder_tokens.shape[1], device=batch.samples.device)
             keys = token_keys(self.dropout_seed, batch.samples, columns).flatten()
-        context = replace(plain, memory=MemoryTokens(memory, padding, keys))
+        context = replace(plain, memory=MemoryTokens(memory, padding, keys), auxiliary=auxiliary)
         return self.through(self.decoder, ResidualState(begun), context), memory
 
-    def _encoded(self, batch: EncoderDecoderBatch, padding: torch.Tensor, *cargo: torch.Tensor) -> ResidualState:
+    def _encoded(
+        self, batch: EncoderDecoderBatch, padding: torch.Tensor, auxiliary: AuxiliarySums | None, *cargo: torch.Tensor
+    ) -> ResidualState:
         read = Side(batch.encoder_tokens, batch.samples)
-        context = self._context(read, padding)
+        context = replace(self._context(read, padding), auxiliary=auxiliary)
         begun = cargo[0] if self.embedding is None else self.embedded(self.embedding, read, context)
         return self.through(self.encoder, ResidualState(begun), context)
 

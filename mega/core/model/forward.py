@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from mega.core.architecture.layer import Attention, Rope
+from mega.core.architecture.layer import Attention, AuxiliaryLoss, Rope
 from mega.core.architecture.model import Architecture
+from mega.core.model.auxiliary import AuxiliarySums
 from mega.core.ops.attention import Attention as AttentionOperator
 from mega.core.ops.counter import RULE, site_key, token_keys
 from mega.core.ops.dropout import AttentionDropout, Dropout
@@ -53,6 +54,19 @@ class ForwardContext:
     rule: int = RULE
     """How dropout is decided, of ops/counter.py."""
     memory: MemoryTokens | None = field(default=None, kw_only=True)
+    auxiliary: AuxiliarySums | None = field(default=None, kw_only=True)
+    """Takes the losses of layers; None where none is asked for."""
+
+    def auxiliary_loss(
+        self, loss: AuxiliaryLoss, x: torch.Tensor, total: Callable[[], torch.Tensor], *, split: bool
+    ) -> torch.Tensor:
+        """x, whose backward pass begins that of a loss too, so that what is returned must take the place of x.
+
+        total: its sum over our tokens, sequences or microbatch, [], in fp32 at least. It is not called where no loss is
+        asked for. split: whether that is the part of this tensor rank alone (of its heads or columns; under sequence
+        parallelism of its tokens); else every tensor rank computes the same.
+        """
+        return x if self.auxiliary is None else self.auxiliary.add(loss, x, total(), (self.batch, self.seq), split)
 
     def rotary(self, rope: Rope | None) -> Rotary | None:
         """cos and sin of a layer's positions; None where it has none."""

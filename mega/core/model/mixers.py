@@ -7,7 +7,8 @@ are ours between regions under sequence parallelism.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -137,8 +138,16 @@ class FeedForward(MixerModule):
 
 def mixer(factory: ParameterFactory, value: Mixer, tensors: Tensors, place: LayerPlace) -> MixerModule:
     """The module of a mixer."""
-    kind: Any = FeedForward if isinstance(value, Dense) else SelfAttention if value.source == "self" else CrossAttention
+    return MODULES[type(value)](factory, value, tensors, place)
+
+
+def _attention(factory: ParameterFactory, value: Attention, tensors: Tensors, place: LayerPlace) -> SelfAttention:
+    kind = SelfAttention if value.source == "self" else CrossAttention
     return kind(factory, value, tensors, place)
+
+
+MODULES: dict[type, Callable[..., MixerModule]] = {Attention: _attention, Dense: FeedForward}
+"""Kind of mixer -> what makes its module."""
 
 
 def _column(factory: ParameterFactory, tensors: Tensors, names: list[str], region: Region) -> ColumnLinear:

@@ -7,7 +7,9 @@ units run with their whole weights (ZeRO 3), here, for all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,6 +20,7 @@ from mega.core.architecture.adapters import adapter_specs
 from mega.core.architecture.model import Stack
 from mega.core.batch import Term
 from mega.core.config.sections import ModelConfig
+from mega.core.model.auxiliary import AuxiliarySums, divisor
 from mega.core.model.forward import ForwardContext
 from mega.core.model.layer import TransformerLayer
 from mega.core.model.mixers import LayerPlace
@@ -32,7 +35,7 @@ from mega.core.parallel.weight import ParameterFactory
 
 
 class Losses(NamedTuple):
-    """What a head makes of a batch, in the order of the stage's `terms` and `metrics`."""
+    """What a head makes of a batch, in the order of the stage's `head_terms` and `metrics`."""
 
     terms: tuple[Term, ...]
     metrics: tuple[Term, ...] = ()
@@ -44,13 +47,14 @@ class StackStage(nn.Module):
         stage(batch, *cargo) -> cargo             [tokens, h], our tokens under sequence parallelism
         last(batch, *cargo)  -> terms, metrics    or logits, where outputs are asked for
 
-    A family sets `terms` and `metrics` and writes the four methods that raise here. Its head is called with a
+    A family sets `head_terms` and `metrics` and writes the four methods that raise here. Its head is called with a
     `ResidualState`, a batch and the scales of its terms, which it may use, and gives `Losses`; without a batch, logits
     [tokens, ids of this rank].
+    head_terms: name of each loss of the head -> its coefficient; the losses of layers follow from the architecture.
     with_full_params: runs a unit with its whole weights on this rank only meanwhile; None where they stay.
     """
 
-    terms: tuple[str, ...] = ()
+    head_terms: Mapping[str, float] = MappingProxyType({})
     metrics: tuple[str, ...] = ()
 
     def __init__(
@@ -68,7 +72,8 @@ class StackStage(nn.Module):
         self.ops = factory.ops
         self.with_full_params: UnshardHook | None = None
         if options.objective is not None:
-            self.terms, self.metrics = options.objective.terms, options.objective.metrics
+            self.head_terms = dict.fromkeys(options.objective.terms, 1.0)
+            self.metrics = options.objective.metrics
         own = tensors_by_unit(model)
         self.embedding = self.build_embedding(factory.exact, own["embedding"]) if "embedding" in units else None
         self.build_layers(factory, own)
@@ -108,7 +113,29 @@ class StackStage(nn.Module):
         """What `embedding` makes of `batch`: [tokens, h], our tokens under sequence parallelism."""
         raise NotImplementedError
 
+    def stack_tokens(self, batch: Any) -> tuple[torch.Tensor, ...]:
+        """The tokens [b, s] that each stack of the architecture reads of `batch`."""
+        return (batch.tokens,)
+
     # -- the stage
+
+    @cached_property
+    def terms(self) -> dict[str, float]:
+        """Name of each loss, of the head or of layers -> what its mean is multiplied by in the loss."""
+        losses = self.architecture.auxiliary_losses
+        return {**self.head_terms, **{loss.name: loss.coefficient * sum(layers) for loss, layers in losses.items()}}
+
+    def weights(self, batch: Any) -> Mapping[str, torch.Tensor]:
+        """As of `Stage`."""
+        losses = self.architecture.auxiliary_losses
+        if not losses:
+            return cast(Mapping[str, torch.Tensor], batch.weights)
+        tokens, shards, found = self.stack_tokens(batch), self.ops.row_shards, dict(batch.weights)
+        for loss, layers in losses.items():
+            pairs = zip(layers, tokens, strict=True)
+            weight = sum(count * divisor(loss, *ids.shape, shards=shards) for count, ids in pairs)
+            found[loss.name] = torch.full((), weight, dtype=torch.float64, device=batch.samples.device)
+        return found
 
     @property
     def dropout_seed(self) -> int | None:
@@ -124,20 +151,35 @@ class StackStage(nn.Module):
         self, batch: Any, *cargo: torch.Tensor, outputs: bool = False, scales: torch.Tensor | None = None
     ) -> StageOutput:
         """outputs: the last stage gives what `outputs` says instead of the losses."""
-        stream, *passed = self.stream(batch, *cargo)
+        sums = None if outputs else self._auxiliary_sums(scales)
+        stream, *passed = self.stream(batch, sums, *cargo)
+        auxiliary = {} if sums is None else sums.terms()
         if self.head is None:
-            return StageOutput(cargo=(stream.sum(self.ops), *passed))
+            return StageOutput(cargo=(stream.sum(self.ops), *passed), auxiliary=auxiliary)
         if outputs:
             return StageOutput(outputs=self.outputs(stream, batch))
         found = self._losses(stream, batch, scales)
         return StageOutput(
-            terms=dict(zip(self.terms, found.terms, strict=True)),
+            terms=dict(zip(self.head_terms, found.terms, strict=True)),
             metrics=dict(zip(self.metrics, found.metrics, strict=True)),
+            auxiliary=auxiliary,
         )
 
-    def stream(self, batch: Any, *cargo: torch.Tensor) -> tuple[ResidualState, *tuple[torch.Tensor, ...]]:
+    def _auxiliary_sums(self, scales: torch.Tensor | None) -> AuxiliarySums | None:
+        """What takes the losses of our layers, where the model has any."""
+        if not self.architecture.auxiliary_losses:
+            return None
+        assert scales is not None or not torch.is_grad_enabled(), "losses of layers are scaled in the backward pass"
+        by_name = None if scales is None else dict(zip(self.terms, scales, strict=True))
+        return AuxiliarySums(by_name, self.region.axis, self.ops.row_shards)
+
+    def stream(
+        self, batch: Any, auxiliary: AuxiliarySums | None, *cargo: torch.Tensor
+    ) -> tuple[ResidualState, *tuple[torch.Tensor, ...]]:
         """The residual stream after our layers, and what goes to the next stage along with it."""
         context = self.context(batch)
+        if auxiliary is not None:
+            context = replace(context, auxiliary=auxiliary)
         begun = cargo[0] if self.embedding is None else self.embedded(self.embedding, batch, context)
         if torch.is_grad_enabled() and not begun.requires_grad:
             begun.requires_grad_()  # of an embedding that is not trained; what is recomputed goes by its input

@@ -7,7 +7,7 @@ stage states, so a family may send two tensors where another sends one; loss ter
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,24 +32,33 @@ Key = tuple[str, int, int]
 class StageOutput:
     """What a stage makes of one microbatch.
 
-    cargo: for the next stage. terms: losses that are trained, metrics: what is only reported, by the stage's names.
-    outputs: what the last stage computes of the batch (logits), where it was asked for.
+    cargo: for the next stage. terms: losses from which a backward pass begins, metrics: what is only reported, by the
+    stage's names. outputs: what the last stage computes of the batch (logits), where it was asked for.
+    auxiliary: losses whose backward pass begins inside that of the cargo or of `terms`.
     """
 
     cargo: Cargo = ()
     terms: Terms = field(default_factory=dict)
     metrics: Terms = field(default_factory=dict)
     outputs: torch.Tensor | None = None
+    auxiliary: Terms = field(default_factory=dict)
 
 
 class Stage(Protocol):
     """One chunk of the model on one rank.
 
-    terms, metrics: names of all losses and metrics of the model, whichever stage they arise on.
+    terms: name of each loss of the model, whichever stage it arises on -> what its mean is multiplied by in the loss of
+    a step. metrics: names of what is only reported.
     """
 
-    terms: tuple[str, ...]
+    @property
+    def terms(self) -> Mapping[str, float]: ...
+
     metrics: tuple[str, ...]
+
+    def weights(self, batch: Any) -> Mapping[str, torch.Tensor]:
+        """Name of each loss term -> weights whose sum is its divisor. Known before the first forward pass, and the same
+        as the sum of the `Term.weight` that the stages find: one divides gradients, the other what is reported."""
 
     def __call__(
         self, batch: Any, *cargo: torch.Tensor, outputs: bool = False, scales: torch.Tensor | None = None
@@ -99,7 +108,8 @@ def stacked(names: Sequence[str], output: StageOutput) -> torch.Tensor:
     """float64 [names, 2]: totals and weights of an output's terms and metrics, zeros for those that arise elsewhere."""
     found = {
         name: torch.stack([one.total.detach(), one.weight]).double()
-        for name, one in (*output.terms.items(), *output.metrics.items())
+        for kind in (output.terms, output.metrics, output.auxiliary)
+        for name, one in kind.items()
     }
     if len(names) == 1:
         return found[names[0]][None]
@@ -162,7 +172,7 @@ class _Step:
             tensor.requires_grad_(trains)
         with torch.set_grad_enabled(trains):
             out = chunk(batch, *cargo, outputs=self.wants_outputs, scales=self._scale(act))
-        if out.terms or out.metrics:
+        if out.terms or out.metrics or out.auxiliary:
             found, before = stacked(self.pipeline.names, out), self.sums.get(act.microbatch)
             self.sums[act.microbatch] = found if before is None else before + found
         if stage < self.stages - 1:
@@ -241,7 +251,7 @@ class _Step:
         return self.pipeline.mesh.p2p[kind, target].group
 
 
-def backward(names: Sequence[str], out: StageOutput, arrived: Cargo, scale: torch.Tensor | None) -> None:
+def backward(names: Iterable[str], out: StageOutput, arrived: Cargo, scale: torch.Tensor | None) -> None:
     """The backward pass of one microbatch on one stage: from its own terms, scaled, and from its cargo's gradients."""
     roots, factors = [], []
     for number, name in enumerate(names):

@@ -29,20 +29,16 @@ class RunEvent(NamedTuple):
 
 @dataclass
 class RunRecord:
-    """series: name of a row's value -> curve. samples: text that the run has shown, with its step. config: run.toml
-    of its newest checkpoint, or "". broken: lines that are not rows."""
+    """series: name of a row's value -> curve. sets: names of the held-out sets. samples: text that the run has shown,
+    with its step. config: run.toml of its newest checkpoint, or "". broken: lines that are not rows."""
 
     name: str
     series: dict[str, Series] = field(default_factory=dict)
+    sets: list[str] = field(default_factory=list)
     events: list[RunEvent] = field(default_factory=list)
     samples: list[RunEvent] = field(default_factory=list)
     config: str = ""
     broken: int = 0
-
-    @property
-    def sets(self) -> list[str]:
-        """Names of the held-out sets."""
-        return [name.removesuffix("_loss") for name in self.series if name.endswith("_loss")]
 
 
 @dataclass(frozen=True)
@@ -135,6 +131,7 @@ def _run(metrics: Path, directory: Path) -> RunRecord:
                 found.series.setdefault(name, []).append((row["step"], number))
             elif isinstance(value, str):
                 found.samples.append(RunEvent(row["step"], f"{name}: {value}"))
+    found.sets = list(dict.fromkeys(_held_out(rows)))
     found.events = sorted([*_changes(rows), *_saved(directory)], key=lambda event: event.step)
     if metrics.with_suffix(".jsonl.previous").is_file():
         found.events.insert(0, RunEvent(0, f"the run was started over; the rows before are in {metrics.name}.previous"))
@@ -154,6 +151,14 @@ def _rows(metrics: Path, found: RunRecord) -> Iterable[dict[str, Any]]:
             yield row
         elif line.strip():
             found.broken += 1
+
+
+def _held_out(rows: list[dict[str, Any]]) -> Iterable[str]:
+    """The sets that rows are of. Such a row begins with the set's loss; other losses of it may end in `_loss` too."""
+    for row in rows:
+        first = next((name for name in row if name != "step"), "")
+        if "loss" not in row and first.endswith("_loss"):
+            yield first.removesuffix("_loss")
 
 
 def _changes(rows: list[dict[str, Any]]) -> Iterable[RunEvent]:

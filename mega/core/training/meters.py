@@ -43,7 +43,8 @@ class Meters:
 
     start: the step it resumes from. steps: of the whole run. flops_per_token: of the model, forward and backward.
     devices: how many share the work; replicas: of them, data-parallel ones. peak: TFLOP/s of one device, or None where
-    unknown. settings: the run's options. fail: is given the error where the file of metrics takes no more rows, so that
+    unknown. settings: the run's options. terms: names of the losses that the loss is made of, where there are several.
+    fail: is given the error where the file of metrics takes no more rows, so that
     the run can save before it ends; None raises it.
     """
 
@@ -58,12 +59,13 @@ class Meters:
         peak: float | None,
         replicas: int = 1,
         settings: Mapping[str, Any] | None = None,
+        terms: Sequence[str] = (),
         fail: Callable[[OSError], None] | None = None,
     ):
         assert options.metrics is not None
         self.options, self.steps, self.devices = options, steps, devices
         self.flops_per_token, self.peak = flops_per_token, peak
-        self.replicas = replicas
+        self.replicas, self._terms = replicas, tuple(terms)
         last = _last_step(Path(options.metrics)) if start and options.wandb else 0
         self._trackers = Trackers(options, start=start, last=last, settings=settings or {})
         self._fail, self._rows = fail, _open_rows(Path(options.metrics), start)
@@ -90,7 +92,8 @@ class Meters:
             self._plot({name.replace("_", "-"): value for name, value in row.items()}, step)
             if self._trackers:
                 sizes = {"tokens": tokens, "devices": self.devices, "replicas": self.replicas}
-                self._trackers.log(step, training_values(row, **sizes, flops=self.flops_per_token))
+                values = training_values(row, **sizes, flops=self.flops_per_token, terms=self._terms)
+                self._trackers.log(step, values)
         if self._bar is not None:
             self._bar[0].update(self._bar[1], completed=step, description=f"loss {row['loss']:.4f}")
         if step % self.options.log_interval == 0 or step == self.steps:
@@ -127,7 +130,8 @@ class Meters:
                 (4, f"MFU {100 * tflops / self.peak:.1f}%" if self.peak else ""),
                 (2, f"{memory / 2**30:.2f} GiB" if memory else ""),
                 (9, f"skipped {row['skipped']}" if row.get("skipped") else ""),
-                *((number, text) for number, text in _extras(row)),
+                *_extras(row),
+                *((6.1, f"{name} {row[name]:.4f}") for name in self._terms),
                 (ALWAYS, eta),
             ],
             COLUMNS if self._bar is None else min(COLUMNS, self._bar[0].console.width),

@@ -158,6 +158,7 @@ def _meters(run: RunConfig, state: TrainState, steps: int, fail: Callable[[OSErr
         peak=state.device.peak_tflops,
         replicas=state.mesh.dp.size,
         settings=dataclasses.asdict(run),
+        terms=tuple(terms) if len(terms := state.stages[0].terms) > 1 else (),
         fail=fail,
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -83,6 +84,14 @@ class TrainState:
     """What tells the weights that training began with from all others, where its loss needs them (dpo.py)."""
     base: Mapping[str, str] | None = None
     """Where the weights lie that are not trained (checkpoint/own/base.py): checkpoints name it instead of them."""
+
+    @cached_property
+    def coefficients(self) -> torch.Tensor | None:
+        """float64 [terms], what their means are multiplied by in the loss; None where all are 1."""
+        terms: Mapping[str, float] = self.stages[0].terms
+        if all(coefficient == 1 for coefficient in terms.values()):
+            return None
+        return torch.tensor(list(terms.values()), dtype=torch.float64, device=self.device.torch)
 
     def train(self, mode: bool = True) -> None:
         nn.ModuleList(self.stages).train(mode)

@@ -83,7 +83,9 @@ def backward(state: TrainState, batches: Sequence[Batch]) -> torch.Tensor:
     batches = [batch.split(mesh.cp.index, mesh.cp.size) for batch in batches]
     # 1
     factors = _factors(batches, state)
-    scales = factors if state.scaler is None else factors * state.scaler.scale
+    scales = _weighed(factors, state)
+    if state.scaler is not None:
+        scales = scales * state.scaler.scale
     # 2
     schedule = plan(options.schedule, mesh.pp.size, options.chunks, len(batches))
     sums = state.pipeline.run(schedule, batches, list(scales), state.grads)
@@ -93,16 +95,22 @@ def backward(state: TrainState, batches: Sequence[Batch]) -> torch.Tensor:
 
 
 def _factors(batches: Sequence[Batch], state: TrainState) -> torch.Tensor:
-    """float64 [microbatches, terms]: what each microbatch's totals are multiplied by in the loss of the step."""
-    names, count = state.stages[0].terms, len(batches)
-    sums = [batch.weights[name].double().sum() for batch in batches for name in names]
-    weights = torch.stack(sums).view(count, len(names))
+    """float64 [microbatches, terms]: what each microbatch's totals are multiplied by in the mean of the step."""
+    stage, count = state.stages[0], len(batches)
+    by_name = [stage.weights(batch) for batch in batches]
+    sums = [weights[name].double().sum() for weights in by_name for name in stage.terms]
+    weights = torch.stack(sums).view(count, len(stage.terms))
     if state.options.normalizer == "microbatch":
         all_reduce(weights, state.mesh.cp)
         return 1.0 / (weights.clamp(min=LEAST_WEIGHT) * count * state.mesh.dp.size)
     total = weights.sum(0)
     all_reduce(total, state.mesh.tokens)
     return (1.0 / total.clamp(min=LEAST_WEIGHT)).expand(count, -1)
+
+
+def _weighed(means: torch.Tensor, state: TrainState) -> torch.Tensor:
+    """What has a column for each term, times their coefficients."""
+    return means if state.coefficients is None else means * state.coefficients
 
 
 def _sums_of_step(sums: torch.Tensor, factors: torch.Tensor, state: TrainState) -> torch.Tensor:
@@ -155,5 +163,5 @@ def means(state: TrainState, sums: torch.Tensor) -> tuple[torch.Tensor, dict[str
     all_reduce(sums, state.mesh.loss_group)
     found = sums[:, 0] / sums[:, 1].clamp(min=LEAST_WEIGHT)
     names, terms = state.pipeline.names, len(state.stages[0].terms)
-    loss = found[0] if terms == 1 else found[:terms].sum()
+    loss = found[0] if terms == 1 else _weighed(found[:terms], state).sum()
     return loss, dict(zip(names, found, strict=True))

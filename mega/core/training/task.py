@@ -33,8 +33,8 @@ class Task:
     validation: Sequence[HeldOut] = ()
     test: Sequence[HeldOut] = ()
 
-    def measure(self, means: Mapping[str, float], terms: Sequence[str]) -> Mapping[str, float]:
+    def measure(self, means: Mapping[str, float], terms: Mapping[str, float]) -> Mapping[str, float]:
         """What is reported of a held-out set, "loss" among it, from the mean of each term and metric: the sum of the
         terms, and each by its name where there are several or other metrics."""
-        loss = sum(means[name] for name in terms)
+        loss = sum(coefficient * means[name] for name, coefficient in terms.items())
         return {"loss": loss, **(means if len(means) > 1 else {})}

@@ -13,7 +13,7 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,11 +48,12 @@ class Tracker(Protocol):
 
 
 def training_values(
-    row: Mapping[str, Any], *, tokens: int, devices: int, replicas: int, flops: float
+    row: Mapping[str, Any], *, tokens: int, devices: int, replicas: int, flops: float, terms: Sequence[str] = ()
 ) -> dict[str, float]:
     """A training step's numbers under the fork's names. tokens: of its global batch. replicas: data-parallel ranks.
-    flops: of a token."""
-    values = {name: float(row[key]) for key, name in NAMES.items() if row.get(key) is not None}
+    flops: of a token. terms: names of the losses that the loss is made of."""
+    names = {**NAMES, **{term: f"lm-loss-training/{term}" for term in terms}}
+    values = {name: float(row[key]) for key, name in names.items() if row.get(key) is not None}
     seconds = max(float(row["seconds"]), 1e-9)
     samples = float(row.get("batch") or 0)
     values |= {
