@@ -74,6 +74,13 @@ def test_filters_are_those_of_the_definitions() -> None:
     assert set(probabilities(logits, Sampling(min_p=0.3)).nonzero()[:, 0].tolist()) == near
 
 
+def test_each_row_is_filtered_alone() -> None:
+    logits = torch.randn(3, 30, generator=torch.Generator().manual_seed(2)) * torch.tensor([[0.1], [1.0], [5.0]])
+    how = Sampling(temperature=0.7, top_k=5, top_p=0.9, min_p=0.05)
+    together = probabilities(logits, how)
+    assert torch.equal(together, torch.stack([probabilities(row, how) for row in logits]))
+
+
 def test_the_penalty_makes_what_was_seen_less_likely() -> None:
     seen = torch.tensor([[True, True, False]])
     assert penalised(torch.tensor([[2.0, -2.0, 1.0]]), seen, torch.tensor([[2.0]])).tolist() == [[1.0, -4.0, 1.0]]

@@ -57,7 +57,7 @@ def probabilities(logits: torch.Tensor, how: Sampling) -> torch.Tensor:
         return torch.nn.functional.one_hot(rows.argmax(-1), rows.shape[-1]).float().view(logits.shape)
 
     def column(value: float) -> torch.Tensor:
-        return torch.full((1, 1), value, device=logits.device)
+        return torch.full((len(rows), 1), value, device=logits.device)
 
     filters = Filters(
         column(how.temperature),
