@@ -355,7 +355,7 @@ class Scheduler:
             marks.append((answer.index, -1))
             marks.extend((answer.index, token) for token in sorted(set(request.prompt)))
         if self._drafter is not None and not (request.beams or request.allowed or answer.penalised):
-            answer.confidence = Confidence(active=self._drafter.eager)
+            answer.confidence = Confidence.begin(self._drafter.eager)
         self._running.append(answer)
         late.append((answer, sequence))
         return True
@@ -498,7 +498,7 @@ class Scheduler:
         if self._drafter is None or answer.confidence is None or answer.ended or answer.guessed:
             return
         answer.confidence.watched(token)
-        if not answer.confidence.expected and not answer.guessed:
+        if not answer.confidence.expected and not answer.guessed and not self._drafter.eager:
             (answer.confidence.expected,) = self._drafter.propose([self._guessed(answer, SURE)])
 
     def drop(self) -> bool:

@@ -32,6 +32,10 @@ SURE, UNSURE = 2, 2
 """Right guesses in a row after which a request's tokens are guessed; steps without a right one after which they are
 not."""
 
+REST, LONGEST_REST = 16, 64
+"""Tokens for which a drafter that guesses from the start is not asked once its guesses were wrong; twice as many each
+time, up to the second."""
+
 
 class Guessed(NamedTuple):
     """A sequence whose next tokens are to be guessed. number: no other has it. request: as of `from_request`. ids: all
@@ -46,7 +50,8 @@ class Guessed(NamedTuple):
 
 
 class Drafter(Protocol):
-    """eager: whether it guesses from the start; else once its guesses of a text were right."""
+    """eager: whether it guesses from the start, and again after a rest where its guesses were wrong, since it takes
+    time; else once its guesses of a text, which cost nothing, were right."""
 
     eager: bool
 
@@ -62,13 +67,21 @@ class Drafter(Protocol):
 @dataclass
 class Confidence:
     """Of a request. active: its tokens are guessed. reach: how many at the most. right: guesses in a row; wrong: steps
-    in a row without a right one. expected: a guess that no step has checked."""
+    in a row without a right one. expected: a guess that no step has checked. pause: the length of the next rest; 0:
+    guesses cost nothing, there are no rests. rest: tokens until it is active again."""
 
     active: bool = False
     reach: int = 3
     right: int = 0
     wrong: int = 0
     expected: list[int] = field(default_factory=list)
+    pause: int = 0
+    rest: int = 0
+
+    @classmethod
+    def begin(cls, eager: bool) -> Confidence:
+        """In a drafter that is as of `Drafter`."""
+        return cls(active=eager, pause=REST if eager else 0)
 
     def checked(self, guessed: int, right: int) -> None:
         """A step has checked guesses.
@@ -84,12 +97,30 @@ class Confidence:
         """
         self.wrong = 0 if right else self.wrong + 1
         self.reach = min(2 * self.reach + 1, MOST) if right == guessed else max(min(self.reach, right + 1), 3)
+        if self.pause and right:
+            self.pause = REST
         if self.wrong >= UNSURE:
-            self.active, self.right, self.wrong, self.expected = False, 0, 0, []
+            self.active, self.right, self.expected = False, 0, []
+            self.wrong = UNSURE - 1 if self.pause else 0  # after a rest one wrong step is enough
+            self.rest, self.pause = self.pause, min(2 * self.pause, LONGEST_REST)
 
     def watched(self, token: int) -> None:
-        """A token has come whose guess no step had to check."""
-        if self.expected and self.expected.pop(0) == token:
+        """A token has come whose guess no step had to check.
+
+        >>> confidence = Confidence.begin(eager=True)
+        >>> confidence.checked(3, 0)
+        >>> confidence.checked(3, 0)
+        >>> for token in range(15): confidence.watched(token)
+        >>> confidence.active
+        False
+        >>> confidence.watched(15)
+        >>> confidence.active, confidence.pause
+        (True, 32)
+        """
+        if self.rest:
+            self.rest -= 1
+            self.active = self.rest == 0
+        elif self.expected and self.expected.pop(0) == token:
             self.right += 1
             self.active = self.right >= SURE
         else:
