@@ -65,7 +65,7 @@ def _matmul_flops(options: ModelConfig, lengths: tuple[int, ...], predicted: int
     """Operations of one sample in the matrices."""
     model = architecture(options)
     return sum(
-        (6.0 if tensor.trainable else 4.0) * tensor.elements * _tokens(model, tensor, lengths, predicted)
+        (6.0 if tensor.trainable else 4.0) * tensor.elements * tensor.share * _tokens(model, tensor, lengths, predicted)
         for tensor in _matmul_tensors(options)
     )
 

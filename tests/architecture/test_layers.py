@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from mega.core.architecture import architecture, inventory, units
+from mega.core.architecture import Init, Tensor, architecture, inventory, units
 from mega.core.architecture.families import parts
 from mega.core.architecture.layer import Layer, Norm
 from mega.core.architecture.tensors import layer_tensors
@@ -33,7 +33,7 @@ from mega.core.proof.layouts import LR
 from mega.core.proof.parity import Snapshot, compare, snapshots, within
 from mega.core.training.wire import build_stages
 from tests.inference.test_engine import GREEDY, answers, engine_of, prompts, tokens
-from tests.support import toy_layers
+from tests.support import toy_layers, toy_losses
 from tests.support.ranks import CPU
 from tests.support.runs import small_run
 
@@ -96,11 +96,13 @@ LAYERS = {
 }
 
 
-def made(value: Layer, dtype: torch.dtype = torch.float64) -> tuple[TransformerLayer, ForwardContext]:
+def made(
+    value: Layer, dtype: torch.dtype = torch.float64, extra: Sequence[Tensor] = ()
+) -> tuple[TransformerLayer, ForwardContext]:
     """A layer with random weights, and what eight tokens mean to it."""
     plain = architecture(OPTIONS)
     model = replace(plain, stacks=(replace(plain.stacks[0], layers=(value,)),))
-    tensors = {tensor.name: tensor for tensor in layer_tensors(model, value, 0)}
+    tensors = {tensor.name: tensor for tensor in (*layer_tensors(model, value, 0), *extra)}
     factory = ParameterFactory({}, dtype, torch.device("cpu"), forward_only(choose(torch.device("cpu"), dtype)))
     layer = TransformerLayer(factory, value, tensors, LayerPlace(0, ALONE, 0.0))
     draw = torch.Generator().manual_seed(3)
@@ -163,9 +165,27 @@ class WholeRow:
 
 
 @pytest.mark.parametrize("case", LAYERS)
-@torch.inference_mode()
 def test_decoding_is_the_same_layer(case: str) -> None:
-    layer, context = made(LAYERS[case])
+    decodes(*made(LAYERS[case]))
+
+
+def test_a_mixer_without_steps_for_decoding_runs_as_in_training() -> None:
+    toy_losses.register()
+    try:
+        value = toy_losses.with_losses(_layer_of(qk_norm=True), (toy_losses.ACTIVATION,))
+        router = Tensor("mlp.router.weight", (toy_losses.ROUTES, 16), (0,), Init(std=0.5))
+        layer, context = made(value, extra=[router])
+        called = []
+        layer.branches[1].mixer.register_forward_hook(lambda *_: called.append(True))
+        decodes(layer, context)
+        assert len(called) == 2  # once in training's pass, once in decoding's
+    finally:
+        toy_losses.unregister()
+
+
+@torch.inference_mode()
+def decodes(layer: TransformerLayer, context: ForwardContext) -> None:
+    """Eight tokens of one row give the same in decoding."""
     x = torch.randn(8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     expected = layer(ResidualState(x.clone()), context).sum(layer.ops)
     assert layer.ops.spread

@@ -42,7 +42,8 @@ class Tensor:
 
     data: the data axis: the ranks that hold copies of it and see other tokens, over which its gradient is summed ("dp",
         or "edp" for what is cut over the expert axis). trainable: whether it gets gradients; what does not has no
-        bucket, no moments and no masters.
+        bucket, no moments and no masters. share: of the tokens that its layer reads, how many it is multiplied with (an
+        expert's: those that choose it).
     """
 
     name: str
@@ -54,6 +55,7 @@ class Tensor:
     partial: tuple[Partial, ...] = ()
     data: str = "dp"
     trainable: bool = True
+    share: float = 1.0
 
     @property
     def decays(self) -> bool:

@@ -17,6 +17,7 @@ import torch
 from mega.core.architecture.layer import Branch, Rope
 from mega.core.model.decoder import DecoderStage, Head
 from mega.core.model.embedding import Embedding
+from mega.core.model.forward import ForwardContext
 from mega.core.model.layer import NormStep, ResidualBranch, TransformerLayer, branch_function, run_parallel
 from mega.core.model.mixers import FeedForward, SelfAttention
 from mega.core.model.residual import Normalization, ResidualState
@@ -27,6 +28,7 @@ from mega.core.ops.matmuls import Factor
 from mega.core.ops.norm import rms_norm_by
 from mega.core.ops.rotary import rotate
 from mega.core.parallel.linear import ColumnLinear, RowLinear
+from mega.core.parallel.mesh import SINGLE
 from mega.core.parallel.one_shot import Sum, by_group
 from mega.core.parallel.vocab import logits
 
@@ -130,16 +132,22 @@ StreamFunction = Callable[[ResidualState, DecodeContext], ResidualState]
 
 def _layer(layer: TransformerLayer, parts: _DecodeParts) -> list[StreamFunction]:
     """A layer as functions that run one after the other: its branches for any number of rows, or by kernels for few."""
-    factors = [_factors(branch) for branch in layer.branches]
-    usual = [_branch(*each, parts) for each in zip(layer.branches, factors, strict=True)]
+    factors = [_factors(branch) if _has_steps(branch) else None for branch in layer.branches]
+    usual = [
+        _as_in_training(branch) if own is None else _branch(branch, own, parts)
+        for branch, own in zip(layer.branches, factors, strict=True)
+    ]
     if layer.value.parallel:
         return [lambda stream, context: run_parallel(usual, stream.sum(layer.ops), context)]
     run = [branch_function(branch) for branch in usual]
-    fused = [_fused(*each, parts) for each in zip(layer.branches, usual, factors, strict=True)]
-    fast = [branch_function(branch) for branch in fused if branch is not None]
-    if parts.few is None or len(fast) < len(run):
+    known = [own for own in factors if own is not None]
+    if parts.few is None or len(known) < len(factors):
         return run
-    takes, widest = parts.few.takes, factors[-1].outer
+    fused = [_fused(*each, parts) for each in zip(layer.branches, usual, known, strict=True)]
+    fast = [branch_function(branch) for branch in fused if branch is not None]
+    if len(fast) < len(run):
+        return run
+    takes, widest = parts.few.takes, known[-1].outer
 
     def either(few: StreamFunction, any_number: StreamFunction) -> StreamFunction:
         return lambda stream, context: (few if takes(len(stream.x), widest) else any_number)(stream, context)
@@ -152,6 +160,11 @@ class _Factors(NamedTuple):
 
     inner: Factor
     outer: Factor
+
+
+def _has_steps(branch: ResidualBranch) -> bool:
+    """Whether its mixer has steps for decoding; any other runs as in training."""
+    return type(branch.mixer) in (SelfAttention, FeedForward)
 
 
 def _first(branch: ResidualBranch) -> ColumnLinear:
@@ -189,6 +202,26 @@ def _branch(branch: ResidualBranch, factors: _Factors, parts: _DecodeParts) -> D
         mix=_fed(mixer, project) if isinstance(mixer, FeedForward) else _attended(mixer, parts, project),
         add=add,
         alone=lambda mixed, context: added(None, multiply(mixed), bias, None),
+    )
+
+
+def _as_in_training(branch: ResidualBranch) -> DecodeBranch:
+    """A branch whose mixer reads no other tokens and has no steps of its own here."""
+    mixer, added = branch.mixer, branch.ops.added
+
+    def alone(tokens: int) -> ForwardContext:
+        return ForwardContext(1, tokens, None, {}, None, None, None, SINGLE, False)
+
+    def finish(mixed: torch.Tensor) -> torch.Tensor:
+        return mixer.finish(mixed, alone(len(mixed)))
+
+    return DecodeBranch(
+        branch.value,
+        before=None if branch.before is None else _norm(branch.before),
+        after=None if branch.after is None else _norm(branch.after),
+        mix=lambda x, context: cast(torch.Tensor, mixer(x, alone(len(x)))),
+        add=lambda x, mixed, context: ResidualState(x, finish(mixed), mixer.bias),
+        alone=lambda mixed, context: added(None, finish(mixed), mixer.bias, None),
     )
 
 

@@ -107,11 +107,11 @@ class ResidualBranch(nn.Module):
 
     def add(self, x: torch.Tensor, mixed: torch.Tensor, context: ForwardContext) -> ResidualState:
         drop = context.dropout(self.value.dropout, self.layer, self.value.site)
-        return ResidualState(x, self.mixer.finish(mixed, context), self.mixer.out.bias, drop)
+        return ResidualState(x, self.mixer.finish(mixed, context), self.mixer.bias, drop)
 
     def alone(self, mixed: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         drop = context.dropout(self.value.dropout, self.layer, self.value.site)
-        return self.ops.added(None, self.mixer.finish(mixed, context), self.mixer.out.bias, drop)
+        return self.ops.added(None, self.mixer.finish(mixed, context), self.mixer.bias, drop)
 
 
 class TransformerLayer(nn.Module):

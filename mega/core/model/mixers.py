@@ -22,20 +22,26 @@ from mega.core.ops.autograd import with_recipe
 from mega.core.ops.dropout import Dropout
 from mega.core.ops.rotary import rotate
 from mega.core.parallel.linear import ColumnLinear, RowLinear
+from mega.core.parallel.mesh import SINGLE, Axis
 from mega.core.parallel.region import Region
-from mega.core.parallel.weight import ParameterFactory
+from mega.core.parallel.weight import ParameterFactory, Weight
 
 
 class LayerPlace(NamedTuple):
-    """Where a layer stands: its number in the whole model, the region of its ranks, dropout of its adapters' inputs."""
+    """Where a layer stands: its number in the whole model, the region of its ranks, dropout of its adapters' inputs.
+
+    cp: the ranks that share its sequences. ep: those that experts are cut over.
+    """
 
     layer: int
     region: Region
     adapter_dropout: float
+    cp: Axis = SINGLE
+    ep: Axis = SINGLE
 
 
 class MixerModule(nn.Module):
-    """A mixer's module. out: its last linear.
+    """A mixer's module. out: its last linear, where it has one that `finish` and `bias` may speak of.
 
     adapters: what the sites of its adapters' dropout begin with; they are hashed into the masks.
     """
@@ -50,6 +56,11 @@ class MixerModule(nn.Module):
 
     def adapter_dropout(self, context: ForwardContext, site: str) -> Dropout | None:
         return context.adapter_dropout(self._adapter_dropout, self.layer, self.adapters + site)
+
+    @property
+    def bias(self) -> Weight | None:
+        """What is still to be added to what `finish` gives."""
+        return self.out.bias
 
     def finish(self, mixed: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """The last linear of what `forward` gives: [tokens, h], to which its bias is still to be added."""

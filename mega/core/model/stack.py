@@ -93,7 +93,8 @@ class StackStage(nn.Module):
 
         def layer(number: int) -> TransformerLayer:
             value, tensors = stack.layers[number - stack.first], relative(own[number], stack.prefix(number))
-            return TransformerLayer(factory, value, tensors, LayerPlace(number, self.region, dropped))
+            place = LayerPlace(number, self.region, dropped, self.options.cp, self.options.ep)
+            return TransformerLayer(factory, value, tensors, place)
 
         return nn.ModuleList(layer(number) for number in stack.numbers if number in self.units)
 

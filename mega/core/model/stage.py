@@ -10,6 +10,7 @@ from torch import nn
 
 from mega.core.model.objective import Objective
 from mega.core.ops.counter import RULE
+from mega.core.parallel.mesh import SINGLE, Axis
 
 UnshardHook = Callable[[nn.Module, Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]
 """hook(unit, run, x) -> run(x), with the whole weights of `unit` on this rank meanwhile, forward and backward."""
@@ -24,6 +25,8 @@ class StageOptions:
     full_recompute: method and number of layers, as of `groups` in parallel/recompute.py, where whole blocks are
     recomputed in the backward pass. distribute_saved: what they keep for that is shared out over the tensor ranks.
 
+    cp: the ranks that share sequences. ep: those that experts are cut over.
+
     objective: what a left-to-right model is trained towards; None is the next token.
     """
 
@@ -33,3 +36,5 @@ class StageOptions:
     full_recompute: tuple[str | None, int | None] = (None, None)
     distribute_saved: bool = False
     objective: Objective | None = None
+    cp: Axis = SINGLE
+    ep: Axis = SINGLE

@@ -95,7 +95,7 @@ def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[Any]:
     """The model chunks of one rank, each a `ModelStage`, with their initial values unless `device` is meta."""
     model, parallel, precision, memory = run.model, run.parallel, run.precision, run.memory
     factory = ParameterFactory(
-        {"tp": (mesh.tp.index, mesh.tp.size)},
+        {axis.name: (axis.index, axis.size) for axis in (mesh.tp, mesh.ep)},
         DTYPES[precision.dtype],
         device,
         with_context_parallel(chosen_ops(run, device), mesh.cp, parallel.cp_comm),
@@ -116,6 +116,8 @@ def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[Any]:
         full_recompute=(memory.recompute_method, memory.recompute_layers) if full else (None, None),
         distribute_saved=memory.distribute_saved,
         objective=kind_of(run).objective(run),
+        cp=mesh.cp,
+        ep=mesh.ep,
     )
     held: list[list[Unit]] = [[] for _ in range(parallel.chunks)]
     for unit, (stage, chunk) in _placement(run).items():
