@@ -266,3 +266,26 @@ if __name__ == "__main__":
         code = main(["pretrain", *RUN, "--save", str(folder / name)])
         (folder / f"{name}.code.tmp").write_text(str(code))
         os.replace(folder / f"{name}.code.tmp", folder / f"{name}.code")
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_terminal_that_is_closed_costs_no_step(tmp_path: Path, ranks: str) -> None:
+    """As when ssh drops: SIGHUP, and whatever draws on the terminal meets an error from then on. A bar is drawn."""
+    run = [*RUN[:-1], ranks, "--save", str(tmp_path / "run"), "--metrics", str(tmp_path / "rows")]
+    ours, theirs = os.openpty()
+    program = f"import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); import mega.cli as c; c.main({run!r})"
+    program = program.replace("c.main(", "raise SystemExit(c.main(['pretrain', *").replace("])", "]]))")
+    job = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+    )
+    os.close(theirs)
+    shown, rows, deadline = b"", tmp_path / "rows", time.monotonic() + 300
+    while not (rows.exists() and rows.stat().st_size) and job.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(BlockingIOError):
+            os.set_blocking(ours, False)
+            shown += os.read(ours, 1 << 16)
+        time.sleep(0.02)
+    os.close(ours)
+    assert job.wait(300) == 128 + signal.SIGHUP, shown.decode(errors="replace")
+    steps = [json.loads(line)["step"] for line in rows.read_text().splitlines()]
+    assert CheckpointStore(tmp_path / "run").steps()[-1] == steps[-1]

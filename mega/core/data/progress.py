@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from mega.core.data.preprocess import Report
+from mega.core.terminal import stderr_console
 
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -17,7 +18,6 @@ def shown(total: int) -> Iterator[Callable[[Report, int], None]]:
     """A callback for `preprocess` that shows its reports; `total` is the size of all input files in bytes."""
     begin = time.monotonic()
     if sys.stderr.isatty():
-        from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = (
@@ -25,7 +25,7 @@ def shown(total: int) -> Iterator[Callable[[Report, int], None]]:
             TextColumn("{task.percentage:3.0f} %  {task.description}"),
             TimeRemainingColumn(),
         )
-        bar = Progress(*columns, console=Console(stderr=True))
+        bar = Progress(*columns, console=stderr_console())
         task = bar.add_task("", total=total)
 
         def draw(report: Report, read: int) -> None:

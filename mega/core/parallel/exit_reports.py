@@ -29,6 +29,7 @@ from datetime import timedelta
 from typing import Any
 
 from mega.core.config.world import MEETING_FILE, World, name_ranks, world_from_env
+from mega.core.terminal import leave
 
 GRACE = 2.0
 """Seconds in which ranks that meet the same fault are expected to report it."""
@@ -208,9 +209,11 @@ def _is_text(name: str) -> bool:
 
 def write_error(text: str) -> None:
     """Write on stderr, if that still takes anything."""
-    with contextlib.suppress(OSError, ValueError):
+    try:
         sys.stderr.write(printable(text, sys.stderr.encoding))
         sys.stderr.flush()
+    except (OSError, ValueError):
+        leave(sys.stderr)
 
 
 def printable(line: str, encoding: str | None) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mega.core.tasks.task import Done
+from mega.core.terminal import stderr_console
 
 LINE_SECONDS = 30.0
 """Between two lines of progress where stderr is no terminal."""
@@ -16,11 +17,10 @@ class Bar:
     """How many examples are done: a bar on a terminal, else a line now and then on stderr."""
 
     def __init__(self, what: str, total: int, begun: int, terminal: bool):
-        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._what, self._total, self._said = what, total, time.monotonic()
-        self._console, self._bar = Console(stderr=True), None
+        self._console, self._bar = stderr_console(), None
         if terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self._bar = Progress(*columns, console=self._console, transient=True)

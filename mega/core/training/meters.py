@@ -18,6 +18,7 @@ from typing import Any
 
 from mega.core.config.sections import LogConfig
 from mega.core.files import whole_file
+from mega.core.terminal import stderr_console
 from mega.core.training.output import complain, print_line
 from mega.core.training.trackers import Trackers, held_out_values, training_values
 
@@ -293,10 +294,9 @@ def _board(directory: str | None, start: int) -> Any:
 
 
 def _bar(start: int, steps: int) -> Any:
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    progress = Progress(*columns, console=Console(stderr=True))
+    progress = Progress(*columns, console=stderr_console())
     progress.start()
     return progress, progress.add_task("starting", total=steps, completed=start)

@@ -20,10 +20,11 @@ from rich.table import Table
 
 from mega.core.checkpoint.own import inspect
 from mega.core.checkpoint.own.store import Checkpoint, locate
+from mega.core.terminal import stderr_console
 
 
 @contextlib.contextmanager
-def progress_bar(what: str, console: Console | None = None) -> Iterator[Callable[[int, int], None]]:
+def progress_bar(what: str, on: Console | None = None) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr, called with bytes done and bytes in all; nothing where stderr is not a terminal."""
     bar = Progress(
         TextColumn("{task.description}"),
@@ -31,7 +32,7 @@ def progress_bar(what: str, console: Console | None = None) -> Iterator[Callable
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
-        console=console or Console(stderr=True),
+        console=on or stderr_console(),
         transient=True,
     )
     if not bar.console.is_terminal:
