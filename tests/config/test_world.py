@@ -48,6 +48,9 @@ TORCH_WORLD = World(5, 8, 1, 4, "torchrun")
         (NAMED | OPEN_MPI, World(5, 8, 1, 4, "mpirun")),
         ({"WORLD_SIZE": "8"} | OPEN_MPI, World(5, 8, 1, 4, "mpirun")),
         (BATCH | OPEN_MPI, World(5, 8, 1, 4, "mpirun")),
+        (BATCH, World(0, 1, 0, 1, "alone")),
+        (BATCH | TORCHRUN, World(5, 8, 1, 4, "torchrun")),
+        (BATCH | {"SLURM_STEP_ID": "0", "SLURM_NTASKS_PER_NODE": "4"}, World(0, 8, 0, 4, "slurm")),
         (SRUN | {"SLURM_NTASKS": "6", "SLURM_PROCID": "1"} | OPEN_MPI, World(5, 8, 1, 4, "mpirun")),
         (TORCHRUN | ELASTIC | SRUN | {"SLURM_PROCID": "3"}, World(5, 8, 1, 4, "torchrun")),
         (TORCHRUN | ELASTIC | OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, TORCH_WORLD),
@@ -117,6 +120,14 @@ def test_how_many_ranks() -> None:
     assert ranks(world_from_env({}), None, dry=128) == 128
     with pytest.raises(ValueError, match="--nproc 8: torchrun has started 4 ranks on this host already"):
         ranks(world_from_env(TORCHRUN), 8)
+
+
+def test_a_batch_script_is_no_rank() -> None:
+    world = world_from_env(BATCH)
+    with pytest.raises(ValueError, match="SLURM_PROCID 0 of SLURM_NTASKS 8: this is the batch script itself"):
+        ranks(world, None, environ=BATCH)
+    assert ranks(world, 4, environ=BATCH) == 4 and ranks(world, None, dry=8, environ=BATCH) == 8
+    assert ranks(world, None, environ=BATCH | {"SLURM_NTASKS": "1"}) == 1
 
 
 def test_who_speaks() -> None:

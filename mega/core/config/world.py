@@ -115,7 +115,7 @@ def _stated(environ: Mapping[str, str]) -> Iterator[_Stated]:
     for launcher in several:
         if launcher.source == "slurm":
             # A shell inside an allocation has SLURM_NTASKS but no SLURM_PROCID: only srun's own tasks are ranks.
-            if launcher.rank in environ:
+            if launcher.rank in environ and not batch_tasks(environ):
                 yield _Stated(launcher, _slurm_world(environ))
             continue
         missing = [name for name in (launcher.rank, launcher.size) if name not in environ]
@@ -151,6 +151,23 @@ def _slurm_world(environ: Mapping[str, str]) -> World:
     return _world(environ, _LAUNCHERS[-1], name)
 
 
+def batch_tasks(environ: Mapping[str, str]) -> int:
+    """How many tasks a batch script of SLURM could start, in the script itself, which is no task of srun; else 0.
+
+    SLURM calls the script task 0 of them all. A task that srun has started knows its step.
+
+    >>> batch_tasks({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"})
+    8
+    >>> batch_tasks({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8"})
+    0
+    """
+    step = any(name in environ for name in ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID"))
+    tasks = environ.get("SLURM_NTASKS", "")
+    if step or environ.get("SLURM_PROCID") != "0" or not tasks.isdecimal() or len(tasks) > MOST_DIGITS:
+        return 0
+    return int(tasks) if int(tasks) > 1 else 0
+
+
 def _said_by_another(environ: Mapping[str, str], launcher: _Launcher, several: list[_Launcher]) -> bool:
     """Whether only WORLD_SIZE or RANK is set, as scripts export it, and another launcher says the same and more."""
     own = (environ.get(launcher.rank), environ.get(launcher.size))
@@ -164,11 +181,7 @@ def _contradict(inner: _Stated, outer: _Stated, environ: Mapping[str, str]) -> b
     ours, theirs = inner.world, outer.world
     if theirs.size == 1 or (ours.rank, ours.size) == (theirs.rank, theirs.size):
         return False
-    if theirs.source == "slurm":
-        # A batch script is task 0 of as many as it may start, and so is all that it starts without srun.
-        batch = theirs.rank == 0 and "SLURM_STEP_NUM_TASKS" not in environ
-        return ours.size == theirs.size and not batch
-    return ours.source == "torchrun" or ours.size == theirs.size
+    return (ours.source == "torchrun" and theirs.source != "slurm") or ours.size == theirs.size
 
 
 def is_first_rank(environ: Mapping[str, str] = os.environ) -> bool:
@@ -293,8 +306,10 @@ def _number(
     return int(text)
 
 
-def ranks(world: World, nproc: int | None, dry: int | None = None) -> int:
+def ranks(world: World, nproc: int | None, dry: int | None = None, environ: Mapping[str, str] = os.environ) -> int:
     """How many ranks a run has: the launcher's, else `--nproc`, else one; or the `dry` run's `--world`.
+
+    Errors: ValueError where a batch script of SLURM has several tasks and starts one process: the others would idle.
 
     >>> ranks(world_from_env({}), nproc=4)
     4
@@ -302,6 +317,11 @@ def ranks(world: World, nproc: int | None, dry: int | None = None) -> int:
     if dry is not None:
         return dry
     if world.source == "alone":
+        if nproc is None and (tasks := batch_tasks(environ)):
+            raise ValueError(
+                f"SLURM_PROCID 0 of SLURM_NTASKS {tasks}: this is the batch script itself, which is one process; begin "
+                f"the command with `srun` to start {tasks} ranks, or give --nproc N for N ranks on this host"
+            )
         return nproc or 1
     if nproc is not None and nproc != world.local_size:
         raise ValueError(
