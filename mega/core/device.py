@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -12,6 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,6 +82,18 @@ class Device:
     @property
     def name(self) -> str:
         return torch.cuda.get_device_name(self.torch) if self.is_cuda else "CPU"
+
+    def library_versions(self) -> dict[str, str]:
+        """Of what only GPUs have."""
+        if not self.is_cuda:
+            return {}
+        found = {"CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version())}  # type: ignore[no-untyped-call]
+        with contextlib.suppress(OSError, StopIteration):
+            words = Path("/proc/driver/nvidia/version").read_text().split()
+            found["the NVIDIA driver"] = next(word for word in words if word.count(".") >= 1 and word[0].isdigit())
+        if self.backend == "nccl":
+            found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        return found
 
     @property
     def peak_tflops(self) -> float | None:

@@ -160,14 +160,23 @@ def write(prefix: Path, seed: int) -> None:
             writer.add([generator.integers(0, 63, length).tolist()])
 
 
-def test_other_tokens_under_the_same_prefix_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_tokens_under_the_same_prefix_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where the note next to them is that of the old ones; a flag allows it, and a line says so."""
     words = ["--data-path", str(tmp_path / "corpus"), "--save", str(tmp_path / "run"), "--resume", "auto"]
-    run = [word for word in RUN if word != "--mock-data"]
-    for steps, seed in ((2, 0), (4, 0), (6, 1)):
-        write(tmp_path / "corpus", seed)
-        assert cli.main([*run, *words, "--steps", str(steps)]) == 0
-        expected = f"not as in the checkpoint: {tmp_path / 'corpus'} holds other tokens than those"
-        assert (expected in capsys.readouterr().out) == (steps == 6)
+    run = [*(word for word in RUN if word != "--mock-data"), *words]
+    write(tmp_path / "corpus", 0)
+    note = next(path for path in tmp_path.glob("corpus*") if path.suffix not in (".bin", ".idx"))
+    before = note.read_bytes()
+    assert cli.main([*run, "--steps", "2"]) == 0 and cli.main([*run, "--steps", "4"]) == 0
+    capsys.readouterr()
+    write(tmp_path / "corpus", 1)
+    note.write_bytes(before)
+    assert cli.main([*run, "--steps", "6"]) == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'corpus'}: holds other tokens than when " in said and "give --allow-corpus-change" in said
+    assert cli.main([*run, "--steps", "6", "--allow-corpus-change"]) == 0
+    expected = f"not as in the checkpoint: {tmp_path / 'corpus'} holds other tokens than those"
+    assert expected in capsys.readouterr().out
 
 
 def test_a_step_is_validated_once(tmp_path: Path, run_cli: RunCli) -> None:

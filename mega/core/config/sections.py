@@ -989,6 +989,9 @@ class DataConfig(Section):
         "take token files or weights of another tokenizer, such as one to which entries have been added since",
         evaluated=True,
     )
+    allow_corpus_change: bool = option(
+        False, "resume on token files that hold other tokens than those that the run has been trained on"
+    )
     data_workers: int = option(
         2, "0: read a step when it is due, else ahead on a thread", megatron="--num-workers", within=NOT_NEGATIVE
     )

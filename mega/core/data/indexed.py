@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mega.core.data.mapped import Unmapped, mapped, whole
+from mega.core.files import sampled_digest
 from mega.core.text.tokenizer import TokenizerIdentity
 from mega.core.untrusted import parse_json, read_limited
 
@@ -158,11 +159,12 @@ class IndexedDataset:
         return TokenizerIdentity.read(self.note.get("tokenizer"))
 
     def content(self) -> dict[str, str | None]:
-        """Hashes that tell these token files from others: of lengths, and of tokens where their writer noted it."""
+        """Hashes that tell these token files from others: of lengths, of what is read of the tokens, and of all tokens
+        as their writer noted it, which nobody checks."""
         tokens = None
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             tokens = str(read_note(self.prefix)["sha256"]["bin"])
-        return {"lengths": self.fingerprint, "tokens": tokens}
+        return {"lengths": self.fingerprint, "content": sampled_digest(bin_path(self.prefix)), "tokens": tokens}
 
     def token_range(self) -> tuple[int, int]:
         """The smallest and largest id: noted by the writer, else searched for (evenly in a huge file)."""

@@ -50,7 +50,7 @@ from mega.core.tasks.options import BenchmarkInputs, TaskOptions, benchmark
 from mega.core.tasks.show import Bar, show
 from mega.core.tasks.task import Benchmark, Done, Estimate, RowBenchmark, Sums, score
 from mega.core.text.tokenizer import Tokenizer
-from mega.core.training.start import check_same_everywhere
+from mega.core.training.consistency import Comparable, check_consistent, code
 
 SAVE_SECONDS = 5.0
 HASHED_BYTES = 1 << 30
@@ -110,7 +110,11 @@ def run_here(
     judged, tokenizer = _benchmark(evaluation, here.opened)
     examples = judged.examples(Path(evaluation.options.valid_data[0]))[: evaluation.options.limit]
     about = _about(evaluation, here, tokenizer, len(examples))
-    check_same_everywhere(here.mesh, about["fingerprint"], about, device.torch)
+    check_consistent(
+        Comparable({**code(), **{name: str(value) for name, value in about.items()}}, {}),
+        here.mesh.everyone,
+        device.torch,
+    )
     progress = _Progress(evaluation, about["fingerprint"], judged, len(examples), here.mesh, device)
     with progress.interruptible():
         found = score(

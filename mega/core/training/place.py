@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
+import uuid
 from pathlib import Path
 
 import torch
@@ -12,6 +14,7 @@ from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.checkpoint.own.store import CheckpointStore, store_at
 from mega.core.checkpoint.own.together import Exchange, alone, gathered
 from mega.core.config.run import RunConfig
+from mega.core.config.world import name_ranks
 from mega.core.files import url_of
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Mesh
@@ -58,6 +61,41 @@ def lock(until: contextlib.ExitStack, place: str | None, mesh: Mesh, device: tor
     if not free:
         raise ValueError(
             f"--save {place}: another process is writing there; wait for its end, or give another directory"
+        )
+
+
+SEEN_WITHIN = 10.0
+"""Seconds in which every rank sees what rank 0 has written in --save: a network file system remembers for a while that
+there was no such file."""
+
+
+def check_shared(place: str | None, exchange: Exchange, rank: int) -> None:
+    """See that --save is one folder for all ranks, and not each host's own: a checkpoint is made of every rank's file.
+
+    Errors: ValueError on all ranks, naming those that do not see what rank 0 writes there.
+    """
+    if place is None or url_of(place) is not None or exchange is alone:
+        return
+    mark = Path(place) / f".seen-{uuid.uuid4().hex}"
+    if rank == 0:
+        with contextlib.suppress(OSError):  # a place that cannot be written to is the saver's to report
+            mark.touch()
+    name = str(exchange(mark.name if mark.exists() else "")[0])
+    if not name:
+        return
+    host, deadline = socket.gethostname(), time.monotonic() + SEEN_WITHIN
+    while not (found := (Path(place) / name).exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    met = exchange([found, host])
+    if rank == 0:
+        with contextlib.suppress(OSError):
+            mark.unlink()
+    blind = [rank for rank, (sees, _) in enumerate(met) if not sees]
+    if blind:
+        there = ", ".join(dict.fromkeys(met[rank][1] for rank in blind))
+        raise ValueError(
+            f"--save {place}: what rank 0 writes there on {met[0][1]} is not seen by {name_ranks(blind)} on {there}; "
+            "must be one folder that all ranks share"
         )
 
 

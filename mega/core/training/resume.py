@@ -252,10 +252,30 @@ def differences(
                 f"{then[0]} of {then[1]}): --order cyclic gives each of them samples of its own, so all are assigned "
                 "again"
             )
-    for prefix, now in data.corpora.items():
-        then = point.checkpoint.meta.get("corpora", {}).get(prefix, now)
-        if any(None not in (hashed, then.get(name)) and then[name] != hashed for name, hashed in now.items()):
-            yield f"not as in the checkpoint: {prefix} holds other tokens than those that the run has been trained on"
+    for prefix in other_corpora(point, data):
+        yield f"not as in the checkpoint: {prefix} holds other tokens than those that the run has been trained on"
+
+
+def other_corpora(point: ResumePoint, data: Datasets) -> list[str]:
+    """Token files of today's that hold other tokens than under the same name when the checkpoint was written."""
+    stored: Mapping[str, Mapping[str, Any]] = point.checkpoint.meta.get("corpora", {})
+    return [
+        prefix
+        for prefix, now in data.corpora.items()
+        for then in (stored.get(prefix, {}),)
+        if any(None not in (hashed, then.get(name)) and then[name] != hashed for name, hashed in now.items())
+    ]
+
+
+def check_corpora(run: RunConfig, point: ResumePoint, data: Datasets) -> None:
+    """A run is continued on the tokens that it began with: after other ones its samples are neither those that are left
+    nor new. Errors: CheckpointError naming the files."""
+    if not point.weights_only and not run.data.allow_corpus_change and (others := other_corpora(point, data)):
+        raise CheckpointError(
+            f"{', '.join(others)}: holds other tokens than when {point.checkpoint.path} was written; put the old ones "
+            "back, give --allow-corpus-change to go on with these from the same place of the order, or --finetune to "
+            "begin a new run from the weights"
+        )
 
 
 def _layout(sizes: Mapping[str, int]) -> str:

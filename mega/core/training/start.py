@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-import torch
-
-from mega.core.checkpoint.own.together import Exchange, together
+from mega.core.checkpoint.own.together import Exchange, alone, together
 from mega.core.config.resolve import last_step
-from mega.core.config.run import RunConfig, entries, flag_of, value_of
+from mega.core.config.run import RunConfig
 from mega.core.data.dataset import Dataset
 from mega.core.device import Device
 from mega.core.flops import model_flops_per_token
-from mega.core.parallel.collectives import all_reduce, gather_json
+from mega.core.parallel.collectives import gather_json
 from mega.core.parallel.launch import connect, disconnect
-from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.parallel.mesh import Groups
+from mega.core.training.consistency import check_consistent, comparable
 from mega.core.training.evaluation import Evaluation
 from mega.core.training.inputs import Inputs, ResolvedRun, open_inputs
 from mega.core.training.introduce import introduce
@@ -29,9 +27,9 @@ from mega.core.training.kinds import kind_of
 from mega.core.training.loop import Training
 from mega.core.training.meters import Meters
 from mega.core.training.output import print_line
-from mega.core.training.place import check_no_newer, lock
+from mega.core.training.place import check_no_newer, check_shared, lock
 from mega.core.training.pretraining import datasets, former_blends
-from mega.core.training.resume import ResumePoint, find_resume_point, restore, sidecar_files
+from mega.core.training.resume import ResumePoint, check_corpora, find_resume_point, restore, sidecar_files
 from mega.core.training.routines import routines
 from mega.core.training.sampling import Sampler
 from mega.core.training.saver import Saver
@@ -64,12 +62,15 @@ def start(
     """One rank's run, ready to play. held: keeps its directory until it is closed. Errors: ValueError on every rank."""
     run, evaluated = inputs.run, inputs.run.evaluation
     mesh = build_mesh(run, rank, world, groups)
-    check_same_everywhere(mesh, inputs.fingerprint(), _flags(run), device.torch)
+    check_consistent(comparable(inputs, device), mesh.everyone, device.torch, _reporter(rank))
     # Before the newest checkpoint is looked for: another process that has the place may be saving one.
     lock(held, None if evaluated.skip_train else run.checkpoint.save, mesh, device.torch)
+    exchange: Exchange = partial(gather_json, axis=mesh.everyone, device=device.torch) if world > 1 else alone
+    check_shared(None if evaluated.skip_train else run.checkpoint.save, exchange, rank)
     state, kind = build_state(run, mesh, device), kind_of(run)
-    exchange: Exchange = partial(gather_json, axis=mesh.everyone, device=device.torch)
     point = _resume(state, exchange)
+    if point is not None:
+        check_corpora(run, point, inputs.datasets)
     inputs = _with_former_blends(inputs, point, _reporter(rank))
     kind.begin(state, inputs.datasets, point)
     steps = last_step(run, state.progress.step, state.progress.consumed)
@@ -181,39 +182,3 @@ def _check_length(run: RunConfig, dataset: Dataset | None, progress: Progress, s
             f"{progress.step} steps, so --steps {steps} ends with sample {end}, but the data were laid out "
             f"for {len(dataset)}; give --samples {end} instead of --steps"
         )
-
-
-def _flags(run: RunConfig) -> dict[str, Any]:
-    return {flag_of(name): value_of(run, name) for name in entries()}
-
-
-def check_same_everywhere(mesh: Mesh, fingerprint: str, asked: Mapping[str, Any], device: torch.device) -> None:
-    """Every rank must do the same, of which `fingerprint` is a digest in hexadecimal digits.
-
-    asked: flags and their values, or other names of what ranks may differ in. Errors: ValueError on every rank.
-    """
-    own = torch.tensor(
-        [int(fingerprint[at : at + 8], 16) for at in range(0, 64, 8)], dtype=torch.float64, device=device
-    )
-    least, most = own.clone(), own.clone()
-    all_reduce(least, mesh.everyone, "min")
-    all_reduce(most, mesh.everyone, "max")
-    if torch.equal(least, most):
-        return
-    typed = {name: str(value)[:200] for name, value in asked.items()}
-    by_rank = gather_json(typed, mesh.everyone, device)
-    flags = dict.fromkeys(flag for each in by_rank for flag in each)
-    differ = {flag: _by_rank([each.get(flag) for each in by_rank]) for flag in flags}
-    named = "; ".join(f"{flag} {values}" for flag, values in differ.items() if values)
-    raise ValueError(
-        f"{named or 'the tokenizer'}: must be the same on every rank; start all of them with the same flags and files"
-    )
-
-
-def _by_rank(values: list[str | None]) -> str:
-    """Values of a flag with the first rank of each, where ranks differ: "a.jsonl of rank 0, b.jsonl of rank 3"."""
-    first = {value: rank for rank, value in reversed(list(enumerate(values)))}
-    if len(first) == 1:
-        return ""
-    found = sorted(first.items(), key=lambda item: item[1])
-    return ", ".join(f"{'unknown' if value is None else value} of rank {rank}" for value, rank in found)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mega.core.checkpoint.forms.companions import companions_of, tokenizer_kind
-from mega.core.checkpoint.forms.direct import ForeignWeights, opened_foreign, weights_digest
+from mega.core.checkpoint.forms.direct import SAMPLED, ForeignWeights, opened_foreign, weights_digest
 from mega.core.checkpoint.forms.form import FORMS, Form, Given
 from mega.core.checkpoint.forms.recognise import foreign_form, form_at
 from mega.core.checkpoint.own.directory import STEP
@@ -70,6 +70,10 @@ def open_start(place: str, report: Callable[[str], None], exchange: Exchange = a
         return locate(place, report, exchange), False
     form = next(form for form in FORMS if form.name == names[0])
     found = together(partial(ForeignStart, Path(place), form), exchange)
+    if exchange is not alone:
+        digests = gathered(partial(weights_digest, found), exchange)
+        if differ := disagreement([digest.removeprefix(SAMPLED)[:12] for digest in digests]):
+            raise CheckpointError(f"{place}: {differ}")
     for note in found.notes:
         report(note)
     return found, True  # type: ignore[return-value]  # it has all of a checkpoint that a start reads
