@@ -212,7 +212,7 @@ def test_parameters_are_in_the_order_of_megatrons_modules(model: Any) -> None:
         ({"token_types": 3}, "--token-types 3: --saver megatron has a BERT with 2 only"),
         ({"head": "none"}, "--head none: --saver megatron has a BERT with a head"),
         ({"family": "t5", "decoder_layers": 2, "kv_heads": 2}, "--kv-heads 2: --saver megatron has a T5 with 4 only"),
-        ({"window": 4}, "--window"),
+        ({"window": 4}, "window 4: Megatron-LM has none"),
     ],
 )
 def test_what_megatron_does_not_have_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:

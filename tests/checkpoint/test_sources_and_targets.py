@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -21,6 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mega.cli import main
+from mega.core.checkpoint.forms import gpt2, llama
 from mega.core.checkpoint.forms.convert import convert
 from mega.core.checkpoint.forms.llama import config_from_model, model_from_config
 from mega.core.checkpoint.forms.megatron_arguments import arguments_of
@@ -31,11 +33,14 @@ from mega.core.checkpoint.own.layout import Layout
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.checkpoint.own.reshard import reshard
 from mega.core.checkpoint.own.store import CheckpointStore, Piece, locate
+from mega.core.config.sections import ModelConfig
 from mega.core.files import url_of
 from mega.core.training.resume import sidecar_files
+from tests.support import toy_layers
 from tests.support.foreign_forms import LLAMA, hf_config, hf_writer, weights_of
 from tests.support.hugging_face import hf_folder
 from tests.support.nfs import locks_of_nfs
+from tests.support.runs import small_run
 
 
 @pytest.fixture
@@ -125,6 +130,42 @@ def test_a_window_is_not_lost_on_the_way_to_a_form_without() -> None:
     for write in (params_from_model, partial(arguments_of, tp=1, pp=1)):
         with pytest.raises(CheckpointError, match="window"):
             write(model)
+
+
+of_llama, of_gpt2 = (partial(form.config_from_model, dtype="float32") for form in (llama, gpt2))
+of_megatron = partial(arguments_of, tp=1, pp=1)
+
+
+@pytest.mark.parametrize(
+    ("write", "family", "changes"),
+    [
+        (of_llama, "llama", {"norm_placement": "post"}),
+        (params_from_model, "llama", {"norm_placement": "post"}),
+        (of_gpt2, "gpt", {"position": "none"}),
+        (of_megatron, "gpt", {"qkv_bias": False}),
+    ],
+)
+def test_what_would_be_read_back_as_another_model_is_refused(
+    write: Callable[[ModelConfig], object], family: str, changes: dict[str, Any]
+) -> None:
+    """Also an option that the form has never heard of."""
+    model = small_run(family, kv_heads=8).model
+    assert write(model)
+    ((name, value),) = changes.items()
+    with pytest.raises(CheckpointError, match=f"^{name} {value}: .* has only "):
+        write(dataclasses.replace(model, **changes))
+
+
+def test_layers_that_differ_have_no_place_in_forms_of_one_layer() -> None:
+    """Each of these forms describes one layer, which all are."""
+    toy_layers.register()
+    try:
+        model = small_run("gpt", family=toy_layers.NAME, layers=4, position="rope").model
+        for write in (of_llama, of_gpt2, params_from_model, of_megatron):
+            with pytest.raises(CheckpointError):
+                write(model)
+    finally:
+        toy_layers.unregister()
 
 
 def test_of_two_sets_of_weights_the_one_that_transformers_opens(source: Path) -> None:

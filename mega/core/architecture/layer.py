@@ -172,3 +172,24 @@ class Layer:
     def attention(self) -> Attention:
         """Its attention to its own tokens."""
         return next(attention for attention in self.attentions if attention.source == "self")
+
+    @property
+    def feed_forward(self) -> Dense:
+        """Its feed-forward network."""
+        return next(branch.mixer for branch in self.branches if isinstance(branch.mixer, Dense))
+
+    @property
+    def shared(self) -> dict[str, int]:
+        """What tensor ranks share equally, by the option's name."""
+        attention = self.attention
+        return {"heads": attention.heads, "kv_heads": attention.kv_heads, "ffn": self.feed_forward.width}
+
+    @property
+    def norm(self) -> Norm:
+        """Its first norm."""
+        return next(norm for branch in self.branches for norm in (branch.before, branch.after) if norm is not None)
+
+    @property
+    def norm_placement(self) -> Literal["pre", "post"]:
+        """Whether its norms stand before its branches or after them."""
+        return "post" if self.branches[0].before is None else "pre"

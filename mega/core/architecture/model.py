@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mega.core.architecture.layer import Activation, Attention, AuxiliaryLoss, Layer, Norm, Rope
-from mega.core.architecture.tensor import Tensor, Unit
+from mega.core.architecture.tensor import Tensor, Unit, padded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,10 @@ class Input:
     """Rows of a table for the parts of a row; 0 is none."""
     norm: Norm | None
     dropout: float
+
+    def rows(self, tp: int) -> int:
+        """Rows of the table of tokens, padding included, on all of `tp` tensor ranks together."""
+        return padded(self.vocab, tp, self.vocab_multiple)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +145,11 @@ class Architecture:
     def layers(self) -> tuple[Layer, ...]:
         """Of all stacks."""
         return tuple(layer for stack in self.stacks for layer in stack.layers)
+
+    @property
+    def block(self) -> Layer:
+        """Its first layer: where all are alike, as in most models, what each of them is."""
+        return self.layers[0]
 
     @property
     def units(self) -> tuple[Unit, ...]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from mega.core.architecture import inventory
-from mega.core.architecture.families.bert import token_types
-from mega.core.checkpoint.forms.keys import check_options, number_in, only, translated, whole_in
+from mega.core.architecture import Architecture, architecture, inventory
+from mega.core.architecture.model import Output, Rows
+from mega.core.checkpoint.forms.keys import check_kept, number_in, only, translated, whole_in
 from mega.core.checkpoint.forms.mapping import Table, Target, whole
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.config.sections import ModelConfig
@@ -145,80 +145,80 @@ def _any(found: Collection[str], *begins: str) -> bool:
     return any(name.startswith(begins) for name in found)
 
 
-def config_from_model(model: ModelConfig, dtype: str) -> dict[str, Any]:
+def config_from_model(options: ModelConfig, dtype: str) -> dict[str, Any]:
     """A config.json for transformers. Errors: CheckpointError naming the option that its BERT does not have."""
-    assert model.hidden is not None and model.heads is not None
-    options = (
-        ("position", model.position, ("learned",)),
-        ("norm", model.norm, ("layernorm",)),
-        ("activation", model.activation, tuple(ACTIVATIONS)),
-        ("bias", model.bias, (True,)),
-        ("qkv_bias", model.qkv_bias, (True, None)),
-        ("qk_norm", model.qk_norm, (False,)),
-        ("window", model.window, (None,)),
-        ("norm_offset", model.norm_offset, (False,)),
-        ("post_norm_residual", model.post_norm_residual, (False,)),
-        ("embedding_scale", model.embedding_scale, (False,)),
-        ("kv_heads", model.kv_heads, (model.heads,)),
-        ("head_dim", model.head_dim, (model.hidden // model.heads,)),
-    )
-    check_options(options, "Hugging Face's BERT")
-    if not token_types(model):
+    model = architecture(options)
+    if not model.input.types:
         raise CheckpointError("token_types 0: Hugging Face's BERT has at least 1, which tokens always have a row of")
-    mtype = next(name for name, placement in TYPES.items() if placement == model.norm_placement)
+    config = _config(model, dtype)
+    check_kept(options, model_from_config(config, "config.json"), "Hugging Face's BERT", unsaid=OF_HEADS)
+    return config
+
+
+OF_HEADS = ("head", "head_activation", "binary_head", "classes")
+"""Options that are read off a folder's tensors, or reported as lost (`losses`)."""
+
+
+def _config(model: Architecture, dtype: str) -> dict[str, Any]:
+    attention, feed_forward = model.block.attention, model.block.feed_forward
+    mtype = next(name for name, placement in TYPES.items() if placement == model.block.norm_placement)
     return {
-        "architectures": [{"bert": "Bert", "megatron-bert": "MegatronBert"}[mtype] + _architecture(model)],
+        "architectures": [{"bert": "Bert", "megatron-bert": "MegatronBert"}[mtype] + _class(model.output)],
         "model_type": mtype,
         "hidden_size": model.hidden,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "intermediate_size": model.ffn,
+        "num_hidden_layers": len(model.layers),
+        "num_attention_heads": attention.heads,
+        "intermediate_size": feed_forward.width,
         "max_position_embeddings": model.positions,
-        "vocab_size": model.vocab,
-        "type_vocab_size": token_types(model),
-        "hidden_act": ACTIVATIONS[model.activation],
-        "layer_norm_eps": model.norm_eps,
-        "hidden_dropout_prob": model.hidden_dropout,
-        "attention_probs_dropout_prob": model.attention_dropout,
+        "vocab_size": model.input.vocab,
+        "type_vocab_size": model.input.types,
+        "hidden_act": ACTIVATIONS.get(feed_forward.activation, "gelu"),
+        "layer_norm_eps": model.block.norm.eps,
+        "hidden_dropout_prob": model.input.dropout,
+        "attention_probs_dropout_prob": attention.dropout,
         "initializer_range": model.init_std,
         "position_embedding_type": "absolute",
         "tie_word_embeddings": True,
         "torch_dtype": dtype,
-        **_labels(model),
+        **_labels(model.output.rows),
     }
 
 
-def _architecture(model: ModelConfig) -> str:
-    if model.head == "lm":
-        return "ForPreTraining" if model.binary_head else "ForMaskedLM"
-    return {"classification": CLASSIFIERS[0], "choice": CLASSIFIERS[1]}.get(model.head, "Model")
+def _class(output: Output) -> str:
+    """How the name of transformers' class ends."""
+    if output.words is not None:
+        return "ForPreTraining" if output.rows else "ForMaskedLM"
+    return "Model" if output.rows is None else CLASSIFIERS[output.rows.choices > 1]
 
 
-def _labels(model: ModelConfig) -> dict[str, Any]:
+def _labels(rows: Rows | None) -> dict[str, Any]:
     """What transformers counts classes by; it takes 2 where nothing is said."""
-    if model.head != "classification" or model.classes == 2:
+    if rows is None or rows.choices > 1 or rows.classes == 2:
         return {}
-    labels = {str(number): f"LABEL_{number}" for number in range(model.classes)}
+    labels = {str(number): f"LABEL_{number}" for number in range(rows.classes)}
     return {"id2label": labels, "label2id": {label: int(number) for number, label in labels.items()}}
 
 
-def losses(model: ModelConfig) -> tuple[str, ...]:
+def losses(options: ModelConfig) -> tuple[str, ...]:
     """Lines on what Hugging Face's form has no place for."""
-    if model.head != "lm" or model.head_activation == model.activation:
+    model = architecture(options)
+    words, theirs = model.output.words, model.block.feed_forward.activation
+    if words is None or words.transform is None or words.transform.activation == theirs:
         return ()
-    theirs = ACTIVATIONS[model.activation]
     return (
-        f"head_activation {model.head_activation}: Hugging Face's BERT has one activation, here the blocks' {theirs}; "
-        "logits differ by their difference, below 0.0005 of an activation",
+        f"head_activation {words.transform.activation}: Hugging Face's BERT has one activation, here the blocks' "
+        f"{ACTIVATIONS[theirs]}; logits differ by their difference, below 0.0005 of an activation",
     )
 
 
-def table(model: ModelConfig, found: Collection[str] = ()) -> Table:
+def table(options: ModelConfig, found: Collection[str] = ()) -> Table:
     """`weights/<name>` of every logical tensor from Hugging Face's. found: names in a folder."""
-    prefix = PREFIX if model.head != "none" or any(name.startswith(PREFIX) for name in found) else ""
+    model = architecture(options)
+    headed = model.output.words is not None or model.output.rows is not None
+    prefix = PREFIX if headed or any(name.startswith(PREFIX) for name in found) else ""
     targets, copies = [], []
-    for tensor in inventory(model):
-        theirs = bert_name(tensor.name, model.norm_placement, prefix)
+    for tensor in inventory(options):
+        theirs = bert_name(tensor.name, model.block.norm_placement, prefix)
         for ending, old in ENDINGS.items():
             if theirs not in found and (former := theirs.removesuffix(ending) + old) in found:
                 theirs = former

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mega.core.architecture import without_adapters
+from mega.core.architecture import architecture, without_adapters
 from mega.core.checkpoint.forms.base import joined
 from mega.core.checkpoint.forms.companions import companions_of, tokenizer_kind, unread_tokenizer
 from mega.core.checkpoint.forms.direct import main_dtype, opened_foreign
@@ -199,7 +199,7 @@ def opened_own(load: Path, *, merged: bool = True) -> Own:
     adapters = locate(load)
     model, checkpoint = model_of(adapters.meta, str(adapters.path)), joined(adapters)
     check_size(model, checkpoint.tensors, str(checkpoint.path))
-    if not model.lora_rank or named_base(adapters) is None:
+    if architecture(model).adapters is None or named_base(adapters) is None:
         return Own(checkpoint, model, OwnSource(checkpoint))
     if not merged:
         return Own(adapters, model, OwnSource(adapters))

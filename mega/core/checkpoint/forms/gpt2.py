@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from mega.core.architecture import Tensor, inventory
-from mega.core.checkpoint.forms.keys import check_options, number_in, only, translated, whole_in
+from mega.core.architecture import Architecture, Tensor, architecture, inventory
+from mega.core.checkpoint.forms.keys import check_kept, number_in, only, translated, whole_in
 from mega.core.checkpoint.forms.mapping import Fragment, Span, Table, Target, whole
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.config.sections import ModelConfig
@@ -89,38 +89,29 @@ def model_from_config(config: Mapping[str, Any], where: str, found: Collection[s
     )
 
 
-def config_from_model(model: ModelConfig, dtype: str) -> dict[str, Any]:
+def config_from_model(options: ModelConfig, dtype: str) -> dict[str, Any]:
     """A config.json for `AutoModelForCausalLM`. Errors: CheckpointError naming the option that GPT-2 does not have."""
-    assert model.hidden is not None and model.heads is not None
-    options = (
-        ("norm", model.norm, ("layernorm",)),
-        ("activation", model.activation, tuple(ACTIVATIONS)),
-        ("bias", model.bias, (True,)),
-        ("qkv_bias", model.qkv_bias, (True, None)),
-        ("qk_norm", model.qk_norm, (False,)),
-        ("window", model.window, (None,)),
-        ("tied", model.tied, (True,)),
-        ("norm_offset", model.norm_offset, (False,)),
-        ("post_norm_residual", model.post_norm_residual, (False,)),
-        ("embedding_scale", model.embedding_scale, (False,)),
-        ("kv_heads", model.kv_heads, (model.heads,)),
-        ("head_dim", model.head_dim, (model.hidden // model.heads,)),
-    )
-    check_options(options, "Hugging Face's GPT-2")
+    config = _config(architecture(options), dtype)
+    check_kept(options, model_from_config(config, "config.json"), "Hugging Face's GPT-2")
+    return config
+
+
+def _config(model: Architecture, dtype: str) -> dict[str, Any]:
+    attention, feed_forward = model.block.attention, model.block.feed_forward
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
         "n_embd": model.hidden,
-        "n_layer": model.layers,
-        "n_head": model.heads,
-        "n_inner": None if model.ffn == 4 * model.hidden else model.ffn,
+        "n_layer": len(model.layers),
+        "n_head": attention.heads,
+        "n_inner": None if feed_forward.width == 4 * model.hidden else feed_forward.width,
         "n_positions": model.positions,
-        "vocab_size": model.vocab,
-        "activation_function": ACTIVATIONS[model.activation],
-        "layer_norm_epsilon": model.norm_eps,
-        "resid_pdrop": model.hidden_dropout,
-        "embd_pdrop": model.hidden_dropout,
-        "attn_pdrop": model.attention_dropout,
+        "vocab_size": model.input.vocab,
+        "activation_function": ACTIVATIONS.get(feed_forward.activation, "gelu_new"),
+        "layer_norm_epsilon": model.block.norm.eps,
+        "resid_pdrop": model.input.dropout,
+        "embd_pdrop": model.input.dropout,
+        "attn_pdrop": attention.dropout,
         "initializer_range": model.init_std,
         "tie_word_embeddings": True,
         "use_cache": True,

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from mega.core.architecture import architecture
 from mega.core.checkpoint.forms import bert, conversing, gpt2, llama
 from mega.core.checkpoint.forms.companions import copy_companions
 from mega.core.checkpoint.forms.foreign import (
@@ -108,18 +109,18 @@ def _names(config: Mapping[str, Any], where: Path) -> ModuleType:
 
 def _cut_positions(config: Mapping[str, Any], model: ModelConfig, where: Path) -> tuple[str, ...]:
     """A line for the user where a model has fewer positions here than there."""
-    there = config.get("max_position_embeddings")
-    if not isinstance(there, int) or model.positions is None or there <= model.positions:
+    there, here = config.get("max_position_embeddings"), architecture(model).positions
+    if not isinstance(there, int) or there <= here:
         return ()
     return (
-        f"{where}: some layers have a sliding window of {model.positions}, others none: the model is cut from {there} "
-        f"positions to {model.positions}, up to which all layers compute the same",
+        f"{where}: some layers have a sliding window of {here}, others none: the model is cut from {there} "
+        f"positions to {here}, up to which all layers compute the same",
     )
 
 
 def export(own: Own, to: str, given: Given) -> Export:
     """A folder that transformers' `from_pretrained` opens."""
-    return EXPORTS.get(own.model.family, _export_decoder)(own, to, given)
+    return EXPORTS.get(architecture(own.model).family, _export_decoder)(own, to, given)
 
 
 def _export_bert(own: Own, to: str, given: Given) -> Export:
@@ -132,7 +133,7 @@ def _export_t5(own: Own, to: str, given: Given) -> Export:
 
 
 def _export_decoder(own: Own, to: str, given: Given) -> Export:
-    names = gpt2 if own.model.position == "learned" else llama
+    names = gpt2 if architecture(own.model).input.learned_positions else llama
     tokens, losses = _special_tokens(own, given)
     return _folder(own, names, tokens, losses)
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from mega.core.architecture import architecture
 from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.config.sections import ModelConfig
+
+TRAINING = ("vocab_multiple", "hidden_dropout", "attention_dropout", "init_std")
+"""Options of a model that change nothing of what its weights compute."""
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
@@ -46,14 +52,25 @@ def number_in(config: Mapping[str, Any], key: str, where: str, otherwise: float 
     return float(value)
 
 
-def check_options(options: Iterable[tuple[str, Any, tuple[Any, ...]]], whose: str) -> None:
-    """That a form holds options of ours. options: name, value, valid values.
+def check_kept(model: ModelConfig, read: ModelConfig, whose: str, unsaid: Collection[str] = ()) -> None:
+    """That a form holds a whole model. read: what its own files are read back as. unsaid: options that it has no place
+    for.
 
-    Errors: CheckpointError naming the first option that `whose` does not have.
+    What only training reads (`TRAINING`) may differ, and options that change nothing where others are as they are. The
+    two may be of two families whose architectures are one, as GPT and Llama.
+    Errors: CheckpointError naming the first option that `whose` files do not keep.
     """
-    for name, value, valid in options:
-        if value not in valid:
-            raise CheckpointError(f"{name} {value}: {whose} has only {valid[0]}")
+    theirs = dataclasses.asdict(read)
+    left = {name: theirs.pop(name) for name in (*TRAINING, *unsaid)}
+    for name, ours in dataclasses.asdict(model).items():
+        if name == "family" or ours == theirs.get(name, ours):
+            continue
+        if architecture(dataclasses.replace(model, **{name: theirs[name]})) != architecture(model):
+            has = "none" if theirs[name] is None else f"only {theirs[name]}"
+            raise CheckpointError(f"{name} {ours}: {whose} has {has}")
+    kept = architecture(dataclasses.replace(model, **left))
+    if "family" not in left and dataclasses.replace(kept, family=read.family) != architecture(read):
+        raise CheckpointError(f"family {model.family}: {whose} has only {read.family}")
 
 
 def only(config: Mapping[str, Any], key: str, valid: tuple[Any, ...], where: str) -> None:

@@ -9,8 +9,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mega.core.architecture import inventory
-from mega.core.checkpoint.forms.keys import check_options, number_in, only, whole_in
+from mega.core.architecture import Architecture, architecture, inventory
+from mega.core.architecture.layer import Attention, Rope
+from mega.core.checkpoint.forms.keys import check_kept, number_in, only, whole_in
 from mega.core.checkpoint.forms.mapping import Table, Target, whole
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.config.sections import ModelConfig
@@ -116,19 +117,24 @@ def _rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     return found
 
 
-def _scaling(model: ModelConfig) -> dict[str, Any] | None:
+def _rope_keys(rope: Rope | None) -> dict[str, Any]:
+    """The keys about rotation; none of a model that has none, which is refused as it is read back."""
+    return {} if rope is None else {"rope_theta": rope.base, "rope_scaling": _scaling(rope)}
+
+
+def _scaling(rope: Rope) -> dict[str, Any] | None:
     """`rope_scaling` of a config.json."""
-    if model.rope_scaling == "llama3":
+    if rope.scaling is not None and rope.interpolation != 1.0:
+        raise CheckpointError("rope_scaling and rope_interpolation together: Hugging Face has one or the other")
+    if rope.scaling is not None:
         return {
             "rope_type": "llama3",
-            "factor": model.rope_scaling_factor,
-            "low_freq_factor": model.rope_low_freq_factor,
-            "high_freq_factor": model.rope_high_freq_factor,
-            "original_max_position_embeddings": model.rope_original_positions,
+            "factor": rope.scaling.factor,
+            "low_freq_factor": rope.scaling.low,
+            "high_freq_factor": rope.scaling.high,
+            "original_max_position_embeddings": rope.scaling.original,
         }
-    if model.rope_interpolation != 1.0:
-        return {"rope_type": "linear", "factor": model.rope_interpolation}
-    return None
+    return {"rope_type": "linear", "factor": rope.interpolation} if rope.interpolation != 1.0 else None
 
 
 def _reach(config: Mapping[str, Any], family: Family, layers: int, where: str) -> tuple[int, int | None]:
@@ -162,65 +168,62 @@ def _attention_kinds(config: Mapping[str, Any], family: Family, layers: int, whe
     return set(kinds)
 
 
-def check_llama(model: ModelConfig, whose: str) -> None:
-    """See that a model is one of Llama's kind. Errors: CheckpointError naming the option that `whose` does not have."""
-    options = (
-        ("position", model.position, ("rope",)),
-        ("norm", model.norm, ("rmsnorm",)),
-        ("activation", model.activation, ("swiglu",)),
-        ("bias", model.bias, (False,)),
-        ("norm_offset", model.norm_offset, (False,)),
-        ("post_norm_residual", model.post_norm_residual, (False,)),
-        ("rope_fraction", model.rope_fraction, (1.0,)),
-        ("embedding_scale", model.embedding_scale, (False,)),
-    )
-    check_options(options, whose)
-
-
-def config_from_model(model: ModelConfig, dtype: str) -> dict[str, Any]:
+def config_from_model(options: ModelConfig, dtype: str) -> dict[str, Any]:
     """A config.json for `AutoModelForCausalLM`. dtype: of the weights, in torch's words ("bfloat16").
 
     Errors: CheckpointError naming the option that these families do not have.
     """
-    check_llama(model, "Hugging Face's Llama")
-    wanted = (bool(model.qkv_bias), model.qk_norm)
-    alike = [row for row in FAMILIES if (row.qkv_bias, row.qk_norm) == wanted]
-    family = next((row for row in alike if model.window is None or row.window is not None), None)
-    if family is None:
-        raise CheckpointError("qkv_bias and qk_norm together: no Hugging Face family has both")
-    if model.rope_scaling != "none" and model.rope_interpolation != 1.0:
-        raise CheckpointError("rope_scaling and rope_interpolation together: Hugging Face has one or the other")
+    model = architecture(options)
+    config = _config(model, dtype)
+    everywhere = (model.block.attention.window or 0) >= model.positions  # as good as none, which it is read as
+    read = model_from_config(config, "config.json")
+    check_kept(options, read, "Hugging Face's Llama", unsaid=("window",) if everywhere else ())
+    return config
+
+
+def _config(model: Architecture, dtype: str) -> dict[str, Any]:
+    attention = model.block.attention
+    family = _family(attention)
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         "hidden_size": model.hidden,
-        "intermediate_size": model.ffn,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
-        "head_dim": model.head_dim,
-        "vocab_size": model.vocab,
+        "intermediate_size": model.block.feed_forward.width,
+        "num_hidden_layers": len(model.layers),
+        "num_attention_heads": attention.heads,
+        "num_key_value_heads": attention.kv_heads,
+        "head_dim": attention.head_dim,
+        "vocab_size": model.input.vocab,
         "max_position_embeddings": model.positions,
-        "rope_theta": model.rope_base,
-        "rope_scaling": _scaling(model),
-        "rms_norm_eps": model.norm_eps,
+        **_rope_keys(attention.rope),
+        "rms_norm_eps": model.block.norm.eps,
         "hidden_act": "silu",
         "attention_bias": False,
-        "attention_dropout": model.attention_dropout,
+        "attention_dropout": attention.dropout,
         "initializer_range": model.init_std,
         "tie_word_embeddings": model.tied,
         "use_cache": True,
         "torch_dtype": dtype,
-        **_window(model, family),
+        **_window(attention, family),
     }
 
 
-def _window(model: ModelConfig, family: Family) -> dict[str, Any]:
+def _family(attention: Attention) -> Family:
+    """The first that has such an attention."""
+    wanted = (attention.qkv_bias, attention.q_norm is not None)
+    alike = [row for row in FAMILIES if (row.qkv_bias, row.qk_norm) == wanted]
+    for row in alike:
+        if attention.window is None or row.window is not None:
+            return row
+    raise CheckpointError("qkv_bias and qk_norm together: no Hugging Face family has both")
+
+
+def _window(attention: Attention, family: Family) -> dict[str, Any]:
     """The keys of a sliding window, where a model has one."""
-    if model.window is None:
+    if attention.window is None:
         return {}
     on_demand = {"use_sliding_window": True, "max_window_layers": 0} if family.window_on_demand else {}
-    return {"sliding_window": model.window, **on_demand}
+    return {"sliding_window": attention.window, **on_demand}
 
 
 def table(model: ModelConfig, found: Collection[str] = ()) -> Table:
@@ -229,7 +232,7 @@ def table(model: ModelConfig, found: Collection[str] = ()) -> Table:
         Target(f"weights/{tensor.name}", tensor.shape, (whole(tensor.shape, tensor.name),))
         for tensor in inventory(model)
     )
-    repeated = model.tied and HEAD in found
+    repeated = architecture(model).tied and HEAD in found
     return Table(
         (embedding, *others),
         copies=((embedding.name, whole(embedding.shape, HEAD)),) if repeated else (),

@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 import torch
 
-from mega.core.architecture import Tensor, inventory
+from mega.core.architecture import Tensor, architecture, inventory
+from mega.core.architecture.layer import Layer
 from mega.core.checkpoint.forms.foreign import TorchSource, check_not_twice
 from mega.core.checkpoint.forms.form import Given, Opened
 from mega.core.checkpoint.forms.keys import translated
@@ -365,15 +366,17 @@ def fused_rows(part: str, heads: int, groups: int, width: int, version: int) -> 
 
 def table_of(model: ModelConfig, tensors: Tensors, tp: int, pp: int, chunks: int, version: int) -> Table:
     """The `table` of a tree that holds `tensors`: its blocks are where their names are."""
-    blocks = _blocks(tensors, pp, chunks)
-    if len(blocks) != model.blocks:
+    blocks, described = _blocks(tensors, pp, chunks), architecture(model)
+    if len(blocks) != len(described.layers):
         last = f"encoder.layers.{max((number for _, number in blocks), default=0)}."
         named = next((name for name in tensors if last in name), "none")
-        raise CheckpointError(f"args.num_layers {model.layers}: the files hold {len(blocks)} layers ({named})")
+        raise CheckpointError(
+            f"args.num_layers {len(described.stacks[0].layers)}: the files hold {len(blocks)} layers ({named})"
+        )
     end = f"{pp - 1}.{chunks - 1}"
     tied = [name for name in (TIED_COPY, "output_layer.weight") if f"0.{end}/{name}" in tensors]
     rows = tensors.get(f"0.0.0/{WORDS}", ((0,), torch.float32))[0][0]
-    return table(model, tp, stages_of(model, blocks, end, tied), rows, version)
+    return table(model, tp, stages_of(described, blocks, end, tied), rows, version)
 
 
 def _blocks(tensors: Tensors, pp: int, chunks: int) -> list[tuple[str, int]]:
@@ -389,17 +392,18 @@ def _blocks(tensors: Tensors, pp: int, chunks: int) -> list[tuple[str, int]]:
     return found
 
 
-def table(model: ModelConfig, tp: int, stages: Stages, rows: int, version: int = 3) -> Table:
+def table(options: ModelConfig, tp: int, stages: Stages, rows: int, version: int = 3) -> Table:
     """`weights/<name>` of every logical tensor from the files of a tree.
 
     rows: of a rank's table of tokens, padding included. version: the files' checkpoint_version.
     """
-    if version < 2 and model.kv_heads != model.heads:
+    model = architecture(options)
+    if version < 2 and any(each.kv_heads != each.heads for each in model.attentions):
         raise CheckpointError(f"checkpoint_version {version}: has no grouped heads")
     targets: list[Target] = []
     copies: list[tuple[str, Fragment]] = []
     padding: dict[str, tuple[range, str]] = {}
-    for tensor in inventory(model):
+    for tensor in inventory(options):
         name = f"weights/{tensor.name}"
         stage, layer = stages.place(model, tensor.units[0])
         held_at = (f"{stage}/{legacy_name(tensor.name, layer)}", *stages.copies.get(tensor.name, ()))
@@ -420,20 +424,21 @@ def table(model: ModelConfig, tp: int, stages: Stages, rows: int, version: int =
             fragments = (whole(tensor.shape, here[0]),)
             copies += [(name, whole(tensor.shape, each)) for parts in (here[1:], *others) for each in parts]
         else:
-            fragments = gathered(tensor.shape, here, cut.dim, _runs(model, tensor, tp, version))
+            fragments = gathered(tensor.shape, here, cut.dim, _runs(model.block, tensor, tp, version))
         targets.append(Target(name, tensor.shape, fragments))
     return Table(tuple(targets), copies=tuple(copies), padding=padding)
 
 
-def _runs(model: ModelConfig, tensor: Tensor, share: int, version: int) -> list[range] | None:
+def _runs(block: Layer, tensor: Tensor, share: int, version: int) -> list[range] | None:
     """A logical tensor's rows within one rank's fused matrix; None where nothing is fused."""
     module = tensor.name.rpartition(".")[0]
-    assert model.heads and model.kv_heads and model.head_dim and model.ffn
+    attention, feed_forward = block.attention, block.feed_forward
+    heads, kv_heads = attention.heads // share, attention.kv_heads // share
     if (part := module.removesuffix("_proj")[-1]) in "qkv" and module.endswith(f"self_attn.{part}_proj"):
-        return fused_rows(part, model.heads // share, model.kv_heads // share, model.head_dim, version)
+        return fused_rows(part, heads, kv_heads, attention.head_dim, version)
     if part in "kv" and module.endswith(f"encoder_attn.{part}_proj"):
-        return pair_rows(part, model.heads // share, model.head_dim, version)
-    if model.activation == "swiglu" and module.endswith(("mlp.gate_proj", "mlp.up_proj")):
-        rows = model.ffn // share
+        return pair_rows(part, heads, attention.head_dim, version)
+    if feed_forward.gated and module.endswith(("mlp.gate_proj", "mlp.up_proj")):
+        rows = feed_forward.width // share
         return [range(rows)] if module.endswith("gate_proj") else [range(rows, 2 * rows)]
     return None

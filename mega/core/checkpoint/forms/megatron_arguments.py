@@ -12,8 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from mega.core.architecture import padded
+from mega.core.architecture import Architecture, architecture
 from mega.core.checkpoint.forms.foreign import read_json
+from mega.core.checkpoint.forms.keys import check_kept
+from mega.core.checkpoint.forms.megatron_families import FAMILIES
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.config.sections import ModelConfig
 
@@ -228,47 +230,25 @@ def _activation(values: Mapping[str, Any], swiglu: bool, bias: bool) -> Literal[
 
 
 def arguments_of(
-    model: ModelConfig, tp: int, pp: int, *, tokenizer: str | None = None, core: bool = False
+    options: ModelConfig, tp: int, pp: int, *, tokenizer: str | None = None, core: bool = False
 ) -> dict[str, Any]:
     """The arguments that Megatron's loaders ask a checkpoint for.
 
     tokenizer: as --tokenizer-type names it. core: as Megatron-core 0.18 has them, else as Megatron-LM of 2023.
+    Errors: CheckpointError naming an option that Megatron-LM does not have.
     """
-    assert model.vocab is not None
-    scaling = (model.rope_low_freq_factor, model.rope_high_freq_factor, model.rope_original_positions)
-    for flag, value, valid in (
-        ("--position", model.position, ("learned", "rope", "none")),
-        ("--embedding-scale, --window", (model.embedding_scale, model.window), ((False, None),)),
-        ("--rope-low-freq-factor, --rope-high-freq-factor, --rope-original-positions", scaling, ((1.0, 4.0, 8192),)),
-    ):
-        if value not in valid:
-            raise CheckpointError(f"{flag} {value}: Megatron-LM has only {', '.join(map(str, valid))}")
-    return {
-        **{theirs: getattr(model, ours) for ours, theirs in SIZES.items()},
-        **{theirs: getattr(model, ours) for ours, (theirs, _) in SAME.items()},
+    model = architecture(options)
+    if model.input.sinusoid_from is not None:
+        raise CheckpointError("--position sinusoidal: Megatron-LM has only learned, rope, none")
+    arguments = {
+        **_of_model(model, options.rope_fraction),
         **_of_positions(model, core),
-        "encoder_num_layers": model.layers,
-        "ffn_hidden_size": model.ffn,
-        "group_query_attention": model.kv_heads != model.heads,
-        "num_query_groups": model.kv_heads if core or model.kv_heads != model.heads else 1,
-        "kv_channels": model.head_dim,
-        "seq_length": model.positions,
-        "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
-        "norm_epsilon": model.norm_eps,
-        "layernorm_epsilon": model.norm_eps,
-        ZERO_CENTERED: model.norm_offset,
-        "swiglu": model.activation == "swiglu",
-        "squared_relu": model.activation == "relu2",
-        "openai_gelu": model.activation == "gelu_tanh" and not model.bias,
-        "bias_gelu_fusion": model.activation == "gelu_tanh" and model.bias,
-        "add_bias_linear": model.bias,
-        "disable_bias_linear": not model.bias,
-        "add_qkv_bias": bool(model.qkv_bias) and (core or not model.bias),
-        "untie_embeddings_and_output_weights": not model.tied,
+        **_of_layers(model, core),
+        "untie_embeddings_and_output_weights": model.output.words is not None and not model.tied,
         "apply_query_key_layer_scaling": False,
-        "make_vocab_size_divisible_by": model.vocab_multiple,
-        "padded_vocab_size": padded(model.vocab, tp, model.vocab_multiple),
-        "true_vocab_size": model.vocab,  # Megatron's loaders ignore it, ours asks for it
+        "make_vocab_size_divisible_by": model.input.vocab_multiple,
+        "padded_vocab_size": model.input.rows(tp),
+        "true_vocab_size": model.input.vocab,  # Megatron's loaders ignore it, ours asks for it
         "tokenizer_type": tokenizer or TOKENIZER,
         "data_parallel_random_init": False,
         "tensor_model_parallel_size": tp,
@@ -277,6 +257,16 @@ def arguments_of(
         "num_layers_per_virtual_pipeline_stage": None,
         "consumed_valid_samples": 0,
     }
+    unsaid = OF_FAMILIES if model.family in FAMILIES else ()
+    check_kept(options, model_from_arguments(arguments, model.input.vocab, "args"), "Megatron-LM", unsaid)
+    return arguments
+
+
+OF_FAMILIES = (
+    *("family", "decoder_layers", "norm_placement", "head", "head_activation", "binary_head", "classes"),
+    *("token_types", "memory_padding"),
+)
+"""Options of BERT and T5 that arguments do not say: megatron_families.py reads them off tensors, or checks them."""
 
 
 TOKENIZER = "GPT2BPETokenizer"
@@ -284,66 +274,115 @@ TOKENIZER = "GPT2BPETokenizer"
 is given, which is most often GPT-2's."""
 
 
-def _of_positions(model: ModelConfig, core: bool) -> dict[str, Any]:
+def _of_model(model: Architecture, rope_fraction: float) -> dict[str, Any]:
+    """`SIZES` and `SAME`."""
+    block, rope = model.block, model.block.attention.rope
+    scaling = None if rope is None else rope.scaling
+    return {
+        "num_layers": len(model.stacks[0].layers),
+        "hidden_size": model.hidden,
+        "num_attention_heads": block.attention.heads,
+        "max_position_embeddings": model.positions,
+        "rotary_base": SAME["rope_base"][1] if rope is None else rope.base,
+        "rotary_percent": rope_fraction,
+        "rope_scaling_factor": SAME["rope_scaling_factor"][1] if scaling is None else scaling.factor,
+        "hidden_dropout": model.input.dropout,
+        "attention_dropout": block.attention.dropout,
+        "init_method_std": model.init_std,
+        "apply_layernorm_1p": block.norm.offset,
+        "qk_layernorm": block.attention.q_norm is not None,
+        "apply_residual_connection_post_layernorm": block.branches[0].onto == "normed",
+    }
+
+
+def _of_positions(model: Architecture, core: bool) -> dict[str, Any]:
     """What arguments say of positions. With rope, 2023's command lines had --no-position-embedding; core compares
     `add_position_embedding` with its default, True."""
-    rope, learned = model.position == "rope", model.position == "learned"
+    rope, learned = model.block.attention.rope, model.input.learned_positions > 0
     kind = "rope" if rope else "learned_absolute" if learned or not core else "none"
     return {
         "position_embedding_type": kind,
         "add_position_embedding": learned or core,
-        "use_rotary_position_embeddings": rope,
-        "rotary_seq_len_interpolation_factor": None if model.rope_interpolation == 1 else model.rope_interpolation,
-        "use_rope_scaling": model.rope_scaling == "llama3",
+        "use_rotary_position_embeddings": rope is not None,
+        "rotary_seq_len_interpolation_factor": None if rope is None or rope.interpolation == 1 else rope.interpolation,
+        "use_rope_scaling": rope is not None and rope.scaling is not None,
     }
 
 
-def core_flags(model: ModelConfig, arguments: Mapping[str, Any]) -> list[str]:
-    """The flags by which Megatron-core 0.18 builds the model of a tree that says `arguments`, of `arguments_of`.
+def _of_layers(model: Architecture, core: bool) -> dict[str, Any]:
+    attention, feed_forward, norm = model.block.attention, model.block.feed_forward, model.block.norm
+    grouped, tanh = attention.kv_heads != attention.heads, feed_forward.activation == "gelu_tanh"
+    return {
+        "encoder_num_layers": len(model.stacks[0].layers),
+        "ffn_hidden_size": feed_forward.width,
+        "group_query_attention": grouped,
+        "num_query_groups": attention.kv_heads if core or grouped else 1,
+        "kv_channels": attention.head_dim,
+        "seq_length": model.positions,
+        "normalization": "RMSNorm" if norm.kind == "rmsnorm" else "LayerNorm",
+        "norm_epsilon": norm.eps,
+        "layernorm_epsilon": norm.eps,
+        ZERO_CENTERED: norm.offset,
+        "swiglu": feed_forward.gated,
+        "squared_relu": feed_forward.activation == "relu2",
+        "openai_gelu": tanh and not feed_forward.bias,
+        "bias_gelu_fusion": tanh and feed_forward.bias,
+        "add_bias_linear": feed_forward.bias,
+        "disable_bias_linear": not feed_forward.bias,
+        "add_qkv_bias": attention.qkv_bias and (core or not feed_forward.bias),
+    }
+
+
+def core_flags(said: Mapping[str, Any]) -> list[str]:
+    """The flags by which Megatron-core 0.18 builds the model of a tree that says `said`, the values of `arguments_of`.
 
     Whatever it compares is among them, and whatever it would take otherwise by default.
     """
-    rope = model.position == "rope"
-    linear = (
-        [("--rotary-seq-len-interpolation-factor", model.rope_interpolation)] if model.rope_interpolation != 1 else []
-    )
+    rope, linear = said["use_rotary_position_embeddings"], said["rotary_seq_len_interpolation_factor"]
+    grouped, scaled = said["group_query_attention"], said["use_rope_scaling"]
     valued: list[tuple[str, object]] = [
-        ("--tensor-model-parallel-size", arguments["tensor_model_parallel_size"]),
-        ("--pipeline-model-parallel-size", arguments["pipeline_model_parallel_size"]),
-        ("--num-layers", model.layers),
-        ("--hidden-size", model.hidden),
-        ("--ffn-hidden-size", model.ffn),
-        ("--num-attention-heads", model.heads),
-        ("--kv-channels", model.head_dim),
-        *([("--num-query-groups", model.kv_heads)] if model.kv_heads != model.heads else []),
-        ("--max-position-embeddings", model.positions),
-        ("--position-embedding-type", arguments["position_embedding_type"]),
-        *([("--rotary-base", f"{model.rope_base:g}"), ("--rotary-percent", model.rope_fraction)] if rope else []),
-        *(linear if rope else []),
-        *([("--rope-scaling-factor", model.rope_scaling_factor)] if model.rope_scaling == "llama3" else []),
-        ("--normalization", arguments["normalization"]),
-        ("--norm-epsilon", f"{model.norm_eps:g}"),
-        ("--attention-dropout", f"{model.attention_dropout:g}"),
-        ("--hidden-dropout", f"{model.hidden_dropout:g}"),
-        ("--make-vocab-size-divisible-by", model.vocab_multiple),
-        ("--padded-vocab-size", arguments["padded_vocab_size"]),  # else torch_dist is cut to what it pads to itself
-        ("--tokenizer-type", arguments["tokenizer_type"]),
+        ("--tensor-model-parallel-size", said["tensor_model_parallel_size"]),
+        ("--pipeline-model-parallel-size", said["pipeline_model_parallel_size"]),
+        ("--num-layers", said["num_layers"]),
+        ("--hidden-size", said["hidden_size"]),
+        ("--ffn-hidden-size", said["ffn_hidden_size"]),
+        ("--num-attention-heads", said["num_attention_heads"]),
+        ("--kv-channels", said["kv_channels"]),
+        *([("--num-query-groups", said["num_query_groups"])] if grouped else []),
+        ("--max-position-embeddings", said["max_position_embeddings"]),
+        ("--position-embedding-type", said["position_embedding_type"]),
+        *(
+            [("--rotary-base", f"{said['rotary_base']:g}"), ("--rotary-percent", said["rotary_percent"])]
+            if rope
+            else []
+        ),
+        *([("--rotary-seq-len-interpolation-factor", linear)] if linear is not None else []),
+        *([("--rope-scaling-factor", said["rope_scaling_factor"])] if scaled else []),
+        ("--normalization", said["normalization"]),
+        ("--norm-epsilon", f"{said['norm_epsilon']:g}"),
+        ("--attention-dropout", f"{said['attention_dropout']:g}"),
+        ("--hidden-dropout", f"{said['hidden_dropout']:g}"),
+        ("--make-vocab-size-divisible-by", said["make_vocab_size_divisible_by"]),
+        ("--padded-vocab-size", said["padded_vocab_size"]),  # else torch_dist is cut to what it pads to itself
+        ("--tokenizer-type", said["tokenizer_type"]),
     ]
+    bias = said["add_bias_linear"]
+    erf = not (said["bias_gelu_fusion"] or said["swiglu"] or said["squared_relu"])
     switches = {
-        "--bf16": arguments.get("bf16"),
-        "--fp16": arguments.get("fp16"),
-        "--group-query-attention": model.kv_heads != model.heads,
-        "--use-rope-scaling": rope and model.rope_scaling == "llama3",
-        "--swiglu": model.activation == "swiglu",
-        "--squared-relu": model.activation == "relu2",
-        "--openai-gelu": arguments["openai_gelu"],
-        "--no-bias-gelu-fusion": model.activation == "gelu" and model.bias,
-        "--disable-bias-linear": not model.bias,
-        "--add-qkv-bias": model.qkv_bias and not model.bias,
-        "--untie-embeddings-and-output-weights": not model.tied,
-        "--qk-layernorm": model.qk_norm,
-        "--apply-layernorm-1p": model.norm_offset,
-        "--apply-residual-connection-post-layernorm": model.post_norm_residual,
+        "--bf16": said.get("bf16"),
+        "--fp16": said.get("fp16"),
+        "--group-query-attention": grouped,
+        "--use-rope-scaling": scaled,
+        "--swiglu": said["swiglu"],
+        "--squared-relu": said["squared_relu"],
+        "--openai-gelu": said["openai_gelu"],
+        "--no-bias-gelu-fusion": erf and bias,
+        "--disable-bias-linear": not bias,
+        "--add-qkv-bias": said["add_qkv_bias"] and not bias,
+        "--untie-embeddings-and-output-weights": said["untie_embeddings_and_output_weights"],
+        "--qk-layernorm": said["qk_layernorm"],
+        "--apply-layernorm-1p": said["apply_layernorm_1p"],
+        "--apply-residual-connection-post-layernorm": said["apply_residual_connection_post_layernorm"],
     }
     return [*(f"{flag} {value}" for flag, value in valued), *(flag for flag, given in switches.items() if given)]
 

@@ -12,8 +12,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mega.core.architecture import Unit
-from mega.core.architecture.families.bert import token_types
+from mega.core.architecture import Architecture, Unit
 from mega.core.checkpoint.forms.megatron_core import TIED_COPY, WORDS
 from mega.core.checkpoint.own.pieces import CheckpointError, Tensors
 from mega.core.config.sections import ModelConfig
@@ -130,35 +129,35 @@ class Stages(NamedTuple):
     end: str
     copies: Mapping[str, list[str]]
 
-    def place(self, model: ModelConfig, unit: Unit) -> tuple[str, int | None]:
+    def place(self, model: Architecture, unit: Unit) -> tuple[str, int | None]:
         """The stage of a unit, and of a block its number there."""
         if isinstance(unit, int):
             return self.blocks[unit]
         if unit == "middle":  # an encoder's last norm
-            return self.blocks[model.stacks[0] - 1][0], None
+            return self.blocks[model.stacks[0].numbers[-1]][0], None
         return "0.0" if unit == "embedding" else self.end, None
 
 
-def stages_of(model: ModelConfig, blocks: list[tuple[str, int]], end: str, tied: Collection[str] = ()) -> Stages:
+def stages_of(model: Architecture, blocks: list[tuple[str, int]], end: str, tied: Collection[str] = ()) -> Stages:
     """Stages by where the blocks are. tied: what a tied embedding on the last one is called; if it is not said, one is
     there wherever the last stage embeds no text."""
     words, positions = "model.embed_tokens.weight", "model.embed_positions.weight"
-    first = blocks[model.stacks[0]][0] if len(model.stacks) > 1 else "0.0"  # it embeds the decoder's text
+    first = blocks[model.stacks[-1].first][0] if len(model.stacks) > 1 else "0.0"  # it embeds the decoder's text
     tied = tied or ([TIED_COPY] if end not in ("0.0", first) else [])
-    found: dict[str, list[str]] = {words: [f"{end}/{name}" for name in tied if model.tied and model.head == "lm"]}
+    found: dict[str, list[str]] = {words: [f"{end}/{name}" for name in tied if model.tied]}
     if first != "0.0":
         found[words].append(f"{first}/{WORDS}")
         found[positions] = [f"{first}/embedding.position_embeddings.weight"]
     return Stages(blocks, end, found)
 
 
-def written_stages(model: ModelConfig, pp: int) -> Stages:
+def written_stages(model: Architecture, pp: int) -> Stages:
     """Where a tree of `pp` stages has a model's units.
 
     Errors: ValueError where blocks cannot be shared so.
     """
-    encoder = model.stacks[0]
-    stages = [chunks[0] for chunks in stage_layers(model.blocks, pp, explicit=_sizes(model, pp))]
+    encoder = len(model.stacks[0].layers)
+    stages = [chunks[0] for chunks in stage_layers(len(model.layers), pp, explicit=_sizes(model, pp))]
     blocks = [
         (f"{rank}.0", number - max(mine[0], encoder * (number >= encoder)))
         for rank, mine in enumerate(stages)
@@ -167,18 +166,19 @@ def written_stages(model: ModelConfig, pp: int) -> Stages:
     return stages_of(model, blocks, f"{pp - 1}.0")
 
 
-def _sizes(model: ModelConfig, pp: int) -> tuple[int, ...]:
+def _sizes(model: Architecture, pp: int) -> tuple[int, ...]:
     """Blocks of each stage; of a T5 that with the fewest on its fullest one."""
     if len(model.stacks) == 1 or pp == 1:
         return ()
+    encoder, decoder = (len(stack.layers) for stack in model.stacks)
     found = []
     for split in range(1, pp):
         try:
-            found.append(split_layers(model.stacks[0], model.stacks[1], pp, split))
+            found.append(split_layers(encoder, decoder, pp, split))
         except ValueError:
             continue
     if not found:
-        shown = f"its {model.stacks[0]} blocks of the encoder and {model.stacks[1]} of the decoder"
+        shown = f"its {encoder} blocks of the encoder and {decoder} of the decoder"
         raise ValueError(f"--target-pipeline-parallel-size {pp}: stages cannot share {shown} equally")
     return min(found, key=max)
 
@@ -186,7 +186,7 @@ def _sizes(model: ModelConfig, pp: int) -> tuple[int, ...]:
 # Models
 
 
-def check_written(model: ModelConfig, to: str, *, distributed: bool) -> None:
+def check_written(model: Architecture, to: str, *, distributed: bool) -> None:
     """Errors: CheckpointError naming an option that Megatron-LM's BERT or T5 does not have. distributed: the state is
     to be the distributed optimizer's."""
     family = FAMILIES.get(model.family)
@@ -195,19 +195,14 @@ def check_written(model: ModelConfig, to: str, *, distributed: bool) -> None:
     if to == "torch_dist" or distributed:
         flag = "--saver torch_dist" if to == "torch_dist" else "--use-distributed-optimizer"
         raise CheckpointError(f"{flag}: has no {model.family}, only GPT and Llama; valid: --saver megatron, mcore")
-    assert model.heads is not None
-    rules: list[tuple[str, str, str]] = [
-        ("--norm-placement", model.norm_placement, "pre"),
-        ("--head-activation", model.head_activation, "gelu"),
-    ]
-    for flag, value, valid in (*rules, *family.rules(model)):
+    for flag, value, valid in (("--norm-placement", model.block.norm_placement, "pre"), *family.rules(model)):
         if value != valid:
             raise CheckpointError(f"{flag} {value}: --saver {to} has a {model.family.upper()} with {valid} only")
-    if model.head == "none":
+    if model.output.words is None and model.output.rows is None:
         raise CheckpointError(f"--head none: --saver {to} has a BERT with a head; valid: lm, classification, choice")
 
 
-def family_arguments(model: ModelConfig, pp: int) -> dict[str, Any]:
+def family_arguments(model: Architecture, pp: int) -> dict[str, Any]:
     """What Megatron's arguments say besides GPT's, where `pp` stages share the model."""
     family = FAMILIES.get(model.family)
     return {} if family is None else family.arguments(model, pp)
@@ -220,30 +215,38 @@ Rules = Sequence[tuple[str, str, str]]
 class MegatronFamily(NamedTuple):
     """What a family other than GPT and Llama has in a tree."""
 
-    rules: Callable[[ModelConfig], Rules]
-    arguments: Callable[[ModelConfig, int], dict[str, Any]]
+    rules: Callable[[Architecture], Rules]
+    arguments: Callable[[Architecture, int], dict[str, Any]]
     """Of a model on `pp` stages."""
 
 
-def _bert_rules(model: ModelConfig) -> Rules:
-    types = "2" if model.binary_head else "0"
-    return [("--token-types", str(token_types(model)), types)] if model.head == "lm" else []
+def _bert_rules(model: Architecture) -> Rules:
+    words = model.output.words
+    if words is None or words.transform is None:
+        return []
+    types = "2" if model.output.rows else "0"
+    return [
+        ("--head-activation", words.transform.activation, "gelu"),
+        ("--token-types", str(model.input.types), types),
+    ]
 
 
-def _bert_arguments(model: ModelConfig, pp: int) -> dict[str, Any]:
-    return {"bert_binary_head": model.binary_head}
+def _bert_arguments(model: Architecture, pp: int) -> dict[str, Any]:
+    return {"bert_binary_head": model.input.types > 0}  # token types come along with it
 
 
-def _t5_rules(model: ModelConfig) -> Rules:
+def _t5_rules(model: Architecture) -> Rules:
     """Its cross attention has no groups."""
-    return [("--kv-heads", str(model.kv_heads), str(model.heads))]
+    attention = model.block.attention
+    return [("--kv-heads", str(attention.kv_heads), str(attention.heads))]
 
 
-def _t5_arguments(model: ModelConfig, pp: int) -> dict[str, Any]:
+def _t5_arguments(model: Architecture, pp: int) -> dict[str, Any]:
     lengths = {"encoder_seq_length": model.positions, "decoder_seq_length": model.positions}
-    first = written_stages(model, pp).blocks[model.stacks[0]][0]
+    first = written_stages(model, pp).blocks[model.stacks[-1].first][0]
     split_rank = {"pipeline_model_parallel_split_rank": int(first.partition(".")[0]) if pp > 1 else None}
-    return {"encoder_num_layers": model.stacks[0], "decoder_num_layers": model.stacks[1], **lengths, **split_rank}
+    depths = (len(stack.layers) for stack in model.stacks)
+    return {**dict(zip(("encoder_num_layers", "decoder_num_layers"), depths, strict=True)), **lengths, **split_rank}
 
 
 FAMILIES = {"bert": MegatronFamily(_bert_rules, _bert_arguments), "t5": MegatronFamily(_t5_rules, _t5_arguments)}

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mega.core.architecture import padded
+from mega.core.architecture import Architecture, architecture
 from mega.core.checkpoint.forms.form import Export, Given, Own
 from mega.core.checkpoint.forms.mapping import Source, Table, Target, joined
 from mega.core.checkpoint.forms.megatron import STYLES, TRACKER, WEIGHTS, Style, styled, table
@@ -69,7 +69,7 @@ class Said:
 
 def said_of(own: Own, to: str, order: Order, given: Given) -> Said:
     """What the tree `to` of a checkpoint of ours says. Errors: CheckpointError naming what it has no place for."""
-    model, checkpoint, layout = own.model, own.checkpoint, given.layout
+    model, checkpoint, layout = architecture(own.model), own.checkpoint, given.layout
     check_written(model, to, distributed=given.distributed)
     kinds = state_kinds(checkpoint) if given.optimizer else ()
     facts = facts_of(checkpoint.meta, str(checkpoint.path)) if kinds else None
@@ -79,7 +79,7 @@ def said_of(own: Own, to: str, order: Order, given: Given) -> Said:
     counts = {"iteration": iteration, "consumed_train_samples": progress.get("consumed", 0)}
     tokenizer = given.tokenizer_type or _tokenizer(checkpoint.meta)
     core = order != "legacy"
-    arguments = arguments_of(model, layout.tp, layout.pp, tokenizer=tokenizer, core=core) | counts
+    arguments = arguments_of(own.model, layout.tp, layout.pp, tokenizer=tokenizer, core=core) | counts
     arguments |= family_arguments(model, layout.pp)
     if facts is not None:
         arguments["consumed_valid_samples"] = progress.get("consumed_valid", 0)
@@ -90,11 +90,10 @@ def said_of(own: Own, to: str, order: Order, given: Given) -> Said:
         arguments |= {"bf16": dtype == torch.bfloat16, "fp16": dtype == torch.float16, "params_dtype": dtype}
         arguments |= {"use_distributed_optimizer": given.distributed, "data_parallel_size": 1}
         arguments |= {"ckpt_format": to if to == "torch_dist" else "torch"}
-    rows = padded(model.vocab or 1, layout.tp, model.vocab_multiple)
     notes = (
-        *padding_note(model.vocab or 1, rows),
+        *padding_note(model.input.vocab, model.input.rows(layout.tp)),
         *(unused_by_core(arguments) if core else ()),
-        _for_core(model, arguments, order, facts) if core else _for_legacy(to, facts),
+        _for_core(model.family, arguments, order, facts) if core else _for_legacy(to, facts),
     )
     notes += (state_note(facts, given.optimizer, "written"),)
     return Said(kinds, facts, arguments, iteration, given.distributed and facts is not None, notes)
@@ -116,9 +115,9 @@ def _for_legacy(to: str, facts: Facts | None) -> str:
     )
 
 
-def _for_core(model: ModelConfig, arguments: Mapping[str, Any], order: Order, facts: Facts | None) -> str:
+def _for_core(family: str, arguments: Mapping[str, Any], order: Order, facts: Facts | None) -> str:
     """Which flags Megatron-core needs to continue from the tree."""
-    if model.family in FAMILIES:
+    if family in FAMILIES:
         return "Megatron-core 0.18 has classes for it (BertModel, T5Model), and no script that trains them"
     dist = arguments["ckpt_format"] == "torch_dist"
     flags = [f"--ckpt-format {arguments['ckpt_format']}"]
@@ -132,7 +131,7 @@ def _for_core(model: ModelConfig, arguments: Mapping[str, Any], order: Order, fa
     if facts is not None and arguments["use_distributed_optimizer"]:
         flags += ["--use-distributed-optimizer"] if dist else ["--use-distributed-optimizer (no --overlap-grad-reduce)"]
     flags += [] if dist else [f"--transformer-impl {'local' if order == 'core-local' else 'transformer_engine'}"]
-    return f"Megatron-core 0.18 loads it with: {' '.join([*flags, *core_flags(model, arguments)])}"
+    return f"Megatron-core 0.18 loads it with: {' '.join([*flags, *core_flags(arguments)])}"
 
 
 def export(own: Own, to: str, given: Given) -> Export:
@@ -140,7 +139,7 @@ def export(own: Own, to: str, given: Given) -> Export:
     style, tp, pp = STYLES[to], given.layout.tp, given.layout.pp
     order = ORDERS[style]
     said = said_of(own, to, order, given)
-    weights = written_table(own.model, tp, pp)
+    model, weights = architecture(own.model), written_table(own.model, tp, pp)
 
     def fill(folder: Path, table: Table, source: Source) -> int:
         written = 0
@@ -153,7 +152,7 @@ def export(own: Own, to: str, given: Given) -> Export:
             state = {key: content.pop(key) for key in list(content) if key.partition("/")[0] in said.kinds}
             directory = folder / f"iter_{said.iteration:07d}" / rank_directory(rank, stage, pp)
             directory.mkdir(parents=True)
-            written += _write_rank(directory, content, state, said, style, own.model, stage * tp + rank)
+            written += _write_rank(directory, content, state, said, style, model, stage * tp + rank)
         write_tracker(folder, said.iteration)
         return written
 
@@ -167,7 +166,7 @@ def _write_rank(
     state: Mapping[str, torch.Tensor],
     said: Said,
     style: Style,
-    model: ModelConfig,
+    model: Architecture,
     rank: int,
 ) -> int:
     """One rank's files; their bytes. weights: by common name. state: by `kind/common name`. rank: of Megatron's."""
@@ -190,15 +189,15 @@ def write_tracker(folder: Path, iteration: int) -> None:
         write_all(descriptor, str(iteration).encode())
 
 
-def written_table(model: ModelConfig, tp: int, pp: int) -> Table:
+def written_table(options: ModelConfig, tp: int, pp: int) -> Table:
     """The table of a tree for `tp` x `pp` ranks. Errors: ValueError naming the flag whose number must divide."""
-    of_stages = ("layers",) if len(model.stacks) == 1 else ()
-    for kind, ranks, names in (("tensor", tp, ("heads", "kv_heads", "ffn")), ("pipeline", pp, of_stages)):
-        for name in names:
-            if (number := getattr(model, name)) % ranks:
+    model = architecture(options)
+    of_stages = {"layers": len(model.layers)} if len(model.stacks) == 1 else {}
+    for kind, ranks, numbers in (("tensor", tp, model.block.shared), ("pipeline", pp, of_stages)):
+        for name, number in numbers.items():
+            if number % ranks:
                 raise ValueError(f"--target-{kind}-parallel-size {ranks}: must divide {name} {number} for Megatron-LM")
-    assert model.vocab is not None
-    return table(model, tp, written_stages(model, pp), padded(model.vocab, tp, model.vocab_multiple) // tp)
+    return table(options, tp, written_stages(model, pp), model.input.rows(tp) // tp)
 
 
 def nested(content: Mapping[str, torch.Tensor], style: Style, family: str = "gpt") -> dict[str, Any]:

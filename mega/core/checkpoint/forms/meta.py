@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from mega.core.architecture import Tensor, inventory
+from mega.core.architecture import architecture, inventory
+from mega.core.architecture.layer import Rope
 from mega.core.checkpoint.forms.companions import copy_companions
 from mega.core.checkpoint.forms.foreign import TorchSource, check_not_twice, flat_tensors, inside, read_json
 from mega.core.checkpoint.forms.form import Export, Given, Opened, Own
-from mega.core.checkpoint.forms.keys import number_in, translated, whole_in
-from mega.core.checkpoint.forms.llama import check_llama
+from mega.core.checkpoint.forms.keys import check_kept, number_in, translated, whole_in
 from mega.core.checkpoint.forms.mapping import (
     Fragment,
     Source,
@@ -148,7 +148,7 @@ def opened(source: Source, params: Mapping[str, Any], parts: int, where: str) ->
     if params.get("use_scaled_rope") and "rope_scaling_factor" not in params:
         tied = replace(tied, rope_scaling_factor=SMALL_ROPE_FACTOR)
     embedding = source.tensors["0/tok_embeddings.weight"][0]
-    dim = 0 if embedding[1:] == (model.hidden,) and parts > 1 else 1
+    dim = 0 if embedding[1:] == (params["dim"],) and parts > 1 else 1
     ignored = frozenset(name for name in source.tensors if name.endswith(_BUFFERS))
     if OUTPUT_PART not in source.tensors:
         return Opened(source, tied, replace(table(tied, parts, dim, output=False), ignored=ignored))
@@ -167,17 +167,19 @@ def model_from_params(params: Mapping[str, Any], tensors: Tensors, parts: int, w
 
     Errors: CheckpointError naming a key that has no counterpart or does not fit the tensors.
     """
-
-    def rows(name: str) -> int:
-        if f"0/{name}" not in tensors:
-            raise CheckpointError(f"{where}: the weights hold no {name}")
-        return tensors[f"0/{name}"][0][0]
-
-    hidden, heads = whole_in(params, "dim", where), whole_in(params, "n_heads", where)
-    cut_rows = tensors.get("0/tok_embeddings.weight", ((0, 0), torch.float32))[0][1:] == (hidden,)
-    vocab = rows("tok_embeddings.weight") * (parts if cut_rows else 1)
+    hidden = whole_in(params, "dim", where)
+    if "0/tok_embeddings.weight" not in tensors:
+        raise CheckpointError(f"{where}: the weights hold no tok_embeddings.weight")
+    shape, _ = tensors["0/tok_embeddings.weight"]
+    vocab = shape[0] * (parts if shape[1:] == (hidden,) else 1)
     if params.get("vocab_size", -1) not in (-1, vocab):
         raise CheckpointError(f"{where}: vocab_size {params['vocab_size']}, tok_embeddings.weight has {vocab} rows")
+    return _model(params, vocab, _feed_forward_rows(tensors, where) * parts, where)
+
+
+def _model(params: Mapping[str, Any], vocab: int, ffn: int, where: str) -> ModelConfig:
+    """As params.json has it, with the two widths that it implies."""
+    hidden, heads = whole_in(params, "dim", where), whole_in(params, "n_heads", where)
     scaled = bool(params.get("use_scaled_rope"))
     return ModelConfig(
         family="llama",
@@ -186,7 +188,7 @@ def model_from_params(params: Mapping[str, Any], tensors: Tensors, parts: int, w
         heads=heads,
         kv_heads=whole_in(params, "n_kv_heads", where, heads),
         head_dim=hidden // heads,
-        ffn=_feed_forward_rows(tensors, where) * parts,
+        ffn=ffn,
         vocab=vocab,
         positions=whole_in(params, "max_seq_len", where, _positions_unsaid(scaled)),
         position="rope",
@@ -231,31 +233,25 @@ def table(model: ModelConfig, parts: int, embedding_dim: int = 1, *, output: boo
         dim = None if cut is None else cut.dim
         if tensor.name == EMBEDDING:
             dim = embedding_dim
-            if model.tied and output:
+            if architecture(model).tied and output:
                 output_parts = [f"{part}/output.weight" for part in range(parts)]
                 copies += [(name, each) for each in gathered(tensor.shape, output_parts, 0)]
         if dim is None:
             copies += [(name, whole(tensor.shape, each)) for each in here[1:]]
-        runs = _rotary_runs(model, tensor, parts)
+        rotated = cut is not None and tensor.name.endswith(("q_proj.weight", "k_proj.weight"))
+        runs = rotary_rows(cut.parts // parts, tensor.shape[0] // cut.parts) if cut is not None and rotated else None
         targets.append(Target(name, tensor.shape, gathered(tensor.shape, here, dim, runs)))
     return Table(tuple(targets), copies=tuple(copies))
-
-
-def _rotary_runs(model: ModelConfig, tensor: Tensor, parts: int) -> list[range] | None:
-    """The rows of one part in our order; None where they are in it."""
-    if not tensor.name.endswith(("q_proj.weight", "k_proj.weight")):
-        return None
-    assert model.head_dim is not None
-    return rotary_rows(tensor.shape[0] // parts // model.head_dim, model.head_dim)
 
 
 def export(own: Own, to: str, given: Given) -> Export:
     """params.json and consolidated.NN.pth, as Meta releases Llama."""
     model, parts = own.model, given.parts
     params = params_from_model(model)
-    for name in ("heads", "kv_heads", "ffn", "vocab"):
-        if getattr(model, name) % parts:
-            raise ValueError(f"--parts {parts}: must divide {name} {getattr(model, name)}")
+    described = architecture(model)
+    for name, number in {**described.block.shared, "vocab": described.input.vocab}.items():
+        if number % parts:
+            raise ValueError(f"--parts {parts}: must divide {name} {number}")
 
     def fill(folder: Path, table: Table, source: Source) -> int:
         kept, written = LastTensor(source), 0
@@ -270,41 +266,41 @@ def export(own: Own, to: str, given: Given) -> Export:
     return Export(table(model, parts), fill, losses=losses(model))
 
 
-def params_from_model(model: ModelConfig) -> dict[str, Any]:
+def params_from_model(options: ModelConfig) -> dict[str, Any]:
     """A params.json. Errors: CheckpointError naming an option that Meta's Llama does not have."""
-    check_llama(model, "Meta's Llama")
-    if model.qkv_bias or model.qk_norm or model.rope_interpolation != 1.0 or model.window is not None:
-        raise CheckpointError("qkv_bias, qk_norm, rope_interpolation, window: Meta's Llama has none of them")
-    scaling = (model.rope_low_freq_factor, model.rope_high_freq_factor, model.rope_original_positions)
-    if model.rope_scaling == "llama3" and scaling != (1.0, 4.0, 8192):
-        raise CheckpointError(
-            f"rope_low_freq_factor, rope_high_freq_factor, rope_original_positions {scaling}: "
-            "Meta's Llama has only 1, 4, 8192"
-        )
-    scaled = {"use_scaled_rope": True, "rope_scaling_factor": model.rope_scaling_factor}
-    assert model.hidden is not None and model.heads is not None and model.ffn is not None
-    if model.head_dim != model.hidden // model.heads:
-        raise CheckpointError(f"head_dim {model.head_dim}: Meta's Llama has hidden / heads")
-    return {
+    model = architecture(options)
+    attention, ffn = model.block.attention, model.block.feed_forward.width
+    params = {
         "dim": model.hidden,
-        "n_layers": model.layers,
-        "n_heads": model.heads,
-        "n_kv_heads": model.kv_heads,
-        "vocab_size": model.vocab,
-        **feed_forward(model.hidden, model.ffn),
-        "norm_eps": model.norm_eps,
-        "rope_theta": model.rope_base,
-        **(scaled if model.rope_scaling == "llama3" else {}),
+        "n_layers": len(model.layers),
+        "n_heads": attention.heads,
+        "n_kv_heads": attention.kv_heads,
+        "vocab_size": model.input.vocab,
+        **feed_forward(model.hidden, ffn),
+        "norm_eps": model.block.norm.eps,
+        **_rope_keys(attention.rope),
     }
+    read = _model(params, model.input.vocab, ffn, "params.json")
+    check_kept(options, read, "Meta's Llama", unsaid=("positions", "tied"))
+    return params
 
 
-def losses(model: ModelConfig) -> tuple[str, ...]:
+def _rope_keys(rope: Rope | None) -> dict[str, Any]:
+    """The keys about rotation; none of a model that has none, which is refused as it is read back."""
+    if rope is None:
+        return {}
+    scaled = rope.scaling and {"use_scaled_rope": True, "rope_scaling_factor": rope.scaling.factor}
+    return {"rope_theta": rope.base, **(scaled or {})}
+
+
+def losses(options: ModelConfig) -> tuple[str, ...]:
     """Lines on what a params.json cannot say of a model and its reader would take otherwise.
 
     Meta's loader is given `max_seq_len` by its caller along with all keys of params.json, and fails where that has it
     too.
     """
-    taken = _positions_unsaid(model.rope_scaling == "llama3")
+    model = architecture(options)
+    taken = _positions_unsaid(any(rope.scaling for rope in model.ropes))
     if model.positions == taken:
         return ()
     return (f"positions {model.positions}: params.json has no place for them; its reader takes {taken}",)

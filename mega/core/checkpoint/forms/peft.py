@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from mega.core.architecture import linears
+from mega.core.architecture import Architecture, architecture, linears
 from mega.core.architecture.adapters import DOWN, UP, with_adapters
+from mega.core.architecture.model import Adapters
 from mega.core.checkpoint.forms import conversing
 from mega.core.checkpoint.forms.companions import copy_companions
 from mega.core.checkpoint.forms.foreign import TorchSource, read_json, safetensors_source
@@ -79,9 +80,10 @@ def open_form(path: Path, given: Given) -> Opened:
 def open_adapter(path: Path, base: ModelConfig, where: Path, named: str) -> Opened:
     """The adapter at `path` of a model that lies at `where`. named: what messages call that. Its shapes must fit; a
     note says where the adapter names another. Errors: CheckpointError."""
-    if base.lora_rank:
+    described = architecture(base)
+    if described.adapters is not None:
         raise CheckpointError(f"{named}: holds adapters itself; must be whole")
-    _check_family(base)
+    _check_family(described)
     source = safetensors_source([path / WEIGHTS])
     found = {name: source.read(name, whole_box(shape)) for name, (shape, _) in source.tensors.items()}
     config = read_json(path / CONFIG)
@@ -95,15 +97,16 @@ def open_adapter(path: Path, base: ModelConfig, where: Path, named: str) -> Open
 
 def export(own: Own, to: str, given: Given) -> Export:
     """A folder that `PeftModel.from_pretrained` opens over the base in Hugging Face's form."""
-    model, named = own.model, named_base(own.checkpoint)
-    if not model.lora_rank or named is None:
+    model, named = architecture(own.model), named_base(own.checkpoint)
+    if model.adapters is None or named is None:
         raise CheckpointError("holds no adapters; --to peft is for a run with --lora-rank")
     _check_family(model)
     held = {key.removeprefix("weights/"): key for key in own.source.tensors}
     ours = {name: own.source.read(key, whole_box(own.source.tensors[key][0])) for name, key in held.items()}
-    theirs, ranks = _fused(ours, model) if _is_gpt2(model) else (ours, {})
+    fused = _is_gpt2(model)
+    theirs, ranks = _fused(ours, model.adapters.rank) if fused else (ours, {})
     theirs = {f"{WRAPPED}{name}": each.contiguous() for name, each in theirs.items()}
-    config = _config(model, theirs, ranks, str(given.base or named["path"]))
+    config = _config(model.adapters, theirs, ranks, str(given.base or named["path"]), fused)
     files, others = _tokenizer_files(own, given)
 
     def fill(folder: Path, table: Table, source: Source) -> int:
@@ -140,33 +143,34 @@ def _as_it_is(tensors: Tensors) -> Table:
     return Table(tuple(Target(name, shape, (whole(shape, name),)) for name, shape in shapes.items()))
 
 
-def _check_family(model: ModelConfig) -> None:
+def _check_family(model: Architecture) -> None:
     if model.family not in FAMILIES:
         raise CheckpointError(f"adapters of --family {model.family} have no form in peft here; valid: gpt, llama")
 
 
-def _is_gpt2(model: ModelConfig) -> bool:
-    return model.position == "learned"
+def _is_gpt2(model: Architecture) -> bool:
+    return model.input.learned_positions > 0
 
 
-def _config(model: ModelConfig, theirs: Mapping[str, Any], ranks: Mapping[str, int], base: str) -> dict[str, Any]:
-    """What peft reads; the linears by the ends of their names."""
+def _config(
+    adapters: Adapters, theirs: Mapping[str, Any], ranks: Mapping[str, int], base: str, fused: bool
+) -> dict[str, Any]:
+    """What peft reads; the linears by the ends of their names. fused: they are GPT-2's."""
     modules = dict.fromkeys(name.removeprefix(WRAPPED).rsplit(".", 2)[0] for name in theirs)
-    ends = [".".join(name.split(".")[-2:]) if _is_gpt2(model) else name.split(".")[-1] for name in modules]
-    scale = model.lora_alpha / model.lora_rank
+    ends = [".".join(name.split(".")[-2:]) if fused else name.split(".")[-1] for name in modules]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "inference_mode": True,
-        "r": model.lora_rank,
-        "lora_alpha": model.lora_alpha,
-        "lora_dropout": model.lora_dropout,
+        "r": adapters.rank,
+        "lora_alpha": adapters.alpha,
+        "lora_dropout": adapters.dropout,
         "target_modules": list(dict.fromkeys(ends)),
-        "fan_in_fan_out": _is_gpt2(model),
+        "fan_in_fan_out": fused,
         "bias": "none",
         "rank_pattern": dict(ranks),
-        "alpha_pattern": {name: scale * rank for name, rank in ranks.items()},
+        "alpha_pattern": {name: adapters.scale * rank for name, rank in ranks.items()},
         "init_lora_weights": True,
         "use_rslora": False,
         "use_dora": False,
@@ -197,7 +201,8 @@ def _ours(
         theirs = number_in(alphas, end, where, alpha) / root(whole_in(ranks, end, where, rank))
         if not math.isclose(theirs, scale):
             raise CheckpointError(f"{where}: {end} has a scale of {theirs:g}, others {scale:g}: one for all is read")
-    named_ours = dict(_split(found, rank) if _is_gpt2(base) else ((_bare(name), each) for name, each in found.items()))
+    fused = _is_gpt2(architecture(base))
+    named_ours = dict(_split(found, rank) if fused else ((_bare(name), each) for name, each in found.items()))
     targets = dict.fromkeys(name.split(".")[-3] for name in named_ours)
     of = ModelConfig(
         lora_rank=rank,
@@ -218,7 +223,7 @@ def _bare(name: str) -> str:
 # GPT-2's fused linear
 
 
-def _fused(ours: Tensors, model: ModelConfig) -> tuple[Tensors, dict[str, int]]:
+def _fused(ours: Tensors, rank: int) -> tuple[Tensors, dict[str, int]]:
     """GPT-2's names; what query, key and value have as one adapter. With it the ranks that differ."""
     theirs: Tensors = {}
     fused: dict[str, list[tuple[str, str]]] = {}
@@ -235,12 +240,12 @@ def _fused(ours: Tensors, model: ModelConfig) -> tuple[Tensors, dict[str, int]]:
         parts = len(held)
         downs, ups = ([ours[f"{stem}.{half}.weight"] for stem in held.values()] for half in (DOWN, UP))
         theirs[f"{linear}.{DOWN}.weight"] = torch.cat(downs)
-        up = downs[0].new_zeros(3 * ups[0].shape[0], parts * model.lora_rank)
+        up = downs[0].new_zeros(3 * ups[0].shape[0], parts * rank)
         for number, (part, each) in enumerate(zip(held, ups, strict=True)):
-            row, column = "qkv".index(part) * each.shape[0], number * model.lora_rank
-            up[row : row + each.shape[0], column : column + model.lora_rank] = each
+            row, column = "qkv".index(part) * each.shape[0], number * rank
+            up[row : row + each.shape[0], column : column + rank] = each
         theirs[f"{linear}.{UP}.weight"] = up
-    return theirs, {FUSED: parts * model.lora_rank} if parts > 1 else {}
+    return theirs, {FUSED: parts * rank} if parts > 1 else {}
 
 
 def _split(found: Tensors, rank: int) -> Iterator[tuple[str, torch.Tensor]]:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from mega.core.architecture import architecture
 from mega.core.checkpoint.forms.mapping import Source, Table, assemble, inverted, joined, prove, whole_box
 from mega.core.checkpoint.forms.megatron import table
 from mega.core.checkpoint.forms.megatron_core import (
@@ -160,12 +161,12 @@ def _saved(
             f"{where}: holds the optimizer's buffers of {len(ranks)} ranks with {len(parts)} model chunks and {rows} "
             f"rows of the vocabulary, args say {tp} tensor x {pp} pipeline ranks with {chunks} chunks; {LEAVE}"
         )
-    assert model.layers is not None
-    stages = stage_layers(model.layers, pp, chunks)
+    described = architecture(model)
+    stages = stage_layers(len(described.layers), pp, chunks)
     parts_of = [(f"{p}.{c}", stages[p][c]) for p in range(pp) for c in range(chunks)]
     at = {block: (part, number) for part, held in parts_of for number, block in enumerate(held)}
-    tied = ("output_layer.weight",) if len(parts_of) > 1 and model.tied else ()
-    held_by = stages_of(model, [at[block] for block in sorted(at)], f"{pp - 1}.{chunks - 1}", tied)
+    tied = ("output_layer.weight",) if len(parts_of) > 1 and described.tied else ()
+    held_by = stages_of(described, [at[block] for block in sorted(at)], f"{pp - 1}.{chunks - 1}", tied)
     made = table(model, tp, held_by, rows // tp)
     return made, [[f"{t}.{p}.{c}" for c in range(chunks)] for p in range(pp) for t in range(tp)]
 

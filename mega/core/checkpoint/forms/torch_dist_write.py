@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import torch
 
-from mega.core.architecture import padded
+from mega.core.architecture import Architecture, architecture
 from mega.core.checkpoint.forms.form import Export, Given, Own
 from mega.core.checkpoint.forms.mapping import Source, Table, joined
 from mega.core.checkpoint.forms.megatron import styled, table
@@ -28,7 +28,6 @@ from mega.core.checkpoint.forms.megatron_state import alike
 from mega.core.checkpoint.forms.megatron_write import LINEARS, Said, said_of, write_tracker, written_table
 from mega.core.checkpoint.forms.writing import made, write_json, write_torch
 from mega.core.checkpoint.own.source import OwnSource
-from mega.core.config.sections import ModelConfig
 from mega.core.files import whole_file
 
 FILE = "__0_0.distcp"
@@ -90,11 +89,10 @@ class DistcpFile:
 
 def export(own: Own, to: str, given: Given) -> Export:
     """A folder that Megatron-core 0.18 loads; one tensor of one layer is in memory at a time."""
-    model, layout = own.model, given.layout
+    model, layout = architecture(own.model), given.layout
     said = said_of(own, to, "core", given)
-    written_table(model, layout.tp, layout.pp)  # the layout that the folder is for must be one
-    rows = padded(model.vocab or 1, layout.tp, model.vocab_multiple)
-    weights = table(model, 1, written_stages(model, 1), rows)
+    written_table(own.model, layout.tp, layout.pp)  # the layout that the folder is for must be one
+    weights = table(own.model, 1, written_stages(model, 1), model.input.rows(layout.tp))
 
     def fill(folder: Path, table: Table, source: Source) -> int:
         place = folder / f"iter_{said.iteration:07d}"
@@ -102,7 +100,7 @@ def export(own: Own, to: str, given: Given) -> Export:
         with whole_file(place / FILE) as file:
             distcp = DistcpFile(file)
             for target in table.targets:
-                _write(distcp, target.name, made(target, source), model, said)
+                _write(distcp, target.name, made(target, source), len(model.layers), said)
             for name in _extra_states(model):
                 distcp.opaque(name, torch.empty(0, dtype=torch.uint8))
             length = file.tell()
@@ -117,15 +115,14 @@ def export(own: Own, to: str, given: Given) -> Export:
     return Export(both, fill, OwnSource(own.checkpoint, ("weights", *said.kinds)), notes=said.notes)
 
 
-def _write(distcp: DistcpFile, name: str, tensor: torch.Tensor, model: ModelConfig, said: Said) -> None:
+def _write(distcp: DistcpFile, name: str, tensor: torch.Tensor, layers: int, said: Said) -> None:
     """One tensor of the table, by its name there: `0.0.0/common name`, of state `kind/0.0.0/common name`."""
     kind, _, common = name.rpartition("0.0.0/")
     kind = kind.rstrip("/")
     weight, start, whole = styled(common, "core"), (0,) * tensor.dim(), tuple(tensor.shape)
     if match := _LAYER.fullmatch(weight):
-        assert model.layers is not None
         weight, tensor = f"decoder.layers.{match[2]}", tensor[None]
-        start, whole = (int(match[1]), *start), (model.layers, *whole)
+        start, whole = (int(match[1]), *start), (layers, *whole)
     names = [state_name(kind, weight, distributed=said.flat) if kind else weight]
     if not kind and said.flat and "master" not in said.kinds:  # the distributed optimizer keeps fp32 weights twice
         names.append(state_name("master", weight, distributed=True))
@@ -133,11 +130,12 @@ def _write(distcp: DistcpFile, name: str, tensor: torch.Tensor, model: ModelConf
         distcp.add(each, whole, start, tensor)
 
 
-def _extra_states(model: ModelConfig) -> Iterator[str]:
+def _extra_states(model: Architecture) -> Iterator[str]:
     """Names of the states that modules of core look for besides parameters: of fp8, and empty without."""
-    modules = [*LINEARS, *(("self_attention.q_layernorm", "self_attention.k_layernorm") if model.qk_norm else ())]
-    for layer in range(model.layers or 0):
-        yield from (f"decoder.layers.{module}._extra_state/shard_{layer}_{model.layers}" for module in modules)
+    normed = model.block.attention.q_norm is not None
+    modules = [*LINEARS, *(("self_attention.q_layernorm", "self_attention.k_layernorm") if normed else ())]
+    for layer in range(len(model.layers)):
+        yield from (f"decoder.layers.{module}._extra_state/shard_{layer}_{len(model.layers)}" for module in modules)
     yield "decoder.final_layernorm._extra_state/shard_0_1"
 
 
