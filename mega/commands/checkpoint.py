@@ -46,7 +46,7 @@ def show(
 def _about(checkpoint: Checkpoint) -> list[str]:
     """The model, what its adapters are of, the layout that wrote it, the loss at that step where the run's metrics are
     still there, the date."""
-    from mega.core.architecture import parameters
+    from mega.core.architecture import architecture, parameters
     from mega.core.architecture.words import count_words, shape_words
     from mega.core.checkpoint.own.base import named_base
     from mega.core.checkpoint.own.model import model_of
@@ -54,7 +54,7 @@ def _about(checkpoint: Checkpoint) -> list[str]:
     lines = []
     with suppress(ValueError):  # a checkpoint of tensors alone says nothing of a model
         model = model_of(checkpoint.meta, str(checkpoint.path))
-        lines.append(f"model: {shape_words(model)}; {count_words(parameters(model))} parameters")
+        lines.append(f"model: {shape_words(architecture(model))}; {count_words(parameters(model))} parameters")
         if base := named_base(checkpoint):
             lines.append(f"adapters of: {base['path']}")
     sizes = {name: size for name, size in checkpoint.meta.get("layout", {}).items() if size > 1}

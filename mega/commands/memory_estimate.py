@@ -146,6 +146,8 @@ def _serving(
     as_json: bool,
 ) -> int:
     """What `mega serve` reports before it listens, on a device or on this machine's processors."""
+    from mega.core.architecture import architecture
+    from mega.core.architecture.words import size_words
     from mega.core.config.resolve import model_alone
     from mega.core.device import DTYPES, Device
     from mega.core.estimate.hardware import hardware
@@ -172,7 +174,7 @@ def _serving(
     else:
         where = f"{tp * pp} {gpu or 'cpu'} rank{'s' * (tp * pp > 1)}"
         precision = run.precision.dtype + ", weights in fp8" * fp8_weights
-        print(f"{model.family}, {model.layers} blocks of {model.hidden}, {precision} on {where}")
+        print(f"{size_words(architecture(model))}, {precision} on {where}")
         print("\n".join(found.lines(longest)))
     return 0
 

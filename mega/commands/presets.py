@@ -43,18 +43,20 @@ def run(
 
 def _row(name: str) -> list[str]:
     """A preset's cells."""
-    from mega.core.architecture import parameters
+    from mega.core.architecture import architecture, parameters
     from mega.core.architecture.words import count_words
     from mega.core.config.compose import compose
     from mega.core.config.resolve import resolve
 
     run = compose(name, flags={"micro_batch": 1, "tp": 1})
-    model = resolve(run, 1, vocab=run.model.vocab or SMALL_VOCABULARY).model
-    count = parameters(model)
-    heads = str(model.heads) if model.kv_heads == model.heads else f"{model.heads}/{model.kv_heads}"
-    layers = "+".join(map(str, model.stacks))
-    vocab = "any" if run.model.vocab is None else str(run.model.vocab)
-    sizes = [layers, str(model.hidden), heads, str(run.batch.seq_length), vocab]
+    vocab = run.model.vocab
+    options = resolve(run, 1, vocab=vocab or SMALL_VOCABULARY).model
+    model, count = architecture(options), parameters(options)
+    attention = model.block.attention
+    grouped = attention.kv_heads != attention.heads
+    heads = f"{attention.heads}/{attention.kv_heads}" if grouped else str(attention.heads)
+    layers = "+".join(str(len(stack.layers)) for stack in model.stacks)
+    sizes = [layers, str(model.hidden), heads, str(run.batch.seq_length), str(vocab or "any")]
     return [name, model.family, *sizes, count_words(count), *(_gib(count * each) for each in (WEIGHTS, TRAINING))]
 
 

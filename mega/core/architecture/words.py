@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from mega.core.config.sections import ModelConfig
+from mega.core.architecture.model import Architecture
 
 
-def shape_words(model: ModelConfig) -> str:
-    """What a resolved model is.
+def shape_words(model: Architecture) -> str:
+    """What a model is; its first layer stands for all.
 
-    >>> shape_words(ModelConfig(layers=2, hidden=64, heads=4, kv_heads=2, ffn=256, vocab=512))
-    'gpt, 2 layers, hidden 64, 4 heads (2 of keys and values), ffn 256, vocabulary 512'
+    >>> shape_words(architecture(resolve(compose("llama3-8b", flags={"micro_batch": 1}), world=1).model))
+    'llama, 32 layers, hidden 4096, 32 heads (8 of keys and values), ffn 14336, vocabulary 128,256'
     """
-    shared = "" if model.kv_heads in (None, model.heads) else f" ({model.kv_heads} of keys and values)"
-    parts = [model.family, f"{' + '.join(map(str, model.stacks))} layers", f"hidden {model.hidden}"]
-    parts += [f"{model.heads} heads{shared}"]
-    parts += [f"ffn {model.ffn}"] if model.ffn is not None else []
-    parts += [f"vocabulary {model.vocab:,}"] if model.vocab is not None else []
-    return ", ".join(parts)
+    attention = model.block.attention
+    shared = "" if attention.kv_heads == attention.heads else f" ({attention.kv_heads} of keys and values)"
+    layers = " + ".join(str(len(stack.layers)) for stack in model.stacks)
+    return (
+        f"{model.family}, {layers} layers, hidden {model.hidden}, {attention.heads} heads{shared}, "
+        f"ffn {model.block.feed_forward.width}, vocabulary {model.input.vocab:,}"
+    )
+
+
+def size_words(model: Architecture) -> str:
+    """The same in short, as servers have it."""
+    return f"{model.family}, {len(model.layers)} blocks of {model.hidden}"
 
 
 def count_words(count: float) -> str:

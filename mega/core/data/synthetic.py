@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mega.core.architecture import architecture
 from mega.core.batch import DecoderBatch, EncoderDecoderBatch, MaskedBatch
 from mega.core.config.sections import ModelConfig
 from mega.core.ops.counter import key, mix
@@ -54,15 +55,15 @@ def masked_batch(
     ragged: rows are padded, half of their length at the most, and of every fourth it is not known in which order its
     parts are. documents: changes nothing, a row is one.
     """
-    assert model.vocab is not None
     bits = _masked_bits(samples, length, seed)
     lengths = length - (samples * 7919) % (length // 2 + 1) if ragged else torch.full_like(samples, length)
     pairs = (bits[:, 0] >> 40) & 1
     if ragged:
         pairs = pairs.masked_fill(samples % 4 == 3, -1)
-    if model.head == "choice":
-        pairs = pairs[:: model.classes]
-    return _masked_rows((bits & 0x7FFFFFFF) % model.vocab, lengths, pairs, samples, bits)
+    rows = architecture(model).output.rows
+    if rows is not None:
+        pairs = pairs[:: rows.choices]
+    return _masked_rows(_ids(bits, model), lengths, pairs, samples, bits)
 
 
 def masked_rows(samples: Sequence[Any], first: int) -> MaskedBatch:
@@ -151,8 +152,7 @@ def _bits(samples: torch.Tensor, columns: torch.Tensor, seed: int, name: str) ->
 
 
 def _ids(bits: torch.Tensor, model: ModelConfig) -> torch.Tensor:
-    assert model.vocab is not None
-    return (bits & 0x7FFFFFFF) % model.vocab
+    return (bits & 0x7FFFFFFF) % architecture(model).input.vocab
 
 
 def _counted(samples: torch.Tensor, length: int, ragged: bool) -> torch.Tensor:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mega.core.architecture import parameters
+from mega.core.architecture import architecture, parameters
 from mega.core.config.resolve import text_lengths
 from mega.core.config.run import RunConfig, updated
 from mega.core.config.world import cores
@@ -48,12 +48,12 @@ def crowded(run: RunConfig, ranks: int) -> Iterator[str]:
 
 def _rough(run: RunConfig, ranks: int) -> float:
     """Bytes of all ranks, at a glance: an estimate takes seconds, which a small run need not wait for."""
-    model, parallel = run.model, run.parallel
-    assert run.batch.micro_batch and model.hidden and model.vocab
+    model, parallel = architecture(run.model), run.parallel
+    assert run.batch.micro_batch
     share = ranks / (parallel.tp * parallel.pp)
     tokens = run.batch.micro_batch * sum(text_lengths(run))
-    saved = tokens * (model.blocks * model.hidden * SAVED + 12 * model.vocab)
-    return share * (BYTES * parameters(model) + parallel.pp * saved) + ranks * PROCESS
+    saved = tokens * (len(model.layers) * model.hidden * SAVED + 12 * model.input.vocab)
+    return share * (BYTES * parameters(run.model) + parallel.pp * saved) + ranks * PROCESS
 
 
 def available() -> int | None:

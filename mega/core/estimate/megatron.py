@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from mega.core.architecture import padded
+from mega.core.architecture import Architecture, architecture
 from mega.core.config.resolve import data_parallel, microbatches
 from mega.core.config.run import RunConfig
 
@@ -39,14 +39,13 @@ class TheoreticalMemory:
 
 def report(run: RunConfig, world: int) -> TheoreticalMemory:
     """Megatron-LM's figures for a resolved `run`."""
-    model, parallel, batch = run.model, run.parallel, run.batch
-    assert model.layers and model.hidden and model.heads and model.kv_heads and model.head_dim
-    assert model.ffn and model.vocab and batch.seq_length and batch.micro_batch
-    layers, h, f, t, p = model.layers, model.hidden, model.ffn, parallel.tp, parallel.pp
-    attention = 2 * h * h * (1 + model.kv_heads / model.heads) * (model.heads * model.head_dim / h)
-    mlp = 2 * h * f * (1.5 if model.activation == "swiglu" else 1)
-    norm = (2 if model.norm == "layernorm" else 1) * h
-    embedding = h * padded(model.vocab, t, model.vocab_multiple)
+    model, parallel = architecture(run.model), run.parallel
+    queries, dense = model.block.attention, model.block.feed_forward
+    layers, h, t, p = _layers(model), model.hidden, parallel.tp, parallel.pp
+    attention = 2 * h * h * (1 + queries.kv_heads / queries.heads) * (queries.width / h)
+    mlp = 2 * h * dense.width * (1.5 if dense.gated else 1)
+    norm = (2 if model.block.norm.kind == "layernorm" else 1) * h
+    embedding = h * model.input.rows(t)
     whole = layers * (attention + mlp + 2 * norm) + norm + embedding * (1 if model.tied else 2)
     others = layers * (attention + mlp) / p / t + (layers * 2 * norm + norm) / p
     shard = others + embedding / t * (2 if not model.tied and p == 1 else 1)
@@ -63,15 +62,20 @@ def report(run: RunConfig, world: int) -> TheoreticalMemory:
     )
 
 
+def _layers(model: Architecture) -> int:
+    """--num-layers, which are those of an encoder where there is a decoder too."""
+    return len(model.stacks[0].layers)
+
+
 def _activations(run: RunConfig, world: int) -> tuple[float, float, int | None]:
     """Bytes of one layer and of the rank, and microbatches in flight (None on one stage)."""
-    model, parallel, batch = run.model, run.parallel, run.batch
-    assert model.layers and model.hidden and model.ffn and model.vocab and batch.seq_length and batch.micro_batch
+    model, parallel, batch = architecture(run.model), run.parallel, run.batch
+    assert batch.seq_length and batch.micro_batch
     s, b, h, t, p, v = batch.seq_length, batch.micro_batch, model.hidden, parallel.tp, parallel.pp, parallel.chunks
-    vocab = padded(model.vocab, t, model.vocab_multiple)
+    vocab, ffn = model.input.rows(t), model.block.feed_forward.width
     both = parallel.sequence_parallel and run.memory.recompute == "selective"
-    layer = s * b * h * (18 + 4 * model.ffn / h) if both else s * b * h * (10 + 24 / t)
-    total = layer * model.layers + 8 * s * b * p + s * b * h * p
+    layer = s * b * h * (18 + 4 * ffn / h) if both else s * b * h * (10 + 24 / t)
+    total = layer * _layers(model) + 8 * s * b * p + s * b * h * p
     in_flight = None
     if v > 1:
         more = 1 + (p - 1) / (p * v)

@@ -15,6 +15,7 @@ from itertools import product
 from math import gcd, inf
 from typing import Any
 
+from mega.core.architecture import architecture
 from mega.core.config.check import check
 from mega.core.config.compose import compose
 from mega.core.config.resolve import data_parallel, divisors, resolve
@@ -275,12 +276,11 @@ def _grids(run: RunConfig, world: int, node: int) -> Iterator[tuple[int, int, in
     Tensor ranks share out a block's heads and its feed-forward layer, on one host; the context axis leaves a rank at
     least CONTEXT tokens of a sequence.
     """
-    model, parts = resolve(run, world).model, (run.batch.seq_length or 0) // CONTEXT
-    assert model.heads and model.layers
-    shared = gcd(model.heads, model.kv_heads or 0, model.ffn or 0)
+    model, parts = architecture(resolve(run, world, vocab=1).model), (run.batch.seq_length or 0) // CONTEXT
+    shared = gcd(*model.block.shared.values())
     tps = [tp for tp in range(1, min(node, world) + 1) if shared % tp == 0]
     cps = [cp for cp in range(1, min(max(parts, 1), world) + 1) if world % cp == 0]
-    for tp, cp, pp in product(tps, cps, divisors(model.layers)):
+    for tp, cp, pp in product(tps, cps, divisors(len(model.stacks[0].layers))):
         if world % (tp * cp * pp) == 0:
             yield tp, cp, pp
 

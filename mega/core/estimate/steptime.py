@@ -58,7 +58,7 @@ def step_time(run: RunConfig, world: int, on: Hardware, *, play: bool = True) ->
     play: False takes the pipeline's length from its slowest stage, in no time.
     """
     parallel, dp, count = run.parallel, data_parallel(run, world), microbatches(run, world)
-    assert run.model.layers and run.batch.seq_length and run.batch.global_batch and parallel.schedule
+    assert run.batch.seq_length and run.batch.global_batch and parallel.schedule
     recorded = records_graph(run, world)
     times = Times(run, on, recorded=recorded, rough=not play)
     stages = stage_chunks(run)

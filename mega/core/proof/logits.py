@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mega.core.architecture import units
+from mega.core.architecture import architecture, units
 from mega.core.checkpoint.forms.form import OWN
 from mega.core.checkpoint.forms.huggingface import weights_of
 from mega.core.checkpoint.forms.recognise import form_at
@@ -78,11 +78,10 @@ def compare_logits(one: Path, other: Path) -> LogitComparison:
     if not (folder / "config.json").exists():
         raise ValueError(f"--verify: neither {one} nor {other} is a Hugging Face folder")
     checkpoint = locate(load)
-    model = model_of(checkpoint.meta, str(checkpoint.path))
-    assert model.vocab is not None and model.positions is not None
+    model = architecture(model_of(checkpoint.meta, str(checkpoint.path)))
     rows, columns = TOKENS
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, model.vocab, (rows, min(columns, model.positions)), generator=generator)
+    ids = torch.randint(0, model.input.vocab, (rows, min(columns, model.positions)), generator=generator)
     theirs, ours = their_logits(folder, ids), logits(checkpoint, ids)
     same = (ours.argmax(-1) == theirs.argmax(-1)).float().mean()
     return LogitComparison(float((ours - theirs).abs().max()), float(theirs.abs().max()), float(same))
@@ -150,7 +149,6 @@ def their_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
 def logits(checkpoint: Checkpoint, ids: torch.Tensor) -> torch.Tensor:
     """[b, s, vocab] in fp32 for token ids [b, s]."""
     model = model_of(checkpoint.meta, str(checkpoint.path))
-    assert model.layers is not None and model.vocab is not None
     prompt = family(model).prompt
     assert prompt is not None, "a family that continues text"
     batch = prompt(ids)
@@ -159,7 +157,7 @@ def logits(checkpoint: Checkpoint, ids: torch.Tensor) -> torch.Tensor:
         out = stage(batch, *cargo, outputs=True)
         cargo = out.cargo
     assert out.outputs is not None, "the last stage has the head"
-    return out.outputs[..., : model.vocab]
+    return out.outputs[..., : architecture(model).input.vocab]
 
 
 def _stages(checkpoint: Checkpoint, model: ModelConfig) -> Iterator[Any]:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mega.core.architecture import architecture
+from mega.core.architecture.words import size_words
 from mega.core.config.sections import ModelConfig
 from mega.core.device import DTYPES, Device
 from mega.core.files import whole_file
@@ -84,11 +86,11 @@ def engine_of_plan(plan: ServingBench, mesh: Mesh, device: Device) -> tuple[Batc
     model = plan.model
     assert model is not None
     check_layout(model, plan.tp, plan.pp)
-    layers, dtype = even_layers(model.layers or 0, plan.pp), asked or DTYPES["bf16"]
+    layers, dtype = even_layers(len(architecture(model).layers), plan.pp), asked or DTYPES["bf16"]
     ops = forward_only(choose(device.torch, dtype), fp8_weights=plan.engine.fp8_weights)
     stage = empty_stage(model, mesh, device, dtype, ops=ops, stage_layers=layers)
     initialise(stage, 1)
-    name = f"{model.family}, {model.layers} blocks of {model.hidden}, random weights, {str(dtype).split('.')[-1]}"
+    name = f"{size_words(architecture(model))}, random weights, {str(dtype).split('.')[-1]}"
     return engine_on(stage.eval(), mesh, device, plan.engine, max(layers)), name
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from mega import __version__
+from mega.core.architecture import architecture
 from mega.core.config.compose import GivenOptions
 from mega.core.config.resolve import column_unit
 from mega.core.config.run import RunConfig
@@ -87,10 +88,10 @@ def _benchmark(
     evaluation: CheckedEvaluation, opened: OpenedModel, report: Callable[[str], None] = lambda line: None
 ) -> tuple[Benchmark[Any], Tokenizer | None]:
     model, run = evaluation.model, evaluation.model.run
-    assert run.model.vocab is not None
     tokenizer = tokenizer_of(run, opened, report)
     unit, mixed = column_unit(run.parallel), run.data.allow_tokenizer_mismatch
-    inputs = BenchmarkInputs(evaluation.options, tokenizer, model.length, unit, run.model.vocab, mixed, report)
+    vocab = architecture(run.model).input.vocab
+    inputs = BenchmarkInputs(evaluation.options, tokenizer, model.length, unit, vocab, mixed, report)
     return benchmark(inputs), tokenizer
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from mega import __version__
+from mega.core.architecture import architecture
 from mega.core.config.compose import GivenOptions
 from mega.core.config.resolve import column_unit
 from mega.core.config.run import RunConfig
@@ -281,7 +282,7 @@ class NativeModel:
             return any(stop in text for stop in until)
 
         run, stages = self.here.run, self.scorer.mesh.pp.size
-        layers = run.parallel.stage_layers or even_layers(run.model.layers or 0, stages)
+        layers = run.parallel.stage_layers or even_layers(len(architecture(run.model).layers), stages)
         made = continue_prompts(
             self.here.decoding_stage,
             self.scorer.mesh,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from mega.core.architecture import architecture
 from mega.core.config.check import check
 from mega.core.config.compose import GivenOptions
 from mega.core.config.presets import FAMILY_DEFAULTS, PRESETS
@@ -131,7 +132,7 @@ def check_model(
     values["sample_kind"] = FAMILY_DEFAULTS[model.family].values.get("sample_kind", "gpt")
     # Rows of labels are judged as the finetuning judged them; a text is given all the room there is.
     usual = opened.trained_length if task in LABELLED else None
-    values["seq_length"] = run.batch.seq_length or usual or min(model.positions or LONGEST, LONGEST)
+    values["seq_length"] = run.batch.seq_length or usual or min(architecture(model).positions, LONGEST)
     values["micro_batch"] = run.batch.micro_batch or MICRO_BATCH
     asked = updated(RunConfig(), {**values, "load": None, "mock_data": True, "skip_train": True})
     resolved = check(dataclasses.replace(asked, model=model), world)
@@ -142,7 +143,7 @@ def _model(opened: OpenedModel, given: GivenOptions) -> ModelConfig:
     """The model that is there. Errors: ValueError where a flag or a preset says otherwise."""
     model, problems = opened.model, []
     said = {**(PRESETS[given.preset] if given.preset is not None else {}), **given.values}
-    if model.position != "learned" and said.get("positions"):
+    if not architecture(model).input.learned_positions and said.get("positions"):
         model = dataclasses.replace(model, positions=said.pop("positions"))
     for name in (*options_with(on_resume="must match"), "positions"):
         if entries()[name].section == "model" and said.get(name) not in (None, getattr(model, name)):

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mega.core.architecture import architecture
 from mega.core.config.run import RunConfig
 from mega.core.files import url_of
 from mega.core.text.tokenizer import Tokenizer
@@ -148,7 +149,8 @@ def _load_first(state: TrainState) -> None:
     first, _ = open_start(place, lambda line: None, exchange)
     if digest_like(state.reference or "", first) != state.reference:
         raise CheckpointError(f"--load {place}: is not what this run began with, which its reference needs")
-    if state.run.model.lora_rank and named_base(first) is None:  # adapters of these weights began as nothing
+    adapters = architecture(state.run.model).adapters
+    if adapters is not None and named_base(first) is None:  # adapters of these weights began as nothing
         for bucket in state.grads.buckets:
             bucket.own_weights.zero_()
             if state.grads.zero < 3:

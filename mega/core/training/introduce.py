@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from mega.core.architecture import architecture, parameters
+from mega.core.architecture.layer import Attention
 from mega.core.architecture.words import count_words, shape_words
 from mega.core.config.resolve import data_parallel, lengths, microbatches, records_graph, text_lengths
 from mega.core.config.run import RunConfig
@@ -56,7 +57,7 @@ def introduce(
 
 def summary(run: RunConfig, device: Device, ops: Ops, world: int) -> Iterator[str]:
     """The model, how ranks share it, on what it is computed, and a step."""
-    yield f"model: {shape_words(run.model)}; {count_words(parameters(run.model))} parameters"
+    yield f"model: {shape_words(architecture(run.model))}; {count_words(parameters(run.model))} parameters"
     parallel, dp = run.parallel, data_parallel(run, world)
     sizes = {"tp": parallel.tp, "cp": parallel.cp, "dp": dp, "pp": parallel.pp}
     layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
@@ -69,9 +70,8 @@ def summary(run: RunConfig, device: Device, ops: Ops, world: int) -> Iterator[st
     where = device.name if device.is_cuda else f"CPU, {_counted(threads(world), 'thread')} a rank"
     joined = f", {device.backend}" if world > 1 else ""
     yield f"device: {where}{joined}; dtype {dtype}"
-    model, length = run.model, text_lengths(run)[0]
-    assert model.head_dim is not None
-    rows = ops, _mask(run, length), DTYPES[precision.dtype], length, model.head_dim
+    length, attention = text_lengths(run)[0], architecture(run.model).block.attention
+    rows = ops, _mask(run, attention, length), DTYPES[precision.dtype], length, attention.head_dim
     yield f"operators: {ops.name} ({ops.reason}); attention: {attention_words(*rows)}; matmuls: {ops.matmuls.words}"
     if advice := attention_advice(*rows):
         yield advice
@@ -84,16 +84,15 @@ def summary(run: RunConfig, device: Device, ops: Ops, world: int) -> Iterator[st
     )
 
 
-def _mask(run: RunConfig, length: int) -> AttentionMask:
-    """Of the run's attention, in the training of its first stage; encoders part tokens from padding."""
-    numbers, model = torch.empty(1, length, dtype=torch.int64, device="meta"), run.model
-    encoder = not next(architecture(model).attentions).causal
-    documents = numbers if run.data.reset_attention or encoder else None
+def _mask(run: RunConfig, attention: Attention, length: int) -> AttentionMask:
+    """Of an attention of the run in training; encoders part tokens from padding."""
+    numbers = torch.empty(1, length, dtype=torch.int64, device="meta")
+    documents = numbers if run.data.reset_attention or not attention.causal else None
     dropout = None
-    if model.attention_dropout:
-        dropout = AttentionDropout(numbers, 0, 0, (range(length),), model.attention_dropout)
-    kind: Kind = "full" if encoder else "causal"
-    return AttentionMask(kind, model.window, q_documents=documents, k_documents=documents, dropout=dropout)
+    if attention.dropout:
+        dropout = AttentionDropout(numbers, 0, 0, (range(length),), attention.dropout)
+    kind: Kind = "causal" if attention.causal else "full"
+    return AttentionMask(kind, attention.window, q_documents=documents, k_documents=documents, dropout=dropout)
 
 
 def _length(run: RunConfig, data: Datasets, progress: Progress, steps: int) -> str:

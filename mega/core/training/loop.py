@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from mega.core.architecture import architecture
 from mega.core.config.resolve import global_batch_at, microbatches, text_lengths
 from mega.core.device import Reading, Timestamp
 from mega.core.training.evaluation import Evaluation
@@ -210,7 +211,7 @@ class Training:
     def _check_rise(self, pending: Pending, loss: float) -> None:
         """Report once where the loss is far above that of guessing and of the first step, as proving.py limits it."""
         if self._limit is None:
-            self._limit = LIMIT * max(math.log(max(self.state.run.model.vocab or 2, 2)), loss)
+            self._limit = LIMIT * max(math.log(max(architecture(self.state.run.model).input.vocab, 2)), loss)
         elif loss > self._limit:
             self.report(
                 f"step {pending.step}: the loss is {loss:.4g}, more than {LIMIT:g} times that of guessing or of the "

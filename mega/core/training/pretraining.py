@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mega.core.architecture import architecture
 from mega.core.config.resolve import lengths
 from mega.core.config.run import RunConfig
 from mega.core.text.tokenizer import Tokenizer
@@ -22,12 +23,12 @@ def datasets(run: RunConfig, tokenizer: Tokenizer | None, phases: Sequence[Blend
     from mega.core.data.build import build_datasets
 
     batch = run.batch
-    assert batch.seq_length is not None and run.model.vocab is not None
+    assert batch.seq_length is not None
     return build_datasets(
         run.data,
         seq_length=batch.seq_length,
         seed=run.runtime.seed,
-        vocab=run.model.vocab,
+        vocab=architecture(run.model).input.vocab,
         samples=requested(run),
         tokenizer=tokenizer,
         masking=run.masking,
@@ -84,8 +85,8 @@ def task(run: RunConfig, data: Datasets, tokenizer: Tokenizer | None, mesh: Mesh
     from mega.core.family import collate
     from mega.core.training.task import HeldOut, Task
 
-    micro_batch, vocab, options = run.batch.micro_batch, run.model.vocab, run.data
-    assert micro_batch is not None and vocab is not None
+    micro_batch, vocab, options = run.batch.micro_batch, architecture(run.model).input.vocab, run.data
+    assert micro_batch is not None
 
     def batches(dataset: Dataset) -> Batches:
         return Batches(

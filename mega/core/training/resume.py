@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mega.core.architecture import inventory
+from mega.core.architecture import architecture, inventory
 from mega.core.architecture.adapters import with_adapters
 from mega.core.checkpoint.forms.base import open_base
 from mega.core.checkpoint.forms.direct import SAMPLED
@@ -134,7 +134,8 @@ def restore(state: TrainState, point: ResumePoint) -> None:
     _check_beginning(run, point)
     _same_model(run, point)
     new = {f"{kind}/{name}" for kind in ("weights", "master") for name in new_tensors(run, point)}
-    if run.model.lora_rank:
+    adapters = architecture(run.model).adapters
+    if adapters is not None:
         base = checkpoint if point.base is None else point.base
         named = named_base(checkpoint)
         digest = base.digest if named is None else named["digest"]
@@ -144,7 +145,7 @@ def restore(state: TrainState, point: ResumePoint) -> None:
         state.base = describe(base, digest)
     if not point.weights_only:
         _same_task(run, checkpoint)
-    if run.model.lora_rank and point.base is None:
+    if adapters is not None and point.base is None:
         return  # the adapters are new
     # Masters are the truth; weights of another dtype are rounded from them.
     known = [piece for piece in state.weight_pieces(mine=False) if piece.key not in new]
@@ -175,9 +176,10 @@ def _check_beginning(run: RunConfig, point: ResumePoint) -> None:
 
     Errors: CheckpointError.
     """
-    if run.model.lora_rank and point.base is None and not point.weights_only:
+    adapters = architecture(run.model).adapters
+    if adapters is not None and point.base is None and not point.weights_only:
         raise CheckpointError(
-            f"--lora-rank {run.model.lora_rank}: {point.checkpoint.path} holds a whole model; adapters begin a new "
+            f"--lora-rank {adapters.rank}: {point.checkpoint.path} holds a whole model; adapters begin a new "
             "run: give --load with --finetune, and another --save"
         )
 
@@ -190,7 +192,7 @@ def new_tensors(run: RunConfig, point: ResumePoint) -> list[str]:
     if not point.weights_only:
         return []
     stored = model_of(point.checkpoint.meta, str(point.checkpoint.path))
-    if (stored.head, stored.classes) == (run.model.head, run.model.classes):
+    if architecture(stored).output == architecture(run.model).output:
         return []
     known = {tensor.name: tensor.shape for tensor in inventory(stored)}
     return [tensor.name for tensor in inventory(run.model) if known.get(tensor.name) != tensor.shape]
@@ -234,7 +236,7 @@ def differences(
             noted.append(f"{flag_of(name)} {_shown(ours)} (was {_shown(stored[name])})")
     if noted:
         yield f"not as in the checkpoint: {', '.join(noted)}"
-    if (run.model.hidden_dropout or run.model.attention_dropout) and _dropout_rule(point) == OLD_RULE:
+    if architecture(run.model).drops and _dropout_rule(point) == OLD_RULE:
         yield (
             "dropout: decided as by the version that began this run, which no fused kernel does, so slowly on a GPU; "
             "--finetune starts a new run from the same weights"
@@ -353,7 +355,7 @@ def _same_model(run: RunConfig, point: ResumePoint) -> None:
     if family(model).stage is family(run.model).stage:  # one kind of model, whose values are compared below
         stored["family"] = ours["family"]
     differ = [name for name in options_with(on_resume="must match") if name in ours and ours[name] != stored[name]]
-    if run.model.position == "learned" and stored["positions"] != ours["positions"]:
+    if architecture(run.model).input.learned_positions and stored["positions"] != ours["positions"]:
         differ.append("positions")
     if differ:
         advice = "" if run.checkpoint.use_checkpoint_config else " (or give --use-checkpoint-config)"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from mega.core.architecture import architecture
 from mega.core.family import family
 from mega.core.parallel.collectives import all_gather, all_reduce
 from mega.core.text.tokenizer import Tokenizer
@@ -37,8 +38,7 @@ class Sampler:
         tokens: int,
     ):
         self._state, self._tokenizer, self._meters, self._report = state, tokenizer, meters, report
-        longest = state.run.model.positions
-        assert longest is not None
+        longest = architecture(state.run.model).positions
         self._tokens = min(tokens, longest - 1)
         begin = [] if tokenizer.start is None else [tokenizer.start]
         room = longest - self._tokens
@@ -75,9 +75,9 @@ class Sampler:
     def _next_logits(self, ids: Sequence[int]) -> torch.Tensor:
         """fp32 [vocab] on the CPU, the same on every rank of a data coordinate."""
         state = self._state
-        mesh, vocab, where = state.mesh, state.run.model.vocab, state.device.torch
+        mesh, vocab, where = state.mesh, architecture(state.run.model).input.vocab, state.device.torch
         prompt = family(state.run.model).prompt
-        assert vocab is not None and prompt is not None
+        assert prompt is not None
         length = min(-(-len(ids) // MULTIPLE) * MULTIPLE, self._longest)
         row = torch.zeros(1, length, dtype=torch.int64)
         row[0, : len(ids)] = torch.tensor(ids)

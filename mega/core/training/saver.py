@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from mega import __version__
+from mega.core.architecture import architecture
 from mega.core.checkpoint.own.pieces import Piece
 from mega.core.checkpoint.own.retention import retain
 from mega.core.checkpoint.own.store import Attachments, SaveError, store_at
@@ -167,11 +168,10 @@ class Saver:
 
     def _first_proving(self) -> Proving:
         state = self.state
-        assert state.run.model.vocab is not None
         return Proving(
             self.store,
             good_after=self.options.good_after,
-            vocab=state.run.model.vocab,
+            vocab=architecture(state.run.model).input.vocab,
             start=state.progress.step,
             report=self._report,
         )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mega.core.architecture import Unit, inventory, placement
+from mega.core.architecture import Unit, architecture, inventory, placement
 from mega.core.config.check import PACKAGES
 from mega.core.config.resolve import data_parallel, records_graph
 from mega.core.config.run import RunConfig
@@ -93,7 +93,7 @@ def build_grads(run: RunConfig, mesh: Mesh, stages: list[Any]) -> GradBuffer:
 
 def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[Any]:
     """The model chunks of one rank, each a `ModelStage`, with their initial values unless `device` is meta."""
-    model, parallel, precision, memory = run.model, run.parallel, run.precision, run.memory
+    parallel, precision, memory = run.parallel, run.precision, run.memory
     factory = ParameterFactory(
         {axis.name: (axis.index, axis.size) for axis in (mesh.tp, mesh.ep)},
         DTYPES[precision.dtype],
@@ -108,10 +108,9 @@ def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[Any]:
         sequence=parallel.sequence_parallel and mesh.tp.size > 1,
         transport=peers(mesh.tp, device) if overlaps else None,
     )
-    drops = bool(model.hidden_dropout or model.attention_dropout or model.lora_dropout)
     full = memory.recompute == "full"
     options = StageOptions(
-        dropout_seed=run.runtime.seed if drops else None,
+        dropout_seed=run.runtime.seed if architecture(run.model).drops else None,
         residual=torch.float32 if precision.residual_fp32 else None,
         full_recompute=(memory.recompute_method, memory.recompute_layers) if full else (None, None),
         distribute_saved=memory.distribute_saved,
@@ -123,10 +122,10 @@ def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[Any]:
     for unit, (stage, chunk) in _placement(run).items():
         if stage == mesh.pp.index:
             held[chunk].append(unit)
-    build = family(model).stage
-    stages: list[ModelStage] = [build(model, chunk, factory, region, options) for chunk in held]
+    build = family(run.model).stage
+    stages: list[ModelStage] = [build(run.model, chunk, factory, region, options) for chunk in held]
     if not any(weight.requires_grad for stage in stages for weight in weights(stage)):  # type: ignore[arg-type]
-        raise ValueError(f"--lora-rank {model.lora_rank}: --family {model.family} has no adapters; valid: 0")
+        raise ValueError(f"--lora-rank {run.model.lora_rank}: --family {run.model.family} has no adapters; valid: 0")
     if device.type != "meta":
         initialise(nn.ModuleList(stages), run.runtime.seed)  # type: ignore[arg-type]
     return stages
