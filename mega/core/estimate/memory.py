@@ -14,7 +14,7 @@ from itertools import chain
 from operator import mul
 from typing import NamedTuple
 
-from mega.core.architecture import inventory, parameters
+from mega.core.architecture import architecture, inventory, parameters
 from mega.core.config.resolve import data_parallel, eager_microbatches, microbatches, records_graph
 from mega.core.config.run import RunConfig
 from mega.core.estimate.chunks import Chunk, stage_chunks
@@ -188,7 +188,7 @@ def serving_bytes(run: RunConfig) -> int:
 
 def kv_cache_bytes(run: RunConfig) -> int:
     """Bytes of one token's keys and values over all layers and tensor ranks, while serving."""
-    return cache_bytes(run.model, BYTES[run.precision.dtype])
+    return cache_bytes(architecture(run.model), BYTES[run.precision.dtype])
 
 
 def footprints(run: RunConfig, chunks: Collection[Chunk], dp: int, count: int) -> dict[Chunk, Footprint]:

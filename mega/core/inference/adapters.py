@@ -85,7 +85,7 @@ def open_adapters(paths: Mapping[str, Path], opened: OpenedModel) -> tuple[Opene
 
 def _open(name: str, path: Path, opened: OpenedModel) -> OpenedAdapter:
     flag, named = f"--adapter {name}={path}", str(opened.path)
-    if opened.model.lora_rank:
+    if opened.architecture.adapters is not None:
         raise CheckpointError(f"{flag}: {named} holds adapters itself; serve the model that they were trained on")
     try:
         form = form_at(path)
@@ -94,15 +94,17 @@ def _open(name: str, path: Path, opened: OpenedModel) -> OpenedAdapter:
         weights, model, notes = _own(path, opened) if form is OWN else _peft(path, opened)
     except CheckpointError as error:
         raise CheckpointError(f"{flag}: {error}") from None
-    specs = adapter_specs(architecture(model).adapters, inventory(model))
-    return OpenedAdapter(name, model.lora_rank, next(iter(specs.values())).scale, specs, weights, notes)
+    adapters = architecture(model).adapters
+    assert adapters is not None
+    specs = adapter_specs(adapters, inventory(model))
+    return OpenedAdapter(name, adapters.rank, adapters.scale, specs, weights, notes)
 
 
 def _own(path: Path, opened: OpenedModel) -> tuple[Readable, ModelConfig, tuple[str, ...]]:
     checkpoint = locate(path)
     of = model_of(checkpoint.meta, str(checkpoint.path))
     base = named_base(checkpoint)
-    if base is None or not of.lora_rank:
+    if base is None or architecture(of).adapters is None:
         raise CheckpointError(f"{path}: is a whole model; valid: a run with --lora-rank, or peft's directory")
     # Adapters of a checkpoint of ours go by its manifest, which others' files have not: there the shapes have to do.
     here = digest_like(base["digest"], opened.weights)

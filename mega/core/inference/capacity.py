@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mega.core.architecture import inventory, placement
+from mega.core.architecture import Architecture, architecture, inventory, placement
 from mega.core.config.sections import ModelConfig
 from mega.core.inference.request import Limits
 from mega.core.shard import shard
@@ -50,18 +50,17 @@ def even_layers(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
 
 
-def cache_bytes(model: ModelConfig, itemsize: int, *, tp: int = 1, layers: int | None = None) -> int:
+def cache_bytes(model: Architecture, itemsize: int, *, tp: int = 1, layers: int | None = None) -> int:
     """Bytes of keys and values that one rank holds for one token. layers: of its stage [all]."""
-    assert model.layers and model.kv_heads and model.head_dim
-    held = model.layers if layers is None else layers
-    return 2 * held * (model.kv_heads // tp) * model.head_dim * itemsize
+    held, kept = len(model.layers) if layers is None else layers, model.cached
+    return 2 * held * (kept.kv_heads // tp) * kept.head_dim * itemsize
 
 
 def weight_bytes(
     model: ModelConfig, itemsize: int, *, tp: int = 1, pp: int = 1, fp8_weights: bool = False
 ) -> list[int]:
     """Bytes of weights of a rank of each stage, padding included. fp8_weights: as of `ops.fp8_weights`."""
-    stages = placement(model, pp, 1, even_layers(model.layers or 0, pp))
+    stages = placement(model, pp, 1, even_layers(len(architecture(model).layers), pp))
     held = [0] * pp
     for tensor in inventory(model):
         part = shard(tensor, {"tp": (0, tp)})
@@ -72,9 +71,9 @@ def weight_bytes(
     return held
 
 
-def wanted_tokens(model: ModelConfig, requests: int, asked: int | None) -> int:
+def wanted_tokens(model: Architecture, requests: int, asked: int | None) -> int:
     """Tokens of the cache that would be taken: what is asked for, else what so many requests need at most."""
-    return asked if asked is not None else requests * (model.positions or 0)
+    return asked if asked is not None else requests * model.positions
 
 
 def fitting_blocks(left: int, kind: str, token: int, size: int) -> int:
@@ -96,7 +95,7 @@ def cache_blocks(wanted: int, fits: int, size: int, *, asked: bool) -> int:
 
 
 def expected(
-    model: ModelConfig,
+    options: ModelConfig,
     itemsize: int,
     room: int,
     kind: str,
@@ -112,8 +111,8 @@ def expected(
 
     Errors: ValueError where the weights leave no room, or too little.
     """
-    weights = weight_bytes(model, itemsize, tp=tp, pp=pp, fp8_weights=fp8_weights)
-    layers = max(even_layers(model.layers or 0, pp))
+    model, weights = architecture(options), weight_bytes(options, itemsize, tp=tp, pp=pp, fp8_weights=fp8_weights)
+    layers = max(even_layers(len(model.layers), pp))
     token = cache_bytes(model, itemsize, tp=tp, layers=layers)
     left = room - max(weights) if kind == "cuda" else room
     if left <= 0:
@@ -121,6 +120,5 @@ def expected(
     fits = fitting_blocks(left, kind, token, BLOCK) // (1 if kind == "cuda" else tp * pp)
     wanted = wanted_tokens(model, requests, cache_tokens)
     blocks = cache_blocks(wanted, fits, BLOCK, asked=cache_tokens is not None)
-    assert model.positions and model.vocab
-    limits = Limits(model.positions, (blocks - 1) * BLOCK, requests, model.vocab)
+    limits = Limits(model.positions, (blocks - 1) * BLOCK, requests, model.input.vocab)
     return Capacity(limits, max(weights), blocks * BLOCK * token)

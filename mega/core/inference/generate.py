@@ -15,11 +15,11 @@ from mega.core.inference.request import SEEDS, Engine, Event, Request, Sampling
 @torch.no_grad()
 def logits(stage: Any, ids: torch.Tensor) -> torch.Tensor:
     """ids int64 [b, s] -> [b, s, vocab], without the vocabulary's padding."""
-    prompt = family(stage.model).prompt
+    prompt, model = family(stage.model).prompt, stage.architecture
     if prompt is None:
-        raise ValueError(f"--load: a model of --family {stage.model.family} does not continue text")
+        raise ValueError(f"--load: a model of --family {model.family} does not continue text")
     found: torch.Tensor = stage(prompt(ids), outputs=True).outputs
-    return found[..., : stage.model.vocab]
+    return found[..., : model.input.vocab]
 
 
 def generate(
@@ -74,7 +74,7 @@ def losses(stage: Any, ids: Sequence[int]) -> torch.Tensor:
 
     A long text is cut into windows of the model's positions, so what a window begins with is judged from little.
     """
-    window, parts = stage.model.positions, [torch.zeros(0)]
+    window, parts = stage.architecture.positions, [torch.zeros(0)]
     for start in range(0, len(ids) - 1, window):
         part = torch.tensor([ids[start : start + window + 1]], device=next(stage.parameters()).device)
         found = logits(stage, part[:, :-1])

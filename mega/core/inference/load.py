@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mega.core.architecture import placement, units
+from mega.core.architecture import Architecture, architecture, placement, units
 from mega.core.checkpoint.forms.base import joined
 from mega.core.checkpoint.forms.companions import companions_of, tokenizer_kind, unread_tokenizer
 from mega.core.checkpoint.forms.direct import ForeignWeights, Readable, files_digest, main_dtype, opened_foreign
@@ -80,6 +80,11 @@ class OpenedModel:
         return self.weights.path
 
     @property
+    def architecture(self) -> Architecture:
+        """What the model's section describes."""
+        return architecture(self.model)
+
+    @property
     def step(self) -> int | None:
         """Of the run that wrote it; None of others' models."""
         return int(self.meta["progress"]["step"]) if "progress" in self.meta else None
@@ -121,7 +126,7 @@ class OpenedModel:
             if name not in self.attachments:
                 continue
             found = read_json(self.attachments[name]).get("eos_token_id")
-            ids, vocab = found if isinstance(found, list) else [found], self.model.vocab or 0
+            ids, vocab = found if isinstance(found, list) else [found], self.architecture.input.vocab
             if found is None:
                 continue
             if len(ids) > MOST_ENDS or any(type(each) is not int or not 0 <= each < vocab for each in ids):
@@ -333,9 +338,10 @@ def compute_dtype(opened: OpenedModel, device: Device, asked: str | None = None)
 
 def check_tokenizer(opened: OpenedModel, tokenizer: Tokenizer) -> None:
     """Errors: ValueError where the model has no rows for all of its tokens."""
-    if least_vocab(tokenizer, opened.model.family) > (opened.model.vocab or 0):
+    model = opened.architecture
+    if least_vocab(tokenizer, model.family) > model.input.vocab:
         raise ValueError(
-            f"{opened.path}: the model has {opened.model.vocab} tokens, its tokenizer {tokenizer.vocab_size}; "
+            f"{opened.path}: the model has {model.input.vocab} tokens, its tokenizer {tokenizer.vocab_size}; "
             "give the right one with --tokenizer"
         )
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from mega.core.architecture import Architecture, architecture
 from mega.core.config.sections import ModelConfig
 from mega.core.device import Device
 from mega.core.family import family
@@ -78,7 +79,7 @@ def start_engine(
     model, where = opened.model, device.torch
     dtype = dtype or opened.dtype
     check_layout(model, mesh.tp.size, mesh.pp.size)
-    layers = even_layers(model.layers or 0, mesh.pp.size)
+    layers = even_layers(len(opened.architecture.layers), mesh.pp.size)
     ops = forward_only(choose(where, dtype), fp8_weights=options.fp8_weights)
     (stage,) = load_stages(opened, mesh, device, dtype=dtype, ops=ops, stage_layers=layers)
     if where.type == "cpu":
@@ -102,9 +103,9 @@ def engine_on(
     """
     if options.graphs and not device.is_cuda:
         raise ValueError("--cuda-graph: needs a GPU; valid here: --no-cuda-graph")
-    model, size = stage.model, options.block
-    vocab = min(model.vocab, options.vocab or model.vocab)
-    blocks = _blocks(model, mesh, device, stage.dtype, options, layers or model.layers)
+    model, size = stage.architecture, options.block
+    vocab = min(model.input.vocab, options.vocab or model.input.vocab)
+    blocks = _blocks(model, mesh, device, stage.dtype, options, layers or len(model.layers))
     worker = Worker(
         *(stage, mesh, device.torch),
         blocks=blocks,
@@ -136,7 +137,7 @@ def engine_on(
 
 
 def drafter_of(
-    options: EngineOptions, model: ModelConfig, device: Device, dtype: torch.dtype, vocab: int
+    options: EngineOptions, model: Architecture, device: Device, dtype: torch.dtype, vocab: int
 ) -> Drafter | None:
     """What guesses tokens ahead; its cache holds as much as that of the model. Errors: ValueError where its vocabulary
     is another one; CheckpointError."""
@@ -145,16 +146,16 @@ def drafter_of(
     if options.speculate == NGRAM:
         return NGrams()
     opened = open_model(options.speculate)
-    small = opened.model
-    if (small.vocab or 0) < vocab:
+    small = opened.architecture
+    if small.input.vocab < vocab:
         raise ValueError(
-            f"--speculate {options.speculate}: has {small.vocab} tokens, the model {model.vocab}; must be a model of "
-            "the same tokenizer"
+            f"--speculate {options.speculate}: has {small.input.vocab} tokens, the model {model.input.vocab}; "
+            "must be a model of the same tokenizer"
         )
     alone = Mesh.at(0)
     ops = forward_only(choose(device.torch, dtype))
     (stage,) = load_stages(opened, alone, device, dtype=dtype, ops=ops)
-    tokens = options.requests * (min(model.positions or 0, small.positions or 0) + MOST)
+    tokens = options.requests * (min(model.positions, small.positions) + MOST)
     blocks = min(-(-tokens // options.block), 1 + (options.cache_tokens or tokens) // options.block) + 1
     worker = Worker(
         *(stage, alone, device.torch),
@@ -169,19 +170,20 @@ def drafter_of(
     return ModelDrafts(worker, Blocks(blocks, options.block), DRAFT_CHUNK)
 
 
-def check_layout(model: ModelConfig, tp: int, pp: int) -> None:
+def check_layout(options: ModelConfig, tp: int, pp: int) -> None:
     """Errors: ValueError naming the flag."""
-    if family(model).prompt is None:
+    model = architecture(options)
+    if family(options).prompt is None:
         raise ValueError(f"--load: a model of --family {model.family} does not continue text")
-    assert model.kv_heads and model.layers
-    if model.kv_heads % tp:
-        raise ValueError(f"--tp {tp}: must divide the model's {model.kv_heads} key/value heads")
-    if pp > model.layers:
-        raise ValueError(f"--pp {pp}: must be at most the model's {model.layers} blocks")
+    kv_heads, layers = model.cached.kv_heads, len(model.layers)
+    if kv_heads % tp:
+        raise ValueError(f"--tp {tp}: must divide the model's {kv_heads} key/value heads")
+    if pp > layers:
+        raise ValueError(f"--pp {pp}: must be at most the model's {layers} blocks")
 
 
 def _blocks(
-    model: ModelConfig, mesh: Mesh, device: Device, dtype: torch.dtype, options: EngineOptions, layers: int
+    model: Architecture, mesh: Mesh, device: Device, dtype: torch.dtype, options: EngineOptions, layers: int
 ) -> int:
     """Blocks of the cache, the same on every rank. Errors: ValueError where not even one sequence fits."""
     size = options.block

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from mega.core.architecture.words import size_words
 from mega.core.config.world import world_from_env
 from mega.core.inference.adapters import open_adapters
 from mega.core.inference.capacity import Capacity, cache_bytes, even_layers, weight_bytes
@@ -124,16 +125,16 @@ def _chat(plan: ServePlan, opened: OpenedModel, tokenizer: Tokenizer) -> tuple[C
 
 def _lines(plan: ServePlan, opened: OpenedModel, dtype: torch.dtype, about: str, server: HttpServer) -> list[str]:
     """What was loaded, and how many requests of how many tokens fit, as `mega memory-estimate --serve` has it."""
-    model, service, limits = opened.model, server.service, server.engine.limits
+    model, service, limits = opened.architecture, server.service, server.engine.limits
     fp8 = plan.engine.fp8_weights
-    weights = max(weight_bytes(model, dtype.itemsize, tp=plan.tp, pp=plan.pp, fp8_weights=fp8))
-    token = cache_bytes(model, dtype.itemsize, tp=plan.tp, layers=max(even_layers(model.layers or 0, plan.pp)))
+    weights = max(weight_bytes(opened.model, dtype.itemsize, tp=plan.tp, pp=plan.pp, fp8_weights=fp8))
+    layers = max(even_layers(len(model.layers), plan.pp))
+    token = cache_bytes(model, dtype.itemsize, tp=plan.tp, layers=layers)
     held = Capacity(limits, weights, (limits.cache + plan.engine.block) * token)
     chat = "chat by the model's template" if service.chat is not None else "no chat template"
     adapters = server.options.adapters
     return [
-        f"{opened.path}: {model.family}, {model.layers} blocks of {model.hidden}, {service.tokenizer.kind} of "
-        f"{service.tokenizer.vocab_size}, {about}",
+        f"{opened.path}: {size_words(model)}, {service.tokenizer.kind} of {service.tokenizer.vocab_size}, {about}",
         *held.lines(service.longest),
         f"{server.options.limits.waiting} more may wait; {chat}",
         *([f"adapters, by name as the model: {', '.join(adapters)}"] if adapters else []),
