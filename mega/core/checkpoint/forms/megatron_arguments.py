@@ -338,53 +338,48 @@ def core_flags(said: Mapping[str, Any]) -> list[str]:
 
     Whatever it compares is among them, and whatever it would take otherwise by default.
     """
-    rope, linear = said["use_rotary_position_embeddings"], said["rotary_seq_len_interpolation_factor"]
-    grouped, scaled = said["group_query_attention"], said["use_rope_scaling"]
-    valued: list[tuple[str, object]] = [
-        ("--tensor-model-parallel-size", said["tensor_model_parallel_size"]),
-        ("--pipeline-model-parallel-size", said["pipeline_model_parallel_size"]),
-        ("--num-layers", said["num_layers"]),
-        ("--hidden-size", said["hidden_size"]),
-        ("--ffn-hidden-size", said["ffn_hidden_size"]),
-        ("--num-attention-heads", said["num_attention_heads"]),
-        ("--kv-channels", said["kv_channels"]),
-        *([("--num-query-groups", said["num_query_groups"])] if grouped else []),
-        ("--max-position-embeddings", said["max_position_embeddings"]),
-        ("--position-embedding-type", said["position_embedding_type"]),
-        *(
-            [("--rotary-base", f"{said['rotary_base']:g}"), ("--rotary-percent", said["rotary_percent"])]
-            if rope
-            else []
-        ),
-        *([("--rotary-seq-len-interpolation-factor", linear)] if linear is not None else []),
-        *([("--rope-scaling-factor", said["rope_scaling_factor"])] if scaled else []),
-        ("--normalization", said["normalization"]),
-        ("--norm-epsilon", f"{said['norm_epsilon']:g}"),
-        ("--attention-dropout", f"{said['attention_dropout']:g}"),
-        ("--hidden-dropout", f"{said['hidden_dropout']:g}"),
-        ("--make-vocab-size-divisible-by", said["make_vocab_size_divisible_by"]),
-        ("--padded-vocab-size", said["padded_vocab_size"]),  # else torch_dist is cut to what it pads to itself
-        ("--tokenizer-type", said["tokenizer_type"]),
+    rope, grouped = said["use_rotary_position_embeddings"], said["group_query_attention"]
+    linear, scaled = said["rotary_seq_len_interpolation_factor"] is not None, said["use_rope_scaling"]
+    names = [
+        *("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers", "hidden_size"),
+        *("ffn_hidden_size", "num_attention_heads", "kv_channels", *(["num_query_groups"] * grouped)),
+        *("max_position_embeddings", "position_embedding_type", *(["rotary_base", "rotary_percent"] * rope)),
+        *(["rotary_seq_len_interpolation_factor"] * linear),
+        *(["rope_scaling_factor"] * scaled),
+        *("normalization", "norm_epsilon", "attention_dropout", "hidden_dropout", "make_vocab_size_divisible_by"),
+        *("padded_vocab_size", "tokenizer_type"),  # without the former torch_dist is cut to what core pads to
     ]
+    short = {"rotary_base", "norm_epsilon", "attention_dropout", "hidden_dropout"}
+    shown = {name: f"{said[name]:g}" if name in short else said[name] for name in names}
     bias = said["add_bias_linear"]
     erf = not (said["bias_gelu_fusion"] or said["swiglu"] or said["squared_relu"])
     switches = {
-        "--bf16": said.get("bf16"),
-        "--fp16": said.get("fp16"),
-        "--group-query-attention": grouped,
-        "--use-rope-scaling": scaled,
-        "--swiglu": said["swiglu"],
-        "--squared-relu": said["squared_relu"],
-        "--openai-gelu": said["openai_gelu"],
-        "--no-bias-gelu-fusion": erf and bias,
-        "--disable-bias-linear": not bias,
-        "--add-qkv-bias": said["add_qkv_bias"] and not bias,
-        "--untie-embeddings-and-output-weights": said["untie_embeddings_and_output_weights"],
-        "--qk-layernorm": said["qk_layernorm"],
-        "--apply-layernorm-1p": said["apply_layernorm_1p"],
-        "--apply-residual-connection-post-layernorm": said["apply_residual_connection_post_layernorm"],
+        "bf16": said.get("bf16"),
+        "fp16": said.get("fp16"),
+        "group_query_attention": grouped,
+        "use_rope_scaling": scaled,
+        "swiglu": said["swiglu"],
+        "squared_relu": said["squared_relu"],
+        "openai_gelu": said["openai_gelu"],
+        "no_bias_gelu_fusion": erf and bias,
+        "disable_bias_linear": not bias,
+        "add_qkv_bias": said["add_qkv_bias"] and not bias,
+        "untie_embeddings_and_output_weights": said["untie_embeddings_and_output_weights"],
+        "qk_layernorm": said["qk_layernorm"],
+        "apply_layernorm_1p": said["apply_layernorm_1p"],
+        "apply_residual_connection_post_layernorm": said["apply_residual_connection_post_layernorm"],
     }
-    return [*(f"{flag} {value}" for flag, value in valued), *(flag for flag, given in switches.items() if given)]
+    flags = [f"{_flag(name)} {value}" for name, value in shown.items()]
+    return [*flags, *(_flag(name) for name, given in switches.items() if given)]
+
+
+def _flag(name: str) -> str:
+    """Of an argument.
+
+    >>> _flag("num_layers")
+    '--num-layers'
+    """
+    return "--" + name.replace("_", "-")
 
 
 def padding_note(tokens: int, rows: int) -> tuple[str, ...]:
