@@ -1,11 +1,10 @@
-"""Corpora at scale: a synthetic web with planted duplicates, speed next to other programs, and kills.
+"""Corpora: speed next to other programs, kills, and the curve of Megatron-LM's bands. The synthetic web: corpus_web.py.
 
-    web [documents]     near-duplicates of 2 million documents in 4 files: recall, precision, memory, time
     speed               MinHash, URL filter and ftfy next to datatrove, mattilyra/LSH (where installed) and ftfy alone
     kills [step ...]    each step on 20,000 documents, killed 20 times at random moments and resumed: equal bytes
     curve               Megatron-LM's bands of signatures on planted pairs, next to their computed chance
 
-    python tests/battery/corpora.py web speed kills [--out FILE]
+    python tests/battery/corpora.py speed kills [--out FILE]
 
 Each row is one JSON line. Processor seconds are compared, not hours of a clock: other work may run.
 """
@@ -71,101 +70,6 @@ def texts(documents: int, seed: int = 0) -> Iterator[tuple[str, int, int]]:
             elif kind == 0:
                 held[int(draw.integers(len(held)))] = (number, words)
         yield " ".join(WORDS[words]), origin, changed
-
-
-def write_web(folder: Path, documents: int) -> list[tuple[int, int, int]]:
-    """Write the files; returns the copies: their number, their origin, the words exchanged."""
-    copies = []
-    files = [open(folder / f"web-{i}.jsonl", "w") for i in range(FILES)]  # noqa: SIM115
-    for number, (text, origin, changed) in enumerate(texts(documents)):
-        files[number % FILES].write(json.dumps({"url": number, "text": text}) + "\n")
-        if origin != number:
-            copies.append((number, origin, changed))
-    for file in files:
-        file.close()
-    return copies
-
-
-def watched(line: list[str]) -> tuple[float, float, int]:
-    """Seconds of a clock, seconds of processors, and the largest memory of all its processes together, in bytes."""
-    import psutil
-
-    begin, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.DEVNULL)
-    most = 0
-    while process.poll() is None:
-        total = 0
-        try:
-            root = psutil.Process(process.pid)
-            for one in [root, *root.children(recursive=True)]:
-                total += one.memory_info().rss
-        except psutil.Error:
-            pass
-        most = max(most, total)
-        time.sleep(0.25)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert process.returncode == 0
-    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return time.monotonic() - begin, used, most
-
-
-def web(documents: int = 2_000_000) -> Iterator[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        copies = write_web(folder, documents)
-        line = [
-            sys.executable,
-            "-m",
-            "mega",
-            "corpus",
-            "near-duplicates",
-            "--input",
-            *map(str, sorted(folder.glob("web*"))),
-        ]
-        line += ["--output", str(folder / "out"), "--groups", str(folder / "groups"), "--workers", "2"]
-        wall, used, most = watched(line)
-        group_of: dict[int, int] = {}
-        pairs = wrong = 0
-        origin_of = {number: origin for number, origin, _ in copies}
-        for row in (folder / "groups").open():
-            ((index, members),) = json.loads(row).items()
-            families = [origin_of.get(int(one), int(one)) for one in members]
-            pairs += len(members) - 1
-            wrong += sum(family != families[0] for family in families[1:])
-            group_of |= dict.fromkeys(map(int, members), int(index))
-        record = json.loads((folder / "out" / ".corpus.json").read_text())["counts"]
-        found, high = planted(folder, copies, group_of)
-        yield {
-            "item": "web",
-            "documents": documents,
-            "bytes": sum(path.stat().st_size for path in folder.glob("web*")),
-            "pairs_at_0.8": high,
-            "recall": found / high,
-            "precision": 1 - wrong / max(pairs, 1),
-            "groups": len(set(group_of.values())),
-            "dropped": sum(record["dropped"].values()),
-            "memory_bytes": most,
-            "seconds": round(wall, 1),
-            "processor_seconds": round(used, 1),
-            "ok": found >= 0.99 * high and wrong <= 0.01 * pairs and most <= 2 << 30,
-        }
-
-
-def planted(folder: Path, copies: list[tuple[int, int, int]], group_of: dict[int, int]) -> tuple[int, int]:
-    """How many planted pairs overlap by 0.8, exactly, and how many of them are in one group."""
-    wanted = {number for pair in copies for number in pair[:2] if pair[2]}
-    shingles, shingling = {}, WordShingles()
-    for path in sorted(folder.glob("web*")):
-        for line in path.open():
-            row = json.loads(line)
-            if row["url"] in wanted:
-                shingles[row["url"]] = shingling.shingles(row["text"])
-    found = high = 0
-    for number, origin, changed in copies:
-        if not changed or overlap(shingles[number], shingles[origin]) >= 0.8:
-            high += 1
-            found += number in group_of and group_of[number] == group_of.get(origin, -1)
-    return found, high
 
 
 # --- the curve of the original's settings ---------------------------------------------------------------------------
@@ -432,7 +336,6 @@ def _killed(step: str, folder: Path, documents: int, rounds: int) -> dict[str, A
 
 
 ITEMS: dict[str, Callable[..., Iterator[dict[str, Any]]]] = {
-    "web": web,
     "speed": speed,
     "kills": kills,
     "curve": curve,
