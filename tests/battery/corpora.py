@@ -1,10 +1,9 @@
-"""Corpora: speed next to other programs, kills, and the curve of Megatron-LM's bands. The synthetic web: corpus_web.py.
+"""Corpora: speed next to other programs, and the curve of Megatron-LM's bands. See also corpus_web and corpus_kills.
 
     speed               MinHash, URL filter and ftfy next to datatrove, mattilyra/LSH (where installed) and ftfy alone
-    kills [step ...]    each step on 20,000 documents, killed 20 times at random moments and resumed: equal bytes
     curve               Megatron-LM's bands of signatures on planted pairs, next to their computed chance
 
-    python tests/battery/corpora.py speed kills [--out FILE]
+    python tests/battery/corpora.py speed curve [--out FILE]
 
 Each row is one JSON line. Processor seconds are compared, not hours of a clock: other work may run.
 """
@@ -12,13 +11,9 @@ Each row is one JSON line. Processor seconds are compared, not hours of a clock:
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
-import os
 import random
-import resource
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -31,47 +26,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from mega.core.corpus.minhash import CharShingles, WordShingles, band_keys, chance, overlap
+from mega.core.corpus.minhash import CharShingles, band_keys, chance, overlap
 from tests.support.shared import shared
 
 ROOT = Path(__file__).resolve().parents[2]
-WORDS = np.array([f"{a}{b}{c}" for a in "bcdfglmnprst" for b in ("a", "e", "i", "o", "u", "ai") for c in "xnrslmtkdgz"])
-FILES = 4
-
-
-def mega(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "mega", *words]
-    return subprocess.run(line, capture_output=True, text=True, check=check, cwd=ROOT)
-
-
-# --- the web --------------------------------------------------------------------------------------------------------
-
-
-def texts(documents: int, seed: int = 0) -> Iterator[tuple[str, int, int]]:
-    """A text, the number of the document that it is a copy of (or its own), and the words that were exchanged in it.
-
-    Of 20 documents one is an exact copy of an earlier one, one a copy with 1 to 2 words of about 120 exchanged, and one
-    a copy with 8 to 20 exchanged, which is no near duplicate at 0.8.
-    """
-    draw = np.random.default_rng(seed)
-    held: list[tuple[int, np.ndarray[Any, Any]]] = []
-    for number in range(documents):
-        kind = number % 20
-        if kind in (7, 13, 17) and held:
-            origin, words = held[int(draw.integers(len(held)))]
-            words, changed = words.copy(), {7: 0, 13: int(draw.integers(1, 3)), 17: int(draw.integers(8, 21))}[kind]
-            places = draw.choice(len(words), changed, replace=False)
-            words[places] = draw.integers(0, len(WORDS), changed)
-        else:
-            origin, changed = number, 0
-            words = draw.integers(0, len(WORDS), int(draw.integers(110, 160)))
-            if len(held) < 50_000:
-                held.append((number, words))
-            elif kind == 0:
-                held[int(draw.integers(len(held)))] = (number, words)
-        yield " ".join(WORDS[words]), origin, changed
-
-
 # --- the curve of the original's settings ---------------------------------------------------------------------------
 
 
@@ -259,85 +217,8 @@ def _ftfy_speed(folder: Path) -> dict[str, Any]:
     }
 
 
-# --- kills ----------------------------------------------------------------------------------------------------------
-
-STEPS: dict[str, list[str]] = {
-    "merge": [],
-    "urls": ["--json-key", "url"],
-    "clean": ["--tasks", "ftfy_fix_text", "general_cleaning", "min_tokens"],
-    "near-duplicates": [],
-    "decontaminate": [],
-}
-"""Verbs and their flags. Those that need a file more get it in `_flags`."""
-
-
-def _flags(step: str, folder: Path) -> list[str]:
-    if step == "decontaminate":
-        (folder / "squad.json").write_text(json.dumps({"question": " ".join(WORDS[:13])}))
-        return ["--task-data", f"squad={folder / 'squad.json'}"]
-    return STEPS[step]
-
-
-def digest(folder: Path) -> str:
-    found = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if not path.name.startswith("."):
-            found.update(path.name.encode() + path.read_bytes())
-    return found.hexdigest()
-
-
-def kills(*steps: str, documents: int = 20_000, rounds: int = 20) -> Iterator[dict[str, Any]]:
-    """A process and its workers are killed after a random share of the time that the step takes, until it ends."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "in").mkdir()
-        with (folder / "in" / "a.jsonl").open("w") as file:
-            for number, (text, _, _) in enumerate(texts(documents, seed=1)):
-                if number % 50 == 0:
-                    text += " " + " ".join(WORDS[:13])
-                file.write(json.dumps({"url": f"http://site{number % 9000}.com/", "text": text}) + "\n")
-        for step in steps or STEPS:
-            yield _killed(step, folder, documents, rounds)
-
-
-def _killed(step: str, folder: Path, documents: int, rounds: int) -> dict[str, Any]:
-    flags = ["corpus", step, "--input", str(folder / "in"), *_flags(step, folder)]
-    begin = time.monotonic()
-    mega(*flags, "--output", str(folder / f"{step}-whole"))
-    took = time.monotonic() - begin
-    expected, equal, killed = digest(folder / f"{step}-whole"), 0, 0
-    draw = random.Random(step)
-    for number in range(rounds):
-        out = folder / f"{step}-{number}"
-        line = [sys.executable, "-m", "mega", *flags, "--output", str(out), "--workers", str(1 + number % 2)]
-        wait = draw.uniform(0.2, 1.0) * took
-        while True:
-            process = subprocess.Popen(
-                line, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-            )
-            try:
-                process.wait(wait)
-                break
-            except subprocess.TimeoutExpired:
-                os.kill(process.pid, signal.SIGKILL)
-                process.wait()
-                killed, wait = killed + 1, 1.3 * wait
-        equal += process.returncode == 0 and digest(out) == expected and not list(out.glob("*.tmp"))
-        shutil.rmtree(out, ignore_errors=True)
-    return {
-        "item": f"kills of {step}",
-        "documents": documents,
-        "seconds": round(took, 1),
-        "kills": killed,
-        "equal": equal,
-        "of": rounds,
-        "ok": equal == rounds and killed > 0,
-    }
-
-
-ITEMS: dict[str, Callable[..., Iterator[dict[str, Any]]]] = {
+ITEMS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
     "speed": speed,
-    "kills": kills,
     "curve": curve,
 }
 
@@ -351,11 +232,8 @@ def main() -> None:
         del words[at : at + 2]
     out.parent.mkdir(parents=True, exist_ok=True)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
-    while words:
-        item, given = words.pop(0), []
-        while words and words[0] not in ITEMS:
-            given.append(words.pop(0))
-        for row in ITEMS[item](*(int(word) if word.isdigit() else word for word in given)):
+    for item in words:
+        for row in ITEMS[item]():
             row |= {"commit": commit.stdout.strip(), "date": time.strftime("%Y-%m-%d")}
             print(json.dumps(row), flush=True)
             with out.open("a") as file:

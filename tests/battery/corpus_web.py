@@ -41,15 +41,15 @@ PERIOD = 100
 SENTENCE = 12
 SHORT, LONG = (120, 170), (280, 330)
 OTHERS = {
-    "de": "der die und das ist nicht mit ein eine auf für von sich auch wird werden haben über nach wenn aber noch durch "
-    "zwischen können müssen schon Jahre Stadt Straße Leute immer wieder später ohne gegen unter bei diese seinen ihrer",
+    "de": "der die und das ist nicht mit ein eine auf für von sich auch wird werden haben über nach wenn aber noch "
+    "durch zwischen können müssen schon Jahre Stadt Straße Leute immer wieder später ohne gegen unter bei diese seinen",
     "fr": "le la les des une est dans que qui pour pas sur avec son sont mais nous vous cette été être avoir fait plus "
     "tout très aussi même leur depuis entre après années ville rue toujours jamais beaucoup parce quand où déjà",
     "es": "el la los las una que en por con para del se no su es como más pero sus este entre cuando muy sin sobre "
     "también hasta desde todo nos durante todos años ciudad calle gente siempre nunca porque donde ahora después",
-    "ru": "и в не на что он как это по но из у за от так же для она они мы был была было быть который только уже "
+    "ru": "и в не на что он как это по но из за от так же для она они мы был была было быть который только уже "
     "если когда время год город улица люди всегда никогда потому где сейчас после между через другой",
-    "zh": "的 一 是 在 不 了 有 和 人 这 中 大 为 上 个 国 我 以 要 他 时 来 用 们 生 到 作 地 于 出 就 分 对 成 会 可 主 发 年 动",
+    "zh": "的 一 是 在 不 了 有 和 人 这 中 大 为 上 个 国 我 以 要 他 时 来 用 们 生 到 作 地 于 出 就 分 对 成 会",
 }
 """The most frequent words of languages; Chinese ones are written without blanks."""
 

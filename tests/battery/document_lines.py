@@ -72,7 +72,7 @@ class Folder:
         self.path("pairs").write_text('{"http://a.bc/0": [{"http://a.bc/7": 0.9}]}\n')
         self.path("a").write_text('{"text": "one", "score": {"toxicity": 0.5}}\n{"text": "two", "score": null}\n')
         for name in ("lambada", "squad"):
-            self.path(f"tasks/{name}.jsonl").write_text('{"text": "what did the model write of the web then"}\n')
+            self.path(f"tasks/{name}").write_text('{"text": "what did the model write of the web then"}\n')
         self.path("run_gpt2_test.json").write_text('{"train_micro_batch_size_per_gpu": 2}')
         self._fairseq()
         self._models()
@@ -192,6 +192,7 @@ def prove(row: dict[str, Any], folder: Folder) -> dict[str, Any]:
     try:
         for words in result.commands:
             typed = small(words[words.index("mega") + 1 :], row)
+            _remove(Path("eval"))  # results of another line's model
             for flag in () if typed[0] == "corpus" else ("--output", "--output-prefix", "--output-dir", "--save-dir"):
                 if flag in typed:
                     _remove(Path(typed[typed.index(flag) + 1]))

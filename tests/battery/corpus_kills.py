@@ -1,0 +1,178 @@
+"""Each step of `mega corpus` on 20,000 documents, killed 20 times by SIGKILL at random moments and called again.
+
+    python tests/battery/corpus_kills.py [STEP ...] [--summary]     STEP: clean, near-duplicates, ..., run
+
+A killed call is repeated to its end, and has to give the bytes and counts of a call that nothing interrupted; every
+other time its worker processes are killed with it, else they notice by themselves. Rows are kept: a step that was
+proven for this commit is not run again.
+"""
+
+from __future__ import annotations
+
+import bz2
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.battery.corpus_web import english, sentences
+from tests.battery.data_ledger import run
+from tests.support.shared import REPOSITORY
+
+DOCUMENTS, ROUNDS, FILES = 20_000, 20, 4
+QUESTION = "which of the ships that came back in the evening had the children seen first"
+STEPS: dict[str, list[str]] = {
+    "urls": [],
+    "clean": ["--min-tokens", "30"],
+    "near-duplicates": [],
+    "decontaminate": ["--task-data", "squad=squad.json"],
+    "wikipedia": [],
+    "merge": [],
+    "shuffle": [],
+    "filter": ["--preset", "gopher-repetition", "fineweb"],
+    "exact-duplicates": [],
+    "mask-pii": [],
+    "annotate": ["--scorer", "words:words.txt"],
+    "select": [],
+}
+"""Verbs and their flags, in the folder of `write_files`."""
+ONE_PROCESS = ("shuffle",)
+RECIPE = """
+input = ["in"]
+output = "OUTPUT"
+
+[[step]]
+verb = "clean"
+min-tokens = 30
+
+[[step]]
+verb = "near-duplicates"
+
+[[step]]
+verb = "shuffle"
+"""
+
+
+def write_files(folder: Path) -> None:
+    """Documents of about 40 words: every 10th is an earlier one, every 50th has a question, some have an address."""
+    draw, words = random.Random(0), english().tolist()
+    texts: list[str] = []
+    for number in range(DOCUMENTS):
+        own = draw.choices(words, k=draw.randrange(30, 50))
+        if number % 10 == 9:
+            own = draw.choice(texts).split(" ")
+        texts.append(" ".join(own))
+    for name in ("in", "wiki"):
+        (folder / name).mkdir()
+    files = [open(folder / "in" / f"{number}.jsonl", "w") for number in range(FILES)]  # noqa: SIM115
+    pages: list[list[str]] = [[] for _ in range(FILES)]
+    for number, text in enumerate(texts):
+        text = sentences(text.split(" "))
+        text += f" {QUESTION}? " + text if number % 50 == 0 else ""
+        text += f" Write to mail{number}@example.org" if number % 30 == 1 else ""
+        score = {"toxicity": draw.random()} if number % 40 else None
+        row = {"url": f"http://site{number % 9000}.com/", "text": text, "score": score}
+        files[number % FILES].write(json.dumps(row) + "\n")
+        pages[number % FILES].append(
+            f"<page><title>T{number}</title><ns>0</ns><id>{number}</id><revision><id>{number}</id>"
+            f"<text>'''T{number}''' is [[of|in]] {{{{cite|a}}}} {text}</text></revision></page>\n"
+        )
+    for file in files:
+        file.close()
+    for number, own in enumerate(pages):
+        dump = f"<mediawiki>\n{''.join(own)}</mediawiki>\n".encode()
+        (folder / "wiki" / f"{number}.xml.bz2").write_bytes(bz2.compress(dump))
+    (folder / "squad.json").write_text(json.dumps({"question": QUESTION}))
+    (folder / "words.txt").write_text("war\ndead\nhate\n")
+
+
+def line_of(step: str, folder: Path, output: str, workers: int) -> list[str]:
+    """The command line of a step that writes the folder `output`."""
+    line = [sys.executable, "-m", "mega", "corpus", step]
+    if step == "run":
+        (folder / f"{output}.toml").write_text(RECIPE.replace("OUTPUT", output))
+        return [*line, f"{output}.toml"]
+    source = "wiki" if step == "wikipedia" else "in"
+    line += ["--input", source, *STEPS[step], "--output", output]
+    return line if step in ONE_PROCESS else [*line, "--workers", str(workers)]
+
+
+def digest(folder: Path) -> str:
+    """Of all names, bytes and counts. Half-written files would show by their names."""
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.name == ".corpus.json":
+            found.update(json.dumps(json.loads(path.read_text())["counts"]).encode())
+        elif path.is_file():
+            found.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+    return found.hexdigest()
+
+
+def call(line: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path[1:]])}
+    return subprocess.Popen(
+        line,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def killed(line: Sequence[str], folder: Path, wait: float, with_workers: bool) -> bool:
+    """Whether it was still running when it was killed."""
+    process = call(line, folder)
+    try:
+        process.wait(wait)
+    except subprocess.TimeoutExpired:
+        if with_workers:
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        return True
+    assert process.returncode == 0, f"ended with {process.returncode} before it was killed"
+    return False
+
+
+def prove(step: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_files(folder)
+        begin = time.monotonic()
+        assert call(line_of(step, folder, "whole", 1), folder).wait() == 0
+        took = time.monotonic() - begin
+        expected, draw, equal, kills = digest(folder / "whole"), random.Random(step), 0, 0
+        for number in range(ROUNDS):
+            output = f"out-{number}"
+            line, share = line_of(step, folder, output, 1 + number % 2), draw.uniform(0.3, 1.0)
+            while not killed(line, folder, share * took, number % 4 > 1):
+                shutil.rmtree(folder / output)
+                share *= 0.8
+            kills += 1
+            while draw.random() < 0.3:  # and again
+                kills += killed(line, folder, draw.uniform(0.3, 1.0) * took, number % 4 > 1)
+            ended = call(line, folder).wait()
+            same = ended == 0 and digest(folder / output) == expected
+            equal += same
+            if same:
+                shutil.rmtree(folder / output)
+        assert equal == ROUNDS, f"{equal} of {ROUNDS} resumed to equal bytes"
+    return {"documents": DOCUMENTS, "whole_seconds": round(took, 1), "kills": kills, "equal": equal, "of": ROUNDS}
+
+
+if __name__ == "__main__":
+    run("corpus_kills", [(step, partial(prove, step)) for step in [*STEPS, "run"]])
