@@ -141,7 +141,8 @@ def test_a_dump_in_parts_and_not_packed_gives_the_same(tmp_path: Path) -> None:
 
 
 def test_a_page_that_is_not_xml_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.xml").write_text("<page><title>A</title></page><page><title>B</page>")
+    first = "<page><title>A</title><id>1</id><revision><id>2</id><text/></revision></page>"
+    (tmp_path / "a.xml").write_text(f"{first}<page><title>B</page>")
     with pytest.raises(ValueError, match=r"a\.xml: page 2: not a page of a Wikipedia dump \(mismatched tag"):
         process([tmp_path / "a.xml"], Wikipedia(least=0), RunOptions(output=tmp_path / "d.jsonl"))
 

@@ -152,7 +152,7 @@ class Finder:
         words = words_of(text, as_megatron=self.as_megatron).words
         codes = word_codes(words)
         known: dict[int, NDArray[np.uint64]] = self._hashes  # type: ignore[attr-defined]
-        return any(len(own) and np.isin(_runs(codes, size), own).any() for size, own in known.items())
+        return any(_meet(_runs(codes, size), own) for size, own in known.items())
 
     def first(self, text: str) -> Hit | None:
         """The first n-gram."""
@@ -177,6 +177,14 @@ def _runs(codes: NDArray[np.uint64], size: int) -> NDArray[np.uint64]:
     for i in range(size):
         h = h * np.uint64(0x9E3779B97F4A7C15) + codes[i : i + count]
     return mixed(h)
+
+
+def _meet(runs: NDArray[np.uint64], known: NDArray[np.uint64]) -> bool:
+    """Whether any run is a known one. known: sorted; there are far more of them, so `np.isin` would be slow."""
+    if not len(known):
+        return False
+    at = np.minimum(np.searchsorted(known, runs), len(known) - 1)
+    return bool((known[at] == runs).any())
 
 
 def _hashes(found: Iterable[str]) -> NDArray[np.uint64]:

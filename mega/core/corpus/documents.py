@@ -156,8 +156,11 @@ class CorpusStep(Protocol):
         ...
 
     @property
-    def key(self) -> str | None:
-        """The key of the text, which every document must have; "": any object is one; None: lines are not parsed."""
+    def key(self) -> str:
+        """The key of the text, which every document must have; "": any object is a document.
+
+        A step that needs something else has a method `check(document)`, which raises ValueError with the rule.
+        """
         ...
 
     def load(self) -> Work:
@@ -182,7 +185,7 @@ class SurveyStep(Protocol):
         ...
 
     @property
-    def key(self) -> str | None:
+    def key(self) -> str:
         """See `CorpusStep.key`."""
         ...
 
@@ -227,9 +230,30 @@ def dropped(reason: str, **counts: int) -> Result:
     return Result((), reason, counts)
 
 
-def check_readable(document: CorpusDocument) -> None:
-    """See that a document is an object, with a text if it has a key. Errors: BadLine: file, line number, rule."""
+Check = Callable[[CorpusDocument], None]
+"""Raises ValueError with the rule that a line breaks, if it does not hold a document."""
+
+
+def check_of(step: CorpusStep | SurveyStep) -> Check:
+    """The check of a step, its method `check` if it has one: by default a document is a JSON object, and has a text if
+    the step has a key."""
+    own: Check | None = getattr(step, "check", None)
+    if own is not None:
+        return own
+    return _has_text if step.key else _is_object
+
+
+def _has_text(document: CorpusDocument) -> None:
+    _ = document.text
+
+
+def _is_object(document: CorpusDocument) -> None:
+    _ = document.fields
+
+
+def check_readable(document: CorpusDocument, check: Check) -> None:
+    """Errors: BadLine with file, line number and rule."""
     try:
-        _ = document.text if document.key else document.fields
+        check(document)
     except ValueError as error:
         raise BadLine(f"{document.where}: {error}") from None

@@ -122,8 +122,10 @@ def write_record(path: Path, content: object) -> None:
 
 
 @contextlib.contextmanager
-def locked_folder(options: RunOptions, identity: str) -> Iterator[dict[str, list[Path]]]:
+def locked_folder(options: RunOptions, accepted: Sequence[str]) -> Iterator[dict[str, list[Path]]]:
     """The folder of the parts, for this process alone among those of its shard, with this work noted in it.
+
+    accepted: identities of this work, the first one, and of others that it may resume.
 
     Gives the half-written files of killed processes, by part. Errors: ValueError where the folder holds other things.
     """
@@ -141,17 +143,17 @@ def locked_folder(options: RunOptions, identity: str) -> Iterator[dict[str, list
             raise ValueError(
                 f"--output {options.output}: is not empty, and holds no corpus that mega wrote; name another place"
             )
-        if options.overwrite and (work is None or work.get("identity") != identity or (folder / RECORD).exists()):
+        if options.overwrite and (work is None or work.get("identity") not in accepted or (folder / RECORD).exists()):
             for path in names:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             names, work = [], None
-        if work is not None and work.get("identity") != identity:
+        if work is not None and work.get("identity") not in accepted:
             raise ValueError(
                 f"--output {options.output}: belongs to unfinished work with other inputs or settings; repeat its "
                 "command line, or give --overwrite to start over"
             )
-        if work is None:
-            write_record(folder / _WORK, {"identity": identity})
+        if work is None or work["identity"] != accepted[0]:
+            write_record(folder / _WORK, {"identity": accepted[0]})
         stale: dict[str, list[Path]] = {}
         for path in names:
             if path.name.endswith(".tmp"):

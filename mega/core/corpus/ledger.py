@@ -45,6 +45,8 @@ class StepCounts:
 
     def sample(self, reason: str, where: str, part: str, index: int, text: str, most: int) -> None:
         """Remember a dropped document, if it is one of the `most` that are shown of its reason."""
+        if most < 1:
+            return
         order = zlib.crc32(f"{part}/{index}".encode())
         found = self.samples.setdefault(reason, [])
         if len(found) < most or order < found[-1].order:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from mega.core.corpus.documents import CorpusDocument, Result, Work, check_readable
+from mega.core.corpus.documents import Check, CorpusDocument, Result, Work, check_readable
 from mega.core.corpus.folder import Packing, write_record
 from mega.core.corpus.ledger import StepCounts
 from mega.core.corpus.parts import InputPart, UnreadLine
@@ -32,7 +32,7 @@ class PartOptions(NamedTuple):
     samples: int
 
 
-def write_part(part: InputPart, key: str | None, work: Work, options: PartOptions) -> StepCounts:
+def write_part(part: InputPart, key: str, check: Check, work: Work, options: PartOptions) -> StepCounts:
     """In a worker: do the work on one part and write its files. Errors: BadLine naming file and line."""
     counts = StepCounts()
     with contextlib.ExitStack() as files:
@@ -40,7 +40,8 @@ def write_part(part: InputPart, key: str | None, work: Work, options: PartOption
         lost = None
         if options.dropped is not None:
             lost = files.enter_context(line_file(options.dropped, part.name, part.plain, options.packing))
-        documents = ReadableDocuments(part, key, counts, stop=options.on_error == "stop", samples=options.samples)
+        stop = options.on_error == "stop"
+        documents = ReadableDocuments(part, key, check, counts, stop=stop, samples=options.samples)
         for result in work(documents):
             _record(result, documents.last(), part, key, counts, kept, lost, options.samples)
         assert not documents.waiting, "a step gives one result for each document"
@@ -54,8 +55,11 @@ class ReadableDocuments:
     stop: raise BadLine at the first line that holds no document; else it is counted as dropped.
     """
 
-    def __init__(self, part: InputPart, key: str | None, counts: StepCounts, *, stop: bool, samples: int) -> None:
-        self._part, self._key, self._counts, self._stop, self._samples = part, key, counts, stop, samples
+    def __init__(
+        self, part: InputPart, key: str, check: Check, counts: StepCounts, *, stop: bool, samples: int
+    ) -> None:
+        self._part, self._key, self._check = part, key, check
+        self._counts, self._stop, self._samples = counts, stop, samples
         self.waiting: deque[CorpusDocument] = deque()
 
     def last(self) -> CorpusDocument:
@@ -63,13 +67,12 @@ class ReadableDocuments:
         return self.waiting.popleft()
 
     def __iter__(self) -> Iterator[CorpusDocument]:
-        for number, document in enumerate(self._part.documents("text" if self._key is None else self._key)):
+        for number, document in enumerate(self._part.documents(self._key)):
             self._counts.documents += 1
             try:
                 if isinstance(document, UnreadLine):
                     raise BadLine(f"{document.where}: {document.problem}")
-                if self._key is not None:
-                    check_readable(document)
+                check_readable(document, self._check)
             except BadLine as error:
                 if self._stop:
                     raise
@@ -84,7 +87,7 @@ def _record(
     result: Result,
     document: CorpusDocument,
     part: InputPart,
-    key: str | None,
+    key: str,
     counts: StepCounts,
     kept: _LineFile,
     lost: _LineFile | None,

@@ -139,12 +139,21 @@ def _pages(read: Iterator[LineBlock]) -> Iterator[LineBlock]:
     for block in read:
         rest += block.lines()
         *pages, rest = rest.split(b"</page>")
-        found = [b"<page>" + page.partition(b"<page>")[2] + b"</page>" for page in pages]
+        found = [begun for page in pages for begun in _begun(page + b"</page>")]
         lines = b"".join(page.replace(b"\r", b"").replace(b"\n", b"&#10;") + b"\n" for page in found)
         if lines:
             yield block._replace(text=lines, problem=None)
     if b"<page>" in rest:
         raise BadLine(f"{block.name}: ends inside a page")
+
+
+def _begun(text: bytes) -> list[bytes]:
+    """The pages that begin in a text; where one lacks its end, it and the next one are two lines.
+
+    >>> _begun(b" <page>a <page>b</page>")
+    [b'<page>a ', b'<page>b</page>']
+    """
+    return [b"<page>" + page for page in text.split(b"<page>")[1:]]
 
 
 def _packed(path: Path) -> bool:

@@ -17,14 +17,14 @@ import io
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from mega.core.corpus.documents import CorpusStep, SurveyStep, stage_folder
+from mega.core.corpus.documents import Check, CorpusStep, SurveyStep, check_of, stage_folder
 from mega.core.corpus.folder import (
     RECORD,
     SURVEY,
@@ -75,7 +75,7 @@ def process(inputs: Sequence[str | Path], step: CorpusStep | SurveyStep, options
     against = len(find(options.against, "--against")) if options.against else 0
     # What is wrong with its files or libraries is reported before anything is written.
     _ = step.survey(0, options.folder / SURVEY) if isinstance(step, SurveyStep) else step.load()
-    with locked_folder(options, identity) as stale:
+    with locked_folder(options, accepted(step, paths, options)) as stale:
         writing: CorpusStep
         if isinstance(step, SurveyStep):
             surveyed = _surveyed(paths, step, options)
@@ -108,6 +108,12 @@ def begin(
         f"--output {options.output}: holds the result of other inputs or settings; name another place, or give "
         "--overwrite to replace it"
     )
+
+
+def accepted(step: CorpusStep | SurveyStep, paths: Sequence[Path], options: RunOptions) -> list[str]:
+    """Hashes of this work and of unfinished work that it resumes: --on-error skip resumes what a bad line has ended."""
+    own = _identity(step, paths, options)
+    return [own] if options.on_error == "stop" else [own, _identity(step, paths, replace(options, on_error="stop"))]
 
 
 def _identity(step: CorpusStep | SurveyStep, paths: Sequence[Path], options: RunOptions) -> str:
@@ -161,7 +167,8 @@ class _WriteJob:
 
     def load(self) -> PartWork:
         work = self.step.load()
-        return lambda part: write_part(part, self.step.key, work, self.options)
+        check = check_of(self.step)
+        return lambda part: write_part(part, self.step.key, check, work, self.options)
 
 
 def _written(
@@ -202,11 +209,11 @@ class _SurveyJob:
 
     def load(self) -> PartWork:
         survey = self.step.survey(self.stage, self.folder)
-        own = stage_folder(self.folder, self.stage)
+        own, check = stage_folder(self.folder, self.stage), check_of(self.step)
 
         def work(part: InputPart) -> StepCounts:
             counts = StepCounts()
-            notes = survey(ReadableDocuments(part, self.step.key, counts, stop=self.stop, samples=0))
+            notes = survey(ReadableDocuments(part, self.step.key, check, counts, stop=self.stop, samples=0))
             with whole_file(own / f"{part.name}.npz") as file:
                 packed = io.BytesIO()
                 np.savez(packed, **notes)  # type: ignore[arg-type]
@@ -228,8 +235,12 @@ class _Judging:
         return self.step.name
 
     @property
-    def key(self) -> str | None:
+    def key(self) -> str:
         return self.step.key
+
+    @property
+    def check(self) -> Check:
+        return check_of(self.step)
 
     def load(self) -> Callable[..., Any]:
         return self.step.judge(self.folder)

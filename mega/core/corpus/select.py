@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from mega.core.corpus.documents import CorpusDocument, Result, Survey, Work, dropped, kept, stage_folder
 from mega.core.corpus.folder import write_record
 from mega.core.corpus.repeats import notes
-from mega.core.data.sources import BadLine
 from mega.core.files import whole_file
 
 _MARKS = "selected.npz"
@@ -33,7 +32,7 @@ class Select:
 
     name: ClassVar[str] = "select"
     stages: ClassVar[int] = 1
-    key: ClassVar[str | None] = None
+    key: ClassVar[str] = ""
     by: str = "score.toxicity"
     share: float = 0.5
     above: float = 0.5
@@ -49,15 +48,19 @@ class Select:
 
         return values
 
+    def check(self, document: CorpusDocument) -> None:
+        """A document is an object whose value, if it has one, is a number. Errors: ValueError."""
+        _ = self._value(document)
+
     def _value(self, document: CorpusDocument) -> float:
-        """NaN if the document has no score. Errors: BadLine where it is not a number."""
+        """NaN if the document has none. Errors: ValueError where it is not a number."""
         found: Any = document.fields
         for name in self.by.split("."):
             if not isinstance(found, dict) or found.get(name) is None:
                 return math.nan
             found = found[name]
         if isinstance(found, bool) or not isinstance(found, int | float):
-            raise BadLine(f"{document.where}: {self.by} {found!r}: must be a number, or null")
+            raise ValueError(f"{self.by} {found!r}: must be a number, or null")
         return float(found)
 
     def conclude(self, stage: int, folder: Path, parts: Sequence[str]) -> None:

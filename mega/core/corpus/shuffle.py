@@ -16,14 +16,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from mega.core.corpus.documents import Work, each, kept
+from mega.core.corpus.documents import Work, check_of, each, kept
 from mega.core.corpus.folder import SURVEY, RunOptions, locked_folder, read_record, write_record
 from mega.core.corpus.ledger import StepCounts
 from mega.core.corpus.minhash import mixed
-from mega.core.corpus.part_files import line_file
-from mega.core.corpus.parts import UnreadLine, parts
-from mega.core.corpus.run import StepOutcome, begin, finish
-from mega.core.data.sources import BadLine
+from mega.core.corpus.part_files import ReadableDocuments, line_file
+from mega.core.corpus.parts import parts
+from mega.core.corpus.run import StepOutcome, accepted, begin, finish
 
 _BUCKET_BYTES = 1 << 26
 _MOST_BUCKETS = 512
@@ -36,7 +35,7 @@ class Shuffle:
     """What a shuffled corpus depends on."""
 
     name: ClassVar[str] = "shuffle"
-    key: ClassVar[str | None] = None
+    key: ClassVar[str] = ""
     seed: int = 1234
     bucket_bytes: int = _BUCKET_BYTES
 
@@ -52,7 +51,7 @@ def shuffle(inputs: Sequence[str | Path], step: Shuffle, options: RunOptions) ->
     paths, identity, repeated = begin(inputs, step, options)
     if repeated is not None:
         return repeated
-    with locked_folder(options, identity):
+    with locked_folder(options, accepted(step, paths, options)):
         folder = options.folder / SURVEY
         folder.mkdir(exist_ok=True)
         if not (folder / _DISTRIBUTED).is_file():
@@ -62,21 +61,23 @@ def shuffle(inputs: Sequence[str | Path], step: Shuffle, options: RunOptions) ->
         for number in range(int(found["buckets"])):
             if read_record(sidecar := options.folder / f".00000-{number:06}.json") is None:
                 write_record(sidecar, _sort(folder / f"bucket-{number}", options, number, found["plain"]).as_json())
+        write_record(options.folder / f".00000-{found['buckets']:06}.json", found["skipped"])
         return finish(step, paths, options, identity, counts)
 
 
 def _distribute(paths: Sequence[Path], step: Shuffle, options: RunOptions, folder: Path) -> None:
     total = sum(path.stat().st_size for path in paths)
     count = min(max(1, -(-total // step.bucket_bytes)), _MOST_BUCKETS)
-    number, plain = 0, False
+    number, plain, skipped = 0, None, StepCounts()
     with contextlib.ExitStack() as open_now:
         files = [open_now.enter_context(open(folder / f"bucket-{i}", "wb")) for i in range(count)]
         for part in parts(paths, part_bytes=options.part_bytes):
-            lines = []
-            for document in part.documents(""):
-                if isinstance(document, UnreadLine):
-                    raise BadLine(f"{document.where}: {document.problem}")
-                lines.append(document.line)
+            if plain not in (None, part.plain):
+                raise ValueError(f"--input {part.source.path}: .txt and JSON lines cannot be shuffled together")
+            documents = ReadableDocuments(
+                part, step.key, check_of(step), skipped, stop=options.on_error == "stop", samples=options.show_dropped
+            )
+            lines = [document.line for document in documents]
             numbers = np.arange(number, number + len(lines), dtype=np.uint64)
             keys = mixed(mixed(numbers + _SEED_STEP) ^ np.uint64(step.seed * int(_SEED_STEP) & (1 << 64) - 1))
             for key, line in zip(keys.tolist(), lines, strict=True):
@@ -84,7 +85,8 @@ def _distribute(paths: Sequence[Path], step: Shuffle, options: RunOptions, folde
             number, plain = number + len(lines), part.plain
             if options.progress is not None:
                 options.progress(StepCounts(documents=number), part.end, 2 * total)
-    write_record(folder / _DISTRIBUTED, {"buckets": count, "plain": plain})
+    skipped.documents -= number
+    write_record(folder / _DISTRIBUTED, {"buckets": count, "plain": plain, "skipped": skipped.as_json()})
 
 
 def _sort(bucket: Path, options: RunOptions, number: int, plain: bool) -> StepCounts:

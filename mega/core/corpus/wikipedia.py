@@ -15,6 +15,8 @@ from xml.etree import ElementTree
 from mega.core.corpus.documents import CorpusDocument, Result, Work, as_line, dropped, each
 from mega.core.corpus.wikitext import Article, parser, standard_punctuation
 
+_NEEDED = ("title", "id", "revision/id", "revision/text")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Wikipedia:
@@ -22,22 +24,25 @@ class Wikipedia:
     a language, in which each sentence becomes a line (for BERT), or ""."""
 
     name: ClassVar[str] = "wikipedia"
-    key: ClassVar[str | None] = None
+    key: ClassVar[str] = ""
     site: str = "https://en.wikipedia.org/wiki"
     least: int = 1
     punctuation: bool = True
     sentences: str = ""
     splitter: str = "punkt"
 
+    def check(self, document: CorpusDocument) -> None:
+        """A document is a page of a dump, with what an article needs. Errors: ValueError."""
+        page = _page(document)
+        if missing := [name for name in _NEEDED if page.find(name) is None]:
+            raise ValueError(f"a page without {missing[0]}; must have {', '.join(_NEEDED)}")
+
     def load(self) -> Work:
         """Errors: ValueError where a library is not installed."""
         parse, cut = parser(), self._sentences()
 
         def extract(document: CorpusDocument) -> Result:
-            try:
-                page = ElementTree.fromstring(document.line)
-            except ElementTree.ParseError as error:
-                raise ValueError(f"{document.where}: not a page of a Wikipedia dump ({error})") from None
+            page = _page(document)
             if page.findtext("ns", "0") != "0":
                 return dropped("not an article")
             if page.find("redirect") is not None:
@@ -59,3 +64,10 @@ class Wikipedia:
 
         split = splitter(self.splitter, self.sentences)
         return lambda text: "\n".join(one.strip() for line in text.split("\n") for one in split(line) if one.strip())
+
+
+def _page(document: CorpusDocument) -> ElementTree.Element:
+    try:
+        return ElementTree.fromstring(document.line)
+    except ElementTree.ParseError as error:
+        raise ValueError(f"not a page of a Wikipedia dump ({error})") from None
