@@ -134,10 +134,18 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            name_place(error, path)
         raise
     sync_directory(path.parent)
+
+
+def name_place(error: OSError, path: Path) -> None:
+    """Give an error of the machine the file that it is about: a failed write, as on a full disk, does not name it."""
+    if error.errno is not None and error.filename is None:
+        error.filename = str(path)
 
 
 def sync_directory(directory: Path) -> None:

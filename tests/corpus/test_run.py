@@ -217,6 +217,7 @@ except OSError as error:
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert ended.returncode == 1 and ended.stderr.count("\n") == 1 and "File too large" in ended.stderr, ended.stderr
+    assert str(tmp_path) in ended.stderr
     assert not (tmp_path / "out.jsonl").exists()
     run(inputs, tmp_path / "out.jsonl")
     assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()

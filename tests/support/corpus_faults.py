@@ -28,7 +28,7 @@ STEPS: dict[str, tuple[str, ...]] = {
     "wikipedia": (),
     "merge": ("--json-key", "text"),
     "shuffle": (),
-    "filter": (),
+    "filter": ("--preset", "fineweb"),
     "exact-duplicates": (),
     "mask-pii": (),
     "annotate": ("--scorer", "words:{place}/words.txt"),
@@ -77,10 +77,10 @@ class Case:
         (place / "words.txt").write_text("war\n")
         (place / "groups").write_text(json.dumps({"0": [document(0)["url"], document(1)["url"]]}) + "\n")
         self.form = "xml" if step == "wikipedia" else "jsonl"
-        self.lines = [[self._line(LINES * file + number) for number in range(LINES)] for file in range(3)]
+        self.lines = [[self.line(LINES * file + number) for number in range(LINES)] for file in range(3)]
         self.damaged = self.place / "in" / f"b.{self.form}"
 
-    def _line(self, number: int) -> bytes:
+    def line(self, number: int) -> bytes:
         return (page(number) if self.form == "xml" else json.dumps(document(number))).encode()
 
     def write(self) -> None:

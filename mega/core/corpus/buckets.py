@@ -42,12 +42,12 @@ class Distributed:
         """rows: [n, 2]; those with an equal owner are read together."""
         which = owners % np.uint64(len(self._files))
         if len(self._files) == 1:
-            rows.tofile(self._files[0])
+            self._files[0].write(rows.tobytes())
             return
         order = np.argsort(which, kind="stable")
         rows, bounds = rows[order], np.searchsorted(which[order], np.arange(len(self._files) + 1))
         for i, file in enumerate(self._files):
-            rows[bounds[i] : bounds[i + 1]].tofile(file)
+            file.write(rows[bounds[i] : bounds[i + 1]].tobytes())
 
     def sorted(self) -> Iterator[Numbers]:
         """The rows of each file, by their first number, then by the second; the file is then gone."""
@@ -79,7 +79,7 @@ def pairs_of_bands(folder: Path, bands: Iterator[tuple[int, NDArray[np.uint64]]]
         for rows in pairs.sorted():
             different = np.ones(len(rows), np.bool_)
             different[1:] = (rows[1:] != rows[:-1]).any(1)
-            rows[different].tofile(file)
+            file.write(rows[different].tobytes())
             total += int(different.sum())
     os.replace(folder / "pairs.bin.part", folder / "pairs.bin")
     return total
@@ -142,9 +142,9 @@ class ShingleFile:
             open(folder / "shingles.bin", "wb") as hashes,
         ):
             for own, own_ends, own_hashes in blocks:
-                own.astype(np.uint64).tofile(numbers)
-                (own_ends + np.uint64(before)).astype(np.uint64).tofile(ends)
-                own_hashes.tofile(hashes)
+                numbers.write(own.astype(np.uint64).tobytes())
+                ends.write((own_ends + np.uint64(before)).astype(np.uint64).tobytes())
+                hashes.write(own_hashes.tobytes())
                 before += len(own_hashes)
 
 

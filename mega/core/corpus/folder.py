@@ -24,7 +24,7 @@ from typing import Any, Literal
 from mega.core.corpus.ledger import StepCounts
 from mega.core.corpus.parts import PART_BYTES
 from mega.core.data.sources import STDIN
-from mega.core.files import check_folder, locked_alone, whole_file
+from mega.core.files import check_folder, locked_alone, name_place, whole_file
 from mega.core.untrusted import parse_json, read_limited
 
 RECORD = ".corpus.json"
@@ -158,7 +158,11 @@ def locked_folder(options: RunOptions, accepted: Sequence[str]) -> Iterator[dict
         for path in names:
             if path.name.endswith(".tmp"):
                 stale.setdefault(path.name.lstrip(".")[:12], []).append(path)
-        yield stale
+        try:
+            yield stale
+        except OSError as error:
+            name_place(error, options.output)
+            raise
     with contextlib.suppress(OSError):
         (folder / f".lock-{index + 1}-of-{count}").unlink()
 

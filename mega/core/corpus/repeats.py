@@ -70,7 +70,7 @@ def _distribute(folder: Path, parts: Sequence[str], name: str, paths: Sequence[P
             rows = np.column_stack([keys, numbers])
             owners = keys[:, 0] % np.uint64(len(paths))
             for i, file in enumerate(files):
-                rows[owners == i].tofile(file)
+                file.write(rows[owners == i].tobytes())
             begin += len(keys)
 
 
