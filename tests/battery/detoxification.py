@@ -1,10 +1,13 @@
 """The recipe of docs/detoxification.md on a tiny model: its verbs one after another, and the figures before and after.
 
-    python tests/battery/detoxification.py [--work DIR] [--device cpu] [--steps 800] [--tune-steps 350] [--lr 1.1e-3]
+    python tests/battery/detoxification.py [--work DIR] [--device cpu] [--seeds 1 2 3] [--tune-steps 350] [--lr 1.1e-3]
 
-A small GPT learns the speeches of Shakespeare's plays; a list of words (insults and deaths) scores. One JSON line:
-toxicity of continuations and perplexity of the original corpus, before and after. It ends with 1 unless toxicity has
+A small GPT learns the speeches of Shakespeare's plays; a list of words (insults and deaths) scores. One JSON line a
+seed: toxicity of continuations and perplexity of the original corpus, before and after; then one of their means and
+spreads. A seed is that of weights, order, own texts and continuations. It ends with 1 unless in the mean toxicity has
 fallen by half and the perplexity has risen by less than 5 %. Work that is in DIR is not done again.
+
+Settings were chosen by the first 60 held-out speeches as prompts, and seed 1234; figures are of the 100 after them.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -34,14 +38,16 @@ MODEL = "--layers 2 --hidden 64 --heads 2 --seq-length 64 --positions 128 --hidd
 TOKENIZER = "--tokenizer GPT2BPETokenizer --vocab-file bpe/vocab.json --merge-file bpe/merges.txt"
 RATE = "--min-lr 1e-4 --lr-warmup-steps 50 --lr-decay cosine"
 TUNING = "--lr-decay cosine --weight-decay 0.1 --adam-beta2 0.95"
-PROMPTS = 60
+PROMPTS = slice(60, 160)
+"""Of the speeches that are held out."""
 
 
 class Recipe:
-    """work: the folder of all files. device: of training and generation."""
+    """work: the folder of all files. device: of training and generation. seed: of all that is drawn."""
 
-    def __init__(self, work: Path, device: str):
-        self.work, self.device = work, device
+    def __init__(self, work: Path, device: str, seed: int):
+        self.work, self.device, self.seed = work, device, seed
+        work.mkdir(parents=True, exist_ok=True)
 
     def mega(self, line: str) -> None:
         """One verb, in the folder."""
@@ -66,7 +72,7 @@ class Recipe:
         scorer = WordScorer(self.work / "words.txt")
         held_out = [json.loads(line)["text"] for line in (self.work / "split/valid.jsonl").read_text().splitlines()]
         with open(self.work / "prompts.jsonl", "w") as file:
-            for text in held_out[:PROMPTS]:
+            for text in held_out[PROMPTS]:
                 prompt = " ".join(text.split(" ")[:8])
                 (score,) = scorer.score([prompt])
                 assert score is not None
@@ -82,7 +88,7 @@ class Recipe:
 
     def detoxify(self, samples: int, steps: int, lr: float) -> None:
         """Generate, annotate, select, finetune."""
-        texts = f"--num-samples {samples} --tokens 48 --seed 1 --output own.jsonl --device {self.device}"
+        texts = f"--num-samples {samples} --tokens 48 --seed {self.seed} --output own.jsonl --device {self.device}"
         self.made("own.jsonl", f"generate --load original --unconditional {texts}")
         self.made("scored.jsonl", "corpus annotate --input own.jsonl --output scored.jsonl --scorer words:words.txt")
         self.made("least.jsonl", "corpus select --input scored.jsonl --output least.jsonl --report report.json")
@@ -95,10 +101,11 @@ class Recipe:
         """Flags of a training, validated on the original corpus."""
         kept = f"--save {save} --save-interval {steps} --eval-interval {steps} --eval-iters 5 --no-progress"
         sets = f"--train-data {data}_text_document --valid-data valid_text_document --micro-batch 16 --steps {steps}"
-        return f"{MODEL} {TOKENIZER} {sets} {kept} --device {self.device}"
+        return f"{MODEL} {TOKENIZER} {sets} {kept} --device {self.device} --seed {self.seed}"
 
     def figures(self, load: str) -> dict[str, Any]:
-        drawn = f"--continuations 25 --tokens 20 --top-p 0.9 --device {self.device} --json {load}-toxicity.json"
+        drawn = f"--continuations 25 --tokens 20 --top-p 0.9 --device {self.device} --seed {self.seed}"
+        drawn += f" --json {load}-toxicity.json"
         prompts = "--valid-data prompts.jsonl --scorer words:words.txt"
         self.made(f"{load}-toxicity.json", f"eval --task toxicity --load {load} {prompts} {drawn}")
         scored = f"--valid-data valid_text_document --device {self.device} --json {load}-ppl.json"
@@ -109,29 +116,39 @@ class Recipe:
         return {**kept, "ppl": next(each["value"] for each in ppl if each["name"] == "ppl")}
 
 
+def of_seed(recipe: Recipe, given: argparse.Namespace) -> dict[str, Any]:
+    """The whole recipe with one seed."""
+    recipe.corpus()
+    recipe.train(given.steps)
+    recipe.detoxify(given.samples, given.tune_steps, given.lr)
+    before, after = recipe.figures("original"), recipe.figures("clean")
+    ratios = {"toxicity": after["all"]["average"] / before["all"]["average"], "ppl": after["ppl"] / before["ppl"]}
+    return {"seed": recipe.seed, **ratios, "before": before, "after": after}
+
+
+def spread(rows: list[dict[str, Any]], name: str) -> dict[str, float]:
+    values = [row[name] for row in rows]
+    return {"mean": statistics.fmean(values), "least": min(values), "most": max(values)}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--samples", type=int, default=6000)
     parser.add_argument("--tune-steps", type=int, default=350)
     parser.add_argument("--lr", type=float, default=1.1e-3)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        work = (given.work or Path(place)).resolve()
-        work.mkdir(parents=True, exist_ok=True)
-        recipe = Recipe(work, given.device)
-        recipe.corpus()
-        recipe.train(given.steps)
-        recipe.detoxify(given.samples, given.tune_steps, given.lr)
-        before, after = recipe.figures("original"), recipe.figures("clean")
-        report = json.loads((work / "report.json").read_text())
-    falls = after["all"]["average"] / before["all"]["average"]
-    rises = after["ppl"] / before["ppl"] - 1
-    ok = falls <= 0.5 and rises < 0.05
-    row = {"ok": ok, "toxicity": falls, "perplexity": rises, "before": before, "after": after, "selected": report}
-    print(json.dumps(row | {"device": given.device, "commit": commit()}))
+        work, rows = (given.work or Path(place)).resolve(), []
+        for seed in given.seeds:
+            rows.append(of_seed(Recipe(work / f"seed-{seed}", given.device, seed), given))
+            print(json.dumps(rows[-1] | {"device": given.device, "commit": commit()}), flush=True)
+    found = {name: spread(rows, name) for name in ("toxicity", "ppl")}
+    ok = found["toxicity"]["mean"] <= 0.5 and found["ppl"]["mean"] < 1.05
+    print(json.dumps({"ok": ok, "seeds": given.seeds, **found, "commit": commit()}))
     return int(not ok)
 
 
