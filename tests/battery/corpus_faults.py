@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.battery.corpus_kills import digest
+from tests.battery.corpus_kills import digests
 from tests.battery.data_ledger import Item, run
 from tests.support.corpus_faults import FAULTS, STEPS, Case, call, walk
 
@@ -63,7 +63,7 @@ def full_disk(step: str) -> dict[str, Any]:
                 size *= 2
                 assert size <= LARGEST, "never ends"
                 subprocess.run(["mount", "-o", f"remount,size={size}", disk], check=True)
-            assert digest(disk / "out") == digest(case.place / "out"), "other bytes"
+            assert digests(disk / "out") == digests(case.place / "out"), "other bytes"
         assert case.inputs() == before
         assert said, "the disk was never full"
         return {"calls": len(said) + 1, "said": sorted(set(said))}

@@ -35,17 +35,17 @@ DOCUMENTS, ROUNDS, FILES = 20_000, 20, 4
 QUESTION = "which of the ships that came back in the evening had the children seen first"
 STEPS: dict[str, list[str]] = {
     "urls": [],
-    "clean": ["--min-tokens", "30"],
-    "near-duplicates": [],
-    "decontaminate": ["--task-data", "squad=squad.json"],
-    "wikipedia": [],
     "merge": [],
     "shuffle": [],
-    "filter": ["--preset", "gopher-repetition", "fineweb"],
     "exact-duplicates": [],
     "mask-pii": [],
     "annotate": ["--scorer", "words:words.txt"],
     "select": [],
+    "near-duplicates": [],
+    "filter": ["--preset", "gopher-repetition", "fineweb"],
+    "decontaminate": ["--task-data", "squad=squad.json"],
+    "wikipedia": [],
+    "clean": ["--min-tokens", "15"],
 }
 """Verbs and their flags, in the folder of `write_files`."""
 ONE_PROCESS = ("shuffle",)
@@ -55,7 +55,7 @@ output = "OUTPUT"
 
 [[step]]
 verb = "clean"
-min-tokens = 30
+min-tokens = 15
 
 [[step]]
 verb = "near-duplicates"
@@ -66,11 +66,11 @@ verb = "shuffle"
 
 
 def write_files(folder: Path) -> None:
-    """Documents of about 40 words: every 10th is an earlier one, every 50th has a question, some have an address."""
+    """Documents of about 20 words: every 10th is an earlier one, every 50th has a question, some have an address."""
     draw, words = random.Random(0), english().tolist()
     texts: list[str] = []
     for number in range(DOCUMENTS):
-        own = draw.choices(words, k=draw.randrange(30, 50))
+        own = draw.choices(words, k=draw.randrange(16, 26))
         if number % 10 == 9:
             own = draw.choice(texts).split(" ")
         texts.append(" ".join(own))
@@ -109,15 +109,15 @@ def line_of(step: str, folder: Path, output: str, workers: int) -> list[str]:
     return line if step in ONE_PROCESS else [*line, "--workers", str(workers)]
 
 
-def digest(folder: Path) -> str:
-    """Of all names, bytes and counts. Half-written files would show by their names."""
-    found = hashlib.sha256()
+def digests(folder: Path) -> dict[str, str]:
+    """Of all files the bytes, of records the counts. Half-written files would show by their names."""
+    found = {}
     for path in sorted(folder.rglob("*")):
         if path.name == ".corpus.json":
-            found.update(json.dumps(json.loads(path.read_text())["counts"]).encode())
+            found[str(path.relative_to(folder))] = json.dumps(json.loads(path.read_text())["counts"])
         elif path.is_file():
-            found.update(str(path.relative_to(folder)).encode() + path.read_bytes())
-    return found.hexdigest()
+            found[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return found
 
 
 def call(line: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
@@ -127,7 +127,7 @@ def call(line: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
         cwd=folder,
         env=environment,
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stderr=(folder / "errors.txt").open("wb"),
         start_new_session=True,
     )
 
@@ -155,7 +155,8 @@ def prove(step: str) -> dict[str, Any]:
         begin = time.monotonic()
         assert call(line_of(step, folder, "whole", 1), folder).wait() == 0
         took = time.monotonic() - begin
-        expected, draw, equal, kills = digest(folder / "whole"), random.Random(step), 0, 0
+        expected, draw, equal, kills = digests(folder / "whole"), random.Random(step), 0, 0
+        wrong: list[str] = []
         for number in range(ROUNDS):
             output = f"out-{number}"
             line, share = line_of(step, folder, output, 1 + number % 2), draw.uniform(0.3, 1.0)
@@ -166,11 +167,14 @@ def prove(step: str) -> dict[str, Any]:
             while draw.random() < 0.3:  # and again
                 kills += killed(line, folder, draw.uniform(0.3, 1.0) * took, number % 4 > 1)
             ended = call(line, folder).wait()
-            same = ended == 0 and digest(folder / output) == expected
-            equal += same
-            if same:
-                shutil.rmtree(folder / output)
-        assert equal == ROUNDS, f"{equal} of {ROUNDS} resumed to equal bytes"
+            found = digests(folder / output)
+            if ended:
+                wrong.append(f"ended with {ended}: {(folder / 'errors.txt').read_text()[:300]}")
+            elif found != expected:
+                wrong.append(f"differ: {sorted(name for name, _ in found.items() ^ expected.items())}")
+            equal += ended == 0 and found == expected
+            shutil.rmtree(folder / output)
+        assert equal == ROUNDS, f"{equal} of {ROUNDS} resumed to equal bytes; {wrong}"
     return {"documents": DOCUMENTS, "whole_seconds": round(took, 1), "kills": kills, "equal": equal, "of": ROUNDS}
 
 

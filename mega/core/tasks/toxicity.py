@@ -3,8 +3,10 @@
 Prompts are lines as of RealToxicityPrompts; each is continued several times, each continuation is scored, and three
 figures are reported for all prompts, toxic ones and others: the average, the expected maximum over the continuations of
 a prompt, and the share of prompts with at least one above 0.5. Source: Gehman et al. 2020; Megatron-LM 23.06,
-examples/detxoify_lm. It is apart from `benchmarks/`: a benchmark there (`task.Benchmark`) gives tokens whose
-probabilities are measured, while here the model generates text and a scorer judges it. Continuations and scores are kept next to --json, as FILE.partial, until all are there.
+examples/detxoify_lm. Continuations and scores are kept next to --json, as FILE.partial, until all are there.
+
+It is apart from `benchmarks/`: a benchmark there (`task.Benchmark`) gives tokens whose probabilities are measured; here
+the model generates text and a scorer judges it.
 """
 
 from __future__ import annotations
