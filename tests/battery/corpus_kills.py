@@ -12,11 +12,11 @@ from __future__ import annotations
 import bz2
 import hashlib
 import json
+import math
 import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,9 +27,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import mega.commands.corpus  # noqa: F401
+from mega import cli
 from tests.battery.corpus_web import english, sentences
 from tests.battery.data_ledger import run
-from tests.support.shared import REPOSITORY
 
 DOCUMENTS, ROUNDS, FILES = 20_000, 20, 4
 QUESTION = "which of the ships that came back in the evening had the children seen first"
@@ -100,7 +101,7 @@ def write_files(folder: Path) -> None:
 
 def line_of(step: str, folder: Path, output: str, workers: int) -> list[str]:
     """The command line of a step that writes the folder `output`."""
-    line = [sys.executable, "-m", "mega", "corpus", step]
+    line = ["corpus", step]
     if step == "run":
         (folder / f"{output}.toml").write_text(RECIPE.replace("OUTPUT", output))
         return [*line, f"{output}.toml"]
@@ -120,31 +121,44 @@ def digests(folder: Path) -> dict[str, str]:
     return found
 
 
-def call(line: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path[1:]])}
-    return subprocess.Popen(
-        line,
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=(folder / "errors.txt").open("wb"),
-        start_new_session=True,
-    )
+class Call:
+    """`mega` with some words, in a process and a session of its own. It is forked from this one, which has loaded the
+    command line: starting Python would take longer than most steps do."""
+
+    def __init__(self, words: Sequence[str], folder: Path) -> None:
+        self.pid = os.fork()
+        if self.pid:
+            return
+        code = 1
+        try:
+            os.setsid()
+            os.chdir(folder)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            os.dup2(os.open("errors.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+            code = cli.main(list(words))
+        finally:
+            os._exit(code)
+
+    def wait(self, seconds: float = math.inf) -> int | None:
+        """The exit code, negative if it was killed; None if it is still running."""
+        end = time.monotonic() + seconds
+        while True:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(status)
+            if time.monotonic() > end:
+                return None
+            time.sleep(0.01)
 
 
 def killed(line: Sequence[str], folder: Path, wait: float, with_workers: bool) -> bool:
     """Whether it was still running when it was killed."""
-    process = call(line, folder)
-    try:
-        process.wait(wait)
-    except subprocess.TimeoutExpired:
-        if with_workers:
-            os.killpg(process.pid, signal.SIGKILL)
-        else:
-            os.kill(process.pid, signal.SIGKILL)
+    process = Call(line, folder)
+    if (code := process.wait(wait)) is None:
+        (os.killpg if with_workers else os.kill)(process.pid, signal.SIGKILL)
         process.wait()
         return True
-    assert process.returncode == 0, f"ended with {process.returncode} before it was killed"
+    assert code == 0, f"ended with {code} before it was killed"
     return False
 
 
@@ -153,7 +167,7 @@ def prove(step: str) -> dict[str, Any]:
         folder = Path(name)
         write_files(folder)
         begin = time.monotonic()
-        assert call(line_of(step, folder, "whole", 1), folder).wait() == 0
+        assert Call(line_of(step, folder, "whole", 1), folder).wait() == 0
         took = time.monotonic() - begin
         expected, draw, equal, kills = digests(folder / "whole"), random.Random(step), 0, 0
         wrong: list[str] = []
@@ -166,7 +180,7 @@ def prove(step: str) -> dict[str, Any]:
             kills += 1
             while draw.random() < 0.3:  # and again
                 kills += killed(line, folder, draw.uniform(0.3, 1.0) * took, number % 4 > 1)
-            ended = call(line, folder).wait()
+            ended = Call(line, folder).wait()
             found = digests(folder / output)
             if ended:
                 wrong.append(f"ended with {ended}: {(folder / 'errors.txt').read_text()[:300]}")

@@ -180,7 +180,7 @@ class WebRun:
             line = [sys.executable, "-m", "mega", "corpus", verb, "--input", str(self.work / source), *flags]
             row = watched([*line, "--output", str(self.work / verb)])
             measured.write_text(json.dumps(row | {"resumed": resumed}))
-        row = json.loads(measured.read_text())
+        row: dict[str, Any] = json.loads(measured.read_text())
         return row | {"counts": json.loads((self.work / verb / ".corpus.json").read_text())["counts"]}
 
     def rows(self, folder: str) -> Iterator[dict[str, Any]]:
