@@ -13,10 +13,10 @@ novels, so that a language can be recognised. What is in WORK is not done again:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gzip
 import json
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -175,12 +175,10 @@ class WebRun:
     def step(self, verb: str, source: str, *flags: str) -> dict[str, Any]:
         """Apply a verb, unless that is done; its counts, time and largest memory."""
         measured = self.work / f"{verb}.measured.json"
-        if not measured.is_file():
-            resumed = (self.work / verb).exists()
+        row: dict[str, Any] = json.loads(measured.read_text()) if measured.is_file() else {"calls": 0}
+        if not row.get("done"):
             line = [sys.executable, "-m", "mega", "corpus", verb, "--input", str(self.work / source), *flags]
-            row = watched([*line, "--output", str(self.work / verb)])
-            measured.write_text(json.dumps(row | {"resumed": resumed}))
-        row: dict[str, Any] = json.loads(measured.read_text())
+            row = watched([*line, "--output", str(self.work / verb)], row, measured)
         return row | {"counts": json.loads((self.work / verb / ".corpus.json").read_text())["counts"]}
 
     def rows(self, folder: str) -> Iterator[dict[str, Any]]:
@@ -197,27 +195,26 @@ class WebRun:
         return found
 
 
-def watched(line: list[str]) -> dict[str, Any]:
-    """Seconds of a clock, seconds of processors, and the largest memory of all its processes together, in bytes."""
-    begin, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    process = subprocess.Popen(line, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
-    most = 0
+def watched(line: list[str], before: dict[str, Any], measured: Path) -> dict[str, Any]:
+    """Run a line; seconds of a clock and of processors, the largest memory of all its processes together, in bytes, and
+    calls, with those of `before`, calls that were killed. They are written to `measured` as long as it runs."""
+    begin = time.monotonic()
+    process = psutil.Popen(line, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
+    row = {"calls": before["calls"] + 1, "memory_bytes": before.get("memory_bytes", 0)}
     while process.poll() is None:
-        total = 0
-        try:
-            root = psutil.Process(process.pid)
-            for one in [root, *root.children(recursive=True)]:
-                total += one.memory_info().rss
-        except psutil.Error:
-            pass
-        most = max(most, total)
-        time.sleep(0.25)
+        with contextlib.suppress(psutil.Error):
+            family = [process, *process.children(recursive=True)]
+            row["memory_bytes"] = max(row["memory_bytes"], sum(one.memory_info().rss for one in family))
+            used = sum(sum(one.cpu_times()[:2]) for one in family)
+            row["seconds"] = round(before.get("seconds", 0) + time.monotonic() - begin, 1)
+            row["processor_seconds"] = round(before.get("processor_seconds", 0) + used, 1)
+        measured.write_text(json.dumps(row))
+        time.sleep(1)
     if process.returncode:
         raise SystemExit(f"{' '.join(line)}: ended with {process.returncode}")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    seconds = {"seconds": round(time.monotonic() - begin, 1), "processor_seconds": round(used, 1)}
-    return {**seconds, "memory_bytes": most}
+    row["done"] = True
+    measured.write_text(json.dumps(row))
+    return row
 
 
 def judged(planted: int, found: int, wrong: int, step: dict[str, Any]) -> dict[str, Any]:
@@ -226,7 +223,7 @@ def judged(planted: int, found: int, wrong: int, step: dict[str, Any]) -> dict[s
     adds_up = counts["documents"] == counts["kept"] + sum(counts["dropped"].values())
     recall, precision = found / max(planted, 1), found / max(found + wrong, 1)
     ok = recall >= 0.99 and precision >= 0.99 and adds_up and step["memory_bytes"] <= 2 << 30
-    measured = {key: step[key] for key in ("seconds", "processor_seconds", "memory_bytes", "resumed")}
+    measured = {key: step[key] for key in ("seconds", "processor_seconds", "memory_bytes", "calls")}
     return (
         {"planted": planted, "recall": recall, "precision": precision, "counts": counts["dropped"]}
         | measured

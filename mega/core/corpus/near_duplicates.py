@@ -100,7 +100,7 @@ class NearDuplicates:
             if wanted[index]:
                 numbers.append(begin + index)
                 hashes.append(shingling.shingles(document.text))
-                ids.append(str(document.fields.get(self.id_key, document.where)) if self.groups or self.pairs else "")
+                ids.append(self._id(document) if self.groups or self.pairs else "")
         ends = np.cumsum([len(own) for own in hashes[1:]], dtype=np.uint64)
         return {
             "numbers": np.array(numbers, np.uint64),
@@ -108,6 +108,11 @@ class NearDuplicates:
             "hashes": np.concatenate(hashes),
             "ids": np.frombuffer(json.dumps(ids).encode(), np.uint8),
         }
+
+    def _id(self, document: CorpusDocument) -> str:
+        """What names a document in lists. Its place is looked for only if there is no other name, which takes long."""
+        found = document.fields.get(self.id_key)
+        return document.where if found is None else str(found)
 
     def conclude(self, stage: int, folder: Path, parts: Sequence[str]) -> None:
         """Of stage 0 which documents are to be compared; of stage 1 which are dropped."""
