@@ -13,6 +13,7 @@ import pytest
 
 from mega import cli
 from mega.core.corpus import buckets
+from mega.core.corpus.documents import CorpusDocument
 from mega.core.corpus.folder import RunOptions
 from mega.core.corpus.minhash import CharShingles, WordShingles, band_keys, chance, overlap
 from mega.core.corpus.near_duplicates import NearDuplicates
@@ -214,3 +215,16 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: lis
     line = ["corpus", "near-duplicates", "--input", str(source), "--output", str(tmp_path / "out.jsonl")]
     assert cli.main([*line, *flags]) == 2
     assert words in capsys.readouterr().err and not (tmp_path / "out.jsonl").exists()
+
+
+def test_the_place_of_a_document_with_an_id_is_not_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words_or_skip()
+    text = "a text that is long enough to have some shingles of five words"
+    source = write(tmp_path / "a.jsonl", {"one": text, "two": text})
+
+    def where(document: CorpusDocument) -> str:
+        raise AssertionError("reads the file up to the document")
+
+    monkeypatch.setattr(CorpusDocument, "where", property(where))
+    assert kept(tmp_path, [source], NearDuplicates(groups=str(tmp_path / "groups"))) == ["one"]
+    assert json.loads((tmp_path / "groups").read_text()) == {"0": ["one", "two"]}
