@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mega.core.architecture import architecture
 from mega.core.batch import Batch, zigzag
 from mega.core.config.sections import ModelConfig
 from mega.core.device import Device
@@ -48,8 +49,8 @@ class TokenScorer(_Scorer):
     def __init__(
         self, model: ModelConfig, stages: Sequence[ModelStage], mesh: Mesh, device: Device, ops: Ops, *, greedy: bool
     ):
-        assert model.vocab is not None
-        super().__init__([_Judge(stage, model.vocab, mesh.tp, ops, greedy) for stage in stages], mesh, device)
+        vocab = architecture(model).input.vocab
+        super().__init__([_Judge(stage, vocab, mesh.tp, ops, greedy) for stage in stages], mesh, device)
         self._greedy = greedy
 
     def score(self, batches: Sequence[Batch]) -> list[TokenScores]:
