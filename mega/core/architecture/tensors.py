@@ -28,15 +28,15 @@ def tensors(model: Architecture) -> Iterator[Tensor]:
     yield from model.extra
 
 
-def layer_tensors(model: Architecture, layer: Layer, number: int) -> Iterator[Tensor]:
-    """Those of layer `number`, by names relative to it."""
+def layer_tensors(model: Architecture, layer: Layer, unit: Unit) -> Iterator[Tensor]:
+    """Those of a layer, by names relative to it. unit: the layer's number, or the unit that it is a part of."""
     for branch in layer.branches:
         if branch.before is not None:
-            yield from norm(branch.before, number, "sequence")
+            yield from norm(branch.before, unit, "sequence")
         mixer = branch.mixer
-        yield from _attention(model, mixer, number) if isinstance(mixer, Attention) else _dense(model, mixer, number)
+        yield from _attention(model, mixer, unit) if isinstance(mixer, Attention) else _dense(model, mixer, unit)
         if branch.after is not None:
-            yield from norm(branch.after, number, "sequence")
+            yield from norm(branch.after, unit, "sequence")
 
 
 def norm(value: Norm, unit: Unit, partial: Partial) -> Iterator[Tensor]:
@@ -74,39 +74,39 @@ def _input(model: Architecture) -> Iterator[Tensor]:
         yield from norm(table.norm, opened[0], "sequence")
 
 
-def _attention(model: Architecture, attention: Attention, number: int) -> Iterator[Tensor]:
+def _attention(model: Architecture, attention: Attention, unit: Unit) -> Iterator[Tensor]:
     """Query, key, value and output; heads are shared out over tp."""
     name = attention.name
     for which, heads in (("q", attention.heads), ("k", attention.kv_heads), ("v", attention.kv_heads)):
         outs = heads * attention.head_dim
-        yield from _column(model, f"{name}.{which}_proj", number, outs, heads, attention.qkv_bias)
+        yield from _column(model, f"{name}.{which}_proj", unit, outs, heads, attention.qkv_bias)
     for each in (attention.q_norm, attention.k_norm):
         if each is not None:
-            yield from norm(each, number, "tp")
-    yield from _row(model, f"{name}.o_proj", number, attention.width, attention.heads, attention.out_bias)
+            yield from norm(each, unit, "tp")
+    yield from _row(model, f"{name}.o_proj", unit, attention.width, attention.heads, attention.out_bias)
 
 
-def _dense(model: Architecture, dense: Dense, number: int) -> Iterator[Tensor]:
+def _dense(model: Architecture, dense: Dense, unit: Unit) -> Iterator[Tensor]:
     """Gate, up and down; the wide layer is shared out over tp."""
     for which in ("gate", "up") if dense.gated else ("up",):
-        yield from _column(model, f"{dense.name}.{which}_proj", number, dense.width, dense.width, dense.bias)
-    yield from _row(model, f"{dense.name}.down_proj", number, dense.width, dense.width, dense.bias)
+        yield from _column(model, f"{dense.name}.{which}_proj", unit, dense.width, dense.width, dense.bias)
+    yield from _row(model, f"{dense.name}.down_proj", unit, dense.width, dense.width, dense.bias)
 
 
-def _column(model: Architecture, name: str, number: int, outs: int, parts: int, bias: bool) -> Iterator[Tensor]:
+def _column(model: Architecture, name: str, unit: Unit, outs: int, parts: int, bias: bool) -> Iterator[Tensor]:
     """Cut by rows of the weight: every rank computes its own outputs."""
     cuts = (Cut(0, "tp", parts),)
-    yield Tensor(f"{name}.weight", (outs, model.hidden), (number,), Init(std=model.init_std), cuts)
+    yield Tensor(f"{name}.weight", (outs, model.hidden), (unit,), Init(std=model.init_std), cuts)
     if bias:
-        yield Tensor(f"{name}.bias", (outs,), (number,), Init(), cuts)
+        yield Tensor(f"{name}.bias", (outs,), (unit,), Init(), cuts)
 
 
-def _row(model: Architecture, name: str, number: int, ins: int, parts: int, bias: bool) -> Iterator[Tensor]:
+def _row(model: Architecture, name: str, unit: Unit, ins: int, parts: int, bias: bool) -> Iterator[Tensor]:
     """Cut by columns of the weight: outputs are summed over ranks; the bias comes after the sum."""
     cuts = (Cut(1, "tp", parts),)
-    yield Tensor(f"{name}.weight", (model.hidden, ins), (number,), Init(std=model.out_std), cuts)
+    yield Tensor(f"{name}.weight", (model.hidden, ins), (unit,), Init(std=model.out_std), cuts)
     if bias:
-        yield Tensor(f"{name}.bias", (model.hidden,), (number,), Init(), partial=("sequence",))
+        yield Tensor(f"{name}.bias", (model.hidden,), (unit,), Init(), partial=("sequence",))
 
 
 def _output(model: Architecture, output: Output) -> Iterator[Tensor]:

@@ -17,6 +17,7 @@ from typing import Any
 from mega.core.config.check_files import files
 from mega.core.config.families import belongs, foreign_values
 from mega.core.config.not_yet import NOT_YET
+from mega.core.config.option import Range
 from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.resolve import batch_sizes, column_unit, data_parallel, divisors, lengths, microbatches, resolve
 from mega.core.config.run import RunConfig, entries, flag_of, found_with, value_of
@@ -133,7 +134,8 @@ def _needs(run: RunConfig) -> Problems:
         for other, valid in entry.option.needs.items():
             if found_with(run, other, valid):
                 continue
-            named = f"{flag_of(other)} {' or '.join(valid)}, not {value_of(run, other)}" if valid else flag_of(other)
+            rule = valid.rule if isinstance(valid, Range) else " or ".join(valid)
+            named = f"{flag_of(other)} {rule}, not {value_of(run, other)}" if rule else flag_of(other)
             yield _format(name, value, f"needs {named}")
 
 

@@ -81,6 +81,7 @@ class Range:
 
 
 COUNT = Range("at least 1", lambda value: value >= 1)
+ONE = Range("1", lambda value: value == 1)
 SEVERAL = Range("at least 2", lambda value: value >= 2)
 NOT_NEGATIVE = Range("at least 0, and finite", lambda value: 0 <= value < math.inf)
 POSITIVE = Range("greater than 0, and finite", lambda value: 0 < value < math.inf)
@@ -107,8 +108,9 @@ class Option:
     within: the range of a number, or of each number of a tuple.
     most: the largest whole number: of a tensor's dimension, or what a model can be planned with in seconds.
     choices: valid values that are registered while the program runs; fixed ones are a `Literal` type.
-    needs: option -> its values with which this one may differ from its default; () is any value but none and off.
-    read_with: option -> its values, as in `needs`, or their range: where none of them holds, this option changes
+    needs: option -> its values, or their range, with which this one may differ from its default; () is any value but
+        none and off.
+    read_with: option -> its values, as in `needs`: where none of them holds, this option changes
         nothing, and a line says so.
     families: model families whose runs read it, or a value -> those for which it is; () is all. A family that sets its
         default reads it too.
@@ -130,7 +132,7 @@ class Option:
     within: Range | None = None
     most: int = 2**63 - 1
     choices: Collection[str] | None = None
-    needs: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    needs: Mapping[str, tuple[str, ...] | Range] = dataclasses.field(default_factory=dict)
     read_with: Mapping[str, tuple[str, ...] | Range] = dataclasses.field(default_factory=dict)
     families: Families = ()
     usual_in: Families = ()

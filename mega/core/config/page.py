@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import starmap
 from typing import Any
 
-from mega.core.config.option import VALUE, Option, Renamed, weak
+from mega.core.config.option import VALUE, Option, Range, Renamed, weak
 from mega.core.config.presets import FAMILY_DEFAULTS, PRESETS
 from mega.core.config.run import Entry, entries, flag_of, sections
 from mega.core.config.toml import format_value
@@ -92,15 +92,16 @@ def _row(entry: Entry) -> Sequence[str]:
         str(option.on_resume),
         "yes" * option.layout,
         str(option.bench),
-        " ".join(f"`{' '.join((flag_of(name), '|'.join(valid))).strip()}`" for name, valid in _needed(option)),
+        " ".join(f"`{f'{flag_of(name)} {rule}'.strip()}`" for name, rule in _needed(option)),
     )
 
 
-def _needed(option: Option) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _needed(option: Option) -> Iterator[tuple[str, str]]:
     """Options that one needs, with their values: the family too, if all its values are of the same."""
-    yield from option.needs.items()
+    for name, valid in option.needs.items():
+        yield name, valid.rule if isinstance(valid, Range) else "|".join(valid)
     if option.families and not isinstance(option.families, Mapping):
-        yield "family", option.families
+        yield "family", "|".join(option.families)
 
 
 def _default(value: Any) -> str:
