@@ -146,6 +146,12 @@ FORBIDDEN: dict[str, dict[str, tuple[int, str]]] = {
 variable. `Capitals` are found as the whole name of a class.
 """
 
+METHODS = 15
+MANY_METHODS = set(
+    "Driver GradBuffer HuggingFaceTokenizer PlainSentencePiece Scheduler Service StackStage Tokenizer".split()
+)
+"""Classes that still have more methods than METHODS."""
+
 TWICE = set("Bucket Chunk Entry Family Report Table Training _Rank".split())
 """Names that more than one class still has."""
 
@@ -257,6 +263,14 @@ def test_names_are_words_of_the_field() -> None:
 def test_a_name_has_one_meaning() -> None:
     several = {name: places for name, places in classes().items() if len(places) > 1 and name not in TWICE}
     assert several == {}
+
+
+def test_a_class_has_one_subject() -> None:
+    """As far as the number of its methods shows it."""
+    nodes = [node for tree in sources().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    many = {node.name for node in nodes if sum(isinstance(each, kinds) for each in node.body) > METHODS}
+    assert many - MANY_METHODS == set()
 
 
 def test_a_wrong_name_would_show() -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 from mega.core.checkpoint.forms.direct import SAMPLED, Readable, weights_digest
 from mega.core.checkpoint.forms.start import open_start
 from mega.core.checkpoint.own.base import Joined, named_base
-from mega.core.checkpoint.own.directory import STEP
 from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.checkpoint.own.steps import STEP
 from mega.core.checkpoint.own.store import Checkpoint
 from mega.core.checkpoint.own.together import Exchange, alone, gathered
 from mega.core.files import url_of

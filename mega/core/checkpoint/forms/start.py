@@ -15,9 +15,9 @@ from mega.core.checkpoint.forms.companions import companions_of, tokenizer_kind
 from mega.core.checkpoint.forms.direct import SAMPLED, ForeignWeights, opened_foreign, weights_digest
 from mega.core.checkpoint.forms.form import FORMS, Form, Given
 from mega.core.checkpoint.forms.recognise import foreign_form, form_at
-from mega.core.checkpoint.own.directory import STEP
 from mega.core.checkpoint.own.layout import ONE
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece, Tensors
+from mega.core.checkpoint.own.steps import STEP
 from mega.core.checkpoint.own.store import Attachments, Checkpoint, locate
 from mega.core.checkpoint.own.together import Exchange, alone, disagreement, gathered, together
 from mega.core.files import url_of

@@ -19,20 +19,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from mega.core.checkpoint.own.container import Container, Fetch, file_digest, has_memory, write_container
-from mega.core.checkpoint.own.disk import creating, read_file, write_all
+from mega.core.checkpoint.own.disk import creating, write_all
 from mega.core.checkpoint.own.manifest import (
-    WEIGHTS_ONLY,
     Attached,
     Manifest,
     check_attachment_name,
@@ -45,28 +42,12 @@ from mega.core.checkpoint.own.manifest import (
     write_sidecar,
 )
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece
-from mega.core.checkpoint.own.reader import Checkpoint
-from mega.core.checkpoint.own.together import (
-    Exchange,
-    alone,
-    attempt,
-    describe,
-    disagreement,
-    gathered,
-    reason_of,
-    together,
-)
-from mega.core.checkpoint.own.verdicts import VERDICTS, StepVerdict, decode, encode
-from mega.core.files import POINTER, SEAL, locked_alone, sync_directory
+from mega.core.checkpoint.own.steps import remove_leftover
+from mega.core.checkpoint.own.trusted import TrustedSteps
+from mega.core.files import POINTER, sync_directory
 
 Attachments = Mapping[str, Path | bytes]
 """Small files to keep with the tensors: plain name -> where it is now, or its content."""
-
-STEP = re.compile(r"step-(\d{7,15})")
-NOTHING = "holds no checkpoint (a directory with step-NNNNNNN in it is wanted)"
-_NOTE_LIMIT = 16 << 20
-"""Most bytes of a small file next to the steps."""
-_LEFTOVER = re.compile(rf"(step-\d+|{POINTER}|{WEIGHTS_ONLY})\.(tmp|old)")
 
 
 class SaveError(OSError):
@@ -86,18 +67,13 @@ class SaveReport:
     seconds: float
 
 
-class CheckpointStore:
+class CheckpointStore(TrustedSteps):
     """The checkpoints of one run, under one directory.
 
     store = CheckpointStore(Path("runs/a"))
     store.save(10, [Piece("weights/w", (2,), (0,), torch.ones(2))], {"samples": 40})
     store.open(store.newest()).read([Piece("weights/w", (2,), (0,), w)])
     """
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = Path(directory)
-        self.place = str(directory)
-        """What the user calls it."""
 
     def save(
         self,
@@ -209,20 +185,6 @@ class CheckpointStore:
         if ours and theirs and json.loads(json.dumps(ours)) != theirs:
             raise CheckpointError(f"step {there} of another model is there, and would be hidden; give a new directory")
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """The directory for one process that writes or removes. Without lock support, for every process.
-
-        Errors: CheckpointError where another has it.
-        """
-        descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            if not locked_alone(descriptor):
-                raise CheckpointError(f"another process is writing into {self.directory}")
-            yield
-        finally:
-            os.close(descriptor)
-
     def _prepare(self, working: Path) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         self._clear()
@@ -282,200 +244,6 @@ class CheckpointStore:
         """What to call the place of a save, and the bytes that are free there; None where that is not known."""
         return str(self.directory), shutil.disk_usage(self.directory).free if self.directory.exists() else None
 
-    def steps(self) -> list[int]:
-        """Published steps, oldest first. Published means renamed into place; `newest` also verifies."""
-        if not self.directory.is_dir():
-            return []
-        found = (STEP.fullmatch(entry.name) for entry in os.scandir(self.directory) if _is_directory(entry))
-        return sorted(int(match[1]) for match in found if match)
-
-    def _linked(self) -> list[int]:
-        """Steps that are only links, which are not followed; `find` reports that."""
-        entries = os.scandir(self.directory) if self.directory.is_dir() else ()
-        found = (STEP.fullmatch(entry.name) for entry in entries if entry.is_symlink())
-        return [int(match[1]) for match in found if match]
-
-    def still(self, steps: Iterable[int]) -> set[int]:
-        """Those of some published steps that have not been removed since."""
-        return {step for step in steps if self.path(step).is_dir()}
-
-    def leftovers(self) -> list[Path]:
-        """What killed saves and removals left; none of it is a checkpoint."""
-        found = [path for end in ("tmp", "old") for path in self.directory.glob(f"*.{end}")]
-        return sorted(path for path in found if _LEFTOVER.fullmatch(path.name) and not _only_copy(path))
-
-    def newest(self, *, verify: bool = True, report: Callable[[str], None] = lambda line: None) -> int | None:
-        """The step of what `find` finds for one rank alone. Errors: as of `find`."""
-        found = self.find(verify=verify, report=report)
-        return None if found is None else found.step
-
-    def find(
-        self,
-        *,
-        verify: bool = True,
-        report: Callable[[str], None] = lambda line: None,
-        exchange: Exchange = alone,
-    ) -> Checkpoint | None:
-        """The newest published checkpoint that every rank trusts, opened, and the same one on all of them.
-
-            1 every rank lists what it sees    and reads the verdicts
-            2 newest first, every rank opens   its manifest, and all sizes; with `verify` every byte is hashed
-            3 ranks compare what they opened   by the manifest's hash, which stands for run, plain state and tensors
-
-        A step is passed over where any rank cannot open it or sees another one, and where it is suspect (verdicts.py).
-        report: is given a line for every one that is passed over, with the ranks and their reasons, and one for a
-        pointer that names another one. None only where nothing was ever published.
-        Errors: CheckpointError, on all ranks, if there are checkpoints or a pointer, but none can be trusted: a run is
-        never silently started again from nothing. Likewise if a rank cannot list the directory.
-        """
-        # 1
-        views = gathered(self._view, exchange)
-        steps, first = sorted({step for view in views for step in view["steps"]}), ""
-        suspects = {step: verdict for view in views for step, verdict in view["suspects"].items()}
-        if any(view["fault"] for view in views):
-            report(f"a step may be suspect without being passed over: {describe([view['fault'] for view in views])}")
-        for step in reversed(steps):
-            # 2
-            checkpoint, fault = together(partial(self._look, step, verify, suspects.get(str(step))), exchange)
-            # 3
-            faults, identities = zip(*exchange([fault, _identity(checkpoint)]), strict=True)
-            differ = describe(faults) if any(faults) else disagreement(identities)
-            if checkpoint is not None and not differ:
-                if (pointer := self._pointer()) != self.path(step).name:
-                    report(f"{self.place}/{POINTER} says {pointer!r}; the newest one to trust is step {step}")
-                return checkpoint
-            report(f"step {step} is passed over: {differ}")
-            first = first or differ
-        if steps:
-            raise CheckpointError(f"{self.place}: none of the checkpoints {steps} can be trusted: {first}")
-        if any(view["pointer"] for view in views):
-            raise CheckpointError(
-                f"{self.place}/{POINTER} says {self._pointer()!r}, but no checkpoint is there; "
-                "remove it to start afresh"
-            )
-        return None
-
-    def _view(self) -> dict[str, Any]:
-        """What this rank sees, as plain JSON. suspects: step -> manifest and reason."""
-        self._recover()
-        verdicts, fault = attempt(self.verdicts)
-        suspects = {str(step): [v.manifest, v.reason] for step, v in (verdicts or {}).items() if v.status == "suspect"}
-        unread = "" if fault is None else reason_of(fault)
-        steps = [*self.steps(), *self._linked()]
-        return {"steps": steps, "pointer": self._has_pointer(), "suspects": suspects, "fault": unread}
-
-    def _look(self, step: int, verify: bool, suspect: Sequence[str] | None) -> tuple[Checkpoint | None, str]:
-        """A step, opened, or why it is passed over. suspect: the manifest and the reason of a verdict.
-
-        Errors: OSError where an object store cannot be reached, which says nothing of the step.
-        """
-        try:
-            checkpoint = self.open(step)
-            if suspect is not None and suspect[0] == checkpoint.digest:
-                return None, f"{suspect[1]} (it is taken where it is named, as {self.path(step).name})"
-            if verify:
-                checkpoint.verify()
-        except CheckpointError as error:
-            return None, reason_of(error)
-        return checkpoint, ""
-
-    def open_named(
-        self, step: int, report: Callable[[str], None] = lambda line: None, exchange: Exchange = alone
-    ) -> Checkpoint:
-        """The step that the user names, the same on all ranks. report: is given a line where it is suspect.
-
-        Errors: CheckpointError on all ranks, where any of them cannot open it or sees another one.
-        """
-        checkpoint = together(partial(self.open, step), exchange)
-        if differ := disagreement(exchange(_identity(checkpoint))):
-            raise CheckpointError(f"{self.path(step)}: {differ}")
-        verdict = (attempt(self.verdicts)[0] or {}).get(step)
-        if verdict is not None and (verdict.status, verdict.manifest) == ("suspect", checkpoint.digest):
-            report(f"step {step} is taken as it is named, although {verdict.reason}")
-        return checkpoint
-
-    def verdicts(self) -> dict[int, StepVerdict]:
-        """What became known of the steps. Errors: CheckpointError, OSError where that cannot be read."""
-        data = self._note(VERDICTS)
-        return {} if data is None else decode(data, self.directory / VERDICTS)
-
-    def set_verdicts(self, verdicts: Mapping[int, StepVerdict]) -> None:
-        """Replace all that is known of the steps, at once; by one process. Errors: OSError, CheckpointError."""
-        self._set_note(VERDICTS, encode(verdicts))
-
-    def digest(self, step: int) -> str:
-        """The hash of a published step's manifest, from its seal."""
-        return read_file(self.path(step) / SEAL, 200)[:64].decode("ascii", "replace")
-
-    def _note(self, name: str) -> bytes | None:
-        """A small file next to the steps; None where it is absent."""
-        path = self.directory / name
-        return read_file(path, _NOTE_LIMIT) if os.path.lexists(path) else None
-
-    def _set_note(self, name: str, data: bytes) -> None:
-        coming = self.directory / f"{name}.new"  # not a leftover, which a save in the background would remove
-        coming.unlink(missing_ok=True)
-        with creating(coming) as descriptor:
-            write_all(descriptor, data)
-        os.rename(coming, self.directory / name)
-        sync_directory(self.directory)
-
-    def open(self, step: int) -> Checkpoint:
-        """Read and check the manifest of one step. Errors: CheckpointError naming what is wrong with it."""
-        path = self.path(step)
-        try:
-            linked, there = path.is_symlink(), path.is_dir()
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror}") from error
-        if linked:
-            raise CheckpointError(f"{path}: is a link, which is not followed; put the directory here, or name its own")
-        if not there:
-            published = ", ".join(map(str, self.steps())) or "none"
-            raise CheckpointError(f"{path}: no such checkpoint (published steps: {published})")
-        checkpoint = Checkpoint(path)
-        if checkpoint.step != step:
-            raise CheckpointError(f"{path}: the manifest is that of step {checkpoint.step}")
-        return checkpoint
-
-    def path(self, step: int) -> Path:
-        """Where a step is, or would be, published."""
-        return self.directory / f"step-{step:07d}"
-
-    def _pointer(self) -> str:
-        try:
-            return read_file(self.directory / POINTER, 200).decode("ascii", "replace").strip()
-        except CheckpointError as error:
-            return str(error)
-
-    def _has_pointer(self) -> bool:
-        return os.path.lexists(self.directory / POINTER)
-
-    def _recover(self) -> None:
-        """Undo a replacement that was cut between its two renames: the old one comes back."""
-        if not self.directory.is_dir():
-            return
-        for entry in os.scandir(self.directory):
-            final = Path(entry.path).with_suffix("")
-            if entry.name.endswith(".old") and STEP.fullmatch(final.name) and not final.exists():
-                try:
-                    os.rename(entry.path, final)
-                except FileNotFoundError:
-                    continue  # another rank was faster
-
-
-def _identity(checkpoint: Checkpoint | None) -> str:
-    """What ranks compare of a checkpoint that each has opened."""
-    if checkpoint is None:
-        return ""
-    return f"manifest {checkpoint.digest[:16]}{' without optimizer state' if checkpoint.weights_only else ''}"
-
-
-def remove_leftover(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
 
 def write_rank(working: Path, step: int, rank: int, world: int, pieces: Iterable[Piece], fetch: Fetch) -> int:
     """One rank's containers and its sidecar; the bytes of the former."""
@@ -507,12 +275,3 @@ def _attach(working: Path, name: str, source: Path | bytes) -> Attached:
 
 def sidecar(working: Path, rank: int) -> Path:
     return working / f"rank-{rank:05d}.json"
-
-
-def _only_copy(path: Path) -> bool:
-    """Whether this is a checkpoint that was moved aside and whose replacement never came."""
-    return path.suffix == ".old" and not path.with_suffix("").exists()
-
-
-def _is_directory(entry: os.DirEntry[str]) -> bool:
-    return entry.is_dir(follow_symlinks=False)

@@ -13,12 +13,13 @@ from pathlib import Path
 import torch
 
 from mega.core.checkpoint.own.container import blocks
-from mega.core.checkpoint.own.directory import NOTHING, STEP, CheckpointStore, remove_leftover
+from mega.core.checkpoint.own.directory import CheckpointStore
 from mega.core.checkpoint.own.folders import sweep
 from mega.core.checkpoint.own.pieces import CheckpointError, whole_box
 from mega.core.checkpoint.own.remote import RemoteCheckpoint
 from mega.core.checkpoint.own.retention import retain
 from mega.core.checkpoint.own.source import read_part
+from mega.core.checkpoint.own.steps import NOTHING, STEP, remove_leftover
 from mega.core.checkpoint.own.store import Checkpoint, locate, store_at
 from mega.core.checkpoint.own.together import attempt
 from mega.core.files import url_of

@@ -18,15 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from mega.core.checkpoint.own.container import Fetch
-from mega.core.checkpoint.own.directory import STEP, Attachments, CheckpointStore, sidecar, write_rank
+from mega.core.checkpoint.own.directory import Attachments, CheckpointStore, sidecar, write_rank
 from mega.core.checkpoint.own.manifest import MANIFEST, WEIGHTS_ONLY, rank_file, read_manifest, state_file
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece
 from mega.core.checkpoint.own.reader import Checkpoint
+from mega.core.checkpoint.own.steps import STEP
+from mega.core.checkpoint.own.trusted import TrustedSteps
 from mega.core.files import POINTER, SEAL
 
 
-class RemoteStore(CheckpointStore):
-    """The checkpoints under a URL such as s3://bucket/run or memory://run.
+class RemoteSteps(TrustedSteps):
+    """The steps under a URL such as s3://bucket/run or memory://run.
 
     Errors of the constructor: ValueError where fsspec, or what it needs for this kind of URL, is absent.
     """
@@ -42,7 +44,77 @@ class RemoteStore(CheckpointStore):
         self.place = url
         weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
 
-    # -- saving
+    def steps(self) -> list[int]:
+        self._files.invalidate_cache()
+        if not self._files.exists(self._root):
+            return []
+        names = (str(path).rstrip("/").rsplit("/", 1)[-1] for path in self._files.ls(self._root, detail=False))
+        found = sorted(int(match[1]) for match in map(STEP.fullmatch, names) if match)
+        return [step for step in found if self._there(step, SEAL)]
+
+    def still(self, steps: Iterable[int]) -> set[int]:
+        return set(steps)
+
+    def leftovers(self) -> list[Path]:
+        return []
+
+    def open(self, step: int) -> Checkpoint:
+        if not self._there(step, SEAL):
+            published = ", ".join(map(str, self.steps())) or "none"
+            raise CheckpointError(f"{self._at(step)}: no such checkpoint (published steps: {published})")
+        return RemoteCheckpoint(self, step)
+
+    def _pointer(self) -> str | None:
+        path = f"{self._root}/{POINTER}"
+        if not self._files.exists(path):
+            return None
+        return bytes(self._files.cat_file(path)[:200]).decode("ascii", "replace").strip()
+
+    def digest(self, step: int) -> str:
+        return bytes(self._files.cat_file(self._at(step, SEAL))[:64]).decode("ascii", "replace")
+
+    def _note(self, name: str) -> bytes | None:
+        path = f"{self._root}/{name}"
+        return bytes(self._files.cat_file(path)) if self._files.exists(path) else None
+
+    def _set_note(self, name: str, data: bytes) -> None:
+        self._files.pipe_file(f"{self._root}/{name}", data)
+
+    def _recover(self) -> None:
+        """Nothing is moved there, so nothing is cut between two moves."""
+
+    def _at(self, step: int, name: str = "") -> str:
+        return f"{self._root}/{self.path(step).name}/{name}".rstrip("/")
+
+    def _there(self, step: int, name: str) -> bool:
+        return bool(self._files.exists(self._at(step, name)))
+
+    def _put(self, path: Path, step: int) -> None:
+        self._files.put_file(str(path), self._at(step, path.name))
+
+    def fetch(self, step: int, name: str) -> Path:
+        """A file of a checkpoint, brought here unless it is here already."""
+        here = self.path(step) / name
+        if not here.exists():
+            here.parent.mkdir(exist_ok=True)
+            coming = Path(tempfile.mkdtemp(dir=self.directory)) / name
+            try:
+                self._files.get_file(self._at(step, name), str(coming))
+            except FileNotFoundError:
+                raise CheckpointError(f"{self._at(step, name)}: is missing") from None
+            coming.rename(here)
+            coming.parent.rmdir()
+        return here
+
+    def sizes(self, step: int) -> Mapping[str, int]:
+        """The files of a checkpoint there, and their bytes."""
+        self._files.invalidate_cache()
+        listed = self._files.ls(self._at(step), detail=True)
+        return {str(file["name"]).rsplit("/", 1)[-1]: int(file["size"] or 0) for file in listed}
+
+
+class RemoteStore(RemoteSteps, CheckpointStore):
+    """The checkpoints there, and how they are saved."""
 
     def _prepare(self, working: Path) -> None:
         step = int(working.stem.removeprefix("step-"))
@@ -91,85 +163,11 @@ class RemoteStore(CheckpointStore):
     def _where(self, step: int) -> tuple[str, int | None]:
         return self._at(step), None
 
-    # -- reading
-
-    def steps(self) -> list[int]:
-        self._files.invalidate_cache()
-        if not self._files.exists(self._root):
-            return []
-        names = (str(path).rstrip("/").rsplit("/", 1)[-1] for path in self._files.ls(self._root, detail=False))
-        found = sorted(int(match[1]) for match in map(STEP.fullmatch, names) if match)
-        return [step for step in found if self._there(step, SEAL)]
-
-    def still(self, steps: Iterable[int]) -> set[int]:
-        return set(steps)
-
-    def leftovers(self) -> list[Path]:
-        return []
-
-    def open(self, step: int) -> Checkpoint:
-        if not self._there(step, SEAL):
-            published = ", ".join(map(str, self.steps())) or "none"
-            raise CheckpointError(f"{self._at(step)}: no such checkpoint (published steps: {published})")
-        return RemoteCheckpoint(self, step)
-
-    def _pointer(self) -> str:
-        if not self._has_pointer():
-            return ""
-        return bytes(self._files.cat_file(f"{self._root}/{POINTER}")[:200]).decode("ascii", "replace").strip()
-
-    def _has_pointer(self) -> bool:
-        return bool(self._files.exists(f"{self._root}/{POINTER}"))
-
-    def digest(self, step: int) -> str:
-        return bytes(self._files.cat_file(self._at(step, SEAL))[:64]).decode("ascii", "replace")
-
-    def _note(self, name: str) -> bytes | None:
-        path = f"{self._root}/{name}"
-        return bytes(self._files.cat_file(path)) if self._files.exists(path) else None
-
-    def _set_note(self, name: str, data: bytes) -> None:
-        self._files.pipe_file(f"{self._root}/{name}", data)
-
-    def _recover(self) -> None:
-        """Nothing is moved there, so nothing is cut between two moves."""
-
-    # -- files there
-
-    def _at(self, step: int, name: str = "") -> str:
-        return f"{self._root}/{self.path(step).name}/{name}".rstrip("/")
-
-    def _there(self, step: int, name: str) -> bool:
-        return bool(self._files.exists(self._at(step, name)))
-
-    def _put(self, path: Path, step: int) -> None:
-        self._files.put_file(str(path), self._at(step, path.name))
-
-    def fetch(self, step: int, name: str) -> Path:
-        """A file of a checkpoint, brought here unless it is here already."""
-        here = self.path(step) / name
-        if not here.exists():
-            here.parent.mkdir(exist_ok=True)
-            coming = Path(tempfile.mkdtemp(dir=self.directory)) / name
-            try:
-                self._files.get_file(self._at(step, name), str(coming))
-            except FileNotFoundError:
-                raise CheckpointError(f"{self._at(step, name)}: is missing") from None
-            coming.rename(here)
-            coming.parent.rmdir()
-        return here
-
-    def sizes(self, step: int) -> Mapping[str, int]:
-        """The files of a checkpoint there, and their bytes."""
-        self._files.invalidate_cache()
-        listed = self._files.ls(self._at(step), detail=True)
-        return {str(file["name"]).rsplit("/", 1)[-1]: int(file["size"] or 0) for file in listed}
-
 
 class RemoteCheckpoint(Checkpoint):
     """A checkpoint whose files come down when they are first asked for; the folder goes with the store."""
 
-    def __init__(self, store: RemoteStore, step: int) -> None:
+    def __init__(self, store: RemoteSteps, step: int) -> None:
         self.store, self._number, self._sizes = store, step, store.sizes(step)
         for name in {MANIFEST, SEAL, WEIGHTS_ONLY} & self._sizes.keys():
             store.fetch(step, name)

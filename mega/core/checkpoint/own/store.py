@@ -7,10 +7,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from mega.core.checkpoint.own.directory import NOTHING, STEP, Attachments, CheckpointStore, SaveError, SaveReport
+from mega.core.checkpoint.own.directory import Attachments, CheckpointStore, SaveError, SaveReport
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece
 from mega.core.checkpoint.own.reader import Checkpoint
 from mega.core.checkpoint.own.remote import RemoteStore
+from mega.core.checkpoint.own.steps import NOTHING, STEP
 from mega.core.checkpoint.own.together import Exchange, alone, together
 from mega.core.files import url_of
 
