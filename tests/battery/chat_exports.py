@@ -164,7 +164,7 @@ def server(*words: object) -> Iterator[str]:
 def by_server(out: Path, kind: str) -> dict[str, tuple[str, bool]]:
     words: list[object] = [out]
     if kind == "peft":
-        words = [base(), "--adapter", f"a={out}", "--chat-template", out / "chat_template.jinja"]
+        words = [base(), "--adapter", f"a={out}"]
     found = {}
     with server(*words) as url:
         for question in (*ASKED, UNSEEN):

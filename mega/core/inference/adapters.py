@@ -23,13 +23,14 @@ from mega.core.architecture import architecture, inventory
 from mega.core.architecture.adapters import AdapterSpec, adapter_specs, with_adapters
 from mega.core.checkpoint.forms import peft
 from mega.core.checkpoint.forms.base import digest_like, unlike
+from mega.core.checkpoint.forms.companions import companions_of
 from mega.core.checkpoint.forms.direct import ForeignWeights, Readable
 from mega.core.checkpoint.forms.form import OWN
 from mega.core.checkpoint.forms.recognise import form_at
 from mega.core.checkpoint.own.base import check_adapters, named_base
 from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece
-from mega.core.checkpoint.own.store import locate
+from mega.core.checkpoint.own.store import Checkpoint, locate
 from mega.core.config.sections import ModelConfig
 from mega.core.device import sent
 from mega.core.inference.load import OpenedModel
@@ -47,14 +48,17 @@ MOST_NAME = 64
 
 @dataclass(frozen=True)
 class OpenedAdapter:
-    """An adapter of a model. specs: name of a linear's weight -> what is added to it. weights: what fills them. notes:
-    lines for the user."""
+    """An adapter of a model. flag: as it was asked for, for messages. specs: name of a linear's weight -> what is added
+    to it. weights: what fills them. source: the run, or the folder with the tokenizer and chat template that came with
+    it. notes: lines for the user."""
 
     name: str
+    flag: str
     rank: int
     scale: float
     specs: Mapping[str, AdapterSpec]
     weights: Readable
+    source: Checkpoint | OpenedModel
     notes: tuple[str, ...] = ()
 
 
@@ -91,16 +95,17 @@ def _open(name: str, path: Path, opened: OpenedModel) -> OpenedAdapter:
         form = form_at(path)
         if form is not OWN and form.name != "peft":
             raise CheckpointError(f"{path}: is a whole model; valid: a run with --lora-rank, or peft's directory")
-        weights, model, notes = _own(path, opened) if form is OWN else _peft(path, opened)
+        source, model = _own(path, opened) if form is OWN else _peft(path, opened, companions_of(form, path))
     except CheckpointError as error:
         raise CheckpointError(f"{flag}: {error}") from None
     adapters = architecture(model).adapters
     assert adapters is not None
     specs = adapter_specs(adapters, inventory(model))
-    return OpenedAdapter(name, adapters.rank, adapters.scale, specs, weights, notes)
+    weights, notes = (source.weights, source.notes) if isinstance(source, OpenedModel) else (source, ())
+    return OpenedAdapter(name, flag, adapters.rank, adapters.scale, specs, weights, source, notes)
 
 
-def _own(path: Path, opened: OpenedModel) -> tuple[Readable, ModelConfig, tuple[str, ...]]:
+def _own(path: Path, opened: OpenedModel) -> tuple[Checkpoint, ModelConfig]:
     checkpoint = locate(path)
     of = model_of(checkpoint.meta, str(checkpoint.path))
     base = named_base(checkpoint)
@@ -114,12 +119,12 @@ def _own(path: Path, opened: OpenedModel) -> tuple[Readable, ModelConfig, tuple[
     model = with_adapters(opened.model, of)
     shapes = {key: shape for key, (shape, _) in checkpoint.tensors.items() if key.startswith("weights/")}
     check_adapters(model, shapes, str(checkpoint.path), str(opened.path))
-    return checkpoint, model, ()
+    return checkpoint, model
 
 
-def _peft(path: Path, opened: OpenedModel) -> tuple[Readable, ModelConfig, tuple[str, ...]]:
+def _peft(path: Path, opened: OpenedModel, files: Mapping[str, Path]) -> tuple[OpenedModel, ModelConfig]:
     found = peft.open_adapter(path, opened.model, opened.path, str(opened.path))
-    return ForeignWeights(path, found), found.model, found.notes
+    return OpenedModel(ForeignWeights(path, found), found.model, files, {}, "", found.notes), found.model
 
 
 class AdapterChoice:

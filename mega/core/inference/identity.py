@@ -1,4 +1,4 @@
-"""A tokenizer and a chat template that flags name, held against those that came with the weights.
+"""A tokenizer and a chat template that flags name or adapters bring, held against those that came with the weights.
 
 The rule is `RULES` of text/identity.py; this file finds what weights have. It knows no flags but in messages.
 """
@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mega.core.checkpoint.own.store import Checkpoint
-from mega.core.inference.load import OpenedModel, chat_template_place, tokenizer_section
+from mega.core.inference.adapters import OpenedAdapter
+from mega.core.inference.load import OpenedModel, chat_template, chat_template_place, tokenizer_section
 from mega.core.text.build import build
-from mega.core.text.identity import ALLOW, judge, other_tokenizer
+from mega.core.text.identity import ALLOW, cuts_alike, judge, other_tokenizer
 from mega.core.text.templates import MODELS_OWN, TEMPLATES, template_text
 from mega.core.text.tokenizer import Tokenizer
 
@@ -51,6 +52,47 @@ def check_tokenizer_flags(
     instead = "" if allowed is None else f", or {ALLOW} where an id means the same in both"
     line = judge(verb, "tokenizer", difference, advice=f"leave the flags out{instead}", allowed=allowed is True)
     return [] if line is None else [line]
+
+
+def check_adapter_tokenizer(verb: str, opened: OpenedModel, tokenizer: Tokenizer, adapter: OpenedAdapter) -> list[str]:
+    """Lines for the user on the tokenizer that came with an adapter; the model's counts, and must cut texts alike.
+
+    Errors: ValueError where it does not.
+    """
+    named, section = adapter.flag, tokenizer_section(adapter.source)
+    if section is None:
+        return []
+    try:
+        own = build(**section)
+    except ValueError as error:
+        return [f"{named}: its tokenizer cannot be opened, that of {opened.path} counts: {error}"]
+    if cuts_alike(tokenizer, own):
+        return []
+    mine, other = tokenizer.identity(), own.identity()
+    difference = f"{named}: came with another tokenizer, {other}, than {opened.path}, {mine}"
+    advice = "give the weights that it was trained on, with their tokenizer"
+    line = judge(verb, "tokenizer", difference, advice=advice)
+    return [] if line is None else [line]
+
+
+class AdapterTemplate(NamedTuple):
+    """template: a name, or the text; None where that of the model counts."""
+
+    template: str | None
+    notes: tuple[str, ...] = ()
+
+
+def adapter_template(adapter: OpenedAdapter, own: str | None) -> AdapterTemplate:
+    """By what an adapter converses: the template that came with it. own: the text of the model's.
+
+    Errors: CheckpointError for a damaged file.
+    """
+    found = chat_template(adapter.source)
+    if found is None or TEMPLATES.get(found, found) == own:
+        return AdapterTemplate(None)
+    difference = f"{adapter.flag}: converses by the chat template that came with it"
+    line = judge("serve", "template", difference)
+    return AdapterTemplate(found, () if line is None else (line,))
 
 
 def _assumed(source: Checkpoint | OpenedModel, own: Tokenizer, given: Tokenizer) -> bool:

@@ -98,8 +98,7 @@ class OpenedModel:
     @property
     def trained_on_conversations(self) -> bool:
         """Whether a mega run trained it with a chat template."""
-        config = self.meta.get("config", {})
-        return bool(config.get("data", {}).get("chat_data") or config.get("finetuning", {}).get("dpo_data"))
+        return trained_on_conversations(self.meta)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -122,20 +121,7 @@ class OpenedModel:
         """Ids that end a text besides the tokenizer's own end: Hugging Face's `eos_token_id`, a number or several, of
         the generation_config.json that came with the weights, else of the config.json. Errors: CheckpointError naming
         file and key."""
-        for name in ("generation_config.json", "config.json"):
-            if name not in self.attachments:
-                continue
-            found = read_json(self.attachments[name]).get("eos_token_id")
-            ids, vocab = found if isinstance(found, list) else [found], self.architecture.input.vocab
-            if found is None:
-                continue
-            if len(ids) > MOST_ENDS or any(type(each) is not int or not 0 <= each < vocab for each in ids):
-                raise CheckpointError(
-                    f"{self.attachments[name]}: eos_token_id {repr(found)[:60]}: must be a token from 0 to "
-                    f"{vocab - 1}, or a list of at most {MOST_ENDS}"
-                )
-            return frozenset(ids)
-        return frozenset()
+        return declared_ends(self.attachments, self.architecture.input.vocab) or frozenset()
 
     def ends(self, tokenizer: Tokenizer) -> frozenset[int]:
         """Ids after which a text ends: the tokenizer's own end, and the model's, as far as the tokenizer knows them."""
@@ -144,6 +130,30 @@ class OpenedModel:
     def chat_template(self) -> str | None:
         """As the function of that name."""
         return chat_template(self)
+
+
+def declared_ends(attachments: Mapping[str, Path], vocab: int) -> frozenset[int] | None:
+    """`eos_token_id` of the files that came with weights; None where none of them has it. Errors: CheckpointError."""
+    for name in ("generation_config.json", "config.json"):
+        if name not in attachments:
+            continue
+        found = read_json(attachments[name]).get("eos_token_id")
+        ids = found if isinstance(found, list) else [found]
+        if found is None:
+            continue
+        if len(ids) > MOST_ENDS or any(type(each) is not int or not 0 <= each < vocab for each in ids):
+            raise CheckpointError(
+                f"{attachments[name]}: eos_token_id {repr(found)[:60]}: must be a token from 0 to {vocab - 1}, or a "
+                f"list of at most {MOST_ENDS}"
+            )
+        return frozenset(ids)
+    return None
+
+
+def trained_on_conversations(meta: Mapping[str, Any]) -> bool:
+    """Whether the run of which this is noted trained with a chat template."""
+    config = meta.get("config", {})
+    return bool(config.get("data", {}).get("chat_data") or config.get("finetuning", {}).get("dpo_data"))
 
 
 def text_ends(tokenizer: Tokenizer, stop_ids: Iterable[int], known: int) -> frozenset[int]:

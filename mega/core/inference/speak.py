@@ -20,8 +20,16 @@ from typing import Any, NamedTuple, TextIO
 from mega.core.inference.adapters import OpenedAdapter, open_adapters
 from mega.core.inference.answer_file import AnswerFile
 from mega.core.inference.generate import check_answered, generate
-from mega.core.inference.identity import check_tokenizer_flags
-from mega.core.inference.load import OpenedModel, check_tokenizer, compute_dtype, open_model
+from mega.core.inference.identity import check_adapter_tokenizer, check_tokenizer_flags
+from mega.core.inference.load import (
+    OpenedModel,
+    check_tokenizer,
+    compute_dtype,
+    declared_ends,
+    open_model,
+    text_ends,
+    trained_on_conversations,
+)
 from mega.core.inference.opening import EngineOptions, check_layout, start_engine
 from mega.core.inference.request import SEEDS, Beam, Engine, Request, RequestError, Sampling, flag_line
 from mega.core.inference.text_stream import TextStream
@@ -72,12 +80,13 @@ class AskedText(NamedTuple):
 
 
 class Speech(NamedTuple):
-    """What is opened before any rank starts. stop_ids: that end an answer. prompts: of --input."""
+    """What is opened before any rank starts. stop_ids: that end an answer, by adapter; None: the model's own. prompts:
+    of --input."""
 
     model: OpenedModel
     adapters: tuple[OpenedAdapter, ...]
     tokenizer: Tokenizer
-    stop_ids: frozenset[int]
+    stop_ids: Mapping[str | None, frozenset[int]]
     prompts: list[AskedText]
 
 
@@ -93,15 +102,32 @@ def open_speech(plan: SpeechPlan) -> Speech:
     if plan.tokenizer:
         for line in check_tokenizer_flags("generate", opened, plan.load, tokenizer):
             print(f"mega: {line}", file=sys.stderr)
-    if opened.trained_on_conversations:
+    check_tokenizer(opened, tokenizer)
+    trained = [str(plan.load)] if opened.trained_on_conversations else []
+    for each in adapters:
+        for line in check_adapter_tokenizer("generate", opened, tokenizer, each):
+            print(f"mega: {line}", file=sys.stderr)
+        if trained_on_conversations(each.source.meta):
+            trained.append(each.flag)
+    for place in trained:
         print(
-            f"mega: {plan.load}: was trained on conversations, and prompts are continued as plain text; mega serve "
+            f"mega: {place}: was trained on conversations, and prompts are continued as plain text; mega serve "
             "answers by its chat template",
             file=sys.stderr,
         )
-    check_tokenizer(opened, tokenizer)
     prompts = [] if plan.input is None else list(_prompts(plan.input, tuple(plan.adapters)))
-    return Speech(opened, adapters, tokenizer, opened.ends(tokenizer), prompts)
+    return Speech(opened, adapters, tokenizer, _ends(opened, adapters, tokenizer), prompts)
+
+
+def _ends(
+    opened: OpenedModel, adapters: Sequence[OpenedAdapter], tokenizer: Tokenizer
+) -> dict[str | None, frozenset[int]]:
+    """Where texts of the model and of each adapter end. Errors: CheckpointError."""
+    found: dict[str | None, frozenset[int]] = {None: opened.ends(tokenizer)}
+    for each in adapters:
+        ends = declared_ends(each.source.attachments, opened.architecture.input.vocab)
+        found[each.name] = found[None] if ends is None else text_ends(tokenizer, ends, tokenizer.vocab_size)
+    return found
 
 
 def _prompts(path: Path, adapters: Sequence[str]) -> Iterator[AskedText]:
@@ -165,7 +191,7 @@ class Speaker:
     engine: Engine
     tokenizer: Tokenizer
     plan: SpeechPlan
-    stop_ids: frozenset[int]
+    stop_ids: Mapping[str | None, frozenset[int]]
     digest: str = ""
     """Of the model."""
 
@@ -179,10 +205,10 @@ class Speaker:
         """Gone by where a prompt names none."""
         return next(iter(self.plan.adapters), None)
 
-    def text(self, prompt: str, ids: Sequence[int], new: Sequence[int]) -> str:
+    def text(self, prompt: AskedText, ids: Sequence[int], new: Sequence[int]) -> str:
         """What `new` adds to a prompt."""
-        stream = TextStream(self.tokenizer, ids if prompt else [])
-        pieces = [stream.push(token) for token in new if token not in self.stop_ids]
+        stream, ends = TextStream(self.tokenizer, ids if prompt.text else []), self.stop_ids[prompt.adapter]
+        pieces = [stream.push(token) for token in new if token not in ends]
         return "".join(pieces) + stream.finish()
 
     def continue_one(self, prompt: str, out: TextIO, stopped: Callable[[], bool] = lambda: False) -> int:
@@ -191,14 +217,15 @@ class Speaker:
         print(prompt, end="", flush=True, file=out)
         if plan.beams:
             (best, *_), _ = self._beams(ids)
-            print(self.text(prompt, ids, best.ids), file=out)
+            print(self.text(AskedText(prompt, self.adapter), ids, best.ids), file=out)
             return len(best.ids)
         # Decoders drop the blank in front of a text's first piece. After an empty prompt the first new piece is that.
         stream = TextStream(self.tokenizer, ids if prompt else [])
-        made = generate(self.engine, ids, plan.tokens, plan.sampling, stop_ids=self.stop_ids, adapter=self.adapter)
+        ends = self.stop_ids[self.adapter]
+        made = generate(self.engine, ids, plan.tokens, plan.sampling, stop_ids=ends, adapter=self.adapter)
         for token in made:
             count += 1
-            if token not in self.stop_ids:
+            if token not in ends:
                 print(stream.push(token), end="", flush=True, file=out)
             if stopped():
                 made.close()
@@ -229,7 +256,7 @@ class Speaker:
             prompt=tuple(ids),
             tokens=min(plan.tokens, longest - len(ids)),
             sampling=how,
-            stop_ids=self.stop_ids,
+            stop_ids=self.stop_ids[adapter],
             beams=plan.beams,
             length_penalty=plan.length_penalty,
             adapter=adapter,
@@ -282,7 +309,7 @@ class Speaker:
                     new[number] = list(event.beams[0].ids) if event.beams else new[number]
         rows: list[dict[str, Any]] = []
         for number, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
-            text = self.text(prompt.text, request.prompt, new[number])
+            text = self.text(prompt, request.prompt, new[number])
             row = {"prompt": prompt.text, "text": text, "finish": ends[number], "tokens": len(new[number])}
             if self.plan.adapters:
                 row["adapter"] = prompt.adapter

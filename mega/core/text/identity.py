@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
+from mega.core.text.probes import PROBES
 from mega.core.text.tokenizer import Tokenizer, TokenizerIdentity
 
 Verdict = Literal["refused", "reported", "taken"]
@@ -33,12 +34,13 @@ RULES: Mapping[str, Mapping[Case, Verdict]] = {
     "finetune": _TRAINS,
     "eval": {"token files": "refused", "tokenizer": "refused", "earlier version": "taken", "no template": "refused"},
     "generate": {"tokenizer": "refused", "template": "refused"},
-    "serve": {"template": "reported", "no template": "reported"},
+    "serve": {"tokenizer": "refused", "template": "reported", "no template": "reported"},
     "data merge": {"token files": "refused", "earlier version": "refused"},
     "data note": {"token files": "refused", "earlier version": "taken"},
     "data show": {"token files": "reported", "earlier version": "taken"},
 }
-"""Verb -> case -> what becomes of it; a case that is missing cannot arise there. `eval` needs a template only with
+"""Verb -> case -> what becomes of it; a case that is missing cannot arise there. `serve` and `generate` are given
+another tokenizer by an adapter too, and `serve` another template. `eval` needs a template only with
 --apply-chat-template. Pairs that versions with different fingerprints noted cannot be told from those of two
 tokenizers when they are merged."""
 
@@ -62,6 +64,19 @@ def other_files(label: str, noted: TokenizerIdentity | None, given: Tokenizer | 
     if noted is None or given is None or given.made(noted):
         return None
     return f"{label}: was made with {noted}, but the tokenizer given is {given.identity()}"
+
+
+def cuts_alike(first: Tokenizer, second: Tokenizer) -> bool:
+    """Whether two tokenizers, of any kinds, have equally many entries, the same ids of the probe texts, and the same
+    ids of the control tokens that both have."""
+    if first.made(second.identity()):
+        return True
+    names, others = ({**each.special_tokens(), **each.vocabulary_tokens()} for each in (first, second))
+    if first.vocab_size != second.vocab_size or any(names[name] != others[name] for name in names.keys() & others):
+        return False
+    found = (each.encode_batch(PROBES) for each in (first, second))
+    (ids, offsets), (other_ids, other_offsets) = found
+    return bool(ids.tolist() == other_ids.tolist() and offsets.tolist() == other_offsets.tolist())
 
 
 def other_tokenizer(place: object, own: Tokenizer, given: Tokenizer) -> str | None:

@@ -26,9 +26,9 @@ MODEL = "stories260K_hf"
 
 
 @contextmanager
-def served(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
+def served(*flags: str, model: str | None = None) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
     """A server on a free port: its process, address, and what it reported before it listened."""
-    command = [sys.executable, "-m", "mega", "serve", str(shared(MODEL)), "--port", "0", *flags]
+    command = [sys.executable, "-m", "mega", "serve", model or str(shared(MODEL)), "--port", "0", *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             assert process.stdout is not None

@@ -283,11 +283,19 @@ def _add_pages(app: Any, service: Service) -> None:
     async def index() -> Any:
         return HTMLResponse(page)
 
+    talks = {name: service.manner(name).chat is not None for name in service.options.adapters}
+
     async def health() -> Any:
         failure = service.driver.failure
         status = "failed" if failure is not None else "draining" if service.draining else "ok"
         return JSONResponse(
-            {"status": status, "ready": service.ready, "model": service.options.name, "chat": service.chat is not None},
+            {
+                "status": status,
+                "ready": service.ready,
+                "model": service.options.name,
+                "chat": service.chat is not None,
+                "adapters": talks,
+            },
             200 if service.ready else 503,
         )
 

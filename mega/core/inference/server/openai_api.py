@@ -162,29 +162,31 @@ async def read_completion(service: Service, body: Any) -> ParsedRequest:
         raise BadField("max_tokens", "max_tokens 0: needs echo, since nothing else would be in the answer")
     if fields["echo"] and fields["response_format"]:
         raise BadField("echo", "echo True: excludes response_format, which is about the answer alone")
-    special = fields["parse_special_tokens"]
+    adapter, special = service.adapter(fields["model"]), fields["parse_special_tokens"]
     special = service.options.parse_special_tokens if special is None else special
     prompts, texts = await _prompts(service, fields["prompt"], fields["echo"], special)
     for prompt in prompts:
         service.check_room("max_tokens", prompt, fields["max_tokens"])
     scored = {"logprobs": fields["logprobs"], "prompt_logprobs": fields["echo"] and fields["logprobs"] is not None}
     return await _asked(
-        service, fields, prompts, texts, fields["max_tokens"], scored, service.ends(fields["ignore_eos"])
+        service, fields, prompts, texts, fields["max_tokens"], scored, service.ends(fields["ignore_eos"], adapter)
     )
 
 
 async def read_chat(service: Service, body: Any) -> ParsedRequest:
     """Errors: BadField."""
     fields = read(body, CHAT)
-    if service.chat is None:
-        raise BadField("messages", f"{service.options.no_chat}; start the server with --chat-template")
+    adapter = service.adapter(fields["model"])
+    manner = service.manner(adapter)
+    if (chat := manner.chat) is None:
+        raise BadField("messages", f"{manner.no_chat}; start the server with --chat-template")
     if fields["top_logprobs"] is not None and not fields["logprobs"]:
         raise BadField("top_logprobs", "top_logprobs: needs logprobs True")
     if fields["max_tokens"] is not None and fields["max_completion_tokens"] is not None:
         raise BadField("max_tokens", "max_tokens: excludes max_completion_tokens, which means the same")
     try:
         given = messages(fields["messages"], service.characters)
-        prompt = await service.off_loop(service.chat.prompt, given)
+        prompt = await service.off_loop(chat.prompt, given)
     except BadField:
         raise
     except ValueError as error:
@@ -193,7 +195,7 @@ async def read_chat(service: Service, body: Any) -> ParsedRequest:
     tokens = asked or max(1, service.longest - len(prompt))
     service.check_room("messages", prompt, tokens)
     scored = {"logprobs": (fields["top_logprobs"] or 0) if fields["logprobs"] else None}
-    ends = frozenset() if fields["ignore_eos"] else service.ends() | service.chat.ends
+    ends = frozenset() if fields["ignore_eos"] else service.ends(adapter=adapter) | chat.ends
     return await _asked(
         service, fields, [service.checked("messages", prompt)], [PromptText()], tokens, scored, ends, chat=True
     )

@@ -16,7 +16,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mega.core.inference.request import Engine
@@ -24,7 +24,7 @@ from mega.core.inference.server.app import make_app
 from mega.core.inference.server.connections import protocol
 from mega.core.inference.server.driver import Driver
 from mega.core.inference.server.limits import HEADER_BYTES, ServerLimits
-from mega.core.inference.server.service import ServerOptions, Service
+from mega.core.inference.server.service import Manner, ServerOptions, Service
 from mega.core.text.chat import ChatFormat
 from mega.core.text.tokenizer import Tokenizer
 
@@ -38,14 +38,19 @@ class HttpServer:
     """One engine behind one socket. `stop` may be called from any thread."""
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, options: ServerOptions, chat: ChatFormat | None = None
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        options: ServerOptions,
+        chat: ChatFormat | None = None,
+        manners: Mapping[str, Manner] | None = None,
     ) -> None:
         self.failure: BaseException | None = None
         self._stop: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.engine, self.options = engine, options
         self.driver = Driver(engine, options.limits.waiting, self._fail)
-        self.service = Service(self.driver, tokenizer, options, chat)
+        self.service = Service(self.driver, tokenizer, options, chat, manners)
 
     def stop(self) -> None:
         """Drain, and end."""

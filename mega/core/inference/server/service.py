@@ -61,13 +61,30 @@ class ServerOptions:
     limits: ServerLimits = field(default_factory=ServerLimits)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Manner:
+    """How a model or an adapter converses, and where its answers end. chat: None where it does not converse, for the
+    reason `no_chat`. stop_ids: in addition to the tokenizer's end."""
+
+    chat: ChatFormat | None = None
+    no_chat: str = ServerOptions.no_chat
+    stop_ids: frozenset[int] = frozenset()
+
+
 class Service:
-    """One model that answers. draining: nothing new is accepted. busy: requests that are not answered yet."""
+    """One model that answers. draining: nothing new is accepted. busy: requests that are not answered yet. manners: of
+    the adapters that have their own."""
 
     def __init__(
-        self, driver: Driver, tokenizer: Tokenizer, options: ServerOptions, chat: ChatFormat | None = None
+        self,
+        driver: Driver,
+        tokenizer: Tokenizer,
+        options: ServerOptions,
+        chat: ChatFormat | None = None,
+        manners: Mapping[str, Manner] | None = None,
     ) -> None:
         self.driver, self.tokenizer, self.options, self.chat = driver, tokenizer, options, chat
+        self.manners = dict(manners or {})
         limits = driver.engine.limits
         self.longest = min(limits.longest, options.longest or limits.longest)
         self.known = min(limits.vocab, tokenizer.vocab_size)
@@ -208,6 +225,12 @@ class Service:
         names = ", ".join((self.options.name, *self.options.adapters))
         raise BadField("model", f"model {model[:60]!r}: is not served here; valid: {names}", 404)
 
+    def manner(self, adapter: str | None) -> Manner:
+        """An adapter's own manner, else the model's."""
+        options = self.options
+        whole = Manner(chat=self.chat, no_chat=options.no_chat, stop_ids=options.stop_ids)
+        return whole if adapter is None else self.manners.get(adapter, whole)
+
     async def add(self, requests: Sequence[Request]) -> list[Ticket]:
         """Tickets of all, or of none. Errors: BadField, QueueFull, EngineLost."""
         if len(requests) > self.driver.most:
@@ -227,9 +250,9 @@ class Service:
             for ticket, request in zip(tickets, requests, strict=True)
         ]
 
-    def ends(self, ignore: bool = False) -> frozenset[int]:
+    def ends(self, ignore: bool = False, adapter: str | None = None) -> frozenset[int]:
         """Tokens after which an answer ends."""
-        return frozenset() if ignore else text_ends(self.tokenizer, self.options.stop_ids, self.known)
+        return frozenset() if ignore else text_ends(self.tokenizer, self.manner(adapter).stop_ids, self.known)
 
     async def allowed(self, wanted: Any, ends: frozenset[int], count: int) -> list[Allowed | None]:
         """For each of `count` sequences what may follow, as response_format has it. Errors: BadField."""

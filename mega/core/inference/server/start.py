@@ -18,13 +18,13 @@ import torch
 
 from mega.core.architecture.words import size_words
 from mega.core.config.world import world_from_env
-from mega.core.inference.adapters import open_adapters
+from mega.core.inference.adapters import OpenedAdapter, open_adapters
 from mega.core.inference.capacity import Capacity, cache_bytes, even_layers, weight_bytes
-from mega.core.inference.identity import chosen_template
-from mega.core.inference.load import OpenedModel, check_tokenizer, compute_dtype, open_model
+from mega.core.inference.identity import adapter_template, check_adapter_tokenizer, chosen_template
+from mega.core.inference.load import OpenedModel, check_tokenizer, compute_dtype, declared_ends, open_model
 from mega.core.inference.opening import EngineOptions, start_engine
 from mega.core.inference.server.run import HttpServer, bind, raise_file_limit
-from mega.core.inference.server.service import ServerOptions
+from mega.core.inference.server.service import Manner, ServerOptions
 from mega.core.parallel.launch import STOPPING, connect
 from mega.core.parallel.mesh import Mesh
 from mega.core.text.chat import ChatFormat, chat_format
@@ -82,7 +82,12 @@ def serve_rank(plan: ServePlan) -> int:
     tokenizer = opened.tokenizer()
     check_tokenizer(opened, tokenizer)
     stop_ids = opened.stop_ids()
+    for each in adapters:
+        for line in check_adapter_tokenizer("serve", opened, tokenizer, each) if first else ():
+            print(f"mega: {line}", file=sys.stderr)
     chat, no_chat = _chat(plan, opened, tokenizer) if first else (None, None)
+    whole = Manner(chat=chat, no_chat=no_chat or plan.options.no_chat, stop_ids=stop_ids)
+    manners = {each.name: _manner(each, whole, tokenizer, opened.architecture.input.vocab) for each in adapters if first}
     world, device, groups = connect(plan.device)
     mesh = Mesh(world.rank, tp=plan.tp, pp=plan.pp, groups=groups)
     dtype = compute_dtype(opened, device, plan.dtype)
@@ -95,8 +100,8 @@ def serve_rank(plan: ServePlan) -> int:
     warm = f", warmed up in {engine.warm_up():.1f} s" if device.is_cuda else ""
     sys.setswitchinterval(_SWITCH_SECONDS)
     limits = replace(plan.options.limits, connections=raise_file_limit(plan.options.limits.connections))
-    answers = replace(plan.options, limits=limits, stop_ids=stop_ids, no_chat=no_chat or plan.options.no_chat)
-    server = HttpServer(engine, tokenizer, answers, chat)
+    answers = replace(plan.options, limits=limits, stop_ids=stop_ids, no_chat=whole.no_chat)
+    server = HttpServer(engine, tokenizer, answers, chat, manners)
     precision = str(dtype).removeprefix("torch.") + ", weights in fp8" * plan.engine.fp8_weights
     about = f"{precision} on {world.size} {device.torch.type} rank{'s' * (world.size > 1)}"
     about += f"; loaded in {loaded - began:.1f} s{warm}"
@@ -121,6 +126,24 @@ def _chat(plan: ServePlan, opened: OpenedModel, tokenizer: Tokenizer) -> tuple[C
     except ValueError as error:
         print(f"mega: no chat: {error}", file=sys.stderr)
         return None, str(error)
+
+
+def _manner(adapter: OpenedAdapter, whole: Manner, tokenizer: Tokenizer, vocab: int) -> Manner:
+    """That of an adapter: the chat template and the ends that came with it, else the model's, `whole`. A template that
+    cannot be used is reported. Errors: CheckpointError."""
+    ends = declared_ends(adapter.source.attachments, vocab)
+    manner = whole if ends is None else replace(whole, stop_ids=ends)
+    try:
+        own, notes = adapter_template(adapter, None if whole.chat is None else whole.chat.source)
+        if own is not None:
+            manner = replace(
+                manner, chat=ChatFormat(own, tokenizer, f"{adapter.flag}: its chat template", seconds=_RENDER_SECONDS)
+            )
+    except ValueError as error:
+        notes, manner = (f"no chat: {error}",), replace(manner, chat=None, no_chat=str(error))
+    for line in notes:
+        print(f"mega: {line}", file=sys.stderr)
+    return manner
 
 
 def _lines(plan: ServePlan, opened: OpenedModel, dtype: torch.dtype, about: str, server: HttpServer) -> list[str]:
