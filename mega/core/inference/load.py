@@ -10,7 +10,7 @@ It also finds the tokenizer and the chat template that come with the weights. It
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -360,9 +360,13 @@ def special_tokens(checkpoint: Checkpoint) -> SpecialTokens:
     """What others must know of that tokenizer. Errors: ValueError where there is none."""
     tokenizer = load_tokenizer(checkpoint)
     files, names = tokenizer.huggingface_files(), dict(tokenizer.named_tokens())
-    template = chat_template(checkpoint)
+    template, why = chat_template(checkpoint), tokenizer.unpublished()
+    left_out = () if why is None else tuple(tokenizer.files())
+    lost = tokenizer.publishing_loss() if why is None else f"its tokenizer is left out: {why}"
+    loss = None if lost is None else f"{tokenizer.kind}: {lost}"
+    found = SpecialTokens(tokenizer.special_ids(), files, names, left_out=left_out, loss=loss)
     if template is None:
-        return SpecialTokens(tokenizer.special_ids(), files, names)
+        return found
     chat = ChatFormat(template, tokenizer, f"{checkpoint.path}: its chat template")
     ends = tuple(chat.tokens[name] for name in chat.end_names)
-    return SpecialTokens(tokenizer.special_ids(), files, {**names, **chat.variables}, chat.source, ends)
+    return replace(found, names={**names, **chat.variables}, template=chat.source, ends=ends)

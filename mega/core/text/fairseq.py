@@ -24,6 +24,9 @@ OVERWRITE = "#fairseq:overwrite"
 """A word after the count which allows a symbol to come again; the later line wins."""
 
 
+_UNPUBLISHED = "transformers has none that numbers tokens by a dict.txt of fairseq"
+
+
 class FairseqTokenizer(Tokenizer):
     """vocab.json and merges.txt as GPT-2 has them, and dict.txt. No token is added around a text."""
 
@@ -65,6 +68,9 @@ class FairseqTokenizer(Tokenizer):
     def special_tokens(self) -> Mapping[str, int]:
         return SPECIAL
 
+    def unpublished(self) -> str | None:
+        return _UNPUBLISHED
+
     def files(self) -> Mapping[str, Path]:
         return dict(self._files)
 
@@ -99,6 +105,9 @@ class FairseqWords(Tokenizer):
 
     def control(self, name: str) -> int | None:
         return SPECIAL.get(name)
+
+    def unpublished(self) -> str | None:
+        return _UNPUBLISHED
 
     def files(self) -> Mapping[str, Path]:
         return {"dict.txt": self._dictionary}

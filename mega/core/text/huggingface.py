@@ -19,6 +19,7 @@ from mega.core.text import neighbours
 from mega.core.text.gpt2 import byte_letters
 from mega.core.text.neighbours import AddedToken, prepend_scheme
 from mega.core.text.probe import check, hugging_face
+from mega.core.text.sentencepiece_json import unreachable
 from mega.core.text.special import Parsed, Span, sections
 from mega.core.text.tokenizer import Encoded, Tokenizer, flatten, library_errors
 
@@ -91,13 +92,28 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         with library_errors(self._refused):
-            ids: list[int] = self._library.encode(text).ids
+            ids: list[int] = self._ordinary.encode(text).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> Encoded:
         with library_errors(self._refused):
-            found = self._library.encode_batch_fast(list(texts))
+            found = self._ordinary.encode_batch_fast(list(texts))
         return flatten([encoding.ids for encoding in found])
+
+    @cached_property
+    def _ordinary(self) -> Any:
+        """The library for raw text. A unigram model finds its special tokens in text, as pieces: for text they have
+        other names."""
+        whole = json.loads(self._library.to_str())
+        if whole["model"].get("type") != "Unigram":
+            return self._library
+        from tokenizers import Tokenizer as Library
+
+        whole["model"]["vocab"] = unreachable(whole["model"]["vocab"], self._special)
+        whole["added_tokens"] = [each for each in whole["added_tokens"] if not each["special"]]
+        found = Library.from_str(json.dumps(whole))
+        found.encode_special_tokens = True
+        return found
 
     def decode(self, ids: Iterable[int]) -> str:
         with library_errors(self._refused):
@@ -172,7 +188,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def located(self, text: str, special: bool = False) -> list[Span] | None:
         with library_errors(self._refused):
-            found = (self._parser if special else self._library).encode(text)
+            found = (self._parser if special else self._ordinary).encode(text)
         tokens = zip(found.offsets, found.special_tokens_mask, strict=True)
         spans, at = list[Span](), 0
         for span, put in tokens:
@@ -203,6 +219,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
         whole = json.loads(self._parser.to_str())
         whole |= {"added_tokens": [], "post_processor": None}
+        if whole["model"].get("type") == "Unigram":
+            whole["model"]["vocab"] = unreachable(whole["model"]["vocab"], self._special)
         library = Library.from_str(json.dumps(whole))
         for number, character in enumerate(_STANDS_FOR):
             flags = {"lstrip": bool(number & 1), "rstrip": bool(number & 2), "normalized": False, "special": True}

@@ -18,7 +18,7 @@ from typing import Any
 from mega.core.text.fast import Encode, byte_level_json, first_equal
 from mega.core.text.gpt2 import byte_letters
 from mega.core.text.probe import FILE_BYTES
-from mega.core.text.sentencepiece_bpe import leads_with
+from mega.core.text.sentencepiece_json import leads_with
 from mega.core.text.tokenizer import Encoded, Tokenizer, flatten
 from mega.core.text.words import Remembered
 from mega.core.untrusted import read_limited

@@ -17,7 +17,8 @@ from mega.core.text import neighbours
 from mega.core.text.fast import Encode
 from mega.core.text.neighbours import AddedToken, prepend_scheme
 from mega.core.text.probe import check, sentencepiece
-from mega.core.text.sentencepiece_bpe import faster, published
+from mega.core.text.sentencepiece_bpe import faster
+from mega.core.text.sentencepiece_json import described, losses, published
 from mega.core.text.special import Parsed, Span, aligned, sections
 from mega.core.text.tokenizer import Encoded, Roles, Tokenizer, flatten, library_errors
 
@@ -222,12 +223,23 @@ class PlainSentencePiece(Tokenizer):
         form by rules that may cut a text otherwise."""
         ids = {"bos_token": self.bos, "eos_token": self.eod, "pad_token": self.pad}
         named = {key: None if token is None else self.piece(token) for key, token in ids.items()}
-        if (whole := published(self._model, self._prepend_bos)) is not None:
-            unknown = {"unk_token": self.piece(self._model.unk_id())}
-            config = {"tokenizer_class": "PreTrainedTokenizerFast", **named, **unknown}
-            return {"tokenizer.json": whole, "tokenizer_config.json": config}
-        leads = {"add_bos_token": self._prepend_bos, "add_eos_token": False, "legacy": True}
-        return {"tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer", **named, **leads}}
+        if self._published is None:
+            return {}
+        unknown = {"unk_token": self.piece(self._model.unk_id())}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **named, **unknown}
+        return {"tokenizer.json": self._published, "tokenizer_config.json": config}
+
+    @cached_property
+    def _published(self) -> dict[str, Any] | None:
+        return published(self._model, self._prepend_bos)
+
+    def unpublished(self) -> str | None:
+        if self._published is not None:
+            return None
+        return f"no tokenizer.json gives the ids of this {described(self._model)} of SentencePiece"
+
+    def publishing_loss(self) -> str | None:
+        return f"transformers {' and '.join(lost)}" if (lost := losses(self._model)) else None
 
 
 class ExtendedSentencePiece(Tokenizer):
@@ -307,6 +319,9 @@ class ExtendedSentencePiece(Tokenizer):
             tokens = list(run)
             parts.append(" ".join(self._names[t] for t in tokens) if special else self._model.decode(tokens))
         return " ".join(parts)
+
+    def unpublished(self) -> str | None:
+        return f"transformers has none that adds tokens to a SentencePiece model as {self.kind} does"
 
     def files(self) -> Mapping[str, Path]:
         return {"tokenizer.model": self._path}

@@ -181,6 +181,14 @@ class Tokenizer(Protocol):
         """File name -> JSON of what AutoTokenizer of transformers opens this tokenizer by, besides `files`."""
         return {}
 
+    def unpublished(self) -> str | None:
+        """Why transformers has no such tokenizer, so that its files are left out of an export; None where it has."""
+        return None
+
+    def publishing_loss(self) -> str | None:
+        """What transformers does otherwise with the files of an export; None where all ids are equal."""
+        return None
+
     def files(self) -> Mapping[str, Path]:
         """Canonical name -> path of every file that made this tokenizer: what a checkpoint copies."""
         ...

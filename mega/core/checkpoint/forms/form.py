@@ -41,7 +41,8 @@ class SpecialTokens:
 
     ids: of `TOKEN_IDS`, None where there is no such token. files: name -> JSON of the files by which Hugging Face's
     tools open it, in addition to those that the checkpoint carries. names: `bos_token` and others -> the token's name.
-    template: how the model converses, in Jinja; ends: ids with which the assistant's turn ends.
+    template: how the model converses, in Jinja; ends: ids with which the assistant's turn ends. left_out: files of the
+    tokenizer that Hugging Face's tools would read as another one; loss: what they do otherwise than it, for a message.
     """
 
     ids: Mapping[str, int | None]
@@ -49,6 +50,8 @@ class SpecialTokens:
     names: Mapping[str, str] = field(default_factory=dict)
     template: str | None = None
     ends: tuple[int, ...] = ()
+    left_out: tuple[str, ...] = ()
+    loss: str | None = None
 
 
 def no_tokens(checkpoint: Checkpoint) -> SpecialTokens:

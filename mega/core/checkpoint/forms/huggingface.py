@@ -155,7 +155,7 @@ def _folder(own: Own, names: ModuleType, tokens: SpecialTokens, losses: tuple[st
         written = _write_shards(folder, table, source)
         write_json(folder / "config.json", config)
         write_files(folder, files, others)
-        copy_companions(own.checkpoint, folder, skip=("config.json", "params.json", *files, *others))
+        copy_companions(own.checkpoint, folder, skip=("config.json", "params.json", *tokens.left_out, *files, *others))
         return written
 
     return Export(names.table(own.model), fill, losses=losses)
@@ -179,13 +179,16 @@ def _special_tokens(own: Own, given: Given) -> tuple[SpecialTokens, tuple[str, .
             return SpecialTokens(ids), ()
         lost = f"config.json names no end of a text, so that nothing stops transformers' generate: {error}"
         return SpecialTokens(ids if attached is not None else dict.fromkeys(TOKEN_IDS)), (lost,)
-    return replace(found, ids={**found.ids, **ids}, files={} if whole and found.template is None else found.files), ()
+    if whole and found.template is None:  # its files are those that came with the weights
+        return replace(found, ids={**found.ids, **ids}, files={}, left_out=(), loss=None), ()
+    return replace(found, ids={**found.ids, **ids}), () if found.loss is None else (found.loss,)
 
 
 def _bert_tokens(own: Own, given: Given) -> tuple[SpecialTokens, tuple[str, ...]]:
     """The files that fix how the tokenizer of a BERT behaves, and a line where there is no tokenizer."""
     try:
-        return SpecialTokens({}, given.tokens(own.checkpoint).files), ()
+        found = given.tokens(own.checkpoint)
+        return replace(found, ids={}), () if found.loss is None else (found.loss,)
     except ValueError as error:
         return SpecialTokens({}), (f"no tokenizer: {error}",)
 

@@ -21,7 +21,7 @@ from mega.core.architecture.model import Adapters
 from mega.core.checkpoint.forms import conversing
 from mega.core.checkpoint.forms.companions import copy_companions
 from mega.core.checkpoint.forms.foreign import TorchSource, read_json, safetensors_source
-from mega.core.checkpoint.forms.form import TOKEN_IDS, Export, Given, Opened, Own
+from mega.core.checkpoint.forms.form import TOKEN_IDS, Export, Given, Opened, Own, SpecialTokens
 from mega.core.checkpoint.forms.gpt2 import PREFIX, gpt2_name
 from mega.core.checkpoint.forms.keys import number_in, only, whole_in
 from mega.core.checkpoint.forms.mapping import Source, Table, Target, whole, whole_box
@@ -107,34 +107,34 @@ def export(own: Own, to: str, given: Given) -> Export:
     theirs, ranks = _fused(ours, model.adapters.rank) if fused else (ours, {})
     theirs = {f"{WRAPPED}{name}": each.contiguous() for name, each in theirs.items()}
     config = _config(model.adapters, theirs, ranks, str(given.base or named["path"]), fused)
-    files, others = _tokenizer_files(own, given)
+    files, others, tokens = _tokenizer_files(own, given)
 
     def fill(folder: Path, table: Table, source: Source) -> int:
         pieces = [Piece(name, tuple(one.shape), (0,) * one.dim(), one) for name, one in theirs.items()]
         size = write_container(folder / WEIGHTS, pieces, None).size
         write_json(folder / CONFIG, config)
         write_files(folder, files, others)
-        copy_companions(own.checkpoint, folder, skip=(*BASES, *files, *others))
+        copy_companions(own.checkpoint, folder, skip=(*BASES, *tokens.left_out, *files, *others))
         return size
 
-    return Export(_as_it_is(theirs), fill, TorchSource(theirs))
+    return Export(_as_it_is(theirs), fill, TorchSource(theirs), losses=() if tokens.loss is None else (tokens.loss,))
 
 
 BASES = ("config.json", "params.json")
 """Companions that speak of the base alone."""
 
 
-def _tokenizer_files(own: Own, given: Given) -> tuple[dict[str, dict[str, Any]], dict[str, bytes]]:
+def _tokenizer_files(own: Own, given: Given) -> tuple[dict[str, dict[str, Any]], dict[str, bytes], SpecialTokens]:
     """The tokenizer and how the model converses, which peft's users keep with the adapter. Nothing where no tokenizer
     is known."""
     try:
         tokens = given.tokens(own.checkpoint)
     except ValueError:
-        return {}, {}
+        return {}, {}, SpecialTokens({})
     attached = own.checkpoint.attachments.get("config.json")
     known = {} if attached is None else read_json(attached)
     config = {**tokens.ids, **{key: known[key] for key in TOKEN_IDS if key in known}}
-    return conversing.written_files(own.checkpoint, config, tokens)
+    return *conversing.written_files(own.checkpoint, config, tokens), tokens
 
 
 def _as_it_is(tensors: Tensors) -> Table:
