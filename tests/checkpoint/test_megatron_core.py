@@ -134,6 +134,50 @@ def test_megatrons_line_trains_on(pool: Pool, imports: Imports, tmp_path: Path, 
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=recorded.norm)
 
 
+FOLDERS = [(name, form) for name, recorded in RECORDED.items() for form in recorded.forms]
+TUNED = (
+    "--finetune --use-checkpoint-config --no-mask-padded-vocab --tokenizer NullTokenizer --vocab-size 256 --split 1,0,0"
+)
+TUNED += " --steps 2 --lr 1e-3 --lr-decay constant --seq-length 64 --micro-batch 2 --global-batch 4 --eval-iters 0"
+
+
+def losses_of(pool: Pool, folder: Path, start: Path, tp: int, pp: int, more: str = "") -> list[float]:
+    """Of two steps of a finetuning in fp32 whose options are the checkpoint's."""
+    data, metrics = (
+        str(shared("megatron_core/bytes_document.bin")).removesuffix(".bin"),
+        folder / f"tp{tp}-pp{pp}.jsonl",
+    )
+    line = f"{TUNED} --load {start} --tp {tp} --pp {pp} --dtype fp32 --data-path {data} --metrics {metrics} {more}"
+    pool.run(
+        trained, resolve_run(parsed(f"{line} --data-cache-path {folder / 'cache'}"), tp * pp), tp * pp, world=tp * pp
+    )
+    return [row["loss"] for row in map(json.loads, metrics.read_text().splitlines()) if "loss" in row and "lr" in row]
+
+
+@pytest.mark.parametrize(("name", "form"), FOLDERS)
+def test_every_folder_of_core_is_tuned_at_another_layout(
+    pool: Pool, imports: Imports, tmp_path: Path, name: str, form: str
+) -> None:
+    start = imports.own(name, form)
+    one, four = (losses_of(pool, tmp_path, start, *layout) for layout in ((1, 1), (2, 2)))
+    assert len(one) == 2 and four == pytest.approx(one, rel=1e-6)
+
+
+def test_rows_that_one_rank_padded_are_kept_at_another_layout(pool: Pool, imports: Imports, tmp_path: Path) -> None:
+    """257 tokens are 384 rows at tp 1, and would be 512 at tp 2: the checkpoint's count."""
+    first = tmp_path / "first"
+    shape = "--layers 4 --hidden 32 --heads 4 --positions 64 --tokenizer NullTokenizer --vocab-size 256 --steps 1"
+    data = str(shared("megatron_core/bytes_document.bin")).removesuffix(".bin")
+    line = f"{shape} --data-path {data} --split 1,0,0 --no-mask-padded-vocab --lr 1e-3 --seq-length 64 --micro-batch 2"
+    run = parsed(
+        f"{line} --global-batch 2 --eval-iters 0 --data-cache-path {tmp_path / 'cache'} --save {first} --save-interval 1"
+    )
+    pool.run(trained, resolve_run(run, 1), 1, world=1)
+    assert locate(first).tensors["weights/model.embed_tokens.weight"][0] == (384, 32)
+    one, four = (losses_of(pool, tmp_path, first, *layout) for layout in ((1, 1), (2, 2)))
+    assert len(one) == 2 and four == pytest.approx(one, rel=1e-6)
+
+
 # What it would write of odd sizes: flat buffers with gaps, several buckets, tied stages ------------------------------
 
 SHAPE: dict[str, Any] = {"layers": 4, "vocab": 61, "vocab_multiple": 8, "positions": 10}
