@@ -167,11 +167,10 @@ def test_rows_that_one_rank_padded_are_kept_at_another_layout(pool: Pool, import
     """257 tokens are 384 rows at tp 1, and would be 512 at tp 2: the checkpoint's count."""
     first = tmp_path / "first"
     shape = "--layers 4 --hidden 32 --heads 4 --positions 64 --tokenizer NullTokenizer --vocab-size 256 --steps 1"
+    shape += f" --save {first} --save-interval 1"
     data = str(shared("megatron_core/bytes_document.bin")).removesuffix(".bin")
     line = f"{shape} --data-path {data} --split 1,0,0 --no-mask-padded-vocab --lr 1e-3 --seq-length 64 --micro-batch 2"
-    run = parsed(
-        f"{line} --global-batch 2 --eval-iters 0 --data-cache-path {tmp_path / 'cache'} --save {first} --save-interval 1"
-    )
+    run = parsed(f"{line} --global-batch 2 --eval-iters 0 --data-cache-path {tmp_path / 'cache'}")
     pool.run(trained, resolve_run(run, 1), 1, world=1)
     assert locate(first).tensors["weights/model.embed_tokens.weight"][0] == (384, 32)
     one, four = (losses_of(pool, tmp_path, first, *layout) for layout in ((1, 1), (2, 2)))
