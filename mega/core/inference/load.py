@@ -306,6 +306,8 @@ def tokenizer_section(source: Checkpoint | OpenedModel) -> dict[str, Any] | None
     files: dict[str, Any] = {FIELDS[name]: str(path) for name, path in attachments.items() if name in FIELDS}
     if (model := MODELS.get(kind)) in attachments:
         files["tokenizer_model"] = str(attachments[str(model)])
+    if "WordPiece" in kind and "vocab_file" not in files and "tokenizer.json" in attachments:
+        files["vocab_file"] = str(attachments["tokenizer.json"])
     counts = {"vocab_size": options.get("vocab_size"), "vocab_extra_ids": options.get("vocab_extra_ids") or 0}
     return {"tokenizer": kind, **counts, "null_eod_last": bool(options.get("null_eod_last")), **files}
 

@@ -4,7 +4,7 @@ A word is what lies between blanks, or one Chinese character; every rule acts wi
 seen before costs a look-up. Control tokens in a text are split like other text.
 
 The rules are Google's, which Megatron-LM has too. Where a tokenizer_config.json of a BERT of transformers is next to
-vocab.txt, they are transformers', with the settings of that file.
+vocab.txt, they are transformers', with the settings of that file. A tokenizer.json of a BERT may stand for vocab.txt.
 
 Sources: google-research/bert, tokenization.py; BertNormalizer of Hugging Face's tokenizers.
 """
@@ -83,9 +83,14 @@ class WordPieceTokenizer(Tokenizer):
         self.kind = "BertWordPieceLowerCase" if lower else "BertWordPieceCase"
         self._path, settings = path, path.with_name(SETTINGS)
         self._settings = settings if (said := _settings(settings)) is not None else None
+        whole = _whole_json(path) if path.suffix == ".json" else None
+        if whole is not None:
+            self._settings = settings if settings.is_file() else None
+        if whole is not None and said is None:
+            said, settings = _settings_of(whole, settings), path
         self._rules = _rules(said, settings, self.kind, lower)
         self._words = self._rules.words()
-        self._vocab = read_pieces(path)
+        self._vocab = read_pieces(path) if whole is None else dict(whole["model"]["vocab"])
         for name in _REQUIRED:
             if name not in self._vocab:
                 raise ValueError(f"--vocab-file {path}: has no {name}, which {self.kind} needs")
@@ -136,10 +141,18 @@ class WordPieceTokenizer(Tokenizer):
         return {name: self._vocab[name] for name in names}
 
     def files(self) -> Mapping[str, Path]:
-        return {"vocab.txt": self._path} | ({} if self._settings is None else {SETTINGS: self._settings})
+        name = "vocab.txt" if self._path.suffix != ".json" else "tokenizer.json"
+        return {name: self._path} | ({} if self._settings is None else {SETTINGS: self._settings})
 
     def vocabulary_files(self) -> Mapping[str, Path]:
         return {"vocab.txt": self._path}
+
+    def part_for_ids(self, name: str, content: bytes) -> bytes:
+        """Of a tokenizer.json the vocab.txt that holds the same pieces."""
+        if name != "vocab.txt" or self._path.suffix != ".json":
+            return content
+        pieces = parse_json(content, f"--vocab-file {self._path}")["model"]["vocab"]
+        return "".join(f"{piece}\n" for piece in sorted(pieces, key=pieces.get)).encode()
 
     def behaviour(self) -> Mapping[str, object]:
         """Settings that its kind does not imply. The two sets of rules differ in characters that no text is made of."""
@@ -193,6 +206,46 @@ def _settings(path: Path) -> dict[str, Any] | None:
         raise ValueError(f"{what} holds no JSON object")
     named = str(said.get("tokenizer_class", "BertTokenizer"))
     return said if "Bert" in named and "JapaneseTokenizer" not in named else None
+
+
+def _whole_json(path: Path) -> dict[str, Any]:
+    """A tokenizer.json of a BERT. Errors: ValueError where it is none, or has rules that a BERT's has not."""
+    what = f"--vocab-file {path}"
+    whole = parse_json(read_limited(path, FILE_BYTES, what), what)
+    if not is_bert(whole):
+        raise ValueError(
+            f"{what}: must be a vocab.txt, or a tokenizer.json of a BERT: WordPiece with BertNormalizer and "
+            "BertPreTokenizer, ids without gaps, and no tokens but those of its vocabulary"
+        )
+    found: dict[str, Any] = whole
+    return found
+
+
+def is_bert(whole: Any) -> bool:
+    """Whether a tokenizer.json cuts texts as a BERT's does."""
+    parts = [whole.get(name) for name in ("model", "normalizer", "pre_tokenizer")] if isinstance(whole, dict) else []
+    if not all(isinstance(part, dict) for part in parts) or len(parts) != 3:
+        return False
+    model, normalizer, pre = parts
+    vocab, added = model.get("vocab"), whole.get("added_tokens") or []
+    if not isinstance(vocab, dict) or not all(type(token) is int for token in vocab.values()):
+        return False
+    kinds = (model.get("type"), normalizer.get("type"), pre.get("type"))
+    usual = model.get("continuing_subword_prefix") == "##" and model.get("max_input_chars_per_word") == 100
+    whole_range = sorted(vocab.values()) == list(range(len(vocab)))
+    known = all(isinstance(each, dict) and vocab.get(each.get("content")) == each.get("id") for each in added)
+    return kinds == ("WordPiece", "BertNormalizer", "BertPreTokenizer") and usual and whole_range and known
+
+
+def _settings_of(whole: Mapping[str, Any], settings: Path) -> dict[str, Any]:
+    """As a tokenizer_config.json has them: those of a tokenizer.json where a file names a class that goes by it alone,
+    else those of transformers' BertTokenizer, which counts where there is no such file."""
+    if not settings.is_file():
+        return {}
+    rules = whole["normalizer"]
+    names = {"lowercase": "do_lower_case", "strip_accents": "strip_accents"}
+    names["handle_chinese_chars"] = "tokenize_chinese_chars"
+    return {theirs: rules.get(name) for name, theirs in names.items()}
 
 
 def _rules(said: Mapping[str, Any] | None, path: Path, kind: str, lower: bool) -> WordRules:

@@ -46,8 +46,30 @@ def tokenizer(files: Attachments) -> str | None:
     if "vocab.txt" in files:
         return "BertWordPieceLowerCase" if _lowers(files) else "BertWordPieceCase"
     if "tokenizer.json" in files:
-        return "HuggingFaceTokenizer"
+        return _wordpiece(files) or "HuggingFaceTokenizer"
     return "GPT2BPETokenizer" if {"vocab.json", "merges.txt"} <= files.keys() and unread(files) is None else None
+
+
+def _wordpiece(files: Attachments) -> str | None:
+    """The kind of a BERT's tokenizer.json, which transformers writes without a vocab.txt; None for another's."""
+    config, file = files.get("config.json"), files.get("tokenizer.json")
+    if (
+        not isinstance(config, Path)
+        or not isinstance(file, Path)
+        or read_json(config).get("model_type") not in bert.TYPES
+    ):
+        return None
+    whole = read_json(file)
+    if any((whole.get(part) or {}).get("type") != kind for part, kind in _BERTS.items()):
+        return None
+    settings = files.get("tokenizer_config.json")
+    said = read_json(settings) if isinstance(settings, Path) else {}
+    by_class = "Bert" in str(said.get("tokenizer_class", "BertTokenizer"))
+    lowers = said.get("do_lower_case", True) if by_class else whole["normalizer"].get("lowercase")
+    return "BertWordPieceLowerCase" if lowers else "BertWordPieceCase"
+
+
+_BERTS = {"model": "WordPiece", "normalizer": "BertNormalizer", "pre_tokenizer": "BertPreTokenizer"}
 
 
 def unread(files: Attachments) -> str | None:
