@@ -221,12 +221,13 @@ def _whole_json(path: Path) -> dict[str, Any]:
     return found
 
 
+_PARTS = ("model", "normalizer", "pre_tokenizer")
+
+
 def is_bert(whole: Any) -> bool:
     """Whether a tokenizer.json cuts texts as a BERT's does."""
-    parts = [whole.get(name) for name in ("model", "normalizer", "pre_tokenizer")] if isinstance(whole, dict) else []
-    if not all(isinstance(part, dict) for part in parts) or len(parts) != 3:
-        return False
-    model, normalizer, pre = parts
+    parts: list[Any] = [whole.get(name) if isinstance(whole, dict) else None for name in _PARTS]
+    model, normalizer, pre = (part if isinstance(part, dict) else {} for part in parts)
     vocab, added = model.get("vocab"), whole.get("added_tokens") or []
     if not isinstance(vocab, dict) or not all(type(token) is int for token in vocab.values()):
         return False

@@ -87,7 +87,8 @@ def serve_rank(plan: ServePlan) -> int:
             print(f"mega: {line}", file=sys.stderr)
     chat, no_chat = _chat(plan, opened, tokenizer) if first else (None, None)
     whole = Manner(chat=chat, no_chat=no_chat or plan.options.no_chat, stop_ids=stop_ids)
-    manners = {each.name: _manner(each, whole, tokenizer, opened.architecture.input.vocab) for each in adapters if first}
+    vocab = opened.architecture.input.vocab
+    manners = {each.name: _manner(each, whole, tokenizer, vocab) for each in adapters if first}
     world, device, groups = connect(plan.device)
     mesh = Mesh(world.rank, tp=plan.tp, pp=plan.pp, groups=groups)
     dtype = compute_dtype(opened, device, plan.dtype)
