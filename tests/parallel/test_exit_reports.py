@@ -307,7 +307,9 @@ def test_a_rank_that_comes_late_finds_the_store(
     def come(rank: int) -> int:
         time.sleep(rank)
         reports = exit_reports.ExitReport(2, "--lr 0: must be positive")
-        return exit_reports._report_together(reports, World(rank, 2, rank, 2, "torchrun"), threading.Event())
+        return exit_reports._report_together(
+            reports, World(rank, 2, rank, 2, "torchrun"), threading.Event(), threading.Event()
+        )
 
     with ThreadPoolExecutor(2) as ranks:
         assert list(ranks.map(come, range(2))) == [2, 2]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import queue
 import socket
 import tempfile
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -155,6 +158,34 @@ def test_a_rank_answers_while_its_main_thread_waits() -> None:
     calls[1].close()
     assert told.startswith("an exchange of ranks has not ended within 1.2 seconds (--timeout-minutes): rank 0 at mega/")
     assert ", rank 1 at mega/core/parallel/roll_call.py:" in told
+
+
+class SilentStore:
+    """Of a host that was cut off: calls do not return."""
+
+    def add(self, key: str, number: int) -> int:
+        return int(threading.Event().wait())
+
+    def check(self, keys: list[str]) -> bool:
+        return threading.Event().wait()
+
+
+@pytest.mark.parametrize(("hosted", "who"), [(True, "rank 0"), (False, "the launcher's store at a:1")])
+def test_a_store_that_does_not_answer_keeps_no_rank(
+    hosted: bool, who: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither the one whose exchange ran out of time, nor one whose main thread stands still."""
+    monkeypatch.setenv("MASTER_ADDR", "a")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    ended: queue.Queue[int] = queue.Queue()
+    monkeypatch.setattr(os, "_exit", ended.put)
+    call = roll_call.RollCall(SilentStore(), 1, 2, 0.005, hosted)
+    line = f"{who} has not answered for 0.3 seconds (--timeout-minutes)"
+    assert call.explain(RuntimeError()).startswith(line)
+    call.start()
+    assert ended.get(timeout=60) == 1
+    call.close()
+    assert line in capsys.readouterr().err
 
 
 def test_only_time_outs_are_explained() -> None:

@@ -40,6 +40,9 @@ COMING = 5 * GRACE
 LIMIT = 10 * GRACE
 """Seconds for all of it: the store of a host that has stopped, or was cut off, never answers, nor closes."""
 
+ANSWER = 2.5 * GRACE
+"""Seconds in which the store of ranks that have met answers for the first time, if it does at all."""
+
 _PEER_IS_GONE = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError"),
     "Connection was likely closed",  # of the store, which went with its host
@@ -151,11 +154,12 @@ def format_exits(by_rank: Mapping[int, ExitReport], world: int) -> str:
 
 def _report_in_time(report: ExitReport, world: World) -> int | None:
     """The exit code of all; None where there is nowhere to meet, or no answer within LIMIT seconds."""
-    stopped, codes = threading.Event(), list[int]()
+    stopped, answered, codes = threading.Event(), threading.Event(), list[int]()
 
     def meet() -> None:
         with contextlib.suppress(Exception):  # an error of the store is not what is to be reported
-            codes.append(_report_together(report, world, stopped))
+            codes.append(_report_together(report, world, stopped, answered))
+        answered.set()
 
     # On a thread of its own: a call to a store that does not answer observes neither the clock nor a signal.
     exchange = threading.Thread(target=meet, name="exit-reports", daemon=True)
@@ -163,20 +167,23 @@ def _report_in_time(report: ExitReport, world: World) -> int | None:
     before = signal.signal(signal.SIGTERM, lambda *_: stopped.set()) if main else None
     try:
         exchange.start()
-        exchange.join(LIMIT)
+        if answered.wait(ANSWER if _have_met() else LIMIT):
+            exchange.join(LIMIT)
     finally:
         if main:
             signal.signal(signal.SIGTERM, before)
     return codes[0] if codes else None
 
 
-def _report_together(report: ExitReport, world: World, stopped: threading.Event) -> int:
-    """Phases 1 to 4. stopped: the launcher knows of the end. Errors: any that keeps the ranks from meeting."""
+def _report_together(report: ExitReport, world: World, stopped: threading.Event, answered: threading.Event) -> int:
+    """Phases 1 to 4. stopped: the launcher knows of the end. answered: by the store. Errors: any that keeps the ranks
+    from meeting."""
     import torch.distributed as dist
 
     store = dist.PrefixStore("exit-reports", _store(world))
     # 1
     store.set(str(world.rank), json.dumps(asdict(report)))
+    answered.set()
     if store.add("count", 1) == 1:
         # 2
         _wait(lambda: stopped.is_set() or store.add("count", 0) >= world.size, GRACE)
@@ -223,6 +230,12 @@ def printable(line: str, encoding: str | None) -> str:
     'runs/\\\\udcff'
     """
     return line.encode(encoding or "utf-8", "backslashreplace").decode(encoding or "utf-8")
+
+
+def _have_met() -> bool:
+    """Whether this rank is in a process group, and so has had the store's answers before."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and bool(distributed.is_initialized())
 
 
 def _store(world: World) -> Any:

@@ -29,6 +29,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -43,7 +44,7 @@ from mega.core.device import Device
 from mega.core.files import locked_alone
 from mega.core.parallel.exit_reports import explain_timeouts_by, report_exit, report_of, write_error
 from mega.core.parallel.mesh import Groups
-from mega.core.parallel.rendezvous import meet
+from mega.core.parallel.rendezvous import hosts_store, meet
 from mega.core.parallel.roll_call import RollCall
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -150,7 +151,8 @@ def _naming_interface() -> Iterator[None]:
 def _answer_others(store: Any, world: World, minutes: float) -> None:
     """Have a thread answer for this rank until `disconnect`, whatever its main thread waits for."""
     own = store if MEETING_FILE in os.environ else store.clone()  # a call to a TCPStore waits for the one before it
-    call = RollCall(dist.PrefixStore("roll-call", own), world.rank, world.size, minutes).start()
+    hosted = hosts_store(replace(world, rank=0))
+    call = RollCall(dist.PrefixStore("roll-call", own), world.rank, world.size, minutes, hosted).start()
     explain_timeouts_by(call.explain)
     _CALLS.append(call)
 

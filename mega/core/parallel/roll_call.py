@@ -6,20 +6,22 @@
     3 a rank that is silent      was stopped, or cannot be reached: who asked ends the run and names it, in time
 
 Where all answer, a step may simply be long; the exchange's own time-out then ends it, and says where each rank stood.
-It knows no collectives and no training.
+The store itself may be what is silent, where the rank or the host that has it was stopped or cut off: no call to it is
+waited for without end. It knows no collectives and no training.
 """
 
 from __future__ import annotations
 
 import os
+import queue
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import mega
 from mega.core.config.world import name_ranks
@@ -32,14 +34,17 @@ LOOK = 0.5
 ANSWER = 20.0
 """Seconds in which a rank that lives answers, on the busiest machine; at most a third of the time-out."""
 
+Result = TypeVar("Result")
+
 _SOURCE = Path(mega.__file__).parent.parent
 
 
 class RollCall:
     """One rank's part, from `start` to `close`. store: one that no other thread waits in."""
 
-    def __init__(self, store: Any, rank: int, world: int, minutes: float):
-        self.minutes = minutes
+    def __init__(self, store: Any, rank: int, world: int, minutes: float, hosted: bool = True):
+        """hosted: by rank 0, and not by a launcher's agent."""
+        self.minutes, self._hosted = minutes, hosted
         self._store, self._rank, self._world = store, rank, world
         self._main = threading.main_thread().ident
         self._answer_seconds = min(ANSWER, 20 * minutes)
@@ -59,9 +64,15 @@ class RollCall:
         """Why an exchange has run out of time; where this rank stood is in its error."""
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         self._failed_at = next(filter(None, map(_own_place, reversed(frames))), None)
-        positions = self._ask()
+        try:
+            positions = in_time(self._ask, 1.5 * self._answer_seconds)
+        except TimeoutError:
+            return self._silent_store()
         silent = sorted(set(range(self._world)) - set(positions))
         return silence(silent, self.minutes) if silent else standstill(positions, self.minutes)
+
+    def _silent_store(self) -> str:
+        return silence([0], self.minutes) if self._hosted else store_silence(self.minutes)
 
     def _ask(self) -> dict[int, str]:
         """Rank -> where its main thread stands, of those that answer in time."""
@@ -82,13 +93,15 @@ class RollCall:
         stood, since = None, time.monotonic()
         while not self._closed.wait(self._look):
             try:
-                self._answer()
+                in_time(self._answer, 60 * self.minutes)
                 now = self._standing()
                 if now != stood:
                     stood, since = now, time.monotonic()
                 elif time.monotonic() > since + patience:
                     since = time.monotonic()
                     self._suspect()
+            except TimeoutError:
+                self._end(self._silent_store())
             except Exception:
                 return  # the store has gone; its host's end ends the others too
 
@@ -98,9 +111,16 @@ class RollCall:
             self._store.set(f"answer/{self._answered}/{self._rank}", self._place())
 
     def _suspect(self) -> None:
-        silent = sorted(set(range(self._world)) - set(self._ask()))
-        if silent and not self._closed.is_set():
-            os._exit(report_exit(ExitReport(1, silence(silent, self.minutes))))
+        try:
+            silent = sorted(set(range(self._world)) - set(in_time(self._ask, 1.5 * self._answer_seconds)))
+        except TimeoutError:
+            self._end(self._silent_store())
+        else:
+            self._end(silence(silent, self.minutes) if silent else "")
+
+    def _end(self, line: str) -> None:
+        if line and not self._closed.is_set():
+            os._exit(report_exit(ExitReport(1, line)))
 
     def _standing(self) -> tuple[int, int] | None:
         """A value that changes when the main thread moves."""
@@ -115,6 +135,29 @@ class RollCall:
                 return place
             frame = frame.f_back
         return self._failed_at or "elsewhere"
+
+
+def in_time(act: Callable[[], Result], seconds: float) -> Result:
+    """What `act` gives, on a thread of its own: a call to a store that has stopped, or was cut off, never returns.
+
+    Errors: those of `act`; TimeoutError.
+    """
+    found: queue.Queue[tuple[Result | None, Exception | None]] = queue.Queue()
+
+    def run() -> None:
+        try:
+            found.put((act(), None))
+        except Exception as error:
+            found.put((None, error))
+
+    threading.Thread(target=run, name="ask-store", daemon=True).start()
+    try:
+        result, error = found.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"no answer within {seconds:.0f} s") from None
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]
 
 
 def _own_place(frame: FrameType) -> str | None:
@@ -135,6 +178,15 @@ def silence(silent: list[int], minutes: float) -> str:
     if len(silent) == 1:
         have, why = "has", "it is stopped, or its host cannot be reached"
     return f"{name_ranks(silent)} {have} not answered for {duration(minutes)} (--timeout-minutes): {why}"
+
+
+def store_silence(minutes: float) -> str:
+    """The line about a store that does not answer, of a launcher's agent."""
+    place = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+    return (
+        f"the launcher's store at {place} has not answered for {duration(minutes)} (--timeout-minutes): its host is "
+        "stopped, or cannot be reached"
+    )
 
 
 def standstill(positions: Mapping[int, str], minutes: float) -> str:
