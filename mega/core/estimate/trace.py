@@ -38,7 +38,8 @@ from mega.core.estimate.heard import Heard
 from mega.core.family import synthetic_batch
 from mega.core.ops.autograd import run_backward
 from mega.core.ops.observe import observing
-from mega.core.parallel.gradients import DeferredWgrad, parameter_spec
+from mega.core.parallel.deferred import DeferredWgrad, run_wgrad
+from mega.core.parallel.gradients import parameter_spec
 from mega.core.parallel.layout import ParameterSpec
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.peers import Imagined
@@ -547,10 +548,10 @@ class _Rank:
             in_flight = exchanges.settle() if exchanges is not None else 0
             recorder.begin(recorder.units - 1)
             if self.deferred:
-                self.grads.defer_wgrad()
+                self.grads.wgrad.defer()
             given = tuple(torch.empty_like(tensor) for tensor in outs)
             run_backward(outs, given)
-            deferred = self.grads.take_deferred() if self.deferred else []
+            deferred = self.grads.wgrad.take() if self.deferred else []
             del cargo
             backward, backward_work = recorder.end()
             weight_work = self._put_off(deferred)
@@ -573,7 +574,7 @@ class _Rank:
         """Operations of gradients of weights that the backward pass has put off, by the units of the weights."""
         work: list[list[Operation]] = [[] for _ in range(self.recorder.units)]
         for one in deferred:
-            self.grads.run_wgrad([one])
+            run_wgrad([one])
             work[self.unit_of[id(one[0])]] += self.heard.take()
         return tuple(map(tuple, work))
 

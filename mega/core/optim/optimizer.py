@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from mega.core.ops.suite import REFERENCE, Ops
 from mega.core.optim.adam import AdamW
 from mega.core.optim.rule import Allocator, Rule, ShardState, StepArgs
+from mega.core.parallel.bucket_sums import square_sum, whole_sums
 from mega.core.parallel.gradients import Bucket, GradBuffer
 
 
@@ -71,7 +73,7 @@ class Optimizer:
     def step(self, lr: float, decay: float, scale: torch.Tensor | None = None) -> Outcome:
         """One update from the gradients that `grads.finish()` left; `scale` is what losses were multiplied by."""
         # 1
-        squares = self.grads.square_sum()
+        squares = square_sum(self.grads)
         norm = squares.sqrt() if scale is None else squares.sqrt() / scale
         finite = torch.isfinite(norm)
         self._updates += finite
@@ -100,7 +102,7 @@ class Optimizer:
             grad = grad.to(master.dtype)
             if factor is not None:
                 grad.mul_(factor.to(grad.device))
-            self.rule.step(owned, master, grad, self.grads.whole_sums, args)
+            self.rule.step(owned, master, grad, partial(whole_sums, self.grads), args)
             if master is not weights:
                 weights.copy_(master)
 

@@ -16,7 +16,7 @@ from mega.core.device import page_locked
 from mega.core.parallel.gradients import Bucket
 
 Sums = Callable[[Bucket, torch.Tensor], torch.Tensor]
-"""Sums over whole logical tensors from each rank's sums over its own parts (`GradBuffer.whole_sums`)."""
+"""Sums over whole logical tensors from each rank's sums over its own parts (`bucket_sums.whole_sums`)."""
 
 
 class StepArgs(NamedTuple):

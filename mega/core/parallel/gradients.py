@@ -27,16 +27,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from mega.core.ops.square_sum import square_sums
 from mega.core.parallel.collectives import all_gather, all_reduce, start_all_gather, start_reduce_scatter
+from mega.core.parallel.deferred import WgradQueue
 from mega.core.parallel.layout import BucketRules, BucketSpec, ParameterSpec, plan_buckets
 from mega.core.parallel.mesh import Axis, Mesh
 from mega.core.parallel.weight import Weight, weights
 from mega.core.shard import Shard, span_rectangles
-
-DeferredWgrad = tuple[Weight, Any, torch.Tensor]
-"""A weight's gradient that is still to be computed: the weight, the output's gradient as its GEMM prepares it, the
-input."""
 
 
 class Bucket:
@@ -216,7 +212,7 @@ class GradBuffer:
         self._tied_last = sorted(self.buckets, key=Bucket.tied_name)
         self._final = False
         self._reducing: Bucket | None = None
-        self._deferred: list[DeferredWgrad] = []
+        self.wgrad = WgradQueue(weight for bucket in self.buckets for weight, _, _ in bucket.offsets)
         for bucket in self.buckets:
             for weight, _, _ in bucket.offsets:
                 weight.on_grad_ready = self._grad_ready
@@ -254,31 +250,6 @@ class GradBuffer:
     def final(self, last: bool) -> None:
         """Say whether the backward pass that follows is the last of its chunk in this step."""
         self._final = last
-
-    def defer_wgrad(self) -> None:
-        """From here on keep weight gradients' GEMMs instead of computing them (a backward pass for inputs only)."""
-        self._deferred = []
-        self._route_wgrad(self._defer)
-
-    def take_deferred(self) -> list[DeferredWgrad]:
-        """The GEMMs kept since `defer_wgrad`; later ones are computed at once again."""
-        self._route_wgrad(None)
-        held, self._deferred = self._deferred, []
-        return held
-
-    def _route_wgrad(self, take: Callable[[Weight, Any, torch.Tensor], None] | None) -> None:
-        for bucket in self.buckets:
-            for weight, _, _ in bucket.offsets:
-                weight.on_wgrad = take
-
-    def _defer(self, weight: Weight, grad: Any, x: torch.Tensor) -> None:
-        self._deferred.append((weight, grad, x))
-
-    def run_wgrad(self, deferred: list[DeferredWgrad]) -> None:
-        """Compute deferred GEMMs, as the weight's act of a plan."""
-        with torch.no_grad():
-            for weight, grad, x in deferred:
-                weight.add_wgrad(grad, x)
 
     def _open_main_grad(self, weight: Weight) -> None:
         """The first gradient of a microbatch finds no room."""
@@ -375,63 +346,10 @@ class GradBuffer:
             bucket.reshard()
         return _Return.apply(y, buckets) if torch.is_grad_enabled() else y
 
-    def square_sum(self, *, weights: bool = False) -> torch.Tensor:
-        """Sum of squares of the model's gradients, or weights, float64 []. All ranks call it together."""
-        wide = torch.promote_types(self.dtype, torch.float32)
-
-        def squares(buckets: Sequence[Bucket]) -> torch.Tensor:
-            return square_sums([bucket.own_weights if weights else bucket.own_grads for bucket in buckets], wide).sum()
-
-        return self._model_sum(squares)
-
-    def zeros(self) -> torch.Tensor:
-        """[zeros, elements] among the model's gradients, float64 [2], without padding. All ranks call it together."""
-
-        def counts(buckets: Sequence[Bucket]) -> torch.Tensor:
-            found = torch.zeros(2, dtype=torch.float64, device=self.device)
-            for bucket in buckets:
-                for _, _, grads in bucket.rectangles(bucket.own_grads, bucket.span[0]):
-                    found += torch.stack([(grads == 0).sum(), found.new_tensor(grads.numel())])
-            return found
-
-        return self._model_sum(counts, 2)
-
-    def _model_sum(self, local: Callable[[Sequence[Bucket]], torch.Tensor], *shape: int) -> torch.Tensor:
-        """The sum of local(buckets), float64, over the ranks that hold the model's elements once each."""
-        found = torch.zeros(shape, dtype=torch.float64, device=self.device)
-        axes: dict[tuple[int, ...], tuple[Axis, set[str]]] = {}
-        for name, data in self.mesh.data_axes.items():
-            axis = self.mesh.everyone if self.zero else data.model
-            axes.setdefault(axis.ranks, (axis, set()))[1].add(name)
-        for axis, names in axes.values():
-            counted = [bucket for bucket in self.buckets if bucket.counted and bucket.data.name in names]
-            part = local(counted) if counted else torch.zeros_like(found)
-            all_reduce(part, axis)
-            found += part
-        return found
-
-    @property
-    def device(self) -> torch.device:
-        return self.buckets[0].own_grads.device
-
     @property
     def data_ranks(self) -> int:
         """The most ranks over which any gradient is summed."""
         return max(bucket.data.axis.size for bucket in self.buckets)
-
-    def whole_sums(self, bucket: Bucket, sums: torch.Tensor) -> torch.Tensor:
-        """Sums over whole logical tensors, from what each rank of the stage has summed over its span of `bucket`.
-
-        Where tensor ranks hold copies, the first one's count; all stages that hold a tied tensor get the first one's.
-        """
-        whole = sums.to(bucket.own_weights.device)
-        if bucket.replicated and not self.mesh.tp.first:
-            whole = torch.zeros_like(whole)
-        all_reduce(whole, self.mesh.stage if self.zero else bucket.data.parts)
-        if not bucket.holders.first:
-            whole = torch.zeros_like(whole)
-        all_reduce(whole, bucket.holders)
-        return whole.to(sums.device)
 
 
 class _Return(torch.autograd.Function):

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from mega.core.batch import Batch, Terms
 from mega.core.ops.autograd import run_backward
-from mega.core.parallel.gradients import DeferredWgrad, GradBuffer
+from mega.core.parallel.deferred import DeferredWgrad, run_wgrad
+from mega.core.parallel.gradients import GradBuffer
 from mega.core.parallel.mesh import Mesh
 from mega.core.plan import Compute, Exchange, Plan, Transfer
 
@@ -191,10 +192,10 @@ class _Step:
         if self.grads is not None:
             self.grads.final(self.backwards[act.chunk] == self.plan.microbatches)
             if self.splits:
-                self.grads.defer_wgrad()
+                self.grads.wgrad.defer()
         backward(self.pipeline.chunks[act.chunk].terms, out, arrived, self._scale(act))
         if self.grads is not None and self.splits:
-            self.deferred[key] = self.grads.take_deferred()
+            self.deferred[key] = self.grads.wgrad.take()
         if stage:
             self._give("B", act, tuple(_gradient(tensor) for tensor in cargo), stage - 1)
 
@@ -206,7 +207,7 @@ class _Step:
         assert self.grads is not None
         self.weights[act.chunk] += 1
         self.grads.final(self.weights[act.chunk] == self.plan.microbatches)
-        self.grads.run_wgrad(self.deferred.pop((act.microbatch, act.chunk)))
+        run_wgrad(self.deferred.pop((act.microbatch, act.chunk)))
 
     def _take(self, kind: str, act: Compute) -> Cargo:
         """Cargo that this compute needs; waits until it is here."""

@@ -17,6 +17,7 @@ import torch
 
 from mega.core.batch import Batch
 from mega.core.device import Reading
+from mega.core.parallel.bucket_sums import count_zeros, square_sum
 from mega.core.parallel.collectives import all_reduce
 from mega.core.plan import Plan, plan
 from mega.core.training.state import TrainState
@@ -125,11 +126,11 @@ def _sums_of_step(sums: torch.Tensor, factors: torch.Tensor, state: TrainState) 
 
 
 def _params_norm(state: TrainState) -> torch.Tensor:
-    return state.grads.square_sum(weights=True).sqrt()
+    return square_sum(state.grads, weights=True).sqrt()
 
 
 def _share_of_zeros(state: TrainState) -> torch.Tensor:
-    counts = state.grads.zeros()
+    counts = count_zeros(state.grads)
     return counts[0] / counts[1]
 
 
