@@ -43,6 +43,7 @@ from mega.core.config.world import ranks as count_ranks
 from mega.core.device import Device
 from mega.core.files import locked_alone
 from mega.core.parallel.exit_reports import explain_timeouts_by, report_exit, report_of, write_error
+from mega.core.parallel.interface import choose_interface
 from mega.core.parallel.mesh import Groups
 from mega.core.parallel.rendezvous import hosts_store, meet
 from mega.core.parallel.roll_call import RollCall
@@ -113,6 +114,7 @@ def connect(kind: str = "auto", backend: str = "auto", timeout_minutes: float = 
         if device.backend == "gloo":
             _check_interfaces()
         store = meet(world, timeout_minutes)
+        choose_interface(store, world)
         with _naming_interface():
             dist.init_process_group(
                 device.backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout

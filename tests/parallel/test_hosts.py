@@ -1,0 +1,53 @@
+"""Ranks of two hosts, each in a network namespace, where a host's own name resolves to a loopback address."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from mega.core.config.world import World
+from mega.core.parallel import interface
+from tests.support.hosts import hosts
+
+RUN = (
+    "pretrain --layers 1 --hidden 8 --heads 1 --seq-length 8 --vocab 64 --mock-data --micro-batch 1 --global-batch 2 "
+    "--lr 1e-3 --steps 2 --eval-iters 0 --log-interval 1 --device cpu --timeout-minutes 2"
+).split()
+
+
+def test_hosts_whose_names_are_loopback_addresses_meet(tmp_path: Path) -> None:
+    with hosts() as both:
+        command = [*RUN, "--metrics", str(tmp_path / "rows")]
+        jobs = [host.mega(command, rank, 2, both[0]) for rank, host in enumerate(both)]
+        said = [job.communicate(timeout=300)[0] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], said
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_host_goes_by_an_address_of_another(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MASTER_ADDR is its own name, which is no way out."""
+    monkeypatch.delenv(interface.VARIABLE, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "first")
+    store = dist.HashStore()
+    store.set("address/1", "10.0.0.2")
+    ways = {"first": "127.0.1.1" if rank == 0 else "10.0.0.2", "10.0.0.2": "10.0.0.1"}
+    monkeypatch.setattr(interface, "own_address", ways.__getitem__)
+    monkeypatch.setattr(interface, "interface_of", {"10.0.0.1": "eth0", "10.0.0.2": "eth1"}.__getitem__)
+    interface.choose_interface(store, World(rank, 2, 0, 1, "torchrun"))
+    assert os.environ[interface.VARIABLE] == f"eth{rank}"
+    monkeypatch.setenv(interface.VARIABLE, "ib0")
+    interface.choose_interface(store, World(rank, 2, 0, 1, "torchrun"))
+    assert os.environ[interface.VARIABLE] == "ib0"
+
+
+def test_an_interface_is_found_by_its_address() -> None:
+    names = [name for _, name in socket.if_nameindex()]
+    assert interface.interface_of("127.0.0.1") in (*names, None) and interface.interface_of("192.0.2.1") is None
+    assert interface.own_address("127.0.0.1") == "127.0.0.1" and interface.own_address("a..b") == ""
