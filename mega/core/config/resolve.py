@@ -16,6 +16,7 @@ from typing import Any
 from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.run import RunConfig, flag_of
 from mega.core.config.sections import (
+    GATED,
     LABELLED,
     BatchConfig,
     ModelConfig,
@@ -191,7 +192,7 @@ def records_graph(run: RunConfig, world: int) -> bool:
     assert model.hidden and model.heads and model.kv_heads and model.head_dim and model.ffn
     assert batch.micro_batch and batch.seq_length
     linears = 2 * (model.heads + model.kv_heads) * model.head_dim
-    linears += (3 if model.activation == "swiglu" else 2) * model.ffn
+    linears += (3 if model.activation in GATED else 2) * model.ffn
     scores = model.heads * model.head_dim * min(batch.seq_length, 2 * (model.window or batch.seq_length))
     tokens = batch.micro_batch * batch.seq_length / (parallel.tp * parallel.cp)
     work = tokens * (6 * model.hidden * linears + 6 * scores)
@@ -327,7 +328,7 @@ def _model(run: RunConfig, vocab: int | None) -> ModelConfig:
         longest = longest and max(longest, run.masking.decoder_seq_length)
     hidden, heads, ffn, head_dim = model.hidden, model.heads, model.ffn, model.head_dim
     if hidden is not None:
-        ffn = ffn or (gated_ffn(hidden) if model.activation == "swiglu" else 4 * hidden)
+        ffn = ffn or (gated_ffn(hidden) if model.activation in GATED else 4 * hidden)
         if heads:
             head_dim = head_dim or hidden // heads
     return replace(

@@ -1036,6 +1036,9 @@ class MaskingConfig(Section):
     )
 
 
+GATED: dict[str, Literal["gelu", "gelu_tanh", "silu", "relu2"]] = {"swiglu": "silu"}
+"""Values of --activation that are gated -> the activation of the gate."""
+
 LABELLED: dict[str, tuple[Literal["classification", "choice"], int]] = {
     "mnli": ("classification", 3),
     "qqp": ("classification", 2),

@@ -7,7 +7,7 @@ from typing import Any
 
 from mega.core.architecture.layer import Activation, Attention, Branch, Dense, Layer, Norm, Rope, RopeScaling
 from mega.core.architecture.model import Adapters, Architecture, Input, Stack
-from mega.core.config.sections import MOST_LAYERS, ModelConfig
+from mega.core.config.sections import GATED, MOST_LAYERS, ModelConfig
 
 CROSS = "encoder_attn"
 """What a decoder layer's attention to the memory is called, as in BART."""
@@ -76,10 +76,11 @@ def _attention(options: ModelConfig, *, name: str, **values: Any) -> Attention:
 
 def dense(options: ModelConfig) -> Dense:
     """A layer's feed-forward network."""
-    gated = options.activation == "swiglu"
-    activation: Activation = "silu" if options.activation == "swiglu" else options.activation
-    width = resolved(options.ffn, "ffn")
-    return Dense(name="mlp", site="feed_forward", width=width, activation=activation, gated=gated, bias=options.bias)
+    kind, width = options.activation, resolved(options.ffn, "ffn")
+    activation: Activation = GATED.get(kind, kind)  # type: ignore[arg-type]
+    return Dense(
+        name="mlp", site="feed_forward", width=width, activation=activation, gated=kind in GATED, bias=options.bias
+    )
 
 
 def branch(options: ModelConfig, mixer: Attention | Dense, before: Norm | None, after: Norm | None = None) -> Branch:
