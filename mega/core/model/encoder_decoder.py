@@ -84,17 +84,29 @@ class EncoderDecoderStage(StackStage):
         )
         return [(read, self.residual)] if self.encodes else [(written, self.residual), (read, self.dtype)]
 
+    covered = True
+    """Whether every token of the decoder sees one of the encoder's."""
+
+    def documents(self, batch: EncoderDecoderBatch) -> torch.Tensor:
+        """int64 [b, e]: the document of each token of the encoder, of which no token of another sees it. Padding is one
+        by itself."""
+        return padding_documents(batch.encoder_lengths.clamp(min=1), batch.encoder_tokens.shape[1])
+
+    def readers(self, batch: EncoderDecoderBatch) -> torch.Tensor:
+        """int64 [b, d]: the document of the encoder that each token of the decoder sees."""
+        return torch.zeros_like(batch.tokens)
+
     def stack_tokens(self, batch: EncoderDecoderBatch) -> tuple[torch.Tensor, ...]:
         return batch.encoder_tokens, batch.tokens
 
     def stream(
         self, batch: EncoderDecoderBatch, auxiliary: AuxiliarySums | None, *cargo: torch.Tensor
     ) -> tuple[ResidualState, *tuple[torch.Tensor, ...]]:
-        padding = padding_documents(batch.encoder_lengths.clamp(min=1), batch.encoder_tokens.shape[1])
+        documents = self.documents(batch)
         written = Side(batch.tokens, batch.samples)
         plain = self._context(written)
         if self.encodes:
-            stream = self._encoded(batch, padding, auxiliary, *cargo)
+            stream = self._encoded(batch, documents, auxiliary, *cargo)
             if self.decoder_embedding is None:
                 return (stream,)
             begun, memory = self.embedded(self.decoder_embedding, written, plain), self._memory(stream)
@@ -105,25 +117,26 @@ class EncoderDecoderStage(StackStage):
         if self.dropout_seed is not None and adapters is not None and adapters.dropout:
             columns = torch.arange(batch.encoder_tokens.shape[1], device=batch.samples.device)
             keys = token_keys(self.dropout_seed, batch.samples, columns).flatten()
-        context = replace(plain, memory=MemoryTokens(memory, padding, keys), auxiliary=auxiliary)
+        seen = MemoryTokens(memory, documents, self.readers(batch), self.covered, keys)
+        context = replace(plain, memory=seen, auxiliary=auxiliary)
         return self.through(self.decoder, ResidualState(begun), context), memory
 
     def _encoded(
-        self, batch: EncoderDecoderBatch, padding: torch.Tensor, auxiliary: AuxiliarySums | None, *cargo: torch.Tensor
+        self, batch: EncoderDecoderBatch, documents: torch.Tensor, auxiliary: AuxiliarySums | None, *cargo: torch.Tensor
     ) -> ResidualState:
         read = Side(batch.encoder_tokens, batch.samples)
-        context = replace(self._context(read, padding), auxiliary=auxiliary)
+        context = replace(self._context(read, documents), auxiliary=auxiliary)
         begun = cargo[0] if self.embedding is None else self.embedded(self.embedding, read, context)
         return self.through(self.encoder, ResidualState(begun), context)
 
-    def _context(self, side: Side, padding: torch.Tensor | None = None) -> ForwardContext:
-        """padding: as documents, where every token sees every other; None: where each sees those before it."""
+    def _context(self, side: Side, documents: torch.Tensor | None = None) -> ForwardContext:
+        """documents: of the encoder's tokens, each of which sees all of its own; None: each sees those before it."""
         return forward_context(
             self.architecture,
             side.samples,
             side.positions,
             self.region.axis,
-            documents=padding,
+            documents=documents,
             sequence=self.region.sequence,
             dropout_seed=self.dropout_seed,
             dtype=self.dtype,

@@ -26,8 +26,12 @@ class MemoryTokens:
 
     tokens: torch.Tensor
     """[memory tokens, h], ours under sequence parallelism."""
-    padding: torch.Tensor
-    """int64 [b, columns]: 0 for tokens, 1 after them."""
+    documents: torch.Tensor
+    """int64 [b, columns]: which document of its row each of them belongs to."""
+    readers: torch.Tensor
+    """int64 [b, s]: the document that each token of the reading layers sees."""
+    covered: bool
+    """Whether all of them are known to see a token."""
     keys: torch.Tensor | None
     """int64 [all memory tokens of the region], dropout keys for adapters; None where none drops."""
 
@@ -126,14 +130,19 @@ class ForwardContext:
         )
 
     def memory_mask(self, attention: Attention, layer: int, first_head: int) -> AttentionMask:
-        """What our tokens see of the memory: all but masked padding, and the first of a row in any case."""
-        assert self.memory is not None
-        padding = self.memory.padding
-        dropout = self._attention_dropout(attention, layer, first_head, padding.shape[1])
+        """What our tokens see of the memory: the documents that they read, or all of it where padding is seen too."""
+        memory = self.memory
+        assert memory is not None
+        dropout = self._attention_dropout(attention, layer, first_head, memory.documents.shape[1])
         if attention.padding != "masked":
             return AttentionMask("full", dropout=dropout)
-        real = padding.new_zeros(self.batch, self.seq)
-        return AttentionMask("full", q_documents=real, k_documents=padding, dropout=dropout, covered=True)
+        return AttentionMask(
+            "full",
+            q_documents=memory.readers,
+            k_documents=memory.documents,
+            dropout=dropout,
+            covered=memory.covered,
+        )
 
     def _attention_dropout(
         self, attention: Attention, layer: int, first_head: int, length: int
