@@ -67,13 +67,8 @@ class TokenizerIdentity(NamedTuple):
         return f"{self.kind} of {self.vocab_size} entries ({self.fingerprint[:12]})"
 
 
-class Tokenizer(Protocol):
-    """Text to ids and back.
-
-    Raw text takes the *ordinary* path in every family: the text `<|endoftext|>` or `</s>` inside a document
-    is split like any other text and never becomes a control token. What a family puts around each text
-    on its own (Llama's bos) is part of `encode`.
-    """
+class TokenTable(Protocol):
+    """What the ids of a tokenizer are: how many, what each stands for, and which of them are control tokens."""
 
     kind: str
     eod: int | None  # the end of a document; None where the family has none
@@ -92,14 +87,6 @@ class Tokenizer(Protocol):
     def start(self) -> int | None:
         """What stands in front of a text that has nothing before it; None where the family has no such token."""
         return self.eod if self.bos is None else self.bos
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of one text."""
-        ...
-
-    def encode_batch(self, texts: Sequence[str]) -> Encoded:
-        """The ids of many texts; the same as `encode` one by one, only faster."""
-        return flatten([self.encode(text) for text in texts])
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some ids; bytes that are not UTF-8 become U+FFFD."""
@@ -137,6 +124,31 @@ class Tokenizer(Protocol):
         ids = {"bos_token": self.bos, "eos_token": self.eod, "pad_token": self.pad}
         return {key: names[token] for key, token in ids.items() if token in names}
 
+    def special_ids(self) -> dict[str, int | None]:
+        """What a config.json of Hugging Face's says of the tokens that begin, end and fill a text; None for none.
+
+        Where a family has no token that begins a text, the end of the document before it does, as GPT-2's.
+        """
+        begin = self.eod if self.bos is None else self.bos
+        return {"bos_token_id": begin, "eos_token_id": self.eod, "pad_token_id": self.pad}
+
+
+class TextEncoder(TokenTable, Protocol):
+    """Text to ids, and where in the text each comes from.
+
+    Raw text takes the *ordinary* path in every family: the text `<|endoftext|>` or `</s>` inside a document
+    is split like any other text and never becomes a control token. What a family puts around each text
+    on its own (Llama's bos) is part of `encode`.
+    """
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of one text."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> Encoded:
+        """The ids of many texts; the same as `encode` one by one, only faster."""
+        return flatten([self.encode(text) for text in texts])
+
     def parse(self, text: str, literal: Sequence[Span] = ()) -> Parsed:
         """The ids of a text in which tokens stand by name, and nothing in front of it. literal: characters that are
         text, also where they spell a control token. Adjacent text is encoded as one piece."""
@@ -169,13 +181,9 @@ class Tokenizer(Protocol):
         ids = self.encode(text)[len(self.encode("")) :]
         return Parsed(ids, self.spans_of(text, ids))
 
-    def special_ids(self) -> dict[str, int | None]:
-        """What a config.json of Hugging Face's says of the tokens that begin, end and fill a text; None for none.
 
-        Where a family has no token that begins a text, the end of the document before it does, as GPT-2's.
-        """
-        begin = self.eod if self.bos is None else self.bos
-        return {"bos_token_id": begin, "eos_token_id": self.eod, "pad_token_id": self.pad}
+class Tokenizer(TextEncoder, Protocol):
+    """Text to ids and back, by files: those that made it, which tokenizer it is by them, and what others open it by."""
 
     def huggingface_files(self) -> dict[str, dict[str, Any]]:
         """File name -> JSON of what AutoTokenizer of transformers opens this tokenizer by, besides `files`."""
