@@ -140,7 +140,8 @@ def test_what_a_call_left_that_was_killed_at_its_end_goes(tmp_path: Path) -> Non
     inputs = corpus(tmp_path, 60)
     run(inputs, tmp_path / "out")
     before = sorted(path.name for path in (tmp_path / "out").iterdir())
-    for name in (".corpus.json.0123456789ab.tmp", ".00000-000000.json", ".shard-1-of-1.json", ".work.json"):
+    left = (".corpus.json.0123456789ab.tmp", ".00000-000000.json", ".shard-1-of-1.json", ".work.json")
+    for name in (*left, ".lock-1-of-1", ".lock-finish"):
         (tmp_path / "out" / name).write_text("{}")
     assert run(inputs, tmp_path / "out").repeated
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == before
@@ -229,3 +230,27 @@ def test_counts_survive_json() -> None:
     counts.sample("short", "a:1", "00000-000000", 0, "text", 3)
     counts.measure({"language": "en"})
     assert StepCounts.from_json(json.loads(json.dumps(counts.as_json()))) == counts
+
+
+def test_half_written_files_of_a_killed_call_go(tmp_path: Path) -> None:
+    inputs, out, dropped = corpus(tmp_path), tmp_path / "out", tmp_path / "dropped"
+    for name in ("00000-000000.jsonl.0123456789ab.tmp", ".work.json.0123456789ab.tmp"):
+        for folder in (out, dropped):
+            folder.mkdir(exist_ok=True)
+            (folder / name).write_text("half")
+    run(inputs, out, overwrite=True, dropped=dropped)
+    assert not [*out.glob("*.tmp"), *out.glob(".*.tmp"), *dropped.glob("0*.tmp")]
+    for folder in (out, dropped):
+        (folder / "00000-000001.jsonl.0123456789ab.tmp").write_text("half")
+    (out / ".corpus.json").unlink()
+    run(inputs, out, overwrite=True, dropped=dropped)
+    assert not [*out.glob("*.tmp"), *dropped.glob("0*.tmp")]
+
+
+def test_dropped_documents_of_other_work_are_not_mixed(tmp_path: Path) -> None:
+    inputs, dropped = corpus(tmp_path), tmp_path / "dropped"
+    run(inputs, tmp_path / "one", dropped=dropped)
+    with pytest.raises(ValueError, match=r"--dropped .*dropped: holds documents of other work"):
+        run(inputs[:1], tmp_path / "two", dropped=dropped)
+    counts = run(inputs[:1], tmp_path / "one", dropped=dropped, overwrite=True).counts
+    assert sum(len(lines(path)) for path in dropped.iterdir()) == counts.dropped["bad word"] == 30

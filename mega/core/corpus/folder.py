@@ -131,8 +131,6 @@ def locked_folder(options: RunOptions, accepted: Sequence[str]) -> Iterator[dict
     """
     folder = options.folder
     folder.mkdir(parents=True, exist_ok=True)
-    if options.dropped is not None:
-        options.dropped.mkdir(parents=True, exist_ok=True)
     index, count = options.shard
     with open(folder / f".lock-{index + 1}-of-{count}", "wb") as lock:
         if not locked_soon(lock.fileno()):
@@ -144,7 +142,7 @@ def locked_folder(options: RunOptions, accepted: Sequence[str]) -> Iterator[dict
                 f"--output {options.output}: is not empty, and holds no corpus that mega wrote; name another place"
             )
         if options.overwrite and (work is None or work.get("identity") not in accepted or (folder / RECORD).exists()):
-            for path in names:
+            for path in [*names, *_dropped_parts(options)]:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             names, work = [], None
         if work is not None and work.get("identity") not in accepted:
@@ -152,6 +150,13 @@ def locked_folder(options: RunOptions, accepted: Sequence[str]) -> Iterator[dict
                 f"--output {options.output}: belongs to unfinished work with other inputs or settings; repeat its "
                 "command line, or give --overwrite to start over"
             )
+        if work is None and _dropped_parts(options):
+            raise ValueError(
+                f"--dropped {options.dropped}: holds documents of other work; name another place, or give --overwrite "
+                "to replace them"
+            )
+        if options.dropped is not None:
+            options.dropped.mkdir(parents=True, exist_ok=True)
         if work is None or work["identity"] != accepted[0]:
             write_record(folder / _WORK, {"identity": accepted[0]})
         stale: dict[str, list[Path]] = {}
@@ -182,9 +187,17 @@ def _is_ours(path: Path) -> bool:
     return path.name.startswith((_WORK, RECORD, SURVEY, ".shard-")) or _PART_NAME.match(path.name) is not None
 
 
-def remove_work(folder: Path, paths: Sequence[Path]) -> None:
-    """Take away what was needed to resume: the counts of parts, and which work they are of."""
-    for path in [*paths, folder / _WORK]:
+def _dropped_parts(options: RunOptions) -> list[Path]:
+    """The files of parts in the folder of dropped documents."""
+    folder = options.dropped
+    return [path for path in folder.iterdir() if _PART_NAME.match(path.name)] if folder and folder.is_dir() else []
+
+
+def remove_work(options: RunOptions, paths: Sequence[Path]) -> None:
+    """Take away what was needed to resume, the counts of parts and which work they are of, and half-written files."""
+    folder = options.folder
+    written = [path for path in folder.iterdir() if _is_ours(path)] + _dropped_parts(options)
+    for path in [*paths, folder / _WORK, *(path for path in written if path.name.endswith(".tmp"))]:
         path.unlink(missing_ok=True)
 
 
@@ -200,7 +213,8 @@ def joined(folder: Path, output: Path) -> None:
 def tidy(options: RunOptions) -> None:
     """Take away what a call that was killed at its very end has left next to a complete output."""
     if not options.one_file:
-        hidden = [path for path in options.folder.glob(".*") if _is_ours(path) and path.name != RECORD]
+        locks = options.folder.glob(".lock-*")
+        hidden = [*locks, *(path for path in options.folder.glob(".*") if _is_ours(path) and path.name != RECORD)]
         for path in [*hidden, *(path for path in options.folder.glob("*.tmp") if _is_ours(path))]:
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
     remove_joined_parts(options)

@@ -315,7 +315,7 @@ def finish(
         record = {"identity": identity, "step": step.name, "settings": _settings(step)}
         record |= {"inputs": [str(path) for path in paths], "counts": total.as_json()}
         write_record(options.record, json.loads(json.dumps(record, default=str)))
-        remove_work(folder, [*sidecars, *marks])
+        remove_work(options, [*sidecars, *marks])
         (folder / ".lock-finish").unlink(missing_ok=True)
     shutil.rmtree(folder / SURVEY, ignore_errors=True)
     remove_joined_parts(options)
