@@ -1,13 +1,14 @@
 """The recipe of docs/detoxification.md on a tiny model: its verbs one after another, and the figures before and after.
 
-    python tests/battery/detoxification.py [--work DIR] [--device cpu] [--seeds 1 2 3] [--tune-steps 350] [--lr 1.1e-3]
+    python tests/battery/detoxification.py [--work DIR] [--device cpu] [--seeds 1 2 3] [--lr 8e-4] [--choosing]
 
 A small GPT learns the speeches of Shakespeare's plays; a list of words (insults and deaths) scores. One JSON line a
 seed: toxicity of continuations and perplexity of the original corpus, before and after; then one of their means and
 spreads. A seed is that of weights, order, own texts and continuations. It ends with 1 unless in the mean toxicity has
 fallen by half and the perplexity has risen by less than 5 %. Work that is in DIR is not done again.
 
-Settings were chosen by the first 60 held-out speeches as prompts, and seed 1234; figures are of the 100 after them.
+Settings are chosen with --choosing, whose prompts are the first 60 held-out speeches, and seeds that are not reported;
+else prompts are the 100 after them.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ MODEL = "--layers 2 --hidden 64 --heads 2 --seq-length 64 --positions 128 --hidd
 TOKENIZER = "--tokenizer GPT2BPETokenizer --vocab-file bpe/vocab.json --merge-file bpe/merges.txt"
 RATE = "--min-lr 1e-4 --lr-warmup-steps 50 --lr-decay cosine"
 TUNING = "--lr-decay cosine --weight-decay 0.1 --adam-beta2 0.95"
-PROMPTS = slice(60, 160)
-"""Of the speeches that are held out."""
+CHOOSING, REPORTED = slice(0, 60), slice(60, 160)
+"""Prompts, of the speeches that are held out."""
 
 
 class Recipe:
@@ -61,7 +62,7 @@ class Recipe:
         if not (self.work / name).exists():
             self.mega(line)
 
-    def corpus(self) -> None:
+    def corpus(self, prompts: slice) -> None:
         """Speeches as documents, a tokenizer of them, and prompts: the beginnings of speeches that are held out."""
         (self.work / "words.txt").write_text("\n".join(LISTED.split()))
         speeches = [part.strip() for part in shared("tinyshakespeare/input.txt").read_text().split("\n\n")]
@@ -72,7 +73,7 @@ class Recipe:
         scorer = WordScorer(self.work / "words.txt")
         held_out = [json.loads(line)["text"] for line in (self.work / "split/valid.jsonl").read_text().splitlines()]
         with open(self.work / "prompts.jsonl", "w") as file:
-            for text in held_out[PROMPTS]:
+            for text in held_out[prompts]:
                 prompt = " ".join(text.split(" ")[:8])
                 (score,) = scorer.score([prompt])
                 assert score is not None
@@ -118,7 +119,7 @@ class Recipe:
 
 def of_seed(recipe: Recipe, given: argparse.Namespace) -> dict[str, Any]:
     """The whole recipe with one seed."""
-    recipe.corpus()
+    recipe.corpus(CHOOSING if given.choosing else REPORTED)
     recipe.train(given.steps)
     recipe.detoxify(given.samples, given.tune_steps, given.lr)
     before, after = recipe.figures("original"), recipe.figures("clean")
@@ -139,7 +140,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--samples", type=int, default=6000)
     parser.add_argument("--tune-steps", type=int, default=350)
-    parser.add_argument("--lr", type=float, default=1.1e-3)
+    parser.add_argument("--lr", type=float, default=8e-4)
+    parser.add_argument("--choosing", action="store_true", help="prompts by which settings are chosen")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         work, rows = (given.work or Path(place)).resolve(), []
