@@ -42,6 +42,12 @@ class Annotate:
         """Why it runs in one process; "" where it may run in several."""
         return "a server is asked by --connections of one process" if self.how.is_server else ""
 
+    def check(self, document: CorpusDocument) -> None:
+        """A document is an object with a text: a line of text has no place for scores. Errors: ValueError."""
+        if document.plain:
+            raise ValueError("a line of text has no place for scores; must be JSON lines")
+        _ = document.text
+
     def load(self) -> Work:
         scorer = make_scorer(self.how)
 

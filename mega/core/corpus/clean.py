@@ -94,7 +94,7 @@ class Clean:
         """Errors: ValueError where a task's library is not installed."""
         detect = None
         if {"language", "remove_512_non_english"} & set(self.tasks):
-            detect = detector(self.language_by, self.language_model)
+            detect = detector(self.language_by, self.language_model, language=self.language)
         tasks = [(task, self._task(task, detect)) for task in self._applied()]
 
         def clean(document: CorpusDocument) -> Result:

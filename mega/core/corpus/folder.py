@@ -145,6 +145,10 @@ def locked_folder(options: RunOptions, accepted: Sequence[str]) -> Iterator[dict
             for path in [*names, *_dropped_parts(options)]:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             names, work = [], None
+        if work is not None and work.get("identity") not in accepted and not _anything_done(options):
+            for path in names:  # such as after a mistake in the first line
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            names, work = [], None
         if work is not None and work.get("identity") not in accepted:
             raise ValueError(
                 f"--output {options.output}: belongs to unfinished work with other inputs or settings; repeat its "
@@ -185,6 +189,13 @@ def locked_soon(descriptor: int) -> bool:
 def _is_ours(path: Path) -> bool:
     """Whether `process` wrote a file of a folder."""
     return path.name.startswith((_WORK, RECORD, SURVEY, ".shard-")) or _PART_NAME.match(path.name) is not None
+
+
+def _anything_done(options: RunOptions) -> bool:
+    """Whether unfinished work has results, or may be under way in another shard."""
+    folder = options.folder
+    others = [path for path in folder.glob(".lock-*") if path.name != ".lock-1-of-1"]
+    return bool(others) or any(folder.glob(".0*.json")) or any((folder / SURVEY).rglob("*.*"))
 
 
 def _dropped_parts(options: RunOptions) -> list[Path]:

@@ -7,7 +7,7 @@ slower, random (its seed is fixed here), and it reads up to 10,000 characters. A
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Literal
 
@@ -23,25 +23,37 @@ def sample_of(text: str) -> str:
     return f"{text[:_WINDOW]} {text[middle : middle + _WINDOW]}"
 
 
-def detector(library: LanguageLibrary, model: str = "") -> Callable[[str], str]:
-    """Errors: ValueError where the library is not installed, or its model cannot be read."""
+Detector = tuple[Callable[[str], str], Collection[str]]
+"""The function, and all languages that it knows."""
+
+
+def detector(library: LanguageLibrary, model: str = "", *, language: str = "en") -> Callable[[str], str]:
+    """language: one that it must know.
+
+    Errors: ValueError where the library is not installed, or its model cannot be read.
+    """
     try:
         if library == "langdetect":
-            return _langdetect()
-        return _fasttext(model) if library == "fasttext" else _py3langid()
+            detect, known = _langdetect()
+        else:
+            detect, known = _fasttext(model) if library == "fasttext" else _py3langid()
     except ImportError:
         package = {"fasttext": "fasttext-predict"}.get(library, library)
         raise ValueError(f"--language-by {library}: is not installed; pip install {package}") from None
+    if language not in known:
+        raise ValueError(f"--language {language}: must be of {' '.join(sorted(known))}")
+    return detect
 
 
-def _py3langid() -> Callable[[str], str]:
+def _py3langid() -> Detector:
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
-    identify = LanguageIdentifier.from_model_file(MODEL_FILE).classify
-    return lambda text: str(identify(sample_of(text))[0]) if any(map(str.isalpha, text)) else ""
+    identifier = LanguageIdentifier.from_model_file(MODEL_FILE)
+    identify = identifier.classify
+    return lambda text: str(identify(sample_of(text))[0]) if any(map(str.isalpha, text)) else "", identifier.labels
 
 
-def _langdetect() -> Callable[[str], str]:
+def _langdetect() -> Detector:
     import langdetect
 
     langdetect.DetectorFactory.seed = 0
@@ -53,10 +65,10 @@ def _langdetect() -> Callable[[str], str]:
             return ""
 
     detect("a word")  # reads its profiles
-    return detect
+    return detect, langdetect.detector_factory._factory.langlist
 
 
-def _fasttext(model: str) -> Callable[[str], str]:
+def _fasttext(model: str) -> Detector:
     import fasttext
 
     if not Path(model).is_file():
@@ -68,6 +80,15 @@ def _fasttext(model: str) -> Callable[[str], str]:
 
     def detect(text: str) -> str:
         labels = predict(" ".join(sample_of(text).split()))[0]
-        return str(labels[0]).removeprefix("__label__").partition("_")[0] if len(labels) else ""
+        return _language(labels[0]) if len(labels) else ""
 
-    return detect
+    # Below any probability: at 0 those that are very unlikely are left out.
+    return detect, {_language(label) for label in predict("a word", k=1 << 16, threshold=-1.0)[0]}
+
+
+def _language(label: object) -> str:
+    """
+    >>> _language("__label__zh_Hans")
+    'zh'
+    """
+    return str(label).removeprefix("__label__").partition("_")[0]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mega.core.corpus.documents import CorpusDocument
-from mega.core.data.sources import BLOCK_BYTES, STDIN, BadLine, Kind, LineBlock, SourcePiece, blocks, pieces
+from mega.core.data.sources import BLOCK_BYTES, STDIN, BadLine, Kind, LineBlock, SourcePiece, blocks, kind_of, pieces
 
 PART_BYTES = 1 << 24
 """Of text in a part of lines. A part of parquet is a row group, one of arrow a whole file."""
@@ -119,13 +119,18 @@ def parts(paths: Sequence[Path], shard: tuple[int, int] = (0, 1), part_bytes: in
                 if low <= before < high:
                     yield from _unpacked_parts(number, piece, False, before, size, part_bytes)
                 continue
-            plain = piece.kind == "text" or (piece.kind == "packed lines" and path.stem.lower().endswith(".txt"))
+            plain = is_plain(path)
             if piece.kind == "parquet" or (not _packed(path) and piece.kind in ("lines", "text")):
                 found = _direct_parts(number, piece, plain, before, size, part_bytes)
                 yield from (part for part in found if low <= part.begin < high)
             elif low <= before < high:
                 yield from _unpacked_parts(number, piece, plain, before, size, part_bytes)
         before += size
+
+
+def is_plain(path: Path) -> bool:
+    """Whether the lines of a file are texts, not JSON."""
+    return kind_of(path) == "text"
 
 
 def is_dump(path: Path) -> bool:

@@ -41,7 +41,7 @@ from mega.core.corpus.folder import (
 )
 from mega.core.corpus.ledger import StepCounts
 from mega.core.corpus.part_files import PartOptions, ReadableDocuments, write_part
-from mega.core.corpus.parts import InputPart, parts
+from mega.core.corpus.parts import InputPart, is_plain, parts
 from mega.core.data.made import stamps
 from mega.core.data.sources import find
 from mega.core.data.workers import Buffer, Workers
@@ -95,6 +95,7 @@ def begin(
     against = find(options.against, "--against") if options.against else []
     paths = [*against, *find(inputs)]
     check_output(paths, options)
+    _check_form(paths, options)
     if against and not isinstance(step, SurveyStep):
         raise ValueError(f"--against: {step.name} looks at one document at a time; leave it out")
     identity = _identity(step, paths, options)
@@ -108,6 +109,17 @@ def begin(
         f"--output {options.output}: holds the result of other inputs or settings; name another place, or give "
         "--overwrite to replace it"
     )
+
+
+def _check_form(paths: Sequence[Path], options: RunOptions) -> None:
+    """One file of output has the form of the input, and a name that says so. Errors: ValueError."""
+    if not options.one_file:
+        return
+    name = options.output.name.lower().removesuffix(".gz").removesuffix(".zst")
+    for path in paths:
+        if is_plain(path) != name.endswith(".txt"):
+            own, end = ("lines of text", ".txt") if is_plain(path) else ("JSON lines", ".jsonl")
+            raise ValueError(f"--output {options.output}: of {path} {own} are written; name it {end}, or a folder")
 
 
 def accepted(step: CorpusStep | SurveyStep, paths: Sequence[Path], options: RunOptions) -> list[str]:
