@@ -158,7 +158,7 @@ def killed(line: Sequence[str], folder: Path, wait: float, with_workers: bool) -
         (os.killpg if with_workers else os.kill)(process.pid, signal.SIGKILL)
         process.wait()
         return True
-    assert code == 0, f"ended with {code} before it was killed"
+    assert code == 0, f"ended with {code} before it was killed: {(folder / 'errors.txt').read_text()[:300]}"
     return False
 
 

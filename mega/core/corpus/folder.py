@@ -31,7 +31,8 @@ RECORD = ".corpus.json"
 SURVEY = ".survey"
 _WORK = ".work.json"
 _MOST_BYTES = 1 << 28
-_LOCK_SECONDS = 3.0
+_LOCK_SECONDS = 20.0
+"""How long a call waits for the workers of a killed one to end; on a busy machine that takes more than a moment."""
 _PART_NAME = re.compile(r"\.?\d{5}-\d{6}\.")
 
 Packing = Literal["none", "gz", "zst"]
