@@ -5,7 +5,8 @@
 
     python tests/battery/corpora.py speed curve [--out FILE]
 
-datatrove needs xxhash < 4, pyahocorasick and fasteners. Each row is one JSON line. Processor seconds are compared, not hours of a clock: other work may run.
+datatrove needs xxhash < 4, pyahocorasick and fasteners. Each row is one JSON line. Processor seconds are compared, not
+hours of a clock: other work may run.
 """
 
 from __future__ import annotations
