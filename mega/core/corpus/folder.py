@@ -136,34 +136,9 @@ def locked_folder(options: RunOptions, accepted: Sequence[str]) -> Iterator[dict
     with open(folder / f".lock-{index + 1}-of-{count}", "wb") as lock:
         if not locked_soon(lock.fileno()):
             raise ValueError(f"--output {options.output}: another process writes into it; wait, or name another place")
-        names = [path for path in folder.iterdir() if not path.name.startswith(".lock-")]
-        work = read_record(folder / _WORK)
-        if not all(map(_is_ours, names)):
-            raise ValueError(
-                f"--output {options.output}: is not empty, and holds no corpus that mega wrote; name another place"
-            )
-        if options.overwrite and (work is None or work.get("identity") not in accepted or (folder / RECORD).exists()):
-            for path in [*names, *_dropped_parts(options)]:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-            names, work = [], None
-        if work is not None and work.get("identity") not in accepted and not _anything_done(options):
-            for path in names:  # such as after a mistake in the first line
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-            names, work = [], None
-        if work is not None and work.get("identity") not in accepted:
-            raise ValueError(
-                f"--output {options.output}: belongs to unfinished work with other inputs or settings; repeat its "
-                "command line, or give --overwrite to start over"
-            )
-        if work is None and _dropped_parts(options):
-            raise ValueError(
-                f"--dropped {options.dropped}: holds documents of other work; name another place, or give --overwrite "
-                "to replace them"
-            )
+        names = _taken_over(options, accepted)
         if options.dropped is not None:
             options.dropped.mkdir(parents=True, exist_ok=True)
-        if work is None or work["identity"] != accepted[0]:
-            write_record(folder / _WORK, {"identity": accepted[0]})
         stale: dict[str, list[Path]] = {}
         for path in names:
             if path.name.endswith(".tmp"):
@@ -190,6 +165,45 @@ def locked_soon(descriptor: int) -> bool:
 def _is_ours(path: Path) -> bool:
     """Whether `process` wrote a file of a folder."""
     return path.name.startswith((_WORK, RECORD, SURVEY, ".shard-")) or _PART_NAME.match(path.name) is not None
+
+
+def _taken_over(options: RunOptions, accepted: Sequence[str]) -> list[Path]:
+    """What is in the folder of the parts, after what belongs to other work has gone; the work is noted there.
+
+    Errors: ValueError where other things may not go.
+    """
+    folder = options.folder
+    names = [path for path in folder.iterdir() if not path.name.startswith(".lock-")]
+    work = read_record(folder / _WORK)
+    if not all(map(_is_ours, names)):
+        raise ValueError(
+            f"--output {options.output}: is not empty, and holds no corpus that mega wrote; name another place"
+        )
+    is_other = work is None or work.get("identity") not in accepted
+    if options.overwrite and (is_other or (folder / RECORD).exists()):
+        names, work = _removed([*names, *_dropped_parts(options)]), None
+    elif work is not None and is_other and not _anything_done(options):
+        names, work = _removed(names), None  # such as after a mistake in the first line
+    elif work is not None and is_other:
+        raise ValueError(
+            f"--output {options.output}: belongs to unfinished work with other inputs or settings; repeat its "
+            "command line, or give --overwrite to start over"
+        )
+    if work is None and _dropped_parts(options):
+        raise ValueError(
+            f"--dropped {options.dropped}: holds documents of other work; name another place, or give --overwrite "
+            "to replace them"
+        )
+    if work is None or work["identity"] != accepted[0]:
+        write_record(folder / _WORK, {"identity": accepted[0]})
+    return names
+
+
+def _removed(paths: Sequence[Path]) -> list[Path]:
+    """Remove them; nothing is left."""
+    for path in paths:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return []
 
 
 def _anything_done(options: RunOptions) -> bool:
