@@ -7,6 +7,7 @@ import queue
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -186,6 +187,24 @@ def test_a_store_that_does_not_answer_keeps_no_rank(
     assert ended.get(timeout=60) == 1
     call.close()
     assert line in capsys.readouterr().err
+
+
+def test_ranks_that_keep_asking_find_the_one_that_is_silent() -> None:
+    """Wherever main threads stand, and although two of them ask at the same time."""
+    store, lost = dist.HashStore(), [list[str](), list[str]()]
+    calls = [roll_call.RollCall(store, rank, 3, 0.02) for rank in range(3)]
+    for call, lines in zip(calls, lost, strict=False):
+        call.keep_asking(lines.append)
+    for call in calls:
+        call.start()
+    time.sleep(2.0)
+    assert lost == [[], []]
+    calls[2].close()
+    began = time.monotonic()
+    while not all(lost) and time.monotonic() < began + 20:
+        time.sleep(0.05)
+    told = "rank 2 has not answered for 1.2 seconds (--timeout-minutes): it is stopped, or its host cannot be reached"
+    assert lost == [[told], [told]]
 
 
 def test_only_time_outs_are_explained() -> None:

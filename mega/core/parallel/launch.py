@@ -159,6 +159,12 @@ def _answer_others(store: Any, world: World, minutes: float) -> None:
     _CALLS.append(call)
 
 
+def keep_asking(lost: Callable[[str], None] | None = None) -> None:
+    """Have this rank ask the others regularly whether they live, as of `RollCall.keep_asking`."""
+    for call in _CALLS:
+        call.keep_asking(lost)
+
+
 def threads(ranks: int) -> int:
     """CPU threads of one of `ranks` on this host: OMP_NUM_THREADS, else its share of the cores."""
     asked = os.environ.get("OMP_NUM_THREADS", "")

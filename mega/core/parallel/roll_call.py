@@ -6,8 +6,10 @@
     3 a rank that is silent      was stopped, or cannot be reached: who asked ends the run and names it, in time
 
 Where all answer, a step may simply be long; the exchange's own time-out then ends it, and says where each rank stood.
-The store itself may be what is silent, where the rank or the host that has it was stopped or cut off: no call to it is
-waited for without end. It knows no collectives and no training.
+A server waits for requests, not for a step, so where a main thread stands says nothing: its ranks ask again and again
+(`keep_asking`), and a rank that has not answered for --timeout-minutes is lost. The store itself may be what is silent,
+where the rank or the host that has it was stopped or cut off: no call to it is waited for without end. It knows no
+collectives and no training.
 """
 
 from __future__ import annotations
@@ -34,6 +36,9 @@ LOOK = 0.5
 ANSWER = 20.0
 """Seconds in which a rank that lives answers, on the busiest machine; at most a third of the time-out."""
 
+INTERVAL = 120.0
+"""Seconds between the questions of a rank that keeps asking; at most a quarter of the time-out."""
+
 Result = TypeVar("Result")
 
 _SOURCE = Path(mega.__file__).parent.parent
@@ -51,6 +56,8 @@ class RollCall:
         self._look = max(min(LOOK, minutes), world / 500)
         self._answered = 0
         self._failed_at: str | None = None
+        self._interval: float | None = None
+        self._lost: Callable[[str], None] = _exit
         self._closed = threading.Event()
 
     def start(self) -> RollCall:
@@ -60,12 +67,18 @@ class RollCall:
     def close(self) -> None:
         self._closed.set()
 
+    def keep_asking(self, lost: Callable[[str], None] | None = None) -> None:
+        """From now on ask all ranks regularly, wherever this one's main thread stands. lost: called once, on the thread
+        that asks, with the line about ranks that have not answered; None: prints it and ends the process."""
+        self._lost = lost or _exit
+        self._interval = min(INTERVAL, 15 * self.minutes)
+
     def explain(self, error: BaseException) -> str:
         """Why an exchange has run out of time; where this rank stood is in its error."""
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         self._failed_at = next(filter(None, map(_own_place, reversed(frames))), None)
         try:
-            positions = in_time(self._ask, 1.5 * self._answer_seconds)
+            positions = self._asked(self._answer_seconds)
         except TimeoutError:
             return self._silent_store()
         silent = sorted(set(range(self._world)) - set(positions))
@@ -74,17 +87,24 @@ class RollCall:
     def _silent_store(self) -> str:
         return silence([0], self.minutes) if self._hosted else store_silence(self.minutes)
 
-    def _ask(self) -> dict[int, str]:
-        """Rank -> where its main thread stands, of those that answer in time."""
+    def _asked(self, seconds: float, answer: Callable[[], None] = lambda: None) -> dict[int, str]:
+        """As of `_ask`. Errors: TimeoutError where the store does not answer."""
+        return in_time(lambda: self._ask(seconds, answer), seconds + 0.5 * self._answer_seconds)
+
+    def _ask(self, seconds: float, answer: Callable[[], None]) -> dict[int, str]:
+        """Rank -> where its main thread stands, of those that answer in time. answer: called again and again, so that
+        ranks that ask each other hear each other."""
         number = self._store.add("asked", 1)
         self._store.set(f"question/{number}", "")
-        deadline, found = time.monotonic() + self._answer_seconds, {self._rank: self._place()}
-        while len(found) < self._world and time.monotonic() < deadline:
+        deadline, found = time.monotonic() + seconds, {self._rank: self._place()}
+        while len(found) < self._world and time.monotonic() < deadline and not self._closed.is_set():
+            answer()
             for rank in set(range(self._world)) - set(found):
                 key = f"answer/{number}/{rank}"
                 if self._store.check([key]):
                     found[rank] = self._store.get(key).decode()
             time.sleep(0.1)
+        answer()
         return found
 
     def _watch(self) -> None:
@@ -95,11 +115,15 @@ class RollCall:
             try:
                 in_time(self._answer, 60 * self.minutes)
                 now = self._standing()
-                if now != stood:
+                if self._interval is not None:
+                    if time.monotonic() > since + self._interval:
+                        self._suspect(60 * self.minutes - self._interval)
+                        since = time.monotonic()
+                elif now != stood:
                     stood, since = now, time.monotonic()
                 elif time.monotonic() > since + patience:
                     since = time.monotonic()
-                    self._suspect()
+                    self._suspect(self._answer_seconds)
             except TimeoutError:
                 self._end(self._silent_store())
             except Exception:
@@ -110,9 +134,9 @@ class RollCall:
             self._answered += 1
             self._store.set(f"answer/{self._answered}/{self._rank}", self._place())
 
-    def _suspect(self) -> None:
+    def _suspect(self, seconds: float) -> None:
         try:
-            silent = sorted(set(range(self._world)) - set(in_time(self._ask, 1.5 * self._answer_seconds)))
+            silent = sorted(set(range(self._world)) - set(self._asked(seconds, self._answer)))
         except TimeoutError:
             self._end(self._silent_store())
         else:
@@ -120,7 +144,8 @@ class RollCall:
 
     def _end(self, line: str) -> None:
         if line and not self._closed.is_set():
-            os._exit(report_exit(ExitReport(1, line)))
+            self._closed.set()
+            self._lost(line)
 
     def _standing(self) -> tuple[int, int] | None:
         """A value that changes when the main thread moves."""
@@ -158,6 +183,11 @@ def in_time(act: Callable[[], Result], seconds: float) -> Result:
     if error is not None:
         raise error
     return result  # type: ignore[return-value]
+
+
+def _exit(line: str) -> None:
+    """End this process, whatever its main thread waits for."""
+    os._exit(report_exit(ExitReport(1, line)))
 
 
 def _own_place(frame: FrameType) -> str | None:

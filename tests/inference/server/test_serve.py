@@ -116,6 +116,20 @@ def test_two_ranks_answer_as_one_and_end_together() -> None:
         assert process.stdout is not None and "rank 1 was killed by SIGKILL" in process.stdout.read()
 
 
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux")
+def test_a_stopped_rank_is_named_within_the_time_out() -> None:
+    """Requests in flight get 503 with its number, which no exchange of ranks would ever tell."""
+    with served("--tp", "2", "--timeout-minutes", "0.2") as (process, url, _):
+        pids = descendants(process.pid)
+        first = listener(pids, int(url.rpartition(":")[2]))
+        os.kill(next(pid for pid in pids if pid != first and parent(pid) == parent(first)), signal.SIGSTOP)
+        status, found = ask(url, prompt="Once", max_tokens=50, ignore_eos=True)
+        told = "rank 1 has not answered for 12 seconds (--timeout-minutes)"
+        assert status == 503 and told in found["error"]["message"]
+        assert process.wait(20) == 1
+        assert process.stdout is not None and f"mega: rank 0: {told}: it is stopped" in process.stdout.read()
+
+
 def test_sigterm_lets_answers_finish() -> None:
     with served("--temperature", "0", "--max-length", "64") as (process, url, _):
         replies: list[Any] = []

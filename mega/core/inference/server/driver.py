@@ -5,6 +5,7 @@
 3. The thread steps the engine as long as anything is in flight. Events reach the tickets on the loop's side.
 4. `cancel` of a ticket takes its sequence out of the engine.
 5. Where a step or a cancellation fails the engine is lost: every ticket hears of it, and so does `on_failure`.
+6. `lose` says the same of an engine whose step will never end, since another rank does not answer.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from functools import partial
 
 from mega.core.inference.relay import LostRank
 from mega.core.inference.request import Engine, Event, Request
+
+ENDING = 1.0
+"""Seconds in which a thread ends whose engine is lost; it may wait for a rank that is stopped."""
 
 
 class QueueFull(Exception):
@@ -91,10 +95,14 @@ class Driver:
             raise QueueFull(f"{self.in_flight} of at most {self.most} sequences are in flight; try later")
 
     def close(self) -> None:
-        """End the thread, and wait for it."""
+        """End the thread, and wait for it; but not for a step that never ends."""
         self._calls.put(None)
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(None if self.failure is None else ENDING)
+
+    def lose(self, error: BaseException) -> None:
+        """The engine is lost: those in flight hear of it, and so do calls that are still to come. From any thread."""
+        self._later(partial(self._spread, error))
 
     def abandon(self, reason: str) -> None:
         """End all sequences in flight: their tickets hear EngineLost with this reason."""
@@ -136,15 +144,7 @@ class Driver:
         self._later(lambda: self._accepted(made, added))
 
     def _fail(self, error: BaseException) -> None:
-        """The engine is lost: those in flight hear of it, and so do calls that are still to come."""
-
-        def spread() -> None:
-            self.failure = error
-            for ticket in list(self._tickets.values()):
-                self._end(ticket, EngineLost(_reason(error)))
-            self._on_failure(error)
-
-        self._later(spread)
+        self.lose(error)
         while (call := self._calls.get()) is not None:
             with contextlib.suppress(BaseException):
                 call()
@@ -155,6 +155,14 @@ class Driver:
             self._loop.call_soon_threadsafe(call)
 
     # --- on the loop ----------------------------------------------------------------------------------------------
+
+    def _spread(self, error: BaseException) -> None:
+        if self.failure is not None:
+            return
+        self.failure = error
+        for ticket in list(self._tickets.values()):
+            self._end(ticket, EngineLost(_reason(error)))
+        self._on_failure(error)
 
     def _accepted(self, made: list[Ticket], added: asyncio.Future[list[Ticket]]) -> None:
         for ticket in made:
@@ -195,6 +203,6 @@ def _cancel_all(added: asyncio.Future[list[Ticket]]) -> None:
 
 def _reason(error: BaseException | None) -> str:
     """What a client may know: which rank was lost; of other errors, that there was one."""
-    if isinstance(error, LostRank):  # the first part of it, not what a library had to add
+    if isinstance(error, LostRank | TimeoutError):  # the first part of it, not what a library had to add
         return f"the model has failed: {str(error).split(': ')[0]}"
     return "the model has failed"

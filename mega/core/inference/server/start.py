@@ -25,7 +25,7 @@ from mega.core.inference.load import OpenedModel, check_tokenizer, compute_dtype
 from mega.core.inference.opening import EngineOptions, start_engine
 from mega.core.inference.server.run import HttpServer, bind, raise_file_limit
 from mega.core.inference.server.service import Manner, ServerOptions
-from mega.core.parallel.launch import STOPPING, connect
+from mega.core.parallel.launch import STOPPING, connect, keep_asking
 from mega.core.parallel.mesh import Mesh
 from mega.core.text.chat import ChatFormat, chat_format
 from mega.core.text.tokenizer import Tokenizer
@@ -38,8 +38,9 @@ _SWITCH_SECONDS = 0.001
 
 @dataclass(frozen=True, kw_only=True)
 class ServePlan:
-    """What is served where. dtype: to compute in; None: fp32 on a CPU, else the weights' own. template: a name of
-    TEMPLATES, or a Jinja file; None: the model's own. adapters: where those of the options' names lie."""
+    """What is served where. dtype: to compute in; None: fp32 on a CPU, else the weights' own. timeout_minutes: for how
+    long a rank may not answer. template: a name of TEMPLATES, or a Jinja file; None: the model's own. adapters: where
+    those of the options' names lie."""
 
     path: str
     options: ServerOptions
@@ -50,6 +51,7 @@ class ServePlan:
     pp: int = 1
     dtype: str | None = None
     device: str = "auto"
+    timeout_minutes: float = 10
     template: str | None = None
     adapters: Mapping[str, Path] = field(default_factory=dict)
 
@@ -89,7 +91,8 @@ def serve_rank(plan: ServePlan) -> int:
     whole = Manner(chat=chat, no_chat=no_chat or plan.options.no_chat, stop_ids=stop_ids)
     vocab = opened.architecture.input.vocab
     manners = {each.name: _manner(each, whole, tokenizer, vocab) for each in adapters if first}
-    world, device, groups = connect(plan.device)
+    world, device, groups = connect(plan.device, timeout_minutes=plan.timeout_minutes)
+    keep_asking()
     mesh = Mesh(world.rank, tp=plan.tp, pp=plan.pp, groups=groups)
     dtype = compute_dtype(opened, device, plan.dtype)
     options = replace(plan.engine, vocab=tokenizer.vocab_size)
@@ -103,6 +106,7 @@ def serve_rank(plan: ServePlan) -> int:
     limits = replace(plan.options.limits, connections=raise_file_limit(plan.options.limits.connections))
     answers = replace(plan.options, limits=limits, stop_ids=stop_ids, no_chat=whole.no_chat)
     server = HttpServer(engine, tokenizer, answers, chat, manners)
+    keep_asking(lambda line: server.driver.lose(TimeoutError(line)))
     precision = str(dtype).removeprefix("torch.") + ", weights in fp8" * plan.engine.fp8_weights
     about = f"{precision} on {world.size} {device.torch.type} rank{'s' * (world.size > 1)}"
     about += f"; loaded in {loaded - began:.1f} s{warm}"
