@@ -25,7 +25,7 @@ from mega.core.inference.opening import EngineOptions, start_engine
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Axis, Mesh
-from mega.core.parallel.one_shot import ALIGNMENT, OneShot, Sum, by_group, limit_of, sum_over
+from mega.core.parallel.one_shot import ALIGNMENT, OneShot, Sum, by_group, exchange_over, limit_of
 
 DTYPES = torch.bfloat16, torch.float32
 LIMIT = 1 << 20
@@ -69,7 +69,7 @@ def check(shared: bool, turns: int) -> int:
     device = torch.device("cuda", 0) if shared else own.torch
     axis = Mesh(world.rank, tp=world.size, groups=groups).tp
     for dtype in DTYPES:
-        assert shared or getattr(sum_over(axis, device, dtype), "__name__", "") == "summed_by_size", (
+        assert shared or getattr(exchange_over(axis, device, dtype).sum, "__name__", "") == "summed_by_size", (
             "NCCL adds up small tensors"
         )
         for recorded in (False, True):

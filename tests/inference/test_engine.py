@@ -37,9 +37,10 @@ from mega.core.model.decode import DecodeStep
 from mega.core.model.decoder import DecoderStage
 from mega.core.ops.fp8_weights import narrowed
 from mega.core.ops.suite import choose, forward_only
-from mega.core.parallel.collectives import all_reduce, first_problem
+from mega.core.parallel.collectives import all_gather, all_reduce, first_problem
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Axis, Groups, Mesh
+from mega.core.parallel.one_shot import Exchange
 from mega.core.parallel.region import ALONE
 from mega.core.parallel.weight import ParameterFactory, initialise
 from tests.support.shared import shared
@@ -285,28 +286,29 @@ def test_stories_at_other_layouts(pool: Pool, tp: int, pp: int) -> None:
 
 
 def counted_sums(groups: Groups, rank: int) -> tuple[int, int]:
-    """Sums over tensor ranks that the given one made, and branches that this rank computed; the text is as expected."""
+    """Sums over tensor ranks that the given one made, and embeddings and branches that this rank computed; the text is
+    as expected."""
     sums, steps, whole = [0], list[Step](), Worker.launch
 
-    def sum_over(axis: Axis, device: torch.device, dtype: torch.dtype) -> Callable[[torch.Tensor], None]:
+    def exchange_over(axis: Axis, device: torch.device, dtype: torch.dtype) -> Exchange:
         assert (axis.name, axis.size, device, dtype) == ("tp", 2, CPU, torch.float32)
 
-        def summed(x: torch.Tensor) -> None:
+        def summed(x: torch.Tensor, into: torch.Tensor | None = None) -> None:
             sums[0] += 1
             all_reduce(x, axis)
 
-        return summed
+        return Exchange(summed, lambda x: all_gather(x[None], axis))
 
     def launch(own: Worker, step: Step) -> Launched:
         steps.append(step)
         return whole(own, step)
 
     with (
-        mock.patch("mega.core.inference.worker.sum_over", sum_over),
+        mock.patch("mega.core.inference.worker.exchange_over", exchange_over),
         mock.patch.object(Worker, "launch", launch),
     ):
         assert all(speaks_as_expected(groups, rank, 2, 1, False) or [True])
-    return sums[0], 2 * (open_model(stories()).model.layers or 0) * len(steps)
+    return sums[0], (1 + 2 * (open_model(stories()).model.layers or 0)) * len(steps)
 
 
 def test_every_branch_is_added_up_by_the_given_sum(pool: Pool) -> None:

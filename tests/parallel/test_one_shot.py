@@ -18,7 +18,7 @@ from mega.core.parallel import one_shot
 from mega.core.parallel.collectives import all_gather, all_reduce
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import SINGLE, Axis, Groups, Mesh
-from mega.core.parallel.one_shot import ALIGNMENT, HostSum, Sum, sum_over, takes, tried
+from mega.core.parallel.one_shot import ALIGNMENT, HostSum, Sum, by_size, exchange_over, takes, tried
 from mega.core.parallel.shared_memory import SharedMemory
 from tests.support.triton import needs_kernels
 
@@ -65,7 +65,7 @@ def used(groups: Groups, rank: int, size: int, fails: str) -> tuple[bool, list[s
 
     host = "elsewhere" if fails == "host" and last else "here"
     with mock.patch("socket.gethostname", lambda: host), mock.patch.object(one_shot.log, "warning", note):
-        summed = tried(axis, CPU, torch.float32, open_small, LIMIT)
+        summed = by_size(axis, tried(axis, CPU, torch.float32, open_small, LIMIT), torch.float32, LIMIT)
     stand_in.sizes.clear()
     for count in (4, 5, LIMIT // 4, LIMIT):
         x = torch.randn(count, generator=torch.Generator().manual_seed(rank))
@@ -101,7 +101,7 @@ def on_this_host(groups: Groups, rank: int, size: int, dtype: torch.dtype) -> No
     summed = HostSum(axis, dtype, LIMIT)
     drawn = [torch.Generator().manual_seed(each) for each in range(size)]
     for turn in range(200):
-        count = (4, 64, 4096, LIMIT // 8)[turn % 4]
+        count = (5, 64, 4096, LIMIT + 3)[turn % 4]  # the last one takes several pieces
         parts = [torch.randn(count, generator=each).to(dtype) for each in drawn]
         if late.random() < 0.05:
             time.sleep(late.random() * 0.01)
@@ -115,6 +115,7 @@ def on_this_host(groups: Groups, rank: int, size: int, dtype: torch.dtype) -> No
         else:
             summed(x, into)
             assert torch.equal(into, 1 + expected)
+        assert torch.equal(summed.gather(parts[rank].view(1, -1)), torch.stack(parts)[:, None])
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(2, torch.float32), (3, torch.bfloat16)])
@@ -180,14 +181,15 @@ def by_gloo(groups: Groups, rank: int) -> None:
     axis = Mesh(rank, tp=2, groups=groups).tp
     with mock.patch.object(one_shot, "tried", side_effect=AssertionError):
         # Ranks on devices may be on gloo, too.
-        summed = sum_over(axis, torch.device("cuda", 0), torch.float32)
+        exchange = exchange_over(axis, torch.device("cuda", 0), torch.float32)
     x = torch.full((4,), float(rank))
-    summed(x)
+    assert exchange.gather(x).tolist() == [[0.0] * 4, [1.0] * 4]
+    exchange.sum(x)
     assert x.tolist() == [1.0] * 4
 
 
 def test_ranks_on_gloo_use_their_group(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
     pool.run(by_gloo, world=2)
     with caplog.at_level(logging.WARNING), mock.patch.object(one_shot, "tried", side_effect=AssertionError):
-        sum_over(SINGLE, torch.device("cuda", 0), torch.float32)
+        exchange_over(SINGLE, torch.device("cuda", 0), torch.float32)
     assert not caplog.text

@@ -29,9 +29,9 @@ from mega.core.model.forward import rotary_tables
 from mega.core.ops.kept_keys import KeptKeys
 from mega.core.ops.paged_attention import INVARIANT, trusted
 from mega.core.ops.rotary import spread
-from mega.core.parallel.collectives import all_gather, first_problem
+from mega.core.parallel.collectives import first_problem
 from mega.core.parallel.mesh import Mesh
-from mega.core.parallel.one_shot import sum_over
+from mega.core.parallel.one_shot import exchange_over
 
 
 class Worker:
@@ -79,7 +79,8 @@ class Worker:
             {rope: spread(*table) for rope, table in tables.items()} if stage.ops.spread else tables,
             KeptKeys(pool) if keeps else None,
         )
-        self._decode = DecodeStep(stage, sum_over(mesh.tp, device, stage.dtype))
+        self._exchange = exchange_over(mesh.tp, device, stage.dtype)
+        self._decode = DecodeStep(stage, self._exchange.sum)
         self._latest = torch.zeros(requests + 1, dtype=torch.long, device=device)  # one more, for nobody
         self._arriving: deque[_Arriving] = deque()
         self.graphs: StepGraphs | None = None
@@ -156,10 +157,8 @@ class Worker:
 
     def _gathered(self, logits: torch.Tensor) -> torch.Tensor:
         """[m, ids of this rank] of every rank -> fp32 [m, vocab], without padding."""
-        size = self.mesh.tp.size
-        if size > 1:
-            rows, local = logits.shape
-            logits = all_gather(logits, self.mesh.tp).view(size, rows, local).transpose(0, 1).reshape(rows, -1)
+        if self.mesh.tp.size > 1:
+            logits = self._exchange.gather(logits).transpose(0, 1).reshape(len(logits), -1)
         return logits[:, : self.vocab].float()
 
     def _choose(self, logits: torch.Tensor, step: Step) -> torch.Tensor | None:

@@ -73,7 +73,7 @@ class DecodeStep:
 
     ids, positions: int64 [tokens], the next of any sequences. Gives what the next stage is given, [tokens, h]; on the
     last stage the logits of the tokens `wanted`, int64 [w], as [w, ids of this rank]. sum_ranks: adds up what the
-    tensor ranks make of a branch [tokens, h] [by the group of the linear layer's region].
+    tensor ranks make of a branch, and their rows of the embedding, [tokens, h] [by the group of the region].
     """
 
     def __init__(self, stage: DecoderStage, sum_ranks: Sum | None = None):
@@ -81,6 +81,7 @@ class DecodeStep:
         assert all(attention.source == "self" for attention in stage.architecture.attentions)
         assert isinstance(stage.embedding, Embedding | None) and isinstance(stage.head, Head | None)
         self._embedding, self._head, self._ops = stage.embedding, stage.head, stage.ops
+        self._sum = sum_ranks
         self._last_norm = None if self._head is None else _norm(self._head.norm)
         self._ropes = stage.architecture.ropes
         parts = _DecodeParts(_tried(stage), sum_ranks, (None, *self._ropes))
@@ -94,7 +95,7 @@ class DecodeStep:
         cache: KeyValueCache,
         *cargo: torch.Tensor,
     ) -> torch.Tensor:
-        x = cargo[0] if self._embedding is None else self._embedding.look_up(ids, positions)
+        x = cargo[0] if self._embedding is None else self._embedding.look_up(ids, positions, None, self._sum)
         rotary: list[Rotary | None] = [None]
         for rope in self._ropes:
             cos, sin = cache.tables[rope]

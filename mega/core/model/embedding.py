@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -56,9 +58,16 @@ class Embedding(nn.Module):
         drop = context.dropout(self.dropout, OUTSIDE, self.site)
         return self.ops.added(None, self.look_up(tokens.flatten(), *ours), None, drop)
 
-    def look_up(self, tokens: torch.Tensor, positions: torch.Tensor, types: torch.Tensor | None = None) -> torch.Tensor:
-        """The same without dropout, of int64 [tokens]: tokens of the whole region, positions and types of ours."""
-        x = self.tokens(tokens)
+    def look_up(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        types: torch.Tensor | None = None,
+        sum_ranks: Callable[[torch.Tensor], None] | None = None,
+    ) -> torch.Tensor:
+        """The same without dropout, of int64 [tokens]: tokens of the whole region, positions and types of ours.
+        sum_ranks: as of `VocabEmbedding`."""
+        x = self.tokens(tokens, sum_ranks)
         if self.scale != 1.0:
             x = x * self.scale
         if self.positions is not None:

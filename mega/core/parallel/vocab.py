@@ -7,6 +7,7 @@ logits are minus infinity, so it takes no probability and gets no gradient.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -56,18 +57,22 @@ def look_up(ids: torch.Tensor, weight: Weight) -> torch.Tensor:
 
 
 class VocabEmbedding(nn.Module):
-    """Token ids [tokens] -> [tokens, h], or our tokens under sequence."""
+    """Token ids [tokens] -> [tokens, h], or our tokens under sequence. sum_ranks: adds up the rows of all ranks in
+    place, without a gradient [the group of the region]."""
 
     def __init__(self, make: ParameterFactory, tensor: Tensor, region: Region):
         super().__init__()
         self.weight = make(tensor)
         self.region = region
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, sum_ranks: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
         if self.region.size == 1:
             return look_up(ids, self.weight)
         first = self.region.axis.index * self.weight.shape[0]
         rows = _LookUp.apply(ids, self.weight, first)  # type: ignore[no-untyped-call]
+        if sum_ranks is not None:
+            sum_ranks(rows)
+            return rows  # type: ignore[no-any-return]
         return reduce_from_region(rows, self.region.axis, self.region.sequence)
 
 
