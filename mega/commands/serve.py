@@ -29,6 +29,17 @@ PrefillChunk = Annotated[
     int | None, typer.Option("--prefill-chunk", help="most prompt tokens of a step [by the device]", min=1)
 ]
 
+TimeoutMinutes = Annotated[
+    float,
+    typer.Option(
+        "--timeout-minutes",
+        "--distributed-timeout-minutes",
+        help="give up on a rank that has not answered for so long",
+        min=0.05,
+        max=35_000,
+    ),
+]
+
 STATED_BY = "the checkpoint says it, or each request does"
 """Why options of a training that are given here change nothing."""
 
@@ -72,16 +83,7 @@ def run(
     max_body: Annotated[int, typer.Option("--max-body", help="bytes of a request", min=1024)] = 8 << 20,
     max_connections: Annotated[int, typer.Option("--max-connections", help="clients at a time", min=1)] = 1024,
     timeout: Annotated[float, typer.Option("--request-timeout", help="seconds until a whole answer", min=0.1)] = 600.0,
-    timeout_minutes: Annotated[
-        float,
-        typer.Option(
-            "--timeout-minutes",
-            "--distributed-timeout-minutes",
-            help="give up on a rank that has not answered for so long",
-            min=0.05,
-            max=35_000,
-        ),
-    ] = 10.0,
+    timeout_minutes: TimeoutMinutes = 10.0,
     drain: Annotated[float, typer.Option("--drain-seconds", help="for answers in flight, after SIGTERM", min=0)] = 30.0,
     temperature: Annotated[float, typer.Option("--temperature", help="where a request gives none")] = 1.0,
     top_k: Annotated[int, typer.Option("--top-k", help="where a request gives none; 0 is off")] = 0,
@@ -118,11 +120,7 @@ def run(
 
     check_host(host, token)
     limits = ServerLimits(
-        body=max_body,
-        waiting=max_waiting,
-        connections=max_connections,
-        request_seconds=timeout,
-        drain_seconds=drain,
+        body=max_body, waiting=max_waiting, connections=max_connections, request_seconds=timeout, drain_seconds=drain
     )
     called, adapters = name or path.resolve().name, adapter_paths(adapter or ())
     if called in adapters:

@@ -40,7 +40,7 @@ from mega.core.ops.suite import choose, forward_only
 from mega.core.parallel.collectives import all_gather, all_reduce, first_problem
 from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Axis, Groups, Mesh
-from mega.core.parallel.one_shot import Exchange
+from mega.core.parallel.one_shot import RankExchange
 from mega.core.parallel.region import ALONE
 from mega.core.parallel.weight import ParameterFactory, initialise
 from tests.support.shared import shared
@@ -290,14 +290,14 @@ def counted_sums(groups: Groups, rank: int) -> tuple[int, int]:
     as expected."""
     sums, steps, whole = [0], list[Step](), Worker.launch
 
-    def exchange_over(axis: Axis, device: torch.device, dtype: torch.dtype) -> Exchange:
+    def exchange_over(axis: Axis, device: torch.device, dtype: torch.dtype) -> RankExchange:
         assert (axis.name, axis.size, device, dtype) == ("tp", 2, CPU, torch.float32)
 
         def summed(x: torch.Tensor, into: torch.Tensor | None = None) -> None:
             sums[0] += 1
             all_reduce(x, axis)
 
-        return Exchange(summed, lambda x: all_gather(x[None], axis))
+        return RankExchange(summed, lambda x: all_gather(x[None], axis))
 
     def launch(own: Worker, step: Step) -> Launched:
         steps.append(step)

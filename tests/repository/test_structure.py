@@ -35,7 +35,7 @@ LONG = {
     "preprocess.run": 76,
     "train_tokenizer.run": 52,
     "reshard.run": 106,
-    "serve.run": 122,
+    "serve.run": 120,
     "argv.translate": 51,
     "fairseq.model_from_options": 53,
     "torch_dist.read_records": 74,

@@ -162,14 +162,14 @@ def by_group(axis: Axis) -> Sum:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class RankExchange:
     """What ranks of an axis do with tensors of a step. gather: x [...] of every rank, as [ranks, ...]."""
 
     sum: Sum
     gather: Callable[[torch.Tensor], torch.Tensor]
 
 
-def exchange_over(axis: Axis, device: torch.device, dtype: torch.dtype) -> Exchange:
+def exchange_over(axis: Axis, device: torch.device, dtype: torch.dtype) -> RankExchange:
     """How tensors are exchanged over the axis in a step of a model that only answers. All its ranks call this together.
 
     dtype: of most of them.
@@ -182,14 +182,14 @@ def exchange_over(axis: Axis, device: torch.device, dtype: torch.dtype) -> Excha
         return small.gather(x) if isinstance(small, HostSum) and takes(x, dtype, None) else by_collective(x)
 
     if axis.size == 1 or (device.type != "cpu" and dist.get_backend(axis.group) != "nccl"):
-        return Exchange(by_group(axis), by_collective)
+        return RankExchange(by_group(axis), by_collective)
     limit = None if device.type == "cpu" else limit_of(axis.size)
 
     def opened() -> Sum:
         return HostSum(axis, dtype, HOST_PIECE) if limit is None else OneShot(axis, device, limit)
 
     small = tried(axis, device, dtype, opened, limit)
-    return Exchange(by_size(axis, small, dtype, limit), gather)
+    return RankExchange(by_size(axis, small, dtype, limit), gather)
 
 
 def by_size(axis: Axis, small: Sum | None, dtype: torch.dtype, limit: int | None) -> Sum:
