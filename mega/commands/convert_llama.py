@@ -64,9 +64,10 @@ def run(
     if save_dir.resolve() == load_dir.resolve():
         raise ValueError(f"--save-dir {save_dir}: must not be the directory that is read")
     from mega.core.checkpoint.forms.convert import check_pair, convert, default_target
-    from mega.core.checkpoint.forms.form import check_flags, writer_of
+    from mega.core.checkpoint.forms.form import OWN, check_flags, writer_of
     from mega.core.checkpoint.forms.recognise import form_at
     from mega.core.checkpoint.own.layout import Layout
+    from mega.core.inference.identity import doubts
     from mega.core.inference.load import special_tokens
 
     source = form_at(load_dir)
@@ -82,8 +83,8 @@ def run(
     report = convert(load_dir, save_dir, to, layout, base=base, parts=parts, tokens=special_tokens)
     made = f"{report.path}: {report.tensors:,} tensors, {report.elements:,} elements, {report.bytes:,} bytes"
     print(made, *report.notes, sep="\n")
-    for loss in report.losses:
-        print(f"mega: {loss}", file=sys.stderr)
+    for line in (*report.losses, *(doubts(report.path) if source is not OWN and to != "peft" else ())):
+        print(f"mega: {line}", file=sys.stderr)
     if runs_both and continues_text(load_dir, save_dir):
         found = compare_logits(load_dir, save_dir)
         scale = f"largest logit {found.scale:.3g}, bound {found.bound:.3g}"

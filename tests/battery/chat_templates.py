@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from mega.core.text.build import build
 from tests.battery.data_ledger import Item, run
-from tests.support.chat_judge import formats, judge, opened
+from tests.support.chat_judge import formats, judge, of_transformers, opened
 from tests.support.chat_templates import CONVERSATIONS, SMALL, TEMPLATES, sentencepiece
 from tests.support.shared import shared
 
@@ -71,9 +71,28 @@ def item(family: str, name: str) -> dict[str, Any]:
             if kind == "differs":
                 wrong.append(f"{talk}, {what}: {reason[:400]}")
             if kind == "refused":
-                reasons[reason[:120]] += 1
+                reasons[f"{_kind(reason)}; {of_transformers(name, theirs, talk)}"] += 1
     assert not wrong, "; ".join(wrong[:3])
     return {**found, "reasons": dict(reasons)}
+
+
+REASONS = (
+    'does not read "tools"',
+    "does not read what the assistant thought",
+    "does not end the assistant's earlier turns",
+    "no control token",
+    "begins with a blank that this tokenizer counts to no token",
+    "joins the assistant's turn",
+    "renders the turns before an assistant's turn otherwise once others follow",
+    "is undefined",
+    "Only user and assistant roles are supported!",
+    "System role not supported",
+)
+"""What a refusal says."""
+
+
+def _kind(reason: str) -> str:
+    return next((each for each in REASONS if each in reason), reason[:120])
 
 
 def items() -> list[Item]:

@@ -108,6 +108,17 @@ def _whole(
     )
 
 
+def of_transformers(name: str, theirs: Any, talk: str) -> str:
+    """What transformers makes of a conversation that mega refuses: "refuses it", "marks nothing", "marks tokens"."""
+    whole = conversation(json.loads(json.dumps(CONVERSATIONS[talk])))
+    how = {"tools": whole.tools, "return_dict": True, "return_assistant_tokens_mask": True}
+    try:
+        found = theirs.apply_chat_template(whole.messages, chat_template=tagged(name), **how)
+    except Exception:
+        return "transformers refuses it"
+    return "transformers marks tokens" if any(found["assistant_masks"]) else "transformers marks nothing"
+
+
 def _prompt(chat: ChatFormat, theirs: Any, messages: Any, source: str) -> str:
     try:
         ours = list(chat.prompt(messages))

@@ -151,7 +151,9 @@ def preprocess(
     _check(workers, json_keys, sentences, in_parts=STDIN in paths and (resume or shard != (0, 1)))
 
     level = "document" if sentences is None else "sentence"
-    report = Report(outputs=[f"{output_prefix}_{key}_{level}" for key in json_keys], notes=_ends(made, eod, sentences))
+    report = Report(
+        outputs=[f"{output_prefix}_{key}_{level}" for key in json_keys], notes=_doubts(made, tokenizer, eod, sentences)
+    )
     dtype = token_dtype(made.vocab_size)
     job = _Job(tuple(json_keys), eod, dtype, sentences, parse_special_tokens)
     work = job.described | {"dtype": str(dtype), "shard": shard, "text_lines": text_lines, "on_error": on_error}
@@ -198,14 +200,30 @@ def preprocess(
             notes.save(writers, begin, line, report, finished=True)
         for writer in writers:
             writer.noted["skipped"] = report.skipped
+        report.notes += _beyond(made, writers)
     if notes:
         notes.drop()
     return report
 
 
-def _ends(tokenizer: Tokenizer, eod: int | None, sentences: Sentences | None) -> list[str]:
-    """A line where documents have no end, and could have one."""
-    return [NO_END] if eod is None and tokenizer.eod is not None and sentences is None else []
+def _doubts(
+    tokenizer: Tokenizer, options: Mapping[str, Any], eod: int | None, sentences: Sentences | None
+) -> list[str]:
+    """Lines where documents have no end, and could have one; and on a tokenizer that may not be the right one."""
+    found = [NO_END] if eod is None and tokenizer.eod is not None and sentences is None else []
+    if (size := options.get("vocab_size")) is not None and tokenizer.kind != "NullTokenizer":
+        found.append(f"--vocab-size {size}: changes nothing, {tokenizer.kind} has {tokenizer.vocab_size} tokens")
+    return found if (doubt := tokenizer.doubt()) is None else [*found, doubt]
+
+
+def _beyond(tokenizer: Tokenizer, writers: Sequence[IndexedWriter]) -> list[str]:
+    """A line where ids are no tokens, as of a NullTokenizer that is too small."""
+    largest = max((writer.largest for writer in writers), default=0)
+    if largest < tokenizer.vocab_size:
+        return []
+    return [
+        f"ids go up to {largest}, {tokenizer.kind} has {tokenizer.vocab_size}: a model of that size is refused them"
+    ]
 
 
 def as_reported(report: Report, kept: Sequence[IndexedDataset]) -> Report:

@@ -182,6 +182,11 @@ class IndexedWriter:
                 raise ValueError(f"{self.prefix}: cannot be written ({os.strerror(error.errno)})") from None
             raise
 
+    @property
+    def largest(self) -> int:
+        """Of the ids so far."""
+        return (self._range or (0, 0))[1]
+
     def _publish(self) -> None:
         """Take the old index away, then put down ids, note and index in this order."""
         self._bin.flush()

@@ -10,8 +10,16 @@ from typing import NamedTuple
 
 from mega.core.checkpoint.own.store import Checkpoint
 from mega.core.inference.adapters import OpenedAdapter
-from mega.core.inference.load import OpenedModel, chat_template, chat_template_place, tokenizer_section
+from mega.core.inference.load import (
+    OpenedModel,
+    chat_template,
+    chat_template_place,
+    check_tokenizer,
+    open_model,
+    tokenizer_section,
+)
 from mega.core.text.build import build
+from mega.core.text.chat import ChatFormat
 from mega.core.text.identity import ALLOW, cuts_alike, judge, other_tokenizer
 from mega.core.text.templates import MODELS_OWN, TEMPLATES, template_text
 from mega.core.text.tokenizer import Tokenizer
@@ -93,6 +101,30 @@ def adapter_template(adapter: OpenedAdapter, own: str | None) -> AdapterTemplate
     difference = f"{adapter.flag}: converses by the chat template that came with it"
     line = judge("serve", "template", difference)
     return AdapterTemplate(found, () if line is None else (line,))
+
+
+def doubts(place: Path) -> list[str]:
+    """What of weights at `place` a verb that uses them would refuse: their tokenizer, ends or chat template."""
+    opened = open_model(place)
+    if tokenizer_section(opened) is None:
+        return []
+    found: list[str] = []
+    try:
+        tokenizer = opened.tokenizer()
+        check_tokenizer(opened, tokenizer)
+    except ValueError as error:
+        return [f"its tokenizer cannot be used: {error}"]
+    try:
+        opened.stop_ids()
+    except ValueError as error:
+        found.append(f"its ends cannot be used: {error}")
+    try:
+        template = opened.chat_template()
+        if template is not None:
+            ChatFormat(template, tokenizer, f"{place}: its chat template")
+    except ValueError as error:
+        found.append(f"no chat: {error}")
+    return found
 
 
 def _assumed(source: Checkpoint | OpenedModel, own: Tokenizer, given: Tokenizer) -> bool:

@@ -36,6 +36,7 @@ from mega.core.inference.text_stream import TextStream
 from mega.core.parallel.launch import connect
 from mega.core.parallel.mesh import Mesh
 from mega.core.text.build import build
+from mega.core.text.special import Spelled
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.untrusted import parse_json
 
@@ -116,7 +117,21 @@ def open_speech(plan: SpeechPlan) -> Speech:
             file=sys.stderr,
         )
     prompts = [] if plan.input is None else list(_prompts(plan.input, tuple(plan.adapters)))
+    for line in _prompt_notes(plan, opened, tokenizer, prompts):
+        print(f"mega: {line}", file=sys.stderr)
     return Speech(opened, adapters, tokenizer, _ends(opened, adapters, tokenizer), prompts)
+
+
+def _prompt_notes(
+    plan: SpeechPlan, opened: OpenedModel, tokenizer: Tokenizer, prompts: Sequence[AskedText]
+) -> Iterator[str]:
+    """Lines for the user on prompts that spell special tokens, and on a text that the model cannot see as a whole."""
+    spelled, texts = Spelled(tokenizer.special_tokens()), [each.text for each in prompts] or [plan.prompt or ""]
+    if (name := next((found for text in texts if (found := spelled.first_in(text)) is not None), None)) is not None:
+        yield f"a prompt spells special tokens such as {name}, which are text; mega serve has parse_special_tokens"
+    longest = opened.architecture.positions
+    if plan.prompt is not None and not plan.beams and plan.tokens > longest:
+        yield f"--tokens {plan.tokens}: the model has {longest} positions; beyond these it sees the last ones alone"
 
 
 def _ends(

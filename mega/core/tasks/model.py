@@ -122,6 +122,9 @@ def check_model(
     load = run.checkpoint.load
     if load is None:
         raise ValueError("--load is missing: give a run's directory, one step in it, or a directory of others' weights")
+    files = [name for name in ("tokenizer_model", "vocab_file", "merge_file") if getattr(run.tokenizer, name)]
+    if files and run.tokenizer.tokenizer is None:
+        raise ValueError(f"{flag_of(files[0])}: needs --tokenizer, its kind")
     opened = open_model(load)
     if task in LABELLED:
         check_head(opened.path, opened.model, task)

@@ -113,6 +113,14 @@ class GPT2Tokenizer(Tokenizer):
                 f"--vocab-file {self._files['vocab.json']} does not have, such as {lost[0]!r}, and such text would be "
                 "lost; give the two files of one tokenizer"
             )
+        made = {left + right for left, right in merges}
+        longer = [piece for piece in self._vocab if len(piece) > 1]
+        whole = sum(piece in made for piece in longer)
+        if len(longer) > MISMATCHED and whole < len(longer) / 2:
+            raise ValueError(
+                f"--merge-file {self._files['merges.txt']}: its merges make {whole} of the {len(longer)} longer pieces "
+                f"of --vocab-file {self._files['vocab.json']}; give the two files of one tokenizer"
+            )
         return choose_engine(self._vocab, merges)
 
     @cached_property

@@ -193,6 +193,10 @@ class Tokenizer(TextEncoder, Protocol):
         """Why transformers has no such tokenizer, so that its files are left out of an export; None where it has."""
         return None
 
+    def doubt(self) -> str | None:
+        """Why its files may be those of another kind of tokenizer, for a line to the user; else None."""
+        return None
+
     def publishing_loss(self) -> str | None:
         """What transformers does otherwise with the files of an export; None where all ids are equal."""
         return None

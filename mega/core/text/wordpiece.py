@@ -35,6 +35,8 @@ _NAMED = ("unk", "sep", "pad", "cls", "mask")
 _REQUIRED = ("[CLS]", "[SEP]", "[PAD]", "[MASK]", "[UNK]")
 
 
+_MANY = 1000
+"""Pieces from which on a vocabulary has capital letters, if it is one that keeps them."""
 SETTINGS = "tokenizer_config.json"
 """The file of transformers that may be next to vocab.txt."""
 
@@ -153,6 +155,15 @@ class WordPieceTokenizer(Tokenizer):
             return content
         pieces = parse_json(content, f"--vocab-file {self._path}")["model"]["vocab"]
         return "".join(f"{piece}\n" for piece in sorted(pieces, key=pieces.get)).encode()
+
+    def doubt(self) -> str | None:
+        """Of a vocabulary with capital letters that are made small, or without them where they are kept."""
+        capitals = sum(piece.lower() != piece for piece in self._vocab if not piece.startswith("["))
+        if self._rules.lower and capitals > len(self._vocab) / 20:
+            return f"--tokenizer {self.kind}: {capitals} pieces of {self._path} have capital letters, which no text has"
+        if not self._rules.lower and not capitals and len(self._vocab) > _MANY:
+            return f"--tokenizer {self.kind}: no piece of {self._path} has a capital letter: such words become [UNK]"
+        return None
 
     def behaviour(self) -> Mapping[str, object]:
         """Settings that its kind does not imply. The two sets of rules differ in characters that no text is made of."""

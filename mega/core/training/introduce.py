@@ -58,6 +58,8 @@ def introduce(
 def summary(run: RunConfig, device: Device, ops: Ops, world: int) -> Iterator[str]:
     """The model, how ranks share it, on what it is computed, and a step."""
     yield f"model: {shape_words(architecture(run.model))}; {count_words(parameters(run.model))} parameters"
+    if (adapters := architecture(run.model).adapters) is not None:
+        yield f"trained: adapters of rank {adapters.rank} alone"
     parallel, dp = run.parallel, data_parallel(run, world)
     sizes = {"tp": parallel.tp, "cp": parallel.cp, "dp": dp, "pp": parallel.pp}
     layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
