@@ -1,4 +1,4 @@
-"""Files of another kind of tokenizer, and ids that are no tokens, are named; a short form of the batteries of mistakes."""
+"""Files of another kind of tokenizer, and ids that are no tokens, are named; a short form of two batteries."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_vocabulary_of_the_other_case(kind: str, vocabulary: str, said: str | 
 def test_merges_of_a_smaller_vocabulary_are_refused(tmp_path: Path) -> None:
     _, merges = train_bpe(["a text of a few words, a text"], 270, tmp_path)
     made = build(tokenizer="GPT2BPETokenizer", vocab_file=shared("gpt2/gpt2-vocab.json"), merge_file=merges)
-    with pytest.raises(ValueError, match="longer pieces of --vocab-file .* give the two files of one tokenizer"):
+    with pytest.raises(ValueError, match=r"longer pieces of --vocab-file .* give the two files of one tokenizer"):
         made.encode("a")
 
 
