@@ -67,7 +67,6 @@ def run(
     from mega.core.checkpoint.forms.form import OWN, check_flags, writer_of
     from mega.core.checkpoint.forms.recognise import form_at
     from mega.core.checkpoint.own.layout import Layout
-    from mega.core.inference.identity import doubts
     from mega.core.inference.load import special_tokens
 
     source = form_at(load_dir)
@@ -83,8 +82,7 @@ def run(
     report = convert(load_dir, save_dir, to, layout, base=base, parts=parts, tokens=special_tokens)
     made = f"{report.path}: {report.tensors:,} tensors, {report.elements:,} elements, {report.bytes:,} bytes"
     print(made, *report.notes, sep="\n")
-    for line in (*report.losses, *(doubts(report.path) if source is not OWN and to != "peft" else ())):
-        print(f"mega: {line}", file=sys.stderr)
+    _print_doubts(report.losses, report.path if source is not OWN and to != "peft" else None)
     if runs_both and continues_text(load_dir, save_dir):
         found = compare_logits(load_dir, save_dir)
         scale = f"largest logit {found.scale:.3g}, bound {found.bound:.3g}"
@@ -100,3 +98,11 @@ def run(
 
         print(read_back(load_dir, report.path))
     return 0
+
+
+def _print_doubts(losses: tuple[str, ...], imported: Path | None) -> None:
+    """What is lost, and what of imported weights cannot be used."""
+    from mega.core.inference.identity import doubts
+
+    for line in (*losses, *(() if imported is None else doubts(imported))):
+        print(f"mega: {line}", file=sys.stderr)

@@ -198,9 +198,7 @@ def preprocess(
             raise ValueError(f"--input {' '.join(map(str, inputs))}: holds no document")
         if notes:
             notes.save(writers, begin, line, report, finished=True)
-        for writer in writers:
-            writer.noted["skipped"] = report.skipped
-        report.notes += _beyond(made, writers)
+        _complete(report, made, writers)
     if notes:
         notes.drop()
     return report
@@ -216,14 +214,15 @@ def _doubts(
     return found if (doubt := tokenizer.doubt()) is None else [*found, doubt]
 
 
-def _beyond(tokenizer: Tokenizer, writers: Sequence[IndexedWriter]) -> list[str]:
-    """A line where ids are no tokens, as of a NullTokenizer that is too small."""
-    largest = max((writer.largest for writer in writers), default=0)
-    if largest < tokenizer.vocab_size:
-        return []
-    return [
-        f"ids go up to {largest}, {tokenizer.kind} has {tokenizer.vocab_size}: a model of that size is refused them"
-    ]
+def _complete(report: Report, tokenizer: Tokenizer, writers: Sequence[IndexedWriter]) -> None:
+    """Note skipped lines next to the ids, and report ids that are not tokens, as of too small a NullTokenizer."""
+    for writer in writers:
+        writer.noted["skipped"] = report.skipped
+    largest, size = max((writer.largest for writer in writers), default=0), tokenizer.vocab_size
+    if largest >= size:
+        report.notes.append(
+            f"ids go up to {largest}, {tokenizer.kind} has {size}: a model of that size is refused them"
+        )
 
 
 def as_reported(report: Report, kept: Sequence[IndexedDataset]) -> Report:

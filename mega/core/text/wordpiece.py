@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mega.core.text.probe import FILE_BYTES
-from mega.core.text.tokenizer import Encoded, Roles, Tokenizer, flatten
+from mega.core.text.tokenizer import Roles, Tokenizer
 from mega.core.text.words import Remembered
 from mega.core.untrusted import parse_json, read_limited
 
@@ -124,9 +124,6 @@ class WordPieceTokenizer(Tokenizer):
             text = _JOINING.sub("", text)
         known = self._known
         return [token for word in self._words.findall(text) for token in known[word]]
-
-    def encode_batch(self, texts: Sequence[str]) -> Encoded:
-        return flatten([self.encode(text) for text in texts])
 
     def decode(self, ids: Iterable[int]) -> str:
         """Pieces apart by blanks, continuations joined to what is before them."""
