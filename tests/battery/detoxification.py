@@ -1,6 +1,6 @@
 """The recipe of docs/detoxification.md on a tiny model: its verbs one after another, and the figures before and after.
 
-    python tests/battery/detoxification.py [--work DIR] [--device cpu] [--seeds 1 2 3] [--lr 8e-4] [--choosing]
+    python tests/battery/detoxification.py [--work DIR] [--device cpu] [--seeds 1 2 3] [--lr 6e-4] [--choosing]
 
 A small GPT learns the speeches of Shakespeare's plays; a list of words (insults and deaths) scores. One JSON line a
 seed: toxicity of continuations and perplexity of the original corpus, before and after; then one of their means and
@@ -140,7 +140,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--samples", type=int, default=6000)
     parser.add_argument("--tune-steps", type=int, default=350)
-    parser.add_argument("--lr", type=float, default=8e-4)
+    parser.add_argument("--lr", type=float, default=6e-4)
     parser.add_argument("--choosing", action="store_true", help="prompts by which settings are chosen")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:

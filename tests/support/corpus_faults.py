@@ -39,7 +39,7 @@ STEPS: dict[str, tuple[str, ...]] = {
 
 
 class Outcome(NamedTuple):
-    """What a command line ended with, and what it printed on stderr."""
+    """What a command line ended with, and what it printed on stderr, without its progress."""
 
     code: int
     errors: list[str]
@@ -50,7 +50,7 @@ def call(words: Sequence[str]) -> Outcome:
     out, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
         code = main(list(words))
-    return Outcome(code, errors.getvalue().splitlines())
+    return Outcome(code, [line for line in errors.getvalue().splitlines() if not line.endswith(" documents/s")])
 
 
 def document(number: int) -> dict[str, Any]:
