@@ -71,8 +71,8 @@ class Folder:
         self.path("groups").write_text('{"0": ["http://a.bc/0", "http://a.bc/7"]}\n')
         self.path("pairs").write_text('{"http://a.bc/0": [{"http://a.bc/7": 0.9}]}\n')
         self.path("a").write_text('{"text": "one", "score": {"toxicity": 0.5}}\n{"text": "two", "score": null}\n')
-        for name in ("lambada", "squad"):
-            self.path(f"tasks/{name}").write_text('{"text": "what did the model write of the web then"}\n')
+        for name, key in (("lambada", "text"), ("squad", "question")):
+            self.path(f"tasks/{name}").write_text(json.dumps({key: "what did the model write of the web then"}))
         self.path("run_gpt2_test.json").write_text('{"train_micro_batch_size_per_gpu": 2}')
         self._fairseq()
         self._models()
