@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -205,6 +206,19 @@ def test_ranks_that_keep_asking_find_the_one_that_is_silent() -> None:
         time.sleep(0.05)
     told = "rank 2 has not answered for 1.2 seconds (--timeout-minutes): it is stopped, or its host cannot be reached"
     assert lost == [[told], [told]]
+
+
+def test_a_server_hears_of_a_killed_rank_from_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While its device waits for that rank, which no exchange of the host's reports."""
+    monkeypatch.setenv(MEETING_FILE, str(tmp_path / "meeting"))
+    lost: queue.Queue[str] = queue.Queue()
+    call = roll_call.RollCall(dist.HashStore(), 0, 1, 0.02)
+    call.keep_asking(lost.put)
+    call.start()
+    time.sleep(0.2)
+    assert lost.empty()
+    (tmp_path / f"meeting{roll_call.LOST}").write_text("rank 1 was killed by SIGKILL: unless by hand")
+    assert lost.get(timeout=60) == "rank 1 was killed by SIGKILL: unless by hand"
 
 
 def test_only_time_outs_are_explained() -> None:

@@ -46,7 +46,7 @@ from mega.core.parallel.exit_reports import explain_timeouts_by, report_exit, re
 from mega.core.parallel.interface import choose_interface
 from mega.core.parallel.mesh import Groups
 from mega.core.parallel.rendezvous import hosts_store, meet
-from mega.core.parallel.roll_call import RollCall
+from mega.core.parallel.roll_call import LOST, RollCall
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """What asks a run to stop: Ctrl-C, a scheduler, SLURM's warning ahead of the end (--signal=USR1@120), and a terminal
@@ -196,11 +196,12 @@ def launch(nproc: int, target: Callable[..., int | None], *args: Any) -> int:
         process.name = f"rank {rank}"
         process.start()
     try:
-        return _supervise(ranks)
+        return _supervise(ranks, os.path.join(folder, meeting + LOST))
     finally:
         _end(ranks)
-        with contextlib.suppress(OSError):
-            os.unlink(os.path.join(folder, meeting))
+        for name in (meeting, meeting + LOST):
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(folder, name))
 
 
 def run_ranks(
@@ -430,11 +431,12 @@ def _pool_rank(pipe: Connection[Any, Any], size: int) -> None:
             pipe.send((False, traceback.format_exc()))
 
 
-def _supervise(ranks: list[BaseProcess]) -> int:
+def _supervise(ranks: list[BaseProcess], note: str) -> int:
     """Wait until all have ended well, or the first has not; its exit code (128 + signal if killed).
 
     Errors: KeyboardInterrupt where Ctrl-C ended a rank where it stood, and with it the others.
 
+    note: a file that tells the others of a rank that was killed: those whose device waits for it hear of it only so.
     A rank that fails has reported why (exit_reports.py). For one that was killed this process reports, before its
     peers, which it leaves in the middle of an exchange; then they have PATIENCE seconds to report errors of their own.
     """
@@ -461,6 +463,8 @@ def _supervise(ranks: list[BaseProcess]) -> int:
                 if code and code not in _REPORTED and (ending := _ending(code)) not in reported:
                     write_error(f"mega: {process.name} {ending}\n")
                     reported.add(ending)
+                    with contextlib.suppress(OSError), open(note, "w") as lost:
+                        lost.write(f"{process.name} {ending}")
                 if code and not failed:
                     failed, deadline = 128 - code if code < 0 else code, time.monotonic() + PATIENCE
     if interrupted and not failed:

@@ -14,6 +14,7 @@ collectives and no training.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import sys
@@ -26,7 +27,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import mega
-from mega.core.config.world import name_ranks
+from mega.core.config.world import MEETING_FILE, name_ranks
 from mega.core.parallel.exit_reports import ExitReport, report_exit
 from mega.core.parallel.rendezvous import duration
 
@@ -35,6 +36,9 @@ LOOK = 0.5
 
 ANSWER = 20.0
 """Seconds in which a rank that lives answers, on the busiest machine; at most a third of the time-out."""
+
+LOST = ".lost"
+"""What the file is called, next to that in which local ranks meet, where their launcher notes that one was killed."""
 
 INTERVAL = 120.0
 """Seconds between the questions of a rank that keeps asking; at most a quarter of the time-out."""
@@ -58,6 +62,7 @@ class RollCall:
         self._failed_at: str | None = None
         self._interval: float | None = None
         self._lost: Callable[[str], None] = _exit
+        self._heeds_launcher = False
         self._closed = threading.Event()
 
     def start(self) -> RollCall:
@@ -69,8 +74,9 @@ class RollCall:
 
     def keep_asking(self, lost: Callable[[str], None] | None = None) -> None:
         """From now on ask all ranks regularly, wherever this one's main thread stands. lost: called once, on the thread
-        that asks, with the line about ranks that have not answered; None: prints it and ends the process."""
-        self._lost = lost or _exit
+        that asks, with the line about ranks that have not answered, or of which their launcher says that they were
+        killed; None: prints it and ends the process."""
+        self._heeds_launcher, self._lost = lost is not None, lost or _exit
         self._interval = min(INTERVAL, 15 * self.minutes)
 
     def explain(self, error: BaseException) -> str:
@@ -115,6 +121,8 @@ class RollCall:
             try:
                 in_time(self._answer, 60 * self.minutes)
                 now = self._standing()
+                if self._heeds_launcher:
+                    self._end(launchers_note())
                 if self._interval is not None:
                     if time.monotonic() > since + self._interval:
                         self._suspect(60 * self.minutes - self._interval)
@@ -188,6 +196,13 @@ def in_time(act: Callable[[], Result], seconds: float) -> Result:
 def _exit(line: str) -> None:
     """End this process, whatever its main thread waits for."""
     os._exit(report_exit(ExitReport(1, line)))
+
+
+def launchers_note() -> str:
+    """What the launcher of local ranks says of one that was killed; nothing where it says nothing."""
+    with contextlib.suppress(OSError, KeyError):
+        return Path(os.environ[MEETING_FILE] + LOST).read_text()
+    return ""
 
 
 def _own_place(frame: FrameType) -> str | None:
