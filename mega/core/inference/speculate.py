@@ -32,9 +32,9 @@ SURE, UNSURE = 2, 2
 """Right guesses in a row after which a request's tokens are guessed; steps without a right one after which they are
 not."""
 
-REST, LONGEST_REST = 16, 64
-"""Tokens for which a drafter that guesses from the start is not asked once its guesses were wrong; twice as many each
-time, up to the second."""
+REST, LONGEST_REST = 16, 1024
+"""Tokens for which a drafter that guesses from the start is not asked once its guesses were wrong; four times as many
+each time, up to the second. It is then asked for one token, which costs least."""
 
 
 class Guessed(NamedTuple):
@@ -101,8 +101,11 @@ class Confidence:
             self.pause = REST
         if self.wrong >= UNSURE:
             self.active, self.right, self.expected = False, 0, []
-            self.wrong = UNSURE - 1 if self.pause else 0  # after a rest one wrong step is enough
-            self.rest, self.pause = self.pause, min(2 * self.pause, LONGEST_REST)
+            if self.pause:
+                self.wrong, self.reach = UNSURE - 1, 1  # after a rest one wrong step is enough
+            else:
+                self.wrong = 0
+            self.rest, self.pause = self.pause, min(4 * self.pause, LONGEST_REST)
 
     def watched(self, token: int) -> None:
         """A token has come whose guess no step had to check.
@@ -114,8 +117,8 @@ class Confidence:
         >>> confidence.active
         False
         >>> confidence.watched(15)
-        >>> confidence.active, confidence.pause
-        (True, 32)
+        >>> confidence.active, confidence.pause, confidence.reach
+        (True, 64, 1)
         """
         if self.rest:
             self.rest -= 1
