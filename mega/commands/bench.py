@@ -112,6 +112,7 @@ def _training(
         if is_first_rank():
             print("everything checked, nothing measured")
         return 0
+    _announce(", ".join(name for name, _ in runs), size)
     from mega.core.proof.bench import bench
 
     job = partial(bench, repeats=repeats, warmup=warmup, out=out, against=against, trace=files["trace"])
@@ -123,6 +124,12 @@ def _training(
     for line in dict.fromkeys(line for _, one in resolved for line in crowded(one, size)):
         print(f"mega: {line}", file=sys.stderr)
     return launch(size, job, resolved)
+
+
+def _announce(rows: str, size: int, *, dry: bool = False) -> None:
+    """The first line, before torch is loaded, which takes many seconds on some disks."""
+    if is_first_rank() and not dry:
+        print(f"{rows}: {size} rank{'s are' if size > 1 else ' is'} starting", file=sys.stderr, flush=True)
 
 
 def _note_unused(runs: Iterable[RunConfig], given: GivenOptions) -> None:
@@ -198,13 +205,15 @@ def _serving(
     if run.precision.fp8:
         raise ValueError("--fp8: trains in 8 bits; row serve: --fp8-weights keeps the weights in 8 bits")
     _check_model(run, given, url)
+    rates, size = served["--rate"] or [0.0], run.parallel.tp * run.parallel.pp
+    if bad := [rate for rate in rates if not 0 <= rate < 1e6]:
+        raise ValueError(f"--rate {bad[0]:g}: must be from 0 (all at once) to 1e6")
+    if url is None and size > 1:
+        _announce("serve", size, dry=run.runtime.dry_run)
     from mega.core.config.resolve import model_alone
     from mega.core.proof.serving import Load
     from mega.core.proof.serving_bench import ServingBench, bench_engine, bench_url
 
-    rates = served["--rate"] or [0.0]
-    if bad := [rate for rate in rates if not 0 <= rate < 1e6]:
-        raise ValueError(f"--rate {bad[0]:g}: must be from 0 (all at once) to 1e6")
     counts = (served["--requests"] or 64, served["--prompt-tokens"] or 512, served["--new-tokens"] or 128)
     plan = ServingBench(
         loads=tuple(Load(rate, *counts) for rate in rates),
@@ -227,8 +236,7 @@ def _serving(
         return bench_url(plan)
     from mega.core.parallel.launch import run_ranks
 
-    size = plan.tp * plan.pp
-    return run_ranks(size, bench_engine, plan, first=lambda: print(f"{size} ranks are starting", flush=True))
+    return run_ranks(size, bench_engine, plan)
 
 
 def _engine_options(run: RunConfig, served: Mapping[str, Any]) -> Any:

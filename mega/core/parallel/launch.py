@@ -83,8 +83,8 @@ _STOPPED = tuple(128 + number for number in STOPPING)
 
 
 _ADVICE: dict[int, str] = {
-    signal.SIGKILL: ": unless that was done by hand, this host ran out of memory (see `dmesg`); take fewer ranks, a "
-    "smaller --micro-batch or --recompute, and resume from the newest checkpoint",
+    signal.SIGKILL: ": unless that was done by hand, this host ran out of memory (see `dmesg`); mega memory-estimate "
+    "says what a run needs, and a training resumes from its newest checkpoint",
     signal.SIGBUS: ": a file that it had mapped became shorter, such as token files that were made again in the same "
     "place (--no-mmap reads and names them), or /dev/shm is full",
 }
