@@ -14,12 +14,18 @@ from mega.cli import main
 from mega.core.architecture import inventory
 from mega.core.checkpoint.own.pieces import Piece
 from mega.core.checkpoint.own.store import CheckpointStore
+from mega.core.device import Device
+from mega.core.inference.adapters import open_adapters
 from mega.core.inference.load import open_model
+from mega.core.inference.opening import EngineOptions, start_engine
+from mega.core.inference.request import Request, Sampling
+from mega.core.parallel.mesh import Mesh
 from mega.core.text.build import build
 from mega.core.text.chat import chat_format
 from mega.core.text.templates import TEMPLATES
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.text.train import train_bpe
+from tests.inference.test_engine import answers, tokens
 from tests.support.chat_templates import CORPUS, metaspace, untagged
 from tests.support.runs import small_run
 from tests.support.shared import shared
@@ -113,3 +119,63 @@ def test_an_imported_model_says_of_itself_what_it_did(tmp_path: Path, tokenizers
             assert json.loads((second / path.name).read_bytes()) == json.loads(path.read_bytes()), path.name
         elif path.suffix == ".jinja":
             assert (second / path.name).read_bytes() == path.read_bytes()
+
+
+def small_base(place: Path) -> Path:
+    """A Llama of Hugging Face's with weights as drawn, whose own end is </s>."""
+    transformers = pytest.importorskip("transformers")
+    place.mkdir()
+    metaspace(place)
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        vocab_size=len(transformers.AutoTokenizer.from_pretrained(place)), max_position_embeddings=128,
+        initializer_range=0.1, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(place)
+    return place
+
+
+def test_an_adapter_converses_in_peft(tmp_path: Path) -> None:
+    """Trained on conversations and exported: transformers and peft answer as our engine does, to the turn's end. Five
+    templates and whole and merged exports are in tests/battery/chat_exports.py."""
+    peft = pytest.importorskip("peft", reason="peft is not installed; it judges an exported adapter")
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("jinja2")
+    asked = {"What is the capital of France?": "Paris.", "Name a fruit": "Apple\nor pear"}
+    talks, run, out = (tmp_path / name for name in ("talks.jsonl", "run", "peft"))
+    talks.write_text("".join(json.dumps({"prompt": key, "completion": asked[key]}) + "\n" for key in asked))
+    base, template = small_base(tmp_path / "base"), tmp_path / "gemma.jinja"
+    template.write_text(untagged("gemma"))
+    line = (
+        f"finetune --load {base} --save {run} --save-interval 100 --chat-data {talks} --chat-template {template} "
+        "--seq-length 64 --global-batch 2 --micro-batch 2 --eval-iters 0 --device cpu --lr-warmup-steps 5 "
+        "--lora-rank 16 --lora-alpha 32 --steps 50 --lr 1e-2"
+    )
+    assert main(line.split()) == 0
+    assert main(f"convert-llama --load-dir {run} --save-dir {out} --to peft --base {base}".split()) == 0
+    theirs = transformers.AutoTokenizer.from_pretrained(out)
+    how = transformers.GenerationConfig.from_pretrained(out)
+    tuned = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), out)
+    opened = open_model(base)
+    engine = start_engine(
+        opened, Mesh(0), Device.choose("cpu"), EngineOptions(), adapters=open_adapters({"a": out}, opened)
+    )
+    chat = chat_format(str(out / "chat_template.jinja"), build(tokenizer="HuggingFaceTokenizer", tokenizer_model=out))
+    assert (out / "chat_template.jinja").read_text() == template.read_text()
+    for question, answer in {**asked, "Name a city": None}.items():
+        talk = [{"role": "user", "content": question}]
+        ids = theirs.apply_chat_template(talk, add_generation_prompt=True, return_dict=True)["input_ids"]
+        assert ids == list(chat.prompt(talk))
+        made = tuned.generate(
+            input_ids=torch.tensor([ids]), generation_config=how, max_new_tokens=16, do_sample=False, pad_token_id=0
+        )
+        request = Request(
+            prompt=tuple(ids), tokens=16, sampling=Sampling(temperature=0), stop_ids=chat.ends, adapter="a"
+        )
+        found = made[0].tolist()[len(ids) :]
+        assert tokens(answers(engine, [request])[0]) == found, question
+        if answer is not None:
+            assert found[-1] in chat.ends and theirs.decode(found[:-1]) == answer, theirs.decode(found)
+    assert engine is not None
+    engine.close()
