@@ -181,6 +181,7 @@ def test_a_store_that_does_not_answer_keeps_no_rank(
     monkeypatch.setenv("MASTER_PORT", "1")
     ended: queue.Queue[int] = queue.Queue()
     monkeypatch.setattr(os, "_exit", ended.put)
+    monkeypatch.setattr(roll_call, "SILENT", 0.2)
     call = roll_call.RollCall(SilentStore(), 1, 2, 0.005, hosted)
     line = f"{who} has not answered for 0.3 seconds (--timeout-minutes)"
     assert call.explain(RuntimeError()).startswith(line)

@@ -40,7 +40,7 @@ COMING = 5 * GRACE
 LIMIT = 10 * GRACE
 """Seconds for all of it: the store of a host that has stopped, or was cut off, never answers, nor closes."""
 
-ANSWER = 2.5 * GRACE
+ANSWER = 4 * GRACE
 """Seconds in which the store of ranks that have met answers for the first time, if it does at all."""
 
 _PEER_IS_GONE = (

@@ -154,7 +154,8 @@ def _answer_others(store: Any, world: World, minutes: float) -> None:
     """Have a thread answer for this rank until `disconnect`, whatever its main thread waits for."""
     own = store if MEETING_FILE in os.environ else store.clone()  # a call to a TCPStore waits for the one before it
     hosted = hosts_store(replace(world, rank=0))
-    call = RollCall(dist.PrefixStore("roll-call", own), world.rank, world.size, minutes, hosted).start()
+    kind = hosted, MEETING_FILE not in os.environ
+    call = RollCall(dist.PrefixStore("roll-call", own), world.rank, world.size, minutes, *kind).start()
     explain_timeouts_by(call.explain)
     _CALLS.append(call)
 

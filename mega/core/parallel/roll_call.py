@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 import mega
 from mega.core.config.world import MEETING_FILE, name_ranks
-from mega.core.parallel.exit_reports import ExitReport, report_exit
+from mega.core.parallel.exit_reports import LIMIT, ExitReport, report_exit
 from mega.core.parallel.rendezvous import duration
 
 LOOK = 0.5
@@ -39,6 +39,9 @@ ANSWER = 20.0
 
 LOST = ".lost"
 """What the file is called, next to that in which local ranks meet, where their launcher notes that one was killed."""
+
+SILENT = 10.0
+"""Seconds beyond which a store that lives has answered, on the busiest machine too."""
 
 INTERVAL = 120.0
 """Seconds between the questions of a rank that keeps asking; at most a quarter of the time-out."""
@@ -51,9 +54,9 @@ _SOURCE = Path(mega.__file__).parent.parent
 class RollCall:
     """One rank's part, from `start` to `close`. store: one that no other thread waits in."""
 
-    def __init__(self, store: Any, rank: int, world: int, minutes: float, hosted: bool = True):
-        """hosted: by rank 0, and not by a launcher's agent."""
-        self.minutes, self._hosted = minutes, hosted
+    def __init__(self, store: Any, rank: int, world: int, minutes: float, hosted: bool = True, remote: bool = True):
+        """hosted: by rank 0, and not by a launcher's agent. remote: the store may be silent; not so a file."""
+        self.minutes, self._hosted, self._remote = minutes, hosted, remote
         self._store, self._rank, self._world = store, rank, world
         self._main = threading.main_thread().ident
         self._answer_seconds = min(ANSWER, 20 * minutes)
@@ -63,6 +66,7 @@ class RollCall:
         self._interval: float | None = None
         self._lost: Callable[[str], None] = _exit
         self._heeds_launcher = False
+        self._told = ""
         self._closed = threading.Event()
 
     def start(self) -> RollCall:
@@ -81,6 +85,10 @@ class RollCall:
 
     def explain(self, error: BaseException) -> str:
         """Why an exchange has run out of time; where this rank stood is in its error."""
+        if self._told:
+            if self._lost is _exit:
+                time.sleep(LIMIT)  # the other thread is about to end this process, with the same report
+            return self._told
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         self._failed_at = next(filter(None, map(_own_place, reversed(frames))), None)
         try:
@@ -95,7 +103,10 @@ class RollCall:
 
     def _asked(self, seconds: float, answer: Callable[[], None] = lambda: None) -> dict[int, str]:
         """As of `_ask`. Errors: TimeoutError where the store does not answer."""
-        return in_time(lambda: self._ask(seconds, answer), seconds + 0.5 * self._answer_seconds)
+        return self._in_time(lambda: self._ask(seconds, answer), seconds + SILENT)
+
+    def _in_time(self, act: Callable[[], Result], seconds: float) -> Result:
+        return in_time(act, seconds) if self._remote else act()
 
     def _ask(self, seconds: float, answer: Callable[[], None]) -> dict[int, str]:
         """Rank -> where its main thread stands, of those that answer in time. answer: called again and again, so that
@@ -119,7 +130,7 @@ class RollCall:
         stood, since = None, time.monotonic()
         while not self._closed.wait(self._look):
             try:
-                in_time(self._answer, 60 * self.minutes)
+                self._in_time(self._answer, 60 * self.minutes + SILENT)
                 now = self._standing()
                 if self._heeds_launcher:
                     self._end(launchers_note())
@@ -152,6 +163,7 @@ class RollCall:
 
     def _end(self, line: str) -> None:
         if line and not self._closed.is_set():
+            self._told = line
             self._closed.set()
             self._lost(line)
 
