@@ -66,7 +66,7 @@ class RollCall:
         self._interval: float | None = None
         self._lost: Callable[[str], None] = _exit
         self._heeds_launcher = False
-        self._told = ""
+        self._reported = ""
         self._closed = threading.Event()
 
     def start(self) -> RollCall:
@@ -85,10 +85,10 @@ class RollCall:
 
     def explain(self, error: BaseException) -> str:
         """Why an exchange has run out of time; where this rank stood is in its error."""
-        if self._told:
+        if self._reported:
             if self._lost is _exit:
                 time.sleep(LIMIT)  # the other thread is about to end this process, with the same report
-            return self._told
+            return self._reported
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         self._failed_at = next(filter(None, map(_own_place, reversed(frames))), None)
         try:
@@ -163,7 +163,7 @@ class RollCall:
 
     def _end(self, line: str) -> None:
         if line and not self._closed.is_set():
-            self._told = line
+            self._reported = line
             self._closed.set()
             self._lost(line)
 
