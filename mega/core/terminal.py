@@ -1,5 +1,5 @@
 """stdout and stderr, which may break under a program that must not: a pipe whose reader has left, a terminal that was
-closed, a full disk. What runs goes on without them, and its exit code stays its own.
+closed, a full disk. The program continues without them and keeps its exit code.
 
 The content of what is written is not looked at here.
 """

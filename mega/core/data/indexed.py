@@ -160,7 +160,7 @@ class IndexedDataset:
 
     def content(self) -> dict[str, str | None]:
         """Hashes that tell these token files from others: of lengths, of what is read of the tokens, and of all tokens
-        as their writer noted it, which nobody checks."""
+        as their writer noted it, which is not checked."""
         tokens = None
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             tokens = str(read_note(self.prefix)["sha256"]["bin"])

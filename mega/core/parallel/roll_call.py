@@ -206,7 +206,7 @@ def in_time(act: Callable[[], Result], seconds: float) -> Result:
 
 
 def _exit(line: str) -> None:
-    """End this process, whatever its main thread waits for."""
+    """End this process, even while its main thread waits."""
     os._exit(report_exit(ExitReport(1, line)))
 
 

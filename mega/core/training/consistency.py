@@ -1,5 +1,5 @@
-"""What every rank must have alike before the first step, compared once: code, flags, tokenizer, data, the place of
-checkpoints; and what is better alike, which is only said: devices, drivers, versions of libraries, clocks.
+"""One comparison of ranks before the first step. Code, flags, tokenizer and data must be the same on all of them;
+devices, drivers, versions of libraries and clocks should be, and differences are reported.
 
     1 every rank states what it has          words and short digests; of large files a part of their content
     2 one reduction of their hashes         all that a run costs where everything agrees
