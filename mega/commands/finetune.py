@@ -7,7 +7,7 @@ import sys
 
 from mega.commands import pretrain
 from mega.core.config.run import RunConfig
-from mega.core.config.sections import LABELLED, TokenizerConfig
+from mega.core.config.sections import LABELLED
 from mega.core.config.world import is_first_rank
 from mega.core.files import check_source
 
@@ -70,23 +70,17 @@ def _pretrained(run: RunConfig) -> RunConfig:
 
 
 def _from_weights(run: RunConfig) -> RunConfig:
-    """`run` with what a verb that starts from other weights implies. Where it loads from its own place, it resumes."""
+    """`run` with what a verb that starts from other weights implies. Where it loads from its own place, it resumes.
+
+    Errors: ValueError where nothing is there."""
     checkpoint = run.checkpoint
     step = None if checkpoint.resume == "auto" else checkpoint.resume
     if checkpoint.load is not None:
         other = checkpoint.load != checkpoint.save and step is None
         implied = dataclasses.replace(checkpoint, finetune=checkpoint.finetune or other, use_checkpoint_config=True)
         run = dataclasses.replace(run, checkpoint=implied)
-    place = step or checkpoint.load
-    return run if place is None or run.tokenizer != TokenizerConfig() else _with_tokenizer(run, place, step is not None)
-
-
-def _with_tokenizer(run: RunConfig, place: str, ours: bool) -> RunConfig:
-    """`run` with the tokenizer that came with the weights, where they have one. ours: a step, whose base need not be
-    where it was. Errors: ValueError, of `place`."""
-    check_source("--resume" if ours else "--load", place)
-    from mega.core.checkpoint.own.store import locate
-    from mega.core.inference.load import open_model, tokenizer_section
-
-    section = tokenizer_section(locate(place) if ours else open_model(place))
-    return run if section is None else dataclasses.replace(run, tokenizer=TokenizerConfig(**section))
+    if step is not None:
+        check_source("--resume", step)
+    elif checkpoint.load is not None:
+        check_source("--load", checkpoint.load)
+    return run

@@ -12,6 +12,8 @@ from mega.core.config.run import RunConfig
 from mega.core.config.sections import TokenizerConfig
 from mega.core.config.world import is_first_rank, ranks, world_from_env
 
+_UNSET = dataclasses.asdict(TokenizerConfig())
+
 
 def run(run: RunConfig) -> int:
     """Train a model from scratch, or resume from a checkpoint.
@@ -50,24 +52,18 @@ def run(run: RunConfig) -> int:
 
 
 def _as_the_weights(run: RunConfig) -> RunConfig:
-    """`run`, whose tokenizer is held against that of the weights that it begins with, and with the chat template by
-    which it converses. Errors: ValueError where the tokenizer is another, or no such template came with the weights."""
-    talks = bool(run.data.chat_data or run.finetuning.dpo_data)
-    if not talks and run.tokenizer == TokenizerConfig():
-        return run
+    """`run` with the tokenizer of the weights that it begins with, against which one that flags name is held, and with
+    the chat template by which it converses. Errors: ValueError where flags name another tokenizer, or no such template
+    came with the weights."""
     weights = next(_weights(run), None)
     if weights is None:
         return run
-    from mega.core.inference.identity import check_tokenizer_flags, chosen_template
-    from mega.core.text.build import build
+    from mega.core.inference.identity import chosen_template
 
-    (place, source), lines = weights, list[str]()
-    verb = "finetune" if run.checkpoint.finetune else "pretrain"
-    if run.tokenizer.tokenizer is not None:
-        given, allowed = build(**dataclasses.asdict(run.tokenizer)), run.data.allow_tokenizer_mismatch
-        lines += check_tokenizer_flags(verb, source, place, given, allowed=allowed)
+    (place, source), talks = weights, bool(run.data.chat_data or run.finetuning.dpo_data)
+    run, lines = _with_tokenizer(run, place, source)
     if talks:
-        template = chosen_template(verb, source, place, run.data.chat_template)
+        template = chosen_template(_verb(run), source, place, run.data.chat_template)
         run = dataclasses.replace(run, data=dataclasses.replace(run.data, chat_template=template.value))
         lines += template.notes
     for line in lines if is_first_rank() else ():
@@ -75,14 +71,52 @@ def _as_the_weights(run: RunConfig) -> RunConfig:
     return run
 
 
+def _with_tokenizer(run: RunConfig, place: str, source: Any) -> tuple[RunConfig, list[str]]:
+    """`run` with the tokenizer that flags name, else that of the weights at `place`, and lines for the user. Flags that
+    name no kind, such as --vocab-extra-ids, change that of the weights. Errors: ValueError where it is another one."""
+    from mega.core.checkpoint.own.model import model_of
+    from mega.core.config.resolve import implied_tokenizer
+    from mega.core.inference.identity import check_tokenizer_flags
+    from mega.core.inference.load import tokenizer_section
+    from mega.core.text.build import build
+
+    named = implied_tokenizer(dataclasses.replace(run, model=model_of(source.meta, place)))
+    given = {name: value for name, value in dataclasses.asdict(named).items() if value != _UNSET[name]}
+    if named.tokenizer is None:
+        section = tokenizer_section(source)
+        if section is None:
+            return run, []
+        named = TokenizerConfig(**section | given)
+    try:
+        tokenizer = build(**dataclasses.asdict(named))
+    except ValueError as error:
+        if given:
+            return run, []  # reported where the run is checked
+        if not _reads_tokens(run):
+            raise
+        return run, [f"{place}: its tokenizer cannot be opened, so token files are not compared with it: {error}"]
+    allowed = run.data.allow_tokenizer_mismatch
+    lines = check_tokenizer_flags(_verb(run), source, place, tokenizer, allowed=allowed) if given else []
+    return dataclasses.replace(run, tokenizer=named), lines
+
+
+def _verb(run: RunConfig) -> str:
+    return "finetune" if run.checkpoint.finetune else "pretrain"
+
+
+def _reads_tokens(run: RunConfig) -> bool:
+    """Whether its data are token files, for which no tokenizer is needed."""
+    return run.finetuning.task == "lm" and not (run.data.chat_data or run.finetuning.dpo_data)
+
+
 def _weights(run: RunConfig) -> Iterator[tuple[str, Any]]:
     """The place of the weights that a run begins with, and what is read of them without their tensors; nothing where
     there are none, or they cannot be read, which is reported where they are loaded."""
-    from mega.core.checkpoint.forms.start import open_start
-    from mega.core.checkpoint.own.pieces import CheckpointError
-
     options = run.checkpoint
-    for place in (options.save if options.resume == "auto" else options.resume, options.load):
-        if place is not None:
-            with contextlib.suppress(CheckpointError):
-                yield place, open_start(place, lambda line: None)[0]
+    places = (options.save if options.resume == "auto" else options.resume, options.load)
+    for place in filter(None, places):
+        from mega.core.checkpoint.forms.start import open_start
+        from mega.core.checkpoint.own.pieces import CheckpointError
+
+        with contextlib.suppress(CheckpointError):
+            yield place, open_start(place, lambda line: None)[0]

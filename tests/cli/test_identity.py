@@ -92,7 +92,7 @@ def trains(verb: str, load: str, *, data: str = "tokens", tokenizer: str = "") -
             ["--data-path", getattr(place, data), "--split", "1,0,0"] if data != "talks" else place.talks
         )
         more = ["--finetune", "--use-checkpoint-config"] if verb == "pretrain" else []
-        flags = {"": place.same if verb == "pretrain" else [], "same": place.same, "other": NULL}[tokenizer]
+        flags = {"": [], "same": place.same, "other": NULL}[tokenizer]
         return [verb, "--load", place.folder / load, *more, *STEP, *files, "--metrics", place.folder / "m", *flags]
 
     return words
@@ -123,6 +123,13 @@ ALLOW = "--allow-tokenizer-mismatch"
 MADE, OWN, TEMPLATE = "was made with", "has a tokenizer of its own", "--chat-template"
 TABLE: dict[str, tuple[Words, str, str]] = {
     "pretrain, its own": (trains("pretrain", "text"), "taken", ""),
+    "pretrain, its own by flags": (trains("pretrain", "text", tokenizer="same"), "taken", ""),
+    "pretrain, flags and other token files": (
+        trains("pretrain", "text", data="others", tokenizer="same"),
+        "refused",
+        MADE,
+    ),
+    "pretrain, other token files of others' weights": (trains("pretrain", "hf", data="others"), "refused", MADE),
     "pretrain, other token files": (trains("pretrain", "text", data="others"), "refused", MADE),
     "pretrain, other tokenizer": (trains("pretrain", "text", data="others", tokenizer="other"), "refused", OWN),
     "pretrain, other, allowed": (with_words(trains("pretrain", "text", data="others"), ALLOW), "reported", MADE),

@@ -12,6 +12,7 @@ import torch
 
 from mega import cli
 from mega.commands.finetune import _from_weights
+from mega.commands.pretrain import _as_the_weights
 from mega.core.architecture import units
 from mega.core.checkpoint.forms.convert import convert
 from mega.core.checkpoint.own.store import Checkpoint, CheckpointStore, locate
@@ -293,8 +294,9 @@ def test_ends_that_the_model_cannot_have_are_refused(
         assert error.startswith(f"mega: {file}: eos_token_id {repr(value)[:60]}: must be a token from 0 to 511")
 
 
-def test_finetune_takes_the_tokenizer_that_comes_with_the_weights(saved: tuple[Checkpoint, DecoderStage]) -> None:
+def test_a_training_takes_the_tokenizer_that_comes_with_its_weights(saved: tuple[Checkpoint, DecoderStage]) -> None:
     place = str(saved[0].path)
     for begins in ({"load": place}, {"load": place, "save": place}, {"resume": place}):
-        found = _from_weights(updated(RunConfig(), begins)).tokenizer
+        found = _as_the_weights(_from_weights(updated(RunConfig(), begins))).tokenizer
         assert found.tokenizer == "GPT2BPETokenizer" and found.vocab_file and found.vocab_file.startswith(place)
+        assert _as_the_weights(updated(RunConfig(), begins)).tokenizer == found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import socket
 import tempfile
 import threading
@@ -158,8 +159,11 @@ def test_a_rank_answers_while_its_main_thread_waits() -> None:
     calls[1].start()
     told = calls[0].explain(RuntimeError())
     calls[1].close()
-    assert told.startswith("an exchange of ranks has not ended within 1.2 seconds (--timeout-minutes): rank 0 at mega/")
-    assert ", rank 1 at mega/core/parallel/roll_call.py:" in told
+    line = re.fullmatch(r"an exchange of ranks has not ended within 1.2 seconds \(--timeout-minutes\): (.*)", told)
+    assert line is not None
+    # Both ranks share one main thread, which may have moved between their looks or not.
+    place = r"at mega/core/parallel/roll_call\.py:\d+ \(\w+\)"
+    assert re.fullmatch(rf"rank 0 {place}, rank 1 {place}|ranks 0, 1 {place}", line[1]), told
 
 
 class SilentStore:

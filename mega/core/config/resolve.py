@@ -49,7 +49,7 @@ def resolve(run: RunConfig, world: int, vocab: int | None = None) -> RunConfig:
         batch=_batch(run.batch, data_parallel(run, world)),
         schedule=_schedule(run),
         data=replace(run.data, chat_template="plain") if run.data.chat_template == "auto" else run.data,
-        tokenizer=_tokenizer(run),
+        tokenizer=implied_tokenizer(run),
         evaluation=replace(run.evaluation, eval_iters=max(0, run.evaluation.eval_iters)),
         log=replace(run.log, metrics=metrics_file(run)),
     )
@@ -384,7 +384,7 @@ def _schedule(run: RunConfig) -> ScheduleConfig:
     )
 
 
-def _tokenizer(run: RunConfig) -> TokenizerConfig:
+def implied_tokenizer(run: RunConfig) -> TokenizerConfig:
     """The kind that the given files imply, else the family's; none where only the vocabulary is given."""
     tokenizer, model = run.tokenizer, run.tokenizer.tokenizer_model
     if tokenizer.tokenizer is not None:
