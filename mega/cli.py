@@ -174,7 +174,7 @@ def _broken_stdout() -> OSError | None:
 
 def _report(error: Exception) -> int:
     """Reports an error on stderr, once for all ranks, and returns the exit code."""
-    from mega.core.parallel.exit_reports import ExitReport, report_exit, report_of
+    from mega.core.processes.exit_reports import ExitReport, report_exit, report_of
 
     # Typer carries Click under different names in different versions; its own errors know their message.
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):

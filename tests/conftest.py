@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 
 import tests.support.triton  # noqa: F401  # first: Triton asks when it is imported, by any test, how kernels run
-from mega.core.parallel.launch import Pool
+from mega.core.processes.pool import Pool
 
 hypothesis.settings.register_profile("suite", deadline=None)  # its bound on an example is of the clock
 hypothesis.settings.load_profile("suite")

@@ -119,7 +119,7 @@ def _training(
     if world.source != "alone" or size == 1:
         return job(resolved)
     from mega.core.estimate.host import crowded
-    from mega.core.parallel.launch import launch
+    from mega.core.processes.launch import launch
 
     for line in dict.fromkeys(line for _, one in resolved for line in crowded(one, size)):
         print(f"mega: {line}", file=sys.stderr)
@@ -183,7 +183,7 @@ def _calibrate(run: RunConfig, out: str, repeats: int, start: bool, size: int) -
     arguments = (out, runtime.device, runtime.backend, runtime.timeout_minutes, repeats)
     if not start:
         return calibrate(*arguments)
-    from mega.core.parallel.launch import launch
+    from mega.core.processes.launch import launch
 
     return launch(size, calibrate, *arguments)
 
@@ -234,7 +234,7 @@ def _serving(
         return 0
     if url is not None:
         return bench_url(plan)
-    from mega.core.parallel.launch import run_ranks
+    from mega.core.processes.launch import run_ranks
 
     return run_ranks(size, bench_engine, plan)
 

@@ -180,7 +180,7 @@ def _out(given: str | None, name: str) -> str:
 def _launched(world: World, size: int, job: Callable[[Any], int], prepared: Any) -> int:
     if world.source != "alone" or size == 1:
         return job(prepared)
-    from mega.core.parallel.launch import launch
+    from mega.core.processes.launch import launch
 
     return launch(size, job, prepared)
 

@@ -147,7 +147,7 @@ def run(
     from mega.core.inference.adapters import adapter_paths
     from mega.core.inference.opening import EngineOptions
     from mega.core.inference.speak import SpeechPlan, open_speech, speak
-    from mega.core.parallel.launch import run_ranks
+    from mega.core.processes.launch import run_ranks
 
     plan = SpeechPlan(
         load=load,

@@ -42,7 +42,7 @@ def run(run: RunConfig) -> int:
 
         for line in crowded(resolved.run, size):
             print(f"mega: {line}", file=sys.stderr)
-        from mega.core.parallel.launch import launch
+        from mega.core.processes.launch import launch
         from mega.core.training.start import pretrain
 
         return launch(size, pretrain, resolved)
@@ -113,8 +113,7 @@ def _weights(run: RunConfig) -> Iterator[tuple[str, Any]]:
     """The place of the weights that a run begins with, and what is read of them without their tensors; nothing where
     there are none, or they cannot be read, which is reported where they are loaded."""
     options = run.checkpoint
-    places = (options.save if options.resume == "auto" else options.resume, options.load)
-    for place in filter(None, places):
+    for place in filter(None, (options.save if options.resume == "auto" else options.resume, options.load)):
         from mega.core.checkpoint.forms.start import open_start
         from mega.core.checkpoint.own.pieces import CheckpointError
 

@@ -116,7 +116,7 @@ def run(
     from mega.core.inference.server.limits import ServerLimits
     from mega.core.inference.server.service import ServerOptions
     from mega.core.inference.server.start import ServePlan, check_host, serve_rank
-    from mega.core.parallel.launch import run_ranks
+    from mega.core.processes.launch import run_ranks
 
     check_host(host, token)
     limits = ServerLimits(

@@ -25,10 +25,10 @@ from mega.core.model.mixers import LayerPlace
 from mega.core.model.residual import ResidualState
 from mega.core.ops.rotary import spread
 from mega.core.ops.suite import choose, forward_only
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.parallel.region import ALONE
 from mega.core.parallel.weight import ParameterFactory, initialise, weights
+from mega.core.processes.pool import Pool
 from mega.core.proof.layouts import LR
 from mega.core.proof.parity import Snapshot, compare, snapshots, within
 from mega.core.training.wire import build_stages

@@ -34,8 +34,8 @@ from mega.core.config.check import check
 from mega.core.config.resolve import data_parallel
 from mega.core.config.run import RunConfig
 from mega.core.device import Device
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
+from mega.core.processes.pool import Pool
 from mega.core.proof.parity import LOSS_BOUND, own_samples, synthetic_batch
 from mega.core.training.resume import ResumePoint, restore
 from mega.core.training.saver import Saver

@@ -5,7 +5,9 @@
 CHECKOUT is a checkout of NVIDIA/Megatron-LM at the tag 23.06. Nothing in it is changed: torch.cuda is given CPU
 functions, apex's norm, Adam and multi-tensor functions are written in torch, and `train` first saves the initial
 weights under --save as iteration 0, for mega to start from. STEPS.jsonl gets a line per step: loss, norm.
-With FUSED_SOFTMAX=1 the softmax treats wholly masked rows as the CUDA kernel of bf16 and fp16 does.
+With FUSED_SOFTMAX=1 the softmax treats wholly masked rows as the CUDA kernel of bf16 and fp16 does. With
+WHOLE_HEAD_BIAS=1 the bias of T5's head, cut over tensor ranks, is marked as that, which `T5LMHead` fails to do: without
+it the norm of all gradients leaves out that bias on every tensor rank but the first.
 """
 
 from __future__ import annotations
@@ -138,6 +140,10 @@ def recorded(out: Path) -> None:
 
     def train_from_saved(forward: Any, model: Any, optimizer: Any, scheduler: Any, *rest: Any) -> Any:
         args = training.get_args()
+        if os.environ.get("WHOLE_HEAD_BIAS"):
+            for name, parameter in model[0].named_parameters():
+                if name.endswith("lm_head.bias"):
+                    parameter.tensor_model_parallel = True
         if args.iteration == 0:
             training.save_checkpoint(0, model, optimizer, scheduler)
         return train(forward, model, optimizer, scheduler, *rest)

@@ -149,7 +149,7 @@ def prove(number: int, data: Path, more: Sequence[str] = (), **environment: str)
         (folder / "original" / "latest_checkpointed_iteration.txt").write_text("0")
         call(["mega", "reshard", "--load-dir", "original", "--save-dir", "start", "--no-load-optim"], folder)
         (words,) = translated(CommandLine((), row["program"], tuple(flags))).commands
-        if environment:
+        if "FUSED_SOFTMAX" in environment:
             words = [word if word != "uniform" else "zero" for word in words]
         words += ["--nproc", str(ranks)] if ranks > 1 else []
         call([*words, "--load", "start", "--finetune", "--metrics", "metrics.jsonl", "--device", "cpu"], folder)
@@ -177,6 +177,9 @@ LINES = {
 }
 """Rows of the recorded lines, of Megatron-LM 23.06's examples."""
 
+CORRECTED = {"t5 tp 2": {"WHOLE_HEAD_BIAS": "1"}}
+"""Items for which Megatron-LM's own norm is mended first; docs/old-lines.md has the difference."""
+
 if __name__ == "__main__":
     for name in OPTIONS:
         if f"--{name}" in sys.argv:
@@ -185,7 +188,9 @@ if __name__ == "__main__":
             del sys.argv[at : at + 2]
     with tempfile.TemporaryDirectory() as place:
         prepared(Path(place))
-        items = [(name, partial(prove, number, Path(place))) for name, number in LINES.items()]
+        items = [
+            (name, partial(prove, number, Path(place), **CORRECTED.get(name, {}))) for name, number in LINES.items()
+        ]
         items.append(("gpt documents", partial(prove, LINES["gpt"], Path(place), ("--eod-mask-loss",))))
         items.append(("t5 fused softmax", partial(prove, LINES["t5"], Path(place), FUSED_SOFTMAX="1")))
         run("megatron_lines", items)

@@ -32,8 +32,8 @@ from mega.core.checkpoint.own.pieces import Piece
 from mega.core.checkpoint.own.store import CheckpointStore
 from mega.core.config.compose import compose
 from mega.core.device import Device
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
+from mega.core.processes.pool import Pool
 from mega.core.training import saver
 from mega.core.training.inputs import open_inputs, resolve_run
 from mega.core.training.start import start

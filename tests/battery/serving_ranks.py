@@ -27,8 +27,9 @@ from typing import Any
 from mega.core.config.compose import compose
 from mega.core.config.resolve import model_alone
 from mega.core.inference.opening import EngineOptions
-from mega.core.parallel.launch import connect, launch
 from mega.core.parallel.mesh import Mesh
+from mega.core.processes.connect import connect
+from mega.core.processes.launch import launch
 from mega.core.proof.serving import Load, of_engine, summary
 from mega.core.proof.serving_bench import ServingBench, engine_of_plan
 

@@ -25,8 +25,8 @@ from mega.core.checkpoint.own.source import OwnSource
 from mega.core.checkpoint.own.store import CheckpointStore, locate
 from mega.core.config.sections import ModelConfig
 from mega.core.device import Device
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
+from mega.core.processes.pool import Pool
 from mega.core.training.inputs import ResolvedRun, open_inputs, resolve_run
 from mega.core.training.start import start
 from tests.support import foreign_forms

@@ -19,7 +19,7 @@ def no_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(*_: object) -> int:
         raise AssertionError("a rank was started")
 
-    monkeypatch.setattr("mega.core.parallel.launch.launch", started)
+    monkeypatch.setattr("mega.core.processes.launch.launch", started)
     for variable in ("WORLD_SIZE", "RANK", "SLURM_PROCID", "SLURM_NTASKS", "MEGA_DEBUG"):
         monkeypatch.delenv(variable, raising=False)
 

@@ -27,7 +27,7 @@ def no_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(*_: object) -> int:
         raise AssertionError("a rank was started")
 
-    for name in ("mega.core.training.start", "mega.core.parallel.launch"):
+    for name in ("mega.core.training.start", "mega.core.processes.launch"):
         module = types.ModuleType(name)
         module.pretrain = module.launch = started  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, name, module)
@@ -129,7 +129,7 @@ def test_every_mistake_is_reported_at_once(capsys: pytest.CaptureFixture[str]) -
 def test_a_rank_that_finds_no_other_names_itself(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Those that can meet speak once: tests/parallel/test_exit_reports.py."""
+    """Those that can meet speak once: tests/processes/test_exit_reports.py."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "1")
     monkeypatch.delenv("MASTER_ADDR", raising=False)

@@ -275,7 +275,7 @@ def rows(options: argparse.Namespace, on: Hardware) -> Iterator[Row]:
 
 def conduct(options: argparse.Namespace) -> int:
     """Start ranks for the rows that are left, until none is or the time is over; 1 if ranks could not even begin."""
-    from mega.core.parallel.launch import launch
+    from mega.core.processes.launch import launch
 
     until, out = time.monotonic() + options.seconds, Path(options.out)
     asked = list(rows(options, hardware(options.gpu or DEFAULT_GPU)))
@@ -304,7 +304,7 @@ def _bury(path: Path) -> None:
 
 def measure_rows(options: argparse.Namespace, together: Sequence[Row], until: float) -> None:
     """One rank's part of a launch."""
-    from mega.core.parallel.launch import disconnect
+    from mega.core.processes.connect import disconnect
 
     bench = Bench(options)
     alone, rank, world = together[0].alone, bench.world.rank, bench.world.size
@@ -320,7 +320,7 @@ class Bench:
     """One launch, seen from one of its ranks."""
 
     def __init__(self, options: argparse.Namespace):
-        from mega.core.parallel.launch import connect
+        from mega.core.processes.connect import connect
 
         self.options, self.out = options, Path(options.out)
         self.world, self.device, self.groups = connect(options.device)

@@ -25,8 +25,8 @@ from mega.core.config.resolve import microbatches, resolve
 from mega.core.config.run import RunConfig
 from mega.core.device import Device
 from mega.core.parallel.collectives import all_reduce
-from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.processes.connect import connect, disconnect
 from mega.core.proof.bench import random_batch
 from mega.core.training.step import train_step
 from mega.core.training.wire import build_mesh, build_state

@@ -32,8 +32,8 @@ from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig, updated
 from mega.core.device import Device
 from mega.core.parallel.collectives import all_reduce
-from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.processes.connect import connect, disconnect
 from mega.core.proof.layouts import LR
 from mega.core.proof.parity import GRADIENT_BOUND, GRADIENT_FLOOR, LOSS_BOUND, Measure, own_samples, synthetic_batch
 from mega.core.training.step import backward, means

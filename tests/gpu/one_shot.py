@@ -23,9 +23,9 @@ from mega.core.device import Device, Recording, Timestamp
 from mega.core.inference.load import open_model
 from mega.core.inference.opening import EngineOptions, start_engine
 from mega.core.parallel.collectives import all_reduce
-from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Axis, Mesh
 from mega.core.parallel.one_shot import ALIGNMENT, OneShot, Sum, by_group, exchange_over, limit_of
+from mega.core.processes.connect import connect, disconnect
 
 DTYPES = torch.bfloat16, torch.float32
 LIMIT = 1 << 20

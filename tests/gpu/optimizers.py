@@ -17,8 +17,8 @@ from typing import Any
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig, updated
 from mega.core.device import Device
-from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.processes.connect import connect, disconnect
 from mega.core.proof.layouts import LR
 from mega.core.proof.parity import own_samples, synthetic_batch
 from mega.core.training.step import train_step

@@ -20,9 +20,9 @@ import torch
 
 from mega.core.ops.kernels.total import total
 from mega.core.parallel.collectives import all_gather, all_reduce, reduce_scatter
-from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.peers import Gather, Peers, Scatter, peers
+from mega.core.processes.connect import connect, disconnect
 
 
 def race(through: Peers, device: torch.device, exchanges: int) -> int:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mega.core.config.resolve import resolve
-from mega.core.parallel.launch import connect, disconnect
+from mega.core.processes.connect import connect, disconnect
 from mega.core.proof.bench import measure
 from mega.core.proof.bench_rows import row
 

@@ -36,7 +36,7 @@ from mega.core.checkpoint.own.store import CheckpointStore
 from mega.core.config.resolve import microbatches, resolve
 from mega.core.config.run import RunConfig, updated
 from mega.core.parallel.collectives import all_reduce
-from mega.core.parallel.launch import connect, disconnect
+from mega.core.processes.connect import connect, disconnect
 from mega.core.proof.bench import random_batch
 from mega.core.proof.bench_rows import row
 from mega.core.training.resume import ResumePoint, restore

@@ -30,8 +30,8 @@ from mega.core.config.resolve import model_alone
 from mega.core.device import Device
 from mega.core.inference.opening import EngineOptions
 from mega.core.inference.request import Request, Sampling
-from mega.core.parallel.launch import connect
 from mega.core.parallel.mesh import Mesh
+from mega.core.processes.connect import connect
 from mega.core.proof.serving import Load
 from mega.core.proof.serving_bench import ServingBench, engine_of_plan
 

@@ -63,9 +63,10 @@ from mega.core.inference.sampling import probabilities
 from mega.core.inference.speculate import NGrams
 from mega.core.model.decode import lay_for_decoding
 from mega.core.ops.suite import choose, forward_only
-from mega.core.parallel.launch import connect, launch
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.weight import initialise
+from mega.core.processes.connect import connect
+from mega.core.processes.launch import launch
 from tests.support.grown import Grown
 
 LAYOUTS = {"tp1": (1, 1), "tp2": (2, 1), "pp2": (1, 2)}

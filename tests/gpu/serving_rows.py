@@ -27,10 +27,11 @@ from mega.core.config.resolve import model_alone
 from mega.core.device import Device
 from mega.core.inference.opening import EngineOptions
 from mega.core.inference.request import Request, Sampling
-from mega.core.parallel.launch import connect, run_ranks
 from mega.core.parallel.linear import RowLinear
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.weight import initialise
+from mega.core.processes.connect import connect
+from mega.core.processes.launch import run_ranks
 from mega.core.proof import serving_bench
 from mega.core.proof.serving import Load, of_engine, summary
 from mega.core.proof.serving_bench import ServingBench, engine_of_plan

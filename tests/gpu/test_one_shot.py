@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mega.core.device import Device
-from mega.core.parallel.launch import launch
 from mega.core.parallel.mesh import Mesh
+from mega.core.processes.launch import launch
 from tests.gpu import one_shot
 
 COUNT = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -20,7 +20,7 @@ from mega.core.config.resolve import resolve
 from mega.core.estimate.hardware import hardware
 from mega.core.estimate.steptime import update_bytes
 from mega.core.estimate.weights import BYTES
-from mega.core.parallel.launch import connect, disconnect
+from mega.core.processes.connect import connect, disconnect
 from mega.core.training.state import TrainState
 from mega.core.training.wire import build_mesh, build_state
 

@@ -27,8 +27,8 @@ from mega.core.inference.generate import logits
 from mega.core.inference.load import load_model, open_model, weight_pieces
 from mega.core.inference.opening import EngineOptions, start_engine
 from mega.core.inference.request import Request, RequestError, Sampling
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.processes.pool import Pool
 from tests.inference.test_engine import LLAMA, answers, made, prompts, tokens
 
 TUNED = dataclasses.replace(LLAMA, lora_rank=4, lora_alpha=9.0)

@@ -38,11 +38,11 @@ from mega.core.model.decoder import DecoderStage
 from mega.core.ops.fp8_weights import narrowed
 from mega.core.ops.suite import choose, forward_only
 from mega.core.parallel.collectives import all_gather, all_reduce, first_problem
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Axis, Groups, Mesh
 from mega.core.parallel.one_shot import RankExchange
 from mega.core.parallel.region import ALONE
 from mega.core.parallel.weight import ParameterFactory, initialise
+from mega.core.processes.pool import Pool
 from tests.support.shared import shared
 from tests.support.triton import needs_kernels
 

@@ -23,11 +23,11 @@ from mega.core.family import family
 from mega.core.inference.generate import logits
 from mega.core.inference.load import empty_stage, fill, load_model, load_stages, open_model
 from mega.core.parallel.collectives import all_gather
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.parallel.pipeline import Pipeline
 from mega.core.parallel.weight import weights
 from mega.core.plan import plan
+from mega.core.processes.pool import Pool
 from tests.support.shared import shared
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"

@@ -13,8 +13,8 @@ import torch
 from mega.core.device import Device
 from mega.core.inference.generate import logits
 from mega.core.inference.load import load_model, open_model
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.processes.pool import Pool
 from tests.gpu import serving_proofs as proofs
 from tests.support.shared import shared
 

@@ -12,9 +12,9 @@ from mega.core.batch import DecoderBatch
 from mega.core.config.run import RunConfig
 from mega.core.device import Device
 from mega.core.model.decoder import DecoderStage
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.weight import weights
+from mega.core.processes.pool import Pool
 from mega.core.proof.parity import snapshots, synthetic_batch
 from mega.core.training.step import train_step
 from mega.core.training.wire import build_stages, build_state

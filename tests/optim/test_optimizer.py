@@ -13,9 +13,9 @@ from mega.core.device import Device
 from mega.core.model.decoder import DecoderStage
 from mega.core.optim.adam import AdamW
 from mega.core.optim.rule import ShardState, StepArgs
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.parallel.weight import Weight, weights
+from mega.core.processes.pool import Pool
 from mega.core.proof.parity import own_samples, synthetic_batch
 from mega.core.training.state import TrainState
 from mega.core.training.step import backward, train_step

@@ -19,8 +19,8 @@ from mega.core.checkpoint.own.store import CheckpointStore, locate
 from mega.core.config.run import RunConfig
 from mega.core.device import Device
 from mega.core.optim.rule import Rule
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
+from mega.core.processes.pool import Pool
 from mega.core.proof.parity import own_samples, synthetic_batch
 from mega.core.training.resume import ResumePoint, restore
 from mega.core.training.saver import Saver

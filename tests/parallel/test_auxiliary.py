@@ -14,8 +14,8 @@ from mega.core.architecture.layer import AuxiliaryLoss
 from mega.core.config.run import RunConfig
 from mega.core.device import Device
 from mega.core.parallel.collectives import all_reduce
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
+from mega.core.processes.pool import Pool
 from mega.core.proof.layouts import LR
 from mega.core.proof.parity import (
     Snapshot,

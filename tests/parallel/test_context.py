@@ -19,8 +19,8 @@ from mega.core.ops.dropout import AttentionDropout
 from mega.core.ops.mask import CAUSAL, AttentionMask
 from mega.core.ops.suite import REFERENCE
 from mega.core.parallel.context import ContextComm, divides, with_context_parallel
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Axis, Groups, Mesh
+from mega.core.processes.pool import Pool
 from mega.core.proof.parity import compare, own_samples, snapshots, synthetic_batch, within
 from tests.support.ranks import random
 from tests.support.runs import small_run

@@ -16,9 +16,9 @@ from mega.core.optim.adam import AdamW
 from mega.core.optim.lamb import LAMB
 from mega.core.optim.rule import Rule
 from mega.core.parallel.collectives import all_reduce
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.parallel.weight import weights
+from mega.core.processes.pool import Pool
 from mega.core.proof.parity import assemble
 from mega.core.training.audit import audit
 from mega.core.training.state import TrainState

@@ -14,8 +14,8 @@ from mega.core.config.run import RunConfig
 from mega.core.data.build import Datasets
 from mega.core.data.dataset import MockDataset
 from mega.core.device import Device
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
+from mega.core.processes.pool import Pool
 from mega.core.proof.layouts import LR
 from mega.core.proof.parity import LOSS_BOUND, Snapshot, compare, own_samples, snapshots, synthetic_batch, within
 from mega.core.training import pretraining

@@ -11,10 +11,10 @@ from mega.core.architecture.adapters import AdapterSpec
 from mega.core.ops.matmuls import Factor
 from mega.core.parallel.adapter import AdaptedGemms, Adapter, attach_adapters
 from mega.core.parallel.collectives import all_reduce
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.linear import ColumnLinear, RowLinear
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.parallel.region import ALONE, Region
+from mega.core.processes.pool import Pool
 from tests.support.ranks import assert_own_part, fill, maker, random
 
 same = torch.testing.assert_close

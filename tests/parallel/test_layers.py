@@ -14,12 +14,12 @@ from mega.core.parallel.collectives import (
     reduce_from_region,
     reduce_scatter,
 )
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.linear import ColumnLinear, RowLinear
 from mega.core.parallel.mesh import SINGLE, Axis, Groups, Mesh
 from mega.core.parallel.peers import peers
 from mega.core.parallel.region import ALONE, Region
 from mega.core.parallel.vocab import VocabEmbedding, cross_entropy, logits
+from mega.core.processes.pool import Pool
 from tests.support.ranks import assert_own_part, fill, maker, random
 
 same = torch.testing.assert_close

@@ -16,10 +16,10 @@ import torch
 
 from mega.core.parallel import one_shot
 from mega.core.parallel.collectives import all_gather, all_reduce
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import SINGLE, Axis, Groups, Mesh
 from mega.core.parallel.one_shot import ALIGNMENT, HostSum, Sum, by_size, exchange_over, takes, tried
 from mega.core.parallel.shared_memory import SharedMemory
+from mega.core.processes.pool import Pool
 from tests.support.triton import needs_kernels
 
 CPU = torch.device("cpu")

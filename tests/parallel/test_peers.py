@@ -22,10 +22,10 @@ import torch.distributed as dist
 
 from mega.core.device import CopyDescriptor
 from mega.core.parallel.collectives import all_gather, reduce_scatter
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.parallel.peers import Gather, Mapped, Peers, Scatter, peers
 from mega.core.plan.pieces import FULL
+from mega.core.processes.pool import Pool
 
 CPU = torch.device("cpu")
 PAIRS = 2

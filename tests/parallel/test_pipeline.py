@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from mega.core.batch import DecoderBatch, Term
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.parallel.pipeline import Pipeline, StageOutput
 from mega.core.plan import plan
+from mega.core.processes.pool import Pool
 from tests.support.ranks import CPU, random
 
 WIDTH, ROWS, COLUMNS, MICROBATCHES = 6, 2, 3, 5

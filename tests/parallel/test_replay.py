@@ -18,10 +18,10 @@ from mega.core.config.check import check
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig, updated
 from mega.core.device import Device
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.parallel.pipeline import Pipeline
 from mega.core.parallel.replay import ReplayedPipeline
+from mega.core.processes.pool import Pool
 from mega.core.proof.parity import own_samples, synthetic_batch
 from mega.core.training.step import train_step
 from mega.core.training.wire import build_mesh, build_state

@@ -9,10 +9,10 @@ import pytest
 from mega.core.config.check import check
 from mega.core.config.compose import compose
 from mega.core.config.toml import unfit
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
 from mega.core.plan import Costs, plan, prove, simulate
 from mega.core.plan.draw import draw_text
+from mega.core.processes.pool import Pool
 from mega.core.proof.layouts import LR
 from mega.core.proof.parity import compare, snapshots, within
 from tests.support import toy_schedule

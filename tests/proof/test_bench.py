@@ -20,8 +20,8 @@ from mega.core.config.run import RunConfig, value_of
 from mega.core.device import Device
 from mega.core.flops import matmul_parameters, model_flops_per_token
 from mega.core.parallel import collectives
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
+from mega.core.processes.pool import Pool
 from mega.core.proof import bench, bench_rows
 from tests.gpu import recipes
 from tests.support.runs import small_run

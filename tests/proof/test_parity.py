@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mega.core.parallel.launch import Pool
+from mega.core.processes.pool import Pool
 from mega.core.proof.layouts import LR
 from mega.core.proof.parity import Snapshot, compare, snapshots, within
 from tests.support.runs import small_run

@@ -130,8 +130,7 @@ FORBIDDEN: dict[str, dict[str, tuple[int, str]]] = {
         "apart": (0, "own communicator"),
         "channel": (0, "own communicator"),
         "ends": (0, "embedding group"),
-        # exit_reports reports how ranks end.
-        "reports": (1, "loss group"),
+        "reports": (0, "loss group"),
         "links": (0, "p2p groups"),
         "words": (0, "format_error"),
         "Part": (0, "RingBlock"),

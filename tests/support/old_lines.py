@@ -368,7 +368,7 @@ def _to_the_last_step(verb: str) -> Iterator[None]:
         "generate": ["mega.core.inference.speak.speak"],
         "serve": ["mega.core.inference.server.start.serve_rank"],
     }.get(verb, [])
-    places += ["mega.core.parallel.launch.launch"] if verb in ("eval", "generate", "serve") else []
+    places += ["mega.core.processes.launch.launch"] if verb in ("eval", "generate", "serve") else []
     with contextlib.ExitStack() as held:
         for place in places:
             held.enter_context(mock.patch(place, return_value=0))

@@ -8,8 +8,8 @@ from mega.core.device import Device
 from mega.core.inference.load import load_stages, open_model
 from mega.core.inference.relay import relay_of
 from mega.core.inference.request import Sampling
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.processes.pool import Pool
 from mega.core.tasks.continuation import continue_prompts
 from tests.inference.test_engine import expected_cases, stories
 

@@ -21,8 +21,8 @@ from mega.core.config.run import RunConfig, updated
 from mega.core.device import Device
 from mega.core.inference.generate import logits, losses
 from mega.core.inference.load import load_model, open_model
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
+from mega.core.processes.pool import Pool
 from mega.core.tasks import evaluate, task
 from mega.core.tasks.evaluate import CheckedEvaluation, prepare, run_here
 from mega.core.tasks.options import TaskOptions

@@ -13,8 +13,8 @@ from mega.core.config.run import RunConfig
 from mega.core.device import Device
 from mega.core.inference.generate import logits, losses
 from mega.core.inference.score import TokenScorer
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
+from mega.core.processes.pool import Pool
 from mega.core.proof.parity import LOSS_BOUND
 from mega.core.tasks.task import score
 from mega.core.training.wire import build_mesh, build_state, chosen_ops

@@ -23,10 +23,10 @@ from mega.core.device import Device
 from mega.core.family import family
 from mega.core.inference.load import OpenedModel, open_model, special_tokens, weight_pieces
 from mega.core.inference.worker import Worker
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
 from mega.core.parallel.region import ALONE
 from mega.core.parallel.weight import ParameterFactory, initialise
+from mega.core.processes.pool import Pool
 from mega.core.tasks import harness
 from mega.core.tasks.chat import ChatTexts
 from mega.core.tasks.harness import HarnessOptions, HarnessRun

@@ -11,8 +11,8 @@ from mega.core.architecture import inventory, without_adapters
 from mega.core.config.run import RunConfig
 from mega.core.device import Device
 from mega.core.estimate.memory import memory
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.weight import weights
+from mega.core.processes.pool import Pool
 from mega.core.proof.parity import compare, snapshots, synthetic_batch, within
 from mega.core.training.state import TrainState
 from mega.core.training.step import backward

@@ -11,8 +11,8 @@ import torch
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig, updated
 from mega.core.device import Device
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
+from mega.core.processes.pool import Pool
 from mega.core.proof.parity import own_samples, synthetic_batch
 from mega.core.training.audit import audit, copies
 from mega.core.training.step import train_step

@@ -22,8 +22,8 @@ from mega.core.data.chat import ChatDataset
 from mega.core.device import Device
 from mega.core.inference.generate import logits
 from mega.core.inference.load import load_model
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
+from mega.core.processes.pool import Pool
 from mega.core.proof.parity import Snapshot, assemble, compare, own_samples, within
 from mega.core.text.build import build
 from mega.core.text.templates import template_text

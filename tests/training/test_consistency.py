@@ -21,8 +21,8 @@ from mega.core.config.run import RunConfig, updated
 from mega.core.data.writer import IndexedWriter
 from mega.core.device import Device
 from mega.core.files import PARTS, WHOLE_BYTES, sampled_digest
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.processes.pool import Pool
 from mega.core.training import consistency, place
 from mega.core.training.consistency import Comparable, check_consistent
 from mega.core.training.inputs import open_inputs, resolve_run

@@ -20,8 +20,8 @@ from mega.core.data.pairs import PairDataset, conversations, encoded
 from mega.core.data.synthetic import decoder_prompt
 from mega.core.device import Device
 from mega.core.inference.load import open_model
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
+from mega.core.processes.pool import Pool
 from mega.core.proof.parity import Snapshot, assemble, compare, own_samples, within
 from mega.core.text.chat import chat_format
 from mega.core.training.state import TrainState

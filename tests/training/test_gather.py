@@ -9,8 +9,8 @@ import torch
 
 from mega.core.config.run import RunConfig
 from mega.core.device import Device
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
+from mega.core.processes.pool import Pool
 from mega.core.proof.parity import own_samples, synthetic_batch
 from mega.core.training.audit import audit
 from mega.core.training.state import TrainState

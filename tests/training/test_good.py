@@ -20,8 +20,8 @@ from mega.core.checkpoint.own.store import CheckpointStore, locate
 from mega.core.checkpoint.own.verdicts import StepVerdict
 from mega.core.config.run import RunConfig
 from mega.core.device import Device
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
+from mega.core.processes.pool import Pool
 from mega.core.training.proving import Proving
 from mega.core.training.saver import Saver
 from mega.core.training.wire import build_mesh, build_state

@@ -25,9 +25,9 @@ from mega.core.checkpoint.own.store import CheckpointStore
 from mega.core.config.compose import compose
 from mega.core.device import Device
 from mega.core.files import locked_alone
-from mega.core.parallel import launch
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
+from mega.core.processes import connect, launch, signals
+from mega.core.processes.pool import Pool
 from mega.core.training import evaluation, notice
 from mega.core.training.inputs import open_inputs, resolve_run
 from mega.core.training.start import start
@@ -124,10 +124,10 @@ def test_what_launchers_left_that_were_killed_with_all_their_ranks_is_removed(tm
 
 
 def test_nohup_keeps_a_run_from_the_end_of_its_terminal() -> None:
-    assert set(launch.heeded_signals()) == set(launch.STOPPING)
+    assert set(signals.heeded_signals()) == set(signals.STOPPING)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert set(launch.heeded_signals()) == set(launch.STOPPING) - {signal.SIGHUP}
+        assert set(signals.heeded_signals()) == set(signals.STOPPING) - {signal.SIGHUP}
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -182,7 +182,7 @@ def test_a_second_ctrl_c_is_told_what_it_costs_and_leaves_at_once(
 ) -> None:
     """Both are heard by a thread, whatever the main one waits for."""
     left = threading.Event()
-    monkeypatch.setattr(launch, "SAME_SIGNAL_SECONDS", 0.0)
+    monkeypatch.setattr(signals, "SAME_SIGNAL_SECONDS", 0.0)
     monkeypatch.setattr(notice.os, "_exit", lambda code: left.set() if code == 130 else None)
     monkeypatch.setattr(notice, "LEAVES_WITHIN", 0.0)
     before = signal.signal(signal.SIGINT, lambda number, frame: None)
@@ -230,7 +230,7 @@ def test_a_run_waits_until_its_notice_is_written_but_not_for_ever(monkeypatch: p
 def test_the_same_signal_twice_is_one_and_a_later_ctrl_c_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    asked = launch.RepeatedSignal()
+    asked = signals.RepeatedSignal()
     assert not asked.repeats(signal.SIGINT)
     now += 0.5
     assert not asked.repeats(signal.SIGINT)
@@ -243,7 +243,7 @@ def test_a_rank_is_interrupted_once() -> None:
     """Ctrl-C at a terminal reaches a rank itself, and again from its launcher, while it ends."""
     before = signal.getsignal(signal.SIGINT)
     try:
-        launch._hear_signals([signal.SIGINT])
+        signals.hear_signals([signal.SIGINT])
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
@@ -252,11 +252,11 @@ def test_a_rank_is_interrupted_once() -> None:
 
 
 def test_threads_are_what_the_user_sets_or_a_share_of_the_cores_that_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "cores", lambda: 12)
+    monkeypatch.setattr(connect, "cores", lambda: 12)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert [launch.threads(ranks) for ranks in (1, 4, 99)] == [12, 3, 1]
+    assert [connect.threads(ranks) for ranks in (1, 4, 99)] == [12, 3, 1]
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert launch.threads(4) == 2
+    assert connect.threads(4) == 2
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ from mega.core.config.run import RunConfig
 from mega.core.device import Device
 from mega.core.model.stack import StackStage
 from mega.core.parallel import vocab
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.parallel.weight import weights
+from mega.core.processes.pool import Pool
 from mega.core.proof.parity import own_samples, synthetic_batch
 from mega.core.training.state import TrainState
 from mega.core.training.step import train_step

@@ -16,9 +16,9 @@ from mega.cli import main
 from mega.core.checkpoint.own.store import CheckpointStore
 from mega.core.config.compose import compose
 from mega.core.device import Device
-from mega.core.parallel.exit_reports import report_of
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
+from mega.core.processes.exit_reports import report_of
+from mega.core.processes.pool import Pool
 from mega.core.training import meters
 from mega.core.training.inputs import open_inputs, resolve_run
 from mega.core.training.start import start

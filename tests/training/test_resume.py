@@ -24,8 +24,8 @@ from mega.core.data.build import Datasets
 from mega.core.data.writer import IndexedWriter
 from mega.core.device import Device
 from mega.core.ops.counter import OLD_RULE, RULE
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
+from mega.core.processes.pool import Pool
 from mega.core.training.resume import ResumePoint, differences, restore
 from mega.core.training.saver import Saver
 from mega.core.training.state import TrainState

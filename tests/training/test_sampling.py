@@ -9,8 +9,8 @@ from typing import Any
 
 from mega.core.config.compose import compose
 from mega.core.device import Device
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
+from mega.core.processes.pool import Pool
 from mega.core.training.inputs import open_inputs, resolve_run
 from mega.core.training.start import start
 

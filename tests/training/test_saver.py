@@ -19,8 +19,8 @@ from mega.core.checkpoint.own.inspect import diff
 from mega.core.checkpoint.own.store import CheckpointStore, SaveError
 from mega.core.config.run import RunConfig, updated
 from mega.core.device import Device, HostCopy
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups
+from mega.core.processes.pool import Pool
 from mega.core.text.templates import TEMPLATES
 from mega.core.training.resume import ResumePoint, restore
 from mega.core.training.saver import Saver

@@ -22,9 +22,9 @@ from mega.core.ops.paged_attention import Integers
 from mega.core.ops.trial import first_line
 from mega.core.parallel import shared_memory
 from mega.core.parallel.collectives import gather_json
-from mega.core.parallel.exit_reports import names_lost_peer
 from mega.core.parallel.mesh import Axis, Groups, Mesh
 from mega.core.parallel.shared_memory import SharedMemory, is_dead
+from mega.core.processes.exit_reports import names_lost_peer
 
 STOP, STEP = 0, 1
 

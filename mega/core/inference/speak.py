@@ -33,8 +33,8 @@ from mega.core.inference.load import (
 from mega.core.inference.opening import EngineOptions, check_layout, start_engine
 from mega.core.inference.request import SEEDS, Beam, Engine, Request, RequestError, Sampling, flag_line
 from mega.core.inference.text_stream import TextStream
-from mega.core.parallel.launch import connect
 from mega.core.parallel.mesh import Mesh
+from mega.core.processes.connect import connect
 from mega.core.text.build import build
 from mega.core.text.special import Spelled
 from mega.core.text.tokenizer import Tokenizer

@@ -30,8 +30,8 @@ from mega.core.device import MARK, Device, Reading, Timestamp
 from mega.core.family import synthetic_batch
 from mega.core.flops import model_flops_per_token
 from mega.core.parallel.collectives import all_reduce
-from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups
+from mega.core.processes.connect import connect, disconnect
 from mega.core.proof.bench_rows import read_rows
 from mega.core.training.state import TrainState
 from mega.core.training.step import StepReport, train_step

@@ -27,8 +27,8 @@ from mega.core.files import whole_file
 from mega.core.ops.mask import CAUSAL
 from mega.core.ops.suite import Ops, choose
 from mega.core.parallel.collectives import RingShift, all_gather, all_reduce
-from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Axis, Groups, Mesh
+from mega.core.processes.connect import connect, disconnect
 
 
 @dataclass(frozen=True)

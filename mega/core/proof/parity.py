@@ -18,8 +18,8 @@ from mega.core.checkpoint.own.pieces import Piece
 from mega.core.config.resolve import microbatches
 from mega.core.config.run import RunConfig
 from mega.core.device import Device
-from mega.core.parallel.launch import Pool
 from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.processes.pool import Pool
 from mega.core.training.step import backward, means
 from mega.core.training.wire import build_mesh, build_state
 

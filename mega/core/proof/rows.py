@@ -18,7 +18,7 @@ import mega
 from mega.core.proof.layouts import LR, STEPS, Case, ParityDtype, alone
 
 if TYPE_CHECKING:
-    from mega.core.parallel.launch import Pool
+    from mega.core.processes.pool import Pool
     from mega.core.proof.parity import Snapshot
 
 
@@ -45,7 +45,7 @@ class Row:
 
 def prove(cases: Sequence[Case], dtype: ParityDtype) -> Iterator[Row]:
     """Train every model in every layout on local ranks; one row each as it is done."""
-    from mega.core.parallel.launch import Pool
+    from mega.core.processes.pool import Pool
     from mega.core.proof.parity import compare, snapshots, within
 
     runs = [layout.run(model, dtype) for model, layout in cases]

@@ -21,9 +21,9 @@ from mega.core.inference.engine import BatchingEngine
 from mega.core.inference.load import empty_stage, open_model
 from mega.core.inference.opening import EngineOptions, check_layout, engine_on, start_engine
 from mega.core.ops.suite import choose, forward_only
-from mega.core.parallel.launch import connect
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.weight import initialise
+from mega.core.processes.connect import connect
 from mega.core.proof.serving import Load, ServingRow, Timing, of_engine, of_server, plot, summary, table, vocabulary
 
 _WARM = 4

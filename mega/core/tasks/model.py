@@ -27,8 +27,8 @@ from mega.core.inference.load import OpenedModel, check_tokenizer, compute_dtype
 from mega.core.inference.relay import Relay, relay_of
 from mega.core.inference.score import RowScorer, TokenScorer
 from mega.core.ops.suite import Ops
-from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.processes.connect import connect, disconnect
 from mega.core.tasks.labels import check_head
 from mega.core.text.build import build
 from mega.core.text.tokenizer import Tokenizer

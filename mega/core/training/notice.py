@@ -13,8 +13,8 @@ import threading
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from mega.core.parallel.exit_reports import write_error
-from mega.core.parallel.launch import RepeatedSignal
+from mega.core.processes.exit_reports import write_error
+from mega.core.processes.signals import RepeatedSignal
 
 LEAVES_WITHIN = 1.0
 """Seconds that the main thread has, after a second Ctrl-C, to end by itself."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from mega.core.parallel.exit_reports import printable, write_error
+from mega.core.processes.exit_reports import printable, write_error
 from mega.core.terminal import leave
 
 

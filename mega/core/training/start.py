@@ -17,8 +17,8 @@ from mega.core.data.dataset import Dataset
 from mega.core.device import Device
 from mega.core.flops import model_flops_per_token
 from mega.core.parallel.collectives import gather_json
-from mega.core.parallel.launch import connect, disconnect
 from mega.core.parallel.mesh import Groups
+from mega.core.processes.connect import connect, disconnect
 from mega.core.training.consistency import check_consistent, comparable
 from mega.core.training.evaluation import Evaluation
 from mega.core.training.inputs import Inputs, ResolvedRun, open_inputs

@@ -19,8 +19,8 @@ import torch
 
 from mega.core.device import Reading
 from mega.core.parallel.collectives import all_reduce
-from mega.core.parallel.launch import RepeatedSignal, heeded_signals
 from mega.core.parallel.mesh import Axis
+from mega.core.processes.signals import RepeatedSignal, heeded_signals
 from mega.core.training.notice import Outlook, SignalNotice
 
 _TIME_IS_UP, _SIGNAL, _FAULT = 1, 128, 512

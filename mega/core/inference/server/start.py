@@ -25,8 +25,9 @@ from mega.core.inference.load import OpenedModel, check_tokenizer, compute_dtype
 from mega.core.inference.opening import EngineOptions, start_engine
 from mega.core.inference.server.run import HttpServer, bind, raise_file_limit
 from mega.core.inference.server.service import Manner, ServerOptions
-from mega.core.parallel.launch import STOPPING, connect, keep_asking
 from mega.core.parallel.mesh import Mesh
+from mega.core.processes.connect import connect, keep_asking
+from mega.core.processes.signals import STOPPING
 from mega.core.text.chat import ChatFormat, chat_format
 from mega.core.text.tokenizer import Tokenizer
 

@@ -19,9 +19,9 @@ import pytest
 import torch.distributed as dist
 
 from mega.core.config.world import MEETING_FILE, World
-from mega.core.parallel import exit_reports, launch, rendezvous, roll_call
-from mega.core.parallel.exit_reports import report_of
-from mega.core.parallel.rendezvous import meet
+from mega.core.processes import connect, exit_reports, launch, rendezvous, roll_call
+from mega.core.processes.exit_reports import report_of
+from mega.core.processes.rendezvous import meet
 
 SHORT = 0.02
 """Minutes of patience, where it is to end."""
@@ -114,21 +114,21 @@ def test_an_address_that_is_none(name: str, value: str, line: str, port: int, mo
 def test_an_interface_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nowhere0")
     with pytest.raises(ValueError, match=r"GLOO_SOCKET_IFNAME nowhere0: is not a network interface of .*; valid: .*lo"):
-        launch._check_interfaces()
+        connect._check_interfaces()
 
 
 def test_an_interface_that_is_down() -> None:
     line = r"^GLOO_SOCKET_IFNAME lo: .* has no address, .*`ip link set lo up`"
-    with pytest.raises(ValueError, match=line), launch._naming_interface():
+    with pytest.raises(ValueError, match=line), connect._naming_interface():
         raise RuntimeError("[enforce fail at gloo/device.cc:84] ifa != nullptr. Unable to find address for: lo")
-    with pytest.raises(RuntimeError, match=r"^another$"), launch._naming_interface():
+    with pytest.raises(RuntimeError, match=r"^another$"), connect._naming_interface():
         raise RuntimeError("another")
 
 
 def test_a_temporary_folder_that_is_too_long_for_a_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * 75)
     with pytest.raises(ValueError, match=r"TMPDIR /x+: .* may have at most 75 bytes"):
-        launch._server()
+        launch.fork_server()
 
 
 def test_what_a_killed_attempt_left_in_the_agents_store_is_passed_over(
@@ -162,7 +162,7 @@ def test_a_rank_answers_while_its_main_thread_waits() -> None:
     line = re.fullmatch(r"an exchange of ranks has not ended within 1.2 seconds \(--timeout-minutes\): (.*)", told)
     assert line is not None
     # Both ranks share one main thread, which may have moved between their looks or not.
-    place = r"at mega/core/parallel/roll_call\.py:\d+ \(\w+\)"
+    place = r"at mega/core/processes/roll_call\.py:\d+ \(\w+\)"
     assert re.fullmatch(rf"rank 0 {place}, rank 1 {place}|ranks 0, 1 {place}", line[1]), told
 
 

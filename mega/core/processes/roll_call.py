@@ -28,8 +28,8 @@ from typing import Any, TypeVar
 
 import mega
 from mega.core.config.world import MEETING_FILE, name_ranks
-from mega.core.parallel.exit_reports import LIMIT, ExitReport, report_exit
-from mega.core.parallel.rendezvous import duration
+from mega.core.processes.exit_reports import LIMIT, ExitReport, report_exit
+from mega.core.processes.rendezvous import duration
 
 LOOK = 0.5
 """Seconds between two looks of a rank; a large world takes longer, for its store's sake, a short time-out less."""

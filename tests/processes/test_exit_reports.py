@@ -23,9 +23,10 @@ import torch.distributed as dist
 
 from mega.core.checkpoint.own.store import CheckpointStore, SaveError
 from mega.core.config.world import MEETING_FILE, World
-from mega.core.parallel import exit_reports, rendezvous, roll_call
-from mega.core.parallel import launch as launcher
-from mega.core.parallel.launch import connect, disconnect, launch
+from mega.core.processes import exit_reports, rendezvous, roll_call
+from mega.core.processes import launch as launcher
+from mega.core.processes.connect import connect, disconnect
+from mega.core.processes.launch import launch
 
 
 def _patient() -> None:

@@ -1,9 +1,7 @@
-"""Ranks: starting them on this host, joining those that a launcher started, and keeping some alive for many jobs.
+"""Local ranks, started for one job and watched until it ends.
 
-    connect     one rank's way into the process group, from torchrun, mpirun, srun, `launch` or alone
     launch      run a function on N new local ranks; a failure of one ends all
     run_ranks   the same on those of a launcher, where there is one
-    Pool        N local ranks that stay, for tests and for comparing many layouts in one go
 
 New ranks are forked from a small server process that has torch imported already, so eight of them start as fast as
 one. Ranks of one host meet in a file, not on a port, so nothing can be taken twice.
@@ -26,45 +24,27 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
-from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from mega.core.config.world import MEETING_FILE, World, cores, world_from_env
+from mega.core.config.world import MEETING_FILE, world_from_env
 from mega.core.config.world import ranks as count_ranks
-from mega.core.device import Device
 from mega.core.files import locked_alone
-from mega.core.parallel.exit_reports import explain_timeouts_by, report_exit, report_of, write_error
-from mega.core.parallel.interface import choose_interface
-from mega.core.parallel.mesh import Groups
-from mega.core.parallel.rendezvous import hosts_store, meet
-from mega.core.parallel.roll_call import LOST, RollCall
-
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""What asks a run to stop: Ctrl-C, a scheduler, SLURM's warning ahead of the end (--signal=USR1@120), and a terminal
-that was closed."""
+from mega.core.processes.connect import disconnect
+from mega.core.processes.exit_reports import report_exit, report_of, write_error
+from mega.core.processes.roll_call import LOST
+from mega.core.processes.signals import STOPPING, RepeatedSignal, hear_signals, heeded_signals
 
 _MARK = "mega-launcher"
 """In the folder of a process that launches ranks: its host's name, locked while it lives."""
 
 _OWNED: list[Any] = []
 
-SAME_SIGNAL_SECONDS = 2.0
-"""A signal that comes again within this time is the same wish, by another way."""
-
 PATIENCE = 1.0
 """Seconds that the other ranks have to end by themselves when one has failed."""
-
-_CALLS: list[RollCall] = []
-"""What answers for this process, while it is in a process group."""
 
 _LONGEST = 75
 """Most bytes of the folder for temporary files: a socket's path has at most 107, of which its own name takes 32."""
@@ -81,7 +61,6 @@ _INTERRUPTED = 254
 _STOPPED = tuple(128 + number for number in STOPPING)
 """Exit codes of ranks that have stopped together, as they were asked."""
 
-
 _ADVICE: dict[int, str] = {
     signal.SIGKILL: ": unless that was done by hand, this host ran out of memory (see `dmesg`); mega memory-estimate "
     "says what a run needs, and a training resumes from its newest checkpoint",
@@ -90,107 +69,16 @@ _ADVICE: dict[int, str] = {
 }
 
 
-def heeded_signals() -> tuple[signal.Signals, ...]:
-    """Those of STOPPING that this process heeds: not SIGHUP where that is ignored, as `nohup` has it."""
-    return tuple(each for each in STOPPING if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN)
-
-
-def connect(kind: str = "auto", backend: str = "auto", timeout_minutes: float = 10) -> tuple[World, Device, Groups]:
-    """Join the process group as the rank that the environment names.
-
-    A single rank has no group, and every axis has size 1. Errors: ValueError where the device is absent, the backend
-    is not for it, or the environment does not say where ranks meet; OSError, naming who is waited for, where not all
-    ranks come.
-    """
-    world, timeout = world_from_env(), timedelta(minutes=timeout_minutes)
-    device = Device.choose(kind, world.local_rank, backend)
-    if not device.is_cuda:
-        torch.set_num_threads(threads(world.local_size))
-    if world.size > 1 and not dist.is_initialized():
-        if device.backend == "nccl" and not device.is_cuda:
-            raise ValueError("--backend nccl: needs CUDA devices, and these ranks are on CPUs; valid: auto, gloo")
-        if world.local_size == world.size and device.backend == "gloo":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-        if device.backend == "gloo":
-            _check_interfaces()
-        store = meet(world, timeout_minutes)
-        choose_interface(store, world)
-        with _naming_interface():
-            dist.init_process_group(
-                device.backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout
-            )
-        _answer_others(store, world, timeout_minutes)
-    return world, device, Groups(device.backend, timeout)
-
-
-def _check_interfaces() -> None:
-    """See that gloo can use what it is told to. Errors: ValueError."""
-    known = [name for _, name in socket.if_nameindex()]
-    for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
-        if name and name not in known:
-            raise ValueError(
-                f"GLOO_SOCKET_IFNAME {name}: is not a network interface of {socket.gethostname()}; "
-                f"valid: {', '.join(known)}"
-            )
-
-
-@contextlib.contextmanager
-def _naming_interface() -> Iterator[None]:
-    """Errors: ValueError where gloo finds no address at its interface, which it reports as a line of its C++."""
-    try:
-        yield
-    except RuntimeError as error:
-        _, found, name = str(error).partition("Unable to find address for: ")
-        if not found:
-            raise
-        name = name.split("\n")[0].strip()
-        raise ValueError(
-            f"GLOO_SOCKET_IFNAME {name}: this network interface of {socket.gethostname()} has no address, so ranks "
-            f"cannot meet; bring it up (`ip link set {name} up`), or name another one"
-        ) from None
-
-
-def _answer_others(store: Any, world: World, minutes: float) -> None:
-    """Have a thread answer for this rank until `disconnect`, whatever its main thread waits for."""
-    own = store if MEETING_FILE in os.environ else store.clone()  # a call to a TCPStore waits for the one before it
-    hosted = hosts_store(replace(world, rank=0))
-    kind = hosted, MEETING_FILE not in os.environ
-    call = RollCall(dist.PrefixStore("roll-call", own), world.rank, world.size, minutes, *kind).start()
-    explain_timeouts_by(call.explain)
-    _CALLS.append(call)
-
-
-def keep_asking(lost: Callable[[str], None] | None = None) -> None:
-    """Have this rank ask the others regularly whether they live, as of `RollCall.keep_asking`."""
-    for call in _CALLS:
-        call.keep_asking(lost)
-
-
-def threads(ranks: int) -> int:
-    """CPU threads of one of `ranks` on this host: OMP_NUM_THREADS, else its share of the cores."""
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    return int(asked) if asked.isdecimal() and int(asked) else max(1, cores() // ranks)
-
-
-def disconnect() -> None:
-    """Leave the process group, if there is one."""
-    while _CALLS:
-        _CALLS.pop().close()
-    explain_timeouts_by(None)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def launch(nproc: int, target: Callable[..., int | None], *args: Any) -> int:
     """Run `target(*args)` on `nproc` local ranks and return the job's exit code.
 
     `target` must be importable by name. The first rank that fails ends the others; the code is its code, 128 + signal
     if it was killed. What asks a run to stop (STOPPING) reaches every rank; a second SIGINT ends them all.
     """
-    heeded, server, meeting = heeded_signals(), _server(target.__module__), f"meeting-{uuid.uuid4().hex[:8]}"
+    heeded, server, meeting = heeded_signals(), fork_server(target.__module__), f"meeting-{uuid.uuid4().hex[:8]}"
     folder = _folder()
     ranks = [
-        server.Process(target=_rank, args=(_environment(rank, nproc, folder, meeting), heeded, target, args))
+        server.Process(target=_rank, args=(rank_environment(rank, nproc, folder, meeting), heeded, target, args))
         for rank in range(nproc)
     ]
     for rank, process in enumerate(ranks):
@@ -199,7 +87,7 @@ def launch(nproc: int, target: Callable[..., int | None], *args: Any) -> int:
     try:
         return _supervise(ranks, os.path.join(folder, meeting + LOST))
     finally:
-        _end(ranks)
+        end_ranks(ranks)
         for name in (meeting, meeting + LOST):
             with contextlib.suppress(OSError):
                 os.unlink(os.path.join(folder, name))
@@ -229,88 +117,7 @@ def run_ranks(
     return launch(size, target, *args)
 
 
-class Pool:
-    """Up to `size` local ranks on gloo that stay until `close`.
-
-    Jobs are functions `job(groups, rank, *args)`, importable by name; a job on `world` ranks finds a process group of
-    just these. A job that fails on any rank ends all ranks (the others may be stuck in a collective); the next job
-    finds new ones.
-    """
-
-    def __init__(self, size: int):
-        self.size = size
-        self._directory: tempfile.TemporaryDirectory[str] | None = None
-        self._ranks: list[BaseProcess] = []
-        self._pipes: list[Connection[Any, Any]] = []
-        self._meetings = 0
-        self._world = 0
-
-    def run(self, job: Callable[..., Any], *args: Any, world: int | None = None, timeout: float = 300.0) -> list[Any]:
-        """Results of `job` on ranks 0 ... world - 1, in order.
-
-        Errors: RuntimeError with the first failing rank's traceback, or naming the ranks that never answered.
-        """
-        world = self.size if world is None else world
-        assert 1 <= world <= self.size, (world, self.size)
-        if not self._ranks:
-            self._start()
-        if world != self._world:
-            self._world, self._meetings = world, self._meetings + 1
-        for rank, pipe in enumerate(self._pipes[:world]):
-            pipe.send((self._environment(rank), job, args))
-        results: dict[int, Any] = {}
-        deadline = time.monotonic() + timeout
-        while len(results) < world:
-            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes[:world]) if rank not in results}
-            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                self.close()
-                raise RuntimeError(f"no answer from ranks {sorted(waiting.values())} within {timeout:.0f} s")
-            for pipe, rank in waiting.items():
-                if pipe not in ready:
-                    continue
-                try:
-                    ok, value = pipe.recv()
-                except EOFError:
-                    ok, value = False, "the process ended without a word"
-                if not ok:
-                    self.close()
-                    raise RuntimeError(f"rank {rank} of {world}: {value}")
-                results[rank] = value
-        return [results[rank] for rank in range(world)]
-
-    def close(self) -> None:
-        """End the ranks. The pool may be used again."""
-        _end(self._ranks, patience=0.0)
-        for pipe in self._pipes:
-            pipe.close()
-        self._ranks, self._pipes, self._world = [], [], 0
-        if self._directory is not None:
-            self._directory.cleanup()
-            self._directory = None
-
-    def __enter__(self) -> Pool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _environment(self, rank: int) -> dict[str, str]:
-        assert self._directory is not None
-        return _environment(rank, self._world, self._directory.name, f"meeting-{self._meetings}")
-
-    def _start(self) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="mega-pool-")
-        for rank in range(self.size):
-            ours, theirs = multiprocessing.Pipe()
-            process = _server().Process(target=_pool_rank, args=(theirs, self.size), name=f"rank {rank}", daemon=True)
-            process.start()
-            theirs.close()
-            self._ranks.append(process)
-            self._pipes.append(ours)
-
-
-def _server(*modules: str) -> Any:
+def fork_server(*modules: str) -> Any:
     """What ranks are forked from. It outlives a signal to the whole job: without it no process learns how ranks end.
 
     modules: what all ranks need, which it imports once for them, if it does not run yet. Errors: ValueError.
@@ -356,19 +163,7 @@ def _remove_abandoned(place: str) -> None:
                 shutil.rmtree(os.path.dirname(mark))
 
 
-def _hear_signals(heeded: Iterable[signal.Signals]) -> None:
-    """In a new rank: of what its server ignores, these count again."""
-    for number in heeded:
-        signal.signal(number, _interrupt if number == signal.SIGINT else signal.SIG_DFL)
-
-
-def _interrupt(number: int, _: Any) -> None:
-    """Ctrl-C, once: a terminal sends it to every process, and the launcher passes it on to ranks that are ending."""
-    signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt
-
-
-def _environment(rank: int, size: int, directory: str, meeting: str) -> dict[str, str]:
+def rank_environment(rank: int, size: int, directory: str, meeting: str) -> dict[str, str]:
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -384,7 +179,7 @@ def _rank(
     target: Callable[..., int | None],
     args: tuple[Any, ...],
 ) -> None:
-    _hear_signals(heeded)
+    hear_signals(heeded)
     os.environ.update(environment)
     threading.Thread(target=_follow_parent, name="follow-parent", daemon=True).start()
     try:
@@ -408,28 +203,6 @@ def _follow_parent() -> None:
         wait([parent.sentinel])
         shutil.rmtree(os.path.dirname(os.environ[MEETING_FILE]), ignore_errors=True)
         os._exit(1)
-
-
-def _pool_rank(pipe: Connection[Any, Any], size: int) -> None:
-    """Answer jobs until the pipe closes; join a new process group whenever the job's world has changed."""
-    _hear_signals(STOPPING)
-    joined, groups = "", Groups()
-    while True:
-        try:
-            environment, job, args = pipe.recv()
-        except EOFError:
-            return
-        try:
-            if joined != environment[MEETING_FILE]:
-                disconnect()
-                os.environ.update(environment)
-                _, _, groups = connect("cpu")
-                # Also in a job for one rank: threads that spin for each other starve on a busy machine.
-                torch.set_num_threads(threads(size))
-                joined = environment[MEETING_FILE]
-            pipe.send((True, job(groups, int(environment["RANK"]), *args)))
-        except BaseException:
-            pipe.send((False, traceback.format_exc()))
 
 
 def _supervise(ranks: list[BaseProcess], note: str) -> int:
@@ -526,22 +299,6 @@ def _passing_signals(ranks: list[BaseProcess]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class RepeatedSignal:
-    """Distinguishes a second Ctrl-C from one signal that came twice: from the terminal or the scheduler, which reach
-    every process of a job, and from the launcher.
-    """
-
-    def __init__(self) -> None:
-        self._first: float | None = None
-
-    def repeats(self, number: int) -> bool:
-        """Note a signal; whether it means that the user will not wait for what the first one began."""
-        now = time.monotonic()
-        if self._first is None:
-            self._first = now
-        return number == signal.SIGINT and now > self._first + SAME_SIGNAL_SECONDS
-
-
 def _kill(ranks: list[BaseProcess]) -> None:
     """End ranks of which multiprocessing knows nothing any more."""
     for process in ranks:
@@ -549,7 +306,7 @@ def _kill(ranks: list[BaseProcess]) -> None:
             os.kill(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
 
 
-def _end(ranks: list[BaseProcess], patience: float = 5.0) -> None:
+def end_ranks(ranks: list[BaseProcess], patience: float = 5.0) -> None:
     """Ask the ranks that still run to stop, again and again since a run takes it for a wish; then make them."""
     deadline = time.monotonic() + patience
     while (alive := [process for process in ranks if process.is_alive()]) and time.monotonic() < deadline:

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from mega.core.config.world import World
-from mega.core.parallel import interface
+from mega.core.processes import interface
 from tests.support.hosts import hosts
 
 RUN = (

@@ -242,7 +242,7 @@ def _store(world: World) -> Any:
     """The store of the process group; before there is one, that in which the ranks are about to meet."""
     import torch.distributed as dist
 
-    from mega.core.parallel.rendezvous import open_store, reach
+    from mega.core.processes.rendezvous import open_store, reach
 
     if dist.is_initialized():
         if MEETING_FILE not in os.environ:
@@ -258,7 +258,7 @@ def _hosting(world: World) -> bool:
     """Whether the store of ranks that have not met yet is this rank's, and goes with it."""
     import torch.distributed as dist
 
-    from mega.core.parallel.rendezvous import hosts_store
+    from mega.core.processes.rendezvous import hosts_store
 
     return hosts_store(world) and not dist.is_initialized()
 
