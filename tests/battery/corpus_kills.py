@@ -111,11 +111,16 @@ def line_of(step: str, folder: Path, output: str, workers: int) -> list[str]:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Of all files the bytes, of records the counts. Half-written files would show by their names."""
+    """Of all files the bytes, of records the counts. Half-written files would show by their names.
+
+    Samples of dropped documents say where they are, which, of a step after the first, is in the folder itself.
+    """
     found = {}
     for path in sorted(folder.rglob("*")):
         if path.name == ".corpus.json":
-            found[str(path.relative_to(folder))] = json.dumps(json.loads(path.read_text())["counts"])
+            found[str(path.relative_to(folder))] = json.dumps(json.loads(path.read_text())["counts"]).replace(
+                f"{folder.name}/", ""
+            )
         elif path.is_file():
             found[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest()
     return found
