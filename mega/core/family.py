@@ -1,6 +1,6 @@
 """A model family as one record: what everything above asks of it, and the only module that chooses code by family.
 
-Every room holds its own part under the family's name: options in config, tensors in inventory, names on disk in
+Every room holds its own part under the family's name: options in config, tensors in architecture, names on disk in
 checkpoint. The stage and the batches are added here.
 """
 

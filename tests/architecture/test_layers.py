@@ -87,6 +87,14 @@ def _both_sides() -> Layer:
     )
 
 
+def test_a_branch_is_one_of_four_forms() -> None:
+    """Another one would leave out a norm, or meet a sum that is not added up yet."""
+    branch = _layer_of().branches[0]
+    for changes in ({"before": None}, {"before": None, "onto": "normed"}, {"after": branch.before}):
+        with pytest.raises(AssertionError, match=r"a branch is one of x \+ f\(norm\(x\)\)"):
+            replace(branch, **changes)
+
+
 LAYERS = {
     "before": _layer_of(),
     "onto the normed": _layer_of(post_norm_residual=True),

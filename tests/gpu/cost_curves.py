@@ -1,4 +1,4 @@
-"""What single operations take on this GPU, sustained: the curves of mega/core/estimate/cards.
+"""What single operations take on this GPU, sustained: the curves of mega/core/estimate/curves.json.
 
     python3 -m tests.gpu.cost_curves --out rows.jsonl [--seconds 60]
 

@@ -134,6 +134,8 @@ class Branch:
     before, onto "normed":           n + f(n), n = norm(x)
     after alone, of the "sum":       norm(x + f(x))                  Vaswani et al. 2017, BERT
     before and after, of "branch":   x + after(f(before(x)))         Gemma 2 and 3
+
+    Others are refused: the norm before a branch adds up what the one before it left.
     """
 
     mixer: Mixer
@@ -144,6 +146,16 @@ class Branch:
     """What the branch is added to: its input, or the norm of it."""
     dropout: float
     """Of the branch before it is added."""
+
+    def __post_init__(self) -> None:
+        forms = {
+            ("stream", True, None): "x + f(norm(x))",
+            ("normed", True, None): "n + f(n)",
+            ("stream", False, "sum"): "norm(x + f(x))",
+            ("stream", True, "branch"): "x + after(f(before(x)))",
+        }
+        form = (self.onto, self.before is not None, None if self.after is None else self.after_of)
+        assert form in forms, f"{form}: a branch is one of {', '.join(forms.values())}"
 
     @property
     def site(self) -> str:

@@ -227,6 +227,7 @@ def _seconds(operation: Gemm | AttentionWork | ElementwiseWork, on: Hardware) ->
         speed = on.peak["bf16"] / PEAK * reached * ATTENTION_IN_STEP
         work = share * _attention_flops(rows, queries, keys, width, backward)
         return _attentions(kernel, backward).seconds((rows, math.sqrt(queries * keys), width), work, speed) + gap
+    assert isinstance(operation, ElementwiseWork), operation
     return Card(on).elementwise(operation.moved)
 
 

@@ -48,12 +48,11 @@ CUDNN = ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_atten
 
 
 class Heard:
-    """Operations in the order in which they ran. packed: share of a row's pairs that are left by packed documents.
-    window: what a token sees, where the model has one."""
+    """Operations in the order in which they ran. packed: share of a row's pairs that are left by packed documents."""
 
-    def __init__(self, *, packed: float = 1.0, window: int | None = None) -> None:
+    def __init__(self, *, packed: float = 1.0) -> None:
         self.operations: list[Operation] = []
-        self._packed, self._window, self._count = packed, window, 0
+        self._packed, self._count = packed, 0
 
     def take(self) -> tuple[Operation, ...]:
         """What has run since it was asked before."""
@@ -88,12 +87,10 @@ class Heard:
     def kernel(self, name: str, arguments: Sequence[Any]) -> None:
         self.operations.append(ElementwiseWork(name, sum(map(_bytes, arguments))))
 
-    def attention(
-        self, kernel: str, q: torch.Tensor, k: torch.Tensor, mask: AttentionMask | None, *, backward: bool
-    ) -> None:
+    def attention(self, kernel: str, q: torch.Tensor, k: torch.Tensor, mask: AttentionMask, *, backward: bool) -> None:
         (b, s, heads, d), t = q.shape, k.shape[1]
-        mask = AttentionMask(window=self._window) if mask is None else mask
         share, curve = _visible(s, t, *mask.band(s, t)), "cudnn causal"
+        assert kernel in ("ours", "window"), f"{kernel}: no curve says what this attention takes"
         if kernel == "ours":
             full = mask.kind == "full"
             share *= 1.0 if full or mask.q_documents is None else self._packed

@@ -502,7 +502,7 @@ class _Rank:
         self.exchanges = transport if isinstance(transport, Imagined) else None
         self.deferred = _splits(run)
         packed = PACKED if run.data.reset_attention else 1.0
-        self.heard = Heard(packed=packed, window=run.model.window)
+        self.heard = Heard(packed=packed)
         self.live = Live({} if run.runtime.device == "cpu" else WORKSPACES, self.heard)
         for bucket in self.grads.buckets:
             self.live.ignore(bucket.weights, bucket.own_grads)

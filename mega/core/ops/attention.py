@@ -65,8 +65,8 @@ def fused(
 ) -> torch.Tensor:
     """`plain` by torch's fused kernels: cuDNN's where it takes the shape, then flash attention, then the others.
 
-    dropping: what takes a mask with dropout."""
-    if mask.dropout is not None:
+    dropping: what takes a mask with more than documents and a window, such as dropout."""
+    if not set(mask.features) <= {"documents", "a window"}:
         return dropping(q, k, v, mask)
     s, t = q.shape[1], k.shape[1]
     kind, visible, blind = mask.simple_kind(s, t), None, None

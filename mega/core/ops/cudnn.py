@@ -72,7 +72,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Attention
     """`ops.attention.plain`, which saves no weights; None where cuDNN does not take it. Only where `applies`."""
     assert mask.window is not None
     if q.is_meta:
-        return _Windowed.apply(q, k, v, None)  # type: ignore[no-any-return]
+        return _Windowed.apply(q, k, v, mask)  # type: ignore[no-any-return]
     if not trusted(q.device, q.dtype):
         return None
     q, k, v = _aligned(q), _aligned(k), _aligned(v)
@@ -230,16 +230,16 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plans: WindowPlans | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plans: WindowPlans | AttentionMask
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [b, s, heads, d], lse fp32 [b, heads, s, 1]. plans: None on the meta device."""
+    """out [b, s, heads, d], lse fp32 [b, heads, s, 1]. plans: on the meta device the mask, for who counts."""
     b, s, heads, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(b, heads, s, 1, dtype=torch.float32, device=q.device)
-    if plans is not None:
-        plans.forward.run(q, k, v, out, lse)
+    if isinstance(plans, AttentionMask):
+        observe.attention("window", q, k, plans)
     else:
-        observe.attention("window", q, k, None)
+        plans.forward.run(q, k, v, out, lse)
     return out, lse
 
 
@@ -250,20 +250,20 @@ def backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    plans: WindowPlans | None,
+    plans: WindowPlans | AttentionMask,
 ) -> Gradients:
     """d(q), d(k), d(v) in the inputs' dtype."""
-    if plans is not None:
+    if not isinstance(plans, AttentionMask):
         # What was saved may have been elsewhere in between, and come back in another layout.
         q, k, v = (_laid_out(x, stride) for x, stride in zip((q, k, v), plans.strides, strict=True))
         out, lse, grad = _aligned(out.contiguous()), lse.contiguous(), _aligned(grad.contiguous())
     grad_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     grad_kv = torch.empty((2, *k.shape), dtype=q.dtype, device=q.device)
-    if plans is None:
+    if isinstance(plans, AttentionMask):
         # Workspace: cuDNN sums the query's gradient in fp32, and keeps those of grouped keys and values of every head.
         grouped = q.shape[2] > k.shape[2]
         torch.empty(grad_q.numel() * (1 + grouped) + lse.numel(), dtype=torch.float32, device=q.device)
-        observe.attention("window", q, k, None, backward=True)
+        observe.attention("window", q, k, plans, backward=True)
     else:
         plans.backward.run(q, k, v, out, grad, lse, grad_q, grad_kv[0], grad_kv[1])
     return grad_q, grad_kv[0], grad_kv[1]
@@ -277,7 +277,9 @@ def _laid_out(x: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
 
 class _Windowed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plans: WindowPlans | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plans: WindowPlans | AttentionMask
+    ) -> torch.Tensor:
         out, lse = forward(q, k, v, plans)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plans = plans

@@ -5,7 +5,7 @@ It states what is computed and knows no implementation: neither kernels nor rank
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
@@ -81,7 +81,7 @@ class AttentionMask:
         >>> AttentionMask(window=4).simple_kind(4, 4), AttentionMask(q_offset=3).simple_kind(1, 4)
         ('causal', 'full')
         """
-        if self.q_documents is not None or self.dropout is not None:
+        if any(getattr(self, name) is not unset for name, unset in _BESIDE_POSITIONS):
             return None
         band = self.band(s, t)
         if band == (None, None):
@@ -95,8 +95,7 @@ class AttentionMask:
         >>> AttentionMask(window=2).features
         ('a window',)
         """
-        asked = {"dropout": self.dropout, "documents": self.q_documents, "a window": self.window}
-        return tuple(name for name, value in asked.items() if value is not None)
+        return tuple(word for name, word, unset in _FEATURES if getattr(self, name) is not unset)
 
     def empty(self, s: int, t: int) -> bool:
         """Whether the positions alone hide every key from every query."""
@@ -126,6 +125,15 @@ class AttentionMask:
             covered=False,
         )
 
+
+_WORDS = {"dropout": "dropout", "q_documents": "documents", "window": "a window"}
+_POSITIONS = {"kind", "q_offset", "covered"}
+# A field that is added later counts in both, so no kernel that does not know it takes its attention.
+_UNSET = {
+    field.name: field.default for field in fields(AttentionMask) if field.name not in (*_POSITIONS, "k_documents")
+}
+_FEATURES = [(name, _WORDS.get(name, name), _UNSET[name]) for name in dict.fromkeys((*_WORDS, *_UNSET))]
+_BESIDE_POSITIONS = [(name, unset) for name, _, unset in _FEATURES if name != "window"]
 
 CAUSAL = AttentionMask()
 FULL = AttentionMask("full")

@@ -22,9 +22,7 @@ class Observer(Protocol):
     def kernel(self, name: str, arguments: Sequence[Any]) -> None:
         """A launch with these arguments, tensors among them."""
 
-    def attention(
-        self, kernel: str, q: torch.Tensor, k: torch.Tensor, mask: AttentionMask | None, *, backward: bool
-    ) -> None:
+    def attention(self, kernel: str, q: torch.Tensor, k: torch.Tensor, mask: AttentionMask, *, backward: bool) -> None:
         """q [b, s, heads, d], k [b, t, kv_heads, d]. kernel: "ours" or "window" (cuDNN's, which sees `k` in a band)."""
 
     def exchange(self, kind: str, size: int, ranks: Sequence[int]) -> Callable[[], None]:
@@ -55,9 +53,7 @@ def kernel(name: str, arguments: Sequence[Any]) -> None:
         observer.kernel(name, arguments)
 
 
-def attention(
-    name: str, q: torch.Tensor, k: torch.Tensor, mask: AttentionMask | None, *, backward: bool = False
-) -> None:
+def attention(name: str, q: torch.Tensor, k: torch.Tensor, mask: AttentionMask, *, backward: bool = False) -> None:
     for observer in _observers:
         observer.attention(name, q, k, mask, backward=backward)
 

@@ -107,7 +107,7 @@ def _bucket(
         end = round_up(end + parameter.elements, ALIGNMENT)
         if parameter.tensors[0].decays:
             decay_end = end
-    shards = rules.shards.get(key[0].data, 1)
+    shards = rules.shards[key[0].data] if rules.shards else 1
     length = round_up(end, shards * ALIGNMENT)
     return BucketSpec(*key, tuple(group), tuple(offsets), length, length // shards, decay_end)
 

@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import TypeVar
 
 Unit = TypeVar("Unit", bound=Hashable)
-"""A block's number, or another unit of the model by its name (inventory's `Unit`)."""
+"""A block's number, or another unit of the model by its name (architecture's `Unit`)."""
 
 
 def stage_layers(

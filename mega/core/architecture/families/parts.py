@@ -89,7 +89,7 @@ def branch(options: ModelConfig, mixer: Attention | Dense, before: Norm | None, 
         before=before,
         after=after,
         after_of="sum",
-        onto="normed" if options.post_norm_residual else "stream",
+        onto="normed" if options.post_norm_residual and before is not None else "stream",
         dropout=options.hidden_dropout,
     )
 

@@ -30,6 +30,7 @@ def value(x, KIND: tl.constexpr):
     elif KIND == 3:
         return x * tl.sigmoid(x)
     else:
+        tl.static_assert(KIND == 2, "relu2")
         return tl.where(x > 0, x * x, 0.0)
 
 
@@ -44,6 +45,7 @@ def _slope(x, KIND: tl.constexpr):
         s = tl.sigmoid(x)
         return s * (1.0 + x * (1.0 - s))
     else:
+        tl.static_assert(KIND == 2, "relu2")
         return tl.where(x > 0, 2.0 * x, 0.0)
 
 
