@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from mega.core.config.compose import nearest, nearest_flag
 from mega.core.config.families import Typed
-from mega.core.config.megatron import BEGINNINGS, IGNORED, REFUSED, Ignored
 from mega.core.config.option import VALUE, Renamed, weak
 from mega.core.config.run import Entry, entries
 
@@ -35,6 +34,7 @@ class Sets:
     kind, choices: what each value must be.
     families: model families whose scripts alone have this spelling; () is all.
     synonyms: other words for values -> ours.
+    refused: values that are not choices, of which more is known than that -> the reason.
     """
 
     flag: str
@@ -46,6 +46,7 @@ class Sets:
     choices: tuple[str, ...] = ()
     families: tuple[str, ...] = ()
     synonyms: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -123,16 +124,20 @@ class Translated(NamedTuple):
 
 
 def meanings(
-    configured: Sequence[Entry], extra: Mapping[str, Meaning], stated_by: str | None = None
+    configured: Sequence[Entry],
+    extra: Mapping[str, Meaning],
+    obsolete: Mapping[str, Drops | Refuses],
+    stated_by: str | None = None,
 ) -> dict[str, Meaning]:
     """Every spelling that a command with these options answers to; `extra` are the command's own flags.
 
+    obsolete: flags of other programs that are no options here; `--moe-*` is every flag that begins with `--moe-` and
+    has no meaning of its own.
     stated_by: what says the rest of a run, such as a checkpoint that is read: its options are dropped; None: they are
     refused.
     """
     known: dict[str, Meaning] = dict(_of_elsewhere(configured, extra, stated_by))
-    known |= {name: Drops(*ignored) for name, ignored in IGNORED.items()}
-    known |= {name: Refuses(reason) for name, reason in REFUSED.items()}
+    known |= obsolete
     spelled: dict[str, list[Sets]] = {}
     for entry in configured:
         for spelling, meaning in _spellings(entry):
@@ -190,7 +195,9 @@ def _flags(entry: Entry) -> Iterator[tuple[str, Sets]]:
 def _of_spelling(entry: Entry, stands_for: Any) -> Sets:
     values = MANY if entry.many else 1
     if isinstance(stands_for, Renamed):
-        return Sets(entry.flag, values, None, True, stands_for.values, entry.kind, entry.choices)
+        return Sets(
+            *(entry.flag, values, None, True, stands_for.values, entry.kind, entry.choices), refused=stands_for.refused
+        )
     if stands_for is VALUE or isinstance(stands_for, Mapping):
         renames = stands_for if isinstance(stands_for, Mapping) else {}
         return Sets(entry.flag, values, renames=renames, kind=entry.kind, choices=entry.choices)
@@ -206,7 +213,7 @@ def translate(argv: Sequence[str], known: Mapping[str, Meaning]) -> Translated:
     ValueError for an unknown, ambiguous, refused or contradictory flag, and for a value of the wrong kind.
 
     >>> from mega.core.config.run import entries
-    >>> known = meanings(list(entries().values()), {})
+    >>> known = meanings(list(entries().values()), {}, {})
     >>> translate(["--num-layers", "2", "--swiglu", "--seq=8"], known)
     Traceback (most recent call last):
     ...
@@ -331,9 +338,9 @@ def _look_up(typed: str, known: Mapping[str, Meaning]) -> tuple[str, Meaning]:
     valid = {name: meaning for name, meaning in known.items() if isinstance(meaning, Sets | Several)}
     found = {name: meaning for name, meaning in valid.items() if name.replace("_", "-").startswith(hyphened)}
     if not found:
-        for beginning, what in BEGINNINGS.items():
-            if hyphened.startswith(beginning):
-                return typed, Drops(*what) if isinstance(what, Ignored) else Refuses(what)
+        for name, meaning in known.items():
+            if name.endswith("*") and hyphened.startswith(name[:-1]):
+                return typed, meaning
         every = "--help-all" if "--help-all" in known else "--help"
         raise ValueError(f"{typed}: is not an option{nearest_flag(typed, valid)}; {every} lists all")
     first = next(iter(found))
@@ -385,15 +392,6 @@ def _reads_as(kind: type, word: str) -> bool:
     return True
 
 
-_WITHOUT_COUNTERPART = {
-    ("--lr-decay-style", "exponential"): (
-        "is not a choice: in Megatron-LM of 2019 it was never implemented and acted as constant, in that of 2020 the "
-        "rate halved over the decay"
-    )
-}
-"""Megatron-LM's flag and value -> what it did, where the nearest choice here is another thing."""
-
-
 def _checked(spelling: str, value: str, meaning: Sets) -> str | None:
     """`value` under our name for it; ValueError where it is not such a number or choice."""
     closed = () if meaning.gives_way else tuple(meaning.renames)
@@ -402,7 +400,7 @@ def _checked(spelling: str, value: str, meaning: Sets) -> str | None:
     if choices and value not in choices and value not in meaning.renames:
         if value in meaning.choices:
             return value
-        hint = _WITHOUT_COUNTERPART.get((spelling, value), f"is not a choice{nearest(value, choices)}")
+        hint = meaning.refused.get(value, f"is not a choice{nearest(value, choices)}")
         raise ValueError(f"{spelling} {value}: {hint}; valid: {', '.join(choices)}")
     if meaning.kind in (int, float) and value not in meaning.renames and not _reads_as(meaning.kind, value):
         whole = "whole " if meaning.kind is int else ""

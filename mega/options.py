@@ -20,12 +20,14 @@ import typer
 from typer.core import TyperCommand
 
 from mega.argv import MANY, Meaning, Sets, meanings, translate
-from mega.core.config import deepspeed, toml
+from mega.core.config import toml
 from mega.core.config.compose import GivenOptions, compose
 from mega.core.config.families import check_typed
 from mega.core.config.presets import PRESETS
 from mega.core.config.run import Entry, RunConfig, entries, sections
 from mega.core.config.world import is_first_rank
+from mega.legacy import deepspeed
+from mega.legacy.flags import obsolete_flags
 
 _TYPED = "mega.typed"
 """Where the flags of a command line are kept as they were typed."""
@@ -80,7 +82,7 @@ class Command(TyperCommand):
                 configured.append(entry)
             elif param.param_type_name == "option":
                 own |= _own_flags(param)
-        return meanings(configured, own, self.stated_by)
+        return meanings(configured, own, obsolete_flags(), self.stated_by)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
         """Common flags first; where none is meant, those that `--help` hides, and Megatron-LM's spellings."""
@@ -112,6 +114,18 @@ def load(verb: str) -> Any:
         loaded.whole_line = getattr(module, "WHOLE_LINE", False)
         loaded.loads_model = getattr(module, "LOADS_MODEL", False)
     return loaded
+
+
+@functools.cache
+def spellings_of(words: str) -> Mapping[str, Meaning]:
+    """Every spelling that a verb answers to, or a verb of a verb's such as `data merge`."""
+    verb, *rest = words.split()
+    found = load(verb)
+    for name in rest:
+        if name not in found.commands:
+            raise ValueError(f"mega {words}: there is no such verb")
+        found = found.commands[name]
+    return found.meanings(typer.Context(found)) if isinstance(found, Command) else {}
 
 
 def _entry(param: Any) -> Entry | None:

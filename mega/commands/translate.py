@@ -27,8 +27,10 @@ def run(
 
     Exit codes: 0; 1 where something has no counterpart.
     """
-    from mega.core.config.scripts import command_lines, split_command
-    from mega.lines import Translation, translated
+    from mega.legacy.lines import translated
+    from mega.legacy.scripts import command_lines, split_command
+    from mega.legacy.translation import Translation
+    from mega.options import spellings_of
 
     words = line or []
     # Of a whole line in quotes os.path.isfile is false where it is too long for a name; Path.is_file is an error.
@@ -44,7 +46,7 @@ def run(
     unknown: list[ValueError] = []
     for each in found:
         try:
-            results.append(translated(each))
+            results.append(translated(each, spellings_of))
         except ValueError as error:  # of a script, another line may be known
             unknown.append(error)
     if not results:

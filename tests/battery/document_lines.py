@@ -3,7 +3,7 @@
     PYTHONPATH=. python tests/battery/document_lines.py ["line 03" ...] [--summary]
 
 Runs that mean a cluster end at --dry-run; the sizes of a model that a line loads are those of the small one. The lines
-of Megatron-11b, with fairseq's own numbers: tests/cli/test_document_lines.py.
+of Megatron-11b, with fairseq's own numbers: tests/legacy/test_document_lines.py.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from mega.core.config.scripts import command_lines
-from mega.lines import quoted, translated
+from mega.legacy.scripts import command_lines
+from mega.legacy.translation import quoted
 from tests.battery.data_ledger import run
 from tests.support.archives import unpack
-from tests.support.old_lines import Stands, run_quietly
+from tests.support.old_lines import Stands, run_quietly, translated
 from tests.support.shared import shared
 
 TEXT = "Once upon a time there was a model. It read the whole of the web, and then it wrote a page of its own. "

@@ -24,10 +24,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from mega.core.config.scripts import CommandLine
-from mega.lines import translated
+from mega.legacy.scripts import CommandLine
 from tests.battery.data_ledger import run
-from tests.support.old_lines import recorded
+from tests.support.old_lines import recorded, translated
 from tests.support.shared import shared
 
 BOUND = 1e-6

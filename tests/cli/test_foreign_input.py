@@ -14,7 +14,7 @@ import pytest
 
 from mega import cli
 from mega.core.checkpoint.own.store import locate
-from mega.core.config import deepspeed, toml
+from mega.core.config import toml
 from mega.core.config.check import check
 from mega.core.config.compose import compose
 from mega.core.data.sources import blocks, lines, pieces
@@ -24,6 +24,7 @@ from mega.core.text.chat import chat_format
 from mega.core.text.null import NullTokenizer
 from mega.core.training.schedules import Schedules
 from mega.core.untrusted import Confined, parse_json, read_limited
+from mega.legacy import deepspeed
 
 TALK = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}]
 

@@ -9,7 +9,6 @@ import pytest
 
 from mega.core.config.check import check
 from mega.core.config.compose import compose
-from mega.core.config.not_yet import NOT_YET
 from mega.core.config.resolve import resolve
 
 TRAINS = {"micro_batch": 1, "steps": 4, "lr": 1e-3, "mock_data": True, "vocab": 100}
@@ -78,11 +77,6 @@ def test_a_resolved_run_passes_as_the_typed_one_does() -> None:
 )
 def test_bad_runs(values: dict[str, Any], message: str) -> None:
     assert any(line.startswith(message) for line in problems(**values)), problems(**values)
-
-
-def test_every_row_of_not_yet_has_a_reason() -> None:
-    for name, (_, reason) in NOT_YET.items():
-        assert name.startswith("--") and "not built yet" in reason
 
 
 def test_data_files_are_looked_for_in_pairs(tmp_path: Path) -> None:

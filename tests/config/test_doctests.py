@@ -7,7 +7,7 @@ import importlib
 
 import pytest
 
-ROOM = "check check_files compose families megatron not_yet option page presets resolve run sections toml unread world"
+ROOM = "check check_files compose families option page presets resolve run sections toml unread world"
 
 
 @pytest.mark.parametrize("name", [*(f"mega.core.config.{name}" for name in ROOM.split()), "mega.argv", "mega.cli"])

@@ -14,9 +14,9 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from mega import cli
-from mega.core.config.programs import PROGRAMS
 from mega.core.config.sections import TOKENIZERS
 from mega.core.text.build import BUILDERS
+from mega.legacy.programs import PROGRAMS
 from mega.options import load
 from tests.battery.run_mutations import PATCHES
 

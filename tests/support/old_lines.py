@@ -24,9 +24,11 @@ from unittest import mock
 import numpy as np
 
 from mega.cli import main
-from mega.core.config.scripts import CommandLine
 from mega.core.data.writer import IndexedWriter
-from mega.lines import Translation, quoted, translated
+from mega.legacy import lines
+from mega.legacy.scripts import CommandLine
+from mega.legacy.translation import Translation, quoted
+from mega.options import spellings_of
 from tests.support.archives import unpack
 from tests.support.shared import shared
 
@@ -155,6 +157,11 @@ class Stands:
                     unpack(archive, folder, name)
             return [str((folder / names[0]).parent)] * len(words)
         return [str(shared("mnli/glue_sample/dev_matched.tsv"))] * len(words)
+
+
+def translated(line: CommandLine) -> Translation:
+    """`line` as `mega translate` has it."""
+    return lines.translated(line, spellings_of)
 
 
 def run_quietly(words: Sequence[str]) -> str:

@@ -3,8 +3,8 @@
 `check` raises one ValueError with a line for each problem: the flag as a user types it, its value, the
 rule, and the valid values. Ranges and most of what an option needs are properties of the option
 (config/option.py); every other rule is here once, in a small generator of such lines. Derived values
-come from config/resolve.py, files are checked in config/check_files.py, and what is not built yet is
-listed in config/not_yet.py. No torch: what only the device knows is checked where the device is.
+come from config/resolve.py, files are checked in config/check_files.py. No torch: what only the device
+knows is checked where the device is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 
 from mega.core.config.check_files import files
 from mega.core.config.families import belongs, foreign_values
-from mega.core.config.not_yet import NOT_YET
 from mega.core.config.option import Range
 from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.resolve import batch_sizes, column_unit, data_parallel, divisors, lengths, microbatches, resolve
@@ -55,7 +54,7 @@ def check(run: RunConfig, world: int) -> RunConfig:
     problems = [*_names(run), *unsized, *_missing(run), *_needs(run), *_families(run), *_pairs(run), *files(run)]
     if not unsized and None not in (run.model.layers, run.model.hidden, run.model.heads):
         run = resolve(run, world)
-        for rule in (_heads, _positions, _stages, _tensor, _columns, _overlap, _fp8, graph, _times, _not_yet):
+        for rule in (_heads, _positions, _stages, _tensor, _columns, _overlap, _fp8, graph, _times):
             problems += rule(run)
         problems += _world(run, world) if world % _cells(run) else _batch(run, world)
     if problems:
@@ -521,9 +520,3 @@ def _times(run: RunConfig) -> Problems:
     else:
         steps = length.decay_samples // run.batch.global_batch
         yield _line(run, "lr_warmup_steps", f"must be less than --lr-decay-steps {steps}")
-
-
-def _not_yet(run: RunConfig) -> Problems:
-    for name, (asked, reason) in NOT_YET.items():
-        if asked(run):
-            yield f"{name}: {reason}"

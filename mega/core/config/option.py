@@ -66,10 +66,12 @@ class weak:
 class Renamed:
     """The Megatron-LM flag carries the value itself, of which some once had other names, old -> today's.
 
-    A renamed value gives way to any other flag of the same option; None says nothing of it.
+    A renamed value gives way to any other flag of the same option; None says nothing of it. refused: values without a
+    counterpart -> what they did.
     """
 
     values: Mapping[str, str | None]
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -684,7 +684,15 @@ class ScheduleConfig(Section):
         "linear",
         "shape of the decay; wsd stays at --lr until near the end; range-test grows by --lr every --lr-decay-steps, "
         "range-exponential from --min-lr",
-        megatron={"--lr-decay-style": Renamed({"WSD": "wsd"})},
+        megatron={
+            "--lr-decay-style": Renamed(
+                {"WSD": "wsd"},
+                refused={
+                    "exponential": "is not a choice: in Megatron-LM of 2019 it was never implemented and acted as "
+                    "constant, in that of 2020 the rate halved over the decay"
+                },
+            )
+        },
         common=True,
     )
     min_lr: float = option(

@@ -2,7 +2,7 @@
 any more, and those refused.
 
 A flag that *is* an option carries its Megatron-LM spelling in config/sections.py, those of 2019 too; what a program's
-name stands for is in config/programs.py. The flags below are accepted with one line on why they change nothing, or
+name stands for is in programs.py. The flags below are accepted with one line on why they change nothing, or
 refused with one line on why.
 """
 
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import NamedTuple
+
+from mega.argv import Drops, Refuses
 
 
 class Ignored(NamedTuple):
@@ -468,3 +470,12 @@ REFUSED: Mapping[str, str] = {
     **dict.fromkeys(_TASKS, "belongs to a task, not to pretraining; see mega finetune and mega eval"),
     **dict.fromkeys(_SERVER, "belongs to the server, not to training; see mega serve"),
 }
+
+
+def obsolete_flags() -> Mapping[str, Drops | Refuses]:
+    """Every flag of the tables above, and what becomes of it; those of `BEGINNINGS` end in `*`."""
+    beginnings = {f"{beginning}*": what for beginning, what in BEGINNINGS.items()}
+    return {
+        name: Drops(*what) if isinstance(what, Ignored) else Refuses(what)
+        for name, what in {**IGNORED, **REFUSED, **beginnings}.items()
+    }

@@ -22,9 +22,9 @@ from mega.core.checkpoint.forms.fairseq import fairseq_name
 from mega.core.checkpoint.own.pieces import Box
 from mega.core.checkpoint.own.source import OwnSource
 from mega.core.checkpoint.own.store import locate
-from mega.core.config.scripts import command_lines
 from mega.core.data.indexed import IndexedDataset
-from mega.lines import translated
+from mega.legacy.scripts import command_lines
+from tests.support.old_lines import translated
 from tests.support.shared import shared
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "fairseq_lines"

@@ -15,7 +15,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from mega.core.config.programs import is_program
+from mega.legacy.programs import is_program
 
 
 class CommandLine(NamedTuple):

@@ -17,6 +17,7 @@ from mega.core.config.presets import FAMILY_DEFAULTS, FamilyDefaults
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig, entries, value_of
 from mega.core.text.build import build
+from mega.legacy.flags import obsolete_flags
 from tests.support.lines import parsed
 from tests.support.shared import shared
 
@@ -254,7 +255,7 @@ def test_the_runs_own_file_is_not_another_familys(tmp_path: Path) -> None:
     assert parsed(f"--config {tmp_path / 'run.toml'}") == parsed(line)
 
 
-KNOWN = meanings(list(entries().values()), {})
+KNOWN = meanings(list(entries().values()), {}, obsolete_flags())
 
 
 def canonical(line: str) -> list[str]:

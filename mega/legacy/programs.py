@@ -2,7 +2,7 @@
 
 No flag of theirs names the model family or what is to be done; the program's name does. A row says which verb of
 `mega` does the same, what the name adds to its line, and which of the program's own flags are called otherwise, change
-nothing, or have no counterpart. Flags that training shares are in config/sections.py and config/megatron.py. This
+nothing, or have no counterpart. Flags that training shares are in config/sections.py and legacy/flags.py. This
 file knows names, and neither how a line is split into words nor what a verb does.
 """
 

@@ -10,15 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from mega import argv, lines
+from mega import argv
 from mega.cli import main
-from mega.core.config import programs, scripts
-from mega.core.config.scripts import CommandLine, command_lines, split_command
-from mega.lines import NULL, quoted, translated
-from tests.support.old_lines import Stands, judged, recorded
+from mega.legacy import flags, launchers, lines, programs, rewrites, scripts, translation
+from mega.legacy.lines import NULL
+from mega.legacy.scripts import CommandLine, command_lines, split_command
+from mega.legacy.translation import quoted
+from tests.support.old_lines import Stands, judged, recorded, translated
 
 
-@pytest.mark.parametrize("module", [argv, lines, programs, scripts])
+@pytest.mark.parametrize("module", [argv, flags, launchers, lines, programs, rewrites, scripts, translation])
 def test_worked_examples(module: object) -> None:
     assert doctest.testmod(module).failed == 0  # type: ignore[arg-type]
 

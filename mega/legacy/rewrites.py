@@ -1,267 +1,29 @@
-"""Old command lines as those of `mega` that do the same, with a line for each thing that has no counterpart.
+"""What single programs need besides a table of their flags: words that are regrouped, commands that come first.
 
-    pretrain_bert.py --num-layers 24 --fp16 --DDP-impl torch  ->  mega pretrain --family bert --layers 24 --dtype fp16
-
-What a program's name stands for is in config/programs.py, what a flag does in config/sections.py and
-config/megatron.py, and what a verb takes is asked of the verb. This file puts the three together; it opens nothing that
-a line names.
+`BEFORE` changes the words of a program's line before they are read, `AFTER` the options of the last command, and
+`WHOLE` translates a line on its own. Each is keyed by the program's name.
 """
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
 
-import typer
-
-from mega.argv import MANY, Drops, Meaning, ReadLine, Refuses, Sets, Setting, read
 from mega.core.config.corpora import is_number
 from mega.core.config.presets import FAMILY_DEFAULTS
-from mega.core.config.programs import GPT2_FILES, Program, program_of
-from mega.core.config.scripts import CommandLine
-from mega.options import Command, load
+from mega.legacy.launchers import options_of
+from mega.legacy.programs import GPT2_FILES
+from mega.legacy.scripts import CommandLine
+from mega.legacy.translation import Translation
 
-
-@dataclass
-class Translation:
-    """What an old line becomes.
-
-    commands: lines of `mega`, in the order in which they are to run. dropped: what changes nothing. lacking: what has
-    no counterpart. holes: variables of the new lines that have to be set, and to what. notes: what releases of the old
-    program do differently. hints: what else to know. verb: of the last command; "" where nothing does the same.
-    """
-
-    verb: str
-    commands: list[list[str]] = field(default_factory=list)
-    dropped: list[str] = field(default_factory=list)
-    lacking: list[str] = field(default_factory=list)
-    holes: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    hints: list[str] = field(default_factory=list)
-
-    def text(self) -> str:
-        """As a script: commands, and the rest as comments."""
-        lines = [f"# changes nothing: {line}" for line in self.dropped]
-        lines += [f"# no counterpart: {line}" for line in self.lacking]
-        lines += [f"# to be set: {line}" for line in self.holes]
-        lines += [f"# by release: {line}" for line in self.notes]
-        lines += [f"# note: {line}" for line in self.hints]
-        # A word may hold a new line, after which a comment would be a command.
-        return "\n".join([" ".join(line.splitlines()) for line in lines] + [quoted(one) for one in self.commands])
-
-
-_AFTER: dict[str, Callable[[Translation, dict[str, list[str]]], None]] = {}
-"""Program -> what else its line needs; it is given the options of the last command by flag."""
-
-
-_BEFORE: dict[str, Callable[[Sequence[str]], Sequence[str]]] = {}
-"""Program -> its words in a form that the table of its flags can read."""
-
-NULL = (
-    "NullTokenizer adds an end of document to its --vocab-size ids, as in Megatron-LM 23.06; add --null-eod-last where "
-    "it is one of them, as in Megatron-core 0.18"
-)
-
+Translate = Callable[[CommandLine], Translation]
+"""How a part of a line is translated."""
 
 PADDING = (
     "T5's cross attention attends to the encoder's padding up to Megatron-core 0.5; leave --memory-padding out where "
     "the release masks it"
 )
-
-
-def translated(line: CommandLine) -> Translation:
-    """`line` as `mega` has it. Errors: ValueError where its program is not known."""
-    program = program_of(line.program, line.words)
-    if not program.verb:
-        return Translation("", lacking=[f"{line.program}: {program.why}"])
-    base = PurePosixPath(line.program).name
-    if base in _WHOLE:
-        return _WHOLE[base](line)
-    known = _known(program)
-    words = _BEFORE[base](line.words) if base in _BEFORE else line.words
-    found = read(list(_renamed(words, program)), known)
-    placed = _arguments(found, program)
-    settings = _with_defaults([*found.settings, *placed], program, _of_verb(program.verb))
-    dropped = [note.replace(" is accepted and changes nothing", "") for note in found.notes]
-    result = Translation(program.verb, dropped=dropped, lacking=_reasons(found, placed))
-    result.holes += [program.hole] if program.hole else []
-    if not line.words:
-        result.lacking.append(f"{line.program}: names no flags; mega {program.verb} --help shows what it needs")
-    options = {setting.flag: setting.values for setting in settings}
-    if options.get("--tokenizer") == ["NullTokenizer"] and "--null-eod-last" not in options:
-        result.notes.append(NULL)
-    if base in _AFTER:
-        _AFTER[base](result, options)
-        switches = {setting.flag for setting in settings if setting.switch}
-        settings = [Setting(flag, values, flag in switches) for flag, values in options.items()]
-    typed = [word for setting in settings for word in _typed(setting, program)]
-    typed += [word for word in found.others if word.startswith("-")]
-    result.commands.append([*_start(line.launcher, program.verb, known, result), *typed])
-    return result
-
-
-def _known(program: Program) -> dict[str, Meaning]:
-    """What the verb of a program answers to, and the program's own flags."""
-    found: dict[str, Meaning] = dict(_of_verb(program.verb))
-    # The words that no flag names could follow one that is dropped, so that those take as many as they have.
-    count = 1 if program.arguments else MANY
-    found |= {flag: Drops(count, reason) for flag, reason in program.drops.items()}
-    found |= {flag: Drops(0, reason) for flag, reason in program.drops_switches.items()}
-    found |= {
-        flag: Sets(ours, 1, choices=tuple(names), renames=names) for flag, (ours, names) in program.values.items()
-    }
-    return found | {flag: Refuses(reason) for flag, reason in program.lacks.items()}
-
-
-def _arguments(found: ReadLine, program: Program) -> list[Setting]:
-    """The positional words of a line as options of mega."""
-    words = [word for word in found.others if not word.startswith("-")]
-    flags = program.arguments[: len(words)]
-    return [
-        Setting(flag, words[index:] if flag == program.arguments[-1] else [words[index]], False)
-        for index, flag in enumerate(flags)
-    ]
-
-
-@functools.cache
-def _of_verb(words: str) -> Mapping[str, Meaning]:
-    """What a verb answers to, or a verb of a verb's: `data merge`."""
-    verb, *rest = words.split()
-    command = load(verb)
-    for name in rest:
-        if name not in command.commands:
-            raise ValueError(f"mega {words}: there is no such verb")
-        command = command.commands[name]
-    return command.meanings(typer.Context(command)) if isinstance(command, Command) else {}
-
-
-def _renamed(words: Sequence[str], program: Program) -> Iterator[str]:
-    """The words of a line, with the program's own flags under our names."""
-    names = {old.replace("_", "-"): new for old, new in program.renames.items()}
-    for word in words:
-        word = word.strip() or word  # of a line that continues though a blank follows its backslash
-        flag, attached, value = word.partition("=")
-        new = names.get(flag.replace("_", "-")) if word.startswith("--") else None
-        yield word if new is None else f"{new}{attached}{value}"
-
-
-def _with_defaults(settings: Sequence[Setting], program: Program, known: Mapping[str, Meaning]) -> list[Setting]:
-    """The settings of a line, below what its program's name says, and above what that leaves out."""
-    given = {setting.flag for setting in settings}
-    adds, defaults = (_stated(row, known) for row in (program.adds, program.defaults))
-    added = [setting for setting in (*adds, *defaults) if setting.flag not in given]
-    first = [setting for setting in added if setting in adds]
-    return [*first, *settings, *(setting for setting in added if setting not in first)]
-
-
-def _stated(row: Mapping[str, str], known: Mapping[str, Meaning]) -> list[Setting]:
-    """The settings of flags and values; "" of a switch, a verb's own included."""
-    found = read([word for flag, value in row.items() for word in (flag, value) if word], known)
-    return [*found.settings, *(Setting(flag, ["true"], True) for flag in found.others)]
-
-
-def _reasons(found: ReadLine, placed: Sequence[Setting]) -> list[str]:
-    """What is wrong with a line, and words of it that are no flags. placed: options made of such words."""
-    used = sum(len(setting.values) for setting in placed)
-    unused = [word for word in found.others if not word.startswith("-")][used:]
-    words = [f"{word}: is no flag, nor a flag's value" for word in unused]
-    return [re.sub(r"; --help(-all)? lists all$", "", line) for line in found.problems] + words
-
-
-def _typed(setting: Setting, program: Program) -> list[str]:
-    """A setting as a person types it."""
-    if setting.switch:
-        return setting.words
-    lowers = setting.flag in program.lowers
-    return [setting.flag, *(value.lower() if lowers else value for value in setting.values)]
-
-
-def quoted(words: Sequence[str]) -> str:
-    """Words as a shell reads them; a variable that was left open stays one.
-
-    >>> quoted(["mega", "pretrain", "--save", "my runs", "--load", "$DIR/x"])
-    "mega pretrain --save 'my runs' --load $DIR/x"
-    """
-    return " ".join(_quoted(word) for word in words)
-
-
-def _quoted(word: str) -> str:
-    if re.fullmatch(r"[\w@%+=:,./${}\-*?\[\]]+", word):
-        return word
-    if "$" in word:
-        escaped = word.replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{escaped}"'
-    return "'" + word.replace("'", "'\"'\"'") + "'"
-
-
-# Launchers -------------------------------------------------------------------------------------------------------
-
-_TORCH = ("torch.distributed.launch", "torch.distributed.run")
-_LAUNCH_SWITCHES = ("--standalone", "--use_env", "--use-env", "--no_python", "--no-python")
-
-
-def _start(launcher: Sequence[str], verb: str, known: Mapping[str, Meaning], result: Translation) -> list[str]:
-    """How a verb is started where the old line was started so."""
-    here = ["mega", *verb.split()]
-    words = [word for word in launcher if word != "-u" and not re.fullmatch(r"(.*/)?python[\d.]*", word)]
-    for at, word in enumerate(words):
-        if PurePosixPath(word).name == "deepspeed":
-            return [*words[:at], *_of_deepspeed(words[at + 1 :], here, known, result)]
-        if _is_torchrun(words, at):
-            return [*words[:at], *_of_torchrun(words[at + (2 if word == "-m" else 1) :], here, known)]
-    inner = len(words) > 1 and words[-1] == "-c" and PurePosixPath(words[-2]).name in ("sh", "bash")
-    return [*(words[:-2] if inner else words), *here]
-
-
-def _is_torchrun(words: Sequence[str], index: int) -> bool:
-    word = words[index]
-    if word == "-m":
-        return len(words) > index + 1 and words[index + 1] in _TORCH
-    return PurePosixPath(word).name == "torchrun"
-
-
-def _options(words: Sequence[str]) -> dict[str, str]:
-    """A launcher's options, with hyphens; under "" a word that is none of them, as a variable that is left open."""
-    found: dict[str, str] = {}
-    rest = list(words)
-    while rest:
-        flag, attached, value = rest.pop(0).partition("=")
-        if not flag.startswith("-"):
-            found[""] = flag
-        elif flag not in _LAUNCH_SWITCHES:
-            found[flag.replace("_", "-")] = value if attached else rest.pop(0) if rest else ""
-    return found
-
-
-def _of_torchrun(words: Sequence[str], here: Sequence[str], known: Mapping[str, Meaning]) -> list[str]:
-    given = _options(words)
-    count = given.get("--nproc-per-node", "1")
-    if given.get("--nnodes", "1") == "1" and "--nproc" in known and count.isdecimal() and "" not in given:
-        return [*here, *(["--nproc", count] if count != "1" else [])]
-    kept = [word for word in words if word not in ("--use_env", "--use-env")]
-    return ["torchrun", *kept, "-m", *here]
-
-
-def _of_deepspeed(
-    words: Sequence[str], here: Sequence[str], known: Mapping[str, Meaning], result: Translation
-) -> list[str]:
-    """DeepSpeed starts a rank on every GPU of a host where it is not told how many."""
-    given = _options(words)
-    nodes, count = given.pop("--num-nodes", "1"), given.pop("--num-gpus", "gpu")
-    for flag, value in given.items():
-        if flag not in ("--master-addr", "--master-port"):
-            result.lacking.append(
-                f"deepspeed {flag} {value}: ranks are not placed from here; start torchrun on each host, or mpirun"
-            )
-    if nodes == "1" and "--nproc" in known and count.isdecimal():
-        return [*here, "--nproc", count]
-    return ["torchrun", *(["--nnodes", nodes] if nodes != "1" else []), "--nproc-per-node", count, "-m", *here]
-
-
-# What single programs need besides -----------------------------------------------------------------------------------
 
 _CORPORA = {"wikipedia": "data/wikipedia/wikidump_lines.json", "webtext": "data/webtext/data.json"}
 """Names of corpora in Megatron-LM of 2019 -> their texts, each with the key `text`."""
@@ -476,7 +238,7 @@ def _fairseq_scored(result: Translation, options: dict[str, list[str]]) -> None:
     )
 
 
-def _fairseq_sets(line: CommandLine) -> Translation:
+def _fairseq_sets(line: CommandLine, translate: Translate) -> Translation:
     """fairseq-preprocess makes up to three sets in one go, each of a text or of several."""
     given, words = dict[str, str](), list(line.words)
     for flag in ("--trainpref", "--validpref", "--testpref", "--destdir"):
@@ -492,7 +254,7 @@ def _fairseq_sets(line: CommandLine) -> Translation:
         for number, path in enumerate(paths.split(",")):
             name = flag[2:-4] + (str(number) if number else "")
             one = ["--input", path, "--output-prefix", f"{folder}/{name}", *words]
-            made = translated(CommandLine(line.launcher, "fairseq-preprocess-set", tuple(one)))
+            made = translate(CommandLine(line.launcher, "fairseq-preprocess-set", tuple(one)))
             result.commands += made.commands
             result.dropped, result.lacking = made.dropped, made.lacking
     if not given:
@@ -502,14 +264,14 @@ def _fairseq_sets(line: CommandLine) -> Translation:
     return result
 
 
-_BEFORE |= {
+BEFORE: Mapping[str, Callable[[Sequence[str]], Sequence[str]]] = {
     "run_gpt2_eval.py": _gpt2_scores,
     "find_duplicates.py": _keyed_inputs,
     "filter_ngrams.py": _ngram_tasks,
     "split_json.py": _shares,
     **dict.fromkeys(("fairseq-train", "train.py"), _two_betas),
 }
-_AFTER |= {
+AFTER: Mapping[str, Callable[[Translation, dict[str, list[str]]], None]] = {
     "pretrain_t5.py": _visible_padding,
     "pretrain_gpt2.py": _texts_first,
     "pretrain_bert.py": _texts_first,
@@ -523,11 +285,11 @@ _AFTER |= {
 }
 
 
-def _compared(first: str, second: str, verb: str) -> Callable[[CommandLine], Translation]:
+def _compared(first: str, second: str, verb: str) -> Callable[[CommandLine, Translate], Translation]:
     """A program that compares two checkpoints of others', named by these flags; `verb` reads them."""
 
-    def compare(line: CommandLine) -> Translation:
-        given, result = _options(line.words), Translation("checkpoint diff")
+    def compare(line: CommandLine, translate: Translate) -> Translation:
+        given, result = options_of(line.words), Translation("checkpoint diff")
         converted = []
         for flag in (first, second):
             if flag not in given:
@@ -542,7 +304,7 @@ def _compared(first: str, second: str, verb: str) -> Callable[[CommandLine], Tra
     return compare
 
 
-_WHOLE: dict[str, Callable[[CommandLine], Translation]] = {
+WHOLE: Mapping[str, Callable[[CommandLine, Translate], Translation]] = {
     "is_same.py": _compared("--model-path-1", "--model-path-2", "reshard"),
     "check.py": _compared("--base-hf-model-path", "--converted-hf-model-path", "convert-llama"),
     **dict.fromkeys(("fairseq-preprocess", "preprocess.py"), _fairseq_sets),
