@@ -40,7 +40,7 @@ HELD_BY = {
     "C.2": "tests/cli/test_identity.py",
     "C.3": "tests/cli/test_identity.py tests/battery/identity_mistakes.py",
     "D.1": "tests/legacy/test_old_lines.py tests/training/test_step.py",
-    "D.2": "tests/checkpoint/test_megatron_core.py",
+    "D.2": "tests/checkpoint/megatron/test_core.py",
     "D.3": "tests/data/test_gpt.py tests/training/test_foreign_start.py",
     "D.4": "tests/legacy/test_old_lines.py tests/model/test_encoder_decoder.py",
 }

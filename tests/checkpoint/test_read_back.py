@@ -18,7 +18,7 @@ from mega.core.checkpoint.own.layout import ONE, Layout
 from mega.core.checkpoint.own.pieces import Box, CheckpointError
 from mega.core.checkpoint.own.source import OwnSource
 from mega.core.checkpoint.own.store import locate
-from tests.checkpoint.test_megatron_state import GPT, own
+from tests.checkpoint.megatron.test_state import GPT, own
 from tests.support.foreign_forms import FORMS, Files, weights_of
 
 OTHERS = [kind for kind in FORMS if not kind.startswith(("hf", "gpt2", "mega"))] + ["megatron", "megatron released"]

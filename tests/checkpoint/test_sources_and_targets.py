@@ -25,7 +25,7 @@ from mega.cli import main
 from mega.core.checkpoint.forms import gpt2, llama
 from mega.core.checkpoint.forms.convert import convert
 from mega.core.checkpoint.forms.llama import config_from_model, model_from_config
-from mega.core.checkpoint.forms.megatron_arguments import arguments_of
+from mega.core.checkpoint.forms.megatron.arguments import arguments_of
 from mega.core.checkpoint.forms.meta import params_from_model
 from mega.core.checkpoint.own.folders import LOCK, filled_folder
 from mega.core.checkpoint.own.inspect import clean

@@ -17,17 +17,17 @@ from typing import Any
 import torch
 
 from mega.core.architecture import inventory
-from mega.core.checkpoint.forms import torch_dist
 from mega.core.checkpoint.forms.convert import convert
-from mega.core.checkpoint.forms.megatron import TRACKER
-from mega.core.checkpoint.forms.torch_dist_write import DistcpFile
+from mega.core.checkpoint.forms.megatron import torch_dist
+from mega.core.checkpoint.forms.megatron.torch_dist_write import DistcpFile
+from mega.core.checkpoint.forms.megatron.trees import TRACKER
 from mega.core.checkpoint.own.layout import Layout
 from mega.core.checkpoint.own.pieces import Piece
 from mega.core.checkpoint.own.store import CheckpointStore
 from mega.core.config.sections import ModelConfig
-from tests.checkpoint.test_megatron_core import MODELS, write_dist
-from tests.checkpoint.test_megatron_core import own as weights_alone
-from tests.checkpoint.test_megatron_state import GPT, LLAMA, NUMBERS, PROGRESS, SCHEDULE
+from tests.checkpoint.megatron.test_core import MODELS, write_dist
+from tests.checkpoint.megatron.test_core import own as weights_alone
+from tests.checkpoint.megatron.test_state import GPT, LLAMA, NUMBERS, PROGRESS, SCHEDULE
 from tests.support.shared import shared
 
 

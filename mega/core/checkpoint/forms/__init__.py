@@ -8,9 +8,7 @@ read_back   is a conversion what it was made from
 huggingface Hugging Face's folders; llama and gpt2 their config.json and names
 meta        Llama as Meta releases it; llama2c brings its own files to Meta's names
 fairseq     Megatron-11b
-megatron    Megatron-LM's trees: their tensors; megatron_arguments their model, megatron_state their optimizer
-megatron_core  orders, flat buffers and names of core's optimizer, as data; megatron_write, megatron_optimizer: out
-torch_dist  Megatron-core's distributed checkpoints; torch_dist_state their optimizer, torch_dist_write the way out
+megatron/   Megatron-LM's trees and its distributed checkpoints, with their optimizers
 foreign     tensors in other tools' files, nothing executed; pickles torch files that hold more than tensors
 pickle_scan what reading their pickles would cost
 keys        names of other tools and keys of their files; companions: tokenizers and such; writing: their files

@@ -14,10 +14,10 @@ import torch
 
 from mega.core.checkpoint.forms.convert import convert
 from mega.core.checkpoint.forms.foreign import torch_file
-from mega.core.checkpoint.forms.torch_dist import read_records
+from mega.core.checkpoint.forms.megatron.torch_dist import read_records
 from mega.core.checkpoint.own.layout import Layout
 from mega.core.checkpoint.own.pieces import CheckpointError
-from tests.checkpoint.test_megatron_state import LLAMA, own
+from tests.checkpoint.megatron.test_state import LLAMA, own
 from tests.support.core_forms import whole_tensors, write_whole
 
 Content = dict[str, Any]

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from mega.core.architecture import Architecture, architecture
 from mega.core.checkpoint.forms.foreign import read_json
 from mega.core.checkpoint.forms.keys import check_kept
-from mega.core.checkpoint.forms.megatron_families import FAMILIES
+from mega.core.checkpoint.forms.megatron.families import FAMILIES
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.config.sections import ModelConfig
 
@@ -266,7 +266,7 @@ OF_FAMILIES = (
     *("family", "decoder_layers", "norm_placement", "head", "head_activation", "binary_head", "classes"),
     *("token_types", "memory_padding"),
 )
-"""Options of BERT and T5 that arguments do not say: megatron_families.py reads them off tensors, or checks them."""
+"""Options of BERT and T5 that arguments do not say: families.py reads them off tensors, or checks them."""
 
 
 TOKENIZER = "GPT2BPETokenizer"

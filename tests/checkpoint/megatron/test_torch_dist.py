@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from mega.core.checkpoint.forms import torch_dist, torch_dist_write
 from mega.core.checkpoint.forms.convert import convert
+from mega.core.checkpoint.forms.megatron import torch_dist, torch_dist_write
 from mega.core.checkpoint.own.layout import Layout
 from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece
 from mega.core.checkpoint.own.store import locate

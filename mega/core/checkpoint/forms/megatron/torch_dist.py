@@ -22,10 +22,10 @@ import torch
 from mega.core.checkpoint.forms.foreign import inside, read_json, record_at, unpickled
 from mega.core.checkpoint.forms.form import Given, Opened
 from mega.core.checkpoint.forms.mapping import joined
-from mega.core.checkpoint.forms.megatron import common_name, iteration_of, model_of_tree, table_of
-from mega.core.checkpoint.forms.megatron_state import check_counts, plain_state, state_note, values_of
+from mega.core.checkpoint.forms.megatron.state import check_counts, plain_state, state_note, values_of
+from mega.core.checkpoint.forms.megatron.torch_dist_state import state_of
+from mega.core.checkpoint.forms.megatron.trees import common_name, iteration_of, model_of_tree, table_of
 from mega.core.checkpoint.forms.pickles import read_pickled, stand_in
-from mega.core.checkpoint.forms.torch_dist_state import state_of
 from mega.core.checkpoint.own.disk import opening, read_file, read_into
 from mega.core.checkpoint.own.pieces import Box, CheckpointError, Tensors, naming, tiling_fault
 

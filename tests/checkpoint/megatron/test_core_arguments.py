@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from mega.core.checkpoint.forms.convert import convert
-from mega.core.checkpoint.forms.megatron_arguments import arguments_of, model_from_arguments, unused_by_core
+from mega.core.checkpoint.forms.megatron.arguments import arguments_of, model_from_arguments, unused_by_core
 from mega.core.checkpoint.own.layout import Layout
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.checkpoint.own.store import locate
-from tests.checkpoint.test_megatron_state import GPT, LLAMA, own
+from tests.checkpoint.megatron.test_state import GPT, LLAMA, own
 from tests.support.core_forms import whole_tensors, write_whole
 
 Content = dict[str, Any]

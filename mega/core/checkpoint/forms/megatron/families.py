@@ -1,6 +1,6 @@
 """BERT and T5 in Megatron-LM's trees: what their modules are called besides GPT's, where they lie, what arguments say.
 
-Names are those of megatron.py's common vocabulary, which is the legacy tree's. Its `encoder` is the only stack of GPT,
+Names are those of trees.py's common vocabulary, which is the legacy tree's. Its `encoder` is the only stack of GPT,
 Llama and BERT; Megatron-core calls GPT's `decoder`. Source: Megatron-LM 23.06 to its core. Knows no files and no
 tensors but their shapes.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mega.core.architecture import Architecture, Unit
-from mega.core.checkpoint.forms.megatron_core import TIED_COPY, WORDS
+from mega.core.checkpoint.forms.megatron.core import TIED_COPY, WORDS
 from mega.core.checkpoint.own.pieces import CheckpointError, Tensors
 from mega.core.config.sections import ModelConfig
 from mega.core.plan.layers import split_layers, stage_layers

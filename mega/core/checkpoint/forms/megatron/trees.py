@@ -2,8 +2,8 @@
 
 Two vocabularies of names, the legacy one (2019 to 2023) and Megatron-core's, come down to one table; fused
 query-key-value rows stand in the order that `checkpoint_version` says. A tree is read from any tensor and
-pipeline size, interleaved or not; megatron_write.py writes it. Random states are left out; megatron_arguments.py
-has what trees say of their model, megatron_families.py what BERT and T5 have besides, megatron_state.py optimizers.
+pipeline size, interleaved or not; trees_write.py writes it. Random states are left out; arguments.py
+has what trees say of their model, families.py what BERT and T5 have besides, state.py optimizers.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from mega.core.checkpoint.forms.foreign import TorchSource, check_not_twice
 from mega.core.checkpoint.forms.form import Given, Opened
 from mega.core.checkpoint.forms.keys import translated
 from mega.core.checkpoint.forms.mapping import Fragment, Table, Target, gathered, joined, stacked, whole
-from mega.core.checkpoint.forms.megatron_arguments import (
+from mega.core.checkpoint.forms.megatron.arguments import (
     as_core_uses,
     check_vocabulary,
     model_from_arguments,
     vocabulary,
 )
-from mega.core.checkpoint.forms.megatron_core import TIED_COPY, WORDS, Order
-from mega.core.checkpoint.forms.megatron_families import (
+from mega.core.checkpoint.forms.megatron.core import TIED_COPY, WORDS, Order
+from mega.core.checkpoint.forms.megatron.families import (
     BERT,
     CORE_DECODER,
     CORE_HEADS,
@@ -44,7 +44,7 @@ from mega.core.checkpoint.forms.megatron_families import (
     stack_of,
     stages_of,
 )
-from mega.core.checkpoint.forms.megatron_state import (
+from mega.core.checkpoint.forms.megatron.state import (
     LEAVE,
     State,
     alike,

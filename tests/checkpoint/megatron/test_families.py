@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from mega.core.checkpoint.forms import megatron
 from mega.core.checkpoint.forms.convert import convert
-from mega.core.checkpoint.forms.megatron_state import parameter_place
+from mega.core.checkpoint.forms.megatron import trees
+from mega.core.checkpoint.forms.megatron.state import parameter_place
 from mega.core.checkpoint.own import inspect
 from mega.core.checkpoint.own.layout import Layout
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.checkpoint.own.store import locate
 from mega.core.config.sections import ModelConfig
-from tests.checkpoint import test_megatron_state
-from tests.checkpoint.test_megatron import load
-from tests.checkpoint.test_megatron import own as own_weights
+from tests.checkpoint.megatron import test_state
+from tests.checkpoint.megatron.test_trees import load
+from tests.checkpoint.megatron.test_trees import own as own_weights
 from tests.support import foreign_forms
 from tests.support.foreign_forms import State, weights_of
 
@@ -64,7 +64,7 @@ def test_there_and_back_is_bitwise(tmp_path: Path, model: str, style: Any, tp: i
     ],
 )
 def test_state_there_and_back(tmp_path: Path, model: str, dtype: torch.dtype, style: str, tp: int, pp: int) -> None:
-    run = test_megatron_state.own(tmp_path / "run", MODELS[model], dtype)
+    run = test_state.own(tmp_path / "run", MODELS[model], dtype)
     convert(run, tmp_path / "tree", style, Layout(tp, pp))
     convert(tmp_path / "tree", tmp_path / "back", "mega", Layout(), vocab=53)
     before, after = locate(run), locate(tmp_path / "back")
@@ -156,7 +156,7 @@ def released(folder: Path, w: State) -> None:
     (folder / "release/mp_rank_00").mkdir(parents=True)
     content = {"args": foreign_forms.released_arguments(BERT), "iteration": 500, "model": model}
     torch.save(content, folder / "release/mp_rank_00/model_optim_rng.pt")
-    (folder / megatron.TRACKER).write_text("release")
+    (folder / trees.TRACKER).write_text("release")
 
 
 def test_the_released_bert(tmp_path: Path) -> None:

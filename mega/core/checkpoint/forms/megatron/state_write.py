@@ -1,4 +1,4 @@
-"""Adam's state as Megatron-LM's files say it: what megatron_state.py reads, written, for 2023 and for Megatron-core.
+"""Adam's state as Megatron-LM's files say it: what state.py reads, written, for 2023 and for Megatron-core.
 
 A state is plain, tensor by tensor, or the distributed optimizer's: flat vectors in `distrib_optim.pt`. Adam's count of
 updates is in the groups of parameters, as Apex's and Transformer Engine's FusedAdam have it; torch's own AdamW has it
@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from mega.core.checkpoint.forms.megatron_core import GROUP_KEYS, KINDS, Order, buckets_of, own_buckets
-from mega.core.checkpoint.forms.megatron_state import (
+from mega.core.checkpoint.forms.megatron.core import GROUP_KEYS, KINDS, Order, buckets_of, own_buckets
+from mega.core.checkpoint.forms.megatron.state import (
     DECAY,
     LEAVE,
     LR,

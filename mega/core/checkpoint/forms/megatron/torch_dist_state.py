@@ -2,7 +2,7 @@
 
 Two forms. Named: each moment and master is a tensor of its own, stacked as the weights are (the plain optimizers; the
 distributed one, "fully reshardable"). Flat: the distributed optimizer's buffers of each tensor and pipeline rank ("dp
-reshardable"), in which a parameter has but its place (megatron_core.py). Any other is refused; masters, rounded, must
+reshardable"), in which a parameter has but its place (core.py). Any other is refused; masters, rounded, must
 be the weights, which proves the places. Knows no files: torch_dist.py reads them.
 """
 
@@ -17,8 +17,7 @@ import torch
 
 from mega.core.architecture import architecture
 from mega.core.checkpoint.forms.mapping import Source, Table, assemble, inverted, joined, prove, whole_box
-from mega.core.checkpoint.forms.megatron import table
-from mega.core.checkpoint.forms.megatron_core import (
+from mega.core.checkpoint.forms.megatron.core import (
     KINDS,
     WORDS,
     FlatName,
@@ -30,8 +29,8 @@ from mega.core.checkpoint.forms.megatron_core import (
     own_buckets,
     state_name,
 )
-from mega.core.checkpoint.forms.megatron_families import stages_of
-from mega.core.checkpoint.forms.megatron_state import (
+from mega.core.checkpoint.forms.megatron.families import stages_of
+from mega.core.checkpoint.forms.megatron.state import (
     LEAVE,
     Facts,
     alike,
@@ -43,6 +42,7 @@ from mega.core.checkpoint.forms.megatron_state import (
     parameter_place,
     scalars_in,
 )
+from mega.core.checkpoint.forms.megatron.trees import table
 from mega.core.checkpoint.own.container import blocks
 from mega.core.checkpoint.own.pieces import CheckpointError, naming
 from mega.core.config.sections import ModelConfig

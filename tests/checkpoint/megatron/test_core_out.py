@@ -16,17 +16,17 @@ import torch
 
 from mega.cli import main
 from mega.core.checkpoint.forms.convert import convert
-from mega.core.checkpoint.forms.megatron_arguments import arguments_of, vocabulary
-from mega.core.checkpoint.forms.megatron_state import DISTRIBUTED
+from mega.core.checkpoint.forms.megatron.arguments import arguments_of, vocabulary
+from mega.core.checkpoint.forms.megatron.state import DISTRIBUTED
+from mega.core.checkpoint.forms.megatron.torch_dist import read_records
 from mega.core.checkpoint.forms.pickles import read_pickled
-from mega.core.checkpoint.forms.torch_dist import read_records
 from mega.core.checkpoint.own import inspect
 from mega.core.checkpoint.own.layout import Layout
 from mega.core.checkpoint.own.pieces import Piece
 from mega.core.checkpoint.own.store import CheckpointStore, locate
 from mega.core.config.run import RunConfig, updated
 from mega.core.training.inputs import resolve_run
-from tests.checkpoint.test_megatron_state import GPT, LLAMA, NUMBERS, own
+from tests.checkpoint.megatron.test_state import GPT, LLAMA, NUMBERS, own
 from tests.support.archives import unpack
 from tests.support.foreign_forms import weights_of
 from tests.support.shared import shared

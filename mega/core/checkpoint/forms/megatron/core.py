@@ -44,7 +44,7 @@ INSIDE: dict[Order, tuple[str, ...]] = {
     "core-local": ("input_norm", "self_attention.dense", *_CORE_FROM_QKV),
     "core": ("self_attention.dense", "input_norm", *_CORE_FROM_QKV),  # there the norm is a part of the linear
 }
-"""The modules of a block in the order in which it lists their parameters, by common names (megatron.py)."""
+"""The modules of a block in the order in which it lists their parameters, by common names (trees.py)."""
 
 GROUP_KEYS: dict[str, Any] = {"is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True}
 """What a group of parameters says besides the optimizer's own; by the first two core recognises its groups."""

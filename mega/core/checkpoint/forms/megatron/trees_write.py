@@ -1,7 +1,7 @@
 """Megatron-LM's trees of `mp_rank_XX[_YYY]/model_optim_rng.pt` written, for any tensor and pipeline size.
 
 What a tree says besides tensors, for whom it is and what must be typed there is `Said`, which torch_dist_write.py
-shares. Names and tables are those of megatron.py, by which trees are read. Random states are not written.
+shares. Names and tables are those of trees.py, by which trees are read. Random states are not written.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ import torch
 from mega.core.architecture import Architecture, architecture
 from mega.core.checkpoint.forms.form import Export, Given, Own
 from mega.core.checkpoint.forms.mapping import Source, Table, Target, joined
-from mega.core.checkpoint.forms.megatron import STYLES, TRACKER, WEIGHTS, Style, styled, table
-from mega.core.checkpoint.forms.megatron_arguments import arguments_of, core_flags, padding_note, unused_by_core
-from mega.core.checkpoint.forms.megatron_core import Order
-from mega.core.checkpoint.forms.megatron_families import (
+from mega.core.checkpoint.forms.megatron.arguments import arguments_of, core_flags, padding_note, unused_by_core
+from mega.core.checkpoint.forms.megatron.core import Order
+from mega.core.checkpoint.forms.megatron.families import (
     ALIASES,
     FAMILIES,
     HEADS,
@@ -29,7 +28,8 @@ from mega.core.checkpoint.forms.megatron_families import (
     family_arguments,
     written_stages,
 )
-from mega.core.checkpoint.forms.megatron_optimizer import (
+from mega.core.checkpoint.forms.megatron.state import DISTRIBUTED, Facts, alike, state_note
+from mega.core.checkpoint.forms.megatron.state_write import (
     facts_of,
     in_order,
     overridden,
@@ -37,7 +37,7 @@ from mega.core.checkpoint.forms.megatron_optimizer import (
     written_state,
     written_vectors,
 )
-from mega.core.checkpoint.forms.megatron_state import DISTRIBUTED, Facts, alike, state_note
+from mega.core.checkpoint.forms.megatron.trees import STYLES, TRACKER, WEIGHTS, Style, styled, table
 from mega.core.checkpoint.forms.writing import made, write_torch
 from mega.core.checkpoint.own.disk import creating, write_all
 from mega.core.checkpoint.own.source import OwnSource

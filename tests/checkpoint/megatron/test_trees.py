@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from mega.cli import main
-from mega.core.checkpoint.forms import megatron
 from mega.core.checkpoint.forms.convert import convert
-from mega.core.checkpoint.forms.megatron_arguments import vocabulary
+from mega.core.checkpoint.forms.megatron import trees
+from mega.core.checkpoint.forms.megatron.arguments import vocabulary
 from mega.core.checkpoint.own import inspect
 from mega.core.checkpoint.own.layout import Layout
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece
@@ -49,7 +49,7 @@ def own(directory: Path, model: ModelConfig) -> Path:
 
 def order(heads: int, width: int, version: int) -> list[int]:
     rows = {
-        part: [row for run in megatron.fused_rows(part, heads, heads, width, version) for row in run] for part in "qkv"
+        part: [row for run in trees.fused_rows(part, heads, heads, width, version) for row in run] for part in "qkv"
     }
     return [
         rows[part][head * width + component] for head in range(heads) for part in "qkv" for component in range(width)
@@ -66,7 +66,7 @@ def test_group_packing_of_the_appendix() -> None:
     """a 4, g 2, H 1: q0 q1 k0 v0 q2 q3 k1 v1."""
     names = [""] * 8
     for part in "qkv":
-        rows = [row for run in megatron.fused_rows(part, 4, 2, 1, 3) for row in run]
+        rows = [row for run in trees.fused_rows(part, 4, 2, 1, 3) for row in run]
         for number, row in enumerate(rows):
             names[row] = f"{part}{number}"
     assert names == ["q0", "q1", "k0", "v0", "q2", "q3", "k1", "v1"]
@@ -77,7 +77,7 @@ def test_group_packing_of_the_appendix() -> None:
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2), (1, 4)])
 def test_there_and_back_is_bitwise(tmp_path: Path, model: str, style: Any, tp: int, pp: int) -> None:
     convert(own(tmp_path / "run", MODELS[model]), tmp_path / "tree", style, Layout(tp, pp))
-    assert (tmp_path / "tree" / megatron.TRACKER).read_text() == "7"
+    assert (tmp_path / "tree" / trees.TRACKER).read_text() == "7"
     convert(tmp_path / "tree", tmp_path / "back", "mega", Layout(1, 2), vocab=53)
     before, after = locate(tmp_path / "run"), locate(tmp_path / "back")
     assert list(inspect.diff(before, after)) == []
@@ -169,7 +169,7 @@ class Trees:
             folder / "release/mp_rank_00/model_optim_rng.pt",
             _use_new_zipfile_serialization=False,
         )
-        (folder / megatron.TRACKER).write_text("release")
+        (folder / trees.TRACKER).write_text("release")
 
 
 @pytest.mark.parametrize("version", [None, 1])
@@ -364,7 +364,7 @@ def test_a_changed_tree_is_refused_by_name(tmp_path: Path, change: str, words: s
     if change == "rank":
         os.rename(folder / "mp_rank_00", folder / "mp_rank_05")
     if change == "tracker":
-        (tmp_path / "tree" / megatron.TRACKER).write_text("garbage")
+        (tmp_path / "tree" / trees.TRACKER).write_text("garbage")
     with pytest.raises(CheckpointError, match=words):
         convert(tmp_path / "tree", tmp_path / "back", "mega", Layout(), vocab=53)
     assert not (tmp_path / "back").exists()

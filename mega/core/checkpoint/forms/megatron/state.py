@@ -6,7 +6,7 @@ that moves a weight moves its master and its moments too.
 
 Four forms are read: the fp32 optimizer's, that of 16-bit weights with fp32 masters, and the distributed optimizer's
 `distrib_optim.pt`, as up to 2023 and as Megatron-core writes it. Any other form is refused, since a wrong guess at the
-order would give each weight another's moments. megatron_optimizer.py writes them. Knows nothing of training.
+order would give each weight another's moments. state_write.py writes them. Knows nothing of training.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from mega.core.checkpoint.forms.foreign import torch_file
 from mega.core.checkpoint.forms.mapping import Table, renamed
-from mega.core.checkpoint.forms.megatron_core import INSIDE, KINDS, Order, bucket_limit, buckets_of, own_buckets
+from mega.core.checkpoint.forms.megatron.core import INSIDE, KINDS, Order, bucket_limit, buckets_of, own_buckets
 from mega.core.checkpoint.own.pieces import CheckpointError
 
 DISTRIBUTED = "distrib_optim.pt"
