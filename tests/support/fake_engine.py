@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from mega.core.inference.relay import LostRank
-from mega.core.inference.request import Beam, Event, Limits, Request, RequestError
+from mega.core.inference.request import LOGITS_NOT_FINITE, Beam, Event, Limits, Request, RequestError
 
 
 class FakeEngine:
@@ -29,6 +29,8 @@ class FakeEngine:
         self.waiting: list[int] = []
         self.seen: list[Request] = []
         self.fails: str | None = None
+        self.not_finite = False
+        """Every request fails, as with weights that hold a NaN."""
         self.cancelled = 0
         self._next, self._cancelled = 0, list[int]()
 
@@ -62,6 +64,9 @@ class FakeEngine:
 
     def _advance(self, number: int, request: Request, new: list[int]) -> list[Event]:
         first: dict[str, object] = {}
+        if self.not_finite:
+            del self.running[number]
+            return [Event(request=number, finish="failed", message=LOGITS_NOT_FINITE)]
         if request.prompt_logprobs and not new:
             first["prompt_logprobs"] = (None, *(-0.5 for _ in request.prompt[1:]))
             first["prompt_top"] = ((), *(((token, -0.5),) for token in request.prompt[1:]))

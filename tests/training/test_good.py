@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -22,8 +23,10 @@ from mega.core.config.run import RunConfig
 from mega.core.device import Device
 from mega.core.parallel.mesh import Groups
 from mega.core.processes.pool import Pool
+from mega.core.training.inputs import open_inputs, resolve_run
 from mega.core.training.proving import Proving
 from mega.core.training.saver import Saver
+from mega.core.training.start import start
 from mega.core.training.wire import build_mesh, build_state
 from tests.support.runs import small_run
 
@@ -109,6 +112,41 @@ def test_one_ranks_broken_tensor_is_everyones(tmp_path: Path, pool: Pool, kind: 
     assert first == second and first.startswith(f"step 7 is not saved: {kind}"), first
     assert "(rank 1) holds numbers that are not finite" in first and not (tmp_path / "run").exists()
     assert pool.run(save_broken, run, -1, kind, world=2) == ["saved", "saved"]
+
+
+def end_broken(groups: Groups, rank: int, run: RunConfig, kind: str, value: float) -> str:
+    """Job: before the first step one element of a tensor of rank 1 is broken; what ends the run."""
+    with contextlib.ExitStack() as held:
+        training = start(open_inputs(resolve_run(run, 2)), rank, 2, Device.choose("cpu"), groups, held)
+        state = training.state
+        if rank == 1:
+            pieces = (*state.weight_pieces(mine=False), *state.optimizer_pieces(mine=False))
+            next(piece for piece in pieces if piece.key.startswith(kind)).tensor.detach().reshape(-1)[0] = value
+        try:
+            training.play()
+        except FloatingPointError as error:
+            return str(error)
+    return "ended"
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "options"),
+    [
+        ("weights/model.layers", math.nan, {"pp": 2}),
+        ("weights/model.layers", math.inf, {"tp": 2}),
+        ("moment1/model.layers", math.nan, {"zero": 1}),
+    ],
+)
+def test_a_loss_that_is_not_finite_names_the_tensor(
+    tmp_path: Path, pool: Pool, kind: str, value: float, options: dict[str, str]
+) -> None:
+    """A broken weight in its own step; a moment, by the weights that it has broken, in the next one."""
+    data = {"mock_data": True, "steps": 3, "lr": 1e-3, "eval_iters": 0, "metrics": str(tmp_path / "m.jsonl")}
+    run = small_run(world=2, **data, **options)
+    first, second = pool.run(end_broken, run, kind, value, world=2)
+    step = 2 if kind.startswith("moment") else 1
+    assert first == second and first.startswith(f"step {step}: the loss is nan"), first
+    assert f": {kind}" in first and "(rank 1)" in first and "its memory was damaged, or training has diverged" in first
 
 
 def test_after_a_finite_blow_up_a_good_step_is_resumed(tmp_path: Path, run_cli: RunCli) -> None:

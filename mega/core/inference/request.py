@@ -168,6 +168,12 @@ class Beam:
     score: float
 
 
+LOGITS_NOT_FINITE = (
+    "the model's logits hold a NaN or an infinity: its weights do, or their products overflow in this dtype"
+)
+"""The `message` of an event that ends a request for this."""
+
+
 class Event(NamedTuple):
     """Something that happened to a request: a new token, its end, or both.
 

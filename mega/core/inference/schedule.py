@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from mega.core.inference.beam import BeamSearch
 from mega.core.inference.cache import ROOT, Blocks
-from mega.core.inference.request import Allowed, Event, Finish, Limits, Request, RequestError, Top
+from mega.core.inference.request import LOGITS_NOT_FINITE, Allowed, Event, Finish, Limits, Request, RequestError, Top
 from mega.core.inference.sampling import top_p_after, uniform
 from mega.core.inference.speculate import SURE, TOKENS, Confidence, Drafter, Guessed
 from mega.core.inference.step import BEAM, CHOOSE, NOT_FINITE, NUMBERS, Step, from_request
@@ -465,10 +465,7 @@ class Scheduler:
             if answer.failure or answer.ended:
                 continue
             if choice.token == NOT_FINITE:
-                answer.failure = (
-                    "the model's logits hold a NaN or an infinity: its weights do, or their products overflow in this "
-                    "dtype"
-                )
+                answer.failure = LOGITS_NOT_FINITE
             elif row.target == BEAM:
                 beams.setdefault(answer.number, (answer, []))[1].append(choice.top)
             elif row.target == CHOOSE and row.guess is not None:

@@ -1,4 +1,5 @@
-"""Is every number that a checkpoint would keep finite? Asked of all ranks before anything of it is written.
+"""Is every number that a checkpoint would keep finite? Asked of all ranks before anything of it is written, and where a
+loss is not finite.
 
 A loss that is NaN ends a run one step after the update that broke the weights, which is late where that update is
 followed by a save. Weights, masters, moments and factors are looked at in one pass each, without memory of their own
@@ -15,6 +16,8 @@ from mega.core.checkpoint.own.together import Exchange
 from mega.core.parallel.collectives import all_reduce
 from mega.core.training.state import TrainState
 
+DIVERGED = "training has diverged. Resume from an earlier checkpoint with a lower --lr, a longer warm-up or --clip-grad"
+
 
 def check_finite(state: TrainState, exchange: Exchange) -> None:
     """See that the state may be saved; every rank takes part.
@@ -26,15 +29,21 @@ def check_finite(state: TrainState, exchange: Exchange) -> None:
     all_reduce(finite, state.mesh.everyone, "min")
     if bool(finite):
         return
+    found = broken_tensors(state, exchange)
+    if found is not None:  # else it is in padding, which is not kept
+        raise FloatingPointError(f"step {state.progress.step} is not saved: {found}: {DIVERGED}")
+
+
+def broken_tensors(state: TrainState, exchange: Exchange) -> str | None:
+    """Whose numbers are not finite, tensor and rank, the same text on all ranks; None where all are. A moment is named
+    before weights, which its update has broken. Every rank takes part, and waits for its device."""
     found = exchange(_broken(state))
-    rank = next((rank for rank, names in enumerate(found) if names), None)
-    if rank is not None:  # else it is in padding, which is not kept
-        more = f" and {len(found[rank]) - 1} more tensors hold" if len(found[rank]) > 1 else " holds"
-        raise FloatingPointError(
-            f"step {state.progress.step} is not saved: {found[rank][0]} (rank {rank}){more} numbers that are not "
-            "finite: training has diverged. Resume from an earlier checkpoint with a lower --lr, a longer warm-up or "
-            "--clip-grad"
-        )
+    named = [(name.startswith("weights/"), rank, name) for rank, names in enumerate(found) for name in names]
+    if not named:
+        return None
+    _, rank, name = min(named)
+    more = f" and {len(found[rank]) - 1} more tensors hold" if len(found[rank]) > 1 else " holds"
+    return f"{name} (rank {rank}){more} numbers that are not finite"
 
 
 def all_finite(tensor: torch.Tensor) -> torch.Tensor:

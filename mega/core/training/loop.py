@@ -11,11 +11,15 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NoReturn
 
 from mega.core.architecture import architecture
 from mega.core.config.resolve import global_batch_at, microbatches, text_lengths
 from mega.core.device import Reading, Timestamp
+from mega.core.parallel.collectives import gather_json
 from mega.core.training.evaluation import Evaluation
+from mega.core.training.finite import DIVERGED, broken_tensors
 from mega.core.training.meters import Meters
 from mega.core.training.proving import LIMIT
 from mega.core.training.routines import Routine
@@ -186,10 +190,7 @@ class Training:
             if self.state.scaler is not None:
                 progress.skipped_samples += pending.samples
         if not math.isfinite(loss):
-            raise FloatingPointError(
-                f"step {pending.step}: the loss is {loss}, and the gradient norm {norm}: training has diverged. Resume "
-                "from an earlier checkpoint with a lower --lr, a longer warm-up or --clip-grad"
-            )
+            self._end_without_loss(pending.step, loss, norm)
         self._check_stuck(pending.step, applied)
         self._check_rise(pending, loss)
         if self.saver is not None:
@@ -207,6 +208,15 @@ class Training:
             memory = self.state.device.memory_peak() or self.state.device.resident()
             tokens = pending.samples * sum(text_lengths(self.state.run))
             self.meters.step(pending.step, row, tokens, memory)
+
+    def _end_without_loss(self, step: int, loss: float, norm: float) -> NoReturn:
+        """Errors: FloatingPointError, which says whether a weight or a moment is the reason."""
+        state = self.state
+        found = broken_tensors(state, partial(gather_json, axis=state.mesh.everyone, device=state.device.torch))
+        numbers = f"step {step}: the loss is {loss}, and the gradient norm {norm}"
+        if found is None:
+            raise FloatingPointError(f"{numbers}, of weights and moments that are all finite: {DIVERGED}")
+        raise FloatingPointError(f"{numbers}: {found}: its memory was damaged, or {DIVERGED}")
 
     def _check_rise(self, pending: Pending, loss: float) -> None:
         """Report once where the loss is far above that of guessing and of the first step, as proving.py limits it."""

@@ -168,6 +168,24 @@ def test_a_route_that_fails_answers_in_json(monkeypatch: pytest.MonkeyPatch, cap
     assert "'/v1/completions' failed: KeyError in " in capfd.readouterr().err
 
 
+def test_health_knows_of_logits_that_are_not_finite() -> None:
+    """Three requests in a row: one may be a prompt's; and not for longer than they last."""
+    engine = fake()
+    with serving(engine, ByteTokenizer(), ServerOptions(name="fake")) as server:
+        engine.not_finite = True
+        for answered in range(4):
+            health = server.ask("GET", "/health")
+            failed = answered == 3
+            assert (health.status, health.json["status"]) == ((503, "failed") if failed else (200, "ok"))
+            assert ("the model's logits hold a NaN" in health.json.get("reason", "")) is failed
+            reply = server.ask("POST", "/v1/completions", ONCE)
+            assert reply.status == 500 and "the model's logits hold a NaN" in reply.json["error"]["message"]
+        engine.not_finite = False
+        assert server.ask("POST", "/v1/completions", ONCE).status == 200
+        health = server.ask("GET", "/health")
+        assert (health.status, health.json["status"]) == (200, "ok") and "reason" not in health.json
+
+
 def test_draining_finishes_what_was_accepted_and_refuses_the_rest() -> None:
     engine = fake(seconds=0.005)
     with serving(engine, ByteTokenizer(), ServerOptions(name="fake")) as server, ThreadPoolExecutor(4) as pool:

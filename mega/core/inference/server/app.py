@@ -58,7 +58,9 @@ def _body(fields: Fields, *statuses: int, streams: bool = False) -> dict[str, An
             "text/event-stream": {"schema": {"type": "string"}},
         }
         answers["200"] = {"description": "the answer, whole or as server-sent events", "content": types}
-    errors = {str(status): {"description": _STATUS[status]} for status in (400, 408, 413, 415, 429, 503, *statuses)}
+    errors = {
+        str(status): {"description": _STATUS[status]} for status in (400, 408, 413, 415, 429, 500, 503, *statuses)
+    }
     content = {"application/json": {"schema": schema(fields)}}
     return {"requestBody": {"required": True, "content": content}, "responses": answers | errors}
 
@@ -71,6 +73,7 @@ _STATUS = {
     413: "the body is too large",
     415: "the body is not JSON",
     429: "the queue is full; try later",
+    500: "the model gives no finite logits, or the server has a fault",
     503: "the server is ending, or the answer took too long",
 }
 
@@ -82,8 +85,8 @@ def status_of(error: Exception) -> tuple[int, str]:
     """Status and type of an error, as OpenAI calls it."""
     if isinstance(error, BadField):
         return error.status, "invalid_request_error"
-    if isinstance(error, AnswerFailed):  # by what the request itself lets follow
-        return 400, "invalid_request_error"
+    if isinstance(error, AnswerFailed):
+        return (400, "invalid_request_error") if error.by_request else (500, "server_error")
     if isinstance(error, QueueFull):
         return 429, "rate_limit_error"
     if isinstance(error, ClientGone):
@@ -286,8 +289,8 @@ def _add_pages(app: Any, service: Service) -> None:
     talks = {name: service.manner(name).chat is not None for name in service.options.adapters}
 
     async def health() -> Any:
-        failure = service.driver.failure
-        status = "failed" if failure is not None else "draining" if service.draining else "ok"
+        reason = service.driver.unhealthy
+        status = "failed" if reason is not None else "draining" if service.draining else "ok"
         return JSONResponse(
             {
                 "status": status,
@@ -295,8 +298,9 @@ def _add_pages(app: Any, service: Service) -> None:
                 "model": service.options.name,
                 "chat": service.chat is not None,
                 "adapters": talks,
+                **({} if reason is None else {"reason": reason}),
             },
-            200 if service.ready else 503,
+            200 if status == "ok" else 503,
         )
 
     async def metrics() -> Any:

@@ -19,7 +19,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from mega.core.inference.relay import LostRank
-from mega.core.inference.request import Engine, Event, Request
+from mega.core.inference.request import LOGITS_NOT_FINITE, Engine, Event, Request
+
+NOT_FINITE = 3
+"""Requests in a row without a finite logit, after which it is the model, and not one prompt."""
 
 ENDING = 1.0
 """Seconds in which a thread ends whose engine is lost; it may wait for a rank that is stopped."""
@@ -64,6 +67,15 @@ class Driver:
         self._thread: threading.Thread | None = None
         self.in_flight = 0
         self.failure: BaseException | None = None
+        self.not_finite = 0
+        """Requests that have failed since a token came, one after the other, because logits were not finite."""
+
+    @property
+    def unhealthy(self) -> str | None:
+        """Why no request is answered, or none was of late; None where they are."""
+        if self.failure is not None:
+            return _reason(self.failure)
+        return LOGITS_NOT_FINITE if self.not_finite >= NOT_FINITE else None
 
     def start(self) -> None:
         """Start the thread; events come to the running loop."""
@@ -180,6 +192,10 @@ class Driver:
             ticket = self._tickets.get(event.request)
             if ticket is None:  # of a request that was refused as a whole
                 continue
+            if event.token is not None:
+                self.not_finite = 0
+            elif event.message == LOGITS_NOT_FINITE:
+                self.not_finite += 1
             if event.finish is None:
                 ticket.events.put_nowait(event)
             else:

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from mega.core.inference.request import Beam, Event, Top
+from mega.core.inference.request import LOGITS_NOT_FINITE, Beam, Event, Top
 from mega.core.inference.server.driver import EngineLost, Ticket
 from mega.core.inference.server.metrics import Metrics
 from mega.core.inference.text_stream import TextStream
@@ -25,7 +25,14 @@ class ClientGone(Exception):
 
 
 class AnswerFailed(Exception):
-    """The engine gives up on one sequence; the text is fit for a client."""
+    """The engine gives up on one sequence; the text is fit for a client.
+
+    by_request: because of what the request itself lets follow, and not of the model's numbers.
+    """
+
+    def __init__(self, reason: str, *, by_request: bool) -> None:
+        super().__init__(reason)
+        self.by_request = by_request
 
 
 class TooLong(Exception):
@@ -108,7 +115,8 @@ class Continuation:
             self.prompt_logprobs, self.prompt_top = event.prompt_logprobs, event.prompt_top or ()
         self.beams = event.beams or self.beams
         if event.finish == "failed":
-            raise AnswerFailed(event.message or "the model gave no answer")
+            reason = event.message or "the model gave no answer"
+            raise AnswerFailed(reason, by_request=reason != LOGITS_NOT_FINITE)
         new = self._push(event) if event.token is not None else ""
         twice = self._pair is not None and (self.prompt + tuple(self.ids))[-2:] == (self._pair, self._pair)
         if event.finish is None and not (twice and event.token is not None):
