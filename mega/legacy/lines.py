@@ -2,7 +2,7 @@
 
     pretrain_bert.py --num-layers 24 --fp16 --DDP-impl torch  ->  mega pretrain --family bert --layers 24 --dtype fp16
 
-What a program's name stands for is in programs.py, what a flag does in config/sections.py and flags.py, and which
+What a program's name stands for is in programs.toml, what a flag does in config/sections.py and flags.toml, and which
 spellings a verb answers to is given by the caller. This file puts the three together; it opens nothing that a line
 names.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import PurePosixPath
 
 from mega.argv import MANY, Drops, Meaning, ReadLine, Refuses, Sets, Setting, read
 from mega.legacy.launchers import start
@@ -34,12 +33,11 @@ def translated(line: CommandLine, spellings_of: SpellingsOf) -> Translation:
     program = program_of(line.program, line.words)
     if not program.verb:
         return Translation("", lacking=[f"{line.program}: {program.why}"])
-    base = PurePosixPath(line.program).name
-    if base in WHOLE:
-        return WHOLE[base](line, lambda part: translated(part, spellings_of))
+    if program.whole:
+        return WHOLE[program.whole](line, lambda part: translated(part, spellings_of))
     of_verb = spellings_of(program.verb)
     known = _known(program, of_verb)
-    words = BEFORE[base](line.words) if base in BEFORE else line.words
+    words = BEFORE[program.before](line.words) if program.before else line.words
     found = read(list(_renamed(words, program)), known)
     placed = _arguments(found, program)
     settings = _with_defaults([*found.settings, *placed], program, of_verb)
@@ -51,8 +49,8 @@ def translated(line: CommandLine, spellings_of: SpellingsOf) -> Translation:
     options = {setting.flag: setting.values for setting in settings}
     if options.get("--tokenizer") == ["NullTokenizer"] and "--null-eod-last" not in options:
         result.notes.append(NULL)
-    if base in AFTER:
-        AFTER[base](result, options)
+    if program.after:
+        AFTER[program.after](result, options)
         switches = {setting.flag for setting in settings if setting.switch}
         settings = [Setting(flag, values, flag in switches) for flag, values in options.items()]
     typed = [word for setting in settings for word in _typed(setting, program)]

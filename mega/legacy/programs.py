@@ -1,18 +1,21 @@
 """What the name of an old program stands for: Megatron-LM's scripts and tools of 2019 to 2024, its forks', fairseq's.
 
-No flag of theirs names the model family or what is to be done; the program's name does. A row says which verb of
-`mega` does the same, what the name adds to its line, and which of the program's own flags are called otherwise, change
-nothing, or have no counterpart. Flags that training shares are in config/sections.py and legacy/flags.py. This
-file knows names, and neither how a line is split into words nor what a verb does.
+No flag of theirs names the model family or what is to be done; the program's name does. A row of programs.toml says
+which verb of `mega` does the same, what the name adds to its line, and which of the program's own flags are called
+otherwise, change nothing, or have no counterpart. Flags that training shares are in config/sections.py and flags.toml.
+This file knows names, and neither how a line is split into words nor what a verb does.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
+from typing import Any
 
 from mega.core.config.compose import nearest
+from mega.legacy.tables import table
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ class Program:
     drops_switches: as drops, of flags without a value.
     arguments: our flags for the words of its line that no flag names, in their order; the last takes all that follow.
     hole: what has to be given before the new line runs: a variable of it, and what that is.
+    before, after, whole: what else its line needs, by name: functions of rewrites.py.
+    when: flag -> its values with which the row holds.
     """
 
     verb: str = ""
@@ -42,295 +47,52 @@ class Program:
     arguments: tuple[str, ...] = ()
     hole: str = ""
     why: str = ""
+    before: str = ""
+    after: str = ""
+    whole: str = ""
+    when: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-GPT2_FILES = "GPT2: the folder of GPT-2's vocab.json and merges.txt, which were downloaded by name"
-_WORDPIECE = {"--tokenizer-type": "BertWordPieceLowerCase"}
-_MODEL = "the checkpoint says it"
-_RETRIEVAL = "retrieval models (ICT, REALM's tasks) are not built yet"
-_RETRO = "Retro is not built yet"
-_VISION = "vision models are not built"
-_DIALOGUE = "prompted dialogue (MSDP) is not built yet; mega generate continues the lines of a file of prompts"
-_CHINESE = (
-    "Yuan's tasks of CLUE are not built; mega eval --tasks scores those of lm-eval, mega generate continues prompts"
-)
+def hole(name: str) -> str:
+    """A variable that has to be set, and to what."""
+    return f"{name}: {table('programs')['holes'][name]}"
 
-_LOSS = {"--loss-normalizer": "microbatch", "--no-mask-padded-vocab": ""}
-"""Megatron-LM averages the means of microbatches, and its softmax includes the rows that pad the vocabulary."""
 
-_GPT, _BERT, _T5 = (Program("pretrain", adds={"--family": name}, defaults=_LOSS) for name in ("gpt", "bert", "t5"))
-_GENERATE = Program(
-    "generate",
-    renames={
-        "--sample-input-file": "--input",
-        "--sample-output-file": "--output",
-        "--genfile": "--output",
-        "--out-seq-length": "--tokens",
-    },
-    drops={
-        "--recompute": "keys and values are always kept",
-        "--max-tokens-to-oom": "as many prompts run at once as fit",
-        "--cache-dir": "a tokenizer is read from its files",
-    },
-)
-_EVAL = Program("eval", lowers=("--task",), drops={"--epochs": "nothing is trained"})
-_FINETUNE = Program(
-    "finetune",
-    adds={"--family": "bert"},
-    renames={"--keep-last": "--keep-last-batch"},
-    lowers=("--task",),
-)
-_TASKS = {
-    "lambada": _EVAL,
-    "wikitext103": _EVAL,
-    "mnli": _FINETUNE,
-    "qqp": _FINETUNE,
-    "race": _FINETUNE,
-    **dict.fromkeys(
-        ("retriever-eval", "ret-finetune-nq", "ict-zeroshot-nq"),
-        Program(why=_RETRIEVAL),
-    ),
-    **dict.fromkeys(("msdp-prompt", "msdp-eval-f1"), Program(why=_DIALOGUE)),
-    **dict.fromkeys(
-        ("afqmc", "bustm", "chid", "csl", "csldcp", "eprstmt", "iflytek", "ocnli", "tnews", "wsc"),
-        Program(why=_CHINESE),
-    ),
-}
-"""--task of tasks/main.py, in lower case -> what it comes to."""
+def _program(row: Mapping[str, Any]) -> Program:
+    """A row of the table: its reasons stand before their flags, and a switch is true."""
+    read = {key: value for key, value in row.items() if key != "names"}
+    for key in ("adds", "defaults"):
+        read[key] = {flag: "" if value is True else value for flag, value in row.get(key, {}).items()}
+    for key in ("drops", "drops_switches", "lacks"):
+        read[key] = {flag: reason for reason, flags in row.get(key, {}).items() for flag in flags}
+    read["values"] = {flag: (one["flag"], _renames(one["choices"])) for flag, one in row.get("values", {}).items()}
+    read |= {key: tuple(row[key]) for key in ("lowers", "arguments") if key in row}
+    read["when"] = {flag: tuple(values) for flag, values in row.get("when", {}).items()}
+    return Program(**{**read, "hole": hole(row["hole"]) if "hole" in row else ""})
 
-_CHECKPOINT_TOOL = Program(
-    "reshard",
-    renames={"--target-tensor-parallel-size": "--tp", "--target-pipeline-parallel-size": "--pp"},
-    drops={
-        **dict.fromkeys(("--megatron-path", "--max-queue-size", "--no-checking"), "nothing else is started"),
-        **dict.fromkeys(("--loader", "--model-type"), "what is read is recognised by its files"),
-        "--tokenizer-model": "a run reads the tokenizer that is given to it, or that lies with the weights",
-    },
-    defaults={"--saver": "megatron"},
-)
-_MERGE_PARTITIONS = Program(
-    "reshard",
-    adds={"--tp": "1", "--pp": "1", "--saver": "megatron"},
-    renames={"--load": "--load-dir", "--save": "--save-dir"},
-    drops={
-        **dict.fromkeys(
-            ("--tensor-model-parallel-size", "--model-parallel-size", "--pipeline-model-parallel-size"),
-            "how the source is cut is seen from its files",
-        ),
-        "--model-type": "what is read is recognised by its files",
-        **dict.fromkeys(("--vocab-file", "--tokenizer-type", "--num-attention-heads"), "the files say it"),
-    },
-)
 
-_FAIRSEQ = {"--model-parallel-size": "--tp", "--batch-size": "--micro-batch", "--max-sentences": "--micro-batch"}
-"""Flags that all programs of fairseq share -> ours."""
-_FAIRSEQ_TRAIN = Program(
-    "pretrain",
-    adds={"--model": "megatron-11b", "--decay-all": ""},
-    defaults={"--clip-grad": "0.0", "--weight-decay": "0.0", "--save": "checkpoints"},
-    renames={
-        **_FAIRSEQ,
-        "--max-update": "--steps",
-        "--warmup-updates": "--lr-warmup-steps",
-        "--warmup-init-lr": "--lr-warmup-init",
-        "--total-num-update": "--lr-decay-steps",
-        "--end-learning-rate": "--min-lr",
-        "--clip-norm": "--clip-grad",
-        "--tokens-per-sample": "--seq-length",
-        "--save-dir": "--save",
-        "--save-interval-updates": "--save-interval",
-        "--restore-file": "--load",
-        "--update-freq": "--accumulation",
-        "--dropout": "--hidden-dropout",
-        "--fp16-init-scale": "--initial-loss-scale",
-        "--fp16-scale-window": "--loss-scale-window",
-        "--validate-interval-updates": "--eval-interval",
-        "--keep-interval-updates": "--keep-last",
-        "--distributed-world-size": "--nproc",
-    },
-    values={
-        "--lr-scheduler": (
-            "--lr-decay",
-            {"inverse_sqrt": "inverse-square-root", "fixed": "constant", "polynomial_decay": "linear"},
-        ),
-        "--power": ("--lr-decay", {"1": "linear", "1.0": "linear"}),
-    },
-    drops={
-        **dict.fromkeys(("--task", "--arch", "--criterion"), "--model megatron-11b says it"),
-        **dict.fromkeys(("--sample-break-mode", "--shorten-method"), "samples are runs of tokens"),
-        "--ddp-backend": "gradients always lie in contiguous buckets",
-        **dict.fromkeys(("--log-format", "--required-batch-size-multiple"), "it changes no number"),
-    },
-    drops_switches={
-        "--share-decoder-input-output-embed": "--model megatron-11b says it",
-        **dict.fromkeys(("--no-progress-bar", "--no-epoch-checkpoints"), "it changes no number"),
-    },
-    lacks={"--add-bos-token": "samples are runs of tokens, with none before them"},
-    arguments=("DATA",),
-)
-_FAIRSEQ_EVAL = Program(
-    "eval",
-    adds={"--task": "wikitext103"},
-    defaults={"--context-window": "0", "--seq-length": "1024"},
-    renames={
-        **_FAIRSEQ,
-        "--path": "--load",
-        "--tokens-per-sample": "--seq-length",
-        "--distributed-world-size": "--nproc",
-    },
-    drops=dict.fromkeys(("--task", "--criterion", "--max-tokens", "--sample-break-mode"), "the benchmark says it"),
-    values={"--gen-subset": ("--gen-subset", {name: name for name in ("train", "valid", "test", "test1", "valid1")})},
-    arguments=("DATA",),
-)
-_FAIRSEQ_SET = Program(
-    "preprocess",
-    adds={"--tokenizer": "FairseqTokenizer", "--text-lines": "", "--append-eod": ""},
-    renames={"--srcdict": "--tokenizer-model"},
-    drops=dict.fromkeys(("--dataset-impl", "--log-format"), "token files are always written in the mmap format"),
-    drops_switches=dict.fromkeys(("--only-source", "--no-progress-bar"), "texts have one side"),
-)
-"""One of the sets of fairseq-preprocess, by --input and --output-prefix."""
+def _renames(choices: Sequence[str] | Mapping[str, str]) -> Mapping[str, str]:
+    return choices if isinstance(choices, Mapping) else {name: name for name in choices}
 
-PROGRAMS: Mapping[str, Program] = {
-    **dict.fromkeys(("pretrain_gpt.py", "pretrain_gpt2.py", "pretrain_gpt_core.py"), _GPT),
-    "pretrain_bert.py": _BERT,
-    "pretrain_t5.py": _T5,
-    "finetune_gpt.py": _GPT,
-    "pretrain_ict.py": Program(why=_RETRIEVAL),
-    "pretrain_retro.py": Program(why=_RETRO),
-    **dict.fromkeys(
-        (
-            *("pretrain_vision_classify.py", "pretrain_vision_classification.py"),
-            *("pretrain_vision_inpaint.py", "pretrain_vision_dino.py"),
-        ),
-        Program(why=_VISION),
-    ),
-    "preprocess_data.py": Program(
-        "preprocess",
-        defaults=_WORDPIECE,
-        renames={"--vocab": "--vocab-file", "--json-key": "--json-keys", "--text-key": "--json-keys"},
-    ),
-    "merge_datasets.py": Program("data merge"),
-    "preprocessing.py": Program(why=_DIALOGUE),
-    **dict.fromkeys(("util.py", "checkpoint_util.py"), _CHECKPOINT_TOOL),
-    "convert.py": _CHECKPOINT_TOOL,
-    "merge_mp_partitions.py": _MERGE_PARTITIONS,
-    "merge_mp_gpt.py": _MERGE_PARTITIONS,
-    "llama_checkpoint_conversion.py": Program(
-        "convert-llama",
-        adds={"--to": "hf"},
-        renames={"--load_path": "--load-dir", "--save_path": "--save-dir"},
-        drops={
-            "--convert_checkpoint_from_megatron_to_transformers": "--to hf says it",
-            "--print-checkpoint-structure": "mega checkpoint show --tensors lists tensors",
-            "--megatron-path": "nothing else is started",
-            "--make_vocab_size_divisible_by": "padding is left out",
-            "--use_distributed_optimizer": "weights alone are converted",
-            **dict.fromkeys(
-                (
-                    *("--target_tensor_model_parallel_size", "--target_pipeline_model_parallel_size"),
-                    "--target_data_parallel_size",
-                ),
-                "Hugging Face's form is not cut",
-            ),
-        },
-        lacks={"--target_params_dtype": "weights keep the dtype that they have"},
-    ),
-    "run_text_generation_server.py": Program("serve"),
-    "text_generation_cli.py": Program("generate", arguments=("--url",)),
-    **dict.fromkeys(("generate_samples.py", "generate_samples_gpt.py", "generate_samples_gpt2.py"), _GENERATE),
-    **dict.fromkeys(("generate_logits_gpt.py", "generate_loss_gpt.py", "generate_eval.py"), Program(why=_CHINESE)),
-    "inference.py": Program(
-        "generate",
-        adds={"--tokenizer": "Llama2Tokenizer"},
-        defaults={"--num-samples": "3", "--tokens": "2048"},
-        renames={"--hf-model-path": "--load", "--hf-tokenizer-path": "--tokenizer-model"},
-        drops={
-            **dict.fromkeys(("--hf-cache-dir", "--hf-token"), "models are read where they lie"),
-            "--limit-inference-case": "--num-samples says how many",
-        },
-    ),
-    "is_same.py": Program("checkpoint diff"),
-    "check.py": Program("checkpoint diff"),
-    "upload.py": Program(why="nothing is sent to the Hub; its own client uploads the folder"),
-    "ensemble_classifier.py": Program("eval"),
-    "report_theoretical_memory.py": Program("memory-estimate"),
-    "split_json.py": Program(
-        "data split",
-        renames={"--input_files": "--input", "--output_dir": "--output-dir"},
-        defaults={"--split": "95,5,0"},
-    ),
-    "presplit_sentences_json.py": Program("data presplit", arguments=("--input", "--output")),
-    "run_gpt2_eval.py": Program(
-        "eval",
-        adds={
-            "--tokenizer": "GPT2BPETokenizer",
-            "--vocab-file": "$GPT2/vocab.json",
-            "--merge-file": "$GPT2/merges.txt",
-        },
-        renames={"--model-path": "--load", "--data-path": "--valid-data"},
-        drops={
-            "--cache-dir": "a tokenizer is read from its files",
-            **dict.fromkeys(("--num-layers", "--hidden-size", "--num-attention-heads"), _MODEL),
-        },
-        hole=GPT2_FILES,
-    ),
-    # corpora
-    "blacklist_urls.py": Program("corpus urls", adds={"--as-megatron": ""}, arguments=("--input", "--output")),
-    "cleanup_dataset.py": Program(
-        "corpus clean",
-        adds={
-            "--as-megatron": "",
-            "--tokenizer": "GPT2BPETokenizer",
-            "--vocab-file": "$GPT2/vocab.json",
-            "--merge-file": "$GPT2/merges.txt",
-        },
-        arguments=("--input", "--output"),
-        hole=GPT2_FILES,
-    ),
-    "find_duplicates.py": Program(
-        "corpus near-duplicates",
-        adds={"--as-megatron": ""},
-        renames={"--output": "--pairs", "--kept": "--output"},
-        drops={
-            "--seed": "signatures are those of seed 1234",
-            "--heuristic-iter": "all documents of a bucket are compared",
-            "--jaccard-parallel": "--workers says how many processes",
-        },
-    ),
-    "group_duplicate_url.py": Program("corpus group", arguments=("--pairs", "--groups", "--threshold")),
-    "remove_group_duplicates.py": Program("corpus remove-groups", arguments=("--groups", "--input", "--output")),
-    "filter_ngrams.py": Program(
-        "corpus decontaminate",
-        adds={"--as-megatron": ""},
-        renames={"--num-threads": "--workers"},
-        hole="TASKS: a folder with a file or folder of each benchmark under its name, which were downloaded by name",
-    ),
-    "perspective_api_annotate.py": Program(
-        "corpus annotate",
-        adds={"--scorer": "https://commentanalyzer.googleapis.com"},
-        renames={"--data-path": "--input", "--out-path": "--output", "--workers": "--connections"},
-        drops={"--total": "it sized a progress bar"},
-    ),
-    "filter-selfgeneration.py": Program("corpus select", renames={"--data-path": "--input", "--out-path": "--output"}),
-    # fairseq's
-    **dict.fromkeys(("fairseq-train", "train.py"), _FAIRSEQ_TRAIN),
-    **dict.fromkeys(("fairseq-eval-lm", "eval_lm.py"), _FAIRSEQ_EVAL),
-    **dict.fromkeys(("fairseq-preprocess", "preprocess.py", "fairseq-preprocess-set"), _FAIRSEQ_SET),
-    "detok.py": Program("data detokenize", adds={"--detokenizer": "fairseq"}, arguments=("--input",)),
-    "multiprocessing_bpe_encoder.py": Program(
-        "data encode",
-        adds={"--tokenizer": "GPT2BPETokenizer"},
-        renames={
-            "--encoder-json": "--vocab-file",
-            "--vocab-bpe": "--merge-file",
-            "--inputs": "--input",
-            "--outputs": "--output",
-        },
-        drops={"--workers": "lines are encoded in batches"},
-    ),
-}
-"""Every known program by the name of its file."""
+
+@functools.cache
+def programs() -> Mapping[str, Sequence[Program]]:
+    """Every known program by the name of its file: its rows, of which the first that holds counts."""
+    return _by_name("program")
+
+
+@functools.cache
+def _tasks() -> Mapping[str, Sequence[Program]]:
+    """The tasks of tasks/main.py by their names in lower case."""
+    return _by_name("task")
+
+
+def _by_name(kind: str) -> Mapping[str, Sequence[Program]]:
+    found: dict[str, list[Program]] = {}
+    for row in table("programs")[kind]:
+        for name in row["names"]:
+            found.setdefault(name, []).append(_program(row))
+    return found
 
 
 def program_of(name: str, words: Sequence[str]) -> Program:
@@ -348,20 +110,11 @@ def program_of(name: str, words: Sequence[str]) -> Program:
     base = PurePosixPath(name).name
     if base == "main.py":
         return _task(words)
-    if PROGRAMS.get(base) is _CHECKPOINT_TOOL and _value(words, "--loader") in (
-        "llama2_hf",
-        "llama_hf",
-        "llama_mistral",
-    ):
-        return Program(
-            "convert-llama",
-            adds={"--to": "mega"},
-            renames=_CHECKPOINT_TOOL.renames,
-            drops={**_CHECKPOINT_TOOL.drops, "--saver": "--to says what is written"},
-        )
-    if base not in PROGRAMS:
-        raise ValueError(f"{name}: is not a program that is known here{nearest(base, [*PROGRAMS, 'main.py'])}")
-    return PROGRAMS[base]
+    if base not in programs():
+        raise ValueError(f"{name}: is not a program that is known here{nearest(base, [*programs(), 'main.py'])}")
+    return next(
+        row for row in programs()[base] if all(_value(words, flag) in values for flag, values in row.when.items())
+    )
 
 
 def is_program(word: str, *, known: bool = False) -> bool:
@@ -375,21 +128,21 @@ def is_program(word: str, *, known: bool = False) -> bool:
     if " " in word or word.startswith("-"):
         return False
     name = PurePosixPath(word).name
-    return name in PROGRAMS or (word.endswith(".py") and (not known or name == "main.py"))
+    return name in programs() or (word.endswith(".py") and (not known or name == "main.py"))
 
 
 def _task(words: Sequence[str]) -> Program:
     """tasks/main.py, or tools/retro/main.py. Errors: ValueError where no --task that is known is given."""
     if _value(words, "--retro-tasks") is not None:
-        return Program(why=_RETRO)
+        return programs()["pretrain_retro.py"][0]
     task = _value(words, "--task")
     if task is None:
         raise ValueError("main.py: names no --task, which says what it does")
-    if task.lower() not in _TASKS:
-        raise ValueError(f"main.py --task {task}: is not a task that is known here{nearest(task.lower(), _TASKS)}")
-    found = _TASKS[task.lower()]
+    if task.lower() not in _tasks():
+        raise ValueError(f"main.py --task {task}: is not a task that is known here{nearest(task.lower(), _tasks())}")
+    (found,) = _tasks()[task.lower()]
     scored = _value(words, "--train-data") is None or _value(words, "--epochs") == "0"
-    return _EVAL if found is _FINETUNE and scored else found
+    return _tasks()["lambada"][0] if found.verb == "finetune" and scored else found
 
 
 def _value(words: Sequence[str], flag: str) -> str | None:

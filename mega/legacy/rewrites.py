@@ -1,7 +1,7 @@
 """What single programs need besides a table of their flags: words that are regrouped, commands that come first.
 
 `BEFORE` changes the words of a program's line before they are read, `AFTER` the options of the last command, and
-`WHOLE` translates a line on its own. Each is keyed by the program's name.
+`WHOLE` translates a line on its own. A program's row in programs.toml names them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from pathlib import PurePosixPath
 from mega.core.config.corpora import is_number
 from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.legacy.launchers import options_of
-from mega.legacy.programs import GPT2_FILES
+from mega.legacy.programs import hole
 from mega.legacy.scripts import CommandLine
+from mega.legacy.tables import table
 from mega.legacy.translation import Translation
 
 Translate = Callable[[CommandLine], Translation]
@@ -25,8 +26,11 @@ PADDING = (
     "the release masks it"
 )
 
-_CORPORA = {"wikipedia": "data/wikipedia/wikidump_lines.json", "webtext": "data/webtext/data.json"}
-"""Names of corpora in Megatron-LM of 2019 -> their texts, each with the key `text`."""
+
+def _corpora() -> Mapping[str, str]:
+    """Names of corpora in Megatron-LM of 2019 -> their texts, each with the key `text`."""
+    found: Mapping[str, str] = table("programs")["corpora"]
+    return found
 
 
 def _texts_first(result: Translation, options: dict[str, list[str]]) -> None:
@@ -51,7 +55,7 @@ def _texts_first(result: Translation, options: dict[str, list[str]]) -> None:
         made = [word for flag in tokenizer if flag in options for word in (flag, *options[flag])]
         cut = ["--split-sentences"] if sentences else ["--append-eod"]
         result.commands.append(
-            ["mega", "preprocess", "--input", _CORPORA.get(text, text), "--output-prefix", prefix, *cut, *made]
+            ["mega", "preprocess", "--input", _corpora().get(text, text), "--output-prefix", prefix, *cut, *made]
         )
     options["--data-path"] = [word for prefix in prefixes for word in ("1", prefix)] if len(prefixes) > 1 else prefixes
     del options["--train-data"]
@@ -61,14 +65,14 @@ def _downloaded(result: Translation, options: dict[str, list[str]]) -> None:
     """The tokenizer's files were downloaded by name; the new lines have a variable in their place."""
     if options.get("--tokenizer") == ["GPT2BPETokenizer"]:
         options |= {"--vocab-file": ["$GPT2/vocab.json"], "--merge-file": ["$GPT2/merges.txt"]}
-        result.holes.append(GPT2_FILES)
+        result.holes.append(hole("GPT2"))
     else:
         options["--vocab-file"] = ["$VOCAB"]
-        result.holes.append("VOCAB: the tokenizer's vocabulary file, which was downloaded by name")
+        result.holes.append(hole("VOCAB"))
 
 
 def _is_text(word: str) -> bool:
-    return word in _CORPORA or word.endswith((".json", ".jsonl", ".csv", ".tsv", ".txt"))
+    return word in _corpora() or word.endswith((".json", ".jsonl", ".csv", ".tsv", ".txt"))
 
 
 def _validated(result: Translation, options: dict[str, list[str]]) -> None:
@@ -264,27 +268,6 @@ def _fairseq_sets(line: CommandLine, translate: Translate) -> Translation:
     return result
 
 
-BEFORE: Mapping[str, Callable[[Sequence[str]], Sequence[str]]] = {
-    "run_gpt2_eval.py": _gpt2_scores,
-    "find_duplicates.py": _keyed_inputs,
-    "filter_ngrams.py": _ngram_tasks,
-    "split_json.py": _shares,
-    **dict.fromkeys(("fairseq-train", "train.py"), _two_betas),
-}
-AFTER: Mapping[str, Callable[[Translation, dict[str, list[str]]], None]] = {
-    "pretrain_t5.py": _visible_padding,
-    "pretrain_gpt2.py": _texts_first,
-    "pretrain_bert.py": _texts_first,
-    "finetune_gpt.py": _validated,
-    "merge_mp_partitions.py": _merged,
-    "merge_mp_gpt.py": _merged,
-    "llama_checkpoint_conversion.py": _from_megatron,
-    **dict.fromkeys(("generate_samples_gpt.py", "generate_samples_gpt2.py"), _prompts),
-    **dict.fromkeys(("fairseq-train", "train.py"), _fairseq_trained),
-    **dict.fromkeys(("fairseq-eval-lm", "eval_lm.py"), _fairseq_scored),
-}
-
-
 def _compared(first: str, second: str, verb: str) -> Callable[[CommandLine, Translate], Translation]:
     """A program that compares two checkpoints of others', named by these flags; `verb` reads them."""
 
@@ -304,9 +287,26 @@ def _compared(first: str, second: str, verb: str) -> Callable[[CommandLine, Tran
     return compare
 
 
+BEFORE: Mapping[str, Callable[[Sequence[str]], Sequence[str]]] = {
+    "gpt2_scores": _gpt2_scores,
+    "keyed_inputs": _keyed_inputs,
+    "ngram_tasks": _ngram_tasks,
+    "shares": _shares,
+    "two_betas": _two_betas,
+}
+AFTER: Mapping[str, Callable[[Translation, dict[str, list[str]]], None]] = {
+    "texts_first": _texts_first,
+    "validated": _validated,
+    "visible_padding": _visible_padding,
+    "merged": _merged,
+    "from_megatron": _from_megatron,
+    "prompts": _prompts,
+    "fairseq_trained": _fairseq_trained,
+    "fairseq_scored": _fairseq_scored,
+}
 WHOLE: Mapping[str, Callable[[CommandLine, Translate], Translation]] = {
-    "is_same.py": _compared("--model-path-1", "--model-path-2", "reshard"),
-    "check.py": _compared("--base-hf-model-path", "--converted-hf-model-path", "convert-llama"),
-    **dict.fromkeys(("fairseq-preprocess", "preprocess.py"), _fairseq_sets),
+    "trees_compared": _compared("--model-path-1", "--model-path-2", "reshard"),
+    "folders_compared": _compared("--base-hf-model-path", "--converted-hf-model-path", "convert-llama"),
+    "fairseq_sets": _fairseq_sets,
 }
 """Programs whose line becomes several, or of which nothing but two paths is read."""

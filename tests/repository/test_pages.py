@@ -16,7 +16,7 @@ from typer.exceptions import TyperException
 from mega import cli
 from mega.core.config.sections import TOKENIZERS
 from mega.core.text.build import BUILDERS
-from mega.legacy.programs import PROGRAMS
+from mega.legacy.programs import programs
 from mega.options import load
 from tests.battery.run_mutations import PATCHES
 
@@ -152,7 +152,7 @@ def test_paths_in_the_text_exist() -> None:
     for page, code in _inline():
         path = code.split("::")[0]
         if re.fullmatch(r"[\w./-]+\.(py|toml)|(mega|tests|docs)/[\w./-]+", path) and path not in EXAMPLES:
-            if Path(path).name in PROGRAMS:  # of Megatron-LM
+            if Path(path).name in programs():  # of Megatron-LM
                 continue
             assert any((REPOSITORY / root / path).exists() for root in ("", "tests", "mega", "mega/core")), (page, path)
 
