@@ -6,7 +6,7 @@ lines        a command line, put together from both; launchers: its start; rewri
 translation  what a line becomes, as text
 scripts      the command lines of a shell script; nothing is executed
 tables       the TOML files
-deepspeed    a DeepSpeed JSON as options of a run
+deepspeed    a DeepSpeed JSON as options of a run; deepspeed.toml
 
 Only the command line imports this package. A spelling of an option that exists here is a property of that option, in
 core/config/sections.py.

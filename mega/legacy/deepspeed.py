@@ -4,19 +4,21 @@
         ->  micro_batch 2, dtype fp16, zero 2
 
 Only what the file holds: its absent keys leave our defaults. A key that changes what is computed and has no option here
-is refused by name; one that only chooses how DeepSpeed does it is dropped; "auto" leaves the option to flags.
+is refused by name; one that only chooses how DeepSpeed does it is dropped; "auto" leaves the option to flags. Keys are
+in deepspeed.toml, those that take more than a row are here.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from mega.core.config.compose import nearest
 from mega.core.config.run import entries, flag_of
 from mega.core.config.toml import LARGEST, LIMIT, cut
 from mega.core.untrusted import parse_json, read_limited
+from mega.legacy.tables import table
 
 MOST_POWER = 127
 """The largest power of two in fp32."""
@@ -62,43 +64,18 @@ correct the file, or leave it out by --deepspeed-lenient
     """
     if not isinstance(content, dict):
         raise ValueError(f"{source}: must be one JSON object")
-    table = _Table(content, "")
-    _batch(table)
-    _precision(table)
-    _zero(table)
-    _optimizer(table)
-    _scheduler(table)
-    _logging(table)
-    _curriculum(table)
-    table.drop(*_DROPPED)
-    table.refuse_others()
+    root = _Table(content, "")
+    root.take_row("file")
+    for read_part in (_precision, _zero, _optimizer, _scheduler, _logging, _curriculum):
+        read_part(root)
+    root.refuse_others()
     if left_out is not None:
-        left_out += [f"{source}: {line}" for line in table.problems]
-    elif table.problems:
-        what = "it" if len(table.problems) == 1 else "them"
+        left_out += [f"{source}: {line}" for line in root.problems]
+    elif root.problems:
+        what = "it" if len(root.problems) == 1 else "them"
         end = f"; correct the file, or leave {what} out by --deepspeed-lenient"
-        raise ValueError("\n".join(f"{source}: {line}" for line in table.problems) + end)
-    return table.found
-
-
-_DROPPED = (
-    "wall_clock_breakdown",
-    "memory_breakdown",
-    "dump_state",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
-    "prescale_gradients",
-    "gradient_predivide_factor",
-    "communication_data_type",
-    "comms_logger",
-    "flops_profiler",
-    "wandb",
-    "csv_monitor",
-    "aio",
-    "checkpoint",
-    "steps_per_print_rank",
-)
-"""Keys that choose how DeepSpeed does it, and not what is computed."""
+        raise ValueError("\n".join(f"{source}: {line}" for line in root.problems) + end)
+    return root.found
 
 
 class _Table:
@@ -121,22 +98,29 @@ class _Table:
             return None
         return value
 
-    def option(self, key: str, name: str, *kinds: type, change: Callable[[Any], Any] = lambda value: value) -> None:
-        """The value at `key` is the option `name`."""
-        value = self.take(key, *kinds)
-        choices = entries()[name].choices
+    def option(self, key: str, name: str, *more_kinds: type) -> None:
+        """The value at `key` is the option `name`; more_kinds: that it may have besides the option's own."""
+        entry = entries()[name]
+        value = self.take(key, *((int, float) if entry.kind is float else (entry.kind,)), *more_kinds)
+        choices = entry.choices
         if choices and value is not None and value not in choices:
             self.refuse(key, f"{value} is not supported; valid: {', '.join(choices)}")
         elif value is not None:
-            self.found[name] = change(value)
+            self.found[name] = entry.kind(value)
 
     def table(self, key: str) -> _Table | None:
         """The object at `key`."""
         content = self.take(key, dict)
         return None if content is None else _Table(content, f"{self.prefix}{key}.", self)
 
-    def drop(self, *keys: str) -> None:
-        for key in keys:
+    def take_row(self, name: str) -> None:
+        """The keys that a row of deepspeed.toml names."""
+        row = table("deepspeed")[name]
+        for key, option in row.get("options", {}).items():
+            self.option(key, option)
+        for key, one in row.get("only", {}).items():
+            self.only(key, one["valid"], one["why"])
+        for key in row.get("dropped", ()):
             self.take(key)
 
     def only(self, key: str, valid: Any, why: str) -> None:
@@ -156,13 +140,6 @@ class _Table:
 _KINDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", dict: "an object"}
 
 
-def _batch(root: _Table) -> None:
-    root.option("train_batch_size", "global_batch", int)
-    root.option("train_micro_batch_size_per_gpu", "micro_batch", int)
-    root.option("gradient_accumulation_steps", "accumulation", int)
-    root.option("gradient_clipping", "clip_grad", int, float, change=float)
-
-
 def _precision(root: _Table) -> None:
     fp16, enabled = root.table("fp16"), []
     if fp16 is not None:
@@ -178,19 +155,14 @@ def _precision(root: _Table) -> None:
                 fp16.refuse("initial_scale_power", f"{power}: must be 0 to {MOST_POWER}, as fp32 holds")
             elif power is not None:
                 root.found["initial_loss_scale"] = 2.0**power
-        fp16.option("loss_scale_window", "loss_scale_window", int)
-        fp16.option("hysteresis", "hysteresis", int)
-        fp16.option("min_loss_scale", "min_loss_scale", int, float, change=float)
-        fp16.only("consecutive_hysteresis", False, "tolerated overflows come back when the scale grows")
-        fp16.only("fp16_master_weights_and_grads", False, "masters are fp32, or none with --memory-efficient-fp16")
-        fp16.drop("auto_cast")
+        fp16.take_row("fp16")
         fp16.refuse_others()
     for key in ("bf16", "bfloat16"):
         bf16 = root.table(key)
         if bf16 is not None:
             if bf16.take("enabled", bool):
                 enabled.append(key)
-            bf16.drop("immediate_grad_update")
+            bf16.take_row("bf16")
             bf16.refuse_others()
     if len(enabled) > 1:
         root.refuse(enabled[1], f"is enabled along with {enabled[0]}; enable one of them")
@@ -201,20 +173,16 @@ def _precision(root: _Table) -> None:
         root.refuse("amp", "apex's mixed precision is not supported; valid: fp16, bf16")
     types = root.table("data_types")
     if types is not None:
-        types.option("grad_accum_dtype", "grad_dtype", str)
+        types.take_row("data_types")
         types.refuse_others()
-    root.only("fp32_allreduce", False, "gradients are reduced in the dtype of --grad-dtype")
-    root.only("sparse_gradients", False, "gradients of embeddings are dense")
 
 
 def _zero(root: _Table) -> None:
     zero = root.table("zero_optimization")
     if zero is None:
         return
-    zero.option("stage", "zero", int)
-    zero.option("reduce_bucket_size", "bucket_size", int, float, change=int)
-    zero.option("overlap_comm", "overlap_grad_reduce", bool)
-    zero.option("cpu_offload", "optimizer_offload", bool)
+    zero.take_row("zero_optimization")
+    zero.option("reduce_bucket_size", "bucket_size", float)  # DeepSpeed's pages write 5e8
     device = _device(zero, "offload_optimizer")
     if device not in (None, "none", "cpu"):
         zero.refuse("offload_optimizer.device", f"{device} is not supported; valid: cpu, none")
@@ -222,59 +190,32 @@ def _zero(root: _Table) -> None:
         zero.found["optimizer_offload"] = device == "cpu"
     if (held := _device(zero, "offload_param")) not in (None, "none"):
         zero.refuse("offload_param.device", f"{held} is not supported: parameters stay on the device; valid: none")
-    zero.only("cpu_offload_params", False, "parameters stay on the device")
-    zero.drop(
-        "allgather_partitions",
-        "allgather_bucket_size",
-        "reduce_scatter",
-        "contiguous_gradients",
-        "cpu_offload_use_pin_memory",
-        "elastic_checkpoint",
-        "ignore_unused_parameters",
-        "legacy_stage1",
-        "load_from_fp32_weights",
-        "round_robin_gradients",
-        "stage3_gather_16bit_weights_on_model_save",
-        "stage3_gather_fp16_weights_on_model_save",
-        "stage3_max_live_parameters",
-        "stage3_max_reuse_distance",
-        "stage3_param_persistence_threshold",
-        "stage3_prefetch_bucket_size",
-        "sub_group_size",
-    )
     zero.refuse_others()
 
 
 def _device(zero: _Table, key: str) -> str | None:
     """Where something is offloaded to; how is DeepSpeed's business."""
-    table = zero.table(key)
-    if table is None:
+    offload = zero.table(key)
+    if offload is None:
         return None
-    device: str | None = table.take("device", str)
-    table.drop("pin_memory", "buffer_count", "buffer_size", "fast_init", "max_in_cpu", "nvme_path", "pipeline_read")
-    table.drop("pipeline_write", "pipeline", "ratio")
-    table.refuse_others()
+    device: str | None = offload.take("device", str)
+    offload.take_row("offload")
+    offload.refuse_others()
     return device
-
-
-_RULES = {"Adam": "adam", "AdamW": "adam", "Lamb": "lamb", "SGD": "sgd", "Adafactor": "adafactor"}
 
 
 def _optimizer(root: _Table) -> None:
     chosen = root.table("optimizer")
     if chosen is None:
         return
-    kind = chosen.take("type", str)
-    if kind is not None and kind.lower() not in (known := {name.lower(): rule for name, rule in _RULES.items()}):
-        chosen.refuse("type", f"{kind} is not supported{nearest(kind, _RULES)}; valid: {', '.join(_RULES)}")
+    kind, rules = chosen.take("type", str), table("deepspeed")["optimizers"]
+    if kind is not None and kind.lower() not in (known := {name.lower(): rule for name, rule in rules.items()}):
+        chosen.refuse("type", f"{kind} is not supported{nearest(kind, rules)}; valid: {', '.join(rules)}")
     elif kind is not None:
         root.found["optimizer"] = known[kind.lower()]
     params = chosen.table("params")
     if params is not None:
-        params.option("lr", "lr", int, float, change=float)
-        params.option("eps", "adam_eps", int, float, change=float)
-        params.option("weight_decay", "weight_decay", int, float, change=float)
-        params.option("momentum", "sgd_momentum", int, float, change=float)
+        params.take_row("optimizer.params")
         largest = params.take("max_grad_norm", int, float)
         if largest is not None and largest != root.found.get("clip_grad"):
             clips = root.found.get("clip_grad", "absent")
@@ -284,21 +225,12 @@ def _optimizer(root: _Table) -> None:
             root.found["adam_beta1"], root.found["adam_beta2"] = map(float, betas)
         elif betas is not None:
             params.refuse("betas", f"must be two numbers, not {json.dumps(betas)}")
-        params.only("bias_correction", True, "moments are always corrected")
-        params.only("adam_w_mode", True, "adam's weight decay is decoupled")
-        params.only("amsgrad", False, "only Adam itself is built")
-        params.only("nesterov", False, "momentum is the plain one")
-        params.only("dampening", 0, "momentum is not dampened")
         for bound in ("max_coeff", "min_coeff"):
             if params.take(bound) is not None:
                 params.refuse(bound, "LAMB's ratio has no bounds here; leave the key out")
-        params.drop("torch_adam", "fp32_optimizer_states", "cuda_aware", "comm_backend_name")
         params.refuse_others()
-    chosen.drop("legacy_fusion")
+    chosen.take_row("optimizer")
     chosen.refuse_others()
-
-
-_SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
 
 
 def _scheduler(root: _Table) -> None:
@@ -306,28 +238,26 @@ def _scheduler(root: _Table) -> None:
     chosen = root.table("scheduler")
     if chosen is None:
         return
-    kind = chosen.take("type", str)
+    kind, schedules = chosen.take("type", str), table("deepspeed")["schedules"]
     params = chosen.table("params") or _Table({}, "scheduler.params.", root)
     chosen.refuse_others()
-    if kind not in _SCHEDULES:
-        chosen.refuse(
-            "type", f"{kind} is not supported{nearest(str(kind), _SCHEDULES)}; valid: {', '.join(_SCHEDULES)}"
-        )
+    if kind not in schedules:
+        chosen.refuse("type", f"{kind} is not supported{nearest(str(kind), schedules)}; valid: {', '.join(schedules)}")
         return
+    params.found["lr_decay"] = schedules[kind]
+    params.take_row(kind)
     if kind == "LRRangeTest":
         _range_test(params)
     elif kind == "OneCycle":
         _one_cycle(params)
     else:
         _warm_up(kind, params)
-    params.drop("last_batch_iteration")
+    params.take_row("scheduler.params")
     params.refuse_others()
 
 
 def _range_test(params: _Table) -> None:
     """min_lr (1 + rate x step / size) grows by min_lr every size / rate steps."""
-    params.found["lr_decay"] = "range-test"
-    params.option("lr_range_test_min_lr", "lr", int, float, change=float)
     size = params.take("lr_range_test_step_size", int)
     rate = params.take("lr_range_test_step_rate", int, float)
     steps = (2000 if size is None else size) / (rate or 1.0)
@@ -335,7 +265,6 @@ def _range_test(params: _Table) -> None:
         params.refuse("lr_range_test_step_rate", f"{rate} must divide lr_range_test_step_size into whole steps")
         return
     params.found["lr_decay_steps"] = int(steps)
-    params.only("lr_range_test_staircase", False, "the rate grows with every step")
 
 
 def _one_cycle(params: _Table) -> None:
@@ -343,27 +272,17 @@ def _one_cycle(params: _Table) -> None:
     first = params.take("cycle_first_step_size", int)
     second = params.take("cycle_second_step_size", int)
     first = 2000 if first is None else first
-    params.found |= {"lr_decay": "linear", "lr_warmup_style": "linear", "lr_warmup_steps": first}
+    params.found |= {"lr_warmup_style": "linear", "lr_warmup_steps": first}
     params.found["lr_decay_steps"] = first + (first if second is None else second)
-    params.option("cycle_max_lr", "lr", int, float, change=float)
-    params.option("cycle_min_lr", "lr_warmup_init", int, float, change=float)
     params.found["min_lr"] = params.found.get("lr_warmup_init", 0.0)
     if params.take("cycle_momentum", bool) is not False:
         params.refuse("cycle_momentum", "is true where it is left out: Adam's constants do not change; valid: false")
-    params.only("decay_lr_rate", 0, "after the cycle the rate stays at cycle_min_lr")
-    params.only("cycle_first_stair_count", 0, "the rate changes with every step")
-    params.only("cycle_second_stair_count", 0, "the rate changes with every step")
-    params.drop("decay_step_size", "cycle_min_mom", "cycle_max_mom", "decay_mom_rate")
 
 
 def _warm_up(kind: str, params: _Table) -> None:
     found = params.found
-    params.option("warmup_num_steps", "lr_warmup_steps", int)
     found.setdefault("lr_warmup_steps", 1000)
-    params.option("warmup_type", "lr_warmup_style", str)
     found.setdefault("lr_warmup_style", "log")
-    params.option("total_num_steps", "lr_decay_steps", int)
-    found["lr_decay"] = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}[kind]
     if kind == "WarmupCosineLR":
         for key, name, default in (("warmup_min_ratio", "lr_warmup_init", 0.0), ("cos_min_ratio", "min_lr", 1e-4)):
             ratio = params.take(key, int, float)
@@ -371,19 +290,15 @@ def _warm_up(kind: str, params: _Table) -> None:
                 found[name] = (default if ratio is None else ratio) * found["lr"]
             else:
                 params.refuse(key, "is a share of optimizer.params.lr, which is absent")
-    else:
-        params.option("warmup_max_lr", "lr", int, float, change=float)
-        params.option("warmup_min_lr", "lr_warmup_init", int, float, change=float)
 
 
 def _curriculum(root: _Table) -> None:
-    table = root.table("curriculum_learning")
-    if table is not None and table.content.get("enabled") not in (None, False):
+    curriculum = root.table("curriculum_learning")
+    if curriculum is not None and curriculum.content.get("enabled") not in (None, False):
         root.refuse("curriculum_learning", "every step has samples of --seq-length tokens; valid: enabled false")
 
 
 def _logging(root: _Table) -> None:
-    root.option("steps_per_print", "log_interval", int)
     board = root.table("tensorboard")
     if board is not None:
         parts = [part for part in (board.take("output_path", str), board.take("job_name", str)) if part]
@@ -392,7 +307,5 @@ def _logging(root: _Table) -> None:
         board.refuse_others()
     saved = root.table("activation_checkpointing")
     if saved is not None:
-        saved.only("cpu_checkpointing", False, "saved activations stay on the device")
-        saved.option("partition_activations", "distribute_saved", bool)
-        saved.drop("contiguous_memory_optimization", "number_checkpoints", "synchronize_checkpoint_boundary", "profile")
+        saved.take_row("activation_checkpointing")
         saved.refuse_others()

@@ -288,3 +288,11 @@ def test_one_cycle() -> None:
     rate = Schedules.of(run).lr
     expected = {0: 1e-5, 5: 5.05e-4, 10: 1e-3, 15: 5.05e-4, 20: 1e-5, 30: 1e-5}
     assert {step: rate(8 * step) for step in expected} == pytest.approx(expected)
+
+
+def test_one_mistake_hides_no_other_key() -> None:
+    """A schedule whose steps cannot be worked out still knows its other keys."""
+    params = {"lr_range_test_step_size": 0, "lr_range_test_staircase": False}
+    with pytest.raises(ValueError) as caught:
+        values({"scheduler": {"type": "LRRangeTest", "params": params}}, "ds.json")
+    assert len(str(caught.value).splitlines()) == 1
