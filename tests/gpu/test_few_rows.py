@@ -220,9 +220,10 @@ MORE = {
 
 @pytest.mark.parametrize("family, fp8", [*((name, False) for name in FAMILIES | MORE), ("llama", True)])
 def test_an_engine_says_the_same(family: str, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One to five sequences at once, so that steps with and without the kernels follow each other."""
+    """One to five sequences at once (interpreted three), so steps with and without the kernels follow each other."""
     model, where = (FAMILIES | MORE)[family], torch.device(DEVICE)
-    asked = [Request(prompt=prompt, tokens=2 + at, sampling=GREEDY) for at, prompt in enumerate(prompts(5))]
+    texts = enumerate(prompts(5 if CUDA else 3))
+    asked = [Request(prompt=prompt, tokens=2 + at, sampling=GREEDY) for at, prompt in texts]
     taken: list[int] = []
 
     def linear(x: torch.Tensor, *given: Any) -> torch.Tensor:
