@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from mega.cli import main
-from mega.core.checkpoint.forms.megatron.trees import common_name
+from mega.core.checkpoint.forms.megatron.eras import common_name
 from tests.battery.data_ledger import run
 from tests.support.foreign_forms import FORMS, Files, Form
 

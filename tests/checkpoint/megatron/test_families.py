@@ -12,7 +12,7 @@ import torch
 
 from mega.core.checkpoint.forms.convert import convert
 from mega.core.checkpoint.forms.megatron import trees
-from mega.core.checkpoint.forms.megatron.state import parameter_place
+from mega.core.checkpoint.forms.megatron.eras import parameter_place
 from mega.core.checkpoint.own import inspect
 from mega.core.checkpoint.own.layout import Layout
 from mega.core.checkpoint.own.pieces import CheckpointError
@@ -201,7 +201,7 @@ ORDER: dict[Any, str] = {
 @pytest.mark.parametrize("model", ORDER, ids="-".join)
 def test_parameters_are_in_the_order_of_megatrons_modules(model: Any) -> None:
     names = ORDER[model].split()
-    assert sorted(reversed(names), key=partial(parameter_place, order=model[1])) == names
+    assert sorted(reversed(names), key=partial(parameter_place, era=model[1])) == names
 
 
 @pytest.mark.parametrize(

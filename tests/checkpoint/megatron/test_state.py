@@ -13,7 +13,8 @@ import torch
 
 from mega.cli import main
 from mega.core.checkpoint.forms.convert import convert
-from mega.core.checkpoint.forms.megatron.state import DISTRIBUTED, parameter_place
+from mega.core.checkpoint.forms.megatron.eras import parameter_place
+from mega.core.checkpoint.forms.megatron.state import DISTRIBUTED
 from mega.core.checkpoint.own import inspect
 from mega.core.checkpoint.own.layout import Layout
 from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece

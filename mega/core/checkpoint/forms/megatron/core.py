@@ -1,8 +1,8 @@
-"""What Megatron-core alone says of its optimizer's state: orders, flat buffers, names. Data, both ways.
+"""What Megatron-core alone says of its optimizer's state: flat buffers, names. Data, both ways.
 
-A tensor of the state has no name, only a place: in a list of parameters, in the order in which modules register them
-(`INSIDE`), or in a flat buffer (`buckets_of`). Only torch_dist names some of it (`state_name`). Facts are those of core
-0.18.2. Knows no files, and no tensors but their sizes.
+A tensor of the state has no name, only a place: in a list of parameters, in the order of eras.py, or in a flat buffer
+(`buckets_of`). Only torch_dist names some of it (`state_name`). Facts are those of core 0.18.2. Knows no files, and no
+tensors but their sizes.
 """
 
 from __future__ import annotations
@@ -10,41 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-Order = Literal["legacy", "core-local", "core"]
-"""Whose modules: the legacy ones, Megatron-core's own, Transformer Engine's in Megatron-core."""
-
-_CORE_FROM_QKV = (
-    "self_attention.query_key_value",
-    "self_attention.q_layernorm",
-    "self_attention.k_layernorm",
-    "post_attention_norm",
-    "inter_attention.dense",
-    "inter_attention.query",
-    "inter_attention.key_value",
-    "post_inter_attention_norm",
-    "mlp.dense_h_to_4h",
-    "mlp.dense_4h_to_h",
-)
-
-INSIDE: dict[Order, tuple[str, ...]] = {
-    "legacy": (
-        "input_norm",
-        "self_attention.query_key_value",
-        "self_attention.dense",
-        "post_attention_norm",
-        "inter_attention.query",
-        "inter_attention.key_value",
-        "inter_attention.dense",
-        "post_inter_attention_norm",
-        "mlp.dense_h_to_4h",
-        "mlp.dense_4h_to_h",
-    ),
-    "core-local": ("input_norm", "self_attention.dense", *_CORE_FROM_QKV),
-    "core": ("self_attention.dense", "input_norm", *_CORE_FROM_QKV),  # there the norm is a part of the linear
-}
-"""The modules of a block in the order in which it lists their parameters, by common names (trees.py)."""
+from mega.core.checkpoint.forms.megatron.eras import TIED_COPY, WORDS
 
 GROUP_KEYS: dict[str, Any] = {"is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True}
 """What a group of parameters says besides the optimizer's own; by the first two core recognises its groups."""
@@ -145,8 +113,6 @@ def bucket_limit(values: Mapping[str, Any], stage: int, chunk: int) -> int | Non
     return size if type(size) is int else max(40_000_000, 1_000_000 * ranks if type(ranks) is int else 0)
 
 
-WORDS = "embedding.word_embeddings.weight"
-TIED_COPY = "word_embeddings_for_head.weight"
 _HEADS = ("output_layer.weight", TIED_COPY)
 
 

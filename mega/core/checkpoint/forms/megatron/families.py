@@ -1,8 +1,7 @@
-"""BERT and T5 in Megatron-LM's trees: what their modules are called besides GPT's, where they lie, what arguments say.
+"""BERT and T5 in Megatron-LM's trees: where their modules lie, how they are fused, what arguments say.
 
-Names are those of trees.py's common vocabulary, which is the legacy tree's. Its `encoder` is the only stack of GPT,
-Llama and BERT; Megatron-core calls GPT's `decoder`. Source: Megatron-LM 23.06 to its core. Knows no files and no
-tensors but their shapes.
+Names are those of eras.py's common vocabulary. Source: Megatron-LM 23.06 to its core. Knows no files and no tensors but
+their shapes.
 """
 
 from __future__ import annotations
@@ -13,90 +12,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mega.core.architecture import Architecture, Unit
-from mega.core.checkpoint.forms.megatron.core import TIED_COPY, WORDS
+from mega.core.checkpoint.forms.megatron.eras import TIED_COPY, WORDS, has_two_stacks
 from mega.core.checkpoint.own.pieces import CheckpointError, Tensors
 from mega.core.config.sections import ModelConfig
 from mega.core.plan.layers import split_layers, stage_layers
-
-BERT = {
-    "model.embed_types": "embedding.tokentype_embeddings",
-    "pooler.dense": "pooler.dense",
-    "lm_head.dense": "lm_head.dense",
-    "lm_head.norm": "lm_head.norm",
-    "binary_head": "binary_head",
-    "classification_head": "classification_head",
-    "multichoice_head": "multichoice_head",
-}
-DECODER = {
-    "model.norm": "decoder.final_norm",
-    "encoder_attn_layernorm": "post_attention_norm",
-    "encoder_attn.q_proj": "inter_attention.query",
-    "encoder_attn.k_proj": "inter_attention.key_value",
-    "encoder_attn.v_proj": "inter_attention.key_value",
-    "encoder_attn.o_proj": "inter_attention.dense",
-    "post_attention_layernorm": "post_inter_attention_norm",
-}
-"""Our modules -> the common ones, where they are not GPT's; of T5's decoder its own stack's."""
-
-CORE_DECODER = {
-    "post_attention_norm.": "pre_cross_attn_layernorm.",
-    "post_inter_attention_norm.": "pre_mlp_layernorm.",
-    "inter_attention.query.": "cross_attention.linear_q.",
-    "inter_attention.key_value.": "cross_attention.linear_kv.",
-    "inter_attention.dense.": "cross_attention.linear_proj.",
-}
-"""Common names of a T5's decoder -> Megatron-core's, where they are not GPT's."""
-
-CORE_HEADS = {
-    "gpt": {TIED_COPY: "output_layer.weight"},
-    "bert": {
-        "lm_head.bias": "output_layer.bias",
-        "lm_head.norm.": "lm_head.layer_norm.",
-        TIED_COPY: "output_layer.weight",
-    },
-    "t5": {"lm_head.bias": "lm_head.output_layer.bias", TIED_COPY: "lm_head.output_layer.weight"},
-}
-"""The same of heads, by family."""
-
-ALIASES = {
-    "t5": {
-        "position_embeddings.weight": "embedding.position_embeddings.weight",
-        "output_layer.weight": "lm_head.output_layer.weight",
-        "output_layer.bias": "lm_head.output_layer.bias",
-    }
-}
-"""Second names that Megatron-core's modules have for a tensor, by family: they are written too."""
-
-HEADS = ("lm_head.", "binary_head.", "classification_head.", "multichoice_head.")
-"""How common names begin that legacy trees have next to their language model."""
-
-
-def stack_of(name: str) -> tuple[str, str]:
-    """The stack that a logical tensor belongs to, and its name as if there were one stack.
-
-    >>> stack_of("model.decoder.layers.1.mlp.up_proj.bias"), stack_of("model.norm.weight")
-    (('decoder', 'model.layers.1.mlp.up_proj.bias'), ('encoder', 'model.norm.weight'))
-    """
-    match = re.fullmatch(r"model\.(encoder|decoder)\.(.+)", name)
-    return (match[1], f"model.{match[2]}") if match else ("encoder", name)
-
-
-def has_two_stacks(names: Collection[str]) -> bool:
-    """Whether names of a tree are of a model whose decoder reads an encoder."""
-    return any(".inter_attention." in name or ".cross_attention." in name for name in names)
-
-
-def common_head(name: str) -> str:
-    """The common name of a head's tensor in a tree of any time; other names as they are. An output layer's bias is of
-    the head for words.
-
-    >>> common_head("lm_head.layernorm.bias"), common_head("lm_head.output_layer.bias")
-    ('lm_head.norm.bias', 'lm_head.bias')
-    """
-    name = re.sub(r"^lm_head\.(layernorm|layer_norm)\.", "lm_head.norm.", name).replace(
-        "lm_head.output_layer.", "output_layer."
-    )
-    return name.replace("output_layer.bias", "lm_head.bias")
 
 
 def pair_rows(part: str, heads: int, width: int, version: int) -> list[range]:

@@ -1,7 +1,7 @@
 """Adam's state in Megatron-LM's trees: masters and moments, with the weights that they belong to.
 
-Megatron numbers its parameters: a tensor of the state has no name, only its place. `parameter_place` says in which
-order a model lists them, which is that of its tree; by it the state gets the names of the weights, and then the table
+Megatron numbers its parameters: a tensor of the state has no name, only its place. eras.py says in which order a model
+lists them, which is that of its tree; by it the state gets the names of the weights, and then the table
 that moves a weight moves its master and its moments too.
 
 Four forms are read: the fp32 optimizer's, that of 16-bit weights with fp32 masters, and the distributed optimizer's
@@ -22,68 +22,17 @@ import torch
 
 from mega.core.checkpoint.forms.foreign import torch_file
 from mega.core.checkpoint.forms.mapping import Table, renamed
-from mega.core.checkpoint.forms.megatron.core import INSIDE, KINDS, Order, bucket_limit, buckets_of, own_buckets
+from mega.core.checkpoint.forms.megatron.core import KINDS, bucket_limit, buckets_of, own_buckets
+from mega.core.checkpoint.forms.megatron.eras import ERAS, LEAVE, Era, parameter_place
 from mega.core.checkpoint.own.pieces import CheckpointError
 
 DISTRIBUTED = "distrib_optim.pt"
-LEAVE = "give --no-load-optim to take the weights alone"
 NO_UPDATE = "no update has been made yet (fp16 skips steps until its loss scale fits)"
 LARGEST = 1e300
 """No number of a state is larger."""
 
 PADDING = 1 << 16
 """A flat buffer is padded to a multiple of its data ranks, of which there are never more."""
-
-_STACKS = (
-    "embedding.word_embeddings",
-    "embedding.position_embeddings",
-    "embedding.tokentype_embeddings",
-    "encoder.layers",
-    "encoder.final_norm",
-    "decoder.layers",
-    "decoder.final_norm",
-)
-_LEGACY = (
-    "pooler.dense",
-    "output_layer",
-    "word_embeddings_for_head",
-    "lm_head",
-    "lm_head.dense",
-    "lm_head.norm",
-    "binary_head",
-    "classification_head",
-    "multichoice_head",
-)
-_CORE = (
-    "lm_head.dense",
-    "lm_head.norm",
-    "output_layer",
-    "word_embeddings_for_head",
-    "lm_head",
-    "binary_head",
-    "pooler.dense",
-)
-"""The modules that a model lists its parameters by, and those of its last stage."""
-
-_LAYER = re.compile(r"((?:encoder|decoder)\.layers)\.(\d+)\.(.+)")
-
-
-def parameter_place(name: str, order: Order = "legacy") -> tuple[int, int, int, bool]:
-    """Sorts the common names of one model chunk as Megatron's modules list their parameters. order: whose modules.
-
-    Errors: CheckpointError for a parameter that those models do not have.
-
-    >>> names = ["output_layer.weight", "encoder.layers.0.mlp.dense_4h_to_h.bias", "encoder.layers.0.input_norm.weight"]
-    >>> [name.rpartition(".")[0] for name in sorted(names, key=parameter_place)]
-    ['encoder.layers.0.input_norm', 'encoder.layers.0.mlp.dense_4h_to_h', 'output_layer']
-    """
-    module, _, kind = name.rpartition(".")
-    match = _LAYER.fullmatch(module)
-    outer, layer, inner = (match[1], int(match[2]), match[3]) if match else (module, 0, "input_norm")
-    outside = _STACKS + (_LEGACY if order == "legacy" else _CORE)
-    if outer not in outside or inner not in INSIDE[order] or kind not in ("weight", "bias"):
-        raise CheckpointError(f"{name}: its place among Megatron-LM's parameters is not known; {LEAVE}")
-    return outside.index(outer), layer, INSIDE[order].index(inner), kind == "bias"
 
 
 def groups_of(dims: Mapping[str, int]) -> dict[bool, list[str]]:
@@ -147,12 +96,12 @@ def read_state(
     label: str,
     chunks: Sequence[Mapping[str, torch.Tensor]],
     to: State,
-    order: Order = "legacy",
+    era: Era = "legacy",
 ) -> None:
     """Add one rank's state to `to`, if it has any.
 
     content: of the rank's file of weights. label: `tp.pp`, as the rank is called in names. chunks: the weights of each
-    model chunk by common name. order: whose modules they are.
+    model chunk by common name. era: whose modules they are.
     Errors: CheckpointError naming the file, and the tensor or key that does not fit.
     """
     optimizer = content.get("optimizer")
@@ -168,10 +117,10 @@ def read_state(
     weights = {
         f"{label}.{number}/{name}": chunk[name]
         for number, chunk in enumerate(chunks)
-        for name in _in_order(chunk, order, directory)
+        for name in _in_order(chunk, era, directory)
     }
     grouped = groups_of({name: tensor.dim() for name, tensor in weights.items()})
-    if order != "legacy":
+    if ERAS[era].core:
         grouped = in_order_of(groups, grouped)
     check_groups(groups, grouped, directory)
     if distributed.exists():
@@ -203,10 +152,10 @@ def values_of(content: Mapping[str, Any]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _in_order(chunk: Mapping[str, torch.Tensor], order: Order, where: Path) -> list[str]:
+def _in_order(chunk: Mapping[str, torch.Tensor], era: Era, where: Path) -> list[str]:
     """The names of a model chunk in the order of its parameters, in which Megatron-core's files hold them, too."""
-    names = sorted(chunk, key=lambda name: parameter_place(name, order))
-    if order != "legacy" and names != list(chunk):
+    names = sorted(chunk, key=lambda name: parameter_place(name, era))
+    if ERAS[era].core and names != list(chunk):
         odd = next(name for name, held in zip(names, chunk, strict=True) if name != held)
         raise CheckpointError(f"{where}: {odd}: its place is not that among Megatron-core's parameters; {LEAVE}")
     return names

@@ -12,15 +12,14 @@ from typing import Any
 
 import torch
 
-from mega.core.checkpoint.forms.megatron.core import GROUP_KEYS, KINDS, Order, buckets_of, own_buckets
+from mega.core.checkpoint.forms.megatron.core import GROUP_KEYS, KINDS, buckets_of, own_buckets
+from mega.core.checkpoint.forms.megatron.eras import ERAS, LEAVE, Era, parameter_place
 from mega.core.checkpoint.forms.megatron.state import (
     DECAY,
-    LEAVE,
     LR,
     LR_STYLES,
     Facts,
     groups_of,
-    parameter_place,
 )
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.checkpoint.own.reader import Checkpoint
@@ -64,15 +63,15 @@ def facts_of(meta: Mapping[str, Any], where: str) -> Facts:
     return Facts(int(meta.get("updates", 0)), constants, meta.get("scaler"), meta.get("schedule"), samples)
 
 
-def written_state(tensors: Mapping[str, torch.Tensor], facts: Facts, order: Order, *, flat: bool) -> dict[str, Any]:
+def written_state(tensors: Mapping[str, torch.Tensor], facts: Facts, era: Era, *, flat: bool) -> dict[str, Any]:
     """What one rank's file of weights says of the optimizer: `optimizer`, and `opt_param_scheduler` where there is one.
 
     tensors: by `kind/common name`. With masters it is the form of 16-bit weights, else the fp32 optimizer's. flat: the
     tensors are in `written_vectors`, only the groups are here.
     """
-    of_kind = {kind: in_order(tensors, f"{kind}/", order) for kind in KINDS}
+    of_kind = {kind: in_order(tensors, f"{kind}/", era) for kind in KINDS}
     grouped = groups_of({name: tensor.dim() for name, tensor in of_kind["moment1"].items()})
-    groups = written_groups(facts, grouped, order)
+    groups = written_groups(facts, grouped, era)
     optimizer: dict[str, Any] = {"param_groups": groups}
     if flat:
         optimizer = {"optimizer": optimizer}
@@ -87,16 +86,16 @@ def written_state(tensors: Mapping[str, torch.Tensor], facts: Facts, order: Orde
         if of_kind["master"]:
             masters = [[of_kind["master"][name] for name in names] for names in grouped.values()]
             optimizer = {"optimizer": optimizer, "fp32_from_fp16_params": masters}
-    return {"optimizer": {**optimizer, **written_scaler(facts)}, **written_scheduler(facts, order)}
+    return {"optimizer": {**optimizer, **written_scaler(facts)}, **written_scheduler(facts, era)}
 
 
-def in_order(tensors: Mapping[str, torch.Tensor], prefix: str, order: Order) -> dict[str, torch.Tensor]:
+def in_order(tensors: Mapping[str, torch.Tensor], prefix: str, era: Era) -> dict[str, torch.Tensor]:
     """Those of `tensors` whose names begin with `prefix`, without it, as the modules list them."""
     names = [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]
-    return {name: tensors[prefix + name] for name in sorted(names, key=lambda name: parameter_place(name, order))}
+    return {name: tensors[prefix + name] for name in sorted(names, key=lambda name: parameter_place(name, era))}
 
 
-def written_groups(facts: Facts, decayed: Iterable[bool], order: Order) -> list[dict[str, Any]]:
+def written_groups(facts: Facts, decayed: Iterable[bool], era: Era) -> list[dict[str, Any]]:
     """Megatron's groups of parameters, without which parameters they have.
 
     Rate and decay of the moment are set by Megatron's scheduler before it makes a step.
@@ -107,7 +106,7 @@ def written_groups(facts: Facts, decayed: Iterable[bool], order: Order) -> list[
     decay = (facts.schedule or {}).get("weight_decay", {"start": constants["weight_decay"]})["start"]
     return [
         {
-            **({} if order == "legacy" else GROUP_KEYS | rates),
+            **(GROUP_KEYS | rates if ERAS[era].core else {}),
             "lr": constants["lr"],
             "betas": (constants["adam_beta1"], constants["adam_beta2"]),
             "eps": constants["adam_eps"],
@@ -130,13 +129,13 @@ def written_scaler(facts: Facts) -> dict[str, Any]:
     return {"grad_scaler": {"scale": scale, **counts}}
 
 
-def written_scheduler(facts: Facts, order: Order) -> dict[str, Any]:
+def written_scheduler(facts: Facts, era: Era) -> dict[str, Any]:
     """Megatron's scheduler from our schedule. Core does not load an optimizer without one: where there is none that
     Megatron has, it gets one that only counts, and the user is told to override it (`overridden`)."""
     if not overridden(facts):
         assert facts.schedule is not None
         lr, decay = facts.schedule["lr"], facts.schedule["weight_decay"]
-    elif order == "legacy":
+    elif not ERAS[era].core:
         return {}
     else:
         constants = facts.constants
@@ -159,14 +158,14 @@ def overridden(facts: Facts) -> bool:
 
 
 def written_vectors(
-    weights: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], order: Order, *, tied: bool
+    weights: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], era: Era, *, tied: bool
 ) -> dict[Any, Any]:
     """What `distrib_optim.pt` of one rank holds, for a run that does not overlap the reduction of gradients.
 
     weights: by common name. state: by `kind/common name`; without masters the weights, fp32, are written for them.
     tied: of the whole model, wherever its head is.
     """
-    names = list(in_order(weights, "", order))
+    names = list(in_order(weights, "", era))
     buckets = buckets_of({name: weights[name].numel() for name in names}, None, own_buckets(names, tied))
     length, vectors = sum(bucket.length for bucket in buckets), {}
     for kind, theirs in KINDS.items():

@@ -19,9 +19,7 @@ from mega.core.architecture import architecture
 from mega.core.checkpoint.forms.mapping import Source, Table, assemble, inverted, joined, prove, whole_box
 from mega.core.checkpoint.forms.megatron.core import (
     KINDS,
-    WORDS,
     FlatName,
-    Order,
     bucket_limit,
     buckets_of,
     flat_name,
@@ -29,9 +27,9 @@ from mega.core.checkpoint.forms.megatron.core import (
     own_buckets,
     state_name,
 )
+from mega.core.checkpoint.forms.megatron.eras import LEAVE, WORDS, Era, parameter_place
 from mega.core.checkpoint.forms.megatron.families import stages_of
 from mega.core.checkpoint.forms.megatron.state import (
-    LEAVE,
     Facts,
     alike,
     check_groups,
@@ -39,7 +37,6 @@ from mega.core.checkpoint.forms.megatron.state import (
     groups_of,
     in_order_of,
     optimizer_parts,
-    parameter_place,
     scalars_in,
 )
 from mega.core.checkpoint.forms.megatron.trees import table
@@ -183,7 +180,7 @@ def _show_flat(
 
     Errors: CheckpointError where they are laid out otherwise.
     """
-    order: Order = "core-local" if values.get("transformer_impl") == "local" else "core"
+    era: Era = "core-local" if values.get("transformer_impl") == "local" else "core"
     tied = not values.get("untie_embeddings_and_output_weights", False)
     shapes: dict[str, dict[str, tuple[int, ...]]] = {}
     for target in inverted(saved).targets:
@@ -200,7 +197,7 @@ def _show_flat(
 
     for rank, label in ((rank, label) for rank, chunks in enumerate(labels) for label in chunks):
         held, (_, stage, chunk) = shapes[label], map(int, label.split("."))
-        numbers = {name: prod(held[name]) for name in sorted(held, key=lambda name: parameter_place(name, order))}
+        numbers = {name: prod(held[name]) for name in sorted(held, key=lambda name: parameter_place(name, era))}
         made = buckets_of(numbers, bucket_limit(values, stage, chunk), own_buckets(numbers, tied))
         for number, bucket in enumerate(made):
             for kind, key in KINDS.items():

@@ -2,7 +2,7 @@
 
 One file of tensors, each a small torch file, and an index of where they are; uniform layers are stacked, [layers, ...],
 and lie there one by one. Such a folder fits any layout whose vocabulary is padded to as many rows. The names are those
-of trees.py, what is said besides tensors is trees_write.py's. Knows no ranks.
+of eras.py, what is said besides tensors is trees_write.py's. Knows no ranks.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from mega.core.architecture import Architecture, architecture
 from mega.core.checkpoint.forms.form import Export, Given, Own
 from mega.core.checkpoint.forms.mapping import Source, Table, joined
 from mega.core.checkpoint.forms.megatron.core import state_name
+from mega.core.checkpoint.forms.megatron.eras import styled
 from mega.core.checkpoint.forms.megatron.families import written_stages
 from mega.core.checkpoint.forms.megatron.state import alike
 from mega.core.checkpoint.forms.megatron.state_write import written_groups, written_scaler, written_scheduler
-from mega.core.checkpoint.forms.megatron.trees import styled, table
+from mega.core.checkpoint.forms.megatron.trees import table
 from mega.core.checkpoint.forms.megatron.trees_write import LINEARS, Said, said_of, write_tracker, written_table
 from mega.core.checkpoint.forms.writing import made, write_json, write_torch
 from mega.core.checkpoint.own.source import OwnSource

@@ -1,9 +1,9 @@
 """Megatron-LM's trees of `mp_rank_XX[_YYY]/model_optim_rng.pt`, read and written: weights of every family.
 
-Two vocabularies of names, the legacy one (2019 to 2023) and Megatron-core's, come down to one table; fused
-query-key-value rows stand in the order that `checkpoint_version` says. A tree is read from any tensor and
-pipeline size, interleaved or not; trees_write.py writes it. Random states are left out; arguments.py
-has what trees say of their model, families.py what BERT and T5 have besides, state.py optimizers.
+The vocabularies of all eras (eras.py) come down to one table; fused query-key-value rows stand in the order that
+`checkpoint_version` says. A tree is read from any tensor and pipeline size, interleaved or not; trees_write.py writes
+it. Random states are left out; arguments.py has what trees say of their model, families.py what BERT and T5 have
+besides, state.py optimizers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -20,7 +20,6 @@ from mega.core.architecture import Tensor, architecture, inventory
 from mega.core.architecture.layer import Layer
 from mega.core.checkpoint.forms.foreign import TorchSource, check_not_twice
 from mega.core.checkpoint.forms.form import Given, Opened
-from mega.core.checkpoint.forms.keys import translated
 from mega.core.checkpoint.forms.mapping import Fragment, Table, Target, gathered, joined, stacked, whole
 from mega.core.checkpoint.forms.megatron.arguments import (
     as_core_uses,
@@ -28,24 +27,22 @@ from mega.core.checkpoint.forms.megatron.arguments import (
     model_from_arguments,
     vocabulary,
 )
-from mega.core.checkpoint.forms.megatron.core import TIED_COPY, WORDS, Order
-from mega.core.checkpoint.forms.megatron.families import (
-    BERT,
-    CORE_DECODER,
-    CORE_HEADS,
-    DECODER,
-    FAMILIES,
-    HEADS,
-    Stages,
-    common_head,
+from mega.core.checkpoint.forms.megatron.eras import (
+    LEAVE,
+    TIED_COPY,
+    WORDS,
+    common_name,
+    era_of,
     has_two_stacks,
+    legacy_name,
+)
+from mega.core.checkpoint.forms.megatron.families import (
+    Stages,
     of_family,
     pair_rows,
-    stack_of,
     stages_of,
 )
 from mega.core.checkpoint.forms.megatron.state import (
-    LEAVE,
     State,
     alike,
     check_counts,
@@ -63,112 +60,9 @@ from mega.core.config.sections import ModelConfig
 TRACKER = "latest_checkpointed_iteration.txt"
 WEIGHTS = "model_optim_rng.pt"
 
-Style = Literal["legacy", "legacy-layernorm", "core", "core-local"]
-STYLES: dict[str, Style] = {
-    "megatron": "legacy",
-    "megatron-23.06": "legacy-layernorm",
-    "mcore": "core",
-    "core": "core",
-    "mcore-local": "core-local",
-}
-"""--saver -> names: legacy since 2023-09, legacy before, Megatron-core with Transformer Engine, and without."""
-
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
 
-LEGACY = {
-    "model.embed_tokens": "embedding.word_embeddings",
-    "model.embed_positions": "embedding.position_embeddings",
-    "model.norm": "encoder.final_norm",
-    "lm_head": "output_layer",
-    "input_layernorm": "input_norm",
-    "self_attn.q_proj": "self_attention.query_key_value",
-    "self_attn.k_proj": "self_attention.query_key_value",
-    "self_attn.v_proj": "self_attention.query_key_value",
-    "self_attn.o_proj": "self_attention.dense",
-    "self_attn.q_norm": "self_attention.q_layernorm",
-    "self_attn.k_norm": "self_attention.k_layernorm",
-    "post_attention_layernorm": "post_attention_norm",
-    "mlp.gate_proj": "mlp.dense_h_to_4h",
-    "mlp.up_proj": "mlp.dense_h_to_4h",
-    "mlp.down_proj": "mlp.dense_4h_to_h",
-}
-"""Our modules -> the legacy tree's, which are the common vocabulary of this file."""
-
-CORE = {
-    "input_norm.": "input_layernorm.",
-    "post_attention_norm.": "pre_mlp_layernorm.",
-    "self_attention.query_key_value.": "self_attention.linear_qkv.",
-    "self_attention.dense.": "self_attention.linear_proj.",
-    "mlp.dense_h_to_4h.": "mlp.linear_fc1.",
-    "mlp.dense_4h_to_h.": "mlp.linear_fc2.",
-}
-TRANSFORMER_ENGINE = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
 _BUFFERS = ("inv_freq", "_extra_state")
-
-
-def legacy_name(name: str, layer: int | None = None) -> str:
-    """The common name of a logical tensor; `layer` is its block's number within its stage.
-
-    >>> legacy_name("model.layers.7.self_attn.q_proj.weight", layer=1)
-    'encoder.layers.1.self_attention.query_key_value.weight'
-    """
-    stack, name = stack_of(name)
-    modules = LEGACY | (BERT if stack == "encoder" else DECODER)
-    return common_head(translated(name, modules, f"{stack}.layers.{{}}.", layer))
-
-
-def common_name(name: str, two_stacks: bool = False) -> str:
-    """A name of any tree and time in the common vocabulary. two_stacks: of a tree whose decoder reads an encoder.
-
-    >>> common_name("language_model.transformer.layers.0.attention.dense.bias")
-    'encoder.layers.0.self_attention.dense.bias'
-    >>> common_name("decoder.layers.0.mlp.linear_fc1.layer_norm_weight")
-    'encoder.layers.0.post_attention_norm.weight'
-    >>> common_name("decoder.layers.0.mlp.linear_fc1.layer_norm_weight", two_stacks=True)
-    'decoder.layers.0.post_inter_attention_norm.weight'
-    """
-    if name.startswith("language_model."):
-        name = name.removeprefix("language_model.")
-    elif name.startswith(("encoder.", "decoder.")):
-        for local, engine in TRANSFORMER_ENGINE.items():
-            name = name.replace(engine, local)
-        of_decoder = CORE_DECODER if two_stacks and name.startswith("decoder.") else {}
-        for legacy, core in (*of_decoder.items(), *CORE.items()):
-            name = name.replace(core, legacy)
-        name = name if two_stacks else name.replace("decoder.", "encoder.", 1)
-    name = re.sub(r"^transformer\.", "encoder.", name)
-    name = name.replace(".attention.", ".self_attention.")
-    for old in ("input_layernorm", "post_attention_layernorm", "post_inter_attention_layernorm", "final_layernorm"):
-        name = name.replace(old, old.replace("layernorm", "norm"))
-    return common_head(re.sub(r"^(word|position|tokentype)_embeddings\.", r"embedding.\1_embeddings.", name))
-
-
-def styled(name: str, style: Style, family: str = "gpt") -> str:
-    """The common name in the vocabulary that is to be written, as a path in the tree.
-
-    >>> styled("encoder.layers.0.input_norm.weight", "core")
-    'decoder.layers.0.self_attention.linear_qkv.layer_norm_weight'
-    >>> styled("encoder.final_norm.weight", "core", "bert"), styled("lm_head.norm.bias", "legacy-layernorm", "bert")
-    ('encoder.final_layernorm.weight', 'lm_head.layernorm.bias')
-    """
-    if style.startswith("core"):
-        of_decoder = CORE_DECODER if name.startswith("decoder.") else {}
-        heads = CORE_HEADS.get(family, CORE_HEADS["gpt"])
-        for legacy, core in (*of_decoder.items(), *heads.items(), *CORE.items()):
-            name = name.replace(legacy, core)
-        name = name.replace(".final_norm.", ".final_layernorm.")
-        if family not in FAMILIES:
-            name = re.sub(r"^encoder\.", "decoder.", name)
-        for local, engine in TRANSFORMER_ENGINE.items() if style == "core" else ():
-            name = name.replace(local, engine)
-        return name
-    if style == "legacy-layernorm":
-        name = re.sub(r"(input|post_attention|post_inter_attention|final)_norm\.", r"\1_layernorm.", name)
-        name = name.replace("lm_head.norm.", "lm_head.layernorm.")
-    return name if name == TIED_COPY or name.startswith(HEADS) else f"language_model.{name}"
 
 
 def recognise(path: Path) -> bool:
@@ -189,7 +83,7 @@ def open_form(path: Path, given: Given) -> Opened:
     arguments = content.get("args")
     values = arguments.values if isinstance(arguments, Arguments) else {}
     source = TorchSource(tensors | state.tensors)
-    core = order_of(content[_models(content, folder)[0]]) != "legacy"
+    core = era_of(content[_models(content, folder)[0]]) != "legacy"
     model, notes = model_of_tree(values, source.tensors, tp, given.vocab, path, folder, core=core)
     version = content.get("checkpoint_version", 0)
     if not isinstance(version, int | float) or version not in (0, 1, 2, 3):
@@ -251,7 +145,7 @@ def _read_ranks(
         if t:
             check_not_twice(tensors, f"{t}.{p}.", f"{t - 1}.{p}.", directory)
         if optimizer:
-            read_state(content, directory, f"{t}.{p}", weights, state, order_of(content[models[0]]))
+            read_state(content, directory, f"{t}.{p}", weights, state, era_of(content[models[0]]))
     return tensors, state, chunks, first
 
 
@@ -291,19 +185,6 @@ def _models(content: Mapping[str, Any], directory: Path) -> list[str]:
     if not numbers:
         raise CheckpointError(f"{directory}: holds no model")
     return sorted(numbers, key=numbers.__getitem__)
-
-
-def order_of(tree: Any) -> Order:
-    """Whose modules wrote the model `tree` of a file.
-
-    >>> order_of({"decoder.layers.0.mlp.linear_fc1.layer_norm_weight": None})
-    'core'
-    """
-    if not isinstance(tree, dict) or "language_model" in tree:
-        return "legacy"
-    return (
-        "core" if any(f".{engine}" in name for name in tree for engine in TRANSFORMER_ENGINE.values()) else "core-local"
-    )
 
 
 def iteration_of(path: Path) -> Path:

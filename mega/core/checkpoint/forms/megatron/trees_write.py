@@ -1,7 +1,7 @@
 """Megatron-LM's trees of `mp_rank_XX[_YYY]/model_optim_rng.pt` written, for any tensor and pipeline size.
 
 What a tree says besides tensors, for whom it is and what must be typed there is `Said`, which torch_dist_write.py
-shares. Names and tables are those of trees.py, by which trees are read. Random states are not written.
+shares. Names are those of eras.py, tables those of trees.py. Random states are not written.
 """
 
 from __future__ import annotations
@@ -19,11 +19,8 @@ from mega.core.architecture import Architecture, architecture
 from mega.core.checkpoint.forms.form import Export, Given, Own
 from mega.core.checkpoint.forms.mapping import Source, Table, Target, joined
 from mega.core.checkpoint.forms.megatron.arguments import arguments_of, core_flags, padding_note, unused_by_core
-from mega.core.checkpoint.forms.megatron.core import Order
+from mega.core.checkpoint.forms.megatron.eras import ALIASES, ERAS, HEADS, OWN_STACKS, STYLES, Era, styled
 from mega.core.checkpoint.forms.megatron.families import (
-    ALIASES,
-    FAMILIES,
-    HEADS,
     check_written,
     family_arguments,
     written_stages,
@@ -37,18 +34,11 @@ from mega.core.checkpoint.forms.megatron.state_write import (
     written_state,
     written_vectors,
 )
-from mega.core.checkpoint.forms.megatron.trees import STYLES, TRACKER, WEIGHTS, Style, styled, table
+from mega.core.checkpoint.forms.megatron.trees import TRACKER, WEIGHTS, table
 from mega.core.checkpoint.forms.writing import made, write_torch
 from mega.core.checkpoint.own.disk import creating, write_all
 from mega.core.checkpoint.own.source import OwnSource
 from mega.core.config.sections import ModelConfig
-
-ORDERS: dict[Style, Order] = {
-    "legacy": "legacy",
-    "legacy-layernorm": "legacy",
-    "core": "core",
-    "core-local": "core-local",
-}
 
 
 @dataclass(frozen=True)
@@ -67,7 +57,7 @@ class Said:
     notes: tuple[str, ...]
 
 
-def said_of(own: Own, to: str, order: Order, given: Given) -> Said:
+def said_of(own: Own, to: str, era: Era, given: Given) -> Said:
     """What the tree `to` of a checkpoint of ours says. Errors: CheckpointError naming what it has no place for."""
     model, checkpoint, layout = architecture(own.model), own.checkpoint, given.layout
     check_written(model, to, distributed=given.distributed)
@@ -78,7 +68,7 @@ def said_of(own: Own, to: str, order: Order, given: Given) -> Said:
     iteration = max(1, checkpoint.step)  # Megatron's loader refuses 0
     counts = {"iteration": iteration, "consumed_train_samples": progress.get("consumed", 0)}
     tokenizer = given.tokenizer_type or _tokenizer(checkpoint.meta)
-    core = order != "legacy"
+    core = ERAS[era].core
     arguments = arguments_of(own.model, layout.tp, layout.pp, tokenizer=tokenizer, core=core) | counts
     arguments |= family_arguments(model, layout.pp)
     if facts is not None:
@@ -93,7 +83,7 @@ def said_of(own: Own, to: str, order: Order, given: Given) -> Said:
     notes = (
         *padding_note(model.input.vocab, model.input.rows(layout.tp)),
         *(unused_by_core(arguments) if core else ()),
-        _for_core(model.family, arguments, order, facts) if core else _for_legacy(to, facts),
+        _for_core(model.family, arguments, era, facts) if core else _for_legacy(to, facts),
     )
     notes += (state_note(facts, given.optimizer, "written"),)
     return Said(kinds, facts, arguments, iteration, given.distributed and facts is not None, notes)
@@ -115,9 +105,9 @@ def _for_legacy(to: str, facts: Facts | None) -> str:
     )
 
 
-def _for_core(family: str, arguments: Mapping[str, Any], order: Order, facts: Facts | None) -> str:
+def _for_core(family: str, arguments: Mapping[str, Any], era: Era, facts: Facts | None) -> str:
     """Which flags Megatron-core needs to continue from the tree."""
-    if family in FAMILIES:
+    if family in OWN_STACKS:
         return "Megatron-core 0.18 has classes for it (BertModel, T5Model), and no script that trains them"
     dist = arguments["ckpt_format"] == "torch_dist"
     flags = [f"--ckpt-format {arguments['ckpt_format']}"]
@@ -130,15 +120,14 @@ def _for_core(family: str, arguments: Mapping[str, Any], order: Order, facts: Fa
         flags.append("--use-checkpoint-opt_param-scheduler")
     if facts is not None and arguments["use_distributed_optimizer"]:
         flags += ["--use-distributed-optimizer"] if dist else ["--use-distributed-optimizer (no --overlap-grad-reduce)"]
-    flags += [] if dist else [f"--transformer-impl {'local' if order == 'core-local' else 'transformer_engine'}"]
+    flags += [] if dist else [f"--transformer-impl {'local' if era == 'core-local' else 'transformer_engine'}"]
     return f"Megatron-core 0.18 loads it with: {' '.join([*flags, *core_flags(arguments)])}"
 
 
 def export(own: Own, to: str, given: Given) -> Export:
     """A tree that Megatron-LM loads; one rank's file is in memory at a time."""
-    style, tp, pp = STYLES[to], given.layout.tp, given.layout.pp
-    order = ORDERS[style]
-    said = said_of(own, to, order, given)
+    era, tp, pp = STYLES[to], given.layout.tp, given.layout.pp
+    said = said_of(own, to, era, given)
     model, weights = architecture(own.model), written_table(own.model, tp, pp)
 
     def fill(folder: Path, table: Table, source: Source) -> int:
@@ -152,7 +141,7 @@ def export(own: Own, to: str, given: Given) -> Export:
             state = {key: content.pop(key) for key in list(content) if key.partition("/")[0] in said.kinds}
             directory = folder / f"iter_{said.iteration:07d}" / rank_directory(rank, stage, pp)
             directory.mkdir(parents=True)
-            written += _write_rank(directory, content, state, said, style, model, stage * tp + rank)
+            written += _write_rank(directory, content, state, said, era, model, stage * tp + rank)
         write_tracker(folder, said.iteration)
         return written
 
@@ -165,20 +154,20 @@ def _write_rank(
     weights: Mapping[str, torch.Tensor],
     state: Mapping[str, torch.Tensor],
     said: Said,
-    style: Style,
+    era: Era,
     model: Architecture,
     rank: int,
 ) -> int:
     """One rank's files; their bytes. weights: by common name. state: by `kind/common name`. rank: of Megatron's."""
-    order, written = ORDERS[style], 0
+    written = 0
     if said.facts is not None and said.flat:
-        written += write_torch(directory / DISTRIBUTED, written_vectors(weights, state, order, tied=model.tied))
+        written += write_torch(directory / DISTRIBUTED, written_vectors(weights, state, era, tied=model.tied))
     kept = {
         "args": argparse.Namespace(**said.arguments, rank=rank),
         "checkpoint_version": 3.0,
         "iteration": said.iteration,
-        "model": nested(weights, style, model.family),
-        **({} if said.facts is None else written_state(state, said.facts, order, flat=said.flat)),
+        "model": nested(weights, era, model.family),
+        **({} if said.facts is None else written_state(state, said.facts, era, flat=said.flat)),
     }
     return written + write_torch(directory / WEIGHTS, kept)
 
@@ -200,19 +189,19 @@ def written_table(options: ModelConfig, tp: int, pp: int) -> Table:
     return table(options, tp, written_stages(model, pp), model.input.rows(tp) // tp)
 
 
-def nested(content: Mapping[str, torch.Tensor], style: Style, family: str = "gpt") -> dict[str, Any]:
+def nested(content: Mapping[str, torch.Tensor], era: Era, family: str = "gpt") -> dict[str, Any]:
     """The model tree of a file. Core trees are flat, in the order of the modules; legacy ones nest above the layers'
     dotted names, and a head's."""
-    if style.startswith("core") and family in FAMILIES:
-        ours = in_order(content, "", ORDERS[style])
-        flat = {styled(name, style, family): tensor for name, tensor in ours.items()}
+    if ERAS[era].core and family in OWN_STACKS:
+        ours = in_order(content, "", era)
+        flat = {styled(name, era, family): tensor for name, tensor in ours.items()}
         return flat | {alias: flat[name] for alias, name in ALIASES.get(family, {}).items() if name in flat}
-    if style.startswith("core"):
-        return _flat(content, style)
+    if ERAS[era].core:
+        return _flat(content, era)
     tree: dict[str, Any] = {}
     for name, tensor in content.items():
         depth = 2 if name.startswith(("encoder.", "decoder.", "pooler.")) else 1 if name.startswith(HEADS) else -1
-        *path, leaf = styled(name, style).split(".", depth)
+        *path, leaf = styled(name, era).split(".", depth)
         branch = tree
         for step in path:
             branch = branch.setdefault(step, {})
@@ -224,11 +213,11 @@ LINEARS = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linea
 """Modules of core's blocks that keep an extra state, by core's names: of fp8, and empty without."""
 
 
-def _flat(content: Mapping[str, torch.Tensor], style: Style) -> dict[str, Any]:
+def _flat(content: Mapping[str, torch.Tensor], era: Era) -> dict[str, Any]:
     """Core's weights in the order of its modules, and the extra states that it looks for, which are empty."""
-    engine, tree = style == "core", {}
+    engine, tree = era == "core", {}
     empty = torch.empty(0, dtype=torch.uint8) if engine else None
-    ordered = [(styled(name, style), tensor) for name, tensor in in_order(content, "", ORDERS[style]).items()]
+    ordered = [(styled(name, era), tensor) for name, tensor in in_order(content, "", era).items()]
     for number, (name, tensor) in enumerate(ordered):
         module = name.rpartition(".")[0]
         if engine and module.endswith(LINEARS[0]) and name.endswith("weight"):

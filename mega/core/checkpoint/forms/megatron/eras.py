@@ -1,0 +1,345 @@
+"""Megatron-LM's modules by era: what they are called, and in which order they list their parameters. Data, both ways.
+
+An era is a row of `ERAS`. All vocabularies come down to a common one, which is the legacy tree's since 2023-09: its
+`encoder` is the only stack of GPT, Llama and BERT; Megatron-core calls GPT's `decoder`. Source: Megatron-LM 23.06 to
+its core 0.18. Knows no files and no tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from mega.core.checkpoint.forms.keys import translated
+from mega.core.checkpoint.own.pieces import CheckpointError
+
+Era = Literal["legacy", "legacy-layernorm", "core-local", "core"]
+"""Legacy trees since 2023-09, and before; Megatron-core with modules of its own, and with Transformer Engine."""
+
+STYLES: dict[str, Era] = {
+    "megatron": "legacy",
+    "megatron-23.06": "legacy-layernorm",
+    "mcore": "core",
+    "core": "core",
+    "mcore-local": "core-local",
+}
+"""--saver -> whose modules are written."""
+
+LEAVE = "give --no-load-optim to take the weights alone"
+
+# Names
+
+WORDS = "embedding.word_embeddings.weight"
+TIED_COPY = "word_embeddings_for_head.weight"
+
+LEGACY = {
+    "model.embed_tokens": "embedding.word_embeddings",
+    "model.embed_positions": "embedding.position_embeddings",
+    "model.norm": "encoder.final_norm",
+    "lm_head": "output_layer",
+    "input_layernorm": "input_norm",
+    "self_attn.q_proj": "self_attention.query_key_value",
+    "self_attn.k_proj": "self_attention.query_key_value",
+    "self_attn.v_proj": "self_attention.query_key_value",
+    "self_attn.o_proj": "self_attention.dense",
+    "self_attn.q_norm": "self_attention.q_layernorm",
+    "self_attn.k_norm": "self_attention.k_layernorm",
+    "post_attention_layernorm": "post_attention_norm",
+    "mlp.gate_proj": "mlp.dense_h_to_4h",
+    "mlp.up_proj": "mlp.dense_h_to_4h",
+    "mlp.down_proj": "mlp.dense_4h_to_h",
+}
+"""Our modules -> the legacy tree's, which are the common vocabulary."""
+
+BERT = {
+    "model.embed_types": "embedding.tokentype_embeddings",
+    "pooler.dense": "pooler.dense",
+    "lm_head.dense": "lm_head.dense",
+    "lm_head.norm": "lm_head.norm",
+    "binary_head": "binary_head",
+    "classification_head": "classification_head",
+    "multichoice_head": "multichoice_head",
+}
+DECODER = {
+    "model.norm": "decoder.final_norm",
+    "encoder_attn_layernorm": "post_attention_norm",
+    "encoder_attn.q_proj": "inter_attention.query",
+    "encoder_attn.k_proj": "inter_attention.key_value",
+    "encoder_attn.v_proj": "inter_attention.key_value",
+    "encoder_attn.o_proj": "inter_attention.dense",
+    "post_attention_layernorm": "post_inter_attention_norm",
+}
+"""Our modules -> the common ones, where they are not GPT's; of T5's decoder its own stack's."""
+
+CORE_DECODER = {
+    "post_attention_norm.": "pre_cross_attn_layernorm.",
+    "post_inter_attention_norm.": "pre_mlp_layernorm.",
+    "inter_attention.query.": "cross_attention.linear_q.",
+    "inter_attention.key_value.": "cross_attention.linear_kv.",
+    "inter_attention.dense.": "cross_attention.linear_proj.",
+}
+"""Common names of a T5's decoder -> Megatron-core's, where they are not GPT's."""
+
+CORE_HEADS = {
+    "gpt": {TIED_COPY: "output_layer.weight"},
+    "bert": {
+        "lm_head.bias": "output_layer.bias",
+        "lm_head.norm.": "lm_head.layer_norm.",
+        TIED_COPY: "output_layer.weight",
+    },
+    "t5": {"lm_head.bias": "lm_head.output_layer.bias", TIED_COPY: "lm_head.output_layer.weight"},
+}
+"""The same of heads, by family."""
+
+ALIASES = {
+    "t5": {
+        "position_embeddings.weight": "embedding.position_embeddings.weight",
+        "output_layer.weight": "lm_head.output_layer.weight",
+        "output_layer.bias": "lm_head.output_layer.bias",
+    }
+}
+"""Second names that Megatron-core's modules have for a tensor, by family: they are written too."""
+
+OWN_STACKS = ("bert", "t5")
+"""Families whose stacks have their common names in Megatron-core, too."""
+
+HEADS = ("lm_head.", "binary_head.", "classification_head.", "multichoice_head.")
+"""How common names begin that legacy trees have next to their language model."""
+
+
+NORMS = {
+    "input_norm.": "input_layernorm.",
+    "post_attention_norm.": "post_attention_layernorm.",
+    "post_inter_attention_norm.": "post_inter_attention_layernorm.",
+    ".final_norm.": ".final_layernorm.",
+    "lm_head.norm.": "lm_head.layernorm.",
+}
+"""Common names -> those of legacy trees before 2023-09."""
+
+CORE = {
+    "input_norm.": "input_layernorm.",
+    "post_attention_norm.": "pre_mlp_layernorm.",
+    "self_attention.query_key_value.": "self_attention.linear_qkv.",
+    "self_attention.dense.": "self_attention.linear_proj.",
+    "mlp.dense_h_to_4h.": "mlp.linear_fc1.",
+    "mlp.dense_4h_to_h.": "mlp.linear_fc2.",
+    ".final_norm.": ".final_layernorm.",
+}
+"""Common names -> Megatron-core's."""
+
+TRANSFORMER_ENGINE = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+"""Megatron-core's own -> Transformer Engine's, in which a norm is a part of the linear layer after it."""
+
+# Order
+
+_STACKS = (
+    "embedding.word_embeddings",
+    "embedding.position_embeddings",
+    "embedding.tokentype_embeddings",
+    "encoder.layers",
+    "encoder.final_norm",
+    "decoder.layers",
+    "decoder.final_norm",
+)
+"""The modules outside of blocks by which a model lists its parameters, but for those of its last stage."""
+
+_CORE_FROM_QKV = (
+    "self_attention.query_key_value",
+    "self_attention.q_layernorm",
+    "self_attention.k_layernorm",
+    "post_attention_norm",
+    "inter_attention.dense",
+    "inter_attention.query",
+    "inter_attention.key_value",
+    "post_inter_attention_norm",
+    "mlp.dense_h_to_4h",
+    "mlp.dense_4h_to_h",
+)
+
+
+@dataclass(frozen=True)
+class Modules:
+    """The modules of an era.
+
+    inside: of a block, in the order in which it lists their parameters, by common names. last: of the last stage.
+    renames: common names -> the era's. core: whether they are Megatron-core's, whose trees are flat.
+    """
+
+    inside: tuple[str, ...]
+    last: tuple[str, ...]
+    renames: tuple[tuple[str, str], ...] = ()
+    core: bool = False
+
+
+_LEGACY = Modules(
+    inside=(
+        "input_norm",
+        "self_attention.query_key_value",
+        "self_attention.dense",
+        "post_attention_norm",
+        "inter_attention.query",
+        "inter_attention.key_value",
+        "inter_attention.dense",
+        "post_inter_attention_norm",
+        "mlp.dense_h_to_4h",
+        "mlp.dense_4h_to_h",
+    ),
+    last=(
+        "pooler.dense",
+        "output_layer",
+        "word_embeddings_for_head",
+        "lm_head",
+        "lm_head.dense",
+        "lm_head.norm",
+        "binary_head",
+        "classification_head",
+        "multichoice_head",
+    ),
+)
+_CORE = Modules(
+    inside=("input_norm", "self_attention.dense", *_CORE_FROM_QKV),
+    last=(
+        "lm_head.dense",
+        "lm_head.norm",
+        "output_layer",
+        "word_embeddings_for_head",
+        "lm_head",
+        "binary_head",
+        "pooler.dense",
+    ),
+    renames=tuple(CORE.items()),
+    core=True,
+)
+ERAS: dict[Era, Modules] = {
+    "legacy": _LEGACY,
+    "legacy-layernorm": replace(_LEGACY, renames=tuple(NORMS.items())),
+    "core-local": _CORE,
+    "core": replace(
+        _CORE,
+        inside=("self_attention.dense", "input_norm", *_CORE_FROM_QKV),
+        renames=(*CORE.items(), *TRANSFORMER_ENGINE.items()),
+    ),
+}
+
+_LAYER = re.compile(r"((?:encoder|decoder)\.layers)\.(\d+)\.(.+)")
+
+
+def stack_of(name: str) -> tuple[str, str]:
+    """The stack that a logical tensor belongs to, and its name as if there were one stack.
+
+    >>> stack_of("model.decoder.layers.1.mlp.up_proj.bias"), stack_of("model.norm.weight")
+    (('decoder', 'model.layers.1.mlp.up_proj.bias'), ('encoder', 'model.norm.weight'))
+    """
+    match = re.fullmatch(r"model\.(encoder|decoder)\.(.+)", name)
+    return (match[1], f"model.{match[2]}") if match else ("encoder", name)
+
+
+def has_two_stacks(names: Collection[str]) -> bool:
+    """Whether names of a tree are of a model whose decoder reads an encoder."""
+    return any(".inter_attention." in name or ".cross_attention." in name for name in names)
+
+
+def common_head(name: str) -> str:
+    """The common name of a head's tensor in a tree of any time; other names as they are. An output layer's bias is of
+    the head for words.
+
+    >>> common_head("lm_head.layernorm.bias"), common_head("lm_head.output_layer.bias")
+    ('lm_head.norm.bias', 'lm_head.bias')
+    """
+    name = re.sub(r"^lm_head\.(layernorm|layer_norm)\.", "lm_head.norm.", name).replace(
+        "lm_head.output_layer.", "output_layer."
+    )
+    return name.replace("output_layer.bias", "lm_head.bias")
+
+
+def legacy_name(name: str, layer: int | None = None) -> str:
+    """The common name of a logical tensor; `layer` is its block's number within its stage.
+
+    >>> legacy_name("model.layers.7.self_attn.q_proj.weight", layer=1)
+    'encoder.layers.1.self_attention.query_key_value.weight'
+    """
+    stack, name = stack_of(name)
+    modules = LEGACY | (BERT if stack == "encoder" else DECODER)
+    return common_head(translated(name, modules, f"{stack}.layers.{{}}.", layer))
+
+
+def common_name(name: str, two_stacks: bool = False) -> str:
+    """A name of any tree and time in the common vocabulary. two_stacks: of a tree whose decoder reads an encoder.
+
+    >>> common_name("language_model.transformer.layers.0.attention.dense.bias")
+    'encoder.layers.0.self_attention.dense.bias'
+    >>> common_name("decoder.layers.0.mlp.linear_fc1.layer_norm_weight")
+    'encoder.layers.0.post_attention_norm.weight'
+    >>> common_name("decoder.layers.0.mlp.linear_fc1.layer_norm_weight", two_stacks=True)
+    'decoder.layers.0.post_inter_attention_norm.weight'
+    """
+    if name.startswith("language_model."):
+        name = name.removeprefix("language_model.")
+    elif name.startswith(("encoder.", "decoder.")):
+        for local, engine in TRANSFORMER_ENGINE.items():
+            name = name.replace(engine, local)
+        of_decoder = CORE_DECODER if two_stacks and name.startswith("decoder.") else {}
+        for legacy, core in (*of_decoder.items(), *CORE.items()):
+            name = name.replace(core, legacy)
+        name = name if two_stacks else name.replace("decoder.", "encoder.", 1)
+    name = re.sub(r"^transformer\.", "encoder.", name)
+    name = name.replace(".attention.", ".self_attention.")
+    for old in ("input_layernorm", "post_attention_layernorm", "post_inter_attention_layernorm", "final_layernorm"):
+        name = name.replace(old, old.replace("layernorm", "norm"))
+    return common_head(re.sub(r"^(word|position|tokentype)_embeddings\.", r"embedding.\1_embeddings.", name))
+
+
+def styled(name: str, era: Era, family: str = "gpt") -> str:
+    """The common name in the vocabulary of an era, as a path in its tree.
+
+    >>> styled("encoder.layers.0.input_norm.weight", "core")
+    'decoder.layers.0.self_attention.linear_qkv.layer_norm_weight'
+    >>> styled("encoder.final_norm.weight", "core", "bert"), styled("lm_head.norm.bias", "legacy-layernorm", "bert")
+    ('encoder.final_layernorm.weight', 'lm_head.layernorm.bias')
+    """
+    modules = ERAS[era]
+    renames = modules.renames
+    if modules.core:
+        of_decoder = CORE_DECODER if name.startswith("decoder.") else {}
+        renames = (*of_decoder.items(), *CORE_HEADS.get(family, CORE_HEADS["gpt"]).items(), *renames)
+    for common, of_era in renames:
+        name = name.replace(common, of_era)
+    if modules.core:
+        return name if family in OWN_STACKS else re.sub(r"^encoder\.", "decoder.", name)
+    return name if name == TIED_COPY or name.startswith(HEADS) else f"language_model.{name}"
+
+
+def era_of(tree: Any) -> Era:
+    """Whose modules wrote the model `tree` of a file.
+
+    >>> era_of({"decoder.layers.0.mlp.linear_fc1.layer_norm_weight": None})
+    'core'
+    """
+    if not isinstance(tree, dict) or "language_model" in tree:
+        return "legacy"
+    return (
+        "core" if any(f".{engine}" in name for name in tree for engine in TRANSFORMER_ENGINE.values()) else "core-local"
+    )
+
+
+def parameter_place(name: str, era: Era = "legacy") -> tuple[int, int, int, bool]:
+    """Sorts the common names of one model chunk as Megatron's modules list their parameters.
+
+    Errors: CheckpointError for a parameter that those models do not have.
+
+    >>> names = ["output_layer.weight", "encoder.layers.0.mlp.dense_4h_to_h.bias", "encoder.layers.0.input_norm.weight"]
+    >>> [name.rpartition(".")[0] for name in sorted(names, key=parameter_place)]
+    ['encoder.layers.0.input_norm', 'encoder.layers.0.mlp.dense_4h_to_h', 'output_layer']
+    """
+    module, _, kind = name.rpartition(".")
+    match = _LAYER.fullmatch(module)
+    outer, layer, inner = (match[1], int(match[2]), match[3]) if match else (module, 0, "input_norm")
+    outside, inside = _STACKS + ERAS[era].last, ERAS[era].inside
+    if outer not in outside or inner not in inside or kind not in ("weight", "bias"):
+        raise CheckpointError(f"{name}: its place among Megatron-LM's parameters is not known; {LEAVE}")
+    return outside.index(outer), layer, inside.index(inner), kind == "bias"
