@@ -18,14 +18,13 @@ import torch
 from torch import nn
 
 from mega.core.architecture import Architecture, architecture, placement, units
-from mega.core.checkpoint.forms.base import joined
-from mega.core.checkpoint.forms.companions import companions_of, tokenizer_kind, unread_tokenizer
-from mega.core.checkpoint.forms.direct import ForeignWeights, Readable, files_digest, main_dtype, opened_foreign
+from mega.core.checkpoint.forms.base import whole_model
+from mega.core.checkpoint.forms.companions import tokenizer_kind, unread_tokenizer
+from mega.core.checkpoint.forms.direct import Readable, files_digest, main_dtype
 from mega.core.checkpoint.forms.foreign import read_json
-from mega.core.checkpoint.forms.form import OWN, Given, SpecialTokens
+from mega.core.checkpoint.forms.form import OWN, SpecialTokens
 from mega.core.checkpoint.forms.recognise import form_at
-from mega.core.checkpoint.own.layout import ONE
-from mega.core.checkpoint.own.model import check_size, model_of
+from mega.core.checkpoint.forms.start import ForeignCheckpoint
 from mega.core.checkpoint.own.pieces import Piece
 from mega.core.checkpoint.own.store import Checkpoint, CheckpointError, locate
 from mega.core.config.sections import ModelConfig
@@ -171,16 +170,13 @@ def open_model(path: Path | str) -> OpenedModel:
     form = form_at(place)
     if form is OWN:
         return opened_checkpoint(locate(path))
-    opened = opened_foreign(form, place, Given(layout=ONE, optimizer=False))
-    files = {} if place.is_file() else companions_of(form, place)
-    return OpenedModel(ForeignWeights(place, opened), opened.model, files, {}, files_digest(place), notes=opened.notes)
+    found = ForeignCheckpoint(place, form)
+    return OpenedModel(found, found.model, found.attachments, {}, files_digest(place), found.notes)
 
 
 def opened_checkpoint(checkpoint: Checkpoint) -> OpenedModel:
     """A checkpoint of ours, with the weights of its base where it holds adapters alone. Errors: CheckpointError."""
-    whole = joined(checkpoint)
-    model = model_of(whole.meta, str(whole.path))
-    check_size(model, whole.tensors, str(whole.path))
+    whole, model = whole_model(checkpoint)
     return OpenedModel(whole, model, whole.attachments, whole.meta, whole.digest)
 
 

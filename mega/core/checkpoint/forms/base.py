@@ -13,10 +13,12 @@ from pathlib import Path
 from mega.core.checkpoint.forms.direct import SAMPLED, Readable, weights_digest
 from mega.core.checkpoint.forms.start import open_start
 from mega.core.checkpoint.own.base import Joined, named_base
+from mega.core.checkpoint.own.model import check_size, model_of
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.checkpoint.own.steps import STEP
 from mega.core.checkpoint.own.store import Checkpoint
 from mega.core.checkpoint.own.together import Exchange, alone, gathered
+from mega.core.config.sections import ModelConfig
 from mega.core.files import url_of
 
 Report = Callable[[str], None]
@@ -109,6 +111,13 @@ def _nearby(adapters: Path, base: str) -> list[Path]:
     ends = [Path(*names[first:]) for first in range(len(names))]
     found = [*(folder / end for folder in above for end in ends), *above]
     return [path for path in found if path != Path(base) and os.path.exists(path)]
+
+
+def whole_model(checkpoint: Checkpoint) -> tuple[Checkpoint, ModelConfig]:
+    """A mega checkpoint with the weights of its base, and its model. Errors: CheckpointError."""
+    model, whole = model_of(checkpoint.meta, str(checkpoint.path)), joined(checkpoint)
+    check_size(model, whole.tensors, str(whole.path))
+    return whole, model
 
 
 def joined(checkpoint: Checkpoint, given: str | None = None) -> Checkpoint:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mega.core.architecture import architecture, without_adapters
-from mega.core.checkpoint.forms.base import joined
+from mega.core.checkpoint.forms.base import whole_model
 from mega.core.checkpoint.forms.companions import companions_of, tokenizer_kind, unread_tokenizer
 from mega.core.checkpoint.forms.direct import main_dtype, opened_foreign
 from mega.core.checkpoint.forms.form import OWN, Form, Given, Opened, Own, SpecialTokens, no_tokens, writer_of
@@ -26,7 +26,6 @@ from mega.core.checkpoint.own.base import MergedSource, named_base
 from mega.core.checkpoint.own.folders import check_fresh, filled_folder, folder_next_to
 from mega.core.checkpoint.own.layout import ONE, Layout, plan_files
 from mega.core.checkpoint.own.ledger import ConversionReport, Ledger
-from mega.core.checkpoint.own.model import check_size, model_of
 from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece, Tensors, naming
 from mega.core.checkpoint.own.reshard import Progress, reshard
 from mega.core.checkpoint.own.source import OwnSource
@@ -197,8 +196,7 @@ class _Watched:
 def opened_own(load: Path, *, merged: bool = True) -> Own:
     """What a user points at, and the model that it holds. merged: adapters are added to the weights of their base."""
     adapters = locate(load)
-    model, checkpoint = model_of(adapters.meta, str(adapters.path)), joined(adapters)
-    check_size(model, checkpoint.tensors, str(checkpoint.path))
+    checkpoint, model = whole_model(adapters)
     if architecture(model).adapters is None or named_base(adapters) is None:
         return Own(checkpoint, model, OwnSource(checkpoint))
     if not merged:

@@ -18,23 +18,24 @@ from mega.core.checkpoint.forms.recognise import foreign_form, form_at
 from mega.core.checkpoint.own.layout import ONE
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece, Tensors
 from mega.core.checkpoint.own.steps import STEP
-from mega.core.checkpoint.own.store import Attachments, Checkpoint, locate
+from mega.core.checkpoint.own.store import Checkpoint, locate
 from mega.core.checkpoint.own.together import Exchange, alone, disagreement, gathered, together
 from mega.core.files import url_of
 
 
-class ForeignStart:
-    """Others' weights, with what is read of a `Checkpoint` where a training begins.
+class ForeignCheckpoint:
+    """Foreign weights read in place, with what is read of a `Checkpoint` besides an optimizer and progress.
 
-    meta: the model, and the kind of tokenizer. attachments: the files that came along. notes: lines for the user.
+    model: its section. meta: the model, and the kind of tokenizer. attachments: the files that came along. notes: lines
+    for the user.
     """
 
     step, world = 0, 1
 
     def __init__(self, place: Path, form: Form) -> None:
         opened = opened_foreign(form, place, Given(layout=ONE, optimizer=False))
-        self.path, self.notes = place, opened.notes
-        self.attachments: Attachments = {} if place.is_file() else companions_of(form, place)
+        self.path, self.model, self.notes = place, opened.model, opened.notes
+        self.attachments: Mapping[str, Path] = {} if place.is_file() else companions_of(form, place)
         self.meta: Mapping[str, Any] = {
             "config": {
                 "model": dataclasses.asdict(opened.model),
@@ -69,7 +70,7 @@ def open_start(place: str, report: Callable[[str], None], exchange: Exchange = a
     if not names[0]:
         return locate(place, report, exchange), False
     form = next(form for form in FORMS if form.name == names[0])
-    found = together(partial(ForeignStart, Path(place), form), exchange)
+    found = together(partial(ForeignCheckpoint, Path(place), form), exchange)
     if exchange is not alone:
         digests = gathered(partial(weights_digest, found), exchange)
         if differ := disagreement([digest.removeprefix(SAMPLED)[:12] for digest in digests]):
