@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 from mega.core.config.compose import nearest, nearest_flag
 from mega.core.config.families import Typed
 from mega.core.config.option import VALUE, Renamed, weak
-from mega.core.config.run import Entry, entries
+from mega.core.config.run import entries
+from mega.core.config.schema import Entry
 
 MANY = -1
 """As many values as follow."""
@@ -159,11 +160,11 @@ def _of_elsewhere(
     configured: Sequence[Entry], extra: Mapping[str, Meaning], stated_by: str | None
 ) -> Iterator[tuple[str, Meaning]]:
     """Spellings of a run's options that a command does not have, or has as a flag of its own of the same name."""
-    here = {entry.name for entry in configured}
+    here = {entry.name: entry for entry in configured}
     for entry in entries().values():
-        if entry.name in here:
+        if here.get(entry.name) is entry:
             continue
-        if entry.flag in extra:
+        if entry.flag in extra or entry.name in here:
             yield from _spellings(entry)
             continue
         for spelling, meaning in (*_spellings(entry), *_flags(entry)):

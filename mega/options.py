@@ -1,10 +1,10 @@
 """Config sections as command-line options: the signature of a verb is its configuration.
 
-A verb is a plain function. A parameter annotated `RunConfig` becomes every option of a run with `--model`,
-`--config` and `--print-config`, and one next to it annotated `GivenOptions` gets those of them that were given; one
-annotated with a section becomes that section's options; the others are Typer's as they stand. Only what the
-user typed overrides presets and the TOML file. This file builds signatures and knows no verb and no option
-by name.
+A verb is a plain function. A parameter annotated `RunConfig` becomes every option of a run with `--model`; one
+annotated with another section becomes that section's options, and its name is their TOML table. Both bring `--config`
+and `--print-config`. A parameter annotated `GivenOptions` gets the options that were given; the others are Typer's as
+they stand. Only what the user typed overrides presets and the TOML file. This file builds signatures and knows no
+verb and no option by name.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, Optional, get_args, get_type_hints
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, Optional, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -23,8 +23,10 @@ from mega.argv import MANY, Meaning, Sets, meanings, translate
 from mega.core.config import toml
 from mega.core.config.compose import GivenOptions, compose
 from mega.core.config.families import check_typed
+from mega.core.config.option import Section, VerbSection
 from mega.core.config.presets import PRESETS
-from mega.core.config.run import Entry, RunConfig, entries, sections
+from mega.core.config.run import RunConfig, entries, run_schema, sections
+from mega.core.config.schema import Entry, Schema, schema_of
 from mega.core.config.world import is_first_rank
 from mega.legacy import deepspeed
 from mega.legacy.flags import obsolete_flags
@@ -32,6 +34,9 @@ from mega.legacy.flags import obsolete_flags
 _TYPED = "mega.typed"
 """Where the flags of a command line are kept as they were typed."""
 
+
+ENTRIES = "entries"
+"""The attribute of a verb's function that `command` keeps the options of its sections in."""
 
 LEAST_TYPED = 4
 """Letters of a flag, hyphens included, from which on a shell offers spellings that `--help` does not show."""
@@ -41,6 +46,17 @@ class Reads(NamedTuple):
     """Next to `RunConfig` in an `Annotated`: all options are taken, and help shows those that have a property."""
 
     property: str
+
+
+class Without(NamedTuple):
+    """Next to a section in an `Annotated`: options of it that the verb does not have, by name."""
+
+    names: tuple[str, ...]
+
+
+def without(*names: str) -> Without:
+    """For `Annotated[SomeSection, without("option", ...)]`."""
+    return Without(names)
 
 
 class Command(TyperCommand):
@@ -57,6 +73,8 @@ class Command(TyperCommand):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.entries: Mapping[str, Entry] = getattr(self.callback, ENTRIES, {})
+        """The options of its sections, by name."""
         for param in self.params:
             # A help text is text: rich would read `[text]` as markup and drop it.
             if getattr(param, "help", None):
@@ -71,14 +89,17 @@ class Command(TyperCommand):
         canonical, notes, ctx.meta[_TYPED] = translate(args, self.meanings(ctx))
         if notes and is_first_rank():
             print("\n".join(notes), file=sys.stderr)
-        return super().parse_args(ctx, canonical)
+        rest = super().parse_args(ctx, canonical)
+        if not ctx.params.get("config") and not ctx.params.get("print_config"):
+            _check_given(ctx.params, list(self.entries.values()))
+        return rest
 
     def meanings(self, ctx: Any) -> dict[str, Meaning]:
         """Every spelling that the verb answers to."""
         own: dict[str, Meaning] = {}
         configured: list[Entry] = []
         for param in self.get_params(ctx):
-            if (entry := _entry(param)) is not None:
+            if (entry := self.entries.get(param.name or "")) is not None:
                 configured.append(entry)
             elif param.param_type_name == "option":
                 own |= _own_flags(param)
@@ -91,7 +112,7 @@ class Command(TyperCommand):
             return found
         spelled: dict[str, str] = {}
         for param in self.get_params(ctx):
-            entry = _entry(param)
+            entry = self.entries.get(param.name or "")
             names = [*param.opts, *param.secondary_opts, *(entry.option.megatron if entry is not None else ())]
             if param.param_type_name == "option":
                 spelled |= dict.fromkeys(names, getattr(param, "help", None) or "")
@@ -128,12 +149,6 @@ def spellings_of(words: str) -> Mapping[str, Meaning]:
     return found.meanings(typer.Context(found)) if isinstance(found, Command) else {}
 
 
-def _entry(param: Any) -> Entry | None:
-    """The option of a config that `param` was made from; a verb's own option may have the name of another."""
-    entry = entries().get(param.name or "")
-    return entry if entry is not None and getattr(param, "rich_help_panel", None) == entry.title else None
-
-
 def _own_flags(param: Any) -> Mapping[str, Meaning]:
     """What the long spellings of an option mean that is Typer's alone."""
     found: dict[str, Meaning] = {}
@@ -148,64 +163,122 @@ def _own_flags(param: Any) -> Mapping[str, Meaning]:
 
 def command(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` with a signature that Typer reads: its config parameters spread out into options."""
-    hints, reads = _hints(function)
-    parameters: list[inspect.Parameter] = []
-    configs: dict[str, tuple[str, ...]] = {}
-    for name, parameter in inspect.signature(function).parameters.items():
-        if hints[name] is GivenOptions:
-            continue
-        if hints[name] is RunConfig:
-            configs[name] = tuple(sections())
-        elif (section := _section_of(hints[name])) is not None:
-            configs[name] = (section,)
-        else:
-            parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
-    whole = next((name for name in configs if hints[name] is RunConfig), None)
-    given = next((name for name, hint in hints.items() if hint is GivenOptions), None)
-    assert given is None or whole is not None, "GivenOptions comes along with a run"
-    if whole is not None:
+    takes = _takes(function)
+    parameters = list(takes.others)
+    if takes.run is not None:
         parameters += _parameters_of(_of_run)
-    chosen = _chosen({name for names in configs.values() for name in names}, parameters)
-    parameters += [_parameter(entry, reads) for entry in chosen]
-    if any(not entry.option.common for entry in chosen):
+    elif takes.own.entries:
+        parameters += _parameters_of(_of_sections)
+    own, chosen = list(takes.own.entries.values()), _chosen(takes, parameters)
+    parameters += [_parameter(entry, None, takes.spelled(entry)) for entry in own]
+    parameters += [_parameter(entry, takes.reads) for entry in chosen]
+    if any(not entry.option.common for entry in (*own, *chosen)):
         parameters += _parameters_of(_of_help)
 
     @functools.wraps(function)
     def verb(**typed: Any) -> Any:
         typed.pop("help_all", None)
-        options = _typed_options(typed, chosen)
-        if whole is not None:
+        flags, own_flags = _typed_options(typed, chosen), _typed_options(typed, own)
+        config = typed.pop("config", None) if takes.run is not None or own else None
+        print_config = typed.pop("print_config", False)
+        file: Mapping[str, Any]
+        file, own_file = toml.read_schemas(config, takes.schema, takes.own) if config is not None else ({}, {})
+        values, preset = {**own_file, **own_flags}, None
+        _check_ranges(values, takes.own)
+        shown: list[str] = []
+        if takes.run is not None:
             preset, ctx = (typed.pop(name) for name in ("model", "ctx"))
-            lenient = typed.pop("deepspeed_lenient")
-            file = _file(typed.pop("config"), typed.pop("deepspeed_config"), lenient, options)
-            run = _composed(preset, file, options, ctx)
-            if given is not None:
-                typed[given] = GivenOptions(preset, {**file, **options})
-            if typed.pop("print_config"):
-                print(toml.write(run), end="")
-                return 0
-            typed[whole] = run
-        elif options:
-            from mega.core.config.check import out_of_range
-
-            if problems := list(out_of_range(options)):
-                raise ValueError("\n".join(problems))
-        for name, names in configs.items():
-            if name != whole:
-                cls = sections()[names[0]]
-                typed[name] = cls(**{key: options[key] for key in options if entries()[key].section in names})
-        return function(**typed)
+            file = _above_deepspeed(file, typed.pop("deepspeed_config"), typed.pop("deepspeed_lenient"), flags)
+            typed[takes.run] = _composed(preset, file, flags, ctx)
+            shown.append(toml.write(typed[takes.run]))
+        if print_config:
+            print("\n".join([*shown, *([toml.write_values(takes.own, values)] if own else [])]), end="")
+            return 0
+        _check_given(values, own)
+        if takes.given is not None:
+            typed[takes.given] = GivenOptions(preset, {**file, **flags}, values)
+        return function(**typed, **{table: takes.own.value(table, values) for table in takes.own.tables})
 
     verb.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     verb.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    setattr(verb, ENTRIES, {entry.name: entry for entry in (*own, *chosen)})
     # Without this, inspect would look through to the function and its config parameters.
     del verb.__wrapped__
     return verb
 
 
-def _file(config: str | None, ds_json: str | None, lenient: bool, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options that files name: a TOML, a DeepSpeed JSON, both. Errors: ValueError."""
-    file = toml.read(config) if config is not None else {}
+class _Takes(NamedTuple):
+    """What a verb's parameters are. run, given: names of those of a whole run, and of what was given, or None. reads:
+    of the run. own: other sections. others: parameters that are Typer's."""
+
+    run: str | None
+    given: str | None
+    reads: Reads | None
+    own: Schema
+    others: tuple[inspect.Parameter, ...]
+
+    def spelled(self, entry: Entry) -> str:
+        """Whose other spellings of an own option are."""
+        return "also" if issubclass(self.own.tables[entry.section], VerbSection) else "Megatron-LM"
+
+    @property
+    def schema(self) -> Schema:
+        """Of the run; empty without one."""
+        return run_schema() if self.run is not None else Schema({}, {})
+
+
+def _takes(function: Callable[..., Any]) -> _Takes:
+    hints = get_type_hints(function, include_extras=True)
+    run = given = reads = None
+    tables: dict[str, type[Section]] = {}
+    left_out: dict[str, tuple[str, ...]] = {}
+    others: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        hint, note = hints[name], None
+        kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+        if kind is RunConfig or (inspect.isclass(kind) and issubclass(kind, Section)):
+            note = next(iter(get_args(hint)[1:]), None)
+        if kind is GivenOptions:
+            given = name
+        elif kind is RunConfig:
+            run, reads = name, note
+        elif inspect.isclass(kind) and issubclass(kind, Section):
+            tables[name] = kind
+            left_out[name] = note.names if isinstance(note, Without) else ()
+        else:
+            others.append(parameter.replace(annotation=hint, kind=inspect.Parameter.KEYWORD_ONLY))
+    assert run is None or not set(tables) & set(sections()), f"{function.__name__}: a table of a run has that name"
+    named = tuple(parameter.name for parameter in others)  # which mean something else
+    own = schema_of(tables, {table: (*names, *named) for table, names in left_out.items()})
+    return _Takes(run, given, reads, own, tuple(others))
+
+
+def _chosen(takes: _Takes, others: Sequence[inspect.Parameter]) -> list[Entry]:
+    """The options of a run, but for those whose names the verb's own options have, which mean others."""
+    taken = {parameter.name for parameter in others} | set(takes.own.entries)
+    return [entry for entry in takes.schema.entries.values() if entry.name not in taken]
+
+
+def _check_ranges(values: Mapping[str, Any], schema: Schema) -> None:
+    """Errors: ValueError with a line for each number of a verb's own that is out of its range."""
+    if values:
+        from mega.core.config.check import out_of_range
+
+        if problems := list(out_of_range(values, schema)):
+            raise ValueError("\n".join(problems))
+
+
+def _check_given(values: Mapping[str, Any], own: Sequence[Entry]) -> None:
+    """Errors: ValueError naming the first option that must be given and is not."""
+    for entry in own:
+        if entry.required and values.get(entry.name) in (None, (), []):
+            raise ValueError(f"{entry.flag} is missing: give {entry.option.help}")
+
+
+def _above_deepspeed(
+    file: Mapping[str, Any], ds_json: str | None, lenient: bool, options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """The options of a TOML file above those of a DeepSpeed JSON. Errors: ValueError."""
     if ds_json is None:
         return file
     left_out: list[str] | None = [] if lenient else None
@@ -213,21 +286,6 @@ def _file(config: str | None, ds_json: str | None, lenient: bool, options: Mappi
     if left_out and is_first_rank():
         print("\n".join(f"left out: {line}" for line in left_out), file=sys.stderr)
     return file
-
-
-def _hints(function: Callable[..., Any]) -> tuple[dict[str, Any], Reads | None]:
-    """The annotations of a verb's parameters, and what its run says next to it of what it reads."""
-    hints, reads = get_type_hints(function, include_extras=True), None
-    for name, hint in hints.items():
-        if get_args(hint)[:1] == (RunConfig,):
-            hints[name], reads = get_args(hint)
-    return hints, reads
-
-
-def _chosen(names: Collection[str], own: Sequence[inspect.Parameter]) -> list[Entry]:
-    """The options of some sections, but for those whose names a verb's own parameters have, which mean others."""
-    taken = {parameter.name for parameter in own}
-    return [entry for entry in entries().values() if entry.section in names and entry.name not in taken]
 
 
 def _composed(preset: str | None, file: Mapping[str, Any], options: Mapping[str, Any], ctx: typer.Context) -> RunConfig:
@@ -240,10 +298,6 @@ def _composed(preset: str | None, file: Mapping[str, Any], options: Mapping[str,
     return run
 
 
-def _section_of(hint: Any) -> str | None:
-    return next((name for name, cls in sections().items() if cls is hint), None)
-
-
 def _typed_options(typed: dict[str, Any], chosen: Sequence[Entry]) -> dict[str, Any]:
     """Takes the options of a config out of what Typer hands over, without those that were not typed."""
     found: dict[str, Any] = {}
@@ -254,16 +308,17 @@ def _typed_options(typed: dict[str, Any], chosen: Sequence[Entry]) -> dict[str, 
     return found
 
 
-def _parameter(entry: Entry, reads: Reads | None) -> inspect.Parameter:
-    """An option of a config as a parameter; None where it was not typed."""
+def _parameter(entry: Entry, reads: Reads | None, others: str = "Megatron-LM") -> inspect.Parameter:
+    """An option of a config as a parameter; None where it was not typed. others: what its other spellings are."""
     shown = entry.option.common and (reads is None or getattr(entry.option, reads.property))
     one: Any = Literal[entry.choices] if entry.choices else entry.kind
     kind: Any = list[one] if entry.many else one
     flag = f"{entry.flag}/{entry.off}" if entry.kind is bool else entry.flag
     declared = typer.Option(
         *((flag, entry.option.short) if entry.option.short else (flag,)),
-        help=_help(entry),
+        help=_help(entry, others),
         rich_help_panel=entry.title,
+        metavar=entry.option.metavar,
         show_default=False,
         hidden=not shown,
     )
@@ -275,11 +330,12 @@ def _parameter(entry: Entry, reads: Reads | None) -> inspect.Parameter:
     )
 
 
-def _help(entry: Entry) -> str:
-    """The line of help: what it is, its default, Megatron-LM's spellings."""
-    default = "" if entry.default in (None, ()) else f" [default: {_shown(entry.default)}]"
+def _help(entry: Entry, whose: str) -> str:
+    """The line of help: what it is, its default, other spellings."""
+    default = "" if entry.default in (None, (), "") else f" [default: {_shown(entry.default)}]"
+    default = " [required]" if entry.required else default
     others = [spelling for spelling in entry.option.megatron if spelling != entry.flag]
-    spellings = f" (Megatron-LM: {', '.join(others)})" if others else ""
+    spellings = f" ({whose}: {', '.join(others)})" if others else ""
     return entry.option.help + default + spellings
 
 
@@ -302,16 +358,17 @@ def _show_everything(ctx: typer.Context, asked: bool) -> None:
         lines += ["", f"{title}:"]
         for param in params:
             spellings = " / ".join(", ".join(opts) for opts in (param.opts, param.secondary_opts) if opts)
-            lines += [f"  {spellings}{_kind(param)}", "      " + (param.help or "").replace("\\[", "[")]
+            entry = getattr(ctx.command, ENTRIES, {}).get(param.name)
+            lines += [f"  {spellings}{_kind(param, entry)}", "      " + (param.help or "").replace("\\[", "[")]
     print("\n".join(lines))
     raise typer.Exit()
 
 
-def _kind(param: Any) -> str:
+def _kind(param: Any, entry: Entry | None) -> str:
     """What follows a flag in help: ` INT`, ` adam|sgd`, ` STR ...`, or nothing for a switch."""
     if param.is_flag:
         return ""
-    if (entry := _entry(param)) is None:
+    if entry is None:
         return " VALUE"
     return f" {'|'.join(entry.choices) or entry.kind.__name__.upper()}{' ...' if entry.many else ''}"
 
@@ -336,6 +393,9 @@ def _of_help(
     """What a verb takes that has more options than its help shows."""
 
 
+_CONFIG = typer.Option("--config", "-c", help="a TOML file of options; flags override it")
+
+
 def _of_run(
     ctx: typer.Context,
     model: Annotated[
@@ -346,9 +406,7 @@ def _of_run(
             autocompletion=lambda incomplete: [name for name in PRESETS if name.startswith(incomplete)],
         ),
     ] = None,
-    config: Annotated[
-        str | None, typer.Option("--config", "-c", help="a TOML file of options; flags override it")
-    ] = None,
+    config: Annotated[str | None, _CONFIG] = None,
     deepspeed_config: Annotated[
         str | None, typer.Option("--deepspeed-config", help="a DeepSpeed JSON of options; flags override it")
     ] = None,
@@ -361,3 +419,12 @@ def _of_run(
     ] = False,
 ) -> None:
     """What a verb takes that reads a whole run, along with the options of its sections."""
+
+
+def _of_sections(
+    config: Annotated[str | None, _CONFIG] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="print the options as TOML, ready for --config, and exit")
+    ] = False,
+) -> None:
+    """What a verb takes that has sections of its own and no run."""

@@ -2,63 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from mega.core.config.compose import GivenOptions
+from mega.core.config.option import changed
 from mega.core.config.run import RunConfig, entries, flag_of, options_with, updated
 from mega.core.config.unread import unread
 from mega.core.config.world import is_first_rank, ranks, world_from_env
 from mega.core.files import check_file
-
-Rates = Annotated[
-    list[float] | None, typer.Option("--rate", help="row serve: requests a second, several times; 0: all at once")
-]
-PromptTokens = Annotated[int | None, typer.Option("--prompt-tokens", help="row serve: of a request [512]", min=1)]
-MaxRequests = Annotated[int | None, typer.Option("--max-requests", help="row serve: at once; more wait [64]", min=1)]
-PrefillChunk = Annotated[
-    int | None, typer.Option("--prefill-chunk", help="row serve: most prompt tokens of a step [by the device]", min=1)
-]
-Speculate = Annotated[str | None, typer.Option("--speculate", help="row serve: as of mega serve")]
-Fp8Weights = Annotated[
-    bool, typer.Option("--fp8-weights", help="row serve: linear layers keep their weights in 8 bits")
-]
+from mega.core.inference.options import EngineOptions
+from mega.core.proof.options import BenchOptions, ServingLoadOptions
+from mega.options import without
 
 
 def run(
     run: RunConfig,
     given: GivenOptions,
+    bench: BenchOptions,
+    serving: ServingLoadOptions,
+    engine: Annotated[EngineOptions, without("cache_tokens", "batch_invariant", "cuda_graph")],
     rows: Annotated[
         list[str] | None,
         typer.Argument(help="w1, w2, w2-fp8, w3, t5 or serve; without one, the run that the flags define"),
     ] = None,
-    repeats: Annotated[int, typer.Option(help="timed steps; their median counts", min=1)] = 7,
-    warmup: Annotated[int, typer.Option(help="steps before those", min=1)] = 5,
-    json: Annotated[str | None, typer.Option(help="file that gets one JSON line a row")] = None,
-    against: Annotated[str | None, typer.Option(help="such a file of another time, to compare with")] = None,
-    trace: Annotated[
-        str | None, typer.Option(help="file for one step's trace, for Perfetto; of several rows, one each")
-    ] = None,
-    calibrate: Annotated[
-        str | None, typer.Option(help="measure this machine instead, into a .toml that memory-estimate --gpu reads")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="let --calibrate replace a file")] = False,
-    url: Annotated[str | None, typer.Option("--url", metavar="HOST:PORT", help="row serve: a server that runs")] = None,
-    rate: Rates = None,
-    requests: Annotated[int | None, typer.Option("--requests", help="row serve: of each rate [64]", min=1)] = None,
-    prompt_tokens: PromptTokens = None,
-    new_tokens: Annotated[int | None, typer.Option("--new-tokens", help="row serve: of an answer [128]", min=1)] = None,
-    max_requests: MaxRequests = None,
-    prefill_chunk: PrefillChunk = None,
-    fp8_weights: Fp8Weights = False,
-    speculate: Speculate = None,
-    draw: Annotated[Path | None, typer.Option("--draw", help="row serve: write a plot to a .svg file")] = None,
 ) -> int:
     """Measure speed: the trainer's own step on random tokens, one row after another in one process group.
 
@@ -67,40 +40,39 @@ def run(
     Row serve: time to the first token, between tokens and throughput, for requests that arrive at random, of the model
     at --load, of one of random weights by its flags, or of a server at --url.
     """
-    served: dict[str, Any] = {"--url": url, "--rate": rate, "--requests": requests, "--prompt-tokens": prompt_tokens}
-    served |= {"--new-tokens": new_tokens, "--max-requests": max_requests, "--draw": draw}
-    served |= {"--prefill-chunk": prefill_chunk, "--fp8-weights": fp8_weights or None}
-    served["--speculate"] = speculate
     if rows == ["serve"]:
-        excluded = {"--against": against, "--trace": trace, "--calibrate": calibrate}
-        return _serving(run, given, served, excluded, json)
-    if typed := [flag for flag, value in served.items() if value is not None]:
-        raise ValueError(f"{typed[0]}: is of the row serve: mega bench serve {typed[0]} ...")
+        return _serving(run, given, bench, serving, engine)
+    if typed := [*changed(serving), *changed(engine)]:
+        flag = "--" + typed[0].replace("_", "-")
+        raise ValueError(f"{flag}: is of the row serve: mega bench serve {flag} ...")
     world = world_from_env()
     size = ranks(world, run.runtime.nproc, run.runtime.world)
-    _check_outputs({"--json": json, "--trace": trace, "--calibrate": calibrate}, overwrite)
-    if calibrate is not None:
-        excluded = {"--json": json, "--against": against, "--trace": trace, "--model": given.preset}
-        typed = [f"{flag} {value}" for flag, value in excluded.items() if value is not None] + list(rows or ())
-        typed += [flag_of(name) for name in given.values if name not in options_with(bench="host")]
-        if typed:
-            raise ValueError(f"--calibrate {calibrate}: measures this machine, not a run; leave out {', '.join(typed)}")
-        return _calibrate(run, calibrate, repeats, world.source == "alone" and size > 1, size)
-    return _training(run, given, rows or [], (repeats, warmup), {"out": json, "against": against, "trace": trace})
+    _check_outputs({"--json": bench.json, "--trace": bench.trace, "--calibrate": bench.calibrate}, bench.overwrite)
+    if bench.calibrate is not None:
+        _check_calibration(bench, bench.calibrate, given, rows or [])
+        return _calibrate(run, bench.calibrate, bench.repeats, world.source == "alone" and size > 1, size)
+    return _training(run, given, rows or [], bench)
 
 
-def _training(
-    run: RunConfig, given: GivenOptions, rows: list[str], counts: tuple[int, int], files: Mapping[str, str | None]
-) -> int:
-    """Rows of training steps. counts: timed steps, and those before. Errors: ValueError naming row, flag or file."""
-    world, (repeats, warmup) = world_from_env(), counts
+def _check_calibration(bench: BenchOptions, out: str, given: GivenOptions, rows: list[str]) -> None:
+    """Errors: ValueError naming what was given of a run."""
+    excluded = {"--json": bench.json, "--against": bench.against, "--trace": bench.trace, "--model": given.preset}
+    typed = [f"{flag} {value}" for flag, value in excluded.items() if value is not None] + rows
+    typed += [flag_of(name) for name in given.values if name not in options_with(bench="host")]
+    if typed:
+        raise ValueError(f"--calibrate {out}: measures this machine, not a run; leave out {', '.join(typed)}")
+
+
+def _training(run: RunConfig, given: GivenOptions, rows: list[str], options: BenchOptions) -> int:
+    """Rows of training steps. Errors: ValueError naming row, flag or file."""
+    world, repeats, warmup = world_from_env(), options.repeats, options.warmup
     size = ranks(world, run.runtime.nproc, run.runtime.world)
     from mega.core.proof.bench_rows import read_rows, row
 
     if rows and given.preset is not None:
         raise ValueError(f"--model {given.preset}: excludes rows, which name their model; leave out one of them")
     # Rows are added to what a file holds; to anything else, such as a script, they would be damage. Devices hold none.
-    against, out = files["against"], files["out"]
+    against, out = options.against, options.json
     for flag, file in (("--against", against), ("--json", out if out and os.path.isfile(out) else None)):
         if file is not None:
             read_rows(flag, file)
@@ -115,7 +87,7 @@ def _training(
     _announce(", ".join(name for name, _ in runs), size)
     from mega.core.proof.bench import bench
 
-    job = partial(bench, repeats=repeats, warmup=warmup, out=out, against=against, trace=files["trace"])
+    job = partial(bench, repeats=repeats, warmup=warmup, out=out, against=against, trace=options.trace)
     if world.source != "alone" or size == 1:
         return job(resolved)
     from mega.core.estimate.host import crowded
@@ -189,45 +161,38 @@ def _calibrate(run: RunConfig, out: str, repeats: int, start: bool, size: int) -
 
 
 def _serving(
-    run: RunConfig,
-    given: GivenOptions,
-    served: Mapping[str, Any],
-    excluded: Mapping[str, str | None],
-    out: str | None,
+    run: RunConfig, given: GivenOptions, options: BenchOptions, serving: ServingLoadOptions, engine: EngineOptions
 ) -> int:
     """Row serve. Errors: ValueError naming the flag that does not fit it."""
-    if unfit := [f"{flag} {value}" for flag, value in excluded.items() if value is not None]:
-        raise ValueError(f"{unfit[0]}: excludes the row serve")
-    picture, url, load = served["--draw"], served["--url"], given.values.get("load")
+    for name in ("against", "trace", "calibrate"):
+        if (value := getattr(options, name)) is not None:
+            raise ValueError(f"--{name} {value}: excludes the row serve")
+    picture, url, load = serving.draw, serving.url, given.values.get("load")
     if picture is not None and picture.suffix != ".svg":
         raise ValueError(f"--draw {picture}: must end in .svg")
-    _check_outputs({"--json": out, "--draw": None if picture is None else str(picture), "--calibrate": None}, False)
+    outputs = {"--json": options.json, "--draw": None if picture is None else str(picture), "--calibrate": None}
+    _check_outputs(outputs, False)
     if run.precision.fp8:
         raise ValueError("--fp8: trains in 8 bits; row serve: --fp8-weights keeps the weights in 8 bits")
     _check_model(run, given, url)
-    rates, size = served["--rate"] or [0.0], run.parallel.tp * run.parallel.pp
-    if bad := [rate for rate in rates if not 0 <= rate < 1e6]:
-        raise ValueError(f"--rate {bad[0]:g}: must be from 0 (all at once) to 1e6")
+    engine.check_speculation()
+    size = run.parallel.tp * run.parallel.pp
     if url is None and size > 1:
         _announce("serve", size, dry=run.runtime.dry_run)
     from mega.core.config.resolve import model_alone
-    from mega.core.proof.serving import Load
     from mega.core.proof.serving_bench import ServingBench, bench_engine, bench_url
 
-    counts = (served["--requests"] or 64, served["--prompt-tokens"] or 512, served["--new-tokens"] or 128)
     plan = ServingBench(
-        loads=tuple(Load(rate, *counts) for rate in rates),
-        url=url,
+        serving=serving,
         load=None if load is None else str(load),
         model=None if load is not None or url is not None else model_alone(run),
-        engine=_engine_options(run, served),
+        engine=dataclasses.replace(engine, cuda_graph=run.runtime.cuda_graph),
         tp=run.parallel.tp,
         pp=run.parallel.pp,
         dtype=run.precision.dtype if "dtype" in given.values else None,
         device=run.runtime.device,
         backend=run.runtime.backend,
-        out=out,
-        picture=picture,
+        out=options.json,
     )
     if run.runtime.dry_run:
         print("everything checked, nothing measured")
@@ -237,19 +202,6 @@ def _serving(
     from mega.core.processes.launch import run_ranks
 
     return run_ranks(size, bench_engine, plan)
-
-
-def _engine_options(run: RunConfig, served: Mapping[str, Any]) -> Any:
-    from mega.commands.generate import checked_speculation
-    from mega.core.inference.opening import EngineOptions
-
-    return EngineOptions(
-        requests=served["--max-requests"] or 64,
-        chunk=served["--prefill-chunk"],
-        graphs=run.runtime.cuda_graph,
-        fp8_weights=bool(served["--fp8-weights"]),
-        speculate=checked_speculation(served["--speculate"], False),
-    )
 
 
 def _check_model(run: RunConfig, given: GivenOptions, url: str | None) -> None:

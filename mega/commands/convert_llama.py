@@ -5,53 +5,12 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
-
-from mega.core.checkpoint.forms.form import targets_of
-
-if TYPE_CHECKING:
-    Target = str
-else:
-    Target = Literal[tuple(targets_of("convert-llama"))]
+from mega.core.checkpoint.forms.options import ConvertOptions
+from mega.core.checkpoint.own.options import Layout
 
 
-def run(
-    load_dir: Annotated[
-        Path,
-        typer.Option(
-            "--load-dir", help="Hugging Face, Meta or fairseq folder, llama2.c file, run directory, or step-NNNNNNN"
-        ),
-    ],
-    save_dir: Annotated[Path, typer.Option("--save-dir", help="where to write; a folder, complete or absent")],
-    to: Annotated[
-        Target | None,
-        typer.Option("--to", help="what to write [mega; hf where a checkpoint is read]"),
-    ] = None,
-    target_tp: Annotated[
-        int, typer.Option("--target-tensor-parallel-size", "--tp", help="tensor ranks of a checkpoint")
-    ] = 1,
-    target_pp: Annotated[
-        int, typer.Option("--target-pipeline-parallel-size", "--pp", help="pipeline stages of a checkpoint")
-    ] = 1,
-    chunks: Annotated[int, typer.Option("--chunks", help="model chunks per pipeline rank of a checkpoint")] = 1,
-    stage_layers: Annotated[
-        list[int] | None, typer.Option("--stage-layers", help="blocks of each stage, where they are not equal")
-    ] = None,
-    base: Annotated[
-        Path | None,
-        typer.Option("--base", help="of a peft adapter: the weights it was trained on; the name to write"),
-    ] = None,
-    parts: Annotated[int, typer.Option("--parts", help="files of a Meta folder")] = 1,
-    verify: Annotated[
-        bool,
-        typer.Option(
-            "--verify",
-            help="Hugging Face's GPT-2 and Llama: run both models on random tokens; others: read back, compare bits",
-        ),
-    ] = False,
-) -> int:
+def run(weights: ConvertOptions, layout: Layout) -> int:
     """Turn weights into a checkpoint for any layout, or a checkpoint into a folder that others open.
 
     Llama and its relatives, GPT-2, BERT, fairseq's Megatron-11b. A run's adapters are merged, unless --to is peft.
@@ -59,6 +18,7 @@ def run(
     """
     from mega.core.files import check_save_dir, check_source
 
+    load_dir, save_dir = weights.load_dir, weights.save_dir
     check_source("--load-dir", load_dir)
     check_save_dir(save_dir)
     if save_dir.resolve() == load_dir.resolve():
@@ -66,19 +26,18 @@ def run(
     from mega.core.checkpoint.forms.convert import check_pair, convert, default_target
     from mega.core.checkpoint.forms.form import OWN, check_flags, writer_of
     from mega.core.checkpoint.forms.recognise import form_at
-    from mega.core.checkpoint.own.layout import Layout
     from mega.core.inference.load import special_tokens
 
     source = form_at(load_dir)
-    to = to or default_target(source)
+    to = weights.to or default_target(source)
     check_pair(load_dir, source, to)
-    layout = Layout(target_tp, target_pp, chunks, tuple(stage_layers or ()))
-    check_flags(source, writer_of(to), {**layout.flags, "--base": base, "--parts": parts})
-    runs_both = verify and "hf" in (source.name, to)
+    check_flags(source, writer_of(to), {**layout.flags, "--base": weights.base, "--parts": weights.parts})
+    runs_both = weights.verify and "hf" in (source.name, to)
     if runs_both:
         from mega.core.proof.logits import check_transformers, compare_logits, continues_text, not_finite
 
         check_transformers()
+    base, parts = weights.base, weights.parts
     report = convert(load_dir, save_dir, to, layout, base=base, parts=parts, tokens=special_tokens)
     made = f"{report.path}: {report.tensors:,} tensors, {report.elements:,} elements, {report.bytes:,} bytes"
     print(made, *report.notes, sep="\n")
@@ -93,7 +52,7 @@ def run(
         why = "do not compute the same" if odd is None else f"cannot be compared: {odd} holds a NaN or an infinity"
         print(f"mega: --verify: {load_dir} and {save_dir} {why}; {save_dir} is kept", file=sys.stderr)
         return 1
-    if verify:
+    if weights.verify:
         from mega.core.checkpoint.forms.read_back import read_back
 
         print(read_back(load_dir, report.path))

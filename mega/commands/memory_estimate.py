@@ -9,11 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
+from mega.core.config.option import changed
 from mega.core.config.run import RunConfig, entries, flag_of, options_with, updated, value_of
 from mega.core.config.unread import unread
 from mega.core.config.world import ranks, world_from_env
+from mega.core.estimate.options import EstimateOptions
+from mega.core.inference.options import EngineOptions
+from mega.options import without
 
 if TYPE_CHECKING:
     from mega.core.estimate.duration import Stops
@@ -21,130 +23,75 @@ if TYPE_CHECKING:
     from mega.core.estimate.memory import Memory
     from mega.core.estimate.search import Found
 
-
-Fp8Weights = Annotated[
-    bool, typer.Option("--fp8-weights", help="with --serve: linear layers keep their weights in 8 bits")
-]
+SERVED = {"serve", "json", "gpu", "max_length"}
+"""Options that --serve reads."""
 
 
 def run(
     run: RunConfig,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON value, sizes in bytes")] = False,
-    gpu: Annotated[
-        str | None,
-        typer.Option("--gpu", help="device to plan for: h200, h100, a100, ... or a TOML file; adds the step's time"),
-    ] = None,
-    fit: Annotated[
-        str | None, typer.Option("--fit", help="find the fastest layout on these devices, such as 8x80GB or 8xh200")
-    ] = None,
-    gpus: Annotated[
-        str | None, typer.Option("--gpus", metavar="COUNT", help="find the fastest layout on so many of --gpu")
-    ] = None,
-    mtbf: Annotated[
-        str | None, typer.Option("--mtbf", metavar="HOURS", help="hours between failures of the whole machine")
-    ] = None,
-    save_seconds: Annotated[
-        str | None,
-        typer.Option("--save-seconds", metavar="SECONDS", help="how long a save takes; it stops training [30]"),
-    ] = None,
-    restart_seconds: Annotated[
-        str | None,
-        typer.Option("--restart-seconds", metavar="SECONDS", help="from a failure to the next step [600]"),
-    ] = None,
-    megatron: Annotated[bool, typer.Option("--megatron", help="show Megatron-LM's own estimate next to ours")] = False,
-    draw: Annotated[Path | None, typer.Option("--draw", help="write the bars to a .svg or .png file")] = None,
-    draw_schedule: Annotated[
-        Path | None,
-        typer.Option("--draw-schedule", help="write the pipeline's timeline to a .svg or .png file, or - for here"),
-    ] = None,
-    serve: Annotated[
-        bool, typer.Option("--serve", help="what mega serve will report of the model on --tp x --pp ranks of --gpu")
-    ] = False,
-    max_requests: Annotated[
-        int | None, typer.Option("--max-requests", help="with --serve: sequences at once [64]", min=1)
-    ] = None,
-    cache_tokens: Annotated[
-        int | None, typer.Option("--cache-tokens", help="with --serve: of all in flight [what fits]", min=1)
-    ] = None,
-    longest: Annotated[
-        int | None, typer.Option("--max-length", help="with --serve: prompt and answer [the model's]", min=1)
-    ] = None,
-    fp8_weights: Fp8Weights = False,
+    estimate: EstimateOptions,
+    engine: Annotated[EngineOptions, without("prefill_chunk", "batch_invariant", "cuda_graph", "speculate")],
 ) -> int:
     """Estimate what a run needs, before it is started.
 
     Takes the flags of pretrain. Memory is counted as the trainer allocates it, for each pipeline stage, on
     --world ranks. With --fit or --gpus the layout is searched for. No device is needed.
     """
-    own: dict[str, object] = {"--max-requests": max_requests, "--cache-tokens": cache_tokens, "--max-length": longest}
-    own["--fp8-weights"] = fp8_weights or None
-    if serve:
-        others: dict[str, object] = {"--fit": fit, "--gpus": gpus, "--mtbf": mtbf, "--save-seconds": save_seconds}
-        others |= {"--restart-seconds": restart_seconds, "--draw": draw, "--draw-schedule": draw_schedule}
-        for flag in _typed({**others, "--megatron": megatron or None}):
-            raise ValueError(f"{flag}: excludes --serve, which trains nothing")
-        return _serving(run, gpu, max_requests or 64, cache_tokens, longest, fp8_weights, as_json)
-    for flag in _typed(own):
-        raise ValueError(f"{flag}: needs --serve")
+    if estimate.serve:
+        for name in changed(estimate):
+            if name not in SERVED:
+                raise ValueError(f"{_typed(name, getattr(estimate, name))}: excludes --serve, which trains nothing")
+        return _serving(run, estimate, engine)
+    for section in (engine, estimate):
+        for name in changed(section):
+            if section is engine or name == "max_length":
+                raise ValueError(f"{_typed(name, getattr(section, name))}: needs --serve")
+    return _training(run, estimate)
+
+
+def _training(run: RunConfig, estimate: EstimateOptions) -> int:
+    """The estimate of a training. Errors: ValueError naming the flag."""
     from mega.core.estimate import show
     from mega.core.estimate.hardware import hardware
 
+    draw, draw_schedule, count = estimate.draw, estimate.draw_schedule, estimate.gpus
     here = str(draw_schedule) == "-"
-    if as_json and here:
+    if estimate.json and here:
         raise ValueError("--draw-schedule -: excludes --json; valid: a .svg or .png file")
     _check_pictures({"--draw": draw, "--draw-schedule": None if here else draw_schedule})
-    count = None if gpus is None else int(_number("--gpus", gpus, 1, DEVICES, whole=True))
-    stops = _stops(mtbf, save_seconds, restart_seconds)
-    timed = (gpu, fit, gpus) != (None, None, None) and (run.batch.steps, run.batch.samples) != (None, None)
-    if mtbf is not None and not timed:
-        raise ValueError(f"--mtbf {mtbf}: needs a device (--gpu or --fit), and --steps or --samples to train")
-    if restart_seconds is not None and mtbf is None:
-        raise ValueError(f"--restart-seconds {restart_seconds}: needs --mtbf, without which nothing fails")
-    if save_seconds is not None and not (timed and (mtbf, run.checkpoint.save_interval) != (None, None)):
-        raise ValueError(
-            f"--save-seconds {save_seconds}: needs --mtbf or --save-interval, a device (--gpu or --fit), "
-            "and --steps or --samples to train"
-        )
-    if fit is not None or count is not None:
-        answer = _search(run, fit, count, gpu)
+    stops = _stops(run, estimate)
+    if estimate.fit is not None or count is not None:
+        answer = _search(run, estimate.fit, count, estimate.gpu)
         if replaced := _typed_layout(run):
             print(f"the search replaces {replaced}", file=sys.stderr)
     else:
-        answer = _as_typed(run, hardware(gpu) if gpu is not None else None)
+        answer = _as_typed(run, hardware(estimate.gpu) if estimate.gpu is not None else None)
     if draw is not None:
         from mega.core.estimate import picture
 
         picture.draw(answer.memory, show.layout(answer.run, answer.world), draw)
     if draw_schedule is not None:
         _draw_schedule(answer.run, answer.world, answer.device, draw_schedule)
-    if as_json:
+    if estimate.json:
         import json
 
-        print(json.dumps(_document(answer, megatron, stops)))
+        print(json.dumps(_document(answer, estimate.megatron, stops)))
     else:
-        _report(answer, megatron, stops)
+        _report(answer, estimate.megatron, stops)
     return 0
 
 
-def _typed(given: Mapping[str, object]) -> list[str]:
-    """The flags that were typed, with their values.
+def _typed(name: str, value: object) -> str:
+    """A flag as it was typed.
 
-    >>> _typed({"--fit": "8xh200", "--gpus": None, "--megatron": True})
-    ['--fit 8xh200', '--megatron']
+    >>> _typed("fit", "8xh200"), _typed("megatron", True)
+    ('--fit 8xh200', '--megatron')
     """
-    typed = {flag: value for flag, value in given.items() if value is not None}
-    return [flag if value is True else f"{flag} {value}" for flag, value in typed.items()]
+    flag = "--" + name.replace("_", "-")
+    return flag if value is True else f"{flag} {value}"
 
 
-def _serving(
-    run: RunConfig,
-    gpu: str | None,
-    requests: int,
-    cache_tokens: int | None,
-    longest: int | None,
-    fp8_weights: bool,
-    as_json: bool,
-) -> int:
+def _serving(run: RunConfig, estimate: EstimateOptions, engine: EngineOptions) -> int:
     """What `mega serve` reports before it listens, on a device or on this machine's processors."""
     from mega.core.architecture import architecture
     from mega.core.architecture.words import size_words
@@ -154,7 +101,7 @@ def _serving(
     from mega.core.inference.capacity import GIB, expected
     from mega.core.inference.opening import check_layout
 
-    tp, pp = run.parallel.tp, run.parallel.pp
+    tp, pp, gpu, fp8_weights = run.parallel.tp, run.parallel.pp, estimate.gpu, engine.fp8_weights
     model = model_alone(run)
     check_layout(model, tp, pp)
     if gpu is None:
@@ -164,51 +111,38 @@ def _serving(
         device, groups = hardware(gpu), (tp > 1) + (tp * pp > 1) + 2 * (pp > 1)
         kind, room = "cuda", int((device.memory - groups * device.communicator) * GIB)
     size = DTYPES[run.precision.dtype].itemsize
-    asked = partial(expected, requests=requests, cache_tokens=cache_tokens, fp8_weights=fp8_weights)
+    asked = partial(expected, requests=engine.max_requests, cache_tokens=engine.cache_tokens, fp8_weights=fp8_weights)
     found = asked(model, size, room, kind, tp=tp, pp=pp)
-    if as_json:
+    if estimate.json:
         import dataclasses
         import json
 
-        print(json.dumps({**dataclasses.asdict(found), "lines": found.lines(longest)}))
+        print(json.dumps({**dataclasses.asdict(found), "lines": found.lines(estimate.max_length)}))
     else:
         where = f"{tp * pp} {gpu or 'cpu'} rank{'s' * (tp * pp > 1)}"
         precision = run.precision.dtype + ", weights in fp8" * fp8_weights
         print(f"{size_words(architecture(model))}, {precision} on {where}")
-        print("\n".join(found.lines(longest)))
+        print("\n".join(found.lines(estimate.max_length)))
     return 0
 
 
-MOST = 10**9
-"""The most hours or seconds that are accepted."""
-
-DEVICES = 10**7 - 1
-
-
-def _number(flag: str, text: str, least: float, most: float, whole: bool = False) -> float:
-    """The number that `text` holds. Errors: ValueError with the flag and its value.
-
-    >>> _number("--gpus", "8", 1, DEVICES, whole=True)
-    8
-    """
-    try:
-        number = int(text) if whole else float(text)
-        if least <= number <= most:  # nan is not
-            return number
-    except ValueError:
-        pass
-    raise ValueError(f"{flag} {text}: must be a {'whole ' * whole}number from {least:,} to {most:,}")
-
-
-def _stops(mtbf: str | None, save_seconds: str | None, restart_seconds: str | None) -> Stops:
-    """What was typed of them; the rest as `Stops` has it. Errors: ValueError with the flag and its value."""
+def _stops(run: RunConfig, estimate: EstimateOptions) -> Stops:
+    """What was given of them; the rest as `Stops` has it. Errors: ValueError naming what has no effect."""
     from mega.core.estimate.duration import Stops
 
-    given = {
-        "mtbf_hours": None if mtbf is None else _number("--mtbf", mtbf, 0.01, MOST),
-        "save_seconds": None if save_seconds is None else _number("--save-seconds", save_seconds, 0, MOST),
-        "restart_seconds": None if restart_seconds is None else _number("--restart-seconds", restart_seconds, 0, MOST),
-    }
+    mtbf, save, restart = estimate.mtbf, estimate.save_seconds, estimate.restart_seconds
+    device = (estimate.gpu, estimate.fit, estimate.gpus) != (None, None, None)
+    timed = device and (run.batch.steps, run.batch.samples) != (None, None)
+    if mtbf is not None and not timed:
+        raise ValueError(f"--mtbf {mtbf:g}: needs a device (--gpu or --fit), and --steps or --samples to train")
+    if restart is not None and mtbf is None:
+        raise ValueError(f"--restart-seconds {restart:g}: needs --mtbf, without which nothing fails")
+    if save is not None and not (timed and (mtbf, run.checkpoint.save_interval) != (None, None)):
+        raise ValueError(
+            f"--save-seconds {save:g}: needs --mtbf or --save-interval, a device (--gpu or --fit), "
+            "and --steps or --samples to train"
+        )
+    given = {"mtbf_hours": mtbf, "save_seconds": save, "restart_seconds": restart}
     return Stops(**{name: value for name, value in given.items() if value is not None})
 
 

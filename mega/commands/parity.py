@@ -3,53 +3,40 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, Literal
-
-import typer
+from typing import TYPE_CHECKING
 
 from mega.core.files import check_file
+from mega.core.proof.options import ParityOptions
 
 if TYPE_CHECKING:
     from mega.core.proof.rows import Row
 
 
 def run(
-    layouts: Annotated[
-        str | None,
-        typer.Option("--layouts", help="only these, of GPT and Llama or --family, such as tp2pp2dp2sp,dp4-zero1"),
-    ] = None,
-    every: Annotated[bool, typer.Option("--all", help="every layout, instead of one of each kind")] = False,
-    family: Annotated[
-        Literal["gpt", "llama", "bert", "t5"] | None, typer.Option("--family", help="only this family")
-    ] = None,
-    dtype: Annotated[Literal["fp64", "fp32"], typer.Option("--dtype", help="precision of the proof")] = "fp64",
-    json_lines: Annotated[
-        str | None,
-        typer.Option("--json", help="append each row to this file; rows that it has for this commit are not run again"),
-    ] = None,
+    proof: ParityOptions,
 ) -> int:
     """Train one small model from one seed in many layouts and compare losses and gradients with one rank's.
 
     Up to 8 local ranks on gloo; dropout on, a vocabulary of 50257. Exit 1 where a layout is not within the bounds.
     """
-    if json_lines is not None:
-        check_file("--json", json_lines)
+    if proof.json is not None:
+        check_file("--json", proof.json)
     from mega.core.proof import rows
     from mega.core.proof.layouts import DECODERS, FAMILIES, SHORT, ParityLayout, every_case
 
-    if every and layouts is not None:
-        raise ValueError(f"--layouts {layouts}: excludes --all")
-    named = SHORT if layouts is None else [ParityLayout.parse(name.strip()) for name in layouts.split(",")]
-    models = (family,) if family else FAMILIES if layouts is None else DECODERS
-    cases = list(every_case()) if every else [(model, layout) for model in models for layout in named]
-    cases = [case for case in cases if case[0].startswith(family or "")]
-    commit = rows.code() if json_lines else ""
-    wanted = {(model, layout.name, dtype) for model, layout in cases}
-    done = [row for row in rows.kept(json_lines, commit) if _key(row) in wanted] if json_lines else []
+    if proof.all and proof.layouts is not None:
+        raise ValueError(f"--layouts {proof.layouts}: excludes --all")
+    named = SHORT if proof.layouts is None else [ParityLayout.parse(name.strip()) for name in proof.layouts.split(",")]
+    models = (proof.family,) if proof.family else FAMILIES if proof.layouts is None else DECODERS
+    cases = list(every_case()) if proof.all else [(model, layout) for model in models for layout in named]
+    cases = [case for case in cases if case[0].startswith(proof.family or "")]
+    commit = rows.code() if proof.json else ""
+    wanted = {(model, layout.name, proof.dtype) for model, layout in cases}
+    done = [row for row in rows.kept(proof.json, commit) if _key(row) in wanted] if proof.json else []
     known = {_key(row) for row in done}
-    due = [(model, layout) for model, layout in cases if (model, layout.name, dtype) not in known]
-    for row in rows.prove(due, dtype):
-        done.append(rows.append(json_lines, row, commit) if json_lines else row)
+    due = [(model, layout) for model, layout in cases if (model, layout.name, proof.dtype) not in known]
+    for row in rows.prove(due, proof.dtype):
+        done.append(rows.append(proof.json, row, commit) if proof.json else row)
         print(f"{len(done)}/{len(cases)}  {row.family} {row.layout}", file=sys.stderr)
     _print_table(done)
     return 0 if all(row.fine for row in done) else 1

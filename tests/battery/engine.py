@@ -19,7 +19,8 @@ import torch
 
 from mega.core.device import Device
 from mega.core.inference.load import open_model
-from mega.core.inference.opening import EngineOptions, start_engine
+from mega.core.inference.opening import start_engine
+from mega.core.inference.options import EngineOptions
 from mega.core.inference.request import Request, Sampling
 from mega.core.parallel.mesh import Mesh
 from tests.inference.test_engine import FAMILIES, check_canaries, made
@@ -47,7 +48,7 @@ def speed(out: Path, model: str) -> None:
     theirs.generation_config.eos_token_id = None
     prompts = [[1, *((7 * row + 3 * at) % 500 + 3 for at in range(12))] for row in range(16)]
     ids = torch.tensor(prompts)
-    engine = start_engine(open_model(model), Mesh.at(0), Device.choose("cpu"), EngineOptions(requests=16))
+    engine = start_engine(open_model(model), Mesh.at(0), Device.choose("cpu"), EngineOptions(max_requests=16))
     asked = [Request(prompt=tuple(prompt), tokens=TOKENS, sampling=Sampling(temperature=0.0)) for prompt in prompts]
 
     def ours() -> None:

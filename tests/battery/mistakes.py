@@ -26,7 +26,8 @@ from typing import Any
 
 from mega import cli
 from mega.core.config.presets import PRESETS
-from mega.core.config.run import Entry, entries
+from mega.core.config.run import entries
+from mega.core.config.schema import Entry
 
 GOOD = {
     "pretrain": "pretrain --model tiny-gpt --micro-batch 2 --steps 10 --lr 1e-3 --mock-data --vocab 100",

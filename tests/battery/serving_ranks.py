@@ -26,7 +26,7 @@ from typing import Any
 
 from mega.core.config.compose import compose
 from mega.core.config.resolve import model_alone
-from mega.core.inference.opening import EngineOptions
+from mega.core.inference.options import EngineOptions
 from mega.core.parallel.mesh import Mesh
 from mega.core.processes.connect import connect
 from mega.core.processes.launch import launch
@@ -43,8 +43,8 @@ def rank(tp: int, folder: str) -> int:
     world, device, groups = connect("cpu")
     mesh = Mesh(world.rank, tp=tp, groups=groups)
     model = model_alone(compose("tiny-llama", flags=SHAPE))
-    options = EngineOptions(requests=16, cache_tokens=16 * 512)
-    plan = ServingBench(loads=(LOADS["stream"],), model=model, engine=options, tp=tp, dtype="fp32")
+    options = EngineOptions(max_requests=16, cache_tokens=16 * 512)
+    plan = ServingBench(model=model, engine=options, tp=tp, dtype="fp32")
     engine, _ = engine_of_plan(plan, mesh, device)
     if engine is None:
         return 0

@@ -17,7 +17,8 @@ from mega.core.checkpoint.own.store import CheckpointStore
 from mega.core.device import Device
 from mega.core.inference.adapters import open_adapters
 from mega.core.inference.load import open_model
-from mega.core.inference.opening import EngineOptions, start_engine
+from mega.core.inference.opening import start_engine
+from mega.core.inference.options import EngineOptions
 from mega.core.inference.request import Request, Sampling
 from mega.core.parallel.mesh import Mesh
 from mega.core.text.build import build

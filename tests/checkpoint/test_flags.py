@@ -14,7 +14,9 @@ import pytest
 from mega.cli import main
 from mega.commands import convert_llama
 from mega.core.checkpoint.forms.form import RULES, check_flags, writer_of
+from mega.core.checkpoint.forms.options import ConvertOptions
 from mega.core.checkpoint.forms.recognise import form_at
+from mega.core.checkpoint.own.options import Layout
 from mega.options import load
 from tests.golden.make import HERE
 
@@ -34,7 +36,7 @@ MEANT = {
     "--no-load-optim": lambda source, target: source in ("megatron", "torch_dist") or target in ("megatron", "mcore"),
 }
 EVERYWHERE = {"load_dir", "save_dir", "to", "saver", "verify"}
-NOT_NEEDED = {"loader", "model_type", "megatron_path", "tokenizer_model", "max_queue_size", "no_checking"}
+NOT_NEEDED = {"loader", "model_type", "megatron_path", "tokenizer_model", "max_queue_size", "checking"}
 """Said to be accepted only, in the help."""
 
 
@@ -72,9 +74,10 @@ def test_a_flag_means_something_or_is_refused(
 
 @pytest.mark.parametrize("verb", ["convert-llama", "reshard"])
 def test_every_flag_is_decided(verb: str) -> None:
-    decided = EVERYWHERE | NOT_NEEDED | {"help", "help_all"}
-    names = {option.opts[0] for option in load(verb).params if option.name not in decided}
-    assert names and names <= RULES.keys()
+    names = load(verb).entries.keys() - EVERYWHERE - NOT_NEEDED
+    spelled = [load(verb).entries[name] for name in names]
+    assert spelled
+    assert not [each.name for each in spelled if not RULES.keys() & {each.flag, each.off, *each.option.megatron}]
 
 
 @pytest.mark.parametrize(
@@ -129,5 +132,5 @@ def test_a_proof_that_cannot_run_is_refused_at_once(
     """transformers is not there, or cannot be imported."""
     monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers") if broken else None)
     with pytest.raises(ValueError, match="--verify: needs transformers"):
-        convert_llama.run(HERE / source, tmp_path / "out", verify=True)
+        convert_llama.run(ConvertOptions(load_dir=HERE / source, save_dir=tmp_path / "out", verify=True), Layout())
     assert not (tmp_path / "out").exists()

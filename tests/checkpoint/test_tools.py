@@ -25,6 +25,7 @@ from mega.commands import checkpoint as verbs
 from mega.commands.reshard import run as reshard_verb
 from mega.core.architecture import inventory
 from mega.core.checkpoint.forms.convert import convert
+from mega.core.checkpoint.forms.options import ReshardOptions
 from mega.core.checkpoint.own import inspect
 from mega.core.checkpoint.own.layout import Layout, plan_files
 from mega.core.checkpoint.own.manifest import MANIFEST
@@ -358,7 +359,7 @@ def test_verbs(tmp_path: Path) -> None:
 
 def test_reshard_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_model(tmp_path / "a", LLAMA)
-    assert reshard_verb(tmp_path / "a", tmp_path / "b", target_tp=2) == 0
+    assert reshard_verb(ReshardOptions(load_dir=tmp_path / "a", save_dir=tmp_path / "b"), Layout(2)) == 0
     assert "each with one origin and none left over" in capsys.readouterr().out
 
 

@@ -13,7 +13,8 @@ from mega.core.config.compose import compose
 from mega.core.config.option import Bench, OnResume, Option
 from mega.core.config.presets import FAMILY_DEFAULTS, register_family
 from mega.core.config.resolve import resolve
-from mega.core.config.run import Entry, entries, options_with, updated, value_of
+from mega.core.config.run import entries, options_with, updated, value_of
+from mega.core.config.schema import Entry
 from mega.core.config.sections import ModelConfig
 from mega.core.config.toml import unfit
 

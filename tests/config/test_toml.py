@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from mega.core.config.compose import compose
 from mega.core.config.presets import PRESETS
-from mega.core.config.run import Entry, RunConfig, entries, sections, updated
+from mega.core.config.run import RunConfig, entries, sections, updated
+from mega.core.config.schema import Entry
 from mega.core.config.toml import parse, read, values, write
 
 

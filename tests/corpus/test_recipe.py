@@ -78,7 +78,7 @@ def test_a_page_shows_the_steps(tmp_path: Path, capsys: pytest.CaptureFixture[st
     [
         ('verb = "shuffle"', 'verb = "shufle"', "step 3: verb shufle: must be of urls, clean"),
         ("seed = 7", "sede = 7", "step 3, shuffle: --sede: is not an option"),
-        ("seed = 7", "seed = 'x'", "step 3, shuffle: Invalid value for '--seed'"),
+        ("seed = 7", "seed = 'x'", "step 3, shuffle: --seed x: must be a whole number"),
         ("input =", "inputs =", "input: must be a path"),
         ("[[step]]", "[step]", "cannot be read as TOML"),
         ('verb = "filter"', "", "step 1: must have a verb"),

@@ -21,7 +21,8 @@ import torch
 
 from mega.core.device import Device, Recording, Timestamp
 from mega.core.inference.load import open_model
-from mega.core.inference.opening import EngineOptions, start_engine
+from mega.core.inference.opening import start_engine
+from mega.core.inference.options import EngineOptions
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Axis, Mesh
 from mega.core.parallel.one_shot import ALIGNMENT, OneShot, Sum, by_group, exchange_over, limit_of
@@ -92,7 +93,7 @@ def answers_of(mesh: Mesh, device: Device, graphs: bool | None = None) -> list[l
     from tests.inference.test_engine import GREEDY, Request, answers, prompts, tokens
 
     opened = open_model(GOLDEN)
-    engine = start_engine(opened, mesh, device, EngineOptions(requests=4, graphs=graphs), dtype=torch.float32)
+    engine = start_engine(opened, mesh, device, EngineOptions(max_requests=4, cuda_graph=graphs), dtype=torch.float32)
     if engine is None:
         return None
     asked = [Request(prompt=prompt[:4], tokens=8, sampling=GREEDY) for prompt in prompts(6, 56)]

@@ -28,11 +28,10 @@ from torch.profiler import ProfilerActivity, profile
 from mega.core.config.compose import compose
 from mega.core.config.resolve import model_alone
 from mega.core.device import Device
-from mega.core.inference.opening import EngineOptions
+from mega.core.inference.options import EngineOptions
 from mega.core.inference.request import Request, Sampling
 from mega.core.parallel.mesh import Mesh
 from mega.core.processes.connect import connect
-from mega.core.proof.serving import Load
 from mega.core.proof.serving_bench import ServingBench, engine_of_plan
 
 PROMPT, NEW, STEPS, PROFILED, SHOWN = 512, 128, 16, 4, 14
@@ -123,9 +122,9 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO)
     world, device, groups = connect(given.device, "auto")
     mesh, began = Mesh(world.rank, tp=1, pp=1, groups=groups), time.perf_counter()
-    options = EngineOptions(requests=max(given.rows), fp8_weights=given.fp8_weights)
+    options = EngineOptions(max_requests=max(given.rows), fp8_weights=given.fp8_weights)
     model = model_alone(compose(given.model, flags={} if device.is_cuda else SMALL))
-    plan = ServingBench(loads=(Load(0, 1, PROMPT, NEW),), model=model, engine=options, dtype="bf16")
+    plan = ServingBench(model=model, engine=options, dtype="bf16")
     engine, what = engine_of_plan(plan, mesh, device)
     assert engine is not None
     print(f"{what}: opened in {time.perf_counter() - began:.1f} s, warmed up in {engine.warm_up():.1f} s", flush=True)

@@ -57,7 +57,8 @@ from mega.core.inference.adapters import open_adapters
 from mega.core.inference.capacity import even_layers
 from mega.core.inference.generate import logits
 from mega.core.inference.load import empty_stage, load_model, open_model
-from mega.core.inference.opening import EngineOptions, engine_on, start_engine
+from mega.core.inference.opening import engine_on, start_engine
+from mega.core.inference.options import EngineOptions
 from mega.core.inference.request import Request, Sampling
 from mega.core.inference.sampling import probabilities
 from mega.core.inference.speculate import NGrams
@@ -147,7 +148,7 @@ def opened(mesh: Mesh, device: Device, files: Files, adapters: bool = False, **o
     """An engine of the grown model; None as of `start_engine`."""
     model = open_model(files.model)
     found = open_adapters({name: Path(each) for name, each in files.adapters.items()}, model) if adapters else ()
-    given = EngineOptions(**{"requests": 32, "cache_tokens": 32 * 512, "vocab": 512, **options})
+    given = EngineOptions(**{"max_requests": 32, "cache_tokens": 32 * 512, "vocab": 512, **options})
     engine = start_engine(model, mesh, device, given, dtype=torch.float32, adapters=found)
     if engine is not None and device.is_cuda:
         engine.warm_up()
@@ -210,7 +211,7 @@ def alone_texts(mesh: Mesh, device: Device, files: Files, size: tuple[int, int] 
     """One after the other on one rank, without a graph."""
     found = {}
     for adapters in (False, True):
-        engine = opened(mesh, device, files, adapters, graphs=False if device.is_cuda else None)
+        engine = opened(mesh, device, files, adapters, cuda_graph=False if device.is_cuda else None)
         found[str(adapters)] = [said(engine, [request])[0] for request in text_requests(files, adapters, size)]
         closed(engine)
     return found
@@ -417,7 +418,9 @@ def draft_speed(mesh: Mesh, device: Device, files: Files, layers: int | None) ->
         for sampling in (GREEDY, Sampling(seed=1)):
             found: dict[str, list[dict[str, float]]] = {"none": [], "draft": []}
             for name in ("none", "draft") * 2:
-                options = EngineOptions(requests=8, cache_tokens=4096, vocab=512, speculate=speculations(files)[name])
+                options = EngineOptions(
+                    max_requests=8, cache_tokens=4096, vocab=512, speculate=speculations(files)[name]
+                )
                 engine = engine_on(stage, mesh, device, options, max(stages))
                 if engine is None:
                     continue
@@ -469,7 +472,7 @@ class EagerNGrams(NGrams):
 def drawn_at(mesh: Mesh, device: Device, files: Files, count: int, prompt: Sequence[int]) -> Any:
     found: dict[str, Any] = {}
     for name in speculations(files):
-        engine = opened(mesh, device, files, speculate=speculations(files)[name], requests=64)
+        engine = opened(mesh, device, files, speculate=speculations(files)[name], max_requests=64)
         if engine is None:
             continue
         if name == "ngram":
@@ -534,7 +537,7 @@ def canary_requests(files: Files, count: int, adapters: bool) -> list[Request]:
 
 
 def canaries_at(mesh: Mesh, device: Device, files: Files, count: int, adapters: bool, speculate: str | None) -> Any:
-    engine = opened(mesh, device, files, adapters, requests=16, cache_tokens=4096, speculate=speculate)
+    engine = opened(mesh, device, files, adapters, max_requests=16, cache_tokens=4096, speculate=speculate)
     if engine is None:
         return None
     asked, draw = canary_requests(files, count, adapters), random.Random(4)

@@ -25,7 +25,7 @@ import torch
 from mega.core.config.compose import compose
 from mega.core.config.resolve import model_alone
 from mega.core.device import Device
-from mega.core.inference.opening import EngineOptions
+from mega.core.inference.options import EngineOptions
 from mega.core.inference.request import Request, Sampling
 from mega.core.parallel.linear import RowLinear
 from mega.core.parallel.mesh import Mesh
@@ -49,11 +49,11 @@ def measure(arguments: Sequence[str]) -> int:
         torch.zeros(1, device=device.torch)
     if given.repeating:
         serving_bench.initialise = repeating  # type: ignore[assignment]
-    options = EngineOptions(requests=64, graphs=given.graphs, chunk=given.chunk, speculate=given.speculate)
-    model = model_alone(compose(given.model, flags={} if device.is_cuda else SMALL))
-    plan = ServingBench(
-        loads=(Load(0, 1, 1, 1),), model=model, engine=options, tp=given.tp, pp=given.pp, dtype=given.dtype
+    options = EngineOptions(
+        max_requests=64, cuda_graph=given.graphs, prefill_chunk=given.chunk, speculate=given.speculate
     )
+    model = model_alone(compose(given.model, flags={} if device.is_cuda else SMALL))
+    plan = ServingBench(model=model, engine=options, tp=given.tp, pp=given.pp, dtype=given.dtype)
     engine, what = engine_of_plan(plan, mesh, device)
     if engine is None:
         return 0

@@ -12,7 +12,8 @@ import torch
 
 from mega.core.architecture import units
 from mega.core.device import Device
-from mega.core.inference.opening import EngineOptions, engine_on
+from mega.core.inference.opening import engine_on
+from mega.core.inference.options import EngineOptions
 from mega.core.model.decoder import DecoderStage
 from mega.core.ops.suite import choose, forward_only
 from mega.core.parallel.mesh import Mesh
@@ -35,7 +36,7 @@ def engine(family: str, kind: str, graphs: bool) -> Any:
         for weight in stage.parameters():
             if weight.dim() > 1:
                 weight.mul_(6.0)
-    return engine_on(stage.eval(), Mesh.at(0), device, EngineOptions(requests=16, graphs=graphs))
+    return engine_on(stage.eval(), Mesh.at(0), device, EngineOptions(max_requests=16, cuda_graph=graphs))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -25,7 +25,8 @@ from mega.core.device import Device
 from mega.core.inference.adapters import OpenedAdapter, adapter_paths, open_adapters
 from mega.core.inference.generate import logits
 from mega.core.inference.load import load_model, open_model, weight_pieces
-from mega.core.inference.opening import EngineOptions, start_engine
+from mega.core.inference.opening import start_engine
+from mega.core.inference.options import EngineOptions
 from mega.core.inference.request import Request, RequestError, Sampling
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.processes.pool import Pool
@@ -104,7 +105,9 @@ def said_at(
     groups: Groups, rank: int, places: Places, tp: int, pp: int, invariant: bool, speculate: str | None = None
 ) -> Any:
     """Log-probabilities of all requests together, and the ids."""
-    options = EngineOptions(requests=6, chunk=16, cache_tokens=512, block=4, batch_invariant=invariant, tile=8)
+    options = EngineOptions(
+        max_requests=6, prefill_chunk=16, cache_tokens=512, block=4, batch_invariant=invariant, tile=8
+    )
     options = replace(options, speculate=speculate)
     mesh = Mesh(rank, tp=tp, pp=pp, groups=groups)
     opened = open_model(places.base)

@@ -14,7 +14,8 @@ from mega.core.architecture import placement
 from mega.core.config.sections import ModelConfig
 from mega.core.device import Device
 from mega.core.inference.capacity import cache_blocks, even_layers, expected, weight_bytes
-from mega.core.inference.opening import EngineOptions, engine_on
+from mega.core.inference.opening import engine_on
+from mega.core.inference.options import EngineOptions
 from mega.core.model.decoder import DecoderStage
 from mega.core.parallel.mesh import Axis, Mesh
 from mega.core.parallel.region import Region
@@ -38,7 +39,7 @@ def test_weights_are_those_of_the_stages(model: ModelConfig, tp: int, pp: int) -
 
 @pytest.mark.parametrize("tokens", [None, 100])
 def test_limits_are_those_of_the_engine(tokens: int | None) -> None:
-    cpu, options = Device.choose("cpu"), EngineOptions(requests=5, cache_tokens=tokens)
+    cpu, options = Device.choose("cpu"), EngineOptions(max_requests=5, cache_tokens=tokens)
     engine = engine_on(made(LLAMA), Mesh.at(0), cpu, options)
     found = expected(LLAMA, 4, cpu.room(), "cpu", tp=1, pp=1, requests=5, cache_tokens=tokens)
     assert engine is not None and found.limits == engine.limits

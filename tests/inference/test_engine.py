@@ -26,7 +26,8 @@ from mega.core.inference.engine import BatchingEngine
 from mega.core.inference.generate import logits
 from mega.core.inference.graphs import GraphShape, StepGraphs
 from mega.core.inference.load import open_model
-from mega.core.inference.opening import EngineOptions, start_engine
+from mega.core.inference.opening import start_engine
+from mega.core.inference.options import EngineOptions
 from mega.core.inference.relay import LostRank, Relay
 from mega.core.inference.request import Event, Limits, Request, RequestError, Sampling
 from mega.core.inference.sampling import draw, probabilities, uniform
@@ -259,7 +260,10 @@ def mixed() -> list[Request]:
 
 
 def speaks_as_expected(groups: Groups, rank: int, tp: int, pp: int, invariant: bool) -> list[bool] | None:
-    device, options = Device.choose("cpu"), EngineOptions(chunk=16, cache_tokens=4096, batch_invariant=invariant)
+    device, options = (
+        Device.choose("cpu"),
+        EngineOptions(prefill_chunk=16, cache_tokens=4096, batch_invariant=invariant),
+    )
     mesh = Mesh(rank, tp=tp, pp=pp, groups=groups)
     engine = start_engine(open_model(stories()), mesh, device, options)
     if engine is None:
@@ -355,7 +359,7 @@ def test_tensor_ranks_play_a_graph_together_or_none_does(pool: Pool, fails: str,
 
 
 def draws_of(groups: Groups, rank: int, tp: int, pp: int) -> list[list[int]] | None:
-    mesh, options = Mesh(rank, tp=tp, pp=pp, groups=groups), EngineOptions(cache_tokens=4096, chunk=9)
+    mesh, options = Mesh(rank, tp=tp, pp=pp, groups=groups), EngineOptions(cache_tokens=4096, prefill_chunk=9)
     engine = start_engine(open_model(stories()), mesh, Device.choose("cpu"), options)
     if engine is None:
         return None

@@ -21,7 +21,8 @@ from mega.core.config.sections import ModelConfig
 from mega.core.device import Device
 from mega.core.inference.generate import generate, logits, losses
 from mega.core.inference.load import MOST_ENDS, load_model, load_tokenizer, open_model, weight_pieces
-from mega.core.inference.opening import EngineOptions, engine_on
+from mega.core.inference.opening import engine_on
+from mega.core.inference.options import EngineOptions
 from mega.core.inference.request import Engine, Sampling
 from mega.core.model.decoder import DecoderStage
 from mega.core.parallel.mesh import Mesh
@@ -73,7 +74,7 @@ def test_the_loaded_model_is_the_saved_one(saved: tuple[Checkpoint, DecoderStage
 
 
 def _engine(stage: DecoderStage, vocab: int | None = None) -> Engine:
-    found = engine_on(stage, Mesh.at(0), Device.choose("cpu"), EngineOptions(requests=1, vocab=vocab))
+    found = engine_on(stage, Mesh.at(0), Device.choose("cpu"), EngineOptions(max_requests=1, vocab=vocab))
     assert found is not None
     return found
 

@@ -98,7 +98,7 @@ def write(folder: Path, name: str, rows: list[dict[str, Any]], kind: str, metric
 
 def asked(model: Path, tasks: Path, out: Path, world: int = 1, chat: bool = False, **values: Any) -> HarnessRun:
     given = {"load": str(model), "device": "cpu", "micro_batch": 2, **values}
-    options = HarnessOptions(TASKS, include_path=str(tasks), log_samples=True, apply_chat_template=chat)
+    options = HarnessOptions(tasks=TASKS, include_path=str(tasks), log_samples=True, apply_chat_template=chat)
     return harness.prepare(updated(RunConfig(), given), GivenOptions(None, given), options, str(out), world)
 
 

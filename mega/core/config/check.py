@@ -19,7 +19,8 @@ from mega.core.config.families import belongs, foreign_values
 from mega.core.config.option import Range
 from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.resolve import batch_sizes, column_unit, data_parallel, divisors, lengths, microbatches, resolve
-from mega.core.config.run import RunConfig, entries, flag_of, found_with, value_of
+from mega.core.config.run import RunConfig, entries, flag_of, found_with, run_schema, value_of
+from mega.core.config.schema import Entry, Schema
 from mega.core.config.sections import LABELLED, TASKS, PrecisionConfig
 from mega.core.files import url_of
 from mega.core.plan.kinds import SCHEDULES, interleaving
@@ -72,7 +73,10 @@ def _format(name: str, value: Any, rule: str) -> str:
     >>> _format("rampup", (1, 2), "must be three numbers"), _format("masters", False, "needs --dtype bf16")
     ('--rampup 1 2: must be three numbers', '--no-masters (--memory-efficient-fp16): needs --dtype bf16')
     """
-    entry = entries()[name]
+    return _format_entry(entries()[name], value, rule)
+
+
+def _format_entry(entry: Entry, value: Any, rule: str) -> str:
     if value is True:
         return f"{entry.flag}: {rule}"
     if value is False:
@@ -111,18 +115,30 @@ def _ranges(run: RunConfig) -> Problems:
     return out_of_range({name: value_of(run, name) for name in entries()})
 
 
-def out_of_range(values: Mapping[str, Any]) -> Problems:
-    """A line for each option, by field name, with a number outside its range: for verbs that take no whole run too."""
+def out_of_range(values: Mapping[str, Any], schema: Schema | None = None) -> Problems:
+    """A line for each option, by field name, with a number outside its range. schema: a run's, or a verb's."""
     for name, value in values.items():
-        entry = entries()[name]
+        entry = (schema or run_schema()).entries[name]
         within = entry.option.within
         if within is None or value is None:
             continue
         numbers = value if entry.many else (value,)
+        if schema is not None:
+            value = " ".join(map(_typed_number, numbers))
         if not all(within.holds(number) for number in numbers):
-            yield _format(name, value, f"must be {within.rule}")
+            yield _format_entry(entry, value, f"must be {within.rule}")
         elif any(isinstance(number, int) and number > entry.option.most for number in numbers):
-            yield _format(name, value, f"must be at most {entry.option.most}")
+            yield _format_entry(entry, value, f"must be at most {entry.option.most}")
+
+
+def _typed_number(number: float) -> str:
+    """A number as a user types it.
+
+    >>> _typed_number(0.0), _typed_number(1.23456789), _typed_number(3)
+    ('0', '1.23456789', '3')
+    """
+    short = f"{number:g}"
+    return short if isinstance(number, float) and float(short) == number else str(number)
 
 
 def _needs(run: RunConfig) -> Problems:

@@ -14,10 +14,14 @@ LONGEST_WORD = 100
 
 
 class GivenOptions(NamedTuple):
-    """What a user gave: a preset, and the options that a TOML file or flags name, defaults among them."""
+    """What a user gave: a preset, and the options that a TOML file or flags name, defaults among them.
+
+    values: of a run, by name. own: of the verb's other sections.
+    """
 
     preset: str | None
     values: Mapping[str, Any]
+    own: Mapping[str, Any] = {}
 
 
 def compose(

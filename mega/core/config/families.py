@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from mega.core.config.option import Families
 from mega.core.config.presets import FAMILY_DEFAULTS
-from mega.core.config.run import Entry, RunConfig, entries, value_of
+from mega.core.config.run import RunConfig, entries, value_of
+from mega.core.config.schema import Entry
 
 TITLES = {"bert": "BERT", "t5": "T5"}
 """Families that flags name and that may not be built -> the name of the model."""

@@ -33,13 +33,20 @@ Families = tuple[str, ...] | Mapping[Any, tuple[str, ...]]
 
 
 class Section:
-    """A panel of flags and a table of the TOML file; on_resume, bench and evaluated hold for options that do not set
-    their own."""
+    """A panel of flags and a table of the TOML file; on_resume, bench, evaluated and common hold for options
+    that do not set their own."""
 
     title: ClassVar[str]
     on_resume: ClassVar[OnResume] = "free"
     bench: ClassVar[Bench] = "read"
     evaluated: ClassVar[bool] = False
+    common: ClassVar[bool] = False
+
+
+class VerbSection(Section):
+    """A section of a verb other than those that take a whole run: its help shows every option."""
+
+    common: ClassVar[bool] = True
 
 
 class _TakesValue:
@@ -85,6 +92,7 @@ class Range:
 COUNT = Range("at least 1", lambda value: value >= 1)
 ONE = Range("1", lambda value: value == 1)
 SEVERAL = Range("at least 2", lambda value: value >= 2)
+FROM_0 = Range("at least 0", lambda value: value >= 0)
 NOT_NEGATIVE = Range("at least 0, and finite", lambda value: 0 <= value < math.inf)
 POSITIVE = Range("greater than 0, and finite", lambda value: 0 < value < math.inf)
 SHARE = Range("greater than 0 and at most 1", lambda value: 0 < value <= 1)
@@ -105,7 +113,8 @@ class Option:
         (`{"--swiglu": "swiglu"}`, `{"--disable-bias-linear": False}`). The same spelling may be one of several options.
     synonyms: other words that users have for the flag ("--learning-rate"), or for a value ("gpu" -> "cuda").
     short: a one-letter flag such as "-o", or None.
-    common: shown in the short `--help`; the rest appears under `--help-all`.
+    metavar: what stands for the value in help; None is its type.
+    common: shown in the short `--help`; the rest appears under `--help-all`. None takes the section's.
     unit: what a number counts, for help and messages ("samples", "minutes").
     within: the range of a number, or of each number of a tuple.
     most: the largest whole number: of a tensor's dimension, or what a model can be planned with in seconds.
@@ -129,7 +138,8 @@ class Option:
     megatron: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
     short: str | None = None
-    common: bool = False
+    metavar: str | None = None
+    common: bool | None = None
     unit: str | None = None
     within: Range | None = None
     most: int = 2**63 - 1
@@ -154,6 +164,21 @@ def option(default: Any, help: str, *, megatron: str | Mapping[str, Any] | None 
     return dataclasses.field(default=default, metadata={"option": described})
 
 
+REQUIRED: Any = dataclasses.MISSING
+"""The default of an option that must be given."""
+
+
+def like(section: type[Section], name: str, default: Any = REQUIRED, **properties: Any) -> Any:
+    """A field as that of another section, with its default, help and spellings, but for what is given here."""
+    field: dataclasses.Field[Any] = next(
+        each
+        for each in dataclasses.fields(section)  # type: ignore[arg-type]
+        if each.name == name
+    )
+    described = dataclasses.replace(field.metadata["option"], **properties)
+    return dataclasses.field(default=field.default if default is REQUIRED else default, metadata={"option": described})
+
+
 def describe(field: dataclasses.Field[Any], section: type[Section]) -> Option:
     """The `Option` of a field of `section`, with nothing left to the section."""
     described: Option = field.metadata["option"]
@@ -162,4 +187,14 @@ def describe(field: dataclasses.Field[Any], section: type[Section]) -> Option:
         on_resume=described.on_resume or section.on_resume,
         bench=described.bench or section.bench,
         evaluated=section.evaluated if described.evaluated is None else described.evaluated,
+        common=section.common if described.common is None else described.common,
     )
+
+
+def changed(section: Section) -> list[str]:
+    """Names of the options of a section that are not at their defaults."""
+    return [
+        field.name
+        for field in dataclasses.fields(section)  # type: ignore[arg-type]
+        if "option" in field.metadata and getattr(section, field.name) != field.default
+    ]

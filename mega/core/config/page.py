@@ -14,7 +14,8 @@ from typing import Any
 
 from mega.core.config.option import VALUE, Option, Range, Renamed, weak
 from mega.core.config.presets import FAMILY_DEFAULTS, PRESETS
-from mega.core.config.run import Entry, entries, flag_of, sections
+from mega.core.config.run import entries, flag_of, sections
+from mega.core.config.schema import Entry
 from mega.core.config.toml import format_value
 
 INTRODUCTION = """\
@@ -33,6 +34,9 @@ layers = 24
 [parallel]
 tp = 2
 ```
+
+Other verbs have tables of their own, of which `mega VERB --print-config` prints all keys and defaults, ready for
+`mega VERB --config FILE.toml`; those of `mega eval`, `bench` and `memory-estimate` stand next to the run's.
 
 Flags also accept Megatron-LM's names, unique prefixes, and underscores instead of hyphens.
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import types
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
-from mega.core.config.option import Option, Range, Section, describe
+from mega.core.config.option import Range, Section
+from mega.core.config.schema import Entry, Schema, schema_of
 from mega.core.config.sections import (
     BatchConfig,
     CheckpointConfig,
@@ -56,50 +56,6 @@ class RunConfig:
     runtime: RuntimeConfig = RuntimeConfig()
 
 
-class Entry(NamedTuple):
-    """One option as its readers need it: where it lies, what it may hold, and how it is described."""
-
-    section: str
-    """Name of the section within `RunConfig`, which is also the TOML table."""
-    title: str
-    """Heading of the section's panel of flags."""
-    name: str
-    """Field name, which is also the TOML key: `seq_length`."""
-    kind: type
-    """`int`, `float`, `str` or `bool`; of the items where `many`."""
-    many: bool
-    """A tuple of `kind`."""
-    optional: bool
-    """`None`, meaning "derived", is a value."""
-    literal: tuple[str, ...]
-    """The values of a `Literal`, or ()."""
-    default: Any
-    option: Option
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """The only valid values, or ()."""
-        return self.literal if self.option.choices is None else tuple(self.option.choices)
-
-    @property
-    def flag(self) -> str:
-        """The flag as a user types it.
-
-        >>> entries()["seq_length"].flag
-        '--seq-length'
-        """
-        return "--" + self.name.replace("_", "-")
-
-    @property
-    def off(self) -> str:
-        """The flag that switches a `bool` off.
-
-        >>> entries()["bias"].off
-        '--no-bias'
-        """
-        return "--no-" + self.name.replace("_", "-")
-
-
 @functools.cache
 def sections() -> Mapping[str, type[Section]]:
     """Section name -> its dataclass, in the order of panels and TOML tables."""
@@ -108,26 +64,14 @@ def sections() -> Mapping[str, type[Section]]:
 
 
 @functools.cache
+def run_schema() -> Schema:
+    """Every section of a run."""
+    return schema_of(sections())
+
+
 def entries() -> Mapping[str, Entry]:
     """Every option of a run by its field name; no two sections share a name."""
-    found: dict[str, Entry] = {}
-    for section, cls in sections().items():
-        hints = get_type_hints(cls)
-        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-            assert field.name not in found, f"option {field.name} is defined twice"
-            kind, many, optional, literal = _shape(hints[field.name])
-            found[field.name] = Entry(
-                section=section,
-                title=cls.title,
-                name=field.name,
-                kind=kind,
-                many=many,
-                optional=optional,
-                literal=literal,
-                default=field.default,
-                option=describe(field, cls),
-            )
-    return found
+    return run_schema().entries
 
 
 def options_with(**properties: Any) -> list[str]:
@@ -175,17 +119,3 @@ def found_with(run: RunConfig, name: str, valid: tuple[str, ...] | Range) -> boo
     if isinstance(valid, Range):
         return value is not None and valid.holds(value)
     return value in valid if valid else value not in (None, False, ())
-
-
-def _shape(hint: Any) -> tuple[type, bool, bool, tuple[str, ...]]:
-    """Takes a field's type apart: kind, many, optional, values of a `Literal`."""
-    optional = False
-    if get_origin(hint) in (Union, types.UnionType):
-        (hint,) = (part for part in get_args(hint) if part is not type(None))
-        optional = True
-    if get_origin(hint) is Literal:
-        return str, False, optional, get_args(hint)
-    if get_origin(hint) is tuple:
-        return get_args(hint)[0], True, optional, ()
-    assert hint in (int, float, str, bool), f"no flag can hold a {hint}"
-    return hint, False, optional, ()

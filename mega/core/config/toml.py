@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import math
 import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mega.core.config.compose import compose, nearest
-from mega.core.config.run import Entry, RunConfig, entries, sections, value_of
+from mega.core.config.run import RunConfig, run_schema, value_of
+from mega.core.config.schema import Entry, Schema
 from mega.core.untrusted import read_limited
 
 LIMIT = 1 << 20
@@ -33,11 +35,18 @@ def write(run: RunConfig) -> str:
     [model]
     family = "gpt"
     """
+    schema = run_schema()
+    return write_values(schema, {name: value_of(run, name) for name in schema.entries})
+
+
+def write_values(schema: Schema, values: Mapping[str, Any]) -> str:
+    """All options of `schema` as TOML: those in `values`, by name, and the defaults of the others."""
     tables = []
-    for section in sections():
-        lines = [f"[{section}]"]
-        for name, entry in entries().items():
-            if entry.section == section and (value := value_of(run, name)) is not None:
+    for table in schema.tables:
+        lines = [f"[{table}]"]
+        for name, entry in schema.entries.items():
+            value = values.get(name, None if entry.required else entry.default)
+            if entry.section == table and value is not None:
                 lines.append(f"{name} = {format_value(value)}")
         tables.append("\n".join(lines) + "\n")
     return "\n".join(tables)
@@ -53,6 +62,11 @@ def read(path: str) -> dict[str, Any]:
     return values(read_text(path, f"--config {path}"), path)
 
 
+def read_schemas(path: str, *schemas: Schema) -> tuple[dict[str, Any], ...]:
+    """The same for the options of several schemas, whose tables have different names."""
+    return schema_values(read_text(path, f"--config {path}"), path, *schemas)
+
+
 def read_text(path: str | Path, what: str) -> str:
     """The text of a file that a person writes. what: flag and file, for messages. Errors: ValueError."""
     try:
@@ -62,7 +76,7 @@ def read_text(path: str | Path, what: str) -> str:
 
 
 def values(text: str, source: str) -> dict[str, Any]:
-    """Option name -> value, of TOML `text` that came from `source`.
+    """Option name -> value, of a run's TOML `text` that came from `source`.
 
     >>> values('[model]\\nlayers = 2', "run.toml")
     {'layers': 2}
@@ -71,27 +85,40 @@ def values(text: str, source: str) -> dict[str, Any]:
     ...
     ValueError: run.toml: [model] layer: is not an option (nearest: layers)
     """
+    return schema_values(text, source, run_schema())[0]
+
+
+def schema_values(text: str, source: str, *schemas: Schema) -> tuple[dict[str, Any], ...]:
+    """Option name -> value of each schema, of TOML `text` that came from `source`. Errors: ValueError."""
     problems: list[str] = []
-    found: dict[str, Any] = {}
+    found: tuple[dict[str, Any], ...] = tuple({} for _ in schemas)
     for table, keys in loads(text, source).items():
-        if table not in sections():
-            problems.append(f"{source}: [{table}]: {_unknown_table(table)}")
+        index = next((index for index, schema in enumerate(schemas) if table in schema.tables), None)
+        if index is None:
+            problems.append(f"{source}: [{table}]: {_unknown_table(table, schemas)}")
         elif not isinstance(keys, dict):
             problems.append(f"{source}: {table}: must be a table, written [{table}]")
         else:
-            for key, value in keys.items():
-                if len(problems) > MOST_PROBLEMS:
-                    break
-                if (problem := unfit(table, key, value)) is not None:
-                    problems.append(f"{source}: [{table}] {key}: {problem}")
-                else:
-                    found[key] = _held(entries()[key], value)
+            problems += _take(table, keys, schemas[index], source, found[index])
         if len(problems) > MOST_PROBLEMS:
             break
     if problems:
         more = ["... and more"] if len(problems) > MOST_PROBLEMS else []
         raise ValueError("\n".join(problems[:MOST_PROBLEMS] + more))
     return found
+
+
+def _take(table: str, keys: Mapping[str, Any], schema: Schema, source: str, found: dict[str, Any]) -> list[str]:
+    """Puts the values of a table into `found`, and returns its mistakes."""
+    problems: list[str] = []
+    for key, value in keys.items():
+        if len(problems) > MOST_PROBLEMS:
+            break
+        if (problem := unfit(table, key, value, schema)) is not None:
+            problems.append(f"{source}: [{table}] {key}: {problem}")
+        else:
+            found[key] = _held(schema.entries[key], value)
+    return problems
 
 
 def loads(text: str, what: str) -> dict[str, Any]:
@@ -108,18 +135,21 @@ def loads(text: str, what: str) -> dict[str, Any]:
         raise ValueError(f"{what}: is not TOML: {error}") from None
 
 
-def _unknown_table(table: str) -> str:
-    if table in entries():
-        return f"is not a table; the option {table} belongs under [{entries()[table].section}]"
-    return f"is not a table{nearest(table, sections())}; valid: {', '.join(sections())}"
+def _unknown_table(table: str, schemas: Sequence[Schema]) -> str:
+    for schema in schemas:
+        if table in schema.entries:
+            return f"is not a table; the option {table} belongs under [{schema.entries[table].section}]"
+    tables = [name for schema in schemas for name in schema.tables]
+    return f"is not a table{nearest(table, tables)}; valid: {', '.join(tables)}"
 
 
-def unfit(table: str, key: str, value: Any) -> str | None:
-    """Why `value`, of TOML or JSON, cannot stand at `key` of `table`, or None if it can."""
-    entry = entries().get(key)
+def unfit(table: str, key: str, value: Any, schema: Schema | None = None) -> str | None:
+    """Why `value`, of TOML or JSON, cannot stand at `key` of `table`, or None if it can. schema: a run's."""
+    entries = (schema or run_schema()).entries
+    entry = entries.get(key)
     if entry is None:
-        own = [name for name, entry in entries().items() if entry.section == table]
-        return f"is not an option{nearest(key, own) or nearest(key, entries())}"
+        own = [name for name, entry in entries.items() if entry.section == table]
+        return f"is not an option{nearest(key, own) or nearest(key, entries)}"
     if table not in (entry.section, entry.option.formerly):
         return f"belongs under [{entry.section}], not here"
     if entry.many:
@@ -151,7 +181,7 @@ def cut(text: str) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-_NAMES = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+_NAMES = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", Path: "a string"}
 
 
 def _choices(entry: Entry) -> str:
@@ -163,7 +193,7 @@ def _is(kind: type, value: Any) -> bool:
     whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST
     if kind is float:
         return whole or type(value) is float
-    return whole if kind is int else type(value) is kind
+    return whole if kind is int else type(value) is (str if kind is Path else kind)
 
 
 def _held(entry: Entry, value: Any) -> Any:
@@ -180,9 +210,9 @@ def format_value(value: Any) -> str:
     """
     if isinstance(value, tuple):
         return f"[{', '.join(map(format_value, value))}]"
-    if isinstance(value, str):
+    if isinstance(value, (str, Path)):
         # JSON's escapes are TOML's, except that TOML also escapes DEL.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return json.dumps(value)

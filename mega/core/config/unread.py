@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from mega.core.config.option import Range
-from mega.core.config.run import Entry, RunConfig, entries, flag_of, found_with, value_of
+from mega.core.config.run import RunConfig, entries, flag_of, found_with, value_of
+from mega.core.config.schema import Entry
 from mega.core.config.sections import ALSO_READ, TOKENIZERS
 
 

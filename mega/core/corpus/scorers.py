@@ -22,8 +22,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
+from mega.core.config.option import VerbSection, option
 from mega.core.untrusted import parse_json
 
 ATTRIBUTES = ("toxicity", "severe_toxicity", "sexually_explicit", "threat", "profanity", "identity_attack")
@@ -47,17 +48,17 @@ class Scorer(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScorerOptions:
-    """scorer: see the file's beginning. key_variable: environment variable of a server's key. rate: requests a second
-    at most, 0 is no limit. connections: requests at a time. tries: of one text. timeout: seconds of one request.
-    """
+class ScorerOptions(VerbSection):
+    """What scores texts: see the file's beginning."""
 
-    scorer: str
-    key_variable: str = "PERSPECTIVE_API_KEY"
-    rate: float = 0.0
-    connections: int = 8
-    tries: int = 6
-    timeout: float = 30.0
+    title: ClassVar[str] = "Scorer"
+
+    scorer: str = option("", "https://HOST, model:DIR, words:FILE or scores:FILE")
+    key_variable: str = option("PERSPECTIVE_API_KEY", "environment variable that holds a server's key")
+    rate: float = option(0.0, "requests a second at most; 0 is no limit")
+    connections: int = option(8, "requests to a server at a time")
+    tries: int = option(6, "requests for one text, with growing pauses")
+    timeout: float = option(30.0, "seconds that a server may take for one")
 
     def __post_init__(self) -> None:
         rules = {"rate": self.rate >= 0, "connections": self.connections >= 1, "tries": self.tries >= 1}

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from mega.core.architecture import Architecture, architecture, inventory, placement
 from mega.core.config.sections import ModelConfig
+from mega.core.inference.options import BLOCK
 from mega.core.inference.request import Limits
 from mega.core.shard import shard
 
@@ -17,9 +18,6 @@ GIB = 1 << 30
 
 SHARES = {"cuda": 0.85, "cpu": 0.25}
 """Kind of device -> share of the memory that is left which the cache may take."""
-
-BLOCK = 16
-"""Tokens of a block of the cache."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ It knows neither prompts nor flags.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,11 +18,12 @@ from mega.core.device import Device
 from mega.core.family import family
 from mega.core.inference.adapters import AdapterChoice, OpenedAdapter, load_adapters
 from mega.core.inference.cache import Blocks
-from mega.core.inference.capacity import BLOCK, cache_blocks, cache_bytes, even_layers, fitting_blocks, wanted_tokens
+from mega.core.inference.capacity import cache_blocks, cache_bytes, even_layers, fitting_blocks, wanted_tokens
 from mega.core.inference.drafts import ModelDrafts
 from mega.core.inference.engine import BatchingEngine, follow
 from mega.core.inference.graphs import MANY
 from mega.core.inference.load import OpenedModel, load_stages, open_model
+from mega.core.inference.options import NGRAM, EngineOptions
 from mega.core.inference.relay import Relay, relay_of
 from mega.core.inference.request import Limits
 from mega.core.inference.speculate import MOST, Drafter, NGrams
@@ -33,40 +33,17 @@ from mega.core.ops.suite import choose, forward_only
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Mesh
 
-NGRAM = "ngram"
+DEFAULT = EngineOptions()
 
 DRAFT_CHUNK = 512
 """Tokens of a draft model's step at the most."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """requests: rows of a decoding step. chunk: most prompt tokens of a step; None: as of chunks.py. cache_tokens: of
-    all in flight; None: what so many requests need at most, or as many as fit. block: tokens of a cache block.
-    batch_invariant: a request's logits are the same to the bit whatever else is in flight, in steps of exactly `tile`
-    tokens. vocab: ids below this are chosen; None: any of the model's. graphs: of steps; None: on a CUDA device.
-    fp8_weights: linear layers of the blocks keep theirs in 8 bits. ahead: steps that are given to the device before the
-    results of those before are taken; None: on a CUDA device one, and one for every pipeline stage after the first.
-    speculate: "ngram", or the directory of a small model that guesses tokens ahead; None: nothing is guessed."""
-
-    requests: int = 64
-    chunk: int | None = None
-    cache_tokens: int | None = None
-    block: int = BLOCK
-    batch_invariant: bool = False
-    tile: int = 32
-    vocab: int | None = None
-    graphs: bool | None = None
-    fp8_weights: bool = False
-    ahead: int | None = None
-    speculate: str | None = None
 
 
 def start_engine(
     opened: OpenedModel,
     mesh: Mesh,
     device: Device,
-    options: EngineOptions = EngineOptions(),
+    options: EngineOptions = DEFAULT,
     *,
     dtype: torch.dtype | None = None,
     adapters: Sequence[OpenedAdapter] = (),
@@ -92,7 +69,7 @@ def engine_on(
     stage: Any,
     mesh: Mesh,
     device: Device,
-    options: EngineOptions = EngineOptions(),
+    options: EngineOptions = DEFAULT,
     layers: int | None = None,
     adapters: AdapterChoice | None = None,
     relay: Relay | None = None,
@@ -101,7 +78,7 @@ def engine_on(
 
     layers: most blocks of any stage [the model's]. adapters: its own. relay: of an engine before [a new one].
     """
-    if options.graphs and not device.is_cuda:
+    if options.cuda_graph and not device.is_cuda:
         raise ValueError("--cuda-graph: needs a GPU; valid here: --no-cuda-graph")
     model, size = stage.architecture, options.block
     vocab = min(model.input.vocab, options.vocab or model.input.vocab)
@@ -110,25 +87,25 @@ def engine_on(
         *(stage, mesh, device.torch),
         blocks=blocks,
         block=size,
-        requests=options.requests,
+        requests=options.max_requests,
         tile=options.tile if options.batch_invariant else None,
         vocab=vocab,
         adapters=adapters,
-        graphs=device.is_cuda and options.graphs is not False,
-        most=min(options.chunk or MANY[-1], blocks * size),
+        graphs=device.is_cuda and options.cuda_graph is not False,
+        most=min(options.prefill_chunk or MANY[-1], blocks * size),
     )
     relay = relay or relay_of(mesh)
     if relay is not None and not mesh.model.first:
         follow(worker, relay)
         return None
-    limits = Limits(model.positions, (blocks - 1) * size, options.requests, vocab)
+    limits = Limits(model.positions, (blocks - 1) * size, options.max_requests, vocab)
     ahead = device.is_cuda + mesh.pp.size - 1 if options.ahead is None else options.ahead
     depth, groups = (1, 1) if options.batch_invariant else (1 + ahead, mesh.pp.size)
     return BatchingEngine(
         worker,
         limits,
         Blocks(blocks, size),
-        chunk=options.chunk,
+        chunk=options.prefill_chunk,
         relay=relay,
         depth=depth,
         groups=groups,
@@ -155,16 +132,16 @@ def drafter_of(
     alone = Mesh.at(0)
     ops = forward_only(choose(device.torch, dtype))
     (stage,) = load_stages(opened, alone, device, dtype=dtype, ops=ops)
-    tokens = options.requests * (min(model.positions, small.positions) + MOST)
+    tokens = options.max_requests * (min(model.positions, small.positions) + MOST)
     blocks = min(-(-tokens // options.block), 1 + (options.cache_tokens or tokens) // options.block) + 1
     worker = Worker(
         *(stage, alone, device.torch),
         blocks=blocks,
         block=options.block,
-        requests=options.requests,
+        requests=options.max_requests,
         tile=None,
         vocab=vocab,
-        graphs=device.is_cuda and options.graphs is not False,
+        graphs=device.is_cuda and options.cuda_graph is not False,
         most=DRAFT_CHUNK,
     )
     return ModelDrafts(worker, Blocks(blocks, options.block), DRAFT_CHUNK)
@@ -192,5 +169,5 @@ def _blocks(
     fits = fitting_blocks(left, device.torch.type, token, size) // (1 if device.is_cuda else mesh.world)
     least = torch.tensor(fits, device=device.torch)
     all_reduce(least, mesh.everyone, "min")
-    wanted = wanted_tokens(model, options.requests, options.cache_tokens)
+    wanted = wanted_tokens(model, options.max_requests, options.cache_tokens)
     return cache_blocks(wanted, int(least), size, asked=options.cache_tokens is not None)

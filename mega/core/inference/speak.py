@@ -30,7 +30,8 @@ from mega.core.inference.load import (
     text_ends,
     trained_on_conversations,
 )
-from mega.core.inference.opening import EngineOptions, check_layout, start_engine
+from mega.core.inference.opening import check_layout, start_engine
+from mega.core.inference.options import DecodingLayout, EngineOptions, GenerateOptions
 from mega.core.inference.request import SEEDS, Beam, Engine, Request, RequestError, Sampling, flag_line
 from mega.core.inference.text_stream import TextStream
 from mega.core.parallel.mesh import Mesh
@@ -47,30 +48,28 @@ ASK = "Context prompt (stop to exit) >>> "
 
 @dataclass(frozen=True, kw_only=True)
 class SpeechPlan:
-    """What is generated, and with what. prompt: None with `input`, `samples` or `interactive`. input: a file of
-    prompts, JSON where it ends in .jsonl, else a line each; output: None is standard output. samples: texts from the
-    beginning of a document; unconditional: their rows have all_text and id, too. beams: 0 samples. tokenizer: options
-    of another than the model's own. adapters: where they lie, by name; the first is gone by where a prompt of `input`
-    names none."""
+    """What is generated, and with what. interactive: prompts are asked for at the
+    terminal. tokenizer: options of another than the model's own. adapters: their directories, by name; the first is
+    used where a prompt of --input names none."""
 
-    load: Path
-    tokens: int
-    prompt: str | None = None
-    input: Path | None = None
-    output: Path | None = None
-    samples: int = 0
-    unconditional: bool = False
+    texts: GenerateOptions
+    layout: DecodingLayout = field(default_factory=DecodingLayout)
+    engine: EngineOptions = field(default_factory=EngineOptions)
     interactive: bool = False
     sampling: Sampling = field(default_factory=Sampling)
-    beams: int = 0
-    length_penalty: float = 1.0
     tokenizer: Mapping[str, Any] = field(default_factory=dict)
     adapters: Mapping[str, Path] = field(default_factory=dict)
-    engine: EngineOptions = field(default_factory=EngineOptions)
-    tp: int = 1
-    pp: int = 1
-    dtype: str | None = None
-    device: str = "auto"
+
+    @property
+    def load(self) -> Path:
+        """The model's directory."""
+        assert self.texts.load is not None
+        return self.texts.load
+
+    @property
+    def length_penalty(self) -> float:
+        """Of beams."""
+        return 1.0 if self.texts.length_penalty is None else self.texts.length_penalty
 
 
 class AskedText(NamedTuple):
@@ -97,7 +96,7 @@ def open_speech(plan: SpeechPlan) -> Speech:
     Errors: ValueError naming flag, file or line.
     """
     opened = open_model(plan.load)
-    check_layout(opened.model, plan.tp, plan.pp)
+    check_layout(opened.model, plan.layout.tp, plan.layout.pp)
     adapters = open_adapters(plan.adapters, opened)
     tokenizer = build(**plan.tokenizer) if plan.tokenizer else opened.tokenizer()
     if plan.tokenizer:
@@ -116,7 +115,7 @@ def open_speech(plan: SpeechPlan) -> Speech:
             "answers by its chat template",
             file=sys.stderr,
         )
-    prompts = [] if plan.input is None else list(_prompts(plan.input, tuple(plan.adapters)))
+    prompts = [] if plan.texts.input is None else list(_prompts(plan.texts.input, tuple(plan.adapters)))
     for line in _prompt_notes(plan, opened, tokenizer, prompts):
         print(f"mega: {line}", file=sys.stderr)
     return Speech(opened, adapters, tokenizer, _ends(opened, adapters, tokenizer), prompts)
@@ -126,12 +125,13 @@ def _prompt_notes(
     plan: SpeechPlan, opened: OpenedModel, tokenizer: Tokenizer, prompts: Sequence[AskedText]
 ) -> Iterator[str]:
     """Lines for the user on prompts that spell special tokens, and on a text that the model cannot see as a whole."""
-    spelled, texts = Spelled(tokenizer.special_tokens()), [each.text for each in prompts] or [plan.prompt or ""]
+    spelled, texts = Spelled(tokenizer.special_tokens()), [each.text for each in prompts] or [plan.texts.prompt or ""]
     if (name := next((found for text in texts if (found := spelled.first_in(text)) is not None), None)) is not None:
         yield f"a prompt spells special tokens such as {name}, which are text; mega serve has parse_special_tokens"
     longest = opened.architecture.positions
-    if plan.prompt is not None and not plan.beams and plan.tokens > longest:
-        yield f"--tokens {plan.tokens}: the model has {longest} positions; beyond these it sees the last ones alone"
+    asked = plan.texts
+    if asked.prompt is not None and not asked.beams and asked.tokens > longest:
+        yield f"--tokens {asked.tokens}: the model has {longest} positions; beyond these it sees the last ones alone"
 
 
 def _ends(
@@ -174,9 +174,9 @@ def _prompts(path: Path, adapters: Sequence[str]) -> Iterator[AskedText]:
 def speak(plan: SpeechPlan) -> int:
     """This rank's part. Errors: ValueError naming flag, file or tensor; LostRank."""
     opened, adapters, tokenizer, stop_ids, prompts = open_speech(plan)
-    world, device, groups = connect(plan.device)
-    mesh = Mesh(world.rank, tp=plan.tp, pp=plan.pp, groups=groups)
-    dtype = compute_dtype(opened, device, plan.dtype)
+    world, device, groups = connect(plan.layout.device)
+    mesh = Mesh(world.rank, tp=plan.layout.tp, pp=plan.layout.pp, groups=groups)
+    dtype = compute_dtype(opened, device, plan.layout.dtype)
     options = replace(plan.engine, vocab=tokenizer.vocab_size)
     engine = start_engine(opened, mesh, device, options, dtype=dtype, adapters=adapters)
     if engine is None:
@@ -186,13 +186,13 @@ def speak(plan: SpeechPlan) -> int:
     speaker = Speaker(engine, tokenizer, plan, stop_ids, opened.digest)
     if plan.interactive:
         speaker.converse()
-    elif plan.input is not None or plan.samples:
-        speaker.answer_all([AskedText("", speaker.adapter)] * plan.samples or prompts)
+    elif plan.texts.input is not None or plan.texts.num_samples:
+        speaker.answer_all([AskedText("", speaker.adapter)] * plan.texts.num_samples or prompts)
     else:
-        if plan.prompt is None:
+        if plan.texts.prompt is None:
             print("no terminal to ask at: one text from an empty prompt; see --prompt, --input", file=sys.stderr)
         try:
-            speaker.continue_one(plan.prompt or "", sys.stdout)
+            speaker.continue_one(plan.texts.prompt or "", sys.stdout)
         except RequestError as error:
             raise ValueError(flag_line(error)) from None
     engine.close()
@@ -230,14 +230,14 @@ class Speaker:
         """Print a prompt and its continuation as it comes, until that is stopped; how many tokens it has."""
         plan, ids, count = self.plan, self.ids(prompt), 0
         print(prompt, end="", flush=True, file=out)
-        if plan.beams:
+        if plan.texts.beams:
             (best, *_), _ = self._beams(ids)
             print(self.text(AskedText(prompt, self.adapter), ids, best.ids), file=out)
             return len(best.ids)
         # Decoders drop the blank in front of a text's first piece. After an empty prompt the first new piece is that.
         stream = TextStream(self.tokenizer, ids if prompt else [])
         ends = self.stop_ids[self.adapter]
-        made = generate(self.engine, ids, plan.tokens, plan.sampling, stop_ids=ends, adapter=self.adapter)
+        made = generate(self.engine, ids, plan.texts.tokens, plan.sampling, stop_ids=ends, adapter=self.adapter)
         for token in made:
             count += 1
             if token not in ends:
@@ -269,10 +269,10 @@ class Speaker:
         how = plan.sampling if seed is None else replace(plan.sampling, seed=_wrapped(seed + number))
         return Request(
             prompt=tuple(ids),
-            tokens=min(plan.tokens, longest - len(ids)),
+            tokens=min(plan.texts.tokens, longest - len(ids)),
             sampling=how,
             stop_ids=self.stop_ids[adapter],
-            beams=plan.beams,
+            beams=plan.texts.beams,
             length_penalty=plan.length_penalty,
             adapter=adapter,
         )
@@ -281,12 +281,12 @@ class Speaker:
         """Continue all prompts, many together; one JSON line each, in their order. Rows in a file come block by block,
         and an interrupted call resumes after the last block."""
         requests = list(self._requests(prompts))
-        if self.plan.output is None:
+        if self.plan.texts.output is None:
             for begin in range(0, len(prompts), BLOCK):
                 for row in self._rows(prompts[begin : begin + BLOCK], requests[begin : begin + BLOCK], begin):
                     print(json.dumps(row, ensure_ascii=False))
             return
-        file = AnswerFile(self.plan.output, self._about(prompts))
+        file = AnswerFile(self.plan.texts.output, self._about(prompts))
         for begin in range(file.done, len(prompts), BLOCK):
             file.add(self._rows(prompts[begin : begin + BLOCK], requests[begin : begin + BLOCK], begin))
         file.close()
@@ -296,8 +296,9 @@ class Speaker:
         plan, texts = self.plan, hashlib.sha256()
         for prompt in prompts:
             texts.update(json.dumps(prompt).encode())
-        names = ("tokens", "sampling", "beams", "length_penalty", "tokenizer", "adapters", "unconditional")
-        return {name: getattr(plan, name) for name in names} | {"model": self.digest, "prompts": texts.hexdigest()}
+        about = {name: getattr(plan, name) for name in ("sampling", "length_penalty", "tokenizer", "adapters")}
+        about |= {name: getattr(plan.texts, name) for name in ("tokens", "beams", "unconditional")}
+        return about | {"model": self.digest, "prompts": texts.hexdigest()}
 
     def _requests(self, prompts: Sequence[AskedText]) -> Iterator[Request]:
         """Errors: ValueError naming the line of a prompt that cannot be continued."""
@@ -305,7 +306,7 @@ class Speaker:
             try:
                 yield self._request(self.ids(prompt.text), number, prompt.adapter)
             except RequestError as error:
-                where = f"--input {self.plan.input}:{number + 1}: " if self.plan.input is not None else ""
+                where = f"--input {self.plan.texts.input}:{number + 1}: " if self.plan.texts.input is not None else ""
                 raise ValueError(f"{where}{flag_line(error)}") from None
 
     def _rows(self, prompts: Sequence[AskedText], requests: Sequence[Request], begin: int) -> list[dict[str, Any]]:
@@ -328,7 +329,7 @@ class Speaker:
             row = {"prompt": prompt.text, "text": text, "finish": ends[number], "tokens": len(new[number])}
             if self.plan.adapters:
                 row["adapter"] = prompt.adapter
-            if self.plan.unconditional:
+            if self.plan.texts.unconditional:
                 row |= {"all_text": prompt.text + text, "id": begin + number}
             rows.append(row)
         return rows
@@ -353,7 +354,7 @@ class Speaker:
                     continue
                 began = time.monotonic()
                 try:
-                    with _noting_ctrl_c(self.plan.tp * self.plan.pp == 1) as stopped:
+                    with _noting_ctrl_c(self.plan.layout.tp * self.plan.layout.pp == 1) as stopped:
                         count = self.continue_one(prompt, console.file, stopped)  # type: ignore[arg-type]
                 except RequestError as error:
                     console.print(f"\n{flag_line(error)}", markup=False)

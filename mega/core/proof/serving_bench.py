@@ -9,7 +9,6 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from mega.core.architecture import architecture
 from mega.core.architecture.words import size_words
@@ -19,11 +18,13 @@ from mega.core.files import whole_file
 from mega.core.inference.capacity import even_layers
 from mega.core.inference.engine import BatchingEngine
 from mega.core.inference.load import empty_stage, open_model
-from mega.core.inference.opening import EngineOptions, check_layout, engine_on, start_engine
+from mega.core.inference.opening import check_layout, engine_on, start_engine
+from mega.core.inference.options import EngineOptions
 from mega.core.ops.suite import choose, forward_only
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.weight import initialise
 from mega.core.processes.connect import connect
+from mega.core.proof.options import ServingLoadOptions
 from mega.core.proof.serving import Load, ServingRow, Timing, of_engine, of_server, plot, summary, table, vocabulary
 
 _WARM = 4
@@ -32,13 +33,13 @@ _WARM = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ServingBench:
-    """What is measured. url: a server that runs; else load: a model that lies somewhere; else model: of random weights.
+    """What is measured: the server at serving.url; else load: a checkpoint or foreign weights; else model: of random
+    weights.
 
-    dtype: of --dtype, "fp32" ...; None: as `mega serve`. out: gets a JSON line a rate. picture: an .svg.
+    dtype: of --dtype, "fp32" ...; None: as `mega serve`. out: gets a JSON line a rate.
     """
 
-    loads: tuple[Load, ...]
-    url: str | None = None
+    serving: ServingLoadOptions = field(default_factory=ServingLoadOptions)
     load: str | None = None
     model: ModelConfig | None = None
     engine: EngineOptions = field(default_factory=EngineOptions)
@@ -48,13 +49,19 @@ class ServingBench:
     device: str = "auto"
     backend: str = "auto"
     out: str | None = None
-    picture: Path | None = None
+
+    @property
+    def loads(self) -> tuple[Load, ...]:
+        """One for each rate."""
+        asked = self.serving
+        return tuple(Load(rate, asked.requests, asked.prompt_tokens, asked.new_tokens) for rate in asked.rate or (0.0,))
 
 
 def bench_url(plan: ServingBench) -> int:
     """Measure a server. Errors: ValueError naming flag and address; OSError where none answers."""
-    assert plan.url is not None
-    vocab, url = vocabulary(plan.url), plan.url
+    url = plan.serving.url
+    assert url is not None
+    vocab = vocabulary(url)
     first = plan.loads[0]
     of_server(url, Load(0, _WARM, first.prompt, first.new), vocab)
     _measure(plan, f"{url}, through HTTP", lambda load: of_server(url, load, vocab))
@@ -109,6 +116,6 @@ def _measure(plan: ServingBench, title: str, run: Callable[[Load], Sequence[Timi
         if plan.out is not None:
             with open(plan.out, "a", encoding="utf-8") as file:
                 file.write(json.dumps({**row.fields(), "what": title}) + "\n")
-    if plan.picture is not None:
-        with whole_file(plan.picture) as out:
+    if plan.serving.draw is not None:
+        with whole_file(plan.serving.draw) as out:
             out.write(plot(rows, title).encode())

@@ -12,7 +12,8 @@ from typing import NamedTuple
 from mega.core.device import Device
 from mega.core.inference.generate import generate, losses
 from mega.core.inference.load import load_model, open_model
-from mega.core.inference.opening import EngineOptions, engine_on
+from mega.core.inference.opening import engine_on
+from mega.core.inference.options import EngineOptions
 from mega.core.inference.request import Sampling
 from mega.core.parallel.mesh import Mesh
 from mega.core.quickstart.corpus import Document
@@ -43,7 +44,7 @@ def verdict(checkpoint: Path, document: Document, train: Path) -> Verdict:
     assert tokenizer.eod is not None
     ids = [tokenizer.eod, *tokenizer.encode(document.text)]
     how = Sampling(temperature=0.8, top_k=50, seed=0)
-    options = EngineOptions(requests=1, vocab=tokenizer.vocab_size)
+    options = EngineOptions(max_requests=1, vocab=tokenizer.vocab_size)
     engine = engine_on(stage, Mesh.at(0), Device.choose("cpu"), options)
     assert engine is not None
     sampled = list(generate(engine, ids[: PROMPT + 1], SAMPLED, how, stop_ids=frozenset({tokenizer.eod})))

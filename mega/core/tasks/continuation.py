@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mega.core.device import Device
-from mega.core.inference.opening import EngineOptions, engine_on
+from mega.core.inference.opening import engine_on
+from mega.core.inference.options import EngineOptions
 from mega.core.inference.relay import Relay
 from mega.core.inference.request import Engine, Request, Sampling
 from mega.core.parallel.collectives import gather_json
@@ -43,7 +44,7 @@ def continue_prompts(
     if mesh.cp.size > 1:
         raise ValueError(f"--cp {mesh.cp.size}: must be 1 where text is generated")
     own = range(mesh.dp.index, len(prompts), mesh.dp.size)
-    options = EngineOptions(requests=max(1, min(AT_ONCE, -(-len(prompts) // mesh.dp.size))), vocab=known)
+    options = EngineOptions(max_requests=max(1, min(AT_ONCE, -(-len(prompts) // mesh.dp.size))), vocab=known)
     engine, found = engine_on(stage, mesh, device, options, layers, relay=relay), dict[str, list[int]]()
     if engine is not None:  # the first rank of a replica; the others have followed it to its end
         try:

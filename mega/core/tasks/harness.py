@@ -46,6 +46,7 @@ from mega.core.tasks.model import (
     open_here,
     tokenizer_of,
 )
+from mega.core.tasks.options import HarnessOptions
 from mega.core.tasks.rows import JudgedRow, all_greedy, batch_of, nll_of
 from mega.core.tasks.task import shares
 from mega.core.text.tokenizer import Tokenizer
@@ -54,22 +55,6 @@ MOST_NEW_TOKENS = 256
 """Of an answer, where a task does not say: the harness's own number."""
 TURNS = 16
 """Of microbatches on every rank, between two moments at which answers are kept."""
-
-
-@dataclass(frozen=True)
-class HarnessOptions:
-    """Flags of `mega eval` that the harness is given."""
-
-    tasks: tuple[str, ...]
-    num_fewshot: int | None = None
-    include_path: str | None = None
-    limit: int | None = None
-    log_samples: bool = False
-    apply_chat_template: bool = False
-
-    def __post_init__(self) -> None:
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"--limit {self.limit}: must be at least 1")
 
 
 @dataclass(frozen=True)

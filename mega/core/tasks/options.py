@@ -8,12 +8,15 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from mega.core.config.compose import nearest
+from mega.core.config.option import COUNT, FROM_0, VerbSection, option
 from mega.core.config.sections import LABELLED
+from mega.core.corpus.scorers import ScorerOptions
+from mega.core.inference.request import sampling_of
 from mega.core.tasks import benchmarks
 from mega.core.text.identity import ALLOW, judge, other_files
 from mega.core.text.tokenizer import Tokenizer
@@ -30,25 +33,79 @@ TASKS = {
 
 
 @dataclass(frozen=True)
-class TaskOptions:
-    """The flags of `mega eval` that decide what is scored; each is named as it is typed. None: not given."""
+class TaskOptions(VerbSection):
+    """What is scored, and how. A benchmark is made from this."""
 
-    task: str
-    valid_data: tuple[str, ...]
-    overlapping_eval: int | None = None
-    strict_lambada: bool = False
-    detokenizer: str | None = None
-    context_window: int | None = None
-    json_key: str = "text"
-    random_windows: int | None = None
-    limit: int | None = None
+    title: ClassVar[str] = "Benchmark"
+
+    task: str = option("", "lambada, ppl of a corpus, wikitext103, toxicity, mnli, qqp or race")
+    valid_data: tuple[str, ...] = option(
+        (), "what is scored: one file, of ppl also token files' prefix; several of labels"
+    )
+    overlapping_eval: int | None = option(None, "how far windows are apart [wikitext103: 32; ppl: --seq-length]")
+    strict_lambada: bool = option(False, "the last word must be right, not only the last token")
+    detokenizer: Literal["wiki", "ptb", "fairseq", "none"] | None = option(
+        None, "how wikitext103 becomes plain text [by the file's path]"
+    )
+    context_window: int | None = option(None, "score wikitext103 as fairseq does, with so many tokens seen (992)")
+    json_key: str = option("text", "the text's key in JSON lines", megatron="--json-keys")
+    random_windows: int | None = option(None, "of ppl, score so many windows drawn at random")
+    limit: int | None = option(None, "score only the first so many examples")
     seed: int = 1234
+    """Of what is drawn at random: the run's."""
 
     def __post_init__(self) -> None:
         for name in ("overlapping_eval", "context_window", "random_windows", "limit"):
             value = getattr(self, name)
             if value is not None and value < (name != "context_window"):
                 raise ValueError(f"{flag(name)} {value}: must be at least {int(name != 'context_window')}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions(VerbSection):
+    """Where the result is written; a vote of several models; tasks by the names of Megatron-LM v1."""
+
+    title: ClassVar[str] = "Result"
+
+    json: str | None = option(None, "file of the result [eval-TASK.json here]")
+    ensemble: tuple[str, ...] = option((), "of mnli, qqp and race: predictions of several models instead of a model")
+    cloze_eval: bool = option(False, "Megatron-LM v1's --task lambada")
+    webtext_eval: bool = option(False, "Megatron-LM v1's --task ppl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarnessOptions(VerbSection):
+    """Tasks of lm-eval."""
+
+    title: ClassVar[str] = "Tasks of lm-eval"
+
+    tasks: tuple[str, ...] = option((), "tasks of lm-eval instead, such as hellaswag,gsm8k")
+    num_fewshot: int | None = option(None, "of --tasks: examples in front of a question", within=FROM_0)
+    include_path: str | None = option(None, "of --tasks: a directory of more task files")
+    apply_chat_template: bool = option(False, "of --tasks: ask in the form of the model's conversations")
+    log_samples: bool = option(False, "of --tasks: keep every question and answer in --json")
+    limit: int | None = None
+    """Score only the first so many examples: --limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToxicityOptions(VerbSection):
+    """Continuations of --task toxicity."""
+
+    title: ClassVar[str] = "Toxicity"
+
+    continuations: int = option(25, "of toxicity: of each prompt", within=COUNT)
+    tokens: int = option(20, "of toxicity: of a continuation", megatron="--out-seq-length", within=COUNT)
+    top_p: float = option(0.9, "of toxicity")
+    temperature: float = option(1.0, "of toxicity")
+    valid_data: str = ""
+    """The file of prompts."""
+    scorer: ScorerOptions = field(default_factory=ScorerOptions)
+    limit: int | None = None
+    """Score only the first so many prompts: --limit."""
+
+    def __post_init__(self) -> None:
+        sampling_of(temperature=self.temperature, top_p=self.top_p, seed=0)
 
 
 OWN = {

@@ -26,7 +26,7 @@ import torch
 from mega import __version__
 from mega.core.config.compose import GivenOptions
 from mega.core.config.run import RunConfig
-from mega.core.corpus.scorers import ScorerOptions, Scores, make_scorer, scored
+from mega.core.corpus.scorers import Scores, make_scorer, scored
 from mega.core.device import Device
 from mega.core.files import whole_file
 from mega.core.inference.request import sampling_of
@@ -43,6 +43,7 @@ from mega.core.tasks.model import (
     open_here,
     tokenizer_of,
 )
+from mega.core.tasks.options import ToxicityOptions
 from mega.core.untrusted import parse_json
 
 TOXIC = 0.5
@@ -57,26 +58,6 @@ class ToxicityPrompt(NamedTuple):
 
     text: str
     toxicity: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ToxicityOptions:
-    """continuations: of each prompt. tokens: of a continuation at most. kept: file of all continuations, or None."""
-
-    valid_data: str
-    scorer: ScorerOptions
-    continuations: int = 25
-    tokens: int = 20
-    top_p: float = 0.9
-    temperature: float = 1.0
-    limit: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("continuations", "tokens", "limit"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name} {value}: must be at least 1")
-        sampling_of(temperature=self.temperature, top_p=self.top_p, seed=0)
 
 
 @dataclass(frozen=True)

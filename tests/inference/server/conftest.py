@@ -15,8 +15,8 @@ import pytest
 pytest.importorskip("fastapi", reason="needs the extra serve")
 pytest.importorskip("uvicorn", reason="needs the extra serve")
 
+from mega.core.inference.server.options import ServerOptions
 from mega.core.inference.server.run import HttpServer, bind
-from mega.core.inference.server.service import ServerOptions
 from mega.core.text.chat import ChatFormat, chat_format
 from mega.core.text.tokenizer import Tokenizer
 from tests.support.fake_engine import FakeEngine
@@ -114,6 +114,6 @@ def engine() -> FakeEngine:
 @pytest.fixture(scope="module")
 def server(engine: FakeEngine) -> Iterator[Running]:
     tokenizer = ByteTokenizer()
-    options = ServerOptions(name="fake", adapters=("poet",), temperature=1.0, tokens_at_once=1000)
+    options = ServerOptions(name="fake", adapters=("poet",), temperature=1.0, max_tokens_to_oom=1000)
     with serving(engine, tokenizer, options, chat_format("plain", tokenizer)) as running:
         yield running

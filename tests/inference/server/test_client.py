@@ -54,7 +54,7 @@ def test_mega_generate_asks_a_server(server: Running, engine: FakeEngine, capsys
     said = "--temperature 1 --top-k 0 --top-p 1 --seed 0"  # what is typed counts, also where it is the usual value
     assert main([*line.split()[:-6], *said.split()]) == 0
     assert engine.seen[-1].sampling == Sampling(temperature=1.0, top_k=0, top_p=1.0, seed=0)
-    excluded = "--load x;--tp 2;--nproc 2;--dtype fp32;--batch-invariant;--no-cuda-graph;--tokenizer x;--vocab-file x"
-    for flags in (*excluded.split(";"), "--device cpu"):
+    excluded = "--load x;--tp 2;--nproc 2;--dtype fp32;--batch-invariant;--no-cuda-graph;--vocab-file x"
+    for flags in (*excluded.split(";"), "--tokenizer NullTokenizer", "--device cpu"):
         assert main([*line.split(), *flags.split()]) == 2
         assert f"{flags.split()[0]}: excludes --url" in capsys.readouterr().err

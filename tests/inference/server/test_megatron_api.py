@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mega.core.inference.server.service import ServerOptions
+from mega.core.inference.server.options import ServerOptions
 from tests.inference.server.conftest import ANSWER, ByteTokenizer, Running, serving
 from tests.support.fake_engine import FakeEngine
 
@@ -77,7 +77,7 @@ QUIRKS: list[tuple[Any, str]] = [
 @pytest.fixture(scope="module")
 def legacy() -> Any:
     engine = FakeEngine(list(ANSWER.encode()), 256, vocab=300)
-    options = ServerOptions(name="fake", tokens_at_once=1000, legacy_status=True)
+    options = ServerOptions(name="fake", max_tokens_to_oom=1000, legacy_status=True)
     with serving(engine, ByteTokenizer(), options) as running:
         yield running
 

@@ -16,7 +16,7 @@ import pytest
 from mega.core.inference.request import Event, Request
 from mega.core.inference.server.driver import Driver, EngineLost
 from mega.core.inference.server.limits import ServerLimits
-from mega.core.inference.server.service import ServerOptions
+from mega.core.inference.server.options import ServerOptions
 from tests.inference.server.conftest import ANSWER, ByteTokenizer, Running, serving
 from tests.support.fake_engine import FakeEngine
 
@@ -71,7 +71,7 @@ def test_large_and_broken_requests_are_refused(server: Running) -> None:
 
 
 def test_the_queue_is_bounded() -> None:
-    options = ServerOptions(name="fake", limits=ServerLimits(waiting=2))
+    options = ServerOptions(name="fake", limits=ServerLimits(max_waiting=2))
     with serving(fake(seconds=0.02, rows=1), ByteTokenizer(), options) as server, ThreadPoolExecutor(8) as pool:
         body = {**ONCE, "max_tokens": 20}
         replies = list(pool.map(lambda _: server.ask("POST", "/v1/completions", body), range(8)))
@@ -82,7 +82,7 @@ def test_the_queue_is_bounded() -> None:
 
 
 def test_slow_clients_are_sent_away_and_keep_no_one_waiting() -> None:
-    limits = ServerLimits(header_seconds=0.5, body_seconds=0.5, connections=20, write_seconds=0.5)
+    limits = ServerLimits(header_seconds=0.5, body_seconds=0.5, max_connections=20, write_seconds=0.5)
     with serving(fake(), ByteTokenizer(), ServerOptions(name="fake", limits=limits)) as server:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(60)]
@@ -97,7 +97,7 @@ def test_slow_clients_are_sent_away_and_keep_no_one_waiting() -> None:
 
 def test_a_request_that_takes_too_long_is_ended() -> None:
     engine = fake(seconds=0.01)
-    options = ServerOptions(name="fake", limits=ServerLimits(request_seconds=0.2))
+    options = ServerOptions(name="fake", limits=ServerLimits(request_timeout=0.2))
     with serving(engine, ByteTokenizer(), options) as server:
         assert server.ask("POST", "/v1/completions", ONCE).status == 503
         body = server.ask("POST", "/v1/completions", {**ONCE, "stream": True}).body
@@ -108,7 +108,7 @@ def test_a_request_that_takes_too_long_is_ended() -> None:
 
 def test_a_request_is_read_before_newer_connections_take_its_place() -> None:
     """Sent while the server is busy with something else, in front of more connections than it has room for."""
-    options = ServerOptions(name="fake", limits=ServerLimits(connections=16))
+    options = ServerOptions(name="fake", limits=ServerLimits(max_connections=16))
     with serving(fake(), ByteTokenizer(), options) as server, contextlib.ExitStack() as opened:
         blocked, release = threading.Event(), threading.Event()
         assert server.server._loop is not None

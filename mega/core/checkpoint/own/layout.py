@@ -5,46 +5,15 @@ Arithmetic on configs; what the rectangles hold comes later, so the pieces are m
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 
 from mega.core.architecture import inventory, placement
+from mega.core.checkpoint.own.options import Layout as Layout  # plans and their layout come from one place
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece, Tensors
 from mega.core.config.sections import ModelConfig
 from mega.core.shard import shard
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Ranks that files are cut for: `tp` tensor ranks of `pp` stages, each with `chunks` runs of blocks.
-
-    stage_layers: blocks of each global stage, where they are not equal, as of `stage_layers` in plan/layers.py.
-    """
-
-    tp: int = 1
-    pp: int = 1
-    chunks: int = 1
-    stage_layers: tuple[int, ...] = ()
-
-    @property
-    def flags(self) -> dict[str, Any]:
-        """The flags of a conversion that ask for it, with their values."""
-        return {
-            "--target-tensor-parallel-size": self.tp,
-            "--target-pipeline-parallel-size": self.pp,
-            "--chunks": self.chunks,
-            "--stage-layers": self.stage_layers,
-        }
-
-    @property
-    def section(self) -> dict[str, Any]:
-        """What a checkpoint says of it in `config.parallel`."""
-        return {**dataclasses.asdict(self), "stage_layers": list(self.stage_layers)}
-
 
 ONE = Layout()
 """Of one rank."""

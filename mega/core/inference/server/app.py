@@ -125,7 +125,7 @@ async def _until_gone(service: Service, request: Any, work: Awaitable[T]) -> T:
             pass
 
     try:
-        return await until_gone(work, gone, service.options.limits.request_seconds)
+        return await until_gone(work, gone, service.options.limits.request_timeout)
     except (ClientGone, TooLong):
         service.metrics.cancelled.add()
         raise
@@ -194,7 +194,7 @@ async def _stream(service: Service, asked: openai_api.ParsedRequest, running: An
     done = False
     try:
         async with (
-            asyncio.timeout(service.options.limits.request_seconds),
+            asyncio.timeout(service.options.limits.request_timeout),
             aclosing(openai_api.events(service, asked, running)) as events,
         ):
             async for event in events:
@@ -203,7 +203,7 @@ async def _stream(service: Service, asked: openai_api.ParsedRequest, running: An
     except TimeoutError:
         done = True
         service.metrics.cancelled.add()
-        yield _last_event(TooLong(f"no whole answer within {service.options.limits.request_seconds:g} s"))
+        yield _last_event(TooLong(f"no whole answer within {service.options.limits.request_timeout:g} s"))
     except (EngineLost, AnswerFailed) as error:
         done = True
         yield _last_event(error)

@@ -54,7 +54,7 @@ class BoundedConnection(H11Protocol):
         others.count += 1
         others.waiting[self] = None
         self._restart(others.limits.header_seconds, lambda: self._end(_SLOW))
-        if others.count > others.limits.connections:
+        if others.count > others.limits.max_connections:
             next(iter(others.waiting))._end(_FULL)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -84,8 +84,8 @@ class Gate:
         if self._service.draining and path not in _WATCHED:
             return 503, "the server is shutting down"
         length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length[:20]) > self._service.options.limits.body:
-            return 413, f"the body: must be at most {self._service.options.limits.body} bytes"
+        if length.isdigit() and int(length[:20]) > self._service.options.limits.max_body:
+            return 413, f"the body: must be at most {self._service.options.limits.max_body} bytes"
         return None
 
 

@@ -1,8 +1,11 @@
-"""How much is accepted of others, in one place. It knows no route."""
+"""How much is accepted of clients, in one place. It knows no route, and no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
+
+from mega.core.config.option import COUNT, FROM_0, NOT_NEGATIVE, Range, VerbSection, option
 
 MOST_PROMPTS = 128
 """Sequences of one request: Megatron-LM's limit on prompts; prompts x n of OpenAI's routes."""
@@ -21,20 +24,25 @@ HEADER_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerLimits:
-    """body: bytes of one request; bodies: of all that are being read. waiting: sequences that wait for the engine;
-    more get 429. connections: at a time; the one that is idle for longest makes room for another. header_seconds,
-    body_seconds: to send the headers, and the body, of a request. write_seconds: a client that reads nothing for so
-    long is disconnected. request_seconds: from a whole request to its whole answer. drain_seconds: for requests in
-    flight, after SIGTERM."""
+class ServerLimits(VerbSection):
+    """How much a server accepts, and for how long it waits."""
 
-    body: int = 8 << 20
+    title: ClassVar[str] = "Limits"
+
+    max_waiting: int = option(256, "sequences that wait; more get 429", within=FROM_0)
+    max_body: int = option(8 << 20, "bytes of a request", within=Range("at least 1024", lambda value: value >= 1024))
+    max_connections: int = option(1024, "clients at a time", within=COUNT)
+    request_timeout: float = option(
+        600.0, "seconds until a whole answer", within=Range("at least 0.1", lambda value: value >= 0.1)
+    )
+    drain_seconds: float = option(30.0, "for answers in flight, after SIGTERM", within=NOT_NEGATIVE)
     bodies: int = 256 << 20
-    waiting: int = 256
-    connections: int = 1024
+    """Bytes of all requests that are being read."""
     header_seconds: float = 10.0
+    """To send the headers of a request."""
     body_seconds: float = 30.0
+    """To send the body of a request."""
     write_seconds: float = 30.0
-    request_seconds: float = 600.0
-    drain_seconds: float = 30.0
+    """A client that reads nothing for this long is disconnected."""
     idle_seconds: float = 60.0
+    """A connection without a request is closed after this."""

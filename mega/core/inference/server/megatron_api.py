@@ -225,8 +225,8 @@ async def requests(service: Service, given: MegatronRequest) -> tuple[list[Reque
         tokens = min(tokens, service.longest - longest)
     if longest + tokens > service.longest:
         raise Refused("Length of prompt + tokens_to_generate longer than allowed")
-    if (size := len(prompts) * (longest + tokens)) > service.options.tokens_at_once:
-        raise Refused(f"Too many tokens.  {size} is greater than {service.options.tokens_at_once}")
+    if (size := len(prompts) * (longest + tokens)) > service.options.max_tokens_to_oom:
+        raise Refused(f"Too many tokens.  {size} is greater than {service.options.max_tokens_to_oom}")
     ends, pair = _ends(service, given)
     mask = _no_newline(tokenizer, service.driver.engine.limits.vocab) if given.prevent_newline_after_colon else None
     made = []

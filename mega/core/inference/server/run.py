@@ -24,7 +24,8 @@ from mega.core.inference.server.app import make_app
 from mega.core.inference.server.connections import protocol
 from mega.core.inference.server.driver import Driver
 from mega.core.inference.server.limits import HEADER_BYTES, ServerLimits
-from mega.core.inference.server.service import Manner, ServerOptions, Service
+from mega.core.inference.server.options import ServerOptions
+from mega.core.inference.server.service import Manner, Service
 from mega.core.text.chat import ChatFormat
 from mega.core.text.tokenizer import Tokenizer
 
@@ -49,7 +50,7 @@ class HttpServer:
         self._stop: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.engine, self.options = engine, options
-        self.driver = Driver(engine, options.limits.waiting, self._fail)
+        self.driver = Driver(engine, options.limits.max_waiting, self._fail)
         self.service = Service(self.driver, tokenizer, options, chat, manners)
 
     def stop(self) -> None:
@@ -138,7 +139,7 @@ def _config(app: Any, limits: ServerLimits) -> Any:
         access_log=False,
         server_header=False,
         # What a connection has sent is read before so many newer ones have come that it would have to make room.
-        backlog=max(1, min(128, limits.connections // 8)),
+        backlog=max(1, min(128, limits.max_connections // 8)),
         h11_max_incomplete_event_size=HEADER_BYTES,
         timeout_keep_alive=int(limits.idle_seconds),
         timeout_graceful_shutdown=3,

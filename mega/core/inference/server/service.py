@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from mega.core.inference.load import text_ends
@@ -17,8 +17,8 @@ from mega.core.inference.request import Allowed, Request, RequestError, Sampling
 from mega.core.inference.server.constrain import Grammars
 from mega.core.inference.server.driver import Driver, Ticket
 from mega.core.inference.server.fields import BadField
-from mega.core.inference.server.limits import ServerLimits
 from mega.core.inference.server.metrics import Metrics
+from mega.core.inference.server.options import ServerOptions
 from mega.core.inference.server.session import Continuation
 from mega.core.text.chat import ChatFormat
 from mega.core.text.special import Spelled
@@ -33,32 +33,6 @@ _SHORT = 1 << 10
 """Characters of a text up to which it is encoded on the thread that answers."""
 _LARGE = 1 << 16
 """Bytes of JSON from which on they are read on another thread than the one that answers."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerOptions:
-    """name: of the model, as clients ask for it. no_chat: why it does not converse. adapters: names of LoRA adapters.
-    token: without it only health and the page are answered. stop_ids: of the model, in addition to its tokenizer's
-    end. temperature ... seed: where a request says nothing. longest: tokens of prompt and answer together.
-    tokens_at_once: of one request of Megatron-LM's route, padded (its --max-tokens-to-oom). parse_special_tokens: of
-    the text of a completion's prompt, where a request says nothing. log_prompts: print each request. legacy_status:
-    Megatron-LM's 200 with an error in it."""
-
-    name: str
-    no_chat: str = "the model has no chat template"
-    adapters: tuple[str, ...] = ()
-    token: str | None = None
-    stop_ids: frozenset[int] = frozenset()
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int | None = None
-    longest: int | None = None
-    tokens_at_once: int = 12000
-    parse_special_tokens: bool = False
-    log_prompts: bool = False
-    legacy_status: bool = False
-    limits: ServerLimits = field(default_factory=ServerLimits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +60,7 @@ class Service:
         self.driver, self.tokenizer, self.options, self.chat = driver, tokenizer, options, chat
         self.manners = dict(manners or {})
         limits = driver.engine.limits
-        self.longest = min(limits.longest, options.longest or limits.longest)
+        self.longest = min(limits.longest, options.max_length or limits.longest)
         self.known = min(limits.vocab, tokenizer.vocab_size)
         self.metrics, self.grammars = Metrics(), Grammars(tokenizer, limits.vocab)
         self.started = time.time()
@@ -121,15 +95,15 @@ class Service:
                 size = 0
                 async for part in request.stream():
                     size += len(part)
-                    if size <= self.options.limits.body:
+                    if size <= self.options.limits.max_body:
                         data += part
                         self.body_bytes += len(part)
                     # What is too much is read without being kept: a client that still writes would not read why.
-                    elif size > _DISCARDED * self.options.limits.body:
+                    elif size > _DISCARDED * self.options.limits.max_body:
                         break
                     self._check_bodies()
-            if size > self.options.limits.body:
-                raise BadField(None, f"the body: must be at most {self.options.limits.body} bytes", 413)
+            if size > self.options.limits.max_body:
+                raise BadField(None, f"the body: must be at most {self.options.limits.max_body} bytes", 413)
             if len(data) > _LARGE:
                 return await self.off_loop(parse_json, bytes(data), "the body")
             return parse_json(bytes(data), "the body")

@@ -22,9 +22,11 @@ from mega.core.inference.adapters import OpenedAdapter, open_adapters
 from mega.core.inference.capacity import Capacity, cache_bytes, even_layers, weight_bytes
 from mega.core.inference.identity import adapter_template, check_adapter_tokenizer, chosen_template
 from mega.core.inference.load import OpenedModel, check_tokenizer, compute_dtype, declared_ends, open_model
-from mega.core.inference.opening import EngineOptions, start_engine
+from mega.core.inference.opening import start_engine
+from mega.core.inference.options import DecodingLayout, EngineOptions
+from mega.core.inference.server.options import ListenOptions, ServedModel, ServerOptions
 from mega.core.inference.server.run import HttpServer, bind, raise_file_limit
-from mega.core.inference.server.service import Manner, ServerOptions
+from mega.core.inference.server.service import Manner
 from mega.core.parallel.mesh import Mesh
 from mega.core.processes.connect import connect, keep_asking
 from mega.core.processes.signals import STOPPING
@@ -39,21 +41,14 @@ _SWITCH_SECONDS = 0.001
 
 @dataclass(frozen=True, kw_only=True)
 class ServePlan:
-    """What is served where. dtype: to compute in; None: fp32 on a CPU, else the weights' own. timeout_minutes: for how
-    long a rank may not answer. template: a name of TEMPLATES, or a Jinja file; None: the model's own. adapters: where
-    those of the options' names lie."""
+    """What is served where. path: of the model. adapters: the directories of the options' adapters, by name."""
 
     path: str
+    listen: ListenOptions = field(default_factory=ListenOptions)
+    model: ServedModel = field(default_factory=ServedModel)
+    layout: DecodingLayout = field(default_factory=DecodingLayout)
+    engine: EngineOptions = field(default_factory=EngineOptions)
     options: ServerOptions
-    engine: EngineOptions
-    host: str = "127.0.0.1"
-    port: int = 5000
-    tp: int = 1
-    pp: int = 1
-    dtype: str | None = None
-    device: str = "auto"
-    timeout_minutes: float = 10
-    template: str | None = None
     adapters: Mapping[str, Path] = field(default_factory=dict)
 
 
@@ -76,7 +71,9 @@ def serve_rank(plan: ServePlan) -> int:
     """This rank's part, until the server is asked to stop. Exit code 0; errors: those of loading, and of the engine."""
     began = time.monotonic()
     first = world_from_env().rank == 0
-    listening = bind(plan.host, plan.port) if first else None  # a port that is taken is known before minutes of loading
+    listening = (
+        bind(plan.listen.host, plan.listen.port) if first else None
+    )  # a port that is taken is known before minutes of loading
     if not first:
         for number in STOPPING:  # rank 0 ends the others when it has drained
             signal.signal(number, signal.SIG_IGN)
@@ -92,10 +89,10 @@ def serve_rank(plan: ServePlan) -> int:
     whole = Manner(chat=chat, no_chat=no_chat or plan.options.no_chat, stop_ids=stop_ids)
     vocab = opened.architecture.input.vocab
     manners = {each.name: _manner(each, whole, tokenizer, vocab) for each in adapters if first}
-    world, device, groups = connect(plan.device, timeout_minutes=plan.timeout_minutes)
+    world, device, groups = connect(plan.layout.device, timeout_minutes=plan.listen.timeout_minutes)
     keep_asking()
-    mesh = Mesh(world.rank, tp=plan.tp, pp=plan.pp, groups=groups)
-    dtype = compute_dtype(opened, device, plan.dtype)
+    mesh = Mesh(world.rank, tp=plan.layout.tp, pp=plan.layout.pp, groups=groups)
+    dtype = compute_dtype(opened, device, plan.layout.dtype)
     options = replace(plan.engine, vocab=tokenizer.vocab_size)
     engine = start_engine(opened, mesh, device, options, dtype=dtype, adapters=adapters)
     if engine is None:
@@ -104,7 +101,7 @@ def serve_rank(plan: ServePlan) -> int:
     loaded = time.monotonic()
     warm = f", warmed up in {engine.warm_up():.1f} s" if device.is_cuda else ""
     sys.setswitchinterval(_SWITCH_SECONDS)
-    limits = replace(plan.options.limits, connections=raise_file_limit(plan.options.limits.connections))
+    limits = replace(plan.options.limits, max_connections=raise_file_limit(plan.options.limits.max_connections))
     answers = replace(plan.options, limits=limits, stop_ids=stop_ids, no_chat=whole.no_chat)
     server = HttpServer(engine, tokenizer, answers, chat, manners)
     keep_asking(lambda line: server.driver.lose(TimeoutError(line)))
@@ -122,10 +119,10 @@ def serve_rank(plan: ServePlan) -> int:
 def _chat(plan: ServePlan, opened: OpenedModel, tokenizer: Tokenizer) -> tuple[ChatFormat | None, str | None]:
     """The template that was asked for, or the model's. A bad one of the model's is reported, there is no chat, and
     requests are told why."""
-    if plan.template is not None:
-        for line in chosen_template("serve", opened, opened.path, plan.template).notes:
+    if plan.model.chat_template is not None:
+        for line in chosen_template("serve", opened, opened.path, plan.model.chat_template).notes:
             print(f"mega: {line}", file=sys.stderr)
-        return chat_format(plan.template, tokenizer, seconds=_RENDER_SECONDS), None
+        return chat_format(plan.model.chat_template, tokenizer, seconds=_RENDER_SECONDS), None
     try:
         own = opened.chat_template()
         return None if own is None else ChatFormat(own, tokenizer, "the chat template", seconds=_RENDER_SECONDS), None
@@ -156,16 +153,16 @@ def _lines(plan: ServePlan, opened: OpenedModel, dtype: torch.dtype, about: str,
     """What was loaded, and how many requests of how many tokens fit, as `mega memory-estimate --serve` has it."""
     model, service, limits = opened.architecture, server.service, server.engine.limits
     fp8 = plan.engine.fp8_weights
-    weights = max(weight_bytes(opened.model, dtype.itemsize, tp=plan.tp, pp=plan.pp, fp8_weights=fp8))
-    layers = max(even_layers(len(model.layers), plan.pp))
-    token = cache_bytes(model, dtype.itemsize, tp=plan.tp, layers=layers)
+    weights = max(weight_bytes(opened.model, dtype.itemsize, tp=plan.layout.tp, pp=plan.layout.pp, fp8_weights=fp8))
+    layers = max(even_layers(len(model.layers), plan.layout.pp))
+    token = cache_bytes(model, dtype.itemsize, tp=plan.layout.tp, layers=layers)
     held = Capacity(limits, weights, (limits.cache + plan.engine.block) * token)
     chat = "chat by the model's template" if service.chat is not None else "no chat template"
     adapters = server.options.adapters
     return [
         f"{opened.path}: {size_words(model)}, {service.tokenizer.kind} of {service.tokenizer.vocab_size}, {about}",
         *held.lines(service.longest),
-        f"{server.options.limits.waiting} more may wait; {chat}",
+        f"{server.options.limits.max_waiting} more may wait; {chat}",
         *([f"adapters, by name as the model: {', '.join(adapters)}"] if adapters else []),
     ]
 

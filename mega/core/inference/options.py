@@ -1,0 +1,161 @@
+"""How a model decodes, as options that every verb which asks one shares, and those of `mega generate`.
+
+`serve`, `generate` and `bench serve` take the sections here as their flags and TOML tables; the engine takes
+`EngineOptions` itself. No torch: what only a device or a model knows is checked where it is opened.
+"""
+
+# ruff: noqa: RUF009 - every default below is immutable
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from mega.core.config.option import COUNT, FROM_0, VALUE, Range, VerbSection, like, option
+from mega.core.config.sections import ParallelConfig, RuntimeConfig, TokenizerConfig
+
+BLOCK = 16
+"""Tokens of a cache block."""
+
+NGRAM = "ngram"
+"""The value of --speculate that guesses from the text itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodingLayout(VerbSection):
+    """The ranks that decode, what they compute on, and in which precision."""
+
+    title: ClassVar[str] = "Layout"
+
+    tp: int = like(ParallelConfig, "tp", help="tensor-parallel ranks")
+    pp: int = like(ParallelConfig, "pp", help="pipeline stages")
+    dtype: Literal["fp32", "bf16", "fp16"] | None = option(None, "computed in [fp32 on a CPU, else the weights' own]")
+    device: Literal["auto", "cpu", "cuda"] = like(RuntimeConfig, "device", help="where tensors live")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(VerbSection):
+    """How an engine batches, caches and computes."""
+
+    title: ClassVar[str] = "Engine"
+
+    max_requests: int = option(64, "sequences at once; more wait", within=COUNT)
+    prefill_chunk: int | None = option(None, "most prompt tokens of a step [by the device]", within=COUNT)
+    cache_tokens: int | None = option(None, "of all in flight [what fits]", within=COUNT)
+    batch_invariant: bool = option(False, "an answer does not depend, to the bit, on what else is in flight")
+    cuda_graph: bool | None = option(None, "a GPU computes by recorded graphs [on]")
+    fp8_weights: bool = option(False, "linear layers keep their weights in 8 bits, a scale an output")
+    speculate: str | None = option(
+        None, "guess tokens ahead from the text itself or by a small model [off]", metavar="ngram|DIR"
+    )
+    block: int = BLOCK
+    """Tokens of a cache block."""
+    tile: int = 32
+    """Tokens of every step where `batch_invariant`."""
+    vocab: int | None = None
+    """Ids below this are chosen; None: any of the model's."""
+    ahead: int | None = None
+    """Steps that are given to the device before the results of those before are taken; None: on a CUDA device one, and
+    one for every pipeline stage after the first."""
+
+    def check(self, device: str = "auto", adapter: Collection[str] = ()) -> None:
+        """Errors: ValueError naming flags that exclude each other, or a model that does not exist."""
+        others = {"--batch-invariant": self.batch_invariant, "--adapter": adapter, "--device cpu": device == "cpu"}
+        for flag, given in others.items():
+            if self.cuda_graph and given:
+                raise ValueError(f"--cuda-graph: excludes {flag}")
+
+    def check_speculation(self) -> None:
+        """Errors: ValueError where there is no such model, or steps of one size are asked for."""
+        if self.speculate is not None and self.batch_invariant:
+            raise ValueError(f"--speculate {self.speculate}: excludes --batch-invariant")
+        if self.speculate is not None and self.speculate != NGRAM and not Path(self.speculate).exists():
+            raise ValueError(f"--speculate {self.speculate}: no such model; valid: ngram, or a model's directory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(VerbSection):
+    """What `mega generate` continues, and where its texts are written."""
+
+    title: ClassVar[str] = "Texts"
+
+    load: Path | None = option(None, "a run's directory (its newest step), one step in it, or others' weights")
+    url: str | None = option(None, "ask a server's PUT /api instead, as of mega serve", metavar="HOST:PORT")
+    prompt: str | None = option(None, "the text to continue [at a terminal asked for, else a new document]")
+    input: Path | None = option(None, "prompts: JSON lines (.jsonl), else one a line", megatron="--sample-input-file")
+    output: Path | None = option(
+        None, "JSON lines of the texts [shown]", megatron=dict.fromkeys(("--sample-output-file", "--genfile"), VALUE)
+    )
+    num_samples: int = option(0, "n new documents, as JSON lines", within=FROM_0)
+    unconditional: bool = option(False, "of --num-samples: rows also have all_text and id, as Megatron-LM's")
+    tokens: int = option(100, "most tokens to add", megatron="--out-seq-length", within=COUNT)
+    beams: int = option(
+        0,
+        "beam search of this width; 0 draws",
+        megatron="--beam-width",
+        within=Range("0 to 128", lambda value: 0 <= value <= 128),
+    )
+    length_penalty: float | None = option(None, "of beams: scores are divided by length ** this [1]")
+    adapter: tuple[str, ...] = option(
+        (), 'adapter; rows of --input may choose by "adapter" [the first]', metavar="NAME=DIR"
+    )
+    nproc: int | None = like(RuntimeConfig, "nproc", help="local ranks to start [tp x pp]")
+    chat_template: str | None = option(None, "refused: mega serve answers by a chat template")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions(VerbSection):
+    """How `mega generate` draws. None is not given: beams draw nothing, and a server has defaults of its own."""
+
+    title: ClassVar[str] = "Sampling"
+
+    temperature: float | None = option(None, "0 takes the likeliest token [1]")
+    greedy: bool = option(False, "as --temperature 0")
+    top_k: int | None = option(None, "draw from the k likeliest [0: off]")
+    top_p: float | None = option(None, "draw from the likeliest that make up p [1: off]")
+    top_p_decay: float | None = option(None, "of top-p by each token [0: off]")
+    top_p_bound: float | None = option(None, "where that decay ends [0]")
+    min_p: float | None = option(None, "least share of the likeliest's chance [0]")
+    repetition_penalty: float | None = option(None, "make tokens of the text less likely; 1 is off [1]")
+    seed: int | None = option(None, "the same seed gives the same text [0]")
+
+    def given(self) -> dict[str, Any]:
+        """What was given, by the names of `Sampling`."""
+        given = {name: value for name, value in asdict(self).items() if value is not None and name != "greedy"}
+        return {**given, "temperature": 0.0} if self.greedy else given
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherTokenizer(VerbSection):
+    """A tokenizer in place of the checkpoint's."""
+
+    title: ClassVar[str] = "Tokenizer"
+
+    tokenizer: str | None = like(TokenizerConfig, "tokenizer", help="kind of tokenizer [the checkpoint's]")
+    tokenizer_model: str | None = like(TokenizerConfig, "tokenizer_model", help="its model file")
+    vocab_file: str | None = like(TokenizerConfig, "vocab_file", help="its vocabulary file")
+    merge_file: str | None = like(TokenizerConfig, "merge_file", help="its BPE merges file")
+    vocab_size: int | None = like(TokenizerConfig, "vocab_size", help="of NullTokenizer, its ids", common=True)
+    null_eod_last: bool = like(
+        TokenizerConfig, "null_eod_last", help="the last of those ids ends a document; else one more does", common=True
+    )
+
+    def described(self) -> dict[str, Any]:
+        """Arguments of `text.build`; none: the model's own tokenizer.
+
+        Errors: ValueError where a file does not exist, or the kind is missing or another.
+        """
+        files = {"tokenizer_model": self.tokenizer_model, "vocab_file": self.vocab_file, "merge_file": self.merge_file}
+        named = {name: value for name, value in files.items() if value is not None}
+        if named and self.tokenizer is None:
+            raise ValueError(f"--{next(iter(named)).replace('_', '-')}: needs --tokenizer, its kind")
+        for name, value in named.items():
+            if not Path(value).exists():
+                raise ValueError(f"--{name.replace('_', '-')} {value}: no such file")
+        if self.tokenizer != "NullTokenizer" and (self.vocab_size is not None or self.null_eod_last):
+            flag = "--null-eod-last" if self.vocab_size is None else "--vocab-size"
+            raise ValueError(f"{flag}: needs --tokenizer NullTokenizer")
+        of_null = {"vocab_size": self.vocab_size, "null_eod_last": self.null_eod_last}
+        return {} if self.tokenizer is None else {"tokenizer": self.tokenizer, **named, **of_null}

@@ -1,0 +1,92 @@
+"""The sections of `mega serve`: where it listens, which model answers, and how. They are what the server takes.
+
+Limits are in limits.py, the engine and its ranks in inference/options.py. No torch.
+"""
+
+# ruff: noqa: RUF009 - every default below is immutable
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from mega.core.config.option import COUNT, Range, VerbSection, like, option
+from mega.core.config.sections import RuntimeConfig
+from mega.core.inference.server.limits import ServerLimits
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListenOptions(VerbSection):
+    """Where a server listens, to whom, and for how long it waits for its ranks."""
+
+    title: ClassVar[str] = "Address"
+
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(
+        5000, "port to listen on; 0 takes a free one", within=Range("0 to 65535", lambda value: 0 <= value <= 65535)
+    )
+    token_file: Path | None = option(None, "file of the token that clients must send [MEGA_TOKEN]")
+    timeout_minutes: float = like(
+        RuntimeConfig,
+        "timeout_minutes",
+        help="give up on a rank that has not answered for so long",
+        within=Range("0.05 to 35000", lambda value: 0.05 <= value <= 35_000),
+    )
+
+    def token(self) -> str | None:
+        """The token of --token-file, or of MEGA_TOKEN. Errors: ValueError for one that is short or cannot be sent."""
+        from mega.core.untrusted import read_limited
+
+        what = f"--token-file {self.token_file}" if self.token_file is not None else "MEGA_TOKEN"
+        text = os.environ.get("MEGA_TOKEN")
+        if self.token_file is not None:
+            text = read_limited(self.token_file, 4096, what).decode("latin-1").strip()
+        if text is None:
+            return None
+        if not 16 <= len(text) <= 1024 or not all("!" <= letter <= "~" for letter in text):
+            raise ValueError(f"{what}: must be 16 to 1024 letters, digits or signs, without blanks")
+        return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel(VerbSection):
+    """The model that answers, its adapters and its chat template."""
+
+    title: ClassVar[str] = "Model"
+
+    load: Path | None = option(None, "a run's directory, one step in it, or others' weights: as CHECKPOINT")
+    adapter: tuple[str, ...] = option(
+        (), "run with --lora-rank, or peft's; clients name it as model", metavar="NAME=DIR"
+    )
+    chat_template: str | None = option(None, "llama2, llama3, chatml, plain or a Jinja file [the model's]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions(VerbSection):
+    """How requests are answered where they do not say it themselves."""
+
+    title: ClassVar[str] = "Answers"
+
+    name: str = option("", "the model's name for clients [its directory's]")
+    max_length: int | None = option(None, "prompt and answer [the model's]", megatron="--out-seq-length", within=COUNT)
+    max_tokens_to_oom: int = option(
+        12000, "tokens of one PUT /api, padded", megatron="--max-tokens-to-oom", within=COUNT
+    )
+    temperature: float = option(1.0, "where a request gives none")
+    top_k: int = option(0, "where a request gives none; 0 is off")
+    top_p: float = option(1.0, "where a request gives none; 1 is off")
+    seed: int | None = option(None, "where a request gives none [another each time]")
+    parse_special_tokens: bool = option(False, "of a completion's prompt: what it spells are tokens, not text")
+    log_prompts: bool = option(False, "print each request, with its prompt")
+    legacy_status: bool = option(False, "PUT /api answers most mistakes with 200, as Megatron-LM does")
+    no_chat: str = "the model has no chat template"
+    """Why the model does not converse."""
+    adapters: tuple[str, ...] = ()
+    """Names of LoRA adapters."""
+    token: str | None = None
+    """Without it only health and the page are answered."""
+    stop_ids: frozenset[int] = frozenset()
+    """Of the model, in addition to its tokenizer's end."""
+    limits: ServerLimits = field(default_factory=ServerLimits)
