@@ -77,10 +77,10 @@ def test_the_blocks_are_found() -> None:
     ("line", "why"),
     [
         ("mega reshard --load-dir a --save-dir b --no-such-flag 1", "--no-such-flag: "),
-        ("mega reshard --load-dir a --save-dir b --tp many", "valid integer"),
+        ("mega reshard --load-dir a --save-dir b --tp many", "must be a whole number"),
         ("mega pretrain --family rnn", "--family rnn: is not a choice"),
         ("mega data verfy a", "verfy"),
-        ("mega reshard --load-dir a", "Missing parameter: save_dir"),
+        ("mega reshard --load-dir a", "--save-dir is missing: give"),
     ],
 )
 def test_a_wrong_line_would_show(line: str, why: str) -> None:
@@ -94,7 +94,7 @@ def test_a_wrong_verb_would_show() -> None:
         test_the_line_parses("mega reshrad --load-dir a --save-dir b")
 
 
-INCOMPLETE = ("Missing parameter", "requires an argument", "needs a value")
+INCOMPLETE = ("Missing parameter", "is missing: give", "requires an argument", "needs a value")
 """What may be wrong with a command that is only named: `mega checkpoint diff`, `mega bench --calibrate`."""
 
 

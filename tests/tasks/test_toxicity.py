@@ -116,11 +116,22 @@ def test_unconditional_texts_resume_where_they_ended(
         patch.setattr(AnswerFile, "add", once)
         with pytest.raises(Killed):
             from mega.commands import generate
+            from mega.core.inference.options import (
+                DecodingLayout,
+                EngineOptions,
+                GenerateOptions,
+                OtherTokenizer,
+                SamplingOptions,
+            )
 
+            out = tmp_path / "cut.jsonl"
             generate.run(
-                load=model, unconditional=True, num_samples=20, tokens=6, device="cpu", batch_invariant=True, seed=5,
-                output=tmp_path / "cut.jsonl",
-            )  # fmt: skip
+                GenerateOptions(load=model, unconditional=True, num_samples=20, tokens=6, output=out),
+                SamplingOptions(seed=5),
+                DecodingLayout(device="cpu"),
+                EngineOptions(batch_invariant=True),
+                OtherTokenizer(),
+            )
     partial = tmp_path / "cut.jsonl.partial"
     assert not (tmp_path / "cut.jsonl").exists()
     with partial.open("a") as file:
