@@ -71,7 +71,7 @@ LOSS = "--loss-normalizer microbatch --no-mask-padded-vocab"
         ),
         (
             "python tasks/main.py --task LAMBADA --valid-data x --load c --strict-lambada --batch-size 8",
-            "mega eval --task lambada --valid-data x --load c --micro-batch 8 --strict-lambada",
+            "mega eval --task lambada --valid-data x --load c --strict-lambada --micro-batch 8",
         ),
         (
             "python tasks/main.py --task MNLI --train-data t --valid-data a b --epochs 5 --keep-last",
@@ -88,12 +88,11 @@ LOSS = "--loss-normalizer microbatch --no-mask-padded-vocab"
         (
             "python tools/checkpoint/util.py --model-type GPT --loader llama2_hf --saver megatron --load-dir a "
             "--save-dir b --target-tensor-parallel-size 2 --tokenizer-model t",
-            "mega convert-llama --to mega --load-dir a --save-dir b --target-tensor-parallel-size 2",
+            "mega convert-llama --to mega --load-dir a --save-dir b --tp 2",
         ),
         (
             "python tools/merge_mp_partitions.py --model-type BERT --tensor-model-parallel-size 2 --load c",
-            "mega reshard --target-tensor-parallel-size 1 --target-pipeline-parallel-size 1 --saver megatron "
-            "--load-dir c --save-dir c-merged",
+            "mega reshard --tp 1 --pp 1 --saver megatron --load-dir c --save-dir c-merged",
         ),
         (
             "python run_text_generation_server.py --tensor-model-parallel-size 8 --load c --top_p 0.9",
