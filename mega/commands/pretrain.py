@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from mega.core.config.run import RunConfig
 from mega.core.config.sections import TokenizerConfig
 from mega.core.config.world import is_first_rank, ranks, world_from_env
+from mega.core.files import url_of
 
 _UNSET = dataclasses.asdict(TokenizerConfig())
 
@@ -113,7 +115,9 @@ def _weights(run: RunConfig) -> Iterator[tuple[str, Any]]:
     """The place of the weights that a run begins with, and what is read of them without their tensors; nothing where
     there are none, or they cannot be read, which is reported where they are loaded."""
     options = run.checkpoint
-    for place in filter(None, (options.save if options.resume == "auto" else options.resume, options.load)):
+    for place in (options.save if options.resume == "auto" else options.resume, options.load):
+        if place is None or (url_of(place) is None and not os.path.exists(place)):
+            continue
         from mega.core.checkpoint.forms.start import open_start
         from mega.core.checkpoint.own.pieces import CheckpointError
 
