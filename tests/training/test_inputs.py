@@ -17,7 +17,7 @@ import pytest
 from mega import cli
 from mega.core.config import check, resolve
 from mega.core.config.compose import compose
-from mega.core.parallel import launch
+from mega.core.processes import launch
 from mega.core.training import inputs
 from tests.support.hugging_face import hf_folder
 

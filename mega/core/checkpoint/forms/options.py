@@ -4,12 +4,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from mega.core.checkpoint.forms.form import targets_of
+from mega.core.checkpoint.forms.form import Verb, targets_of
 from mega.core.config.option import REQUIRED, VerbSection, option
+
+
+class Targets(Collection[str]):
+    """What a verb can write now: forms may be registered after this file was read."""
+
+    def __init__(self, verb: Verb) -> None:
+        self._verb = verb
+
+    def __contains__(self, name: object) -> bool:
+        return name in targets_of(self._verb)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(targets_of(self._verb))
+
+    def __len__(self) -> int:
+        return len(targets_of(self._verb))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +42,7 @@ class ReshardOptions(VerbSection):
         "mega",
         "form to write: ours; for Megatron-LM of 2023 megatron, megatron-23.06; for Megatron-core mcore, mcore-local, "
         "torch_dist",
-        choices=targets_of("reshard"),
+        choices=Targets("reshard"),
     )
     loader: str | None = option(None, "accepted; what is read is recognised by its files")
     true_vocab_size: int | None = option(None, "vocabulary of a Megatron-LM tree without its padding")
@@ -65,7 +82,7 @@ class ConvertOptions(VerbSection):
     )
     save_dir: Path = option(REQUIRED, "where to write; a folder, complete or absent")
     to: str | None = option(
-        None, "what to write [mega; hf where a checkpoint is read]", choices=targets_of("convert-llama")
+        None, "what to write [mega; hf where a checkpoint is read]", choices=Targets("convert-llama")
     )
     base: Path | None = option(None, "of a peft adapter: the weights it was trained on; the name to write")
     parts: int = option(1, "files of a Meta folder")
