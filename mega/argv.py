@@ -405,7 +405,8 @@ def _checked(spelling: str, value: str, meaning: Sets) -> str | None:
         raise ValueError(f"{spelling} {value}: {hint}; valid: {', '.join(choices)}")
     if meaning.kind in (int, float) and value not in meaning.renames and not _reads_as(meaning.kind, value):
         whole = "whole " if meaning.kind is int else ""
-        raise ValueError(f"{spelling} {value}: must be a {whole}number")
+        several = ", or several with blanks between them" if meaning.values == MANY else ""
+        raise ValueError(f"{spelling} {value}: must be a {whole}number{several}")
     return meaning.renames.get(value, value)
 
 

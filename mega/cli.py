@@ -207,8 +207,7 @@ def _format_error(error: Any) -> str:
     if not problems or param is None or problems[0]["type"] not in RULES:
         return str(error.format_message())
     rule = RULES[problems[0]["type"]].format(**problems[0].get("ctx", {}))
-    several = ", or several with blanks between them" if getattr(param, "multiple", False) else ""
-    return f"{param.opts[0]} {problems[0]['input']}: {rule}{several}"
+    return f"{param.opts[0]} {problems[0]['input']}: {rule}"
 
 
 def _unknown_verb(word: str, ctx: Any) -> str:

@@ -100,7 +100,10 @@ def test_what_a_run_needs_is_asked_for(missing: str, capsys: pytest.CaptureFixtu
     ("line", "said"),
     [
         ("reshard --load-dir a --save-dir b --tp abc", "--tp abc: must be a whole number"),
-        ("reshard --load-dir a --save-dir b --stage-layers 3,0", "--stage-layers 3,0: must be a whole number"),
+        (
+            "reshard --load-dir a --save-dir b --stage-layers 3,0",
+            "--stage-layers 3,0: must be a whole number, or several with blanks between them",
+        ),
         ("checkpoint clean a --keep-last 1.5", "--keep-last 1.5: must be a whole number"),
         ("generate --load a --temperature hot", "--temperature hot: must be a number"),
         ("generate --load a --tokens 0", "--tokens 0: must be at least 1"),
