@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from mega.core.config.option import COUNT, REQUIRED, VerbSection, option
+from mega.core.config.option import COUNT, REQUIRED, VerbSection, like, option
 from mega.core.corpus.language import LanguageLibrary
 
 
@@ -31,10 +31,15 @@ class CorpusStepOptions(VerbSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UrlOptions(VerbSection):
-    """Which URLs are dropped."""
+class StepSettings(VerbSection):
+    """What one step does to documents."""
 
     title: ClassVar[str] = "Step"
+
+
+@dataclass(frozen=True, kw_only=True)
+class UrlOptions(StepSettings):
+    """Which URLs are dropped."""
 
     json_key: str = option("url", "key of the URL in JSON lines; of .txt it is the line")
     domains: Path | None = option(None, "file of labels to block, one a line, instead of the built-in list")
@@ -44,10 +49,8 @@ class UrlOptions(VerbSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CleanOptions(VerbSection):
+class CleanOptions(StepSettings):
     """How texts are repaired, and which are dropped."""
-
-    title: ClassVar[str] = "Step"
 
     json_key: str = option("text", "key of the text")
     tasks: tuple[str, ...] = option((), "what is done, in this order [ftfy_fix_text language min_tokens]")
@@ -57,16 +60,14 @@ class CleanOptions(VerbSection):
     )
     language_model: str = option("", "fastText model, such as lid.176.ftz; sets --language-by fasttext")
     min_tokens: int = option(128, "tokens of the shortest document, its end included; see --tokenizer")
-    as_megatron: bool = option(False, "decide as Megatron-LM's own script does, its slips included")
+    as_megatron: bool = like(UrlOptions, "as_megatron")
 
 
 @dataclass(frozen=True, kw_only=True)
-class NearDuplicateOptions(VerbSection):
+class NearDuplicateOptions(StepSettings):
     """Which documents count as nearly the same."""
 
-    title: ClassVar[str] = "Step"
-
-    json_key: str = option("text", "key of the text")
+    json_key: str = like(CleanOptions, "json_key")
     threshold: float | None = option(None, "overlap from which two documents are duplicates [0.8]")
     bands: int | None = option(
         None, "of a signature; documents that share one are compared [20]", megatron="--num-bands"
@@ -79,21 +80,19 @@ class NearDuplicateOptions(VerbSection):
     groups: Path | None = option(None, "file for the ids of each group")
     pairs: Path | None = option(None, "file for pairs that overlap by over 0.5")
     id_key: str = option("url", "key of what identifies a document in these files")
-    as_megatron: bool = option(False, "decide as Megatron-LM's own script does, its slips included")
+    as_megatron: bool = like(UrlOptions, "as_megatron")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecontaminateOptions(VerbSection):
+class DecontaminateOptions(StepSettings):
     """Which questions are cut out, and how much around them."""
-
-    title: ClassVar[str] = "Step"
 
     task_data: tuple[str, ...] = option(
         REQUIRED,
         "NAME=PATH, a benchmark's file or folder; NAME: lambada squad natural_questions triviaqa webqa race "
         "drop coqa piqa, or yours",
     )
-    json_key: str = option("text", "key of the text")
+    json_key: str = like(CleanOptions, "json_key")
     min_ngram_size: int = option(8, "words of the shortest question")
     max_ngram_size: int = option(13, "words that make a match")
     key_threshold: int = option(10, "n-grams that occur as often are common phrases, and stay")
@@ -102,14 +101,12 @@ class DecontaminateOptions(VerbSection):
     splits_count: int = option(10, "a document of more pieces is dropped")
     save_dictionary: Path | None = option(None, "file for n-grams and counts")
     load_dictionary: Path | None = option(None, "a file of n-grams to cut")
-    as_megatron: bool = option(False, "decide as Megatron-LM's own script does, its slips included")
+    as_megatron: bool = like(UrlOptions, "as_megatron")
 
 
 @dataclass(frozen=True, kw_only=True)
-class WikipediaOptions(VerbSection):
+class WikipediaOptions(StepSettings):
     """How articles become documents."""
-
-    title: ClassVar[str] = "Step"
 
     site: str = option("https://en.wikipedia.org/wiki", "of the URLs")
     min_characters: int = option(1, "of the shortest article")
@@ -122,30 +119,24 @@ class WikipediaOptions(VerbSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergeCorpusOptions(VerbSection):
+class MergeCorpusOptions(StepSettings):
     """What every document must have."""
-
-    title: ClassVar[str] = "Step"
 
     json_key: str = option("", "key of a text that every document must have")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnnotateOptions(VerbSection):
+class AnnotateOptions(StepSettings):
     """Which texts are scored, and where the scores are written."""
 
-    title: ClassVar[str] = "Step"
-
-    json_key: str = option("text", "key of the text")
+    json_key: str = like(CleanOptions, "json_key")
     score_key: str = option("score", "key that the scores are written to")
     max_bytes: int = option(20480, "bytes of a text that are scored", within=COUNT)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SelectOptions(VerbSection):
+class SelectOptions(StepSettings):
     """Which documents are kept by their values."""
-
-    title: ClassVar[str] = "Step"
 
     by: str = option("score.toxicity", "key of the value, with dots between keys")
     share: float = option(0.5, "share of all documents that is kept")
@@ -165,50 +156,40 @@ class GroupOptions(VerbSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemoveGroupsOptions(VerbSection):
+class RemoveGroupsOptions(StepSettings):
     """Which groups lose all documents but the first."""
-
-    title: ClassVar[str] = "Step"
 
     groups: Path = option(REQUIRED, "groups, as corpus group writes them")
     id_key: str = option("url", "key of what identifies a document there")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShuffleOptions(VerbSection):
+class ShuffleOptions(StepSettings):
     """The order of documents."""
-
-    title: ClassVar[str] = "Step"
 
     seed: int = option(1234, "of the order")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FilterOptions(VerbSection):
+class FilterOptions(StepSettings):
     """Which rules texts must keep."""
 
-    title: ClassVar[str] = "Step"
-
-    json_key: str = option("text", "key of the text")
+    json_key: str = like(CleanOptions, "json_key")
     preset: tuple[str, ...] = option((), "published rules: gopher-repetition, gopher-quality, fineweb [all three]")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExactDuplicateOptions(VerbSection):
+class ExactDuplicateOptions(StepSettings):
     """What counts as equal."""
 
-    title: ClassVar[str] = "Step"
-
-    json_key: str = option("text", "key of the text")
+    json_key: str = like(CleanOptions, "json_key")
     paragraphs: bool = option(False, "cut out lines that came before")
     min_characters: int = option(60, "of a paragraph that is looked at, and of what must be left")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskOptions(VerbSection):
+class MaskOptions(StepSettings):
     """What is masked."""
 
-    title: ClassVar[str] = "Step"
-
-    json_key: str = option("text", "key of the text")
+    json_key: str = like(CleanOptions, "json_key")
     kinds: tuple[str, ...] = option((), "of email, ip, phone, card [email ip]")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from mega.core.config.option import REQUIRED, VerbSection, option
+from mega.core.config.option import REQUIRED, VerbSection, like, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class NumpyOptions(VerbSection):
     input: tuple[str, ...] = option(REQUIRED, ".npy files of ids, folders, globs")
     output_prefix: str = option(REQUIRED, "prefix of the pair to write")
     eod: int | None = option(None, "a run of ids ends a document after this one")
-    overwrite: bool = option(False, "replace an output that exists")
+    overwrite: bool = like(MergeOptions, "overwrite")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class SplitOptions(VerbSection):
     split: str = option("98, 1, 1", "shares of train, valid and test")
     seed: int = option(1234, "seed of the choice")
     json_key: str = option("text", "key of the text")
-    overwrite: bool = option(False, "replace an output that exists")
+    overwrite: bool = like(MergeOptions, "overwrite")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class PresplitOptions(VerbSection):
     sentence_splitter: Literal["punkt", "sentencex"] = option("punkt", "what cuts texts into sentences")
     lang: str = option("english", "language of the text")
     json_key: str = option("text", "key of the text")
-    overwrite: bool = option(False, "replace an output that exists")
+    overwrite: bool = like(MergeOptions, "overwrite")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ class DetokenizeOptions(VerbSection):
     input: tuple[str, ...] = option(REQUIRED, "plain text; folders; globs; - for stdin")
     output: Path | None = option(None, "the file to write [standard output]")
     detokenizer: Literal["wiki", "ptb", "fairseq"] = option("fairseq", "whose rules")
-    overwrite: bool = option(False, "replace an output that exists")
+    overwrite: bool = like(MergeOptions, "overwrite")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ class EncodeOptions(VerbSection):
     input: tuple[str, ...] = option(REQUIRED, "plain text, encoded line by line")
     output: tuple[Path, ...] = option(REQUIRED, "the files to write, one for each input")
     keep_empty: bool = option(False, "an empty line stays one; else left out")
-    overwrite: bool = option(False, "replace an output that exists")
+    overwrite: bool = like(MergeOptions, "overwrite")
 
 
 @dataclass(frozen=True, kw_only=True)
