@@ -12,7 +12,6 @@ from --load once more.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,15 +137,12 @@ def _load_first(state: TrainState) -> None:
     from mega.core.checkpoint.forms.start import open_start
     from mega.core.checkpoint.own.base import named_base
     from mega.core.checkpoint.own.pieces import CheckpointError
-    from mega.core.checkpoint.own.together import Exchange
-    from mega.core.parallel.collectives import gather_json
     from mega.core.training.resume import ResumePoint, restore
 
     place = state.run.checkpoint.load
     if place is None:
         raise ValueError("--task dpo: the reference's log-probabilities are not kept; give --load with its weights")
-    exchange: Exchange = partial(gather_json, axis=state.mesh.everyone, device=state.device.torch)
-    first, _ = open_start(place, lambda line: None, exchange)
+    first, _ = open_start(place, lambda line: None, state.exchange)
     if digest_like(state.reference or "", first) != state.reference:
         raise CheckpointError(f"--load {place}: is not what this run began with, which its reference needs")
     adapters = architecture(state.run.model).adapters
@@ -155,7 +151,7 @@ def _load_first(state: TrainState) -> None:
             bucket.own_weights.zero_()
             if state.grads.zero < 3:
                 bucket.weights.zero_()
-    restore(state, ResumePoint(first, weights_only=True, base=open_base(first, None, exchange=exchange)))
+    restore(state, ResumePoint(first, weights_only=True, base=open_base(first, None, exchange=state.exchange)))
 
 
 # Where it is kept

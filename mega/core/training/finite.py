@@ -12,14 +12,13 @@ from collections.abc import Iterator
 
 import torch
 
-from mega.core.checkpoint.own.together import Exchange
 from mega.core.parallel.collectives import all_reduce
 from mega.core.training.state import TrainState
 
 DIVERGED = "training has diverged. Resume from an earlier checkpoint with a lower --lr, a longer warm-up or --clip-grad"
 
 
-def check_finite(state: TrainState, exchange: Exchange) -> None:
+def check_finite(state: TrainState) -> None:
     """See that the state may be saved; every rank takes part.
 
     Errors: FloatingPointError on every rank, naming step, tensor and rank.
@@ -29,15 +28,15 @@ def check_finite(state: TrainState, exchange: Exchange) -> None:
     all_reduce(finite, state.mesh.everyone, "min")
     if bool(finite):
         return
-    found = broken_tensors(state, exchange)
+    found = broken_tensors(state)
     if found is not None:  # else it is in padding, which is not kept
         raise FloatingPointError(f"step {state.progress.step} is not saved: {found}: {DIVERGED}")
 
 
-def broken_tensors(state: TrainState, exchange: Exchange) -> str | None:
+def broken_tensors(state: TrainState) -> str | None:
     """Whose numbers are not finite, tensor and rank, the same text on all ranks; None where all are. A moment is named
     before weights, which its update has broken. Every rank takes part, and waits for its device."""
-    found = exchange(_broken(state))
+    found = state.exchange(_broken(state))
     named = [(name.startswith("weights/"), rank, name) for rank, names in enumerate(found) for name in names]
     if not named:
         return None

@@ -11,13 +11,11 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NoReturn
 
 from mega.core.architecture import architecture
 from mega.core.config.resolve import global_batch_at, microbatches, text_lengths
 from mega.core.device import Reading, Timestamp
-from mega.core.parallel.collectives import gather_json
 from mega.core.training.evaluation import Evaluation
 from mega.core.training.finite import DIVERGED, broken_tensors
 from mega.core.training.meters import Meters
@@ -212,7 +210,7 @@ class Training:
     def _end_without_loss(self, step: int, loss: float, norm: float) -> NoReturn:
         """Errors: FloatingPointError, which says whether a weight or a moment is the reason."""
         state = self.state
-        found = broken_tensors(state, partial(gather_json, axis=state.mesh.everyone, device=state.device.torch))
+        found = broken_tensors(state)
         numbers = f"step {step}: the loss is {loss}, and the gradient norm {norm}"
         if found is None:
             raise FloatingPointError(f"{numbers}, of weights and moments that are all finite: {DIVERGED}")

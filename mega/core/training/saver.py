@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -35,7 +34,7 @@ from mega.core.checkpoint.own.store import Attachments, SaveError, store_at
 from mega.core.config import toml
 from mega.core.config.run import RunConfig
 from mega.core.device import HostCopy
-from mega.core.parallel.collectives import all_reduce, gather_json
+from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Axis
 from mega.core.text.templates import source_of
 from mega.core.text.tokenizer import Tokenizer
@@ -78,7 +77,6 @@ class Saver:
         self._attachments = {**_own_template(state.run, sidecar_files), "run.toml": toml.write(state.run).encode()}
         if tokenizer is not None:
             self._attachments |= tokenizer.files()
-        self._exchange = partial(gather_json, axis=state.mesh.everyone, device=state.device.torch)
         self._proving = self._first_proving() if state.mesh.rank == 0 else None
         self._running: Future[tuple[int, float]] | None = None
         self._saved_step = state.progress.step
@@ -99,7 +97,7 @@ class Saver:
         checkpoints are whole.
         """
         state, began = self.state, time.monotonic()
-        check_finite(state, self._exchange)
+        check_finite(state)
         self._saved_step = state.progress.step
         if self._writers is None or state.copy is None:
             agree = _all_agree(state.mesh.everyone, state.device.torch)

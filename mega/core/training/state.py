@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from mega.core.checkpoint.own.pieces import Piece
+from mega.core.checkpoint.own.together import Exchange
 from mega.core.config.run import RunConfig
 from mega.core.device import Device, HostCopy
 from mega.core.optim.optimizer import Optimizer
 from mega.core.optim.scaler import LossScaler
+from mega.core.parallel.collectives import gather_json
 from mega.core.parallel.gradients import Bucket, GradBuffer
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.pipeline import Pipeline
@@ -92,6 +94,11 @@ class TrainState:
         if all(coefficient == 1 for coefficient in terms.values()):
             return None
         return torch.tensor(list(terms.values()), dtype=torch.float64, device=self.device.torch)
+
+    @property
+    def exchange(self) -> Exchange:
+        """Plain JSON values of all ranks, for what is done together."""
+        return partial(gather_json, axis=self.mesh.everyone, device=self.device.torch)
 
     def train(self, mode: bool = True) -> None:
         nn.ModuleList(self.stages).train(mode)
