@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from mega.core.config.run import RunConfig
 from mega.core.config.sections import TokenizerConfig
 from mega.core.config.world import is_first_rank, ranks, world_from_env
-from mega.core.files import url_of
 
 _UNSET = dataclasses.asdict(TokenizerConfig())
 
@@ -57,7 +53,9 @@ def _as_the_weights(run: RunConfig) -> RunConfig:
     """`run` with the tokenizer of the weights that it begins with, against which one that flags name is held, and with
     the chat template by which it converses. Errors: ValueError where flags name another tokenizer, or no such template
     came with the weights."""
-    weights = next(_weights(run), None)
+    from mega.core.training.inputs import weights_of
+
+    weights = next(weights_of(run), None)
     if weights is None:
         return run
     from mega.core.inference.identity import chosen_template
@@ -109,17 +107,3 @@ def _verb(run: RunConfig) -> str:
 def _reads_tokens(run: RunConfig) -> bool:
     """Whether its data are token files, for which no tokenizer is needed."""
     return run.finetuning.task == "lm" and not (run.data.chat_data or run.finetuning.dpo_data)
-
-
-def _weights(run: RunConfig) -> Iterator[tuple[str, Any]]:
-    """The place of the weights that a run begins with, and what is read of them without their tensors; nothing where
-    there are none, or they cannot be read, which is reported where they are loaded."""
-    options = run.checkpoint
-    for place in (options.save if options.resume == "auto" else options.resume, options.load):
-        if place is None or (url_of(place) is None and not os.path.exists(place)):
-            continue
-        from mega.core.checkpoint.forms.start import open_start
-        from mega.core.checkpoint.own.pieces import CheckpointError
-
-        with contextlib.suppress(CheckpointError):
-            yield place, open_start(place, lambda line: None)[0]

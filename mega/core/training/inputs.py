@@ -11,6 +11,8 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +23,7 @@ from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.run import RunConfig, flag_of, options_with, updated
 from mega.core.config.sections import ModelConfig
 from mega.core.config.unread import unread
-from mega.core.files import check_source
+from mega.core.files import check_source, url_of
 from mega.core.text.build import build
 from mega.core.text.tokenizer import Tokenizer, least_vocab
 from mega.core.training.kinds import kind_of
@@ -168,17 +170,28 @@ def _vocabulary(run: RunConfig, tokenizer: Tokenizer | None, notes: list[str]) -
 def _with_padding(run: RunConfig, vocab: int) -> int:
     """The vocabulary where padding counts as tokens: as many rows as the checkpoint has that the run begins from, where
     those suffice for its tokenizer (so it continues in any layout), else as many as this layout pads to."""
-    from mega.core.checkpoint.forms.start import open_start
     from mega.core.checkpoint.own.model import model_of
     from mega.core.checkpoint.own.pieces import CheckpointError
 
+    for place, source in weights_of(run):
+        with contextlib.suppress(CheckpointError):  # damaged: reported where weights are read
+            stored = model_of(source.meta, place).vocab or 0
+            return stored if stored >= vocab else padded(vocab, run.parallel.tp, run.model.vocab_multiple)
+    return padded(vocab, run.parallel.tp, run.model.vocab_multiple)
+
+
+def weights_of(run: RunConfig) -> Iterator[tuple[str, Any]]:
+    """The places of the weights that a run may begin with, the first one first, and what is read of them without their
+    tensors. A place with nothing, or nothing that can be read, is left out: that is reported where it is loaded."""
     options = run.checkpoint
     for place in (options.save if options.resume == "auto" else options.resume, options.load):
-        if place is not None:
-            with contextlib.suppress(CheckpointError):  # none there, or damaged: reported where weights are read
-                stored = model_of(open_start(place, lambda line: None)[0].meta, place).vocab or 0
-                return stored if stored >= vocab else padded(vocab, run.parallel.tp, run.model.vocab_multiple)
-    return padded(vocab, run.parallel.tp, run.model.vocab_multiple)
+        if place is None or (url_of(place) is None and not os.path.exists(place)):
+            continue
+        from mega.core.checkpoint.forms.start import open_start
+        from mega.core.checkpoint.own.pieces import CheckpointError
+
+        with contextlib.suppress(CheckpointError):
+            yield place, open_start(place, lambda line: None)[0]
 
 
 def _has_data(run: RunConfig) -> bool:
