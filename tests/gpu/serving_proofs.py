@@ -266,7 +266,7 @@ class Server(NamedTuple):
 def served(files: Files, layout: str, *flags: str) -> Iterator[Server]:
     tp, pp = LAYOUTS[layout]
     command = [sys.executable, "-m", "mega", "serve", files.model, "--port", "0", "--tp", str(tp), "--pp", str(pp)]
-    command += ["--device", files.device, "--dtype", "fp32", "--max-requests", "32", *flags]
+    command += ["--device", files.device, "--dtype", "fp32", "--max-requests", "32", "--cache-tokens", "32768", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         assert process.stdout is not None
