@@ -15,6 +15,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 from typing import NamedTuple
 
@@ -84,9 +85,14 @@ class InFlight:
     def rows(self) -> int:
         return max(1, self.request.beams)
 
-    @property
+    @cached_property
     def penalised(self) -> bool:
         return self.request.sampling.repetition_penalty != 1 and not self.request.beams
+
+    @cached_property
+    def tops(self) -> int:
+        """Likeliest ids to report of a token that is chosen; -1: not even the log-probability."""
+        return -1 if self.request.logprobs is None else self.request.logprobs
 
     @property
     def guessed(self) -> bool:
@@ -101,6 +107,7 @@ class InFlight:
 
 NO_GUESS = -1
 """Of the last row of a run with guesses: any token ends it."""
+_NONE = (None,)
 
 
 class WantedRow(NamedTuple):
@@ -392,37 +399,49 @@ class Scheduler:
                 answer.group = self._group_of_next()
             try:
                 allowed = None if request.allowed is None else self._allowed_after(request.allowed, sequence.ids)
-                target = CHOOSE if answer.search is None else BEAM
-                for at, guess in enumerate((*guesses, NO_GUESS) if guesses else (None,)):
-                    work.wanted.append(work.tokens + take - 1 + at)
-                    work.rows.append(WantedRow(answer, target, allowed, answer.asked, guess))
-                    answer.unresolved += 1
-                    if target == CHOOSE:
-                        answer.asked, sequence.awaited = answer.asked + 1, sequence.awaited + 1
             except Exception as error:  # of the request alone; its blocks are in this step's tables
                 answer.failure = answer.failure or str(error) or repr(error)
+            else:
+                self._want(work, answer, work.tokens + take - 1, allowed, guesses)
         work.sequences.append((sequence, take + len(guesses), answer.index, guesses))
         work.adapters.append(answer.adapter)
         work.tokens += take + len(guesses)
 
+    @staticmethod
+    def _want(
+        work: _Work, answer: InFlight, last: int, allowed: NDArray[np.bool_] | None, guesses: Sequence[int]
+    ) -> None:
+        """The row of a sequence's last token, and those of the guesses after it."""
+        (sequence, *_), chooses = answer.sequences, answer.search is None
+        ends: Sequence[int | None] = (*guesses, NO_GUESS) if guesses else _NONE
+        work.wanted += range(last, last + len(ends))
+        for guess in ends:
+            work.rows.append(WantedRow(answer, CHOOSE if chooses else BEAM, allowed, answer.asked, guess))
+            if chooses:
+                answer.asked += 1
+        answer.unresolved += len(ends)
+        if chooses:
+            sequence.awaited += len(ends)
+
     def _step(self, work: _Work, copies: Sequence[tuple[int, int]], marks: Sequence[tuple[int, int]]) -> Step:
-        size, tokens, positions, stored = self.blocks.size, list[int](), list[Integers](), list[Integers]()
+        size, tokens, positions, stored, lengths = self.blocks.size, list[int](), list[int](), list[int](), list[int]()
         for sequence, take, index, guesses in work.sequences:
-            first = sequence.computed
-            end = sequence.computed = first + take
-            tokens += [*(sequence.ids[first:end] or [from_request(index)]), *guesses]
-            at = np.arange(first, end)
-            positions.append(at)
-            begin = first // size
-            blocks = np.array(sequence.blocks[begin : -(-end // size)], dtype=np.int64)
-            stored.append(blocks[at // size - begin] * size + at % size)
-        lengths = [sequence.computed for sequence, *_ in work.sequences]
+            at, blocks = sequence.computed, sequence.blocks
+            end = sequence.computed = at + take
+            tokens += sequence.ids[at:end] or (from_request(index),)
+            tokens += guesses
+            positions += range(at, end)
+            lengths.append(end)
+            while at < end:
+                begin, run = blocks[at // size] * size + at % size, min(size - at % size, end - at)
+                stored += range(begin, begin + run)
+                at += run
         width = -(-max(lengths) // size)
         tables = [sequence.blocks[:width] + [0] * (width - len(sequence.blocks)) for sequence, *_ in work.sequences]
         return Step(
             tokens=np.array(tokens, dtype=np.int64),
-            positions=np.concatenate(positions),
-            slots=np.concatenate(stored),
+            positions=np.array(positions, dtype=np.int64),
+            slots=np.array(stored, dtype=np.int64),
             counts=np.array([take for _, take, *_ in work.sequences], dtype=np.int64),
             lengths=np.array(lengths, dtype=np.int64),
             tables=np.array(tables, dtype=np.int64),
@@ -614,7 +633,7 @@ def _tops(row: WantedRow) -> int:
         assert row.answer.search is not None
         return row.answer.search.candidates
     if row.target == CHOOSE:
-        return -1 if row.answer.request.logprobs is None else row.answer.request.logprobs
+        return row.answer.tops
     return row.answer.request.logprobs or 0
 
 

@@ -172,10 +172,10 @@ class Worker:
             targets = sent(step.targets, self.device)
             ids = torch.where(targets >= 0, targets, ids)
         if step.report < 0:
-            return ids[:, None].double().masked_fill_(~share.isfinite(), NOT_FINITE)
+            return ids[:, None].double().masked_fill_(_not_finite(share), NOT_FINITE)
         logprobs = logits.log_softmax(-1)
         own = logprobs.gather(1, ids[:, None]).double()
-        columns = [ids[:, None].double().masked_fill_(~share.isfinite() | own.isnan(), NOT_FINITE), own]
+        columns = [ids[:, None].double().masked_fill_(_not_finite(share) | own.isnan(), NOT_FINITE), own]
         if step.report:
             if allowed is not None:  # beams take what is likely and allowed; alternatives are reported as they are
                 hidden = ~allowed & sent(step.targets == BEAM, self.device)[:, None]
@@ -245,6 +245,8 @@ class Worker:
 
     def _settle(self, step: Step) -> None:
         """Before a step: the results of those that it follows are here; nor are more under way than stages compute."""
+        if not self._arriving:
+            return
         needed = set((~step.tokens[step.tokens < 0]).tolist())
         several = [bool(needed.intersection(each.step.requests.tolist())) for each in self._arriving]
         count = max(len(several) - self.mesh.pp.size, 0)
@@ -318,6 +320,11 @@ def _filters(numbers: NDArray[np.float64], device: torch.device) -> Filters:
         there(top_p) if (top_p < 1).any() else None,
         there(min_p) if min_p.any() else None,
     )
+
+
+def _not_finite(x: torch.Tensor) -> torch.Tensor:
+    """~x.isfinite(), in fewer operations: a finite number times 0 is 0."""
+    return x.mul(0) != 0
 
 
 def _in_tile(step: Step, number: int, rows: int) -> int:
