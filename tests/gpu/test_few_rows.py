@@ -218,7 +218,11 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("family, fp8", [*((name, False) for name in FAMILIES | MORE), ("llama", True)])
+KINDS = FAMILIES | MORE if CUDA else dict.fromkeys(("gpt", "qwen3", "grouped", "post"))
+"""Interpreted, those between them have all that lies around the kernels."""
+
+
+@pytest.mark.parametrize("family, fp8", [*((name, False) for name in KINDS), ("llama", True)])
 def test_an_engine_says_the_same(family: str, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One to five sequences at once (interpreted three), so steps with and without the kernels follow each other."""
     model, where = (FAMILIES | MORE)[family], torch.device(DEVICE)

@@ -63,7 +63,7 @@ LAYOUTS: list[Layout] = [
     (4, {**SP, "zero": 3, **BLOCK}),
     (4, {"cp": 2, "tp": 2, "micro_batch": 2}),
 ]
-BY_MICROBATCH: list[Layout] = [(2, SP), (2, {"cp": 2}), (2, {}), (2, {"pp": 2}), (2, {"zero": 3, **FULL})]
+BY_MICROBATCH: list[Layout] = [(2, SP), (4, {"cp": 2, "pp": 2}), (2, {"zero": 3, **FULL})]
 
 
 def named(value: Any) -> str:

@@ -13,7 +13,7 @@ import torch
 from mega.cli import main
 from tests.support.shared import shared
 
-PAIRS = 800
+PAIRS = 200
 ACCENTS = {"a": "à", "e": "é", "i": "ï", "o": "ö", "u": "ü", "c": "ç", "n": "ñ"}
 KINDS: dict[str, dict[str, Any]] = {
     "cased": {"do_lower_case": False},
