@@ -21,9 +21,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mega.core.activity import ACTIVITY
 from mega.core.checkpoint.own.store import CheckpointStore, SaveError
 from mega.core.config.world import MEETING_FILE, World
-from mega.core.processes import exit_reports, rendezvous, roll_call
+from mega.core.parallel.collectives import all_reduce
+from mega.core.parallel.mesh import Axis
+from mega.core.processes import exit_reports, position, rendezvous, roll_call
 from mega.core.processes import launch as launcher
 from mega.core.processes.connect import connect, disconnect
 from mega.core.processes.launch import launch
@@ -114,6 +117,37 @@ def _stopped() -> int:
     return 0
 
 
+def _slow_save() -> int:
+    """Rank 0 takes longer than ranks have to answer, but not longer than a save may take."""
+    return _save_for(SLOW_SECONDS, 60.0)
+
+
+def _endless_save() -> int:
+    return _save_for(600.0, 2 * SLOW_SECONDS / 60)
+
+
+def _save_for(seconds: float, phase_minutes: float) -> int:
+    world, _, groups = connect("cpu", timeout_minutes=SLOW_SECONDS / 120, phase_timeout_minutes=phase_minutes)
+    groups.make([(0, 1, 2)], "own")
+    ACTIVITY.phase, ACTIVITY.step = "training", 8
+    if world.rank == 0:
+        with ACTIVITY.during("saving"):
+            time.sleep(seconds)
+    all_reduce(torch.ones(1), Axis("own", (0, 1, 2), world.rank, groups.get((0, 1, 2), "own")))
+    return 0
+
+
+def _endless_step() -> int:
+    """Without end, in a phase that is to be short."""
+    world, _, groups = connect("cpu", timeout_minutes=SLOW_SECONDS / 120, phase_timeout_minutes=60)
+    groups.make([(0, 1, 2)], "own")
+    ACTIVITY.phase, ACTIVITY.step = "training", 8
+    if world.rank == 2:
+        time.sleep(600)
+    all_reduce(torch.ones(1), Axis("own", (0, 1, 2), world.rank, groups.get((0, 1, 2), "own")))
+    return 0
+
+
 def _never_came(port: int) -> int:
     """Three ranks of four."""
     exit_reports.COMING = 2.0  # what is said later, on a busy machine, would be a line of its own
@@ -150,7 +184,9 @@ def _port() -> int:
 CASES: tuple[Callable[..., int], ...] = (
     *(_same_mistake, _same_fault, _own_mistakes, _one_mistake, _mistake_before_they_met, _killed),
     *(_killed_along_with_a_fault, _same_mistake_at_an_address, _lost, _stopped, _never_came, _server_killed),
+    *(_slow_save, _endless_save, _endless_step),
 )
+SLOW_SECONDS = 5.0
 STOPPED_MINUTES = 0.08
 
 
@@ -169,7 +205,7 @@ def outcomes() -> dict[str, tuple[int, list[str]]]:
     return found
 
 
-@pytest.mark.parametrize("module", [exit_reports, launcher, rendezvous, roll_call])
+@pytest.mark.parametrize("module", [exit_reports, launcher, rendezvous, roll_call, position])
 def test_examples(module: ModuleType) -> None:
     assert doctest.testmod(module).failed == 0
 
@@ -229,7 +265,7 @@ def test_a_save_that_failed_on_another_rank_is_left_to_that_one(tmp_path: Path) 
 
 def test_a_lost_peer_is_reported_where_no_rank_knows_more(outcomes: dict[str, tuple[int, list[str]]]) -> None:
     code, (line,) = outcomes["_lost"]
-    assert code == 1 and line.startswith("mega: rank 0: lost another rank")
+    assert code == 1 and line.startswith("mega: rank 0: lost another rank, which has ended")
 
 
 def test_a_stopped_rank_ends_the_run_in_time_and_is_named(outcomes: dict[str, tuple[int, list[str]]]) -> None:
@@ -237,6 +273,25 @@ def test_a_stopped_rank_ends_the_run_in_time_and_is_named(outcomes: dict[str, tu
     code, (line,) = outcomes["_stopped"]
     assert code == 1 and line.endswith(
         "rank 1 has not answered for 4.8 seconds (--timeout-minutes): it is stopped, or its host cannot be reached"
+    )
+
+
+def test_a_save_may_take_longer_than_an_answer(outcomes: dict[str, tuple[int, list[str]]]) -> None:
+    """The time-out of its phase counts; beyond it the rank that saves is named, and no other one."""
+    assert outcomes["_slow_save"] == (0, [])
+    code, (line,) = outcomes["_endless_save"]
+    assert code == 1 and line.startswith(
+        "mega: the other ranks have waited 10 seconds (--phase-timeout-minutes) for rank 0, which answers: saving, "
+        "step 8, at mega/"
+    )
+
+
+def test_a_rank_that_answers_but_keeps_others_waiting_in_a_step_is_named(
+    outcomes: dict[str, tuple[int, list[str]]],
+) -> None:
+    code, (line,) = outcomes["_endless_step"]
+    assert code == 1 and line.startswith(
+        "mega: the other ranks have waited 2.5 seconds (--timeout-minutes) for rank 2, which answers: training, step 8"
     )
 
 

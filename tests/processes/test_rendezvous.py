@@ -156,14 +156,22 @@ def test_a_rank_answers_while_its_main_thread_waits() -> None:
     store = dist.HashStore()
     calls = [roll_call.RollCall(store, rank, 2, 0.02) for rank in range(2)]
     assert calls[0].explain(RuntimeError()).startswith("rank 1 has not answered for 1.2 seconds")
+    told = roll_call.RollCall(store, 0, 2, 0.02).explain(RuntimeError())
+    assert told == calls[0].explain(RuntimeError()), "the first that judges counts for all"
+    store = dist.HashStore()
+    calls = [roll_call.RollCall(store, rank, 2, 0.02) for rank in range(2)]
+    heard: queue.Queue[str] = queue.Queue()
+    calls[1]._lost = heard.put
     calls[1].start()
     told = calls[0].explain(RuntimeError())
-    calls[1].close()
-    line = re.fullmatch(r"an exchange of ranks has not ended within 1.2 seconds \(--timeout-minutes\): (.*)", told)
-    assert line is not None
+    assert heard.get(timeout=60) == told
+    line = re.fullmatch(
+        r"an exchange of ranks has not ended within 1.2 seconds \(--timeout-minutes\), though all answer: (.*)", told
+    )
+    assert line is not None, told
     # Both ranks share one main thread, which may have moved between their looks or not.
-    place = r"at mega/core/processes/roll_call\.py:\d+ \(\w+\)"
-    assert re.fullmatch(rf"rank 0 {place}, rank 1 {place}|ranks 0, 1 {place}", line[1]), told
+    place = r"starting, at mega/core/processes/\w+\.py:\d+ \(\w+\)"
+    assert re.fullmatch(rf"rank 0: {place}; rank 1: {place}|ranks 0, 1: {place}", line[1]), told
 
 
 class SilentStore:
@@ -174,6 +182,9 @@ class SilentStore:
 
     def check(self, keys: list[str]) -> bool:
         return threading.Event().wait()
+
+    def set(self, key: str, text: str) -> None:
+        threading.Event().wait()
 
 
 @pytest.mark.parametrize(("hosted", "who"), [(True, "rank 0"), (False, "the launcher's store at a:1")])
@@ -189,6 +200,7 @@ def test_a_store_that_does_not_answer_keeps_no_rank(
     call = roll_call.RollCall(SilentStore(), 1, 2, 0.005, hosted)
     line = f"{who} has not answered for 0.3 seconds (--timeout-minutes)"
     assert call.explain(RuntimeError()).startswith(line)
+    call = roll_call.RollCall(SilentStore(), 1, 2, 0.005, hosted)
     call.start()
     assert ended.get(timeout=60) == 1
     call.close()
@@ -205,7 +217,7 @@ def test_ranks_that_keep_asking_find_the_one_that_is_silent() -> None:
         call.start()
     time.sleep(2.0)
     assert lost == [[], []]
-    calls[2].close()
+    calls[2]._closed.set()
     began = time.monotonic()
     while not all(lost) and time.monotonic() < began + 20:
         time.sleep(0.05)
@@ -226,12 +238,20 @@ def test_a_server_hears_of_a_killed_rank_from_the_launcher(tmp_path: Path, monke
     assert lost.get(timeout=60) == "rank 1 was killed by SIGKILL: unless by hand"
 
 
+class Explanation:
+    def explain(self, error: BaseException) -> str:
+        return "rank 3 is silent"
+
+    def explain_loss(self, error: BaseException) -> str | None:
+        return "lost rank 3"
+
+
 def test_only_time_outs_are_explained() -> None:
     late = RuntimeError("[unbound_buffer.cc:81] Timed out waiting 1000ms for recv operation to complete")
-    exit_reports.explain_timeouts_by(lambda error: "rank 3 is silent")
+    exit_reports.explain_exchanges_by(Explanation())
     try:
         assert report_of(late) == exit_reports.ExitReport(1, "rank 3 is silent", "consequence")
         assert report_of(RuntimeError("other")).kind == "trace"
     finally:
-        exit_reports.explain_timeouts_by(None)
+        exit_reports.explain_exchanges_by(None)
     assert report_of(late).kind == "trace"

@@ -17,6 +17,7 @@ from mega.core.config.option import (
     BELOW_ONE,
     CHANCE,
     COUNT,
+    MINUTES,
     NOT_NEGATIVE,
     POSITIVE,
     SEED,
@@ -1367,9 +1368,15 @@ class RuntimeConfig(Section):
         "give up on ranks that do not come, or do not answer, for so long",
         megatron="--distributed-timeout-minutes",
         unit="minutes",
-        within=Range("greater than 0, at most 35,000", lambda value: 0 < value <= 35_000),
+        within=MINUTES,
         bench="host",
         evaluated=True,
+    )
+    phase_timeout_minutes: float = option(
+        60,
+        "the same while ranks that answer load, build caches, evaluate or save; at least --timeout-minutes",
+        unit="minutes",
+        within=MINUTES,
     )
     seed: int = option(
         1234,

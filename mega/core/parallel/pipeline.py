@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from mega.core.activity import ACTIVITY
 from mega.core.batch import Batch, Terms
 from mega.core.ops.autograd import run_backward
 from mega.core.parallel.deferred import DeferredWgrad, run_wgrad
@@ -148,6 +149,7 @@ class _Step:
 
     def play(self) -> torch.Tensor:
         for act in self.plan.acts[self.rank]:
+            ACTIVITY.act, ACTIVITY.moves = act, ACTIVITY.moves + 1
             if isinstance(act, Exchange):
                 self._exchange(act)
             elif act.kind == "F":

@@ -17,6 +17,7 @@ from typing import Protocol
 
 import torch
 
+from mega.core.activity import ACTIVITY
 from mega.core.batch import Batch
 from mega.core.config.resolve import eager_microbatches
 from mega.core.device import Recording
@@ -69,6 +70,7 @@ class ReplayedPipeline(Pipeline):
         asked = eager_microbatches(grads.data_ranks, len(batches))
         alone = len(batches) - asked
         for number, (batch, scale) in enumerate(zip(batches[:alone], scales[:alone], strict=True)):
+            ACTIVITY.moves += 1
             if self._recorded is None:
                 grads.final(False)
                 self._recorded = _Recorded(self.chunks[0], batch, scale, self._peers, self._record)

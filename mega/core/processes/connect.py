@@ -20,8 +20,8 @@ import torch.distributed as dist
 from mega.core.config.world import MEETING_FILE, World, cores, world_from_env
 from mega.core.device import Device
 from mega.core.parallel.mesh import Groups
-from mega.core.processes.exit_reports import explain_timeouts_by
-from mega.core.processes.interface import choose_interface
+from mega.core.processes.exit_reports import explain_exchanges_by
+from mega.core.processes.interface import choose_interface, own_addresses
 from mega.core.processes.rendezvous import hosts_store, meet
 from mega.core.processes.roll_call import RollCall
 
@@ -29,9 +29,14 @@ _CALLS: list[RollCall] = []
 """What answers for this process, while it is in a process group."""
 
 
-def connect(kind: str = "auto", backend: str = "auto", timeout_minutes: float = 10) -> tuple[World, Device, Groups]:
+def connect(
+    kind: str = "auto", backend: str = "auto", timeout_minutes: float = 10, phase_timeout_minutes: float | None = None
+) -> tuple[World, Device, Groups]:
     """Join the process group as the rank that the environment names.
 
+    phase_timeout_minutes: how long ranks that answer may keep others waiting in a phase that may take long; beyond it,
+    or beyond timeout_minutes in any other phase, the roll call ends the run, so exchanges are given the sum of both.
+    None: ranks that answer are given up only by their exchanges, a quarter after timeout_minutes.
     A single rank has no group, and every axis has size 1. Errors: ValueError where the device is absent, the backend
     is not for it, or the environment does not say where ranks meet; OSError, naming who is waited for, where not all
     ranks come.
@@ -53,8 +58,9 @@ def connect(kind: str = "auto", backend: str = "auto", timeout_minutes: float = 
             dist.init_process_group(
                 device.backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout
             )
-        _answer_others(store, world, timeout_minutes)
-    return world, device, Groups(device.backend, timeout)
+        _answer_others(store, world, timeout_minutes, phase_timeout_minutes)
+    more = timeout_minutes / 4 if phase_timeout_minutes is None else phase_timeout_minutes
+    return world, device, Groups(device.backend, timeout + timedelta(minutes=more))
 
 
 def _check_interfaces() -> None:
@@ -84,14 +90,16 @@ def _naming_interface() -> Iterator[None]:
         ) from None
 
 
-def _answer_others(store: Any, world: World, minutes: float) -> None:
+def _answer_others(store: Any, world: World, minutes: float, phase_minutes: float | None) -> None:
     """Have a thread answer for this rank until `disconnect`, whatever its main thread waits for."""
     own = store if MEETING_FILE in os.environ else store.clone()  # a call to a TCPStore waits for the one before it
     hosted = hosts_store(replace(world, rank=0))
     kind = hosted, MEETING_FILE not in os.environ
-    call = RollCall(dist.PrefixStore("roll-call", own), world.rank, world.size, minutes, *kind).start()
-    explain_timeouts_by(call.explain)
-    _CALLS.append(call)
+    host = None if world.size == world.local_size else (socket.gethostname(), own_addresses())
+    place = dist.PrefixStore("roll-call", own)
+    call = RollCall(place, world.rank, world.size, minutes, *kind, phase_minutes=phase_minutes, host=host)
+    _CALLS.append(call.start())
+    explain_exchanges_by(call)
 
 
 def keep_asking(lost: Callable[[str], None] | None = None) -> None:
@@ -110,6 +118,6 @@ def disconnect() -> None:
     """Leave the process group, if there is one."""
     while _CALLS:
         _CALLS.pop().close()
-    explain_timeouts_by(None)
+    explain_exchanges_by(None)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -26,7 +26,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 from mega.core.config.world import MEETING_FILE, World, name_ranks, world_from_env
 from mega.core.terminal import leave
@@ -51,7 +51,8 @@ _PEER_IS_GONE = (
 
 @dataclass(frozen=True)
 class ExitReport:
-    """Why a rank ends, and its exit code. kind: "line", "trace", or "consequence" of another rank's end."""
+    """Why a rank ends, and its exit code. kind: "line", "trace", "verdict" of all ranks, or "consequence" of another
+    rank's end."""
 
     code: int
     text: str
@@ -81,8 +82,7 @@ def report_of(error: BaseException) -> ExitReport:
     if isinstance(error, RuntimeError) and (late := explain_timeout(error)):
         return ExitReport(code, late, "consequence")
     if isinstance(error, RuntimeError) and names_lost_peer(error):
-        text = f"lost another rank, which has ended or cannot be reached: {error}".splitlines()[0]
-        return ExitReport(code, text, "consequence")
+        return ExitReport(code, explain_loss(error), "consequence")
     return ExitReport(code, _trace(error), "trace")
 
 
@@ -93,13 +93,31 @@ def names_lost_peer(error: RuntimeError) -> bool:
 
 _CPU_IS_FULL = "DefaultCPUAllocator: can't allocate memory"
 _TIMED_OUT = re.compile(r"[Tt]imed? ?out")
-_EXPLANATIONS: list[Callable[[RuntimeError], str]] = []
-"""Of this process: who else of its group answers (roll_call.py), while it has one."""
 
 
-def explain_timeouts_by(function: Callable[[RuntimeError], str] | None) -> None:
-    """What tells why an exchange ran out of time; None where there is no group any more."""
-    _EXPLANATIONS[:] = [] if function is None else [function]
+class Explains(Protocol):
+    """Knows who else of the process group answers (roll_call.py)."""
+
+    def explain(self, error: BaseException) -> str: ...
+    def explain_loss(self, error: BaseException) -> str | None: ...
+
+
+_EXPLANATIONS: list[Explains] = []
+"""Of this process, while it has a group."""
+
+
+def explain_exchanges_by(group: Explains | None) -> None:
+    """What tells why an exchange failed; None where there is no group any more."""
+    _EXPLANATIONS[:] = [] if group is None else [group]
+
+
+def explain_loss(error: RuntimeError) -> str:
+    """The line about a connection to another rank that broke: which one, where the store of the ranks says."""
+    for group in _EXPLANATIONS:
+        with contextlib.suppress(Exception):  # of a store that has gone with rank 0 or its host
+            if line := group.explain_loss(error):
+                return line
+    return f"lost another rank, which has ended or cannot be reached: {error}".splitlines()[0]
 
 
 def explain_timeout(error: RuntimeError) -> str | None:
@@ -107,7 +125,7 @@ def explain_timeout(error: RuntimeError) -> str | None:
     if not _EXPLANATIONS or not _TIMED_OUT.search(str(error)):
         return None
     try:
-        return _EXPLANATIONS[0](error)
+        return _EXPLANATIONS[0].explain(error)
     except Exception:  # of a store that has gone with rank 0 or its host
         first = str(error).splitlines()[0]
         return f"an exchange with other ranks ran out of time, and rank 0 or its store does not answer: {first}"
@@ -144,7 +162,7 @@ def format_exits(by_rank: Mapping[int, ExitReport], world: int) -> str:
         ranks.setdefault(each, []).append(rank)
     lines = []
     for each, who in ranks.items():
-        name = "" if len(who) == world else name_ranks(who) + ": "
+        name = "" if len(who) == world or each.kind == "verdict" else name_ranks(who) + ": "
         if each.kind == "trace":
             lines += [f"mega: {name}", *each.text.splitlines()] if name else each.text.splitlines()
         else:

@@ -51,6 +51,16 @@ def own_address(other: str) -> str:
     return ""
 
 
+def own_addresses() -> set[str]:
+    """All addresses of this host by which another one may know it.
+
+    >>> any(map(_is_loopback, own_addresses()))
+    False
+    """
+    found = {address for _, name in socket.if_nameindex() for address in _addresses(name)}
+    return {address for address in found if not _is_loopback(address)}
+
+
 def interface_of(address: str) -> str | None:
     """The interface that has this address; None where the system does not say.
 

@@ -1,34 +1,38 @@
 """Which rank the others wait for: every rank has a thread that answers a question put into their store.
 
-    1 a rank suspects            its main thread has stood at one place for nearly --timeout-minutes, or an exchange has
-                                 run out of time
-    2 it asks                    every rank that lives answers with the place at which its main thread stands
-    3 a rank that is silent      was stopped, or cannot be reached: who asked ends the run and names it, in time
+    1 a rank suspects            its main thread has stood at one place for a quarter of --timeout-minutes, or an
+                                 exchange has run out of time
+    2 it asks                    every rank that lives answers with where its main thread is (position.py)
+    3 a rank that is silent      for the rest of the time-out was stopped, or cannot be reached
+    4 where all answer           the rank that waits asks again, until --timeout-minutes are over, or where any is in
+                                 one of the phases that may take long (activity.py), --phase-timeout-minutes
+    5 the first rank to judge    names who is waited for, in the store; all ranks end with that one line
 
-Where all answer, a step may simply be long; the exchange's own time-out then ends it, and says where each rank stood.
-A server waits for requests, not for a step, so where a main thread stands says nothing: its ranks ask again and again
-(`keep_asking`), and a rank that has not answered for --timeout-minutes is lost. The store itself may be what is silent,
-where the rank or the host that has it was stopped or cut off: no call to it is waited for without end. It knows no
-collectives and no training.
+So exchanges have time-outs only in case the thread, or the store, is no more. A server waits for requests, not for a
+step, so where a main thread stands says nothing: its ranks ask again and again (`keep_asking`), and a rank that has not
+answered for --timeout-minutes is lost. The store itself may be what is silent, where the rank or the host that has it
+was stopped or cut off: no call to it is waited for without end. It knows no collectives and no training.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
-import mega
-from mega.core.config.world import MEETING_FILE, name_ranks
+from mega.core.activity import ACTIVITY
+from mega.core.config.world import MEETING_FILE
 from mega.core.processes.exit_reports import LIMIT, ExitReport, report_exit
+from mega.core.processes.position import Position, named, own_place, own_position, silence, standstill, store_silence
+from mega.core.processes.questions import Questions
 from mega.core.processes.rendezvous import duration
 
 LOOK = 0.5
@@ -46,27 +50,47 @@ SILENT = 10.0
 INTERVAL = 120.0
 """Seconds between the questions of a rank that keeps asking; at most a quarter of the time-out."""
 
-Result = TypeVar("Result")
+LEAVING = 2.0
+"""Seconds that a rank that ends well takes to say so."""
 
-_SOURCE = Path(mega.__file__).parent.parent
+PEERS = 4.0
+"""Seconds in which ranks answer one whose connection to one of them has broken."""
+
+Result = TypeVar("Result")
 
 
 class RollCall:
     """One rank's part, from `start` to `close`. store: one that no other thread waits in."""
 
-    def __init__(self, store: Any, rank: int, world: int, minutes: float, hosted: bool = True, remote: bool = True):
-        """hosted: by rank 0, and not by a launcher's agent. remote: the store may be silent; not so a file."""
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world: int,
+        minutes: float,
+        hosted: bool = True,
+        remote: bool = True,
+        *,
+        phase_minutes: float | None = None,
+        host: tuple[str, Collection[str]] | None = None,
+    ):
+        """hosted: by rank 0, and not by a launcher's agent. remote: the store may be silent; not so a file.
+        phase_minutes: of patience with phases that may take long; None: ranks that answer are never given up. host:
+        this one's name and addresses, where there are several."""
         self.minutes, self._hosted, self._remote = minutes, hosted, remote
-        self._store, self._rank, self._world = store, rank, world
+        self._rank, self._world, self._host = rank, world, host
+        self._phase_minutes = None if phase_minutes is None else max(minutes, phase_minutes)
         self._main = threading.main_thread().ident
         self._answer_seconds = min(ANSWER, 20 * minutes)
         self._look = max(min(LOOK, minutes), world / 500)
-        self._answered = 0
+        self._questions = Questions(store, rank, world, lambda: own_position(self._failed_at), self._look)
         self._failed_at: str | None = None
         self._interval: float | None = None
         self._lost: Callable[[str], None] = _exit
         self._heeds_launcher = False
         self._reported = ""
+        self._ending = threading.Lock()
+        """Taken by the thread that reports."""
         self._closed = threading.Event()
 
     def start(self) -> RollCall:
@@ -74,7 +98,10 @@ class RollCall:
         return self
 
     def close(self) -> None:
+        """From now on this rank does not answer, and nobody expects it to."""
         self._closed.set()
+        with contextlib.suppress(Exception):  # of a store that has gone, or is silent
+            in_time(self._questions.leave, LEAVING)
 
     def keep_asking(self, lost: Callable[[str], None] | None = None) -> None:
         """From now on ask all ranks regularly, wherever this one's main thread stands. lost: called once, on the thread
@@ -83,103 +110,137 @@ class RollCall:
         self._heeds_launcher, self._lost = lost is not None, lost or _exit
         self._interval = min(INTERVAL, 15 * self.minutes)
 
+    # -- what the main thread asks
+
     def explain(self, error: BaseException) -> str:
         """Why an exchange has run out of time; where this rank stood is in its error."""
         if self._reported:
-            if self._lost is _exit:
+            if self._closed.is_set() and self._lost is _exit:
                 time.sleep(LIMIT)  # the other thread is about to end this process, with the same report
             return self._reported
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        self._failed_at = next(filter(None, map(_own_place, reversed(frames))), None)
+        self._failed_at = next(filter(None, map(own_place, reversed(frames))), None)
         try:
-            positions = self._asked(self._answer_seconds)
+            line = self._judged(self._ask(self._answer_seconds), _limit(self.minutes, self._phase_minutes))
         except TimeoutError:
-            return self._silent_store()
-        silent = sorted(set(range(self._world)) - set(positions))
-        return silence(silent, self.minutes) if silent else standstill(positions, self.minutes)
+            line = self._silent_store()
+        if not self._ending.acquire(blocking=False):
+            return self.explain(error)  # the other thread was faster
+        self._reported = line
+        return line
 
-    def _silent_store(self) -> str:
-        return silence([0], self.minutes) if self._hosted else store_silence(self.minutes)
+    def explain_loss(self, error: BaseException) -> str | None:
+        """Which rank it is to which the connection broke, of an error that has its address or not; None where the
+        store does not say."""
+        questions = self._questions
 
-    def _asked(self, seconds: float, answer: Callable[[], None] = lambda: None) -> dict[int, str]:
-        """As of `_ask`. Errors: TimeoutError where the store does not answer."""
-        return self._in_time(lambda: self._ask(seconds, answer), seconds + SILENT)
+        def ask() -> str | None:
+            lost = questions.lost(str(error), PEERS)
+            end = f"which {'has' if len(lost) == 1 else 'have'} ended or cannot be reached"
+            return f"lost {named(lost, questions.hosts())}, {end}" if lost else None
+
+        with contextlib.suppress(TimeoutError):
+            return self._in_time(ask, 2 * PEERS + SILENT)
+        return None
+
+    # -- the thread
+
+    def _watch(self) -> None:
+        """Answer; suspect."""
+        try:
+            if self._host is not None:
+                name, addresses = self._host
+                self._in_time(lambda: self._questions.introduce(name, addresses), 60 * self.minutes + SILENT)
+            stood, since, ask = None, time.monotonic(), math.inf
+            while not self._closed.wait(self._look):
+                self._end(self._in_time(self._answer, 60 * self.minutes + SILENT))
+                now, moment = self._standing(), time.monotonic()
+                if self._heeds_launcher:
+                    self._end(launchers_note())
+                if self._interval is not None:
+                    if moment > since + self._interval:
+                        self._suspect(60 * self.minutes - self._interval)
+                        since = time.monotonic()
+                elif now != stood:
+                    stood, since, ask = now, moment, moment + 15 * self.minutes
+                elif moment > ask:
+                    limit = self._suspect(45 * self.minutes, since)
+                    ask = min(time.monotonic() + 15 * self.minutes, max(limit, time.monotonic()))
+        except TimeoutError:
+            self._end(self._silent_store())
+        except Exception:  # the store has gone; its host's end ends the others too, unless a device keeps them waiting
+            if not self._closed.wait(60 * self.minutes):
+                self._end("rank 0, or its host, has ended" if self._hosted else "the launcher's store has gone")
+
+    def _answer(self) -> str:
+        """What another rank has judged, if one has."""
+        self._questions.answer()
+        return self._questions.verdict()
+
+    def _suspect(self, seconds: float, since: float = math.inf) -> float:
+        """Ask all ranks, and judge those that are silent for so long. since: when this rank's main thread has come to
+        where it stands; then, judge also how long that is. The time until which it may stand there."""
+        stood, standing, moved = self._standing(), since < math.inf, list[bool]()
+
+        def stop(found: Collection[int]) -> bool:
+            moved.extend([True] if self._closed.is_set() or (standing and self._standing() != stood) else [])
+            return bool(moved)
+
+        positions = self._ask(seconds, stop, answers=True)
+        if moved:
+            return math.inf
+        if len(positions) < self._world:
+            self._end(self._judged(positions))
+        if not standing or self._phase_minutes is None:
+            return math.inf
+        patient = any(position.patient for position in positions.values())
+        until = since + 60 * (self._phase_minutes if patient else self.minutes)
+        if time.monotonic() >= until:
+            self._end(self._judged(positions, _limit(self.minutes, self._phase_minutes if patient else None)))
+        return until
+
+    def _ask(
+        self, seconds: float, stop: Callable[[Collection[int]], bool] = lambda found: False, answers: bool = False
+    ) -> dict[int, Position]:
+        """As of `Questions.ask`. Errors: TimeoutError where the store does not answer."""
+        return self._in_time(lambda: self._questions.ask(seconds, stop, answers=answers), seconds + SILENT)
+
+    def _judged(self, positions: Mapping[int, Position], limit: str = "") -> str:
+        """The verdict of all ranks, of which these are where they are: about those that are silent, or else, where a
+        limit is given, about those that others wait for. "" for neither. Errors: TimeoutError."""
+
+        def judge() -> str:
+            silent = sorted(set(range(self._world)) - set(positions) - self._questions.left())
+            if silent:
+                return self._questions.judge(lambda: silence(silent, self.minutes, self._questions.hosts()))
+            if limit:
+                return self._questions.judge(lambda: standstill(positions, limit, self._questions.hosts()))
+            return self._questions.verdict()
+
+        return self._in_time(judge, SILENT)
+
+    def _end(self, line: str) -> None:
+        if line and not self._closed.is_set() and self._ending.acquire(blocking=False):
+            self._closed.set()
+            self._reported = line
+            self._lost(line)
 
     def _in_time(self, act: Callable[[], Result], seconds: float) -> Result:
         return in_time(act, seconds) if self._remote else act()
 
-    def _ask(self, seconds: float, answer: Callable[[], None]) -> dict[int, str]:
-        """Rank -> where its main thread stands, of those that answer in time. answer: called again and again, so that
-        ranks that ask each other hear each other."""
-        number = self._store.add("asked", 1)
-        self._store.set(f"question/{number}", "")
-        deadline, found = time.monotonic() + seconds, {self._rank: self._place()}
-        while len(found) < self._world and time.monotonic() < deadline and not self._closed.is_set():
-            answer()
-            for rank in set(range(self._world)) - set(found):
-                key = f"answer/{number}/{rank}"
-                if self._store.check([key]):
-                    found[rank] = self._store.get(key).decode()
-            time.sleep(0.1)
-        answer()
-        return found
+    def _silent_store(self) -> str:
+        return silence([0], self.minutes) if self._hosted else store_silence(self.minutes)
 
-    def _watch(self) -> None:
-        """Answer; suspect."""
-        patience = 60 * self.minutes - 1.5 * self._answer_seconds
-        stood, since = None, time.monotonic()
-        while not self._closed.wait(self._look):
-            try:
-                self._in_time(self._answer, 60 * self.minutes + SILENT)
-                now = self._standing()
-                if self._heeds_launcher:
-                    self._end(launchers_note())
-                if self._interval is not None:
-                    if time.monotonic() > since + self._interval:
-                        self._suspect(60 * self.minutes - self._interval)
-                        since = time.monotonic()
-                elif now != stood:
-                    stood, since = now, time.monotonic()
-                elif time.monotonic() > since + patience:
-                    since = time.monotonic()
-                    self._suspect(self._answer_seconds)
-            except TimeoutError:
-                self._end(self._silent_store())
-            except Exception:
-                return  # the store has gone; its host's end ends the others too
-
-    def _answer(self) -> None:
-        while self._store.check([f"question/{self._answered + 1}"]):
-            self._answered += 1
-            self._store.set(f"answer/{self._answered}/{self._rank}", self._place())
-
-    def _suspect(self, seconds: float) -> None:
-        try:
-            silent = sorted(set(range(self._world)) - set(self._asked(seconds, self._answer)))
-        except TimeoutError:
-            self._end(self._silent_store())
-        else:
-            self._end(silence(silent, self.minutes) if silent else "")
-
-    def _end(self, line: str) -> None:
-        if line and not self._closed.is_set():
-            self._reported = line
-            self._closed.set()
-            self._lost(line)
-
-    def _standing(self) -> tuple[int, int] | None:
-        """A value that changes when the main thread moves."""
+    def _standing(self) -> tuple[int, int, int] | None:
+        """A value that changes when the main thread moves: where it waits once a step, its frame may be the same."""
         frame = sys._current_frames().get(self._main or 0)
-        return None if frame is None else (id(frame), frame.f_lasti)
+        return None if frame is None else (id(frame), frame.f_lasti, ACTIVITY.moves)
 
-    def _place(self) -> str:
-        """The innermost place of ours at which the main thread stands, or stood when its exchange failed."""
-        frame = sys._current_frames().get(self._main or 0)
-        while self._failed_at is None and frame is not None:
-            if (place := _own_place(frame)) is not None:
-                return place
-            frame = frame.f_back
-        return self._failed_at or "elsewhere"
+
+def _limit(minutes: float, phase_minutes: float | None) -> str:
+    if phase_minutes is not None:
+        return f"{duration(phase_minutes)} (--phase-timeout-minutes)"
+    return f"{duration(minutes)} (--timeout-minutes)"
 
 
 def in_time(act: Callable[[], Result], seconds: float) -> Result:
@@ -207,7 +268,7 @@ def in_time(act: Callable[[], Result], seconds: float) -> Result:
 
 def _exit(line: str) -> None:
     """End this process, even while its main thread waits."""
-    os._exit(report_exit(ExitReport(1, line)))
+    os._exit(report_exit(ExitReport(1, line, "verdict")))
 
 
 def launchers_note() -> str:
@@ -215,45 +276,3 @@ def launchers_note() -> str:
     with contextlib.suppress(OSError, KeyError):
         return Path(os.environ[MEETING_FILE] + LOST).read_text()
     return ""
-
-
-def _own_place(frame: FrameType) -> str | None:
-    """Such as `mega/core/data/batches.py:80 (take)`; None outside of our source."""
-    path = Path(frame.f_code.co_filename)
-    if not path.is_relative_to(_SOURCE / "mega"):
-        return None
-    return f"{path.relative_to(_SOURCE)}:{frame.f_lineno} ({frame.f_code.co_name})"
-
-
-def silence(silent: list[int], minutes: float) -> str:
-    """The line about ranks that do not answer.
-
-    >>> silence([1], 10)
-    'rank 1 has not answered for 10 minutes (--timeout-minutes): it is stopped, or its host cannot be reached'
-    """
-    have, why = "have", "they are stopped, or their hosts cannot be reached"
-    if len(silent) == 1:
-        have, why = "has", "it is stopped, or its host cannot be reached"
-    return f"{name_ranks(silent)} {have} not answered for {duration(minutes)} (--timeout-minutes): {why}"
-
-
-def store_silence(minutes: float) -> str:
-    """The line about a store that does not answer, of a launcher's agent."""
-    place = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
-    return (
-        f"the launcher's store at {place} has not answered for {duration(minutes)} (--timeout-minutes): its host is "
-        "stopped, or cannot be reached"
-    )
-
-
-def standstill(positions: Mapping[int, str], minutes: float) -> str:
-    """The line about an exchange that has run out of time while every rank answers.
-
-    >>> standstill({0: "a.py:1 (f)", 1: "b.py:2 (g)"}, 1)
-    'an exchange of ranks has not ended within 1 minute (--timeout-minutes): rank 0 at a.py:1 (f), rank 1 at b.py:2 (g)'
-    """
-    ranks: dict[str, list[int]] = {}
-    for rank, place in sorted(positions.items()):
-        ranks.setdefault(place, []).append(rank)
-    where = ", ".join(f"{name_ranks(who)} at {place}" for place, who in ranks.items())
-    return f"an exchange of ranks has not ended within {duration(minutes)} (--timeout-minutes): {where}"

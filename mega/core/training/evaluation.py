@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from mega.core.activity import ACTIVITY
 from mega.core.config.resolve import microbatches
 from mega.core.training.meters import Meters
 from mega.core.training.state import TrainState
@@ -56,7 +57,8 @@ class Evaluation:
         """The loss, the mean over `iterations` global batches of a set; none where a request to stop cuts it short."""
         if not self._iterations:
             return None
-        sums = self._sums(held_out, self._begin(held_out))
+        with ACTIVITY.during("evaluating"):
+            sums = self._sums(held_out, self._begin(held_out))
         if sums is None:
             return None
         state, step = self._state, self._state.progress.step

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from mega.core.activity import ACTIVITY
 from mega.core.architecture import architecture
 from mega.core.config.resolve import global_batch_at, microbatches, text_lengths
 from mega.core.device import Reading, Timestamp
@@ -74,7 +75,8 @@ class Training:
         train = not self.state.run.evaluation.skip_train  # else the state is only judged
         try:
             if train:
-                self._train()
+                with ACTIVITY.during("compiling"):  # what the first step needs
+                    self._train()
                 self._check_applied()
             if not self.stop.requested and (self._at_end or not train):  # not where --exit-interval ended it
                 self._foresee("cutting the last validation short", ending=True)
@@ -169,7 +171,9 @@ class Training:
         lr, decay = self.schedules.lr(scheduled), self.schedules.weight_decay(scheduled)
         assert self.task.train is not None
         batches = self.task.train.take(progress.consumed, microbatches(run, self.state.mesh.world, size))
+        ACTIVITY.step, ACTIVITY.moves = progress.step + 1, ACTIVITY.moves + 1
         report = train_step(self.state, [batch.to(device.torch) for batch in batches], lr, decay)
+        ACTIVITY.phase = "training"
         progress.step += 1
         progress.consumed += size
         return Pending(progress.step, progress.consumed, lr, size, begun, report.start_reading(), self.stop.poll())

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from mega import __version__
+from mega.core.activity import ACTIVITY
 from mega.core.architecture import architecture
 from mega.core.checkpoint.own.pieces import Piece
 from mega.core.checkpoint.own.retention import retain
@@ -90,6 +91,7 @@ class Saver:
             state.copy = HostCopy(state.device, room)
             self._writers = state.mesh.own_group("writers")
 
+    @ACTIVITY.during("saving")
     def save(self) -> None:
         """Publish a checkpoint of this moment; with --async-save only begin to.
 
@@ -135,6 +137,8 @@ class Saver:
         """Wait for the save that is on its way, if there is one. Errors: as `save`."""
         if self._running is not None:
             running, self._running = self._running, None
+            with ACTIVITY.during("saving"):
+                running.exception()
             self._reported(running.result(), f" in the background, stalling the run for {self._stalled:.2f} s")
 
     def finish(self, *, clean: bool = False) -> None:
@@ -228,10 +232,15 @@ def _in_background(work: Callable[[], tuple[int, float]]) -> Future[tuple[int, f
     future: Future[tuple[int, float]] = Future()
 
     def run() -> None:
+        ACTIVITY.writer = threading.get_ident()
         try:
-            future.set_result(work())
+            result = work()
         except BaseException as error:
+            ACTIVITY.writer = None
             future.set_exception(error)
+        else:
+            ACTIVITY.writer = None
+            future.set_result(result)
 
     threading.Thread(target=run, name="checkpoint-writer", daemon=True).start()
     return future

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from functools import partial
 
+from mega.core.activity import ACTIVITY
 from mega.core.checkpoint.own.together import Exchange, alone, together
 from mega.core.config.resolve import last_step
 from mega.core.config.run import RunConfig
@@ -46,12 +47,18 @@ def pretrain(resolved: ResolvedRun) -> int:
     Errors: ValueError for what the user can fix; FloatingPointError where the loss is NaN or infinite; RuntimeError for
     what else went wrong on the way.
     """
-    runtime, inputs = resolved.run.runtime, open_inputs(resolved)
-    world, device, groups = connect(runtime.device, runtime.backend, runtime.timeout_minutes)
+    runtime = resolved.run.runtime
+    world, device, groups = connect(
+        runtime.device, runtime.backend, runtime.timeout_minutes, runtime.phase_timeout_minutes
+    )
+    with ACTIVITY.during("building caches"):  # when ranks have met, so that others know of one that takes long
+        inputs = open_inputs(resolved)
     if runtime.deterministic:
         device.deterministic()
     with contextlib.ExitStack() as held:
-        code = start(inputs, world.rank, world.size, device, groups, held).play()
+        with ACTIVITY.during("loading"):
+            training = start(inputs, world.rank, world.size, device, groups, held)
+        code = training.play()
     disconnect()
     return code
 
@@ -100,7 +107,8 @@ def _with_former_blends(inputs: Inputs, point: ResumePoint | None, report: Calla
         return inputs
     if phases[-1].until == point.checkpoint.meta["progress"]["consumed"]:
         report(f"the blend changes at sample {phases[-1].until:,}; each corpus continues where it was")
-    return dataclasses.replace(inputs, datasets=datasets(run, inputs.tokenizer, phases))
+    with ACTIVITY.during("building caches"):
+        return dataclasses.replace(inputs, datasets=datasets(run, inputs.tokenizer, phases))
 
 
 def _resume(state: TrainState, exchange: Exchange) -> ResumePoint | None:

@@ -1,0 +1,54 @@
+"""What this process is doing, in plain attributes: a step sets them without a lock, a watching thread reads them.
+
+One value a process, since a process is one rank. It knows no ranks and no training; whoever works says so here, and
+`processes/roll_call.py` reports it to ranks that wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+PATIENT = frozenset({"building caches", "loading", "evaluating", "saving"})
+"""Phases that may keep other ranks waiting for longer than a step does: disks and held-out sets have their own pace."""
+
+
+@dataclass
+class Activity:
+    """phase: "starting", "training", or one of PATIENT. step: the newest that was begun. act: of the pipeline's plan,
+    the newest that was begun. moves: changes with every step, act and batch. writer: the thread that saves in the
+    background, while it does."""
+
+    phase: str = "starting"
+    step: int = 0
+    act: Any = None
+    moves: int = 0
+    writer: int | None = None
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Be in a phase, then in the one before again."""
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    def __str__(self) -> str:
+        """
+        >>> from mega.core.plan.types import Compute
+        >>> str(Activity("training", 7, Compute("B", 2, 0))), str(Activity("saving", 7, Compute("B", 2, 0)))
+        ('training, step 7, act B of microbatch 2', 'saving, step 7')
+        >>> str(Activity("loading"))
+        'loading'
+        """
+        text = f"{self.phase}, step {self.step}" if self.step else self.phase
+        microbatch = getattr(self.act, "microbatch", None)
+        if self.phase == "training" and microbatch is not None:
+            text += f", act {self.act.kind} of microbatch {microbatch}"
+        return text
+
+
+ACTIVITY = Activity()
