@@ -1,6 +1,6 @@
 """Config sections as command-line options: the signature of a verb is its configuration.
 
-A verb is a plain function. A parameter annotated `RunConfig` becomes every option of a run with `--model`; one
+A verb is a plain function. A parameter annotated `Options` becomes every option of a run with `--model`; one
 annotated with another section becomes that section's options, and its name is their TOML table. Both bring `--config`
 and `--print-config`. A parameter annotated `GivenOptions` gets the options that were given; the others are Typer's as
 they stand. Only what the user typed overrides presets and the TOML file. This file builds signatures and knows no
@@ -25,7 +25,7 @@ from mega.core.config.compose import GivenOptions, compose
 from mega.core.config.families import check_typed
 from mega.core.config.option import Section, VerbSection
 from mega.core.config.presets import PRESETS
-from mega.core.config.run import RunConfig, entries, run_schema, sections
+from mega.core.config.run import Options, entries, run_schema, sections
 from mega.core.config.schema import Entry, Schema, schema_of
 from mega.core.config.world import is_first_rank
 from mega.legacy import deepspeed
@@ -43,7 +43,7 @@ LEAST_TYPED = 4
 
 
 class Reads(NamedTuple):
-    """Next to `RunConfig` in an `Annotated`: all options are taken, and help shows those that have a property."""
+    """Next to `Options` in an `Annotated`: all options are taken, and help shows those that have a property."""
 
     property: str
 
@@ -236,11 +236,11 @@ def _takes(function: Callable[..., Any]) -> _Takes:
     for name, parameter in inspect.signature(function).parameters.items():
         hint, note = hints[name], None
         kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-        if kind is RunConfig or (inspect.isclass(kind) and issubclass(kind, Section)):
+        if kind is Options or (inspect.isclass(kind) and issubclass(kind, Section)):
             note = next(iter(get_args(hint)[1:]), None)
         if kind is GivenOptions:
             given = name
-        elif kind is RunConfig:
+        elif kind is Options:
             run, reads = name, note
         elif inspect.isclass(kind) and issubclass(kind, Section):
             tables[name] = kind
@@ -288,7 +288,7 @@ def _above_deepspeed(
     return file
 
 
-def _composed(preset: str | None, file: Mapping[str, Any], options: Mapping[str, Any], ctx: typer.Context) -> RunConfig:
+def _composed(preset: str | None, file: Mapping[str, Any], options: Mapping[str, Any], ctx: typer.Context) -> Options:
     """The run of all layers. Errors: ValueError, as of flags of another model family than its, where it is known."""
     run, given = compose(preset, file, options), {**file, **options}
     checkpoint, verb = run.checkpoint, ctx.command

@@ -13,7 +13,7 @@ import typer
 
 from mega.core.config.compose import GivenOptions
 from mega.core.config.option import changed
-from mega.core.config.run import RunConfig, entries, flag_of, options_with, updated
+from mega.core.config.run import Options, RunConfig, entries, flag_of, options_with, updated
 from mega.core.config.unread import unread
 from mega.core.config.world import is_first_rank, ranks, world_from_env
 from mega.core.files import check_file
@@ -23,7 +23,7 @@ from mega.options import without
 
 
 def run(
-    run: RunConfig,
+    run: Options,
     given: GivenOptions,
     bench: BenchOptions,
     serving: ServingLoadOptions,
@@ -63,7 +63,7 @@ def _check_calibration(bench: BenchOptions, out: str, given: GivenOptions, rows:
         raise ValueError(f"--calibrate {out}: measures this machine, not a run; leave out {', '.join(typed)}")
 
 
-def _training(run: RunConfig, given: GivenOptions, rows: list[str], options: BenchOptions) -> int:
+def _training(run: Options, given: GivenOptions, rows: list[str], options: BenchOptions) -> int:
     """Rows of training steps. Errors: ValueError naming row, flag or file."""
     world, repeats, warmup = world_from_env(), options.repeats, options.warmup
     size = ranks(world, run.runtime.nproc, run.runtime.world)
@@ -104,7 +104,7 @@ def _announce(rows: str, size: int, *, dry: bool = False) -> None:
         print(f"{rows}: {size} rank{'s are' if size > 1 else ' is'} starting", file=sys.stderr, flush=True)
 
 
-def _note_unused(runs: Iterable[RunConfig], given: GivenOptions) -> None:
+def _note_unused(runs: Iterable[Options], given: GivenOptions) -> None:
     """On stderr, what was given and is not measured."""
     unused = [flag_of(name) for name in given.values if name in options_with(bench="unused")]
     if unused:
@@ -113,15 +113,16 @@ def _note_unused(runs: Iterable[RunConfig], given: GivenOptions) -> None:
         print(line, file=sys.stderr)
 
 
-def _resolved(run: RunConfig, given: GivenOptions, steps: int, size: int) -> RunConfig:
+def _resolved(run: Options, given: GivenOptions, steps: int, size: int) -> RunConfig:
     """A run as it is measured. Random documents are kept apart without a tokenizer that knows where they end."""
+    from mega.core.config.resolve import variant
     from mega.core.training.inputs import resolve_run
 
     resolved = resolve_run(_measurable(run, given, steps), size).run
-    return updated(resolved, {"reset_attention": run.data.reset_attention})
+    return variant(resolved, {"reset_attention": run.data.reset_attention})
 
 
-def _measurable(run: RunConfig, given: GivenOptions, steps: int) -> RunConfig:
+def _measurable(run: Options, given: GivenOptions, steps: int) -> Options:
     """`run` without its data, files and length, and with the least of them that a run must have."""
     from mega.core.proof.bench_rows import LR
 
@@ -146,7 +147,7 @@ def _check_outputs(paths: Mapping[str, str | None], overwrite: bool) -> None:
         raise ValueError(f"--calibrate {made}: exists; name another file, or give --overwrite to replace it")
 
 
-def _calibrate(run: RunConfig, out: str, repeats: int, start: bool, size: int) -> int:
+def _calibrate(run: Options, out: str, repeats: int, start: bool, size: int) -> int:
     if not out.endswith(".toml"):
         raise ValueError(f"--calibrate {out}: must end in .toml, as a file for memory-estimate --gpu does")
     from mega.core.proof.calibrate import calibrate
@@ -161,7 +162,7 @@ def _calibrate(run: RunConfig, out: str, repeats: int, start: bool, size: int) -
 
 
 def _serving(
-    run: RunConfig, given: GivenOptions, options: BenchOptions, serving: ServingLoadOptions, engine: EngineOptions
+    run: Options, given: GivenOptions, options: BenchOptions, serving: ServingLoadOptions, engine: EngineOptions
 ) -> int:
     """Row serve. Errors: ValueError naming the flag that does not fit it."""
     for name in ("against", "trace", "calibrate"):
@@ -174,7 +175,10 @@ def _serving(
     _check_outputs(outputs, False)
     if run.precision.fp8:
         raise ValueError("--fp8: trains in 8 bits; row serve: --fp8-weights keeps the weights in 8 bits")
+    from mega.core.config.check import check_ranges
+
     _check_model(run, given, url)
+    check_ranges(run)
     engine.check_speculation()
     size = run.parallel.tp * run.parallel.pp
     if url is None and size > 1:
@@ -204,7 +208,7 @@ def _serving(
     return run_ranks(size, bench_engine, plan)
 
 
-def _check_model(run: RunConfig, given: GivenOptions, url: str | None) -> None:
+def _check_model(run: Options, given: GivenOptions, url: str | None) -> None:
     """Errors: ValueError where flags define a model that is there already; a line on stderr for those that change
     nothing."""
     sizes, there = [*vars(run.model), "seq_length"], url is not None or given.values.get("load") is not None

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from mega.core.config.compose import GivenOptions
 from mega.core.config.option import changed
-from mega.core.config.run import RunConfig, flag_of, options_with
+from mega.core.config.run import Options, flag_of, options_with
 from mega.core.config.world import World, is_first_rank, ranks, world_from_env
 from mega.core.corpus.scorers import KINDS, ScorerOptions
 from mega.core.files import check_file, check_source
@@ -21,7 +21,7 @@ LOADS_MODEL = True
 
 
 def run(
-    run: Annotated[RunConfig, Reads("evaluated")],
+    run: Annotated[Options, Reads("evaluated")],
     given: GivenOptions,
     benchmark: TaskOptions,
     result: EvalOptions,
@@ -72,7 +72,7 @@ def run(
 
 
 def _harness(
-    run: RunConfig,
+    run: Options,
     given: GivenOptions,
     benchmark: TaskOptions,
     harness: HarnessOptions,
@@ -91,7 +91,7 @@ def _harness(
 
 
 def _toxicity(
-    given: tuple[RunConfig, GivenOptions],
+    given: tuple[Options, GivenOptions],
     valid_data: tuple[str, ...],
     options: ToxicityOptions,
     where: tuple[World, int, str | None],

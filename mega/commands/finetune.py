@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 
 from mega.commands import pretrain
-from mega.core.config.run import RunConfig
+from mega.core.config.run import Options, updated
 from mega.core.config.sections import LABELLED
 from mega.core.config.world import is_first_rank
 from mega.core.files import check_source
@@ -14,7 +13,7 @@ from mega.core.files import check_source
 LOADS_MODEL = True
 
 
-def run(run: RunConfig) -> int:
+def run(options: Options) -> int:
     """Train from the weights at --load, towards --task; the step counter and the optimizer start afresh.
 
     It is `mega pretrain` with --finetune and --use-checkpoint-config wherever --load is given, and with the tokenizer
@@ -23,19 +22,19 @@ def run(run: RunConfig) -> int:
 
     Exit codes: as of mega pretrain.
     """
-    run = _pretrained(run)
-    _check_begin(run)
-    return train(run)
+    options = _pretrained(options)
+    _check_begin(options)
+    return train(options)
 
 
-def train(run: RunConfig) -> int:
+def train(options: Options) -> int:
     """The same without --load too, from weights that begin at random."""
-    return pretrain.run(_from_weights(_pretrained(run)))
+    return pretrain.run(_from_weights(_pretrained(options)))
 
 
-def _check_begin(run: RunConfig) -> None:
+def _check_begin(options: Options) -> None:
     """Errors: ValueError where there are no weights to begin with, and the task does not bring a head of its own."""
-    checkpoint = run.checkpoint
+    checkpoint = options.checkpoint
     if checkpoint.load is not None or checkpoint.resume not in (None, "auto"):
         return
     if checkpoint.resume == "auto" and checkpoint.save is not None:
@@ -43,7 +42,7 @@ def _check_begin(run: RunConfig) -> None:
 
         if store_at(checkpoint.save).steps():
             return
-    if run.finetuning.task not in LABELLED:
+    if options.finetuning.task not in LABELLED:
         raise ValueError(
             "--load is missing: mega finetune begins with the weights of a run, or with others' weights; mega pretrain "
             "begins with random ones"
@@ -52,35 +51,33 @@ def _check_begin(run: RunConfig) -> None:
         print("mega: without --load all weights begin at random", file=sys.stderr)
 
 
-def _pretrained(run: RunConfig) -> RunConfig:
-    """`run` with --pretrained-checkpoint as --load; what Megatron-LM loads before it, its own steps, by --resume auto.
+def _pretrained(options: Options) -> Options:
+    """--pretrained-checkpoint as --load; what Megatron-LM loads before it, its own steps, by --resume auto.
 
     Errors: ValueError where --load is another place than --save.
     """
-    checkpoint, begin = run.checkpoint, run.checkpoint.pretrained_checkpoint
+    checkpoint, begin = options.checkpoint, options.checkpoint.pretrained_checkpoint
     if begin is None:
-        return run
+        return options
     if checkpoint.load not in (None, checkpoint.save):
         raise ValueError(
             f"--pretrained-checkpoint {begin}: excludes --load {checkpoint.load}; give one of them, or --load as --save"
         )
     resume = checkpoint.resume or (None if checkpoint.load is None else "auto")
-    start = dataclasses.replace(checkpoint, pretrained_checkpoint=None, load=begin, resume=resume)
-    return dataclasses.replace(run, checkpoint=start)
+    return updated(options, {"pretrained_checkpoint": None, "load": begin, "resume": resume})
 
 
-def _from_weights(run: RunConfig) -> RunConfig:
-    """`run` with what a verb that starts from other weights implies. Where it loads from its own place, it resumes.
+def _from_weights(options: Options) -> Options:
+    """With what a verb that starts from other weights implies. Where it loads from its own place, it resumes.
 
     Errors: ValueError where nothing is there."""
-    checkpoint = run.checkpoint
+    checkpoint = options.checkpoint
     step = None if checkpoint.resume == "auto" else checkpoint.resume
     if checkpoint.load is not None:
         other = checkpoint.load != checkpoint.save and step is None
-        implied = dataclasses.replace(checkpoint, finetune=checkpoint.finetune or other, use_checkpoint_config=True)
-        run = dataclasses.replace(run, checkpoint=implied)
+        options = updated(options, {"finetune": checkpoint.finetune or other, "use_checkpoint_config": True})
     if step is not None:
         check_source("--resume", step)
     elif checkpoint.load is not None:
         check_source("--load", checkpoint.load)
-    return run
+    return options

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from mega.commands import finetune
-from mega.core.config.run import RunConfig
+from mega.core.config.resolve import metrics_file
+from mega.core.config.run import Options
 from mega.core.config.world import is_first_rank
 
 LOADS_MODEL = True
 
 
-def run(run: RunConfig) -> int:
+def run(run: Options) -> int:
     """Find a learning rate: train a few steps while it grows, and look where the loss falls fastest.
 
     Takes the flags of the run that is planned, of mega pretrain or mega finetune. The rate grows from --min-lr [1e-7]
@@ -20,8 +21,7 @@ def run(run: RunConfig) -> int:
     from mega.core.training.lr_find import LEAST_POINTS, draw, has_risen, read, suggest, sweep
 
     planned = sweep(run)
-    assert planned.log.metrics is not None and planned.schedule.min_lr is not None
-    metrics, speaks = Path(planned.log.metrics), is_first_rank() and not run.runtime.dry_run
+    metrics, speaks = Path(metrics_file(planned)), is_first_rank() and not run.runtime.dry_run
     before, diverged = _version(metrics), False
     if speaks:
         print(f"sweep: from {planned.schedule.min_lr:g} (--min-lr) to {planned.optimizer.lr:g} (--lr)", flush=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from mega.core.config.option import changed
-from mega.core.config.run import RunConfig, entries, flag_of, options_with, updated, value_of
+from mega.core.config.run import Options, RunConfig, entries, flag_of, options_with, updated, value_of
 from mega.core.config.unread import unread
 from mega.core.config.world import ranks, world_from_env
 from mega.core.estimate.options import EstimateOptions
@@ -28,7 +28,7 @@ SERVED = {"serve", "json", "gpu", "max_length"}
 
 
 def run(
-    run: RunConfig,
+    run: Options,
     estimate: EstimateOptions,
     engine: Annotated[EngineOptions, without("prefill_chunk", "batch_invariant", "cuda_graph", "speculate")],
 ) -> int:
@@ -49,7 +49,7 @@ def run(
     return _training(run, estimate)
 
 
-def _training(run: RunConfig, estimate: EstimateOptions) -> int:
+def _training(run: Options, estimate: EstimateOptions) -> int:
     """The estimate of a training. Errors: ValueError naming the flag."""
     from mega.core.estimate import show
     from mega.core.estimate.hardware import hardware
@@ -91,10 +91,11 @@ def _typed(name: str, value: object) -> str:
     return flag if value is True else f"{flag} {value}"
 
 
-def _serving(run: RunConfig, estimate: EstimateOptions, engine: EngineOptions) -> int:
+def _serving(run: Options, estimate: EstimateOptions, engine: EngineOptions) -> int:
     """What `mega serve` reports before it listens, on a device or on this machine's processors."""
     from mega.core.architecture import architecture
     from mega.core.architecture.words import size_words
+    from mega.core.config.check import check_ranges
     from mega.core.config.resolve import model_alone
     from mega.core.device import DTYPES, Device
     from mega.core.estimate.hardware import hardware
@@ -102,6 +103,7 @@ def _serving(run: RunConfig, estimate: EstimateOptions, engine: EngineOptions) -
     from mega.core.inference.opening import check_layout
 
     tp, pp, gpu, fp8_weights = run.parallel.tp, run.parallel.pp, estimate.gpu, engine.fp8_weights
+    check_ranges(run)
     model = model_alone(run)
     check_layout(model, tp, pp)
     if gpu is None:
@@ -126,7 +128,7 @@ def _serving(run: RunConfig, estimate: EstimateOptions, engine: EngineOptions) -
     return 0
 
 
-def _stops(run: RunConfig, estimate: EstimateOptions) -> Stops:
+def _stops(run: Options, estimate: EstimateOptions) -> Stops:
     """What was given of them; the rest as `Stops` has it. Errors: ValueError naming what has no effect."""
     from mega.core.estimate.duration import Stops
 
@@ -189,7 +191,7 @@ def _estimate(run: RunConfig, world: int, device: Hardware | None) -> Answer:
     return Answer(run, world, memory(run, world), device)
 
 
-def _as_typed(run: RunConfig, device: Hardware | None) -> Answer:
+def _as_typed(run: Options, device: Hardware | None) -> Answer:
     """The estimate of the layout that was typed; on stderr, what of it changes nothing."""
     answer = _estimate(*planned(run), device)
     for line in unread(run, "read"):
@@ -201,7 +203,9 @@ def _in_bf16(answer: Answer) -> Answer | None:
     """The same run and layout in bf16, where it is in fp32, which is the default and seldom meant on a GPU."""
     if answer.run.precision.dtype != "fp32":
         return None
-    return _estimate(updated(answer.run, {"dtype": "bf16"}), answer.world, answer.device)
+    from mega.core.config.resolve import variant
+
+    return _estimate(variant(answer.run, {"dtype": "bf16"}), answer.world, answer.device)
 
 
 def _seconds(answer: Answer) -> float | None:
@@ -210,7 +214,7 @@ def _seconds(answer: Answer) -> float | None:
     return None if answer.device is None else step_time(answer.run, answer.world, answer.device).seconds
 
 
-def _search(run: RunConfig, fit: str | None, gpus: int | None, gpu: str | None) -> Answer:
+def _search(run: Options, fit: str | None, gpus: int | None, gpu: str | None) -> Answer:
     from mega.core.estimate.search import any_layout, cluster, command, search, without_layout
     from mega.core.estimate.show import launch_lines
 
@@ -223,7 +227,8 @@ def _search(run: RunConfig, fit: str | None, gpus: int | None, gpu: str | None) 
     # One rank has no tensor axis to overlap, and other sizes of fp8 GEMMs than most layouts; every other mistake that
     # all layouts share is reported here.
     one, _ = planned(updated(any_layout(run, 1), {"tp_overlap": False, "fp8": False}))
-    found = search(updated(run, {"vocab": one.model.vocab}), count, device)
+    sized = updated(run, {"vocab": one.model.vocab})
+    found = search(sized, count, device)
     if not found.candidates:
         raise ValueError(
             f"{asked}: no layout fits into {device.memory:.1f} GiB; the smallest of {found.tried} "
@@ -231,11 +236,13 @@ def _search(run: RunConfig, fit: str | None, gpus: int | None, gpu: str | None) 
         )
     best = found.candidates[0]
     start = launch_lines(command(best, run), count, device.node, best.run.parallel.tp)
-    return Answer(best.run, count, best.memory, device, found, tuple(start), _missing(best.run, count))
+    return Answer(
+        best.run, count, best.memory, device, found, tuple(start), _missing(updated(sized, best.options), count)
+    )
 
 
-def _missing(run: RunConfig, world: int) -> tuple[str, ...]:
-    """Flags without which `pretrain` refuses to start `run`."""
+def _missing(run: Options, world: int) -> tuple[str, ...]:
+    """Flags without which `pretrain` refuses to start these options."""
     from mega.core.config.check import check
 
     try:
@@ -246,7 +253,7 @@ def _missing(run: RunConfig, world: int) -> tuple[str, ...]:
     return ()
 
 
-def _typed_layout(run: RunConfig) -> str:
+def _typed_layout(run: Options) -> str:
     """The flags of `run` that a search replaces."""
     given = {name: value_of(run, name) for name in options_with(layout=True)}
     changed = {flag_of(name): value for name, value in given.items() if value != entries()[name].default}
@@ -310,16 +317,17 @@ def _report(answer: Answer, megatron: bool, stops: Stops) -> None:
         report(f"still to be given there: {', '.join(answer.missing)}")
 
 
-def planned(run: RunConfig) -> tuple[RunConfig, int]:
+def planned(run: Options) -> tuple[RunConfig, int]:
     """The run as its ranks would resolve it, and their number. Errors: ValueError, as of a dry run."""
     # How often a step waits for a save is part of the estimate; where to is not.
     place = run.checkpoint.save
     nowhere = place is None and run.checkpoint.save_interval is not None
     run = updated(run, {"dry_run": True, "save": "." if nowhere else place})
     world = ranks(world_from_env(), run.runtime.nproc, run.runtime.world)
+    from mega.core.config.resolve import variant
     from mega.core.training.inputs import resolve_run
 
-    return updated(resolve_run(run, world).run, {"save": place}), world
+    return variant(resolve_run(run, world).run, {"save": place}), world
 
 
 def _draw_schedule(run: RunConfig, world: int, device: Hardware | None, path: Path) -> None:
@@ -330,7 +338,6 @@ def _draw_schedule(run: RunConfig, world: int, device: Hardware | None, path: Pa
     from mega.core.plan.draw import draw, draw_text
 
     parallel = run.parallel
-    assert parallel.schedule is not None
     costs = None if device is None else plan_costs(run, world, device)
     playing = simulate(plan(parallel.schedule, parallel.pp, parallel.chunks, microbatches(run, world)), costs)
     if str(path) == "-":

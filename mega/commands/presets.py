@@ -46,11 +46,10 @@ def _row(name: str) -> list[str]:
     from mega.core.architecture import architecture, parameters
     from mega.core.architecture.words import count_words
     from mega.core.config.compose import compose
-    from mega.core.config.resolve import resolve
+    from mega.core.config.resolve import model_alone
 
-    run = compose(name, flags={"micro_batch": 1, "tp": 1})
-    vocab = run.model.vocab
-    options = resolve(run, 1, vocab=vocab or SMALL_VOCABULARY).model
+    run = compose(name)
+    vocab, options = run.model.vocab, model_alone(run, SMALL_VOCABULARY)
     model, count = architecture(options), parameters(options)
     attention = model.block.attention
     grouped = attention.kv_heads != attention.heads

@@ -6,14 +6,14 @@ import dataclasses
 import sys
 from typing import Any
 
-from mega.core.config.run import RunConfig
+from mega.core.config.run import Options, updated
 from mega.core.config.sections import TokenizerConfig
 from mega.core.config.world import is_first_rank, ranks, world_from_env
 
 _UNSET = dataclasses.asdict(TokenizerConfig())
 
 
-def run(run: RunConfig) -> int:
+def run(options: Options) -> int:
     """Train a model from scratch, or resume from a checkpoint.
 
     Alone with --nproc, under torchrun, mpirun or a bare srun. Every flag also answers to its Megatron-LM
@@ -25,10 +25,9 @@ def run(run: RunConfig) -> int:
     from mega.core.training.inputs import open_inputs, resolve_run
 
     world = world_from_env()
-    size = ranks(world, run.runtime.nproc, run.runtime.world)
-    run = _as_the_weights(run)
-    resolved = resolve_run(run, size)  # in a moment, before anything heavy is imported
-    if run.runtime.dry_run:
+    size = ranks(world, options.runtime.nproc, options.runtime.world)
+    resolved = resolve_run(_as_the_weights(options), size)  # in a moment, before anything heavy is imported
+    if options.runtime.dry_run:
         if is_first_rank():
             from mega.core.training.dry_run import dry_run
 
@@ -49,61 +48,62 @@ def run(run: RunConfig) -> int:
     return pretrain(resolved)
 
 
-def _as_the_weights(run: RunConfig) -> RunConfig:
-    """`run` with the tokenizer of the weights that it begins with, against which one that flags name is held, and with
+def _as_the_weights(options: Options) -> Options:
+    """With the tokenizer of the weights that the run begins with, against which one that flags name is held, and with
     the chat template by which it converses. Errors: ValueError where flags name another tokenizer, or no such template
     came with the weights."""
     from mega.core.training.inputs import weights_of
 
-    weights = next(weights_of(run), None)
+    weights = next(weights_of(options), None)
     if weights is None:
-        return run
+        return options
     from mega.core.inference.identity import chosen_template
 
-    (place, source), talks = weights, bool(run.data.chat_data or run.finetuning.dpo_data)
-    run, lines = _with_tokenizer(run, place, source)
+    (place, source), talks = weights, bool(options.data.chat_data or options.finetuning.dpo_data)
+    found, lines = _tokenizer(options, place, source)
     if talks:
-        template = chosen_template(_verb(run), source, place, run.data.chat_template)
-        run = dataclasses.replace(run, data=dataclasses.replace(run.data, chat_template=template.value))
+        template = chosen_template(_verb(options), source, place, options.data.chat_template)
+        found["chat_template"] = template.value
         lines += template.notes
     for line in lines if is_first_rank() else ():
         print(f"mega: {line}", file=sys.stderr)
-    return run
+    return updated(options, found)
 
 
-def _with_tokenizer(run: RunConfig, place: str, source: Any) -> tuple[RunConfig, list[str]]:
-    """`run` with the tokenizer that flags name, else that of the weights at `place`, and lines for the user. Flags that
-    name no kind, such as --vocab-extra-ids, change that of the weights. Errors: ValueError where it is another one."""
+def _tokenizer(options: Options, place: str, source: Any) -> tuple[dict[str, Any], list[str]]:
+    """The options of the tokenizer that flags name, else of that of the weights at `place`, by name, and lines for the
+    user. Flags that name no kind, such as --vocab-extra-ids, change that of the weights. Errors: ValueError where it is
+    another one."""
     from mega.core.checkpoint.own.model import model_of
     from mega.core.config.resolve import implied_tokenizer
     from mega.core.inference.identity import check_tokenizer_flags
     from mega.core.inference.load import tokenizer_section
     from mega.core.text.build import build
 
-    named = implied_tokenizer(dataclasses.replace(run, model=model_of(source.meta, place)))
-    given = {name: value for name, value in dataclasses.asdict(named).items() if value != _UNSET[name]}
-    if named.tokenizer is None:
+    named = dataclasses.asdict(implied_tokenizer(options.tokenizer, model_of(source.meta, place).family))
+    given = {name: value for name, value in named.items() if value != _UNSET[name]}
+    if named["tokenizer"] is None:
         section = tokenizer_section(source)
         if section is None:
-            return run, []
-        named = TokenizerConfig(**section | given)
+            return {}, []
+        named = {**_UNSET, **section, **given}
     try:
-        tokenizer = build(**dataclasses.asdict(named))
+        tokenizer = build(**named)
     except ValueError as error:
         if given:
-            return run, []  # reported where the run is checked
-        if not _reads_tokens(run):
+            return {}, []  # reported where the run is checked
+        if not _reads_tokens(options):
             raise
-        return run, [f"{place}: its tokenizer cannot be opened, so token files are not compared with it: {error}"]
-    allowed = run.data.allow_tokenizer_mismatch
-    lines = check_tokenizer_flags(_verb(run), source, place, tokenizer, allowed=allowed) if given else []
-    return dataclasses.replace(run, tokenizer=named), lines
+        return {}, [f"{place}: its tokenizer cannot be opened, so token files are not compared with it: {error}"]
+    allowed = options.data.allow_tokenizer_mismatch
+    lines = check_tokenizer_flags(_verb(options), source, place, tokenizer, allowed=allowed) if given else []
+    return named, lines
 
 
-def _verb(run: RunConfig) -> str:
-    return "finetune" if run.checkpoint.finetune else "pretrain"
+def _verb(options: Options) -> str:
+    return "finetune" if options.checkpoint.finetune else "pretrain"
 
 
-def _reads_tokens(run: RunConfig) -> bool:
+def _reads_tokens(options: Options) -> bool:
     """Whether its data are token files, for which no tokenizer is needed."""
-    return run.finetuning.task == "lm" and not (run.data.chat_data or run.finetuning.dpo_data)
+    return options.finetuning.task == "lm" and not (options.data.chat_data or options.finetuning.dpo_data)

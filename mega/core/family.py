@@ -110,7 +110,6 @@ def synthetic_batch(
 ) -> Batch:
     """A batch of the sizes of a resolved run that is a function of sample numbers alone. samples: int64 [b]."""
     length, make = run.batch.seq_length, family(run.model).synthetic
-    assert length is not None
     return make(run.model, length, samples, seed=seed, ragged=ragged, documents=documents, **_second_length(run))
 
 

@@ -31,7 +31,7 @@ from mega.core.checkpoint.own.inspect import diff
 from mega.core.checkpoint.own.pieces import Box, Piece
 from mega.core.checkpoint.own.store import Checkpoint, CheckpointStore, locate
 from mega.core.config.check import check
-from mega.core.config.resolve import data_parallel
+from mega.core.config.resolve import data_parallel, resolve
 from mega.core.config.run import RunConfig
 from mega.core.device import Device
 from mega.core.parallel.mesh import Groups
@@ -43,7 +43,7 @@ from mega.core.training.state import TrainState
 from mega.core.training.step import train_step
 from mega.core.training.wire import build_mesh, build_state
 from tests.battery.data_ledger import Item, run
-from tests.support.runs import MODELS, small_run
+from tests.support.runs import MODELS, small_options
 
 PAIRS, NEXT = 300, 40
 MOST_RANKS, MOST_PROCESSES = 8, 4
@@ -70,11 +70,11 @@ def some_layout(rng: random.Random, shared: dict[str, Any], model: str, most: in
             bounds = [0, *cuts, shared["layers"]]
             options["stage_layers"] = tuple(b - a for a, b in itertools.pairwise(bounds))
         try:
-            found = small_run(model, world, **shared, **options)
+            found = small_options(model, **shared, **options)
             check(found, world)
         except ValueError:
             continue
-        return found, world
+        return resolve(found, world), world
 
 
 def pair(number: int, most: int, dtypes: Sequence[str]) -> tuple[tuple[RunConfig, int], tuple[RunConfig, int]]:

@@ -160,7 +160,7 @@ def one(case: Case) -> Counter[str]:
         owner = {prefix: i for i, prefix in enumerate(case.data.data_path[1::2])}
         chosen = np.bincount([int(dataset._chosen[i]) for i in range(total)], minlength=len(owner))
         assert (abs(chosen - total * weights / weights.sum()) < len(owner)).all()
-    group = case.batch.micro_batch * case.ranks[-1]  # type: ignore[operator]
+    group = case.batch.micro_batch * case.ranks[-1]
     epoch = len(dataset) // group * group if case.data.order == "cyclic" else len(dataset)
     every = {number: row for rows in whole for number, row in rows.items()}
     if case.data.order == "single":

@@ -29,7 +29,7 @@ from mega.commands.memory_estimate import planned
 from mega.core.config.compose import compose
 from mega.core.config.presets import PRESETS
 from mega.core.config.resolve import data_parallel
-from mega.core.config.run import RunConfig, updated
+from mega.core.config.run import Options, updated
 from mega.core.estimate import show
 from mega.core.estimate.hardware import hardware
 from mega.core.estimate.memory import memory
@@ -144,12 +144,12 @@ def refusal(judge: Any) -> str | None:
     return None
 
 
-def dry(run: RunConfig) -> None:
+def dry(options: Options) -> None:
     """What `pretrain --dry-run` does, without its print."""
-    run = updated(run, {"dry_run": True})
-    world = run.runtime.world or 1
+    options = updated(options, {"dry_run": True})
+    world = options.runtime.world or 1
     with contextlib.redirect_stdout(io.StringIO()):
-        dry_run(open_inputs(resolve_run(run, world)), world)
+        dry_run(open_inputs(resolve_run(options, world)), world)
 
 
 def judged(number: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from mega.core.config.compose import GivenOptions
-from mega.core.config.run import RunConfig, updated
+from mega.core.config.run import Options, updated
 from mega.core.device import Device
 from mega.core.tasks.benchmarks.lambada import Lambada
 from mega.core.tasks.model import check_model, open_here, tokenizer_of
@@ -136,7 +136,7 @@ def same_verdicts(name: str, strict: bool) -> dict[str, Any]:
     """Passage by passage, in the file's order."""
     given = {"load": str(model(name)[0]), "device": "cpu"}
     options = TaskOptions("lambada", (str(lambada()),), strict_lambada=strict)
-    checked, opened = check_model(updated(RunConfig(), given), GivenOptions(None, given), 1)
+    checked, opened = check_model(updated(Options(), given), GivenOptions(None, given), 1)
     here = open_here(checked, 0, 1, Device.choose("cpu"), None)
     asked = BenchmarkInputs(options, tokenizer_of(checked.run, opened), checked.length, 1, opened.model.vocab or 0)
     rows, scorer = list(Lambada(asked)._rows(lambada())), here.scorer(greedy=True)

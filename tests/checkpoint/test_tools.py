@@ -39,7 +39,16 @@ from mega.core.config.sections import ModelConfig
 from tests.support.nfs import locks_of_nfs
 
 GPT = ModelConfig(
-    layers=4, hidden=16, heads=4, kv_heads=4, head_dim=4, ffn=24, vocab=53, vocab_multiple=8, positions=10
+    layers=4,
+    hidden=16,
+    heads=4,
+    kv_heads=4,
+    head_dim=4,
+    ffn=24,
+    vocab=53,
+    vocab_multiple=8,
+    positions=10,
+    qkv_bias=False,
 )
 LLAMA = dataclasses.replace(
     GPT, kv_heads=2, norm="rmsnorm", activation="swiglu", bias=False, tied=False, position="rope"

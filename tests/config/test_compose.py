@@ -9,12 +9,12 @@ import pytest
 from mega.core.architecture import parameters
 from mega.core.config.compose import compose
 from mega.core.config.presets import FAMILY_DEFAULTS, PRESETS
-from mega.core.config.resolve import resolve
-from mega.core.config.run import RunConfig, entries, updated, value_of
+from mega.core.config.resolve import model_alone
+from mega.core.config.run import Options, entries, updated, value_of
 
 
 def test_nothing_given_is_megatrons_defaults() -> None:
-    assert compose() == RunConfig()
+    assert compose() == Options()
 
 
 def test_each_layer_stands_above_the_one_before() -> None:
@@ -78,8 +78,7 @@ PUBLISHED: list[tuple[str, dict[str, int], int]] = [
 
 @pytest.mark.parametrize(("preset", "changes", "count"), PUBLISHED)
 def test_presets_have_the_published_number_of_parameters(preset: str, changes: dict[str, int], count: int) -> None:
-    run = resolve(updated(compose(preset), changes), world=1)
-    assert parameters(run.model) == count
+    assert parameters(model_alone(updated(compose(preset), changes))) == count
 
 
 def test_other_presets_are_about_as_large_as_their_names_say() -> None:
@@ -88,10 +87,10 @@ def test_other_presets_are_about_as_large_as_their_names_say() -> None:
     for name, size in sizes.items():
         if size is not None:
             whole = float(size[1]) * {"m": 1e6, "b": 1e9, "t": 1e12}[size[2]]
-            assert parameters(resolve(compose(name), world=1).model) == pytest.approx(whole, rel=0.05), name
+            assert parameters(model_alone(compose(name))) == pytest.approx(whole, rel=0.05), name
 
 
 @pytest.mark.parametrize("name", ["layers", "lr", "data_path", "dry_run"])
 def test_an_option_is_found_by_its_name(name: str) -> None:
     value = {"layers": 3, "lr": 0.5, "data_path": ("a",), "dry_run": True}[name]
-    assert value_of(updated(RunConfig(), {name: value}), name) == value
+    assert value_of(updated(Options(), {name: value}), name) == value

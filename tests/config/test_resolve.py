@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mega.core.config import toml
 from mega.core.config.compose import compose
+from mega.core.config.presets import PRESETS
 from mega.core.config.resolve import (
     batch_sizes,
     data_parallel,
@@ -16,15 +19,17 @@ from mega.core.config.resolve import (
     lengths,
     microbatches,
     resolve,
+    variant,
 )
-from mega.core.config.run import RunConfig, updated, value_of
+from mega.core.config.run import Options, RunConfig, updated, value_of
 from mega.core.config.sections import BatchConfig
 
 SIZES = {"layers": 4, "hidden": 64, "heads": 4, "seq_length": 32, "micro_batch": 2}
+VOCABULARY = 50257
 
 
-def resolved(world: int = 1, vocab: int | None = None, **values: Any) -> RunConfig:
-    return resolve(updated(RunConfig(), SIZES | values), world, vocab)
+def resolved(world: int = 1, **values: Any) -> RunConfig:
+    return resolve(updated(Options(), SIZES | values), world, VOCABULARY)
 
 
 @pytest.mark.parametrize(
@@ -68,8 +73,32 @@ def test_derived(given: dict[str, Any], name: str, expected: Any) -> None:
 
 
 def test_the_vocabulary_is_the_tokenizers_unless_it_is_given() -> None:
-    assert resolved(vocab=50257).model.vocab == 50257
-    assert resolve(updated(RunConfig(), {"vocab": 51200}), 1, vocab=50257).model.vocab == 51200
+    assert resolved().model.vocab == VOCABULARY
+    assert resolved(vocab=51200).model.vocab == 51200
+
+
+@pytest.mark.parametrize("name", [*SIZES, "vocab"])
+def test_a_size_that_is_missing_is_named(name: str) -> None:
+    options = updated(Options(), SIZES | {"vocab": VOCABULARY, "positions": 32, name: None})
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} is missing: give"):
+        resolve(options, 1)
+
+
+def test_nothing_that_every_run_has_is_left_out() -> None:
+    """Of the resolved sections no field is None that their types say is there."""
+    for preset in PRESETS:
+        run = resolve(updated(compose(preset), {"micro_batch": 1, "seq_length": 64}), 1, VOCABULARY)
+        for section in vars(run).values():
+            hints = get_type_hints(type(section))
+            for name, value in vars(section).items():
+                assert value is not None or NoneType in get_args(hints[name]), name
+
+
+def test_another_run_is_resolved_again() -> None:
+    run = resolved(dtype="fp16")
+    assert variant(run, {}) == run
+    assert variant(run, {"dtype": "bf16"}).precision.grad_dtype == "fp16"
+    assert variant(run, {"dtype": "bf16", "grad_dtype": None}).precision.grad_dtype == "fp32"
 
 
 @given(
@@ -87,14 +116,14 @@ def test_batch_arithmetic(tp: int, pp: int, dp: int, micro: int, count: int) -> 
     assert microbatches(run, world, global_batch=micro * dp * count) == count
 
 
-def test_resolving_twice_changes_nothing() -> None:
-    for preset in ("llama2-70b", "gpt3-175b", "tiny-gpt"):
+def test_what_run_toml_holds_is_resolved_to_the_same_run() -> None:
+    for preset in ("llama2-70b", "gpt3-175b", "tiny-gpt", "t5-220m", "bert-110m"):
         run = updated(compose(preset), {"micro_batch": 2, "tp": 2, "pp": 2, "samples": 100, "save": "x"})
         once = resolve(run, 8, vocab=100)
-        assert resolve(once, 8, vocab=100) == once
+        assert resolve(toml.parse(toml.write(once)), 8) == once
 
 
-GPT3 = BatchConfig(global_batch=1536, rampup=(16, 16, 5859375), samples=146484375)
+GPT3 = BatchConfig(seq_length=2048, micro_batch=1, global_batch=1536, rampup=(16, 16, 5859375), samples=146484375)
 
 
 def test_the_ramp_of_gpt3() -> None:
@@ -112,11 +141,12 @@ def test_the_ramp_of_gpt3() -> None:
     assert rises[64] == (7068, 185056)
     assert rises[1520] == (19762, 5798624)
     assert (step, consumed) == (19802, 5859424)
-    assert lengths(RunConfig(batch=GPT3)).steps == 111354
+    given = {"global_batch": 1536, "rampup": (16, 16, 5859375), "samples": 146484375}
+    assert lengths(resolved(**given)).steps == 111354
 
 
 def test_every_size_of_a_ramp() -> None:
-    batch = BatchConfig(global_batch=10, rampup=(4, 2, 100))
+    batch = BatchConfig(seq_length=8, micro_batch=1, global_batch=10, rampup=(4, 2, 100))
     assert list(batch_sizes(batch)) == [4, 6, 8, 10]
     assert {global_batch_at(batch, consumed) for consumed in range(200)} == {4, 6, 8, 10}
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mega.core.config.compose import compose
 from mega.core.config.presets import PRESETS
-from mega.core.config.run import RunConfig, entries, sections, updated
+from mega.core.config.run import Options, entries, sections, updated
 from mega.core.config.schema import Entry
 from mega.core.config.toml import parse, read, values, write
 
@@ -32,7 +32,7 @@ def _of(entry: Entry) -> st.SearchStrategy[Any]:
 @given(st.fixed_dictionaries({}, optional={name: _of(entry) for name, entry in entries().items()}))
 @settings(max_examples=150)
 def test_a_written_run_reads_back_equal(options: dict[str, Any]) -> None:
-    run = updated(RunConfig(), options)
+    run = updated(Options(), options)
     assert parse(write(run)) == run
 
 
@@ -46,7 +46,7 @@ def test_every_preset_reads_back_equal(preset: str) -> None:
     ['quote " backslash \\', "line\nbreak\ttab", "unicode 中文 \U0001f600", "\x7f\x00\x1f", "'''", '"""', ""],
 )
 def test_strings_that_need_escapes(text: str) -> None:
-    run = updated(RunConfig(), {"save": text, "data_path": (text, text)})
+    run = updated(Options(), {"save": text, "data_path": (text, text)})
     assert parse(write(run)) == run
 
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mega.core.config.resolve import records_graph
-from mega.core.config.run import RunConfig, entries, updated, value_of
+from mega.core.config.resolve import records_graph, resolve
+from mega.core.config.run import Options, RunConfig, entries, updated, value_of
 from mega.core.estimate.hardware import Hardware, hardware
 from mega.core.estimate.memory import memory
 from mega.core.estimate.steptime import step_time
@@ -42,7 +42,7 @@ def as_recorded(run: RunConfig, world: int) -> dict[str, Any]:
 def recorded_run(values: Mapping[str, Any]) -> RunConfig:
     """The resolved run that a row stores."""
     known = entries()
-    return updated(RunConfig(), {name: tuple(v) if known[name].many else v for name, v in values.items()})
+    return resolve(updated(Options(), {name: tuple(v) if known[name].many else v for name, v in values.items()}), 1)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from mega.core.config.compose import compose
@@ -26,5 +28,5 @@ def test_too_few_cores_and_too_little_memory_are_said(monkeypatch: pytest.Monkey
 def test_enough_is_not_worth_a_word_nor_an_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "cores", lambda: 8)
     monkeypatch.setattr(host, "available", lambda: 1 << 40)
-    monkeypatch.setattr(host, "memory", None)
+    monkeypatch.setitem(sys.modules, "mega.core.estimate.memory", None)
     assert not list(host.crowded(_run(), 8))

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from mega.core.config.check import check
 from mega.core.config.compose import compose
 from mega.core.config.resolve import data_parallel, resolve
-from mega.core.config.run import RunConfig
+from mega.core.config.run import Options, RunConfig
 from mega.core.estimate.hardware import Hardware, hardware
 from mega.core.estimate.memory import memory
 from mega.core.estimate.search import search
@@ -218,7 +218,7 @@ COUNT = 8
 """Layouts of each choice that are measured."""
 
 
-def run_of(flags: Flags, device: str) -> RunConfig:
+def run_of(flags: Flags, device: str) -> Options:
     """A row's run as typed. On a CPU the same layout of a model that is small."""
     typed = {"lr": 1e-4, "steps": 8, "mock_data": True, "dtype": "bf16", "device": device, **flags}
     preset = typed.pop("preset")

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from mega.core.checkpoint.own.pieces import Piece
 from mega.core.config.check import check
 from mega.core.config.resolve import resolve
-from mega.core.config.run import RunConfig, updated
+from mega.core.config.run import Options, RunConfig, updated
 from mega.core.device import Device
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Groups, Mesh
@@ -212,11 +212,11 @@ class Reference:
     """One rank alone, as every rank trains it by itself; in fp32 also in fp64, which judges where fp32 is rounding."""
 
     def __init__(self, options: Mapping[str, Any], device: Device):
-        run = resolve(updated(RunConfig(), dict(options)), 1)
+        run = resolve(updated(Options(), dict(options)), 1)
         self.bounds = bounds(run)
         trained, exact = Trained(run, Mesh(0), device), None
         if run.precision.dtype == "fp32":
-            exact = Trained(resolve(updated(RunConfig(), {**options, "dtype": "fp64"}), 1), Mesh(0), device)
+            exact = Trained(resolve(updated(Options(), {**options, "dtype": "fp64"}), 1), Mesh(0), device)
         self.losses = trained.losses
         self.measures = []
         for which, bound in enumerate(self.bounds.gradients):
@@ -250,7 +250,7 @@ def judge(
     groups: Groups,
 ) -> dict[str, Any]:
     """Train `options` on all ranks and compare with the reference: what a row says."""
-    run = resolve(updated(RunConfig(), dict(options)), world)
+    run = resolve(updated(Options(), dict(options)), world)
     mesh = build_mesh(run, rank, world, groups)
     device.reset_memory_peak()
     began = time.perf_counter()
@@ -279,7 +279,7 @@ def drawn(
     while True:
         found = {name: draw.choice(values) for name, values in among.items()}
         try:
-            check(resolve(updated(RunConfig(), {**base, **found}), world), world)
+            check(updated(Options(), {**base, **found}), world)
         except ValueError:
             continue
         return found

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mega.core.config.resolve import resolve
-from mega.core.config.run import RunConfig, updated
+from mega.core.config.run import Options, updated
 from mega.core.device import Device
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.processes.connect import connect, disconnect
@@ -45,7 +45,7 @@ SPEED = {"hidden": 2048, "heads": 16, "kv_heads": 16, "seq_length": 1024, "zero"
 
 def speed(options: Mapping[str, Any], rank: int, world: int, device: Device, groups: Groups) -> dict[str, Any]:
     """Median seconds of a step of a model of 0.3 billion weights, and bytes allocated between steps and at the peak."""
-    run = resolve(updated(RunConfig(), {**options, **SPEED}), world)
+    run = resolve(updated(Options(), {**options, **SPEED}), world)
     mesh = Mesh(rank, dp=world, groups=groups)
     device.reset_memory_peak()
     state, times = build_state(run, mesh, device), []

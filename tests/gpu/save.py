@@ -34,7 +34,7 @@ import torch
 from mega.core.checkpoint.own.manifest import read_manifest
 from mega.core.checkpoint.own.store import CheckpointStore
 from mega.core.config.resolve import microbatches, resolve
-from mega.core.config.run import RunConfig, updated
+from mega.core.config.run import Options, updated
 from mega.core.parallel.collectives import all_reduce
 from mega.core.processes.connect import connect, disconnect
 from mega.core.proof.bench import random_batch
@@ -67,7 +67,7 @@ class Bench:
         size = self.world.size
         asked: Mapping[str, Any] = {"layers": options.layers, "global_batch": options.global_batch}
         flags = {flag: value for flag, value in asked.items() if value is not None}
-        run = updated(RunConfig(), {**TINY, **flags}) if options.row == "tiny" else row(options.row, flags, size)
+        run = updated(Options(), {**TINY, **flags}) if options.row == "tiny" else row(options.row, flags, size)
         self.directory, self.out, self.commit = Path(options.dir), options.out, options.commit
         kept = replace(run.checkpoint, save=str(self.directory), save_interval=1, async_save=True, keep_last=1)
         self.run = resolve(replace(run, checkpoint=kept), size)

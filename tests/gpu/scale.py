@@ -37,7 +37,7 @@ import torch.distributed as dist
 from mega.core.batch import DecoderBatch
 from mega.core.config.compose import compose
 from mega.core.config.resolve import resolve
-from mega.core.config.run import RunConfig, updated
+from mega.core.config.run import Options, RunConfig, updated
 from mega.core.device import Device
 from mega.core.flops import model_flops_per_token
 from mega.core.parallel.collectives import all_reduce
@@ -115,7 +115,7 @@ class Stand:
     tiny: bool
 
     def run(self, options: Mapping[str, Any]) -> RunConfig:
-        return resolve(updated(RunConfig(), self.sized(options)), self.world)
+        return resolve(updated(Options(), self.sized(options)), self.world)
 
     def sized(self, options: Mapping[str, Any]) -> dict[str, Any]:
         return {**options, "device": self.device.torch.type, **(TINY if self.tiny else {})}
@@ -285,9 +285,9 @@ def learning(stand: Stand) -> dict[str, Any]:
     n = stand.world
     flags = {"dtype": "bf16", "tp": 2, "zero": 1, **SP, "micro_batch": 1, "global_batch": 4 * n, "lr": 2e-4}
     still = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "device": stand.device.torch.type}
-    run = compose("llama2-7b", {**flags, **still, **({**TINY, "layers": 2, "lr": 3e-3} if stand.tiny else {})})
-    run = resolve(run, n)
-    assert run.batch.seq_length and run.batch.global_batch and run.optimizer.lr
+    tiny = {**TINY, "layers": 2, "lr": 3e-3} if stand.tiny else {}
+    run = resolve(compose("llama2-7b", {**flags, **still, **tiny}), n)
+    assert run.optimizer.lr
     mesh = stand.mesh(run)
     stand.device.reset_memory_peak()
     state, losses, times = build_state(run, mesh, stand.device), [], []

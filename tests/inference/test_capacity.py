@@ -72,6 +72,8 @@ def test_of_flags_alone(capsys: pytest.CaptureFixture[str]) -> None:
     for more, text in ((["--fit", "8xh200"], "--fit 8xh200: excludes --serve"), (["--tp", "3"], "--tp 3: ")):
         assert cli.main([*line, *more]) == 2
         assert text in capsys.readouterr().err
+    assert cli.main([*line, "--heads", "0"]) == 2
+    assert "--heads 0: must be at least 1" in capsys.readouterr().err
     assert cli.main(["memory-estimate", "--model", "tiny-gpt", "--max-length", "5"]) == 2
     assert re.search("--max-length 5: needs --serve", capsys.readouterr().err)
     assert cli.main(["memory-estimate", "--model", "tiny-gpt", "--fp8-weights"]) == 2

@@ -16,7 +16,7 @@ from mega.commands.pretrain import _as_the_weights
 from mega.core.architecture import units
 from mega.core.checkpoint.forms.convert import convert
 from mega.core.checkpoint.own.store import Checkpoint, CheckpointStore, locate
-from mega.core.config.run import RunConfig, updated
+from mega.core.config.run import Options, updated
 from mega.core.config.sections import ModelConfig
 from mega.core.device import Device
 from mega.core.inference.generate import generate, logits, losses
@@ -298,6 +298,6 @@ def test_ends_that_the_model_cannot_have_are_refused(
 def test_a_training_takes_the_tokenizer_that_comes_with_its_weights(saved: tuple[Checkpoint, DecoderStage]) -> None:
     place = str(saved[0].path)
     for begins in ({"load": place}, {"load": place, "save": place}, {"resume": place}):
-        found = _as_the_weights(_from_weights(updated(RunConfig(), begins))).tokenizer
+        found = _as_the_weights(_from_weights(updated(Options(), begins))).tokenizer
         assert found.tokenizer == "GPT2BPETokenizer" and found.vocab_file and found.vocab_file.startswith(place)
-        assert _as_the_weights(updated(RunConfig(), begins)).tokenizer == found
+        assert _as_the_weights(updated(Options(), begins)).tokenizer == found

@@ -15,7 +15,7 @@ from mega.cli import main
 from mega.core.config import toml
 from mega.core.config.presets import FAMILY_DEFAULTS, FamilyDefaults
 from mega.core.config.resolve import resolve
-from mega.core.config.run import RunConfig, entries, value_of
+from mega.core.config.run import Options, entries, value_of
 from mega.core.text.build import build
 from mega.legacy.flags import obsolete_flags
 from tests.support.lines import parsed
@@ -198,9 +198,7 @@ def test_example_command_line(name: str) -> None:
 def test_what_a_line_does_not_say_stays_megatrons_default() -> None:
     run = parsed(GPT_345M)
     untouched = set(entries()) - set(GPT_345M_FIELDS)
-    assert {name: value_of(run, name) for name in untouched} == {
-        name: value_of(RunConfig(), name) for name in untouched
-    }
+    assert {name: value_of(run, name) for name in untouched} == {name: value_of(Options(), name) for name in untouched}
 
 
 def test_dropped_flags_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,9 +225,9 @@ def test_a_line_of_another_family_is_no_gpt(line: str, flags: int, more: str) ->
 def test_a_line_of_berts_script_with_its_family_is_one() -> None:
     run = parsed(BERT + " --family bert")
     assert (run.model.family, run.masking.sample_kind, run.model.binary_head) == ("bert", "bert", False)
-    assert resolve(run, 1).tokenizer.tokenizer == "BertWordPieceLowerCase"
+    assert resolve(run, 1, 30592).tokenizer.tokenizer == "BertWordPieceLowerCase"
     bare = BERT.replace(" --tokenizer-type BertWordPieceLowerCase", "")
-    assert resolve(parsed(bare + " --family bert"), 1).tokenizer.tokenizer == "BertWordPieceLowerCase"
+    assert resolve(parsed(bare + " --family bert"), 1, 30592).tokenizer.tokenizer == "BertWordPieceLowerCase"
 
 
 def test_a_gpt_on_word_pieces_names_its_family() -> None:

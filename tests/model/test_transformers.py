@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from mega.core.batch import DecoderBatch
 from mega.core.config.resolve import resolve
-from mega.core.config.run import RunConfig, updated
+from mega.core.config.run import Options, updated
 from mega.core.model.decoder import DecoderStage
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.weight import weights
@@ -47,7 +47,7 @@ HF_LLAMA: dict[str, Any] = {
 
 
 def stage_of(dtype: str, ops: str, **values: Any) -> DecoderStage:
-    run = updated(RunConfig(), {**SIZES, "seq_length": 64, "micro_batch": 1, "dtype": dtype, "ops": ops, **values})
+    run = updated(Options(), {**SIZES, "seq_length": 64, "micro_batch": 1, "dtype": dtype, "ops": ops, **values})
     run = updated(run, {"hidden_dropout": 0.0, "attention_dropout": 0.0, "device": "cpu"})
     (stage,) = build_stages(resolve(run, 1), Mesh.at(0), CPU)
     return stage

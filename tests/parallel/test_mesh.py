@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mega.core.architecture import inventory
 from mega.core.config.resolve import resolve
-from mega.core.config.run import RunConfig, updated
+from mega.core.config.run import Options, updated
 from mega.core.parallel import mesh as module
 from mega.core.parallel.mesh import ORDER, Mesh
 from mega.core.parallel.weight import weights
@@ -71,7 +71,7 @@ def test_links_are_seen_alike_from_both_ends(pp: int) -> None:
 def test_gpt3_175b_on_128_ranks() -> None:
     """tp 8 x pp 16: the ranks' blocks cover every tensor as often as the inventory requires, on no memory at all."""
     values = {"layers": 96, "hidden": 12288, "heads": 96, "vocab": 50257, "seq_length": 2048, "micro_batch": 1}
-    run = resolve(updated(RunConfig(), {**values, "tp": 8, "pp": 16}), 128)
+    run = resolve(updated(Options(), {**values, "tp": 8, "pp": 16}), 128)
     held: dict[str, int] = {}
     for rank in range(128):
         mesh = Mesh.at(rank, tp=8, pp=16)

@@ -16,7 +16,7 @@ import torch
 
 from mega.core.config.check import check
 from mega.core.config.resolve import resolve
-from mega.core.config.run import RunConfig, updated
+from mega.core.config.run import Options, RunConfig, updated
 from mega.core.device import Device
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.parallel.pipeline import Pipeline
@@ -85,24 +85,24 @@ def train(groups: Groups, rank: int, run: RunConfig, world: int) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_replayed_microbatches_are_those_asked_for(pool: Pool, layout: str) -> None:
     world, flags = LAYOUTS[layout]
-    pool.run(train, resolve(updated(RunConfig(), {**TINY, **flags}), world), world, world=world)
+    pool.run(train, resolve(updated(Options(), {**TINY, **flags}), world), world, world=world)
 
 
 def test_on_a_cpu_nothing_is_recorded() -> None:
     """So that one command line does for both."""
-    run = resolve(updated(RunConfig(), {**TINY, "cuda_graph": True}), 1)
+    run = resolve(updated(Options(), {**TINY, "cuda_graph": True}), 1)
     assert type(build_state(run, Mesh(0), Device.choose("cpu")).pipeline) is Pipeline
 
 
 def test_a_gradient_that_was_not_recorded_is_missed() -> None:
     """The stand-in can fail: a graph that is never played leaves other weights."""
-    run = resolve(updated(RunConfig(), {**TINY, "attention_dropout": 0.0}), 1)
+    run = resolve(updated(Options(), {**TINY, "attention_dropout": 0.0}), 1)
     with mock.patch.object(Again, "play", lambda self: None), pytest.raises(AssertionError):
         train(Groups("gloo"), 0, run, 1)
 
 
 def test_what_the_device_cannot_record_is_reported() -> None:
-    run = resolve(updated(RunConfig(), {**TINY, "attention_dropout": 0.0}), 1)
+    run = resolve(updated(Options(), {**TINY, "attention_dropout": 0.0}), 1)
     refused = mock.patch.object(Again, "__init__", side_effect=RuntimeError("stream is capturing"))
     unmade = mock.patch.object(Again, "__del__", lambda self: None)
     message = pytest.raises(
@@ -117,7 +117,7 @@ def test_what_the_device_cannot_record_is_reported() -> None:
     [({"pp": 2}, "--cuda-graph: needs --pp 1"), ({"zero": 2}, "--cuda-graph: needs --zero 0 or 1")],
 )
 def test_what_cannot_be_recorded_is_refused(flags: dict[str, Any], message: str) -> None:
-    run = updated(RunConfig(), {**TINY, "steps": 1, "mock_data": True, "cuda_graph": True, **flags})
+    run = updated(Options(), {**TINY, "steps": 1, "mock_data": True, "cuda_graph": True, **flags})
     with pytest.raises(ValueError, match=message):
         check(run, 2)
 

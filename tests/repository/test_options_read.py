@@ -1,7 +1,8 @@
 """What a model is, is asked of its architecture: few places read options.
 
-A place that reads an option of a model is `X.<option>`: <option> is a field of `ModelConfig`, and X is of that type
-by its annotations: of parameters, of fields of classes, of what functions return, and of what is assigned from these.
+A place that reads an option of a model is `X.<option>`: <option> is a field of `ModelOptions`, and X is of that type,
+or of `ModelConfig`, by its annotations: of parameters, of fields of classes, of what functions return, and of what is
+assigned from these.
 Where they say nothing, X counts if it is called `model`, unless it is the `.architecture` of something. So renaming
 hides no place, and an `Architecture` that is called `model` is none.
 
@@ -20,7 +21,8 @@ from pathlib import Path
 
 from tests.repository.test_structure import REPOSITORY, sources
 
-OPTIONS = "ModelConfig"
+OPTIONS = {"ModelOptions", "ModelConfig"}
+"""As typed, and as resolved."""
 ALLOWED = ("mega/core/config/", "mega/core/architecture/families/", "mega/core/inventory/")
 SPLIT = ("mega/core/architecture/", "mega/core/checkpoint/")
 """Rooms that are counted by their folders."""
@@ -108,7 +110,7 @@ class Reads(ast.NodeVisitor):
             return
         kind = self._type(node.value)
         named = kind is None and isinstance(node.value, ast.Name | ast.Attribute) and _last(node.value) == "model"
-        if named or (kind is not None and OPTIONS in _names(kind)):
+        if named or (kind is not None and OPTIONS & set(_names(kind))):
             self.places.append((node.lineno, ast.unparse(node)))
 
     def _assign(self, target: ast.expr, value: ast.expr) -> None:
@@ -163,7 +165,7 @@ def _parts(annotation: str) -> list[str]:
 
 def option_names(tree: Tree) -> frozenset[str]:
     for node in ast.walk(tree["mega/core/config/sections.py"]):
-        if isinstance(node, ast.ClassDef) and node.name == OPTIONS:
+        if isinstance(node, ast.ClassDef) and node.name in OPTIONS:
             fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
             names = [each.target.id for each in fields if isinstance(each.target, ast.Name)]
             return frozenset(names) - {"title", "on_resume"}

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import shlex
 
-from mega.core.config.run import RunConfig
+from mega.core.config.run import Options
 from mega.options import command
 
 
-def parsed(line: str) -> RunConfig:
+def parsed(line: str) -> Options:
     """The run of a command line, read as `mega pretrain` reads it."""
     from typer.main import Typer, get_command
 
     from mega.options import Command
 
-    seen: list[RunConfig] = []
+    seen: list[Options] = []
 
-    def run(run: RunConfig) -> None:
+    def run(run: Options) -> None:
         seen.append(run)
 
     app = Typer(add_completion=False)

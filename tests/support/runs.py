@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mega.core.config.resolve import resolve
-from mega.core.config.run import RunConfig, updated
+from mega.core.config.run import Options, RunConfig, updated
 
 SHAPE: dict[str, Any] = {
     "layers": 4,
@@ -70,4 +70,9 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def small_run(model: str = "gpt", world: int = 1, **values: Any) -> RunConfig:
     """The resolved run of one of `MODELS` on `world` ranks, with options replaced by field name."""
-    return resolve(updated(RunConfig(), {**SHAPE, **MODELS[model], **values}), world)
+    return resolve(small_options(model, **values), world)
+
+
+def small_options(model: str = "gpt", **values: Any) -> Options:
+    """The same as typed."""
+    return updated(Options(), {**SHAPE, **MODELS[model], **values})

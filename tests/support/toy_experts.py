@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from mega.core.architecture import Cut, Init, Tensor
 from mega.core.batch import Term
-from mega.core.config.run import RunConfig
+from mega.core.config.run import Options
 from mega.core.device import Device
 from mega.core.optim.optimizer import Optimizer
 from mega.core.optim.rule import Rule
@@ -124,4 +124,4 @@ def toy_state(mesh: Mesh, rule: Rule, *, zero: int = 0, clip: float = 0.0, bucke
     optimizer, pipeline = Optimizer(grads, rule, clip), Pipeline([stage], mesh, CPU)
     options = StepOptions("1f1b", params_norm=True, zeros=True)
     device = Device.choose("cpu")
-    return TrainState(RunConfig(), mesh, device, [stage], grads, optimizer, pipeline, None, options)
+    return TrainState(Options(), mesh, device, [stage], grads, optimizer, pipeline, None, options)

@@ -17,7 +17,7 @@ import torch
 from mega import cli
 from mega.core.batch import Term
 from mega.core.config.compose import GivenOptions
-from mega.core.config.run import RunConfig, updated
+from mega.core.config.run import Options, updated
 from mega.core.device import Device
 from mega.core.inference.generate import logits, losses
 from mega.core.inference.load import load_model, open_model
@@ -79,7 +79,7 @@ def asked(load: Path, name: str, data: Path, out: Path, world: int = 1, **values
     run = {key: value for key, value in values.items() if key not in names}
     given = {"load": str(load), "device": "cpu", **run}
     options = TaskOptions(name, (str(data),), **own)
-    return prepare(updated(RunConfig(), given), GivenOptions(None, given), options, str(out), world)
+    return prepare(updated(Options(), given), GivenOptions(None, given), options, str(out), world)
 
 
 def alone(evaluation: CheckedEvaluation) -> Mapping[str, Estimate]:

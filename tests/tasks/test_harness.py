@@ -17,7 +17,7 @@ from mega.core.architecture import units
 from mega.core.checkpoint.forms.convert import convert
 from mega.core.checkpoint.own.store import CheckpointStore
 from mega.core.config.compose import GivenOptions
-from mega.core.config.run import RunConfig, updated
+from mega.core.config.run import Options, updated
 from mega.core.config.sections import ModelConfig
 from mega.core.device import Device
 from mega.core.family import family
@@ -99,7 +99,7 @@ def write(folder: Path, name: str, rows: list[dict[str, Any]], kind: str, metric
 def asked(model: Path, tasks: Path, out: Path, world: int = 1, chat: bool = False, **values: Any) -> HarnessRun:
     given = {"load": str(model), "device": "cpu", "micro_batch": 2, **values}
     options = HarnessOptions(tasks=TASKS, include_path=str(tasks), log_samples=True, apply_chat_template=chat)
-    return harness.prepare(updated(RunConfig(), given), GivenOptions(None, given), options, str(out), world)
+    return harness.prepare(updated(Options(), given), GivenOptions(None, given), options, str(out), world)
 
 
 def answers(found: Mapping[str, Any]) -> dict[str, list[Any]]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mega.core.config.resolve import resolve
-from mega.core.config.run import RunConfig, updated
+from mega.core.config.run import Options, RunConfig, updated
 from mega.core.device import Device
 from mega.core.parallel.mesh import Groups
 from mega.core.processes.pool import Pool
@@ -64,7 +64,7 @@ def drift(groups: Groups, rank: int, run: RunConfig, world: int, seeds: list[int
     [(4, {}), (4, {"tp": 2, "sequence_parallel": True}), (4, {"tp": 2, "zero": 1}), (4, {"pp": 2}), (4, {"zero": 1})],
 )
 def test_ten_drifts_are_all_named(pool: Pool, world: int, layout: dict[str, Any]) -> None:
-    run = resolve(updated(RunConfig(), {**MODEL, **layout}), world)
+    run = resolve(updated(Options(), {**MODEL, **layout}), world)
     ranks = pool.run(drift, run, world, list(range(10)), world=world)
     for number in range(10):
         victim = ranks[0][number][1]

@@ -17,7 +17,7 @@ from mega.commands.pretrain import _as_the_weights
 from mega.core.batch import DecoderBatch
 from mega.core.checkpoint.own.pieces import Piece
 from mega.core.checkpoint.own.store import locate
-from mega.core.config.run import RunConfig, updated
+from mega.core.config.run import Options, RunConfig, updated
 from mega.core.data.chat import ChatDataset
 from mega.core.device import Device
 from mega.core.inference.generate import logits
@@ -136,7 +136,7 @@ def test_the_template_of_the_weights_is_asked_for_by_name(tmp_path: Path, capsys
     begins = {"load": str(tmp_path / "hf"), "chat_data": ("talks.jsonl",)}
 
     def chosen(name: str) -> str:
-        run = updated(RunConfig(), {**begins, "chat_template": name})
+        run = updated(Options(), {**begins, "chat_template": name})
         return _as_the_weights(_from_weights(run)).data.chat_template
 
     with pytest.raises(ValueError, match=r"--chat-template model: nothing at .*hf says what its conversations"):

@@ -17,7 +17,7 @@ import torch
 
 from mega.cli import main
 from mega.core.config.compose import compose
-from mega.core.config.run import RunConfig, updated
+from mega.core.config.run import Options, updated
 from mega.core.data.writer import IndexedWriter
 from mega.core.device import Device
 from mega.core.files import PARTS, WHOLE_BYTES, sampled_digest
@@ -115,7 +115,7 @@ def test_other_weights_of_others_under_one_path(tmp_path: Path, pool: Pool, adap
 def compared(groups: Groups, rank: int, flags: list[dict[str, Any]], better: list[str], late: float) -> Any:
     """Job: what a rank is told whose flags may be others than another's: (error, lines)."""
     lines: list[str] = []
-    own = Comparable(consistency._flags(updated(RunConfig(), flags[rank])), {"torch": better[rank]})
+    own = Comparable(consistency._flags(updated(Options(), flags[rank])), {"torch": better[rank]})
     clock = time.time
     with mock.patch.object(time, "time", lambda: clock() + late * rank):
         try:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mega.core.config.resolve import resolve
-from mega.core.config.run import RunConfig, updated
+from mega.core.config.run import Options, updated
 from mega.core.device import Device
 from mega.core.parallel.mesh import Mesh
 from mega.core.proof.parity import own_samples, synthetic_batch
@@ -34,7 +34,7 @@ def train(
     options: dict[str, object], steps: int, overflow: frozenset[int] = frozenset()
 ) -> tuple[TrainState, list[StepReport]]:
     """Steps 1 ... `steps`; those in `overflow` find an infinity among their gradients."""
-    run = resolve(updated(RunConfig(), options), 1)
+    run = resolve(updated(Options(), options), 1)
     mesh = Mesh(0)
     state, reports = build_state(run, mesh, Device.choose("cpu")), []
     finish = state.grads.finish

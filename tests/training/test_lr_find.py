@@ -11,7 +11,7 @@ import pytest
 
 from mega.cli import main
 from mega.commands import finetune, lr_find
-from mega.core.config.run import RunConfig, updated
+from mega.core.config.run import Options, updated
 from mega.core.config.sections import CheckpointConfig
 from mega.core.training.lr_find import read, smoothed, suggest, sweep
 
@@ -35,7 +35,7 @@ def test_the_steepest_fall_is_suggested() -> None:
 
 def test_the_planned_run_may_be_given_as_it_is() -> None:
     planned = {"epochs": 3, "lr_decay_samples": 500, "save_interval": 10, "keep_last": 2, "async_save": True}
-    found = sweep(updated(RunConfig(), planned))
+    found = sweep(updated(Options(), planned))
     assert (found.finetuning.epochs, found.schedule.lr_decay_samples, found.checkpoint) == (
         None,
         None,
@@ -54,14 +54,14 @@ def test_what_did_not_end_is_not_a_result(
         metrics.unlink(missing_ok=True)
         metrics.write_text("".join(json.dumps({"lr": 10.0**k, "loss": loss}) + "\n" for k, loss in enumerate(each)))
 
-    def ends(run: RunConfig) -> int:
+    def ends(run: Options) -> int:
         if losses is not None:
             write(losses)
         return code
 
     write([5.0, 3.0, 4.0, 6.0])
     monkeypatch.setattr(finetune, "train", ends)
-    assert lr_find.run(updated(RunConfig(), {"metrics": str(metrics)})) == code
+    assert lr_find.run(updated(Options(), {"metrics": str(metrics)})) == code
     assert not metrics.with_suffix(".svg").exists()
 
 

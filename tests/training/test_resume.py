@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from mega.core.checkpoint.own.inspect import diff
 from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.store import CheckpointStore, locate
 from mega.core.config.resolve import resolve
-from mega.core.config.run import RunConfig, updated
+from mega.core.config.run import Options, RunConfig, updated
 from mega.core.data.build import Datasets
 from mega.core.data.writer import IndexedWriter
 from mega.core.device import Device
@@ -143,7 +142,7 @@ def test_restored_and_saved_again_is_the_same_bytes(
     model = model_of(source.meta, "the checkpoint")
     world = 4 if layout else 1
     options = {"micro_batch": 1, "seq_length": 32, "bucket_size": 3000, "save": str(tmp_path), **layout}
-    run = resolve(replace(updated(RunConfig(), options), model=model), world)
+    run = resolve(updated(Options(model=model), options), world)
     pool.run(resave, run, world, str(source.path), world=world)
     assert not list(diff(source, CheckpointStore(tmp_path).open(12)))
 
@@ -151,8 +150,15 @@ def test_restored_and_saved_again_is_the_same_bytes(
 def test_what_changes_samples_sums_or_updates_is_reported(straight: Path) -> None:
     source = CheckpointStore(straight).open(12)
     source.meta["layout"] = {}
-    options = {"mask_prob": 0.3, "rampup": (2, 2, 8), "adafactor_clip": 2.0, "chat_template": "llama2"}
-    run = resolve(replace(updated(RunConfig(), options), model=model_of(source.meta, "the checkpoint")), 1)
+    options = {
+        "micro_batch": 1,
+        "seq_length": 32,
+        "mask_prob": 0.3,
+        "rampup": (2, 2, 8),
+        "adafactor_clip": 2.0,
+        "chat_template": "llama2",
+    }
+    run = resolve(updated(Options(model=model_of(source.meta, "the checkpoint")), options), 1)
     point = ResumePoint(source, weights_only=False)
     said = " ".join(differences(run, point, Datasets(), build_mesh(run, 0, 1), source.meta["threads"] + 1))
     for part in (
@@ -170,7 +176,7 @@ def test_a_run_that_began_under_the_old_dropout_resumes_under_it(straight: Path,
     source = CheckpointStore(straight).open(12)
     assert source.meta.pop("dropout_rule") == RULE
     options = {"micro_batch": 1, "seq_length": 32, "save": str(tmp_path)}
-    run = resolve(replace(updated(RunConfig(), options), model=model_of(source.meta, "the checkpoint")), 1)
+    run = resolve(updated(Options(model=model_of(source.meta, "the checkpoint")), options), 1)
     mesh = build_mesh(run, 0, 1)
 
     def resumed(weights_only: bool) -> TrainState:

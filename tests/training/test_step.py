@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mega.core.config.resolve import resolve
-from mega.core.config.run import RunConfig, updated
+from mega.core.config.run import Options, updated
 from mega.core.device import Device
 from mega.core.parallel.mesh import Mesh
 from mega.core.proof.parity import own_samples, synthetic_batch
@@ -20,7 +20,7 @@ TINY = {"layers": 1, "hidden": 16, "heads": 2, "vocab": 64, "seq_length": 8, "mi
 
 @pytest.mark.parametrize("normalizer", ["global", "microbatch"])
 def test_a_batch_of_which_no_token_counts_changes_nothing(normalizer: str) -> None:
-    run = resolve(updated(RunConfig(), {**TINY, "lr": 1e-3, "loss_normalizer": normalizer}), 1)
+    run = resolve(updated(Options(), {**TINY, "lr": 1e-3, "loss_normalizer": normalizer}), 1)
     state = build_state(run, Mesh(0), Device.choose("cpu"))
     before = [bucket.own_weights.clone() for bucket in state.grads.buckets]
     batches = [synthetic_batch(run, rows) for rows in own_samples(run, state.mesh, 0)]
@@ -35,7 +35,7 @@ def test_the_reported_loss_is_normalized_as_the_gradient_is() -> None:
     reported = {}
     for normalizer in ("global", "microbatch"):
         flags = {**TINY, "seq_length": 8, "hidden_dropout": 0.0, "attention_dropout": 0.0, "lr": 1e-3}
-        run = resolve(updated(RunConfig(), {**flags, "loss_normalizer": normalizer}), 1)
+        run = resolve(updated(Options(), {**flags, "loss_normalizer": normalizer}), 1)
         state = build_state(run, Mesh(0), Device.choose("cpu"))
         first, second = (synthetic_batch(run, rows) for rows in own_samples(run, state.mesh, 0))
         first = replace(first, loss_weights=torch.ones_like(first.loss_weights))

@@ -17,7 +17,7 @@ from math import sqrt
 
 from mega.core.architecture.model import Adapters
 from mega.core.architecture.tensor import Cut, Init, Tensor
-from mega.core.config.sections import ModelConfig
+from mega.core.config.sections import ModelConfig, ModelOptions
 
 DOWN, UP = "lora_A", "lora_B"
 """What the two are called, as in peft."""
@@ -35,10 +35,10 @@ class AdapterSpec:
 
 def without_adapters(model: ModelConfig) -> ModelConfig:
     """The model that the adapters were added to."""
-    return with_adapters(model, ModelConfig())
+    return with_adapters(model, ModelOptions())
 
 
-def with_adapters(model: ModelConfig, of: ModelConfig) -> ModelConfig:
+def with_adapters(model: ModelConfig, of: ModelOptions) -> ModelConfig:
     """`model` with the adapters that another one has."""
     return replace(
         model,

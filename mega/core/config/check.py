@@ -19,9 +19,9 @@ from mega.core.config.families import belongs, foreign_values
 from mega.core.config.option import Range
 from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.resolve import batch_sizes, column_unit, data_parallel, divisors, lengths, microbatches, resolve
-from mega.core.config.run import RunConfig, entries, flag_of, found_with, run_schema, value_of
+from mega.core.config.run import AnyRun, Options, RunConfig, entries, flag_of, found_with, run_schema, value_of
 from mega.core.config.schema import Entry, Schema
-from mega.core.config.sections import LABELLED, TASKS, PrecisionConfig
+from mega.core.config.sections import LABELLED, TASKS
 from mega.core.files import url_of
 from mega.core.plan.kinds import SCHEDULES, interleaving
 from mega.core.plan.layers import split_layers
@@ -33,37 +33,45 @@ MOST_TOKENS = 2**26
 MOST_ACTS = 2**21
 """Forward passes of a step's plan over all stages and chunks: it is made, proven and kept by every rank."""
 
+ANY_VOCABULARY = 1
+"""No rule reads it: it is the tokenizer's, which is opened after the rules have been checked."""
+
 PACKAGES = {"flash-attn": "flash_attn", "apex": "apex"}
 """What `--ops` may name -> the module that must be there."""
 
 
-def check(run: RunConfig, world: int) -> RunConfig:
-    """`run`, as typed or as resolved, with every value derived for `world` ranks (as `resolve` derives).
+def check(options: Options, world: int) -> None:
+    """Check a run of `world` ranks. Rules about derived values are left out where the model's sizes are not known.
 
-    A run whose model is still to be read from a checkpoint is returned as it is.
     Errors: ValueError with one line per problem.
 
     >>> from mega.core.config.compose import compose
     >>> typed = {"steps": 1, "lr": 1e-3, "mock_data": True, "vocab": 100, "micro_batch": 1, "tp": 3}
-    >>> _ = check(compose("tiny-gpt", flags=typed), world=3)
+    >>> check(compose("tiny-gpt", flags=typed), world=3)
     Traceback (most recent call last):
     ...
     ValueError: --heads 4: must be divisible by --tp 3; valid --tp: 1, 2, 4
     --ffn 256: must be divisible by --tp 3; valid --tp: 1, 2, 4
     """
-    unsized = [*_sizes(run), *_ranges(run)]
-    problems = [*_names(run), *unsized, *_missing(run), *_needs(run), *_families(run), *_pairs(run), *files(run)]
-    if not unsized and None not in (run.model.layers, run.model.hidden, run.model.heads):
-        run = resolve(run, world)
+    unsized = [*_sizes(options), *_ranges(options)]
+    problems = [*_names(options), *unsized, *_missing(options), *_needs(options), *_families(options)]
+    problems += [*_pairs(options), *files(options)]
+    if not unsized and None not in (options.model.layers, options.model.hidden, options.model.heads):
+        run = resolve(options, world, ANY_VOCABULARY)
         for rule in (_heads, _positions, _stages, _tensor, _columns, _overlap, _fp8, graph, _times):
             problems += rule(run)
         problems += _world(run, world) if world % _cells(run) else _batch(run, world)
     if problems:
         raise ValueError("\n".join(dict.fromkeys(problems)))
-    return run
 
 
-def _line(run: RunConfig, name: str, rule: str) -> str:
+def check_ranges(options: Options) -> None:
+    """Check the numbers alone, for a verb that reads a model and trains nothing. Errors: ValueError as of `check`."""
+    if problems := list(_ranges(options)):
+        raise ValueError("\n".join(problems))
+
+
+def _line(run: AnyRun, name: str, rule: str) -> str:
     return _format(name, value_of(run, name), rule)
 
 
@@ -94,7 +102,7 @@ def _divisors(number: int) -> str:
 # What is typed: present, in range, and consistent with other flags --------------------------------------------
 
 
-def _names(run: RunConfig) -> Problems:
+def _names(run: Options) -> Problems:
     """Names that are not UTF-8, which Python carries as halves of characters that no file of ours can hold."""
     for name in entries():
         value = value_of(run, name)
@@ -111,7 +119,7 @@ def _is_text(word: str) -> bool:
     return True
 
 
-def _ranges(run: RunConfig) -> Problems:
+def _ranges(run: Options) -> Problems:
     return out_of_range({name: value_of(run, name) for name in entries()})
 
 
@@ -141,7 +149,7 @@ def _typed_number(number: float) -> str:
     return short if isinstance(number, float) and float(short) == number else str(number)
 
 
-def _needs(run: RunConfig) -> Problems:
+def _needs(run: Options) -> Problems:
     """What an option that is not at its default needs of others."""
     for name, entry in entries().items():
         if not entry.option.needs or (value := value_of(run, name)) == entry.default:
@@ -154,7 +162,7 @@ def _needs(run: RunConfig) -> Problems:
             yield _format(name, value, f"needs {named}")
 
 
-def _families(run: RunConfig) -> Problems:
+def _families(run: Options) -> Problems:
     """Options of other model families than the run's, and samples that its own does not read."""
     for name, value, rule in foreign_values(run):
         yield _format(name, value, rule)
@@ -167,7 +175,7 @@ def _families(run: RunConfig) -> Problems:
         yield _line(run, "sample_kind", f"--family {run.model.family} reads other samples; valid: {own}")
 
 
-def _sizes(run: RunConfig) -> Problems:
+def _sizes(run: Options) -> Problems:
     model = () if run.checkpoint.use_checkpoint_config else ("layers", "hidden", "heads")
     for name in (*model, "seq_length", "micro_batch"):
         if value_of(run, name) is None:
@@ -175,7 +183,7 @@ def _sizes(run: RunConfig) -> Problems:
             yield f"{flag_of(name)} is missing: give a number of at least 1{preset}"
 
 
-def _missing(run: RunConfig) -> Problems:
+def _missing(run: Options) -> Problems:
     trains = not run.runtime.dry_run and not run.evaluation.skip_train
     if trains and run.batch.steps is None and run.batch.samples is None and run.finetuning.epochs is None:
         passes = " or --epochs" if run.finetuning.task in LABELLED else ""
@@ -186,7 +194,7 @@ def _missing(run: RunConfig) -> Problems:
         yield _line(run, "save", "needs --save-interval, a number of steps")
 
 
-def _pairs(run: RunConfig) -> Problems:
+def _pairs(run: Options) -> Problems:
     """Flags that exclude or need one another."""
     for name in TASKS.get(run.finetuning.task, ()):
         if not value_of(run, name):
@@ -221,21 +229,20 @@ def _pairs(run: RunConfig) -> Problems:
         yield _line(run, "backend", "needs --device cuda; valid with --device cpu: auto, gloo")
 
 
-def _precision(run: RunConfig) -> Problems:
+def _precision(run: Options) -> Problems:
     dtype, grad_dtype = run.precision.dtype, run.precision.grad_dtype
     if grad_dtype in ("fp16", "bf16") and grad_dtype != dtype:
         yield _line(run, "grad_dtype", f"needs --dtype {grad_dtype}, not {dtype}; valid: fp32, fp64, or as --dtype")
     if run.precision.loss_scale is not None:
-        first = PrecisionConfig()
         for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
-            if value_of(run, name) != getattr(first, name):
+            if value_of(run, name) != entries()[name].default:
                 yield _line(run, name, "excludes --loss-scale, which is constant")
     if run.precision.residual_fp32 and (run.model.post_norm_residual or run.model.norm_placement == "post"):
         norms = "--post-norm-residual" if run.model.post_norm_residual else "--norm-placement post"
         yield _line(run, "residual_fp32", f"excludes {norms}, whose stream is the norms' 16-bit result")
 
 
-def _steps_or_samples(run: RunConfig) -> Problems:
+def _steps_or_samples(run: Options) -> Problems:
     by_steps, by_samples = (
         [name for name in (of, f"lr_decay_{of}", f"lr_warmup_{of}", f"lr_wsd_decay_{of}") if value_of(run, name)]
         for of in ("steps", "samples")
@@ -250,7 +257,7 @@ def _steps_or_samples(run: RunConfig) -> Problems:
         yield _line(run, "rampup", f"needs --samples and excludes {flag_of(by_steps[0])}")
 
 
-def _recompute(run: RunConfig) -> Problems:
+def _recompute(run: Options) -> Problems:
     memory = run.memory
     if memory.recompute == "full" and memory.recompute_method is None:
         yield "--recompute full: needs --recompute-method; valid: uniform, block"
@@ -263,7 +270,7 @@ def _recompute(run: RunConfig) -> Problems:
             yield _line(run, "distribute_saved", "excludes --sequence-parallel, which cuts them already")
 
 
-def _run_and_checkpoint(run: RunConfig) -> Problems:
+def _run_and_checkpoint(run: Options) -> Problems:
     checkpoint, runtime = run.checkpoint, run.runtime
     if checkpoint.pretrained_checkpoint is not None:
         yield _line(run, "pretrained_checkpoint", "belongs to mega finetune; here give --load with --finetune")
@@ -294,7 +301,6 @@ def _run_and_checkpoint(run: RunConfig) -> Problems:
 
 def _heads(run: RunConfig) -> Problems:
     model = run.model
-    assert model.hidden and model.heads and model.kv_heads and model.head_dim is not None
     # Where head_dim was derived by rounding down, the heads do not fill the hidden width.
     if model.hidden % model.heads and model.head_dim == model.hidden // model.heads:
         yield _line(
@@ -315,12 +321,11 @@ def _heads(run: RunConfig) -> Problems:
 
 
 def _positions(run: RunConfig) -> Problems:
-    model, seq_length = run.model, run.batch.seq_length
-    assert model.positions and seq_length
+    model = run.model
     if len(model.stacks) > 1 and model.position != "learned":
         yield _line(run, "position", f"must be learned for --family {model.family}, whose decoder reads an encoder")
     for name in _texts(run):
-        tokens = value_of(run, name) * (run.batch.micro_batch or 1)
+        tokens = value_of(run, name) * run.batch.micro_batch
         if tokens > MOST_TOKENS:
             rule = f"makes {tokens} tokens of a microbatch of {run.batch.micro_batch}; must be at most {MOST_TOKENS}"
             yield _line(run, name, rule)
@@ -355,7 +360,6 @@ def _stages(run: RunConfig) -> Problems:
         if per_stage % (value_of(run, name) or 1):
             valid = f"valid {flag_of(name)}: {_divisors(per_stage)}"
             yield _line(run, name, f"must divide the {per_stage} layers of a stage; {valid}")
-    assert parallel.schedule is not None
     interleaves = SCHEDULES[parallel.schedule].interleaves
     if parallel.chunks > 1 and (not interleaves or parallel.pp == 1):
         yield _line(run, "chunks", f"needs --schedule {interleaving()} and --pp of at least 2")
@@ -403,12 +407,11 @@ def _fp8(run: RunConfig) -> Problems:
     if not run.precision.fp8:
         return
     model, tp, batch = run.model, run.parallel.tp, run.batch
-    assert model.hidden and model.heads and model.head_dim and model.ffn and batch.micro_batch and batch.seq_length
     lengths_of = {
         "hidden": model.hidden,
         "ffn": model.ffn // tp,
         "heads": model.heads * model.head_dim // tp,
-        "kv_heads": (value_of(run, "kv_heads") or 0) * model.head_dim // tp,
+        "kv_heads": model.kv_heads * model.head_dim // tp,
         "micro_batch": batch.micro_batch * batch.seq_length // run.parallel.cp,
     }
     if len(model.stacks) > 1:
@@ -443,9 +446,7 @@ def graph(run: RunConfig) -> Problems:
 def _columns(run: RunConfig) -> Problems:
     """Ranks that share the columns of a row hold equally many: whole chunks of context, whole shares of sequence."""
     cp, tp = run.parallel.cp, run.parallel.tp if run.parallel.sequence_parallel else 1
-    seq_length, kv_heads = run.batch.seq_length, value_of(run, "kv_heads")
-    assert seq_length
-    unit = column_unit(run.parallel)
+    kv_heads, unit = run.model.kv_heads, column_unit(run.parallel)
     if cp > 1 and len(run.model.stacks) > 1:
         yield _line(run, "cp", f"must be 1 for --family {run.model.family}, whose decoder reads an encoder")
         return
@@ -479,7 +480,6 @@ def _world(run: RunConfig, world: int) -> Problems:
 
 def _batch(run: RunConfig, world: int) -> Problems:
     batch, dp = run.batch, data_parallel(run, world)
-    assert batch.micro_batch and batch.global_batch
     if batch.rampup:
         problem = _rampup(run)
         if problem:
@@ -504,13 +504,12 @@ def _batch(run: RunConfig, world: int) -> Problems:
         pieces = pp * run.parallel.chunks
         rule = f"makes {count} microbatches, each on {pieces} stages (--pp x --chunks)"
         yield _line(run, "global_batch", f"{rule}; must be at most {MOST_ACTS // pieces} microbatches")
-    if run.parallel.schedule and SCHEDULES[run.parallel.schedule].interleaves and count % pp:
+    if SCHEDULES[run.parallel.schedule].interleaves and count % pp:
         yield _line(run, "global_batch", f"makes {count} microbatches, which must be a multiple of --pp {pp}")
 
 
 def _rampup(run: RunConfig) -> str | None:
     batch = run.batch
-    assert batch.global_batch
     if len(batch.rampup) != 3:
         return "must be three numbers: start, increment, samples"
     start, increment, _ = batch.rampup
@@ -523,7 +522,7 @@ def _times(run: RunConfig) -> Problems:
     """The warm-up must end before the decay does."""
     if (run.batch.steps is None and run.batch.samples is None) or len(run.batch.rampup) not in (0, 3):
         return
-    if run.batch.global_batch is None or run.schedule.lr_decay == "constant":
+    if run.schedule.lr_decay == "constant":
         return
     length = lengths(run)
     if length.anneal_samples + length.warmup_samples > length.decay_samples > length.warmup_samples:

@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from mega.core.config.corpora import expand, is_number
 from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.resolve import metrics_file
-from mega.core.config.run import RunConfig, flag_of, value_of
+from mega.core.config.run import Options, flag_of, value_of
 from mega.core.config.sections import LABELLED, SPLITS, TOKENIZERS, TokenizerConfig
 from mega.core.files import POINTER, check_folder, check_source, url_of
 
 Problems = Iterator[str]
 
 
-def files(run: RunConfig) -> Problems:
+def files(run: Options) -> Problems:
     """One line for each file or directory that is missing or in the way."""
     yield from _data(run)
     yield from _split(run)
@@ -30,7 +30,7 @@ def files(run: RunConfig) -> Problems:
     yield from _directories(run)
 
 
-def _data(run: RunConfig) -> Problems:
+def _data(run: Options) -> Problems:
     data = run.data
     given = [
         name
@@ -80,7 +80,7 @@ def _data(run: RunConfig) -> Problems:
         names.add(name)
 
 
-def _labelled(run: RunConfig, given: list[str]) -> Problems:
+def _labelled(run: Options, given: list[str]) -> Problems:
     """Files or folders of --train-data and --valid-data, and no other data."""
     for name in given:
         if name not in ("train_data", "valid_data"):
@@ -164,7 +164,7 @@ def _is_weight(word: str) -> bool:
         return False
 
 
-def _split(run: RunConfig) -> Problems:
+def _split(run: Options) -> Problems:
     text = run.data.split
     try:
         shares = [float(part) for part in text.replace("/", ",").split(",")]
@@ -178,7 +178,7 @@ def _split(run: RunConfig) -> Problems:
         yield f"--split {text}: leaves nothing to train on; the first share must be greater than 0"
 
 
-def _tokenizer(run: RunConfig) -> Problems:
+def _tokenizer(run: Options) -> Problems:
     tokenizer = run.tokenizer
     for name in ("tokenizer_model", "vocab_file", "merge_file"):
         path = value_of(run, name)
@@ -210,7 +210,7 @@ def _any_file(tokenizer: TokenizerConfig) -> bool:
     return any((tokenizer.tokenizer_model, tokenizer.vocab_file, tokenizer.merge_file))
 
 
-def _trackers(run: RunConfig) -> Problems:
+def _trackers(run: Options) -> Problems:
     """Extras that are asked for and absent; a dry run may be far from where the run will be."""
     asked = {"wandb": run.log.wandb, "mlflow": run.log.mlflow_uri is not None}
     for library, wanted in asked.items():
@@ -223,7 +223,7 @@ def _trackers(run: RunConfig) -> Problems:
             yield f"{flag_of(name)} {value_of(run, name)}: needs {library}; pip install 'mega[{library}]'"
 
 
-def _output_folders(run: RunConfig) -> Problems:
+def _output_folders(run: Options) -> Problems:
     for name in ("save", "metrics", "tensorboard_dir"):
         path = value_of(run, name)
         if path is None or url_of(path) or (name != "metrics" and os.path.exists(path) and not os.path.isdir(path)):
@@ -259,7 +259,7 @@ def _blocks(path: str) -> bool:
     return not stat.S_ISREG(mode) and not stat.S_ISCHR(mode)
 
 
-def _directories(run: RunConfig) -> Problems:
+def _directories(run: Options) -> Problems:
     for name in ("save", "data_cache", "tensorboard_dir"):
         path = value_of(run, name)
         if path is not None and os.path.exists(path) and not os.path.isdir(path):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from mega.core.config.presets import FAMILY_DEFAULTS, PRESETS
-from mega.core.config.run import RunConfig, updated
+from mega.core.config.run import Options, updated
 
 LONGEST_WORD = 100
 """Characters of a word for which a near one is looked for: that takes quadratic time."""
@@ -26,7 +26,7 @@ class GivenOptions(NamedTuple):
 
 def compose(
     preset: str | None = None, file: Mapping[str, Any] | None = None, flags: Mapping[str, Any] | None = None
-) -> RunConfig:
+) -> Options:
     """The run that `preset`, the values of a TOML `file` and those of typed `flags` make together.
 
     >>> run = compose("llama2-7b", file={"lr": 1e-4, "tp": 2}, flags={"tp": 4})
@@ -40,7 +40,7 @@ def compose(
     row = PRESETS[preset] if preset is not None else {}
     values = {**row, **(file or {}), **(flags or {})}
     family = values.get("family", "gpt")
-    return updated(RunConfig(), {**FAMILY_DEFAULTS[family].values, **values})
+    return updated(Options(), {**FAMILY_DEFAULTS[family].values, **values})
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:

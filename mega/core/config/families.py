@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from mega.core.config.option import Families
 from mega.core.config.presets import FAMILY_DEFAULTS
-from mega.core.config.run import RunConfig, entries, value_of
+from mega.core.config.run import Options, entries, value_of
 from mega.core.config.schema import Entry
 
 TITLES = {"bert": "BERT", "t5": "T5"}
@@ -47,7 +47,7 @@ def belongs(families: Sequence[str]) -> str:
     return f"belongs to {models}, which {are} not built yet; valid --family: {', '.join(FAMILY_DEFAULTS)}"
 
 
-def foreign_values(run: RunConfig) -> Iterator[tuple[str, Any, str]]:
+def foreign_values(run: Options) -> Iterator[tuple[str, Any, str]]:
     """Name, value and rule of each option that is not at its default and that the run's family does not read."""
     for name, entry in entries().items():
         value = value_of(run, name)
@@ -56,7 +56,7 @@ def foreign_values(run: RunConfig) -> Iterator[tuple[str, Any, str]]:
             yield name, value, belongs(families)
 
 
-def check_typed(run: RunConfig, given: Mapping[str, Any], typed: Sequence[Typed]) -> None:
+def check_typed(run: Options, given: Mapping[str, Any], typed: Sequence[Typed]) -> None:
     """That what the user typed is of the run's family, at its default too. given: options that a file or flags name.
 
     Errors: ValueError with a line for each flag of another family.

@@ -1,27 +1,33 @@
-"""Derives the values that a run leaves out, so that every room reads plain numbers and none derives them again.
+"""Derives the values that options leave out, so that every room reads plain numbers and none derives them again.
 
-`None` in a section means "derived". `resolve` replaces it by the value that follows from the other fields,
-the world size and the vocabulary; resolving twice changes nothing. It checks nothing: config/check.py does.
+`resolve` makes the run of some options, a world size and a vocabulary. It checks nothing but that sizes are given:
+config/check.py does.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil, inf, isqrt, lcm
 from typing import Any
 
+from mega.core.config.option import Section
 from mega.core.config.presets import FAMILY_DEFAULTS
-from mega.core.config.run import RunConfig, flag_of
+from mega.core.config.run import AnyRun, Options, RunConfig, flag_of, updated
 from mega.core.config.sections import (
     GATED,
     LABELLED,
     BatchConfig,
+    BatchOptions,
+    Dtype,
+    LogConfig,
     ModelConfig,
     ParallelConfig,
+    ParallelOptions,
     PrecisionConfig,
+    PrecisionOptions,
     ScheduleConfig,
     TokenizerConfig,
 )
@@ -29,49 +35,81 @@ from mega.core.files import url_of
 from mega.core.plan.layers import split_layers
 
 
-def resolve(run: RunConfig, world: int, vocab: int | None = None) -> RunConfig:
-    """`run` with every derived value filled in, for `world` ranks and the tokenizer's `vocab`.
+def resolve(options: Options, world: int, vocab: int | None = None) -> RunConfig:
+    """The run of `options` on `world` ranks. vocab: the tokenizer's, for options that do not say it.
 
-    >>> from mega.core.config.run import updated
-    >>> run = updated(RunConfig(), {"layers": 2, "hidden": 8, "heads": 2, "seq_length": 16, "micro_batch": 3})
-    >>> resolve(run, world=4).batch.global_batch
-    12
-    >>> resolve(run, world=4).model.ffn
-    32
+    Errors: ValueError naming a size that is not given.
+
+    >>> sizes = {"layers": 2, "hidden": 8, "heads": 2, "vocab": 9, "seq_length": 16, "micro_batch": 3}
+    >>> run = resolve(updated(Options(), sizes), world=4)
+    >>> run.batch.global_batch, run.model.ffn
+    (12, 32)
     """
-    model = _model(run, vocab)
-    parallel = _parallel(run.parallel, model)
-    return replace(
-        run,
+    model, evaluation = model_alone(options, vocab), options.evaluation
+    return RunConfig(
         model=model,
-        precision=_precision(run.precision),
-        parallel=parallel,
-        batch=_batch(run.batch, data_parallel(run, world)),
-        schedule=_schedule(run),
-        data=replace(run.data, chat_template="plain") if run.data.chat_template == "auto" else run.data,
-        tokenizer=implied_tokenizer(run),
-        evaluation=replace(run.evaluation, eval_iters=max(0, run.evaluation.eval_iters)),
-        log=replace(run.log, metrics=metrics_file(run)),
+        precision=_precision(options.precision),
+        parallel=_parallel(options.parallel, model),
+        batch=_batch(options.batch, data_parallel(options, world)),
+        optimizer=options.optimizer,
+        schedule=_schedule(options),
+        memory=options.memory,
+        data=replace(options.data, chat_template="plain") if options.data.chat_template == "auto" else options.data,
+        masking=options.masking,
+        finetuning=options.finetuning,
+        tokenizer=implied_tokenizer(options.tokenizer, model.family),
+        evaluation=replace(evaluation, eval_iters=max(0, evaluation.eval_iters)),
+        checkpoint=options.checkpoint,
+        log=LogConfig(**_as_typed(options.log, LogConfig), metrics=metrics_file(options)),
+        runtime=options.runtime,
     )
 
 
-def model_alone(run: RunConfig) -> ModelConfig:
-    """The model of a run, whatever is said of its training. Errors: ValueError naming a size that is not given.
+def variant(run: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """Another run, which has other values of these options. What `run` has derived of them is kept, unless it is among
+    them as None.
+
+    >>> from mega.core.config.compose import compose
+    >>> fp16 = resolve(compose("tiny-gpt", flags={"vocab": 9, "micro_batch": 1, "dtype": "fp16"}), 1)
+    >>> variant(fp16, {"dtype": "bf16", "grad_dtype": None}).precision.grad_dtype
+    'fp32'
+    """
+    return resolve(updated(Options(**vars(run)), values), world=1)  # of which only the batch would be derived
+
+
+def model_alone(options: Options, vocab: int | None = None) -> ModelConfig:
+    """The model of a run, whatever is said of its training. vocab: for options that do not say it.
+
+    Errors: ValueError naming a size that is not given.
 
     >>> from mega.core.config.compose import compose
     >>> model_alone(compose("llama2-7b", flags={})).head_dim
     128
     """
-    model = _model(run, None)
-    for name in ("layers", "hidden", "heads", "vocab", "positions"):
-        if getattr(model, name) is None:
-            raise ValueError(f"{flag_of(name)} is missing: give the sizes of the model, or --model")
-    return model
+    model, longest = options.model, options.batch.seq_length
+    layers, hidden, heads = (_given(getattr(model, name), name) for name in ("layers", "hidden", "heads"))
+    decoder_layers = model.decoder_layers
+    if FAMILY_DEFAULTS[model.family].stacks > 1:
+        decoder_layers = decoder_layers or layers
+        longest = longest and max(longest, options.masking.decoder_seq_length)
+    same = {**_as_typed(model, ModelConfig), "decoder_layers": decoder_layers}
+    resolved = ModelConfig(
+        **same,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads if model.kv_heads is None else model.kv_heads,
+        head_dim=model.head_dim or hidden // heads,
+        ffn=model.ffn or (gated_ffn(hidden) if model.activation in GATED else 4 * hidden),
+        vocab=_given(vocab if model.vocab is None else model.vocab, "vocab"),
+        positions=_given(longest if model.positions is None else model.positions, "positions"),
+        qkv_bias=model.bias if model.qkv_bias is None else model.qkv_bias,
+    )
+    return with_head(resolved, options.finetuning.task)
 
 
 def microbatch_rows(run: RunConfig) -> int:
     """Rows of tokens in one microbatch: a pair of answers is two, a choice as many as it has."""
-    assert run.batch.micro_batch is not None
     head, choices = LABELLED.get(run.finetuning.task, ("classification", 1))
     return run.batch.micro_batch * (2 if run.finetuning.task == "dpo" else choices if head == "choice" else 1)
 
@@ -81,8 +119,7 @@ def with_head(model: ModelConfig, task: str) -> ModelConfig:
     if task not in LABELLED or not FAMILY_DEFAULTS[model.family].classifies:
         return model
     head, classes = LABELLED[task]
-    values: dict[str, Any] = {"head": head, "classes": classes}
-    return replace(model, **values)
+    return replace(model, head=head, classes=classes)
 
 
 def epoch_steps(run: RunConfig) -> int | None:
@@ -91,21 +128,20 @@ def epoch_steps(run: RunConfig) -> int | None:
     return None if steps is None or epochs is None else steps // epochs
 
 
-def data_parallel(run: RunConfig, world: int) -> int:
+def data_parallel(run: AnyRun, world: int) -> int:
     """Size of the dp axis: what the world size leaves over.
 
-    >>> from mega.core.config.run import updated
-    >>> data_parallel(updated(RunConfig(), {"tp": 2, "pp": 2}), world=8)
+    >>> data_parallel(updated(Options(), {"tp": 2, "pp": 2}), world=8)
     2
     """
     return world // (run.parallel.tp * run.parallel.pp * run.parallel.cp)
 
 
-def column_unit(parallel: ParallelConfig) -> int:
+def column_unit(parallel: ParallelOptions) -> int:
     """What the columns of a row must be a multiple of, so that ranks that share them hold equally many: whole chunks of
     context, whole shares of sequence.
 
-    >>> column_unit(ParallelConfig(tp=2, cp=3, sequence_parallel=True))
+    >>> column_unit(ParallelOptions(tp=2, cp=3, sequence_parallel=True))
     6
     """
     cp, tp = parallel.cp, parallel.tp if parallel.sequence_parallel else 1
@@ -114,7 +150,6 @@ def column_unit(parallel: ParallelConfig) -> int:
 
 def text_lengths(run: RunConfig) -> tuple[int, ...]:
     """Tokens of a sample of a resolved run: of its only text, or of what its encoder reads and its decoder writes."""
-    assert run.batch.seq_length is not None
     if len(run.model.stacks) == 1:
         return (run.batch.seq_length,)
     return run.batch.seq_length, run.masking.decoder_seq_length
@@ -125,7 +160,7 @@ def predicted_tokens(run: RunConfig) -> int:
     its decoder's; of a masked sample as many as may be masked.
 
     >>> from mega.core.config.compose import compose
-    >>> runs = (resolve(compose(preset, flags={"micro_batch": 1}), 1) for preset in ("gpt2-345m", "bert-345m"))
+    >>> runs = (resolve(compose(preset, flags={"micro_batch": 1}), 1, 9) for preset in ("gpt2-345m", "bert-345m"))
     >>> [predicted_tokens(run) for run in runs]
     [1024, 77]
     """
@@ -147,7 +182,6 @@ def divisors(number: int) -> list[int]:
 def microbatches(run: RunConfig, world: int, global_batch: int | None = None) -> int:
     """Microbatches of one step on each rank, of a resolved run; `global_batch` replaces the run's own."""
     batch = global_batch if global_batch is not None else run.batch.global_batch
-    assert batch is not None and run.batch.micro_batch is not None, "resolve the run first"
     return batch // (run.batch.micro_batch * data_parallel(run, world))
 
 
@@ -189,8 +223,6 @@ def records_graph(run: RunConfig, world: int) -> bool:
     shares = data_parallel(run, world) * parallel.cp
     if shares > 1 and microbatches(run, world) == 1:  # its reduction would wait for the whole backward pass
         return False
-    assert model.hidden and model.heads and model.kv_heads and model.head_dim and model.ffn
-    assert batch.micro_batch and batch.seq_length
     linears = 2 * (model.heads + model.kv_heads) * model.head_dim
     linears += (3 if model.activation in GATED else 2) * model.ffn
     scores = model.heads * model.head_dim * min(batch.seq_length, 2 * (model.window or batch.seq_length))
@@ -211,11 +243,10 @@ def gated_ffn(hidden: int) -> int:
 def global_batch_at(batch: BatchConfig, consumed: int) -> int:
     """Samples of the step that starts when `consumed` samples are done, under the ramp-up if there is one.
 
-    >>> gpt3 = BatchConfig(global_batch=1536, rampup=(16, 16, 5859375))
+    >>> gpt3 = BatchConfig(seq_length=1, micro_batch=1, global_batch=1536, rampup=(16, 16, 5859375))
     >>> [global_batch_at(gpt3, consumed) for consumed in (0, 61664, 61680, 123376, 5859376)]
     [16, 16, 32, 48, 1536]
     """
-    assert batch.global_batch is not None, "resolve the run first"
     if not batch.rampup:
         return batch.global_batch
     start, increment, samples = batch.rampup
@@ -227,7 +258,6 @@ def global_batch_at(batch: BatchConfig, consumed: int) -> int:
 
 def batch_sizes(batch: BatchConfig) -> Iterator[int]:
     """Every global batch size that the run passes through, in order."""
-    assert batch.global_batch is not None, "resolve the run first"
     if batch.rampup:
         start, increment, _ = batch.rampup
         yield from range(start, batch.global_batch, increment)
@@ -237,7 +267,7 @@ def batch_sizes(batch: BatchConfig) -> Iterator[int]:
 def rising_steps(batch: BatchConfig) -> Iterator[int]:
     """Samples of each step until the ramp-up's samples are consumed; nothing without one.
 
-    >>> list(rising_steps(BatchConfig(global_batch=6, rampup=(2, 2, 8), samples=100)))
+    >>> list(rising_steps(BatchConfig(seq_length=1, micro_batch=1, global_batch=6, rampup=(2, 2, 8), samples=100)))
     [2, 2, 4, 6]
     """
     if not batch.rampup or batch.samples is None:
@@ -261,20 +291,19 @@ class Lengths:
 
 
 def lengths(run: RunConfig) -> Lengths:
-    """Lengths of a resolved run, whether it was given in steps or in samples.
+    """Lengths of a run, whether it was given in steps or in samples.
 
     Iterations count as `global_batch` samples each. With a ramp-up, steps are counted one by one until the
     ramp's samples are consumed.
 
-    >>> from mega.core.config.run import updated
-    >>> gpt3 = {"global_batch": 1536, "rampup": (16, 16, 5859375), "samples": 146484375}
-    >>> lengths(updated(RunConfig(), gpt3)).steps
+    >>> from mega.core.config.compose import compose
+    >>> gpt3 = {"micro_batch": 1, "global_batch": 1536, "rampup": (16, 16, 5859375), "samples": 146484375}
+    >>> lengths(resolve(compose("gpt3-175b", flags=gpt3), 1)).steps
     111354
     """
     batch, schedule = run.batch, run.schedule
-    assert batch.global_batch is not None, "resolve the run first"
     if batch.samples is not None:
-        steps, samples = _steps_of(batch), batch.samples
+        steps, samples = _steps_of(batch, batch.samples), batch.samples
         decay = schedule.lr_decay_samples or samples
         warmup = schedule.lr_warmup_samples
         anneal = schedule.lr_wsd_decay_samples or 0
@@ -295,18 +324,18 @@ def last_step(run: RunConfig, step: int = 0, consumed: int = 0) -> int:
     A run measured in samples ends with the last whole batch of them, whatever its batches were before. --exit-tokens
     may end it before, with the step that reaches them.
 
-    >>> from mega.core.config.run import updated
-    >>> by_samples = updated(RunConfig(), {"global_batch": 8, "samples": 100})
-    >>> last_step(by_samples), last_step(by_samples, step=10, consumed=40)
-    (12, 17)
-    >>> last_step(updated(RunConfig(), {"global_batch": 8, "steps": 100, "seq_length": 10, "exit_tokens": 250}))
-    4
+    >>> from mega.core.config.compose import compose
+    >>> lengths_of = ({"samples": 100}, {"steps": 100, "seq_length": 10, "exit_tokens": 250})
+    >>> typed = [{"vocab": 9, "micro_batch": 1, "global_batch": 8, **each} for each in lengths_of]
+    >>> by_samples, by_tokens = (resolve(compose("tiny-gpt", flags=each), 1) for each in typed)
+    >>> last_step(by_samples), last_step(by_samples, step=10, consumed=40), last_step(by_tokens)
+    (12, 17, 4)
     """
     batch, tokens = run.batch, run.runtime.exit_tokens
-    most = inf if tokens is None else ceil(tokens / (batch.seq_length or 1))
+    most = inf if tokens is None else ceil(tokens / batch.seq_length)
     if batch.samples is None:
         steps = batch.steps or 0
-        if most < inf and batch.global_batch:
+        if most < inf:
             steps = min(steps, step + max(0, ceil((most - consumed) / batch.global_batch)))
         return steps
     while consumed < most and (after := consumed + global_batch_at(batch, consumed)) <= batch.samples:
@@ -314,93 +343,82 @@ def last_step(run: RunConfig, step: int = 0, consumed: int = 0) -> int:
     return step
 
 
-def _steps_of(batch: BatchConfig) -> int:
-    assert batch.global_batch is not None and batch.samples is not None
+def _steps_of(batch: BatchConfig, samples: int) -> int:
     rising = list(rising_steps(batch))
-    return len(rising) + max(0, batch.samples - sum(rising)) // batch.global_batch
+    return len(rising) + max(0, samples - sum(rising)) // batch.global_batch
 
 
-def _model(run: RunConfig, vocab: int | None) -> ModelConfig:
-    model = with_head(run.model, run.finetuning.task)
-    longest, decoder_layers = run.batch.seq_length, model.decoder_layers
-    if FAMILY_DEFAULTS[model.family].stacks > 1:
-        decoder_layers = decoder_layers or model.layers
-        longest = longest and max(longest, run.masking.decoder_seq_length)
-    hidden, heads, ffn, head_dim = model.hidden, model.heads, model.ffn, model.head_dim
-    if hidden is not None:
-        ffn = ffn or (gated_ffn(hidden) if model.activation in GATED else 4 * hidden)
-        if heads:
-            head_dim = head_dim or hidden // heads
-    return replace(
-        model,
-        decoder_layers=decoder_layers,
-        kv_heads=model.kv_heads if model.kv_heads is not None else heads,
-        head_dim=head_dim,
-        ffn=ffn,
-        vocab=model.vocab if model.vocab is not None else vocab,
-        positions=model.positions if model.positions is not None else longest,
-        qkv_bias=model.qkv_bias if model.qkv_bias is not None else model.bias,
-    )
+def _as_typed(options: Section, resolved: type[Section]) -> dict[str, Any]:
+    """What a resolved section takes over from options as it is: all that it does not declare again."""
+    return {name: value for name, value in vars(options).items() if name not in resolved.__annotations__}
 
 
-def _precision(precision: PrecisionConfig) -> PrecisionConfig:
-    if precision.grad_dtype is not None:
-        return precision
-    return replace(precision, grad_dtype="fp32" if precision.dtype == "bf16" else precision.dtype)
+def _given(value: int | None, name: str) -> int:
+    if value is None:
+        raise ValueError(f"{flag_of(name)} is missing: give the sizes of the model, or --model")
+    return value
 
 
-def _parallel(parallel: ParallelConfig, model: ModelConfig) -> ParallelConfig:
-    chunks, stage_layers = parallel.chunks, parallel.stage_layers
-    if parallel.layers_per_chunk and model.layers:
-        chunks = max(1, model.blocks // parallel.pp // parallel.layers_per_chunk)
-    if parallel.split_rank and not stage_layers and model.layers and len(model.stacks) > 1:
+def _precision(options: PrecisionOptions) -> PrecisionConfig:
+    derived: Dtype = "fp32" if options.dtype == "bf16" else options.dtype
+    return PrecisionConfig(**_as_typed(options, PrecisionConfig), grad_dtype=options.grad_dtype or derived)
+
+
+def _parallel(options: ParallelOptions, model: ModelConfig) -> ParallelConfig:
+    chunks, stage_layers = options.chunks, options.stage_layers
+    if options.layers_per_chunk:
+        chunks = max(1, model.blocks // options.pp // options.layers_per_chunk)
+    if options.split_rank and not stage_layers and len(model.stacks) > 1:
         with suppress(ValueError):  # which config/check.py reports
-            stage_layers = split_layers(model.stacks[0], model.stacks[1], parallel.pp, parallel.split_rank)
-    return replace(
-        parallel,
-        chunks=chunks,
-        stage_layers=stage_layers,
-        schedule=parallel.schedule or ("interleaved" if chunks > 1 else "1f1b"),
-        # One tensor rank has nothing to split; Megatron-LM too switches this off without a word.
-        sequence_parallel=parallel.sequence_parallel and parallel.tp > 1,
+            stage_layers = split_layers(model.stacks[0], model.stacks[1], options.pp, options.split_rank)
+    schedule = options.schedule or ("interleaved" if chunks > 1 else "1f1b")
+    same = ParallelConfig(**_as_typed(options, ParallelConfig), schedule=schedule)
+    # One tensor rank has nothing to split; Megatron-LM too switches this off without a word.
+    split = options.sequence_parallel and options.tp > 1
+    return replace(same, chunks=chunks, stage_layers=stage_layers, sequence_parallel=split)
+
+
+def _batch(options: BatchOptions, dp: int) -> BatchConfig:
+    seq_length, micro_batch = (_given(getattr(options, name), name) for name in ("seq_length", "micro_batch"))
+    derived = micro_batch * max(dp, 1) * (options.accumulation or 1)
+    return BatchConfig(
+        **_as_typed(options, BatchConfig),
+        seq_length=seq_length,
+        micro_batch=micro_batch,
+        global_batch=derived if options.global_batch is None else options.global_batch,
     )
 
 
-def _batch(batch: BatchConfig, dp: int) -> BatchConfig:
-    if batch.global_batch is not None or batch.micro_batch is None:
-        return batch
-    return replace(batch, global_batch=batch.micro_batch * max(dp, 1) * (batch.accumulation or 1))
-
-
-def _schedule(run: RunConfig) -> ScheduleConfig:
-    schedule = run.schedule
-    decay = run.optimizer.weight_decay
-    return replace(
-        schedule,
-        lr_decay_steps=schedule.lr_decay_steps or run.batch.steps,
-        lr_decay_samples=schedule.lr_decay_samples or run.batch.samples,
+def _schedule(options: Options) -> ScheduleConfig:
+    schedule, decay = options.schedule, options.optimizer.weight_decay
+    same = ScheduleConfig(
+        **_as_typed(schedule, ScheduleConfig),
         start_weight_decay=decay if schedule.start_weight_decay is None else schedule.start_weight_decay,
         end_weight_decay=decay if schedule.end_weight_decay is None else schedule.end_weight_decay,
     )
+    return replace(
+        same,
+        lr_decay_steps=schedule.lr_decay_steps or options.batch.steps,
+        lr_decay_samples=schedule.lr_decay_samples or options.batch.samples,
+    )
 
 
-def implied_tokenizer(run: RunConfig) -> TokenizerConfig:
+def implied_tokenizer(options: TokenizerConfig, family: str) -> TokenizerConfig:
     """The kind that the given files imply, else the family's; none where only the vocabulary is given."""
-    tokenizer, model = run.tokenizer, run.tokenizer.tokenizer_model
-    if tokenizer.tokenizer is not None:
-        return tokenizer
+    model = options.tokenizer_model
+    if options.tokenizer is not None:
+        return options
     if model is not None and (model.endswith(".json") or os.path.isdir(model)):
-        return replace(tokenizer, tokenizer="HuggingFaceTokenizer")
+        return replace(options, tokenizer="HuggingFaceTokenizer")
     if model is not None:
-        return replace(tokenizer, tokenizer=FAMILY_DEFAULTS[run.model.family].sentencepiece)
-    if tokenizer.vocab_file is not None:
-        merged = tokenizer.merge_file is not None
-        kind = "GPT2BPETokenizer" if merged else FAMILY_DEFAULTS[run.model.family].vocabulary
-        return replace(tokenizer, tokenizer=kind)
-    return tokenizer
+        return replace(options, tokenizer=FAMILY_DEFAULTS[family].sentencepiece)
+    if options.vocab_file is not None:
+        merged = options.merge_file is not None
+        return replace(options, tokenizer="GPT2BPETokenizer" if merged else FAMILY_DEFAULTS[family].vocabulary)
+    return options
 
 
-def metrics_file(run: RunConfig) -> str:
+def metrics_file(run: AnyRun) -> str:
     """--metrics, or where the file is without it."""
     if run.log.metrics is not None:
         return run.log.metrics

@@ -1,7 +1,19 @@
-"""A whole run as one frozen value, and the list of its sections that every reader walks.
+"""A run as typed, `Options`, and as resolved, `RunConfig`: two frozen values with the same sections.
 
-`RunConfig` is what a command line, a TOML file, a preset and a checkpoint all describe. This file knows
-the sections and nothing of the options in them.
+    preset < TOML file < flags        config/compose.py      what a user typed: Options
+    what the weights say              training/inputs.py     the model of --load, steps of --epochs: still Options
+    check(options, world)             config/check.py        every rule, all mistakes at once; returns nothing
+    resolve(options, world, vocab)    config/resolve.py      the RunConfig, with nothing left to derive
+    launch, ranks, loop, checkpoint   training/start.py      are given the RunConfig
+
+In `Options` None may mean "derive this"; `updated` puts another layer on them, and nothing else changes them. In a
+`RunConfig` None means "not asked for". `resolve` makes it, ranks are given it, and run.toml holds it; no code replaces
+a value in it. Code that asks about another run, as the estimate does, resolves other options (`variant`). The types
+keep this order: `check`, `resolve` and `updated` do not take a `RunConfig`.
+
+Where something is derived, the section of a RunConfig is a subclass of the options' section (sections.py), so code that
+reads either, such as `value_of` and config/toml.py, is written once. Values of the two classes are never equal: compare
+resolved models with resolved ones. This file knows the sections, and no option in them.
 """
 
 # ruff: noqa: RUF009 - every default below is immutable
@@ -18,33 +30,39 @@ from mega.core.config.option import Range, Section
 from mega.core.config.schema import Entry, Schema, schema_of
 from mega.core.config.sections import (
     BatchConfig,
+    BatchOptions,
     CheckpointConfig,
     DataConfig,
     EvaluationConfig,
     FinetuningConfig,
     LogConfig,
+    LogOptions,
     MaskingConfig,
     MemoryConfig,
     ModelConfig,
+    ModelOptions,
     OptimizerConfig,
     ParallelConfig,
+    ParallelOptions,
     PrecisionConfig,
+    PrecisionOptions,
     RuntimeConfig,
     ScheduleConfig,
+    ScheduleOptions,
     TokenizerConfig,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """Everything that defines a run; each section is a panel of flags and a table of the TOML file."""
+class Options:
+    """A run as typed; each section is a panel of flags and a table of the TOML file."""
 
-    model: ModelConfig = ModelConfig()
-    precision: PrecisionConfig = PrecisionConfig()
-    parallel: ParallelConfig = ParallelConfig()
-    batch: BatchConfig = BatchConfig()
+    model: ModelOptions = ModelOptions()
+    precision: PrecisionOptions = PrecisionOptions()
+    parallel: ParallelOptions = ParallelOptions()
+    batch: BatchOptions = BatchOptions()
     optimizer: OptimizerConfig = OptimizerConfig()
-    schedule: ScheduleConfig = ScheduleConfig()
+    schedule: ScheduleOptions = ScheduleOptions()
     memory: MemoryConfig = MemoryConfig()
     data: DataConfig = DataConfig()
     masking: MaskingConfig = MaskingConfig()
@@ -52,15 +70,40 @@ class RunConfig:
     tokenizer: TokenizerConfig = TokenizerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    log: LogConfig = LogConfig()
+    log: LogOptions = LogOptions()
     runtime: RuntimeConfig = RuntimeConfig()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A run as resolved: every derived value is there."""
+
+    model: ModelConfig
+    precision: PrecisionConfig
+    parallel: ParallelConfig
+    batch: BatchConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    memory: MemoryConfig
+    data: DataConfig
+    masking: MaskingConfig
+    finetuning: FinetuningConfig
+    tokenizer: TokenizerConfig
+    evaluation: EvaluationConfig
+    checkpoint: CheckpointConfig
+    log: LogConfig
+    runtime: RuntimeConfig
+
+
+AnyRun = Options | RunConfig
+"""What reads an option by its name takes either."""
 
 
 @functools.cache
 def sections() -> Mapping[str, type[Section]]:
     """Section name -> its dataclass, in the order of panels and TOML tables."""
-    hints = get_type_hints(RunConfig)
-    return {field.name: hints[field.name] for field in dataclasses.fields(RunConfig)}
+    hints = get_type_hints(Options)
+    return {field.name: hints[field.name] for field in dataclasses.fields(Options)}
 
 
 @functools.cache
@@ -88,22 +131,22 @@ def options_with(**properties: Any) -> list[str]:
     ]
 
 
-def updated(run: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """`run` with options replaced by field name.
+def updated(options: Options, values: Mapping[str, Any]) -> Options:
+    """`options` with some replaced by field name.
 
-    >>> updated(RunConfig(), {"layers": 2, "lr": 1e-4}).model.layers
+    >>> updated(Options(), {"layers": 2, "lr": 1e-4}).model.layers
     2
     """
     by_section: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         by_section.setdefault(entries()[name].section, {})[name] = value
     return dataclasses.replace(
-        run,
-        **{section: dataclasses.replace(getattr(run, section), **new) for section, new in by_section.items()},
+        options,
+        **{section: dataclasses.replace(getattr(options, section), **new) for section, new in by_section.items()},
     )
 
 
-def value_of(run: RunConfig, name: str) -> Any:
+def value_of(run: AnyRun, name: str) -> Any:
     """The value of an option by its field name."""
     return getattr(getattr(run, entries()[name].section), name)
 
@@ -113,7 +156,7 @@ def flag_of(name: str) -> str:
     return entries()[name].flag
 
 
-def found_with(run: RunConfig, name: str, valid: tuple[str, ...] | Range) -> bool:
+def found_with(run: AnyRun, name: str, valid: tuple[str, ...] | Range) -> bool:
     """Whether an option holds one of `valid`, as `Option.needs` lists them: (), any value but none and off."""
     value = value_of(run, name)
     if isinstance(valid, Range):

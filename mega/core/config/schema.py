@@ -19,7 +19,7 @@ class Entry(NamedTuple):
     """One option as its readers need it: its section, what it may hold, and how it is described."""
 
     section: str
-    """Name of the section within `RunConfig` or the verb's signature, which is also the TOML table."""
+    """Name of the section within `Options` or the verb's signature, which is also the TOML table."""
     title: str
     """Heading of the section's panel of flags."""
     name: str

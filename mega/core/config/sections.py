@@ -1,15 +1,16 @@
 """WHAT a run is: the sections of its configuration, each a panel of flags and a table of the TOML file.
 
-Defaults are Megatron-LM's (2023) unless a preset or a family sets others. `None` means "derived": from
-other fields by `resolve` (config/resolve.py), or from the tokenizer and the world size. No torch here, and
-no checks: config/check.py holds the rules, so that each rule is written once.
+Defaults are Megatron-LM's (2023) unless a preset or a family sets others. Where `None` means "derived", from other
+fields, the tokenizer or the world size, the section is two classes: `...Options` as typed, and its subclass `...Config`
+as `resolve` (config/resolve.py) makes it, whose derived fields are never None. The other sections are one class. No
+torch here, and no checks: config/check.py holds the rules, so that each rule is written once.
 """
 
 # ruff: noqa: RUF009 - every default below is immutable
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from mega.core.config.option import (
@@ -46,7 +47,7 @@ MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(Section):
+class ModelOptions(Section):
     """The mathematics and the shape of one model. Everything `architecture` needs, and nothing else."""
 
     title: ClassVar[str] = "Model"
@@ -291,10 +292,24 @@ class ModelConfig(Section):
         read_with={"lora_rank": COUNT},
     )
 
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(ModelOptions):
+    """A model with nothing left to derive: of a resolved run, or of a checkpoint."""
+
+    layers: int = field()
+    hidden: int = field()
+    heads: int = field()
+    kv_heads: int = field()
+    head_dim: int = field()
+    ffn: int = field()
+    vocab: int = field()
+    positions: int = field()
+    qkv_bias: bool = field()
+
     @property
     def stacks(self) -> tuple[int, ...]:
-        """Transformer blocks of each stack of a resolved model: of its only one, or of its encoder and its decoder."""
-        assert self.layers is not None, "resolve the model first"
+        """Transformer blocks of each stack: of its only one, or of its encoder and its decoder."""
         return tuple(filter(None, (self.layers, self.decoder_layers)))
 
     def with_stacks(self, blocks: tuple[int, ...]) -> ModelConfig:
@@ -308,7 +323,7 @@ class ModelConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrecisionConfig(Section):
+class PrecisionOptions(Section):
     """Dtypes of weights, gradients and the loss scale."""
 
     title: ClassVar[str] = "Precision"
@@ -395,7 +410,14 @@ class PrecisionConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig(Section):
+class PrecisionConfig(PrecisionOptions):
+    """The dtypes of a resolved run."""
+
+    grad_dtype: Dtype = field()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelOptions(Section):
     """How many ranks share the work and along which axes. dp is what the world size leaves over."""
 
     title: ClassVar[str] = "Parallelism"
@@ -507,7 +529,14 @@ class ParallelConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchConfig(Section):
+class ParallelConfig(ParallelOptions):
+    """The layout of a resolved run."""
+
+    schedule: str = field()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions(Section):
     """How much is consumed: samples a step, their length, and for how long."""
 
     title: ClassVar[str] = "Batch"
@@ -576,6 +605,15 @@ class BatchConfig(Section):
         megatron={"--calculate-per-token-loss": "global"},
         on_resume="noted",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig(BatchOptions):
+    """The batch of a resolved run. Its length may be missing where nothing is trained."""
+
+    seq_length: int = field()
+    micro_batch: int = field()
+    global_batch: int = field()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -672,7 +710,7 @@ class OptimizerConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleConfig(Section):
+class ScheduleOptions(Section):
     """Learning rate and weight decay over time."""
 
     title: ClassVar[str] = "Schedule"
@@ -761,6 +799,14 @@ class ScheduleConfig(Section):
     weight_decay_style: Literal["constant", "linear", "cosine"] = option(
         "constant", "how weight decay changes", megatron="--weight-decay-incr-style"
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig(ScheduleOptions):
+    """The schedule of a resolved run."""
+
+    start_weight_decay: float = field()
+    end_weight_decay: float = field()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1293,7 +1339,7 @@ class CheckpointConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogConfig(Section):
+class LogOptions(Section):
     """What is reported, and where."""
 
     title: ClassVar[str] = "Logging"
@@ -1346,6 +1392,13 @@ class LogConfig(Section):
     def wandb(self) -> bool:
         """Whether Weights & Biases is asked for."""
         return any((self.wandb_project, self.wandb_name, self.wandb_id))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig(LogOptions):
+    """What a resolved run reports."""
+
+    metrics: str = field()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mega.core.config.compose import compose, nearest
-from mega.core.config.run import RunConfig, run_schema, value_of
+from mega.core.config.run import AnyRun, Options, run_schema, value_of
 from mega.core.config.schema import Entry, Schema
 from mega.core.untrusted import read_limited
 
@@ -28,10 +28,10 @@ MOST_PROBLEMS = 20
 """Most mistakes of a file that are reported at once: a file of another kind consists of them."""
 
 
-def write(run: RunConfig) -> str:
-    """The whole run as TOML; `parse` of it is equal to `run`.
+def write(run: AnyRun) -> str:
+    """The whole run as TOML; `parse` of options is equal to them.
 
-    >>> print(write(RunConfig())[:22])
+    >>> print(write(Options())[:22])
     [model]
     family = "gpt"
     """
@@ -52,7 +52,7 @@ def write_values(schema: Schema, values: Mapping[str, Any]) -> str:
     return "\n".join(tables)
 
 
-def parse(text: str, source: str = "TOML") -> RunConfig:
+def parse(text: str, source: str = "TOML") -> Options:
     """The run that `text` describes above the defaults; ValueError as `values` raises."""
     return compose(file=values(text, source))
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from mega.core.config.option import Range
-from mega.core.config.run import RunConfig, entries, flag_of, found_with, value_of
+from mega.core.config.run import Options, entries, flag_of, found_with, value_of
 from mega.core.config.schema import Entry
 from mega.core.config.sections import ALSO_READ, TOKENIZERS
 
 
-def unread(run: RunConfig, bench: str | None = None) -> Iterator[str]:
+def unread(run: Options, bench: str | None = None) -> Iterator[str]:
     """Lines about options of a typed run that are not at their defaults; `bench`: only of those that a bench so treats.
 
     >>> from mega.core.config.run import updated
-    >>> print(*unread(updated(RunConfig(), {"sequence_parallel": True, "hysteresis": 4, "tp": 1})), sep="\\n")
+    >>> print(*unread(updated(Options(), {"sequence_parallel": True, "hysteresis": 4, "tp": 1})), sep="\\n")
     --hysteresis 4: changes nothing without --dtype fp16
     --sequence-parallel: changes nothing without --tp of at least 2
     """

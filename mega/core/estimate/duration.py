@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from math import ceil, exp, expm1, inf, sqrt
 
-from mega.core.config.resolve import lengths, rising_steps
-from mega.core.config.run import RunConfig, updated
+from mega.core.config.resolve import lengths, rising_steps, variant
+from mega.core.config.run import RunConfig
 from mega.core.estimate.hardware import Hardware
 from mega.core.estimate.steptime import step_time
 
@@ -77,10 +77,9 @@ def _whole_steps(run: RunConfig, world: int, device: Hardware) -> float:
     """The training's length in steps of the whole batch: those of a ramp-up are shorter."""
 
     def rough(size: int) -> float:
-        return step_time(updated(run, {"global_batch": size}), world, device, play=False).seconds
+        return step_time(variant(run, {"global_batch": size}), world, device, play=False).seconds
 
     rising = Counter(rising_steps(run.batch))
-    assert run.batch.global_batch is not None
     whole = rough(run.batch.global_batch)
     return lengths(run).steps - sum(count * (1 - rough(size) / whole) for size, count in rising.items())
 

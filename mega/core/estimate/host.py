@@ -7,12 +7,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mega.core.architecture import architecture, parameters
-from mega.core.config.resolve import text_lengths
-from mega.core.config.run import RunConfig, updated
+from mega.core.config.resolve import text_lengths, variant
+from mega.core.config.run import RunConfig
 from mega.core.config.world import cores
 from mega.core.device import has_cuda
 from mega.core.estimate.hardware import GIB
-from mega.core.estimate.memory import memory
 
 PROCESS = 0.35 * GIB
 """Of a rank that has loaded torch and holds no tensor."""
@@ -33,8 +32,10 @@ def crowded(run: RunConfig, ranks: int) -> Iterator[str]:
     room = available()
     if room is None or _rough(run, ranks) < room / 4:
         return
+    from mega.core.estimate.memory import memory  # which a run that is small beside its host starts without
+
     try:
-        found = memory(updated(run, {"device": "cpu"}), ranks)
+        found = memory(variant(run, {"device": "cpu"}), ranks)
     except ValueError:
         return
     each = ranks // len(found.stages)
@@ -49,7 +50,6 @@ def crowded(run: RunConfig, ranks: int) -> Iterator[str]:
 def _rough(run: RunConfig, ranks: int) -> float:
     """Bytes of all ranks, at a glance: an estimate takes seconds, which a small run need not wait for."""
     model, parallel = architecture(run.model), run.parallel
-    assert run.batch.micro_batch
     share = ranks / (parallel.tp * parallel.pp)
     tokens = run.batch.micro_batch * sum(text_lengths(run))
     saved = tokens * (len(model.layers) * model.hidden * SAVED + 12 * model.input.vocab)

@@ -70,7 +70,6 @@ def _layers(model: Architecture) -> int:
 def _activations(run: RunConfig, world: int) -> tuple[float, float, int | None]:
     """Bytes of one layer and of the rank, and microbatches in flight (None on one stage)."""
     model, parallel, batch = architecture(run.model), run.parallel, run.batch
-    assert batch.seq_length and batch.micro_batch
     s, b, h, t, p, v = batch.seq_length, batch.micro_batch, model.hidden, parallel.tp, parallel.pp, parallel.chunks
     vocab, ffn = model.input.rows(t), model.block.feed_forward.width
     both = parallel.sequence_parallel and run.memory.recompute == "selective"

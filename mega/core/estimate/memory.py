@@ -100,7 +100,6 @@ class Memory:
 def memory(run: RunConfig, world: int) -> Memory:
     """What a resolved `run` needs on `world` ranks."""
     parallel, count = run.parallel, microbatches(run, world)
-    assert parallel.schedule is not None
     timelines = played(parallel.schedule, parallel.pp, parallel.chunks, representative(run, count))
     dp, chunks = data_parallel(run, world), stage_chunks(run)
     weights = {own: stage_weights(run, dp, own) for own in set(chunks)}

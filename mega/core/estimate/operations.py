@@ -6,7 +6,8 @@ from functools import lru_cache
 from itertools import repeat
 from typing import Any
 
-from mega.core.config.run import RunConfig, updated
+from mega.core.config.resolve import variant
+from mega.core.config.run import RunConfig
 from mega.core.estimate.chunks import Chunk
 from mega.core.estimate.cost import ChunkOperations, Operation
 
@@ -22,11 +23,10 @@ def operations(run: RunConfig, chunk: Chunk) -> ChunkOperations:
 def rough_operations(run: RunConfig, chunk: Chunk) -> ChunkOperations:
     """The same in few traces: every number of an operation grows evenly with the size of a microbatch. Weight gradients
     that are put off are counted as backward."""
-    run, size = updated(run, {"schedule": "1f1b", "zero": 0}), run.batch.micro_batch
-    assert size
+    run, size = variant(run, {"schedule": "1f1b", "zero": 0}), run.batch.micro_batch
     if size <= 2 or run.parallel.tp_overlap:  # pieces of an exchange are joined by their size
         return operations(run, chunk)
-    one, two = (operations(updated(run, {"micro_batch": few}), chunk) for few in (1, 2))
+    one, two = (operations(variant(run, {"micro_batch": few}), chunk) for few in (1, 2))
     if [list(map(len, units)) for units in one[:3]] != [list(map(len, units)) for units in two[:3]]:
         return operations(run, chunk)
     parts = [tuple(map(_grown, a, b, repeat(size))) for a, b in zip(one[:3], two[:3], strict=True)]

@@ -18,8 +18,8 @@ from typing import Any
 from mega.core.architecture import architecture
 from mega.core.config.check import check
 from mega.core.config.compose import compose
-from mega.core.config.resolve import data_parallel, divisors, resolve
-from mega.core.config.run import RunConfig, entries, options_with, updated, value_of
+from mega.core.config.resolve import data_parallel, divisors, model_alone, resolve
+from mega.core.config.run import Options, RunConfig, entries, options_with, updated, value_of
 from mega.core.estimate.hardware import Hardware, hardware
 from mega.core.estimate.memory import Memory, least, memory
 from mega.core.estimate.steptime import StepTime, step_time
@@ -107,17 +107,17 @@ def cluster(fit: str | None, gpus: int | None, gpu: str | None) -> tuple[int, Ha
     return count, device
 
 
-def without_layout(run: RunConfig) -> RunConfig:
+def without_layout(run: Options) -> Options:
     """`run` as if it said nothing of its layout."""
     return updated(run, {name: entries()[name].default for name in options_with(layout=True)})
 
 
-def any_layout(run: RunConfig, world: int) -> RunConfig:
+def any_layout(run: Options, world: int) -> Options:
     """`run` with the smallest layout in place of its own, as a dry run on `world` ranks."""
     return updated(without_layout(run), {"micro_batch": 1, "dry_run": True, "nproc": None, "world": world})
 
 
-def search(run: RunConfig, world: int, on: Hardware, keep: int = 8) -> Found:
+def search(run: Options, world: int, on: Hardware, keep: int = 8) -> Found:
     """The best layouts of `run` on `world` devices.
 
     Takes a run as typed, with its vocabulary; what it says of its layout is replaced. Errors: ValueError where the
@@ -143,7 +143,7 @@ def _looking_for_new_garbage_only() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _searched(run: RunConfig, world: int, on: Hardware, keep: int) -> Found:
+def _searched(run: Options, world: int, on: Hardware, keep: int) -> Found:
     """Fastest first, by a rough time: what a layout holds is asked only until enough of them fit."""
     allowed = _by_rough_time(run, world, on)
     fitting: list[tuple[dict[str, Any], RunConfig, Memory]] = []
@@ -175,7 +175,7 @@ def _searched(run: RunConfig, world: int, on: Hardware, keep: int) -> Found:
     return Found(played[:keep], len(allowed), weighed, len(fitting), smallest)
 
 
-def _by_rough_time(run: RunConfig, world: int, on: Hardware) -> list[tuple[dict[str, Any], RunConfig]]:
+def _by_rough_time(run: Options, world: int, on: Hardware) -> list[tuple[dict[str, Any], RunConfig]]:
     """Layouts that obey the rules, resolved, fastest first as far as can be told without playing their plans."""
     found, refusals, base = list[tuple[float, dict[str, Any], RunConfig]](), list[str](), any_layout(run, world)
     for options in layouts(run, world, on.node):
@@ -193,7 +193,7 @@ def _by_rough_time(run: RunConfig, world: int, on: Hardware) -> list[tuple[dict[
     return [(options, resolved) for _, options, resolved in found]
 
 
-def _no_layout(run: RunConfig, world: int, node: int, refusals: list[str]) -> str:
+def _no_layout(run: Options, world: int, node: int, refusals: list[str]) -> str:
     """Why no layout obeys the rules: those that all break, or else what would have to divide."""
     first = refusals[0].splitlines() if refusals else []
     broken = [set(refusal.splitlines()) for refusal in refusals]
@@ -209,7 +209,7 @@ def _no_layout(run: RunConfig, world: int, node: int, refusals: list[str]) -> st
     return f"{said}; valid: {multiples}another number of devices"
 
 
-def _units(run: RunConfig, world: int, node: int) -> list[int]:
+def _units(run: Options, world: int, node: int) -> list[int]:
     """Global batches for which there is a layout, as there is for their multiples, those left out.
 
     >>> _units(compose("llama2-13b"), 12, 8), _units(compose("llama2-13b"), 14, 8)
@@ -226,7 +226,7 @@ def _units(run: RunConfig, world: int, node: int) -> list[int]:
     return found
 
 
-def _allowed(run: RunConfig, world: int) -> bool:
+def _allowed(run: Options, world: int) -> bool:
     try:
         check(run, world)
     except ValueError:
@@ -234,7 +234,7 @@ def _allowed(run: RunConfig, world: int) -> bool:
     return True
 
 
-def layouts(run: RunConfig, world: int, node: int) -> list[dict[str, Any]]:
+def layouts(run: Options, world: int, node: int) -> list[dict[str, Any]]:
     """Every layout worth judging, as options of a run.
 
     On whole hosts a group of tensor ranks fills its share of one; others only where there is no such layout.
@@ -243,7 +243,7 @@ def layouts(run: RunConfig, world: int, node: int) -> list[dict[str, Any]]:
     return [options for options in every if world % node or node % options["tp"] == 0] or every
 
 
-def _layouts(run: RunConfig, world: int, node: int) -> Iterator[dict[str, Any]]:
+def _layouts(run: Options, world: int, node: int) -> Iterator[dict[str, Any]]:
     layers, batch = run.model.layers, run.batch.global_batch
     assert layers and batch
     for tp, cp, pp in _grids(run, world, node):
@@ -270,13 +270,13 @@ def _layouts(run: RunConfig, world: int, node: int) -> Iterator[dict[str, Any]]:
                 }
 
 
-def _grids(run: RunConfig, world: int, node: int) -> Iterator[tuple[int, int, int]]:
+def _grids(run: Options, world: int, node: int) -> Iterator[tuple[int, int, int]]:
     """tp, cp and pp of whole replicas on `world` ranks.
 
     Tensor ranks share out a block's heads and its feed-forward layer, on one host; the context axis leaves a rank at
     least CONTEXT tokens of a sequence.
     """
-    model, parts = architecture(resolve(run, world, vocab=1).model), (run.batch.seq_length or 0) // CONTEXT
+    model, parts = architecture(model_alone(run, vocab=1)), (run.batch.seq_length or 0) // CONTEXT
     shared = gcd(*model.block.shared.values())
     tps = [tp for tp in range(1, min(node, world) + 1) if shared % tp == 0]
     cps = [cp for cp in range(1, min(max(parts, 1), world) + 1) if world % cp == 0]
@@ -292,7 +292,7 @@ def _schedules(layers: int, pp: int) -> list[tuple[str, int]]:
     return [("1f1b", 1), ("zb-h1", 1), *(("interleaved", c) for c in (2, 3, 4) if layers // pp % c == 0)]
 
 
-def command(candidate: Candidate, typed: RunConfig) -> list[str]:
+def command(candidate: Candidate, typed: Options) -> list[str]:
     """The flags of `mega pretrain` for a candidate: what was typed, and the layout.
 
     Options that are their family's defaults are left out.

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from mega.core.config.check import graph
-from mega.core.config.resolve import data_parallel, microbatches, records_graph, text_lengths
-from mega.core.config.run import RunConfig, updated
+from mega.core.config.resolve import data_parallel, microbatches, records_graph, text_lengths, variant
+from mega.core.config.run import RunConfig
 from mega.core.estimate.duration import Stops, TrainingTime
 from mega.core.estimate.hardware import GIB, Hardware
 from mega.core.estimate.memory import Memory, StageMemory, kv_cache_bytes, logits_bytes, serving_bytes
@@ -269,7 +269,7 @@ def precision(run: RunConfig, found: Memory, halved: Memory, seconds: tuple[floa
 
 def _recorded(run: RunConfig, world: int, device: Hardware) -> float | None:
     """Seconds of a step by --cuda-graph, where the run may have it and has it not."""
-    recorded = updated(run, {"cuda_graph": True})
+    recorded = variant(run, {"cuda_graph": True})
     if records_graph(run, world) or any(graph(recorded)):
         return None
     return step_time(recorded, world, device).seconds

@@ -58,7 +58,6 @@ def step_time(run: RunConfig, world: int, on: Hardware, *, play: bool = True) ->
     play: False takes the pipeline's length from its slowest stage, in no time.
     """
     parallel, dp, count = run.parallel, data_parallel(run, world), microbatches(run, world)
-    assert run.batch.seq_length and run.batch.global_batch and parallel.schedule
     recorded = records_graph(run, world)
     times = Times(run, on, recorded=recorded, rough=not play)
     stages = stage_chunks(run)
@@ -109,7 +108,8 @@ def update_bytes(run: RunConfig) -> float:
     >>> from mega.core.config.resolve import resolve
     >>> from mega.core.config.compose import compose
     >>> rules = ({}, {"masters": False}, {"optimizer": "sgd", "sgd_momentum": 0.0}, {"optimizer": "adafactor"})
-    >>> [update_bytes(resolve(compose("gpt2-345m", flags={"dtype": "bf16", **rule}), 1)) for rule in rules]
+    >>> runs = [compose("gpt2-345m", flags={"micro_batch": 1, "dtype": "bf16", **rule}) for rule in rules]
+    >>> [update_bytes(resolve(run, 1)) for run in runs]
     [38, 32, 44.0, 114.0]
     """
     precision, options = run.precision, run.optimizer
@@ -129,7 +129,8 @@ def stepwise_bytes(run: RunConfig) -> float:
 
     >>> from mega.core.config.resolve import resolve
     >>> from mega.core.config.compose import compose
-    >>> [stepwise_bytes(resolve(compose("gpt2-345m", flags={"dtype": dtype}), 1)) for dtype in ("bf16", "fp32")]
+    >>> runs = [compose("gpt2-345m", flags={"micro_batch": 1, "dtype": dtype}) for dtype in ("bf16", "fp32")]
+    >>> [stepwise_bytes(resolve(run, 1)) for run in runs]
     [42.0, 36.0]
     """
     precision, options = run.precision, run.optimizer
@@ -157,9 +158,7 @@ def pipeline_time(run: RunConfig, chunks: Sequence[Pass], count: int, hop: float
     busy = count * sum(chunk.all for chunk in chunks)
     if parallel.pp == 1:
         return busy, busy
-    kind = parallel.schedule
-    assert kind is not None
-    costs = _costs(chunks, hop)
+    kind, costs = parallel.schedule, _costs(chunks, hop)
     # 1F1B is in its steady state after pp microbatches, an interleaved plan after two rounds of pp.
     short = 2 * parallel.pp + count % parallel.pp
     longer = short + parallel.pp
@@ -231,7 +230,6 @@ class Times:
         as soon as it is complete, whatever --overlap-grad-reduce says.
         """
         run, ranks = self.run, dp * self.run.parallel.cp
-        assert run.precision.grad_dtype
         grads, weights = held.trained * BYTES[run.precision.grad_dtype], held.trained * BYTES[run.precision.dtype]
         summed = self.collective("reduce-scatter", grads, ranks)
         made = self.card.elementwise(grads + 3 * grads / ranks)

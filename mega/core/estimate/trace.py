@@ -21,14 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mega.core.architecture import shape
 from mega.core.batch import Batch
-from mega.core.config.resolve import microbatch_rows
-from mega.core.config.run import RunConfig
+from mega.core.config.resolve import microbatch_rows, resolve, variant
+from mega.core.config.run import Options, RunConfig
 from mega.core.config.sections import (
     BatchConfig,
+    BatchOptions,
     DataConfig,
     MaskingConfig,
     ModelConfig,
-    ParallelConfig,
+    ParallelOptions,
     RuntimeConfig,
 )
 from mega.core.device import DTYPES
@@ -363,7 +364,7 @@ def _found(run: RunConfig, chunk: Chunk) -> Trace:
         reduced, stage = reduced_run(run, chunk._replace(stacks=tuple(map(sum, short))))
         if run.memory.recompute_method == "block":
             singly = max(counts[0] for counts in short)
-            reduced = replace(reduced, memory=replace(reduced.memory, recompute_layers=singly))
+            reduced = variant(reduced, {"recompute_layers": singly})
         return _repeated(_traced(reduced, stage, rows), regimes, short)
     # A chunk with both ends and one with none have the parts of all others.
     whole, bare = (chunk._replace(names=names, stacks=(ENOUGH,)) for names in (tuple(shape(run.model).after), ()))
@@ -403,10 +404,10 @@ def reduced_run(run: RunConfig, chunk: Chunk) -> tuple[RunConfig, int]:
     stages = [*([before] if any(before) else []), list(chunk.stacks), *([following] if any(following) else [])]
     layers = tuple(sum(stacks) for stacks in stages)
     model = run.model.with_stacks(tuple(sum(counts) for counts in zip(*stages, strict=True)))
-    reduced = RunConfig(
+    options = Options(
         model=model,
         precision=run.precision,
-        parallel=ParallelConfig(
+        parallel=ParallelOptions(
             tp=parallel.tp,
             cp=parallel.cp,
             cp_comm=parallel.cp_comm,
@@ -417,13 +418,13 @@ def reduced_run(run: RunConfig, chunk: Chunk) -> tuple[RunConfig, int]:
             zero=parallel.zero if parallel.zero > 1 else 0,
             schedule=parallel.schedule if _splits(run) else "1f1b",
         ),
-        batch=BatchConfig(seq_length=run.batch.seq_length),
+        batch=BatchOptions(seq_length=run.batch.seq_length, micro_batch=1),
         memory=run.memory,
         data=DataConfig(reset_attention=run.data.reset_attention),
         masking=MaskingConfig(decoder_seq_length=run.masking.decoder_seq_length),
         runtime=RuntimeConfig(device=run.runtime.device, ops=run.runtime.ops),
     )
-    return reduced, int(any(before))
+    return resolve(options, parallel.tp * parallel.cp * len(layers)), int(any(before))
 
 
 def _regimes(run: RunConfig, blocks: int) -> Iterator[tuple[int, int]]:
@@ -496,7 +497,7 @@ class _Rank:
         self.mesh, self.chunk = _built(run, stage)
         units = _units(self.chunk)
         own = _distinct_weights(units)
-        self.grads = build_grads(replace(run, parallel=replace(parallel, zero=0)), self.mesh, [self.chunk])
+        self.grads = build_grads(variant(run, {"zero": 0}), self.mesh, [self.chunk])
         self.grads.start()
         transport = self.chunk.region.transport
         self.exchanges = transport if isinstance(transport, Imagined) else None
@@ -584,7 +585,7 @@ def _batch(
     model: ModelConfig, lengths: BatchConfig, masking: MaskingConfig, data: DataConfig, rows: int, shards: int
 ) -> Any:
     """What the last rank of a context axis of `shards` ranks gets of a microbatch."""
-    run = RunConfig(model=model, batch=lengths, masking=masking)
+    run = resolve(Options(model=model, batch=lengths, masking=masking), 1)
     samples = torch.zeros(rows, dtype=torch.int64)
     batch: Any = synthetic_batch(run, samples, seed=0, documents=data.reset_attention)
     batch = batch.split(shards - 1, shards)

@@ -11,10 +11,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from mega.core.architecture import Tensor, Unit, inventory, placement, shape
-from mega.core.config.run import RunConfig
-from mega.core.config.sections import MemoryConfig, ModelConfig, ParallelConfig, RuntimeConfig
+from mega.core.config.resolve import resolve
+from mega.core.config.run import Options, RunConfig
+from mega.core.config.sections import BatchOptions, ModelConfig, ParallelOptions, RuntimeConfig
 from mega.core.estimate.chunks import Chunk, stage_chunks
 from mega.core.parallel.layout import BucketRules, BucketSpec, ParameterSpec, plan_buckets, shared_stages
+
+SMALLEST = BatchOptions(seq_length=1, micro_batch=1)
+"""Of a run that is only asked what it holds, which does not depend on it."""
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -80,9 +84,11 @@ def stage_weights(run: RunConfig, dp: int, chunks: tuple[Chunk, ...]) -> Weights
     All tensor ranks of a stage hold equally much.
     """
     # All that matters here, so that layouts which differ elsewhere share their answer.
-    parallel = replace(run.parallel, schedule=None)
-    holding = RunConfig(model=run.model, precision=run.precision, parallel=parallel, optimizer=run.optimizer)
-    return _stage_weights(holding, dp, chunks)
+    parallel = replace(run.parallel, schedule="1f1b")
+    holding = Options(
+        model=run.model, precision=run.precision, parallel=parallel, optimizer=run.optimizer, batch=SMALLEST
+    )
+    return _stage_weights(resolve(holding, 1), dp, chunks)
 
 
 @lru_cache(maxsize=64)
@@ -91,7 +97,6 @@ def _stage_weights(run: RunConfig, dp: int, chunks: tuple[Chunk, ...]) -> Weight
     buckets = list(stage_buckets(run, dp, chunks))
     length, span = sum(bucket.length for bucket in buckets), sum(bucket.span for bucket in buckets)
     high = wide(precision.dtype)
-    assert precision.grad_dtype is not None
     grads = (span if parallel.zero >= 2 else length) * BYTES[precision.grad_dtype]
     apart = run.optimizer.optimizer_offload
     masters = sum(one.span * high for one in buckets if apart or (precision.masters and one.width != high))
@@ -142,7 +147,6 @@ def transient_buckets(run: RunConfig, dp: int) -> list[Transient]:
     """The buckets that come and go on a rank of the only stage."""
     if run.parallel.zero < 2:
         return []
-    assert run.precision.grad_dtype
     found, size, alone = [], BYTES[run.precision.grad_dtype], dp * run.parallel.cp == 1
     (chunk,) = chunks = stage_chunks(run)[0]
     after = shape(run.model).after
@@ -214,14 +218,15 @@ def _parameters(run: RunConfig, chunk: Chunk) -> list[list[ParameterSpec]]:
     """Those of a chunk by units. All that does not matter to them is left out, so that layouts share their answer."""
     from mega.core.estimate.trace import unit_parameters
 
-    bare = RunConfig(
+    bare = Options(
         model=run.model,
         precision=run.precision,
-        parallel=ParallelConfig(tp=run.parallel.tp),
-        memory=MemoryConfig(),
+        parallel=ParallelOptions(tp=run.parallel.tp),
+        batch=SMALLEST,
         runtime=RuntimeConfig(device=run.runtime.device, ops="reference"),
     )
-    held = iter(unit_parameters(bare, chunk._replace(stacks=tuple(min(count, 1) for count in chunk.stacks))))
+    short = chunk._replace(stacks=tuple(min(count, 1) for count in chunk.stacks))
+    held = iter(unit_parameters(resolve(bare, 1), short))
     parts = [next(held)]
     for count in chunk.stacks:
         parts += [next(held)] * count if count else []

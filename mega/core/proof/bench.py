@@ -192,7 +192,6 @@ def measure(
     step is taken apart, which costs seconds. progress: is told the steps that have been taken, and how many there are.
     """
     batch = run.batch
-    assert batch.micro_batch and batch.global_batch and batch.seq_length
     mesh = build_mesh(run, rank, world, groups)
     state = build_state(run, mesh, device)
     batches = [

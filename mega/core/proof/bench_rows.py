@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mega.core.config.compose import compose
-from mega.core.config.run import RunConfig
+from mega.core.config.run import Options
 
 
 def _w1(world: int) -> Mapping[str, Any]:
@@ -67,7 +67,7 @@ LR = 1e-4
 _EVERY_ROW = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "lr": LR, "dtype": "bf16"}
 
 
-def row(name: str, flags: Mapping[str, Any], world: int) -> RunConfig:
+def row(name: str, flags: Mapping[str, Any], world: int) -> Options:
     """The run of a named row on `world` ranks; `flags` are what the user asks for otherwise.
 
     Errors: ValueError for a name that is none.

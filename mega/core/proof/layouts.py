@@ -17,7 +17,7 @@ from typing import Any, Literal
 from mega.core import family
 from mega.core.config.check import check
 from mega.core.config.resolve import resolve
-from mega.core.config.run import RunConfig, updated
+from mega.core.config.run import Options, RunConfig, updated
 
 ParityDtype = Literal["fp64", "fp32"]
 
@@ -194,12 +194,12 @@ class ParityLayout:
             "distribute_saved": self.share,
             "optimizer_offload": self.offload,
         }
-        run = resolve(updated(alone(model, self.depth(model), dtype, rule=self.rule), values), self.world)
+        options = updated(_small(model, self.depth(model), dtype, LR[dtype], self.rule), values)
         try:
-            check(run, self.world)
+            check(options, self.world)
         except ValueError as error:
             raise ValueError(f"--layouts {self.name}: {error}") from None
-        return run
+        return resolve(options, self.world)
 
 
 def _decodes(model: str) -> bool:
@@ -211,9 +211,13 @@ def alone(
     model: str, depth: tuple[int, ...], dtype: ParityDtype, lr: float | None = None, rule: str = "adam"
 ) -> RunConfig:
     """One rank, one sample at a time, of one of `MODELS`: what layouts are compared with. lr: `LR` if None."""
+    return resolve(_small(model, depth, dtype, lr or LR[dtype], rule), 1)
+
+
+def _small(model: str, depth: tuple[int, ...], dtype: ParityDtype, lr: float, rule: str) -> Options:
     values: dict[str, Any] = dict(zip(("layers", "decoder_layers"), depth, strict=False))
-    values |= {"dtype": dtype, "lr": lr or LR[dtype], "micro_batch": 1, "optimizer": rule}
-    return resolve(updated(RunConfig(), {**_VALUES, **MODELS[model], **values}), 1)
+    values |= {"dtype": dtype, "lr": lr, "micro_batch": 1, "optimizer": rule}
+    return updated(Options(), {**_VALUES, **MODELS[model], **values})
 
 
 def uneven(blocks: int, pieces: int) -> list[int]:

@@ -95,7 +95,6 @@ def synthetic_batch(run: RunConfig, samples: torch.Tensor) -> Batch:
 def own_samples(run: RunConfig, mesh: Mesh, consumed: int) -> Iterator[torch.Tensor]:
     """Sample numbers of this data coordinate's microbatches of the step that starts at `consumed`."""
     size = run.batch.micro_batch
-    assert size is not None
     for number in range(microbatches(run, mesh.world)):
         first = consumed + (number * mesh.dp.size + mesh.dp.index) * size
         yield torch.arange(first, first + size)
@@ -109,7 +108,7 @@ def train_layout(
     device = Device.choose(run.runtime.device, rank)
     state, found = build_state(run, mesh, device), []
     lr = run.optimizer.lr
-    assert lr is not None and run.batch.global_batch is not None
+    assert lr is not None
     for step in range(1, max(steps) + 1):
         consumed = (step - 1) * run.batch.global_batch
         batches = [synthetic_batch(run, rows.to(device.torch)) for rows in own_samples(run, mesh, consumed)]

@@ -28,7 +28,7 @@ from mega import __version__
 from mega.core.architecture import architecture
 from mega.core.config.compose import GivenOptions
 from mega.core.config.resolve import column_unit
-from mega.core.config.run import RunConfig
+from mega.core.config.run import Options
 from mega.core.data.labelled import content as folder_content
 from mega.core.device import Device
 from mega.core.files import whole_file
@@ -72,7 +72,7 @@ def note(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def prepare(run: RunConfig, given: GivenOptions, options: TaskOptions, out: str, world: int) -> CheckedEvaluation:
+def prepare(run: Options, given: GivenOptions, options: TaskOptions, out: str, world: int) -> CheckedEvaluation:
     """Errors: ValueError naming flag or file, its value, and the rule."""
     model, opened = check_model(run, given, world, options.task)
     evaluation = CheckedEvaluation(model, options, out)

@@ -24,7 +24,7 @@ from mega import __version__
 from mega.core.architecture import architecture
 from mega.core.config.compose import GivenOptions
 from mega.core.config.resolve import column_unit
-from mega.core.config.run import RunConfig
+from mega.core.config.run import Options
 from mega.core.device import Device
 from mega.core.files import whole_file
 from mega.core.inference.load import OpenedModel
@@ -74,7 +74,7 @@ def check_harness() -> None:
         ) from None
 
 
-def prepare(run: RunConfig, given: GivenOptions, options: HarnessOptions, out: str, world: int) -> HarnessRun:
+def prepare(run: Options, given: GivenOptions, options: HarnessOptions, out: str, world: int) -> HarnessRun:
     """Errors: ValueError naming flag or file, its value, and the rule."""
     check_harness()
     model, opened = check_model(run, given, world)

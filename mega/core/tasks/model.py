@@ -17,8 +17,8 @@ from mega.core.architecture import architecture
 from mega.core.config.check import check
 from mega.core.config.compose import GivenOptions
 from mega.core.config.presets import FAMILY_DEFAULTS, PRESETS
-from mega.core.config.resolve import resolve
-from mega.core.config.run import RunConfig, entries, flag_of, options_with, updated, value_of
+from mega.core.config.resolve import resolve, variant
+from mega.core.config.run import Options, RunConfig, entries, flag_of, options_with, updated, value_of
 from mega.core.config.sections import LABELLED, ModelConfig
 from mega.core.device import DTYPES, Device
 from mega.core.family import ModelStage, family
@@ -50,12 +50,10 @@ class CheckedModel:
 
     @property
     def length(self) -> int:
-        assert self.run.batch.seq_length is not None
         return self.run.batch.seq_length
 
     @property
     def micro_batch(self) -> int:
-        assert self.run.batch.micro_batch is not None
         return self.run.batch.micro_batch
 
 
@@ -113,7 +111,7 @@ class ModelHere:
 
 
 def check_model(
-    run: RunConfig, given: GivenOptions, world: int, task: str | None = None
+    run: Options, given: GivenOptions, world: int, task: str | None = None
 ) -> tuple[CheckedModel, OpenedModel]:
     """task: of labels, for which the model needs a head of its own; else it must continue text.
 
@@ -137,9 +135,9 @@ def check_model(
     usual = opened.trained_length if task in LABELLED else None
     values["seq_length"] = run.batch.seq_length or usual or min(architecture(model).positions, LONGEST)
     values["micro_batch"] = run.batch.micro_batch or MICRO_BATCH
-    asked = updated(RunConfig(), {**values, "load": None, "mock_data": True, "skip_train": True})
-    resolved = check(dataclasses.replace(asked, model=model), world)
-    return CheckedModel(resolved, "dtype" in given.values, load), opened
+    asked = updated(Options(model=model), {**values, "load": None, "mock_data": True, "skip_train": True})
+    check(asked, world)
+    return CheckedModel(resolve(asked, world), "dtype" in given.values, load), opened
 
 
 def _model(opened: OpenedModel, given: GivenOptions) -> ModelConfig:
@@ -162,7 +160,7 @@ def open_here(checked: CheckedModel, rank: int, world: int, device: Device, grou
     if not checked.typed_dtype:
         chosen = compute_dtype(opened, device)
         dtype = next(name for name, each in DTYPES.items() if each == chosen)
-        run = resolve(updated(run, {"dtype": dtype, "grad_dtype": None}), world)
+        run = variant(run, {"dtype": dtype, "grad_dtype": None})
     return ModelHere(run, opened, build_mesh(run, rank, world, groups), device)
 
 

@@ -25,7 +25,7 @@ import torch
 
 from mega import __version__
 from mega.core.config.compose import GivenOptions
-from mega.core.config.run import RunConfig
+from mega.core.config.run import Options
 from mega.core.corpus.scorers import Scores, make_scorer, scored
 from mega.core.device import Device
 from mega.core.files import whole_file
@@ -70,7 +70,7 @@ class ToxicityRun:
     json: str
 
 
-def prepare(run: RunConfig, given: GivenOptions, options: ToxicityOptions, out: str, world: int) -> ToxicityRun:
+def prepare(run: Options, given: GivenOptions, options: ToxicityOptions, out: str, world: int) -> ToxicityRun:
     """Errors: ValueError naming flag or file, its value, and the rule."""
     make_scorer(options.scorer)
     prompts = tuple(read_prompts(Path(options.valid_data), options.limit))

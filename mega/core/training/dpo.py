@@ -43,7 +43,6 @@ def datasets(run: RunConfig, tokenizer: Tokenizer | None) -> Datasets:
         raise ValueError("--dpo-data: needs a tokenizer; give --tokenizer and its files")
     name, (train, _, test), notes = run.data.chat_template, pretraining.requested(run), list[str]()
     made = chat_format(name, tokenizer)
-    assert run.batch.seq_length is not None
     size = {"seq_length": run.batch.seq_length, "seed": run.runtime.seed}
 
     def pairs(flag: str, inputs: tuple[str, ...], count: int) -> PairDataset:
@@ -105,7 +104,6 @@ def log_probabilities(state: TrainState, dataset: PairDataset) -> NDArray[np.flo
     from mega.core.training.step import output_step
 
     mesh, run = state.mesh, state.run
-    assert run.batch.micro_batch is not None
     turn = run.batch.micro_batch * mesh.dp.size
     found = torch.zeros(dataset.pairs, 2, dtype=torch.float64, device=state.device.torch)
     for first in range(0, dataset.pairs, turn):

@@ -39,7 +39,6 @@ def dry_run(inputs: Inputs, world: int) -> None:
         table.add_row(str(stage), ranks, blocks, " + ".join(ends), " or ".join(f"{size:,}" for size in sorted(sizes)))
     console.print(table)
     count = microbatches(run, world)
-    assert parallel.schedule is not None
     schedule = plan(parallel.schedule, parallel.pp, parallel.chunks, count)
     prove(schedule)
     bubble = simulate(schedule).bubble

@@ -37,7 +37,6 @@ class Evaluation:
     ):
         self._state, self._task, self._stop, self._meters, self._report = state, task, stop, meters, report
         self._judged, run = judged, state.run
-        assert run.batch.global_batch is not None
         self._iterations, self._global_batch = run.evaluation.eval_iters, run.batch.global_batch
         self._microbatches = microbatches(run, state.mesh.world)
         self.last_validated: int | None = None

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from mega.core.architecture import inventory, padded
 from mega.core.architecture.adapters import with_adapters
-from mega.core.config.check import check
+from mega.core.config.check import ANY_VOCABULARY, check
 from mega.core.config.presets import FAMILY_DEFAULTS
-from mega.core.config.run import RunConfig, flag_of, options_with, updated
-from mega.core.config.sections import ModelConfig
+from mega.core.config.resolve import implied_tokenizer, metrics_file, resolve
+from mega.core.config.run import Options, RunConfig, flag_of, options_with, updated
+from mega.core.config.sections import ModelOptions, TokenizerConfig
 from mega.core.config.unread import unread
 from mega.core.files import check_source, url_of
 from mega.core.text.build import build
@@ -70,33 +71,30 @@ class Inputs:
         return hashlib.sha256(f"{text}\n{tokens}".encode()).hexdigest()
 
 
-def resolve_run(run: RunConfig, world: int) -> ResolvedRun:
-    """Check `run` for `world` ranks and derive what it leaves out.
+def resolve_run(options: Options, world: int) -> ResolvedRun:
+    """Check `options` for `world` ranks and derive what they leave out.
 
     Errors: ValueError naming the flag or file, its value, the rule and the valid values.
     """
     notes: list[str] = []
-    if run.checkpoint.use_checkpoint_config and run.checkpoint.load is not None:
-        run = dataclasses.replace(run, model=_checkpoint_model(run, notes))
-        if run.masking.sample_kind == "gpt":  # as --family would have set it
-            own = FAMILY_DEFAULTS[run.model.family].values.get("sample_kind", "gpt")
-            run = updated(run, {"sample_kind": own})
-    notes += [*unread(run), *_rates(run)]
-    run = _in_steps(check(run, world), world)
-    _check_adapters(run)
-    if run.checkpoint.save is None and not run.evaluation.skip_train:
+    options = _with_checkpoint_model(options, notes)
+    notes += [*unread(options), *_rates(options)]
+    check(options, world)
+    options = _in_steps(options, world)
+    _check_adapters(options, world)
+    if options.checkpoint.save is None and not options.evaluation.skip_train:
         notes.append(
-            f"without --save this run keeps no weights, only {run.log.metrics}; to keep them give --save DIR and "
+            f"without --save this run keeps no weights, only {metrics_file(options)}; to keep them give --save DIR and "
             "--save-interval STEPS"
         )
-    tokenizer = _tokenizer(run)
-    vocab = _vocabulary(run, tokenizer, notes)
-    if not run.model.mask_padded_vocab:
-        vocab = _with_padding(run, vocab)
-    return ResolvedRun(updated(run, {"vocab": vocab}), tuple(notes), tokenizer)
+    tokenizer = _tokenizer(implied_tokenizer(options.tokenizer, options.model.family))
+    vocab = _vocabulary(options, tokenizer, notes)
+    if not options.model.mask_padded_vocab:
+        options = updated(options, {"vocab": _with_padding(options, vocab)})
+    return ResolvedRun(resolve(options, world, vocab), tuple(notes), tokenizer)
 
 
-def _rates(run: RunConfig) -> list[str]:
+def _rates(run: Options) -> list[str]:
     """A line on a learning rate that no model trains with by this rule."""
     rate, rule = run.optimizer.lr, run.optimizer.optimizer
     if rule not in USUAL_RATES or rate is None or rate <= USUAL_RATES[rule] or run.schedule.lr_decay in SWEEPS:
@@ -104,31 +102,31 @@ def _rates(run: RunConfig) -> list[str]:
     return [f"--lr {rate:g}: is far above what {rule} trains with, which is at most {USUAL_RATES[rule]:g}"]
 
 
-def _in_steps(run: RunConfig, world: int) -> RunConfig:
-    """A run that is measured in passes over its data, in steps. Errors: ValueError naming flag or file."""
-    questions, epochs = kind_of(run).questions, run.finetuning.epochs
-    if epochs is None or questions is None or run.evaluation.skip_train:
-        return run
+def _in_steps(options: Options, world: int) -> Options:
+    """Options that measure a run in passes over its data, in steps. Errors: ValueError naming flag or file."""
+    questions, epochs = kind_of(options).questions, options.finetuning.epochs
+    if epochs is None or questions is None or options.evaluation.skip_train:
+        return options
     from mega.core.data.labelled import pass_length
 
-    assert run.batch.global_batch is not None
-    count, keep = questions(run), run.finetuning.keep_last_batch
-    steps = epochs * pass_length(count, run.batch.global_batch, keep) // run.batch.global_batch
-    if run.batch.samples is not None or run.batch.steps not in (None, steps):
-        flag = "steps" if run.batch.samples is None else "samples"
+    count, batch = questions(options), resolve(options, world, ANY_VOCABULARY).batch.global_batch
+    steps = epochs * pass_length(count, batch, options.finetuning.keep_last_batch) // batch
+    if options.batch.samples is not None or options.batch.steps not in (None, steps):
+        flag = "steps" if options.batch.samples is None else "samples"
         raise ValueError(f"--epochs {epochs}: is {steps} steps here and excludes {flag_of(flag)}")
-    return check(updated(run, {"steps": steps}), world)
+    options = updated(options, {"steps": steps})
+    check(options, world)
+    return options
 
 
-def _check_adapters(run: RunConfig) -> None:
+def _check_adapters(options: Options, world: int) -> None:
     """Errors: ValueError where there is nothing to add adapters to, or --lora-targets names none of the linears."""
-    if not run.model.lora_rank:
+    if not options.model.lora_rank:
         return
-    checkpoint = run.checkpoint
-    nothing = checkpoint.load is None and checkpoint.resume is None
-    if nothing and not run.runtime.dry_run and not run.data.mock_data:
-        raise ValueError(f"--lora-rank {run.model.lora_rank}: needs --load, the weights that adapters are added to")
-    next(inventory(dataclasses.replace(run.model, vocab=run.model.vocab or 1)))
+    nothing = options.checkpoint.load is None and options.checkpoint.resume is None
+    if nothing and not options.runtime.dry_run and not options.data.mock_data:
+        raise ValueError(f"--lora-rank {options.model.lora_rank}: needs --load, the weights that adapters are added to")
+    next(inventory(resolve(options, world, ANY_VOCABULARY).model))
 
 
 def open_inputs(resolved: ResolvedRun) -> Inputs:
@@ -136,20 +134,19 @@ def open_inputs(resolved: ResolvedRun) -> Inputs:
     from mega.core.data.build import Datasets
 
     run = resolved.run
-    tokenizer = resolved.tokenizer or _tokenizer(run)
+    tokenizer = resolved.tokenizer or _tokenizer(run.tokenizer)
     idle = run.runtime.dry_run and run.finetuning.task == "lm" and not _has_data(run)
     datasets = Datasets() if idle else kind_of(run).datasets(run, tokenizer)
     return Inputs(run, tokenizer, datasets, (*resolved.notes, *datasets.notes))
 
 
-def _tokenizer(run: RunConfig) -> Tokenizer | None:
-    options = run.tokenizer
+def _tokenizer(options: TokenizerConfig) -> Tokenizer | None:
     if options.tokenizer is None:
         return None
     return build(**dataclasses.asdict(options))
 
 
-def _vocabulary(run: RunConfig, tokenizer: Tokenizer | None, notes: list[str]) -> int:
+def _vocabulary(run: Options, tokenizer: Tokenizer | None, notes: list[str]) -> int:
     given = run.model.vocab
     if tokenizer is None:
         if given is None:
@@ -167,7 +164,7 @@ def _vocabulary(run: RunConfig, tokenizer: Tokenizer | None, notes: list[str]) -
     return given
 
 
-def _with_padding(run: RunConfig, vocab: int) -> int:
+def _with_padding(run: Options, vocab: int) -> int:
     """The vocabulary where padding counts as tokens: as many rows as the checkpoint has that the run begins from, where
     those suffice for its tokenizer (so it continues in any layout), else as many as this layout pads to."""
     from mega.core.checkpoint.own.model import model_of
@@ -175,12 +172,12 @@ def _with_padding(run: RunConfig, vocab: int) -> int:
 
     for place, source in weights_of(run):
         with contextlib.suppress(CheckpointError):  # damaged: reported where weights are read
-            stored = model_of(source.meta, place).vocab or 0
+            stored = model_of(source.meta, place).vocab
             return stored if stored >= vocab else padded(vocab, run.parallel.tp, run.model.vocab_multiple)
     return padded(vocab, run.parallel.tp, run.model.vocab_multiple)
 
 
-def weights_of(run: RunConfig) -> Iterator[tuple[str, Any]]:
+def weights_of(run: Options) -> Iterator[tuple[str, Any]]:
     """The places of the weights that a run may begin with, the first one first, and what is read of them without their
     tensors. A place with nothing, or nothing that can be read, is left out: that is reported where it is loaded."""
     options = run.checkpoint
@@ -199,24 +196,29 @@ def _has_data(run: RunConfig) -> bool:
     return bool(data.data_path or data.train_data or data.chat_data or data.mock_data)
 
 
-def _checkpoint_model(run: RunConfig, notes: list[str]) -> ModelConfig:
-    """The checkpoint's model. The run's own values count where a run that resumes may have others too; the rest of them
-    are noted."""
-    assert run.checkpoint.load is not None
-    check_source("--load", run.checkpoint.load)
+def _with_checkpoint_model(options: Options, notes: list[str]) -> Options:
+    """`options` with the model of --load under --use-checkpoint-config, and its family's samples. The options' own
+    values count where a run that resumes may have others too; the rest of them are noted."""
+    load, typed = options.checkpoint.load, options.model
+    if load is None or not options.checkpoint.use_checkpoint_config:
+        return options
+    check_source("--load", load)
     from mega.core.checkpoint.forms.start import open_start
     from mega.core.checkpoint.own.model import model_of
 
-    source, _ = open_start(run.checkpoint.load, lambda line: None)  # reported when weights are read
-    model, default = model_of(source.meta, run.checkpoint.load), ModelConfig()
+    source, _ = open_start(load, lambda line: None)  # reported when weights are read
+    model, default = model_of(source.meta, load), ModelOptions()
     if not model.lora_rank:
-        model = with_adapters(model, run.model)
+        model = with_adapters(model, typed)
     given = {
         field.name: value
-        for field in dataclasses.fields(ModelConfig)
-        if (value := getattr(run.model, field.name)) not in (getattr(default, field.name), getattr(model, field.name))
+        for field in dataclasses.fields(ModelOptions)
+        if (value := getattr(typed, field.name)) not in (getattr(default, field.name), getattr(model, field.name))
     }
     kept = {name: given[name] for name in options_with(on_resume="noted") if name in given}
     if left := [f"{flag_of(name)} {value}" for name, value in given.items() if name not in kept]:
         notes.append(f"--use-checkpoint-config: the checkpoint's model counts, and not {', '.join(left)}")
-    return dataclasses.replace(model, **kept)
+    found = {**dataclasses.asdict(model), **kept}
+    if options.masking.sample_kind == "gpt":  # as --family would have set it
+        found["sample_kind"] = FAMILY_DEFAULTS[model.family].values.get("sample_kind", "gpt")
+    return updated(options, found)

@@ -78,7 +78,6 @@ def summary(run: RunConfig, device: Device, ops: Ops, world: int) -> Iterator[st
     if advice := attention_advice(*rows):
         yield advice
     batch = run.batch
-    assert batch.global_batch is not None
     tokens = batch.global_batch * sum(text_lengths(run))
     yield (
         f"batch: {batch.global_batch:,} x {sum(text_lengths(run)):,} = {tokens:,} tokens a step; micro batch "
@@ -101,7 +100,7 @@ def _length(run: RunConfig, data: Datasets, progress: Progress, steps: int) -> s
     """Steps, tokens, and passes over the training set where their length is known."""
     samples, tokens = lengths(run).samples, run.runtime.exit_tokens
     if tokens is not None:
-        samples = min(samples, -(-tokens // (run.batch.seq_length or 1)))
+        samples = min(samples, -(-tokens // run.batch.seq_length))
     words = f"length: {_counted(steps, 'step')}, {count_words(samples * sum(text_lengths(run)))} tokens"
     if data.one_pass:
         words += f", {samples / data.one_pass:.3g} epochs of the training data"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from mega.core.config.run import RunConfig
+from mega.core.config.run import AnyRun
 from mega.core.config.sections import LABELLED, TASKS
 from mega.core.training.task_kind import TaskKind
 
@@ -41,7 +41,7 @@ KINDS: dict[str, Callable[[], TaskKind]] = {
 """Kind of task -> what loads it."""
 
 
-def kind_of(run: RunConfig) -> TaskKind:
+def kind_of(run: AnyRun) -> TaskKind:
     """The kind of task that a run has."""
     return KINDS[run.finetuning.task]()
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mega.core.config.run import RunConfig
+from mega.core.config.run import Options, RunConfig
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.training.pretraining import requested
 from mega.core.training.task_kind import TaskKind
@@ -34,7 +34,6 @@ def _set(
     if tokenizer is None:
         raise ValueError(f"--task {form.name}: needs a tokenizer; give --tokenizer and its files")
     cache, length = run.data.data_cache, run.batch.seq_length
-    assert length is not None
     found = labelled_set(
         flag, path, form, tokenizer, seq_length=length, cache=Path(cache) if cache else None, note=notes.append
     )
@@ -43,7 +42,7 @@ def _set(
     return found
 
 
-def _questions(form: Format, run: RunConfig) -> int:
+def _questions(form: Format, run: Options) -> int:
     """How many --train-data hold. Errors: ValueError naming flag, file and line."""
     return sum(1 for path in run.data.train_data for _ in form.read("--train-data", Path(path), lambda note: None))
 
@@ -55,7 +54,6 @@ def _datasets(form: Format, run: RunConfig, tokenizer: Tokenizer | None) -> Data
 
     notes: list[str] = []
     batch, samples = run.batch.global_batch, requested(run)[0]
-    assert batch is not None
     train, corpora = None, {}
     if samples:
         sets = [_set(form, run, tokenizer, "--train-data", path, notes) for path in run.data.train_data]
@@ -78,7 +76,6 @@ def task(run: RunConfig, data: Datasets, tokenizer: Tokenizer | None, mesh: Mesh
     from mega.core.training import pretraining
 
     found, batch = pretraining.task(run, data, tokenizer, mesh), run.batch.global_batch
-    assert batch is not None
     sizes = {name: -(-len(one) // batch) for name, one in data.named.items()}
     whole = (replace(one, iterations=sizes[one.name]) for one in found.validation)
     return replace(found, validation=tuple(whole))

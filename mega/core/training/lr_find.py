@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mega.core.config.run import RunConfig, entries, updated
+from mega.core.config.run import Options, entries, updated
 from mega.core.files import whole_file
 
 FIRST, LAST, STEPS = 1e-7, 1.0, 100
@@ -40,7 +40,7 @@ class Suggestion(NamedTuple):
     least: float
 
 
-def sweep(run: RunConfig) -> RunConfig:
+def sweep(run: Options) -> Options:
     """`run` as a sweep: nothing is saved, and nothing validated; how long the run is and how it saves does not count.
 
     Errors: ValueError naming a flag that asks for what a sweep cannot do.

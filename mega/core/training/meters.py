@@ -63,7 +63,6 @@ class Meters:
         terms: Sequence[str] = (),
         fail: Callable[[OSError], None] | None = None,
     ):
-        assert options.metrics is not None
         self.options, self.steps, self.devices = options, steps, devices
         self.flops_per_token, self.peak = flops_per_token, peak
         self.replicas, self._terms = replicas, tuple(terms)

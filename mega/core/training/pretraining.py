@@ -23,7 +23,6 @@ def datasets(run: RunConfig, tokenizer: Tokenizer | None, phases: Sequence[Blend
     from mega.core.data.build import build_datasets
 
     batch = run.batch
-    assert batch.seq_length is not None
     return build_datasets(
         run.data,
         seq_length=batch.seq_length,
@@ -67,7 +66,6 @@ def requested(run: RunConfig) -> tuple[int, int, int]:
     from mega.core.data.build import samples_requested
 
     batch, evaluation = run.batch, run.evaluation
-    assert batch.global_batch is not None
     found = samples_requested(
         steps=lengths(run).steps,
         global_batch=batch.global_batch,
@@ -86,7 +84,6 @@ def task(run: RunConfig, data: Datasets, tokenizer: Tokenizer | None, mesh: Mesh
     from mega.core.training.task import HeldOut, Task
 
     micro_batch, vocab, options = run.batch.micro_batch, architecture(run.model).input.vocab, run.data
-    assert micro_batch is not None
 
     def batches(dataset: Dataset) -> Batches:
         return Batches(

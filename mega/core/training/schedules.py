@@ -47,7 +47,6 @@ class Schedules:
     def of(cls, run: RunConfig) -> Schedules:
         """What a resolved run asks for."""
         options, schedule, length = run.optimizer, run.schedule, lengths(run)
-        start, end = schedule.start_weight_decay, schedule.end_weight_decay
         return cls(
             LearningRate(
                 peak=options.lr or 0.0,
@@ -61,8 +60,8 @@ class Schedules:
                 anneal_style=schedule.lr_wsd_decay_style,
             ),
             WeightDecay(
-                start=options.weight_decay if start is None else start,
-                end=options.weight_decay if end is None else end,
+                start=schedule.start_weight_decay,
+                end=schedule.end_weight_decay,
                 total=length.samples,
                 style=schedule.weight_decay_style,
             ),

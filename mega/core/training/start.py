@@ -182,7 +182,6 @@ def _check_length(run: RunConfig, dataset: Dataset | None, progress: Progress, s
     batch = run.batch
     if dataset is None or run.data.order == "cyclic" or batch.samples is not None:
         return
-    assert batch.global_batch is not None
     end = progress.consumed + (steps - progress.step) * batch.global_batch
     if end > len(dataset) and progress.step < steps:
         raise ValueError(

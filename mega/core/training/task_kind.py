@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mega.core.config.run import RunConfig
+from mega.core.config.run import Options, RunConfig
 from mega.core.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -32,4 +32,4 @@ class TaskKind:
     task: Callable[[RunConfig, Datasets, Tokenizer | None, Mesh], Task]
     objective: Callable[[RunConfig], Objective | None] = lambda run: None
     begin: Callable[[TrainState, Datasets, ResumePoint | None], None] = lambda state, data, point: None
-    questions: Callable[[RunConfig], int] | None = None
+    questions: Callable[[Options], int] | None = None

@@ -85,7 +85,6 @@ class Trackers:
     before they were cut back to that one. settings: the run's options, for those who look at it."""
 
     def __init__(self, options: LogConfig, *, start: int, last: int, settings: Mapping[str, Any]):
-        assert options.metrics is not None
         self._note = Path(options.metrics + ".trackers.json")
         known = _noted(self._note) if start else {}
         self._trackers: dict[str, Tracker] = {}
@@ -140,7 +139,6 @@ class WandbTracker:
 
     def __init__(self, options: LogConfig, known: str | None, last: int, settings: Mapping[str, Any]):
         wandb = importlib.import_module("wandb")
-        assert options.metrics is not None
         self.since = last if known is not None else 0
         self.id = options.wandb_id or known or uuid.uuid4().hex[:8]
         name = options.wandb_name and f"{options.wandb_name}-{time.strftime('%Y-%m-%d-%H-%M-%S')}"

@@ -63,7 +63,6 @@ def build_state(run: RunConfig, mesh: Mesh, device: Device) -> TrainState:
     pipeline = Pipeline(stages, mesh, device.torch)
     if device.is_cuda and records_graph(run, mesh.world):
         pipeline = ReplayedPipeline(stages, mesh, device.torch, stages[0].region.transport)
-    assert parallel.schedule is not None
     options = StepOptions(
         parallel.schedule,
         parallel.chunks,
@@ -77,7 +76,6 @@ def build_state(run: RunConfig, mesh: Mesh, device: Device) -> TrainState:
 def build_grads(run: RunConfig, mesh: Mesh, stages: list[Any]) -> GradBuffer:
     """The buckets of one rank's stages, which take their weights over."""
     parallel, precision = run.parallel, run.precision
-    assert precision.grad_dtype is not None
     return GradBuffer(
         stages,
         mesh,

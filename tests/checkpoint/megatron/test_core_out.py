@@ -24,7 +24,7 @@ from mega.core.checkpoint.own import inspect
 from mega.core.checkpoint.own.layout import Layout
 from mega.core.checkpoint.own.pieces import Piece
 from mega.core.checkpoint.own.store import CheckpointStore, locate
-from mega.core.config.run import RunConfig, updated
+from mega.core.config.run import Options, updated
 from mega.core.training.inputs import resolve_run
 from tests.checkpoint.megatron.test_state import GPT, LLAMA, NUMBERS, own
 from tests.support.archives import unpack
@@ -230,8 +230,8 @@ def test_padding_that_was_kept_stays_in_the_softmax(tmp_path: Path, tp: int) -> 
     line = {"tokenizer": "NullTokenizer", "vocab_size": 52, "mask_padded_vocab": False, "vocab_multiple": 8, "tp": tp}
     line |= {"layers": 2, "hidden": 32, "heads": 8, "seq_length": 8, "mock_data": True, "lr": 1e-3, "steps": 2}
     line |= {"micro_batch": 1, "global_batch": 1}
-    assert resolve_run(updated(RunConfig(), line), tp).run.model.vocab == 8 * tp * math.ceil(53 / (8 * tp))
-    loading = updated(RunConfig(), {**line, "load": str(run)})
+    assert resolve_run(updated(Options(), line), tp).run.model.vocab == 8 * tp * math.ceil(53 / (8 * tp))
+    loading = updated(Options(), {**line, "load": str(run)})
     assert resolve_run(loading, tp).run.model.vocab == 96
     as_stored = updated(loading, {"use_checkpoint_config": True, "finetune": True, "vocab_multiple": 128})
     assert resolve_run(as_stored, tp).run.model.vocab == 96

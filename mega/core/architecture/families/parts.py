@@ -13,15 +13,9 @@ CROSS = "encoder_attn"
 """What a decoder layer's attention to the memory is called, as in BART."""
 
 
-def resolved(value: int | None, name: str) -> int:
-    """An option of the model that `resolve` has derived."""
-    assert value is not None, f"model.{name} is not resolved"
-    return value
-
-
 def norm(options: ModelConfig, name: str, width: int | None = None) -> Norm:
     """Over the residual stream, or over `width` channels."""
-    width = resolved(options.hidden, "hidden") if width is None else width
+    width = options.hidden if width is None else width
     return Norm(name, options.norm, width, options.norm_eps, options.norm_offset)
 
 
@@ -38,7 +32,7 @@ def rope(options: ModelConfig) -> Rope | None:
         )
     return Rope(
         base=options.rope_base,
-        width=int(resolved(options.head_dim, "head_dim") * options.rope_fraction),
+        width=int(options.head_dim * options.rope_fraction),
         interpolation=options.rope_interpolation,
         scaling=scaling,
     )
@@ -58,12 +52,12 @@ def cross_attention(options: ModelConfig) -> Attention:
 
 
 def _attention(options: ModelConfig, *, name: str, **values: Any) -> Attention:
-    head_dim = resolved(options.head_dim, "head_dim")
+    head_dim = options.head_dim
     values = {"window": options.window, **values}
     return Attention(
         name=name,
-        heads=resolved(options.heads, "heads"),
-        kv_heads=resolved(options.kv_heads, "kv_heads"),
+        heads=options.heads,
+        kv_heads=options.kv_heads,
         head_dim=head_dim,
         qkv_bias=options.bias if options.qkv_bias is None else options.qkv_bias,
         out_bias=options.bias,
@@ -76,7 +70,7 @@ def _attention(options: ModelConfig, *, name: str, **values: Any) -> Attention:
 
 def dense(options: ModelConfig) -> Dense:
     """A layer's feed-forward network."""
-    kind, width = options.activation, resolved(options.ffn, "ffn")
+    kind, width = options.activation, options.ffn
     activation: Activation = GATED.get(kind, kind)  # type: ignore[arg-type]
     return Dense(
         name="mlp", site="feed_forward", width=width, activation=activation, gated=kind in GATED, bias=options.bias
@@ -112,14 +106,13 @@ def layer(options: ModelConfig, *, causal: bool = True, memory: bool = False) ->
 def stack(
     options: ModelConfig,
     each: Layer,
-    count: int | None,
+    depth: int,
     *,
     name: str = "model",
     opens: str = "embedding",
     first: int = 0,
 ) -> Stack:
-    """`count` equal layers and a norm after the last."""
-    depth = resolved(count, "layers")
+    """`depth` equal layers and a norm after the last."""
     if depth > MOST_LAYERS:
         raise ValueError(f"--layers {depth}: must be at most {MOST_LAYERS}")
     layers = (each,) * depth
@@ -128,10 +121,10 @@ def stack(
 
 def inputs(options: ModelConfig, *, types: int = 0, normed: bool = False) -> Input:
     return Input(
-        vocab=resolved(options.vocab, "vocab"),
+        vocab=options.vocab,
         vocab_multiple=options.vocab_multiple,
-        scale=resolved(options.hidden, "hidden") ** 0.5 if options.embedding_scale else 1.0,
-        learned_positions=resolved(options.positions, "positions") if options.position == "learned" else 0,
+        scale=options.hidden**0.5 if options.embedding_scale else 1.0,
+        learned_positions=options.positions if options.position == "learned" else 0,
         sinusoid_from=options.position_offset if options.position == "sinusoidal" else None,
         types=types,
         norm=norm(options, "model.embed_norm") if normed else None,
@@ -147,10 +140,10 @@ def architecture(options: ModelConfig, **parts: Any) -> Architecture:
         adapters = Adapters(rank=options.lora_rank, alpha=options.lora_alpha, targets=targets, dropout=dropout)
     return Architecture(
         family=options.family,
-        hidden=resolved(options.hidden, "hidden"),
-        positions=resolved(options.positions, "positions"),
+        hidden=options.hidden,
+        positions=options.positions,
         init_std=options.init_std,
-        out_std=options.init_std / sqrt(2.0 * resolved(options.layers, "layers")),
+        out_std=options.init_std / sqrt(2.0 * options.layers),
         adapters=adapters,
         **parts,
     )

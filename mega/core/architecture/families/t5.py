@@ -13,15 +13,10 @@ from mega.core.config.sections import ModelConfig
 
 def t5(options: ModelConfig) -> Architecture:
     """An encoder, which opens at "embedding", and a decoder, which opens at "middle"."""
-    depth = parts.resolved(options.layers, "layers")
-    encoder = parts.stack(options, parts.layer(options, causal=False), depth, name="model.encoder")
+    first, second = options.stacks
+    encoder = parts.stack(options, parts.layer(options, causal=False), first, name="model.encoder")
     decoder = parts.stack(
-        options,
-        parts.layer(options, memory=True),
-        options.decoder_layers,
-        name="model.decoder",
-        opens="middle",
-        first=depth,
+        options, parts.layer(options, memory=True), second, name="model.decoder", opens="middle", first=first
     )
     return parts.architecture(
         options,

@@ -31,7 +31,7 @@ from mega.core.checkpoint.own.base import check_adapters, describe, named_base
 from mega.core.checkpoint.own.container import write_container
 from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece
-from mega.core.config.sections import ModelConfig
+from mega.core.config.sections import ModelConfig, ModelOptions
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 WRAPPED = "base_model.model."
@@ -204,7 +204,7 @@ def _ours(
     fused = _is_gpt2(architecture(base))
     named_ours = dict(_split(found, rank) if fused else ((_bare(name), each) for name, each in found.items()))
     targets = dict.fromkeys(name.split(".")[-3] for name in named_ours)
-    of = ModelConfig(
+    of = ModelOptions(
         lora_rank=rank,
         lora_alpha=scale * rank,
         lora_targets=() if set(targets) == set(linears(base)) else tuple(targets),

@@ -9,6 +9,7 @@ from typing import Any
 
 from mega.core.architecture import parameters
 from mega.core.checkpoint.own.pieces import CheckpointError, Tensors
+from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.run import entries
 from mega.core.config.sections import ModelConfig
 from mega.core.config.toml import unfit
@@ -32,7 +33,7 @@ def model_of(meta: Mapping[str, Any], where: str) -> ModelConfig:
     if unknown := sorted(set(fields) - known):
         raise CheckpointError(f"{where}: config.model.{unknown[0]} is unknown to this version")
     fields = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
-    for name, value in fields.items():
+    for name, value in {**dict.fromkeys(SIZES), **fields}.items():
         option = entries()[name].option
         within, problem = option.within, None if value is None else unfit("model", name, value)
         if problem is None and value is not None and within is not None and not within.holds(value):
@@ -46,12 +47,17 @@ def model_of(meta: Mapping[str, Any], where: str) -> ModelConfig:
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
     }
-    return ModelConfig(**values)
+    if values.get("qkv_bias") is None:  # as of a model that was not resolved
+        values["qkv_bias"] = values.get("bias", entries()["bias"].default)
+    model = ModelConfig(**values)
+    least = FAMILY_DEFAULTS[model.family].stacks
+    if len(model.stacks) < least:
+        raise CheckpointError(f"{where}: config.model.decoder_layers: is missing")
+    return model
 
 
 def check_size(model: ModelConfig, tensors: Tensors, where: str) -> None:
     """Errors: CheckpointError where files hold far too little for a model: its tensors would not fit into memory."""
-    assert model.layers is not None
     held = sum(prod(shape) for shape, _ in tensors.values())
     if model.layers > len(tensors) or parameters(model) > 4 * held:
         raise CheckpointError(
