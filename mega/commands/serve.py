@@ -65,7 +65,7 @@ def run(
 
 def _check_extra() -> None:
     """Errors: ValueError naming the extra."""
-    for library in ("fastapi", "uvicorn"):
+    for library in ("fastapi", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(library) is None:
             raise ValueError(f"mega serve: needs {library}; pip install 'mega[serve]'")
 

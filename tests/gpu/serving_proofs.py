@@ -19,8 +19,8 @@
 
 LAYOUT is tp1, tp2 or pp2. The model is stories260K laid into a larger shape (tests/support/grown.py), in fp32; of
 `draft` Llama-2 7B's shape in bf16. --small: its directory, by default that of the shared data. Rows `streams`, `killed`
-and `stopped` need the extra `serve`: where it cannot be installed, `pip install --target build/site fastapi uvicorn`
-elsewhere, and PYTHONPATH=build/site here.
+and `stopped` need the extra `serve`: where it cannot be installed, `pip install --target build/site fastapi uvicorn
+prometheus_client` elsewhere, and PYTHONPATH=build/site here.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ async def _until_gone(service: Service, request: Any, work: Awaitable[T]) -> T:
     try:
         return await until_gone(work, gone, service.options.limits.request_timeout)
     except (ClientGone, TooLong):
-        service.metrics.cancelled.add()
+        service.metrics.cancelled.inc()
         raise
 
 
@@ -202,14 +202,14 @@ async def _stream(service: Service, asked: openai_api.ParsedRequest, running: An
         done = True
     except TimeoutError:
         done = True
-        service.metrics.cancelled.add()
+        service.metrics.cancelled.inc()
         yield _last_event(TooLong(f"no whole answer within {service.options.limits.request_timeout:g} s"))
     except (EngineLost, AnswerFailed) as error:
         done = True
         yield _last_event(error)
     finally:
         if not done:
-            service.metrics.cancelled.add()
+            service.metrics.cancelled.inc()
         for each in running:
             each.ticket.cancel()
     yield b"data: [DONE]\n\n"

@@ -66,9 +66,9 @@ class Gate:
         finally:
             service.busy -= 1
             route = path if path in self._routes else "other"
-            service.metrics.requests.add(route, str(status[0] or 499))
+            service.metrics.requests.labels(route, str(status[0] or 499)).inc()
             if scope["method"] in ("POST", "PUT"):
-                service.metrics.whole.add(time.monotonic() - began)
+                service.metrics.whole.observe(time.monotonic() - began)
 
     def _refused(self, scope: Scope) -> tuple[int, str] | None:
         """Status and text, where a request goes no further."""

@@ -68,11 +68,9 @@ class Service:
         self.characters = self.longest * max(len(tokenizer.piece(token)) for token in range(tokenizer.vocab_size))
         self.special = Spelled(tokenizer.special_tokens())
         self._text = ThreadPoolExecutor(1, "text")
-        gauges = self.metrics.gauges
-        gauges["mega_sequences_in_flight", "Sequences that the engine runs or that wait for it"] = lambda: (
-            self.driver.in_flight
-        )
-        gauges["mega_requests_in_progress", "Requests that are not answered yet"] = lambda: self.busy
+        waiting = "Sequences that the engine runs or that wait for it"
+        self.metrics.gauge("mega_sequences_in_flight", waiting, lambda: self.driver.in_flight)
+        self.metrics.gauge("mega_requests_in_progress", "Requests that are not answered yet", lambda: self.busy)
 
     @property
     def ready(self) -> bool:
@@ -213,7 +211,7 @@ class Service:
             tickets = await self.driver.add(requests)
         except RequestError as error:
             raise BadField(error.field, str(error)) from None
-        self.metrics.prompt_tokens.add(by=sum(len(request.prompt) for request in requests))
+        self.metrics.prompt_tokens.inc(sum(len(request.prompt) for request in requests))
         return tickets
 
     async def continuations(self, requests: Sequence[Request], **how: Any) -> list[Continuation]:

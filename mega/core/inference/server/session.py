@@ -134,11 +134,11 @@ class Continuation:
 
     def _count(self) -> None:
         now = time.monotonic()
-        self._metrics.new_tokens.add()
+        self._metrics.new_tokens.inc()
         if self.ids:
-            self._metrics.between.add(now - self._last)
+            self._metrics.between.observe(now - self._last)
         else:
-            self._metrics.first.add(now - self._since)
+            self._metrics.first.observe(now - self._since)
         self._last = now
 
     def _cut(self, new: str, finish: Literal["stop", "length", ""]) -> Delta | None:
