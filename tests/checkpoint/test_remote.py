@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from pathlib import Path
 from typing import Any
@@ -143,3 +144,33 @@ def test_a_run_saves_there_and_goes_on(url: str, behind: bool) -> None:
 
 def test_a_directory_stays_a_directory(tmp_path: Path) -> None:
     assert type(store_at(tmp_path)) is CheckpointStore
+
+
+class EndpointLost(Exception):
+    """As of botocore, whose errors are none of the system's."""
+
+
+def test_an_endpoint_that_is_lost_is_one_line(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a run begins, and when it saves."""
+    save(url, 1)
+
+    def lost(*args: Any, **kwargs: Any) -> None:
+        raise EndpointLost("Could not connect to\nthe endpoint")
+
+    memory = type(fsspec.filesystem("memory"))
+    monkeypatch.setattr(memory, "put_file", lost)
+    line = f"{url}: cannot be reached (put_file): Could not connect to the endpoint"
+    with pytest.raises(SaveError, match=re.escape(line)):
+        save(url, 2)
+    monkeypatch.setattr(memory, "exists", lost)
+    with pytest.raises(OSError, match=re.escape(line.replace("put_file", "exists"))):
+        store_at(url).newest()
+
+
+def test_a_package_that_is_missing_is_ours_to_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(url: str) -> None:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
+    with pytest.raises(ValueError, match=re.escape("s3://b/run: needs s3fs; pip install 'mega[remote]'")):
+        store_at("s3://b/run")

@@ -21,7 +21,7 @@ import torch
 from mega.core.ops.suite import REFERENCE, Ops
 from mega.core.optim.adam import AdamW
 from mega.core.optim.rule import Allocator, Rule, ShardState, StepArgs
-from mega.core.parallel.bucket_sums import square_sum, whole_sums
+from mega.core.parallel.bucket_sums import square_sum, tied_difference, whole_sums
 from mega.core.parallel.gradients import Bucket, GradBuffer
 
 
@@ -29,11 +29,13 @@ from mega.core.parallel.gradients import Bucket, GradBuffer
 class Outcome:
     """What one step did; device values, so that the host need not wait for them.
 
-    grad_norm: before clipping. finite: 0 where the gradients were not finite and the step was skipped.
+    grad_norm: before clipping. finite: 0 where the gradients were not finite and the step was skipped. tied: of
+    `tied_difference`; where the gradient of a tensor differs between stages, the step was skipped.
     """
 
     grad_norm: torch.Tensor
     finite: torch.Tensor
+    tied: torch.Tensor | None = None
 
 
 class Optimizer:
@@ -73,7 +75,8 @@ class Optimizer:
     def step(self, lr: float, decay: float, scale: torch.Tensor | None = None) -> Outcome:
         """One update from the gradients that `grads.finish()` left; `scale` is what losses were multiplied by."""
         # 1
-        squares = square_sum(self.grads)
+        tied = tied_difference(self.grads)
+        squares = square_sum(self.grads, tied=tied)
         norm = squares.sqrt() if scale is None else squares.sqrt() / scale
         finite = torch.isfinite(norm)
         self._updates += finite
@@ -87,7 +90,7 @@ class Optimizer:
         elif bool(finite):
             self._update(factor if self.clip or scale is not None else None, lr, decay)
         self.grads.start_param_gather()
-        return Outcome(norm, finite)
+        return Outcome(norm, finite, tied)
 
     def _update(self, factor: torch.Tensor | None, lr: float, decay: float) -> None:
         """The update by the rule's own steps."""

@@ -82,7 +82,8 @@ def _copy(name: str, tensor: torch.Tensor, axis: Axis) -> Iterator[Copy]:
 
 
 def audit(state: TrainState) -> None:
-    """Compare all copies; every rank takes part. Errors: RuntimeError on every rank, naming tensors and ranks."""
+    """Compare all copies; every rank takes part. Errors: FloatingPointError, the same on all, naming tensors and
+    ranks."""
     by_axis: dict[tuple[int, ...], list[Copy]] = {}
     for copy in copies(state):
         by_axis.setdefault(copy.axis.ranks, []).append(copy)
@@ -92,20 +93,24 @@ def audit(state: TrainState) -> None:
         hashes = torch.stack([bit_hash(copy.tensor).to(state.device.torch) for copy in held])
         table = all_gather(hashes[None, :], axis)  # [ranks, tensors]
         for number in (table != table[:1]).any(0).nonzero().flatten().tolist():
-            lines.append(f"{held[number].name}: {_who(table[:, number].tolist(), axis.ranks)}")
+            lines.append(f"{held[number].name}: {odd_ranks(table[:, number].tolist(), axis.ranks)}")
     found = torch.tensor(float(len(lines)), device=state.device.torch)
     all_reduce(found, state.mesh.everyone, "max")
     if float(found):
-        listed = "; ".join(lines[:8]) or "copies on other ranks"
-        raise RuntimeError(f"step {state.progress.step}: copies have drifted apart: {listed}")
+        every = sorted({line for each in state.exchange(lines) for line in each})
+        listed = "; ".join(every[:8]) + (f"; and {len(every) - 8} more" if len(every) > 8 else "")
+        raise FloatingPointError(
+            f"step {state.progress.step}: copies have drifted apart: {listed}. Resume from a checkpoint that is older "
+            "than the drift, without the device that drifted"
+        )
 
 
-def _who(values: list[int], ranks: tuple[int, ...]) -> str:
+def odd_ranks(values: list[int], ranks: tuple[int, ...]) -> str:
     """Names the ranks that differ from most.
 
-    >>> _who([7, 7, 9, 7], (0, 2, 4, 6))
+    >>> odd_ranks([7, 7, 9, 7], (0, 2, 4, 6))
     'rank 4 differs from 3 others'
-    >>> _who([7, 9], (0, 2))
+    >>> odd_ranks([7, 9], (0, 2))
     'ranks 0 and 2 differ (two copies cannot tell which is right)'
     """
     most, count = Counter(values).most_common(1)[0]

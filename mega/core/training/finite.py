@@ -12,7 +12,9 @@ from collections.abc import Iterator
 
 import torch
 
+from mega.core.parallel.bucket_sums import tied_buckets
 from mega.core.parallel.collectives import all_reduce
+from mega.core.training.audit import odd_ranks
 from mega.core.training.state import TrainState
 
 DIVERGED = "training has diverged. Resume from an earlier checkpoint with a lower --lr, a longer warm-up or --clip-grad"
@@ -43,6 +45,25 @@ def broken_tensors(state: TrainState) -> str | None:
     _, rank, name = min(named)
     more = f" and {len(found[rank]) - 1} more tensors hold" if len(found[rank]) > 1 else " holds"
     return f"{name} (rank {rank}){more} numbers that are not finite"
+
+
+def check_tied(state: TrainState, step: int, differs: int, copy_hash: int) -> None:
+    """Where a step was skipped, see that it was not for a gradient of which stages hold different copies; every rank
+    takes part. differs, copy_hash: of the step's `tied_difference`.
+
+    Errors: FloatingPointError on every rank, naming step, tensor and ranks.
+    """
+    if state.mesh.pp.size == 1:
+        return
+    found = state.exchange([tied_buckets(state.grads)[differs - 1].tied_name(), copy_hash] if differs else [])
+    tensors = sorted({each[0] for each in found if each})
+    if tensors:
+        hashes = {rank: each[1] for rank, each in enumerate(found) if tensors[0] in each}
+        raise FloatingPointError(
+            f"step {step}: copies of the gradient of {tensors[0]} are no longer equal, as they were when they were "
+            f"reduced: {odd_ranks(list(hashes.values()), tuple(hashes))}. The step was not applied; resume from an "
+            "earlier checkpoint, without the device whose memory was damaged"
+        )
 
 
 def all_finite(tensor: torch.Tensor) -> torch.Tensor:

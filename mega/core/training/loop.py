@@ -18,7 +18,7 @@ from mega.core.architecture import architecture
 from mega.core.config.resolve import global_batch_at, microbatches, text_lengths
 from mega.core.device import Reading, Timestamp
 from mega.core.training.evaluation import Evaluation
-from mega.core.training.finite import DIVERGED, broken_tensors
+from mega.core.training.finite import DIVERGED, broken_tensors, check_tied
 from mega.core.training.meters import Meters
 from mega.core.training.proving import LIMIT
 from mega.core.training.routines import Routine
@@ -184,8 +184,9 @@ class Training:
             return
         progress, numbers = self.state.progress, pending.numbers.numbers()
         loss, norm = numbers["loss"], numbers["grad_norm"]
-        applied = bool(numbers.pop("finite"))
+        applied, tied = bool(numbers.pop("finite")), (int(numbers.pop("tied", 0)), int(numbers.pop("tied_hash", 0)))
         if not applied:
+            check_tied(self.state, pending.step, *tied)
             progress.skipped += 1
             # Without a loss scale the next step has been started by now: a step that the schedule did not count would
             # be left out one step earlier where this one is read at once, as before a save.

@@ -32,7 +32,7 @@ class StepReport:
 
     loss: of the global batch. means: of each term and metric, by name. grad_norm: before clipping. finite: 0 if the
     update was skipped. scale: the loss scale that was in force. params_norm, zeros: of the weights after the update,
-    and the share of zero gradients, where the run asks for them.
+    and the share of zero gradients, where the run asks for them. tied: of the optimizer's `Outcome`.
     """
 
     loss: torch.Tensor
@@ -42,11 +42,14 @@ class StepReport:
     scale: torch.Tensor | None = None
     params_norm: torch.Tensor | None = None
     zeros: torch.Tensor | None = None
+    tied: torch.Tensor | None = None
 
     def start_reading(self) -> Reading:
         """All that there is, on its way to the host by the names that metrics have."""
         always = {"loss": self.loss, "grad_norm": self.grad_norm, "finite": self.finite}
         asked = {"loss_scale": self.scale, "params_norm": self.params_norm, "zeros": self.zeros}
+        if self.tied is not None:
+            asked |= {"tied": self.tied[0], "tied_hash": self.tied[1]}
         several = self.means if len(self.means) > 1 else {}
         return Reading(always | {name: value for name, value in asked.items() if value is not None} | dict(several))
 
@@ -72,6 +75,7 @@ def train_step(state: TrainState, batches: Sequence[Batch], lr: float, decay: fl
         scale,
         params_norm=_params_norm(state) if state.options.params_norm else None,
         zeros=_share_of_zeros(state) if state.options.zeros else None,
+        tied=outcome.tied,
     )
 
 

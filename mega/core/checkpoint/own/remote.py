@@ -27,6 +27,28 @@ from mega.core.checkpoint.own.trusted import TrustedSteps
 from mega.core.files import POINTER, SEAL
 
 
+class _Files:
+    """A file system of fsspec. Its errors are OSErrors in one line that name the URL; those of files that are not there
+    stay what they are."""
+
+    def __init__(self, files: Any, url: str) -> None:
+        self._files, self._url = files, url
+
+    def __getattr__(self, name: str) -> Any:
+        act = getattr(self._files, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return act(*args, **kwargs)
+            except FileNotFoundError:
+                raise
+            except Exception as error:  # libraries of each kind of store have their own
+                why = " ".join(str(error).split()) or type(error).__name__
+                raise OSError(f"{self._url}: cannot be reached ({name}): {why}") from error
+
+        return call
+
+
 class RemoteSteps(TrustedSteps):
     """The steps under a URL such as s3://bucket/run or memory://run.
 
@@ -37,9 +59,14 @@ class RemoteSteps(TrustedSteps):
         try:
             from fsspec.core import url_to_fs  # type: ignore[import-untyped, unused-ignore]
 
-            self._files, self._root = url_to_fs(url)
-        except (ImportError, ValueError) as error:
+            files, self._root = url_to_fs(url)
+        except ImportError as error:
+            if missing := next((name for name in ("fsspec", "s3fs") if name in str(error)), None):
+                raise ValueError(f"{url}: needs {missing}; pip install 'mega[remote]'") from None
             raise ValueError(f"{url}: cannot be reached: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"{url}: cannot be reached: {error}") from None
+        self._files = _Files(files, url)
         super().__init__(Path(tempfile.mkdtemp(prefix="mega-remote-")))
         self.place = url
         weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
