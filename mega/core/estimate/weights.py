@@ -6,13 +6,13 @@ The parameters are those of real stages on the meta device, and lie in buckets a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 from mega.core.architecture import Tensor, Unit, inventory, placement, shape
 from mega.core.config.resolve import resolve
-from mega.core.config.run import Options, RunConfig
+from mega.core.config.run import Options, RunConfig, updated
 from mega.core.config.sections import BatchOptions, ModelConfig, ParallelOptions, RuntimeConfig
 from mega.core.estimate.chunks import Chunk, stage_chunks
 from mega.core.parallel.layout import BucketRules, BucketSpec, ParameterSpec, plan_buckets, shared_stages
@@ -84,11 +84,10 @@ def stage_weights(run: RunConfig, dp: int, chunks: tuple[Chunk, ...]) -> Weights
     All tensor ranks of a stage hold equally much.
     """
     # All that matters here, so that layouts which differ elsewhere share their answer.
-    parallel = replace(run.parallel, schedule="1f1b")
     holding = Options(
-        model=run.model, precision=run.precision, parallel=parallel, optimizer=run.optimizer, batch=SMALLEST
+        model=run.model, precision=run.precision, parallel=run.parallel, optimizer=run.optimizer, batch=SMALLEST
     )
-    return _stage_weights(resolve(holding, 1), dp, chunks)
+    return _stage_weights(resolve(updated(holding, {"schedule": None}), 1), dp, chunks)
 
 
 @lru_cache(maxsize=64)

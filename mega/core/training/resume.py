@@ -70,8 +70,7 @@ def _find(run: RunConfig, report: Callable[[str], None], exchange: Exchange) -> 
     can be trusted by all.
     """
     options = run.checkpoint
-    if options.resume == "auto":
-        assert options.save is not None
+    if options.resume == "auto" and options.save is not None:
         found = _store(options.save, exchange).find(verify=True, report=report, exchange=exchange)
         if found is not None:
             return ResumePoint(found, weights_only=False)
