@@ -23,7 +23,7 @@ from mega.options import without
 
 
 def run(
-    run: Options,
+    options: Options,
     given: GivenOptions,
     bench: BenchOptions,
     serving: ServingLoadOptions,
@@ -41,17 +41,17 @@ def run(
     at --load, of one of random weights by its flags, or of a server at --url.
     """
     if rows == ["serve"]:
-        return _serving(run, given, bench, serving, engine)
+        return _serving(options, given, bench, serving, engine)
     if typed := [*changed(serving), *changed(engine)]:
         flag = "--" + typed[0].replace("_", "-")
         raise ValueError(f"{flag}: is of the row serve: mega bench serve {flag} ...")
     world = world_from_env()
-    size = ranks(world, run.runtime.nproc, run.runtime.world)
+    size = ranks(world, options.runtime.nproc, options.runtime.world)
     _check_outputs({"--json": bench.json, "--trace": bench.trace, "--calibrate": bench.calibrate}, bench.overwrite)
     if bench.calibrate is not None:
         _check_calibration(bench, bench.calibrate, given, rows or [])
-        return _calibrate(run, bench.calibrate, bench.repeats, world.source == "alone" and size > 1, size)
-    return _training(run, given, rows or [], bench)
+        return _calibrate(options, bench.calibrate, bench.repeats, world.source == "alone" and size > 1, size)
+    return _training(options, given, rows or [], bench)
 
 
 def _check_calibration(bench: BenchOptions, out: str, given: GivenOptions, rows: list[str]) -> None:
@@ -63,10 +63,10 @@ def _check_calibration(bench: BenchOptions, out: str, given: GivenOptions, rows:
         raise ValueError(f"--calibrate {out}: measures this machine, not a run; leave out {', '.join(typed)}")
 
 
-def _training(run: Options, given: GivenOptions, rows: list[str], options: BenchOptions) -> int:
+def _training(typed: Options, given: GivenOptions, rows: list[str], options: BenchOptions) -> int:
     """Rows of training steps. Errors: ValueError naming row, flag or file."""
     world, repeats, warmup = world_from_env(), options.repeats, options.warmup
-    size = ranks(world, run.runtime.nproc, run.runtime.world)
+    size = ranks(world, typed.runtime.nproc, typed.runtime.world)
     from mega.core.proof.bench_rows import read_rows, row
 
     if rows and given.preset is not None:
@@ -76,11 +76,11 @@ def _training(run: Options, given: GivenOptions, rows: list[str], options: Bench
     for flag, file in (("--against", against), ("--json", out if out and os.path.isfile(out) else None)):
         if file is not None:
             read_rows(flag, file)
-    runs = [(name, row(name, given.values, size)) for name in rows] or [("run", run)]
+    runs = [(name, row(name, given.values, size)) for name in rows] or [("run", typed)]
     resolved = [(name, _resolved(one, given, warmup + repeats, size)) for name, one in runs]
     if is_first_rank():
         _note_unused([one for _, one in runs], given)
-    if run.runtime.dry_run:
+    if typed.runtime.dry_run:
         if is_first_rank():
             print("everything checked, nothing measured")
         return 0
@@ -113,26 +113,26 @@ def _note_unused(runs: Iterable[Options], given: GivenOptions) -> None:
         print(line, file=sys.stderr)
 
 
-def _resolved(run: Options, given: GivenOptions, steps: int, size: int) -> RunConfig:
+def _resolved(options: Options, given: GivenOptions, steps: int, size: int) -> RunConfig:
     """A run as it is measured. Random documents are kept apart without a tokenizer that knows where they end."""
     from mega.core.config.resolve import variant
     from mega.core.training.inputs import resolve_run
 
-    resolved = resolve_run(_measurable(run, given, steps), size).run
-    return variant(resolved, {"reset_attention": run.data.reset_attention})
+    resolved = resolve_run(_measurable(options, given, steps), size).run
+    return variant(resolved, {"reset_attention": options.data.reset_attention})
 
 
-def _measurable(run: Options, given: GivenOptions, steps: int) -> Options:
-    """`run` without its data, files and length, and with the least of them that a run must have."""
+def _measurable(options: Options, given: GivenOptions, steps: int) -> Options:
+    """`options` without its data, files and length, and with the least of them that a run must have."""
     from mega.core.proof.bench_rows import LR
 
     values: dict[str, Any] = {name: entries()[name].default for name in options_with(bench="unused")}
     values |= {"mock_data": True, "steps": steps, "reset_attention": False}
-    values |= {"lr": LR} if run.optimizer.lr is None else {}
+    values |= {"lr": LR} if options.optimizer.lr is None else {}
     # From where a scale starts, most of the timed steps would overflow and update nothing.
-    if "initial_loss_scale" not in given.values and run.precision.loss_scale is None:
+    if "initial_loss_scale" not in given.values and options.precision.loss_scale is None:
         values["initial_loss_scale"] = 2.0**16
-    return updated(run, values)
+    return updated(options, values)
 
 
 def _check_outputs(paths: Mapping[str, str | None], overwrite: bool) -> None:
@@ -147,12 +147,12 @@ def _check_outputs(paths: Mapping[str, str | None], overwrite: bool) -> None:
         raise ValueError(f"--calibrate {made}: exists; name another file, or give --overwrite to replace it")
 
 
-def _calibrate(run: Options, out: str, repeats: int, start: bool, size: int) -> int:
+def _calibrate(options: Options, out: str, repeats: int, start: bool, size: int) -> int:
     if not out.endswith(".toml"):
         raise ValueError(f"--calibrate {out}: must end in .toml, as a file for memory-estimate --gpu does")
     from mega.core.proof.calibrate import calibrate
 
-    runtime = run.runtime
+    runtime = options.runtime
     arguments = (out, runtime.device, runtime.backend, runtime.timeout_minutes, repeats)
     if not start:
         return calibrate(*arguments)
@@ -162,7 +162,7 @@ def _calibrate(run: Options, out: str, repeats: int, start: bool, size: int) -> 
 
 
 def _serving(
-    run: Options, given: GivenOptions, options: BenchOptions, serving: ServingLoadOptions, engine: EngineOptions
+    typed: Options, given: GivenOptions, options: BenchOptions, serving: ServingLoadOptions, engine: EngineOptions
 ) -> int:
     """Row serve. Errors: ValueError naming the flag that does not fit it."""
     for name in ("against", "trace", "calibrate"):
@@ -173,32 +173,32 @@ def _serving(
         raise ValueError(f"--draw {picture}: must end in .svg")
     outputs = {"--json": options.json, "--draw": None if picture is None else str(picture), "--calibrate": None}
     _check_outputs(outputs, False)
-    if run.precision.fp8:
+    if typed.precision.fp8:
         raise ValueError("--fp8: trains in 8 bits; row serve: --fp8-weights keeps the weights in 8 bits")
     from mega.core.config.check import check_ranges
 
-    _check_model(run, given, url)
-    check_ranges(run)
+    _check_model(typed, given, url)
+    check_ranges(typed)
     engine.check_speculation()
-    size = run.parallel.tp * run.parallel.pp
+    size = typed.parallel.tp * typed.parallel.pp
     if url is None and size > 1:
-        _announce("serve", size, dry=run.runtime.dry_run)
+        _announce("serve", size, dry=typed.runtime.dry_run)
     from mega.core.config.resolve import model_alone
     from mega.core.proof.serving_bench import ServingBench, bench_engine, bench_url
 
     plan = ServingBench(
         serving=serving,
         load=None if load is None else str(load),
-        model=None if load is not None or url is not None else model_alone(run),
-        engine=dataclasses.replace(engine, cuda_graph=run.runtime.cuda_graph),
-        tp=run.parallel.tp,
-        pp=run.parallel.pp,
-        dtype=run.precision.dtype if "dtype" in given.values else None,
-        device=run.runtime.device,
-        backend=run.runtime.backend,
+        model=None if load is not None or url is not None else model_alone(typed),
+        engine=dataclasses.replace(engine, cuda_graph=typed.runtime.cuda_graph),
+        tp=typed.parallel.tp,
+        pp=typed.parallel.pp,
+        dtype=typed.precision.dtype if "dtype" in given.values else None,
+        device=typed.runtime.device,
+        backend=typed.runtime.backend,
         out=options.json,
     )
-    if run.runtime.dry_run:
+    if typed.runtime.dry_run:
         print("everything checked, nothing measured")
         return 0
     if url is not None:
@@ -208,10 +208,10 @@ def _serving(
     return run_ranks(size, bench_engine, plan)
 
 
-def _check_model(run: Options, given: GivenOptions, url: str | None) -> None:
+def _check_model(options: Options, given: GivenOptions, url: str | None) -> None:
     """Errors: ValueError where flags define a model that is there already; a line on stderr for those that change
     nothing."""
-    sizes, there = [*vars(run.model), "seq_length"], url is not None or given.values.get("load") is not None
+    sizes, there = [*vars(options.model), "seq_length"], url is not None or given.values.get("load") is not None
     if there and (typed := _model_flags(given, sizes)):
         raise ValueError(f"{typed[0]}: excludes {'--load' if url is None else f'--url {url}'}, which has its own model")
     read = {"dry_run", *(() if there else sizes)}

@@ -12,7 +12,7 @@ from mega.core.config.world import is_first_rank
 LOADS_MODEL = True
 
 
-def run(run: Options) -> int:
+def run(options: Options) -> int:
     """Find a learning rate: train a few steps while it grows, and look where the loss falls fastest.
 
     Takes the flags of the run that is planned, of mega pretrain or mega finetune. The rate grows from --min-lr [1e-7]
@@ -20,8 +20,8 @@ def run(run: Options) -> int:
     """
     from mega.core.training.lr_find import LEAST_POINTS, draw, has_risen, read, suggest, sweep
 
-    planned = sweep(run)
-    metrics, speaks = Path(metrics_file(planned)), is_first_rank() and not run.runtime.dry_run
+    planned = sweep(options)
+    metrics, speaks = Path(metrics_file(planned)), is_first_rank() and not options.runtime.dry_run
     before, diverged = _version(metrics), False
     if speaks:
         print(f"sweep: from {planned.schedule.min_lr:g} (--min-lr) to {planned.optimizer.lr:g} (--lr)", flush=True)

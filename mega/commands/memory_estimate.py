@@ -28,7 +28,7 @@ SERVED = {"serve", "json", "gpu", "max_length"}
 
 
 def run(
-    run: Options,
+    options: Options,
     estimate: EstimateOptions,
     engine: Annotated[EngineOptions, without("prefill_chunk", "batch_invariant", "cuda_graph", "speculate")],
 ) -> int:
@@ -41,15 +41,15 @@ def run(
         for name in changed(estimate):
             if name not in SERVED:
                 raise ValueError(f"{_typed(name, getattr(estimate, name))}: excludes --serve, which trains nothing")
-        return _serving(run, estimate, engine)
+        return _serving(options, estimate, engine)
     for section in (engine, estimate):
         for name in changed(section):
             if section is engine or name == "max_length":
                 raise ValueError(f"{_typed(name, getattr(section, name))}: needs --serve")
-    return _training(run, estimate)
+    return _training(options, estimate)
 
 
-def _training(run: Options, estimate: EstimateOptions) -> int:
+def _training(options: Options, estimate: EstimateOptions) -> int:
     """The estimate of a training. Errors: ValueError naming the flag."""
     from mega.core.estimate import show
     from mega.core.estimate.hardware import hardware
@@ -59,13 +59,13 @@ def _training(run: Options, estimate: EstimateOptions) -> int:
     if estimate.json and here:
         raise ValueError("--draw-schedule -: excludes --json; valid: a .svg or .png file")
     _check_pictures({"--draw": draw, "--draw-schedule": None if here else draw_schedule})
-    stops = _stops(run, estimate)
+    stops = _stops(options, estimate)
     if estimate.fit is not None or count is not None:
-        answer = _search(run, estimate.fit, count, estimate.gpu)
-        if replaced := _typed_layout(run):
+        answer = _search(options, estimate.fit, count, estimate.gpu)
+        if replaced := _typed_layout(options):
             print(f"the search replaces {replaced}", file=sys.stderr)
     else:
-        answer = _as_typed(run, hardware(estimate.gpu) if estimate.gpu is not None else None)
+        answer = _as_typed(options, hardware(estimate.gpu) if estimate.gpu is not None else None)
     if draw is not None:
         from mega.core.estimate import picture
 
@@ -91,7 +91,7 @@ def _typed(name: str, value: object) -> str:
     return flag if value is True else f"{flag} {value}"
 
 
-def _serving(run: Options, estimate: EstimateOptions, engine: EngineOptions) -> int:
+def _serving(options: Options, estimate: EstimateOptions, engine: EngineOptions) -> int:
     """What `mega serve` reports before it listens, on a device or on this machine's processors."""
     from mega.core.architecture import architecture
     from mega.core.architecture.words import size_words
@@ -102,9 +102,9 @@ def _serving(run: Options, estimate: EstimateOptions, engine: EngineOptions) -> 
     from mega.core.inference.capacity import GIB, expected
     from mega.core.inference.opening import check_layout
 
-    tp, pp, gpu, fp8_weights = run.parallel.tp, run.parallel.pp, estimate.gpu, engine.fp8_weights
-    check_ranges(run)
-    model = model_alone(run)
+    tp, pp, gpu, fp8_weights = options.parallel.tp, options.parallel.pp, estimate.gpu, engine.fp8_weights
+    check_ranges(options)
+    model = model_alone(options)
     check_layout(model, tp, pp)
     if gpu is None:
         kind, room = "cpu", Device.choose("cpu").room()
@@ -112,7 +112,7 @@ def _serving(run: Options, estimate: EstimateOptions, engine: EngineOptions) -> 
         # Each rank has a group of its tensor axis, one of all ranks, and links to the stages next to it.
         device, groups = hardware(gpu), (tp > 1) + (tp * pp > 1) + 2 * (pp > 1)
         kind, room = "cuda", int((device.memory - groups * device.communicator) * GIB)
-    size = DTYPES[run.precision.dtype].itemsize
+    size = DTYPES[options.precision.dtype].itemsize
     asked = partial(expected, requests=engine.max_requests, cache_tokens=engine.cache_tokens, fp8_weights=fp8_weights)
     found = asked(model, size, room, kind, tp=tp, pp=pp)
     if estimate.json:
@@ -122,24 +122,24 @@ def _serving(run: Options, estimate: EstimateOptions, engine: EngineOptions) -> 
         print(json.dumps({**dataclasses.asdict(found), "lines": found.lines(estimate.max_length)}))
     else:
         where = f"{tp * pp} {gpu or 'cpu'} rank{'s' * (tp * pp > 1)}"
-        precision = run.precision.dtype + ", weights in fp8" * fp8_weights
+        precision = options.precision.dtype + ", weights in fp8" * fp8_weights
         print(f"{size_words(architecture(model))}, {precision} on {where}")
         print("\n".join(found.lines(estimate.max_length)))
     return 0
 
 
-def _stops(run: Options, estimate: EstimateOptions) -> Stops:
+def _stops(options: Options, estimate: EstimateOptions) -> Stops:
     """What was given of them; the rest as `Stops` has it. Errors: ValueError naming what has no effect."""
     from mega.core.estimate.duration import Stops
 
     mtbf, save, restart = estimate.mtbf, estimate.save_seconds, estimate.restart_seconds
     device = (estimate.gpu, estimate.fit, estimate.gpus) != (None, None, None)
-    timed = device and (run.batch.steps, run.batch.samples) != (None, None)
+    timed = device and (options.batch.steps, options.batch.samples) != (None, None)
     if mtbf is not None and not timed:
         raise ValueError(f"--mtbf {mtbf:g}: needs a device (--gpu or --fit), and --steps or --samples to train")
     if restart is not None and mtbf is None:
         raise ValueError(f"--restart-seconds {restart:g}: needs --mtbf, without which nothing fails")
-    if save is not None and not (timed and (mtbf, run.checkpoint.save_interval) != (None, None)):
+    if save is not None and not (timed and (mtbf, options.checkpoint.save_interval) != (None, None)):
         raise ValueError(
             f"--save-seconds {save:g}: needs --mtbf or --save-interval, a device (--gpu or --fit), "
             "and --steps or --samples to train"
@@ -191,10 +191,10 @@ def _estimate(run: RunConfig, world: int, device: Hardware | None) -> Answer:
     return Answer(run, world, memory(run, world), device)
 
 
-def _as_typed(run: Options, device: Hardware | None) -> Answer:
+def _as_typed(options: Options, device: Hardware | None) -> Answer:
     """The estimate of the layout that was typed; on stderr, what of it changes nothing."""
-    answer = _estimate(*planned(run), device)
-    for line in unread(run, "read"):
+    answer = _estimate(*planned(options), device)
+    for line in unread(options, "read"):
         print(line, file=sys.stderr)
     return answer
 
@@ -214,20 +214,20 @@ def _seconds(answer: Answer) -> float | None:
     return None if answer.device is None else step_time(answer.run, answer.world, answer.device).seconds
 
 
-def _search(run: Options, fit: str | None, gpus: int | None, gpu: str | None) -> Answer:
+def _search(options: Options, fit: str | None, gpus: int | None, gpu: str | None) -> Answer:
     from mega.core.estimate.search import any_layout, cluster, command, search, without_layout
     from mega.core.estimate.show import launch_lines
 
     count, device = cluster(fit, gpus, gpu)
     asked = f"--gpus {count}" if fit is None else f"--fit {fit}"
     for name in ("world", "nproc"):
-        if (typed := value_of(run, name)) not in (None, count):
+        if (typed := value_of(options, name)) not in (None, count):
             raise ValueError(f"{flag_of(name)} {typed}: excludes {asked}, which plans {count} ranks; leave it out")
-    run = without_layout(run)
+    options = without_layout(options)
     # One rank has no tensor axis to overlap, and other sizes of fp8 GEMMs than most layouts; every other mistake that
     # all layouts share is reported here.
-    one, _ = planned(updated(any_layout(run, 1), {"tp_overlap": False, "fp8": False}))
-    sized = updated(run, {"vocab": one.model.vocab})
+    one, _ = planned(updated(any_layout(options, 1), {"tp_overlap": False, "fp8": False}))
+    sized = updated(options, {"vocab": one.model.vocab})
     found = search(sized, count, device)
     if not found.candidates:
         raise ValueError(
@@ -235,27 +235,27 @@ def _search(run: Options, fit: str | None, gpus: int | None, gpu: str | None) ->
             f"needs {found.smallest:.1f} (valid: more devices, or a smaller model)"
         )
     best = found.candidates[0]
-    start = launch_lines(command(best, run), count, device.node, best.run.parallel.tp)
+    start = launch_lines(command(best, options), count, device.node, best.run.parallel.tp)
     return Answer(
         best.run, count, best.memory, device, found, tuple(start), _missing(updated(sized, best.options), count)
     )
 
 
-def _missing(run: Options, world: int) -> tuple[str, ...]:
+def _missing(options: Options, world: int) -> tuple[str, ...]:
     """Flags without which `pretrain` refuses to start these options."""
     from mega.core.config.check import check
 
     try:
-        check(updated(run, {"dry_run": False, "world": None}), world)
+        check(updated(options, {"dry_run": False, "world": None}), world)
     except ValueError as error:
         lines = (line.partition(" is missing: ") for line in str(error).splitlines())
         return tuple(flag for flag, missing, _ in lines if missing)
     return ()
 
 
-def _typed_layout(run: Options) -> str:
-    """The flags of `run` that a search replaces."""
-    given = {name: value_of(run, name) for name in options_with(layout=True)}
+def _typed_layout(options: Options) -> str:
+    """The flags of `options` that a search replaces."""
+    given = {name: value_of(options, name) for name in options_with(layout=True)}
     changed = {flag_of(name): value for name, value in given.items() if value != entries()[name].default}
     return ", ".join(flag if value is True else f"{flag} {value}" for flag, value in changed.items())
 
@@ -317,17 +317,17 @@ def _report(answer: Answer, megatron: bool, stops: Stops) -> None:
         report(f"still to be given there: {', '.join(answer.missing)}")
 
 
-def planned(run: Options) -> tuple[RunConfig, int]:
+def planned(options: Options) -> tuple[RunConfig, int]:
     """The run as its ranks would resolve it, and their number. Errors: ValueError, as of a dry run."""
     # How often a step waits for a save is part of the estimate; where to is not.
-    place = run.checkpoint.save
-    nowhere = place is None and run.checkpoint.save_interval is not None
-    run = updated(run, {"dry_run": True, "save": "." if nowhere else place})
-    world = ranks(world_from_env(), run.runtime.nproc, run.runtime.world)
+    place = options.checkpoint.save
+    nowhere = place is None and options.checkpoint.save_interval is not None
+    options = updated(options, {"dry_run": True, "save": "." if nowhere else place})
+    world = ranks(world_from_env(), options.runtime.nproc, options.runtime.world)
     from mega.core.config.resolve import variant
     from mega.core.training.inputs import resolve_run
 
-    return variant(resolve_run(run, world).run, {"save": place}), world
+    return variant(resolve_run(options, world).run, {"save": place}), world
 
 
 def _draw_schedule(run: RunConfig, world: int, device: Hardware | None, path: Path) -> None:

@@ -102,10 +102,10 @@ def _divisors(number: int) -> str:
 # What is typed: present, in range, and consistent with other flags --------------------------------------------
 
 
-def _names(run: Options) -> Problems:
+def _names(options: Options) -> Problems:
     """Names that are not UTF-8, which Python carries as halves of characters that no file of ours can hold."""
     for name in entries():
-        value = value_of(run, name)
+        value = value_of(options, name)
         words = [word for word in (value if isinstance(value, tuple) else (value,)) if isinstance(word, str)]
         if bad := next((word for word in words if not _is_text(word)), None):
             yield f"{flag_of(name)} {bad!a}: must be UTF-8; rename it, or give a link to it"
@@ -119,8 +119,8 @@ def _is_text(word: str) -> bool:
     return True
 
 
-def _ranges(run: Options) -> Problems:
-    return out_of_range({name: value_of(run, name) for name in entries()})
+def _ranges(options: Options) -> Problems:
+    return out_of_range({name: value_of(options, name) for name in entries()})
 
 
 def out_of_range(values: Mapping[str, Any], schema: Schema | None = None) -> Problems:
@@ -149,151 +149,165 @@ def _typed_number(number: float) -> str:
     return short if isinstance(number, float) and float(short) == number else str(number)
 
 
-def _needs(run: Options) -> Problems:
+def _needs(options: Options) -> Problems:
     """What an option that is not at its default needs of others."""
     for name, entry in entries().items():
-        if not entry.option.needs or (value := value_of(run, name)) == entry.default:
+        if not entry.option.needs or (value := value_of(options, name)) == entry.default:
             continue
         for other, valid in entry.option.needs.items():
-            if found_with(run, other, valid):
+            if found_with(options, other, valid):
                 continue
             rule = valid.rule if isinstance(valid, Range) else " or ".join(valid)
-            named = f"{flag_of(other)} {rule}, not {value_of(run, other)}" if rule else flag_of(other)
+            named = f"{flag_of(other)} {rule}, not {value_of(options, other)}" if rule else flag_of(other)
             yield _format(name, value, f"needs {named}")
 
 
-def _families(run: Options) -> Problems:
+def _families(options: Options) -> Problems:
     """Options of other model families than the run's, and samples that its own does not read."""
-    for name, value, rule in foreign_values(run):
+    for name, value, rule in foreign_values(options):
         yield _format(name, value, rule)
-    if not (run.model.tied or FAMILY_DEFAULTS[run.model.family].unties):
-        yield _line(run, "tied", belongs([name for name, family in FAMILY_DEFAULTS.items() if family.unties]))
-    if run.model.head == "none" and not run.runtime.dry_run:
-        yield _line(run, "head", "has nothing to train; valid: lm, classification, choice")
-    own = FAMILY_DEFAULTS[run.model.family].values.get("sample_kind", "gpt")
-    if own != "gpt" and run.masking.sample_kind == "gpt" and run.finetuning.task not in LABELLED:
-        yield _line(run, "sample_kind", f"--family {run.model.family} reads other samples; valid: {own}")
+    if not (options.model.tied or FAMILY_DEFAULTS[options.model.family].unties):
+        yield _line(options, "tied", belongs([name for name, family in FAMILY_DEFAULTS.items() if family.unties]))
+    if options.model.head == "none" and not options.runtime.dry_run:
+        yield _line(options, "head", "has nothing to train; valid: lm, classification, choice")
+    own = FAMILY_DEFAULTS[options.model.family].values.get("sample_kind", "gpt")
+    if own != "gpt" and options.masking.sample_kind == "gpt" and options.finetuning.task not in LABELLED:
+        yield _line(options, "sample_kind", f"--family {options.model.family} reads other samples; valid: {own}")
 
 
-def _sizes(run: Options) -> Problems:
-    model = () if run.checkpoint.use_checkpoint_config else ("layers", "hidden", "heads")
+def _sizes(options: Options) -> Problems:
+    model = () if options.checkpoint.use_checkpoint_config else ("layers", "hidden", "heads")
     for name in (*model, "seq_length", "micro_batch"):
-        if value_of(run, name) is None:
+        if value_of(options, name) is None:
             preset = "" if name == "micro_batch" else ", or a preset with --model"
             yield f"{flag_of(name)} is missing: give a number of at least 1{preset}"
 
 
-def _missing(run: Options) -> Problems:
-    trains = not run.runtime.dry_run and not run.evaluation.skip_train
-    if trains and run.batch.steps is None and run.batch.samples is None and run.finetuning.epochs is None:
-        passes = " or --epochs" if run.finetuning.task in LABELLED else ""
+def _missing(options: Options) -> Problems:
+    trains = not options.runtime.dry_run and not options.evaluation.skip_train
+    if trains and options.batch.steps is None and options.batch.samples is None and options.finetuning.epochs is None:
+        passes = " or --epochs" if options.finetuning.task in LABELLED else ""
         yield f"--steps is missing: give the steps to train, or --samples{passes}"
-    if trains and run.optimizer.lr is None:
+    if trains and options.optimizer.lr is None:
         yield "--lr is missing: give the peak learning rate, such as 1e-4"
-    if run.checkpoint.save is not None and run.checkpoint.save_interval is None and run.finetuning.epochs is None:
-        yield _line(run, "save", "needs --save-interval, a number of steps")
+    if (
+        options.checkpoint.save is not None
+        and options.checkpoint.save_interval is None
+        and options.finetuning.epochs is None
+    ):
+        yield _line(options, "save", "needs --save-interval, a number of steps")
 
 
-def _pairs(run: Options) -> Problems:
+def _pairs(options: Options) -> Problems:
     """Flags that exclude or need one another."""
-    for name in TASKS.get(run.finetuning.task, ()):
-        if not value_of(run, name):
-            yield _line(run, "task", f"needs {flag_of(name)}")
-    if run.finetuning.task in LABELLED and not FAMILY_DEFAULTS[run.model.family].classifies:
+    for name in TASKS.get(options.finetuning.task, ()):
+        if not value_of(options, name):
+            yield _line(options, "task", f"needs {flag_of(name)}")
+    if options.finetuning.task in LABELLED and not FAMILY_DEFAULTS[options.model.family].classifies:
         valid = " or ".join(name for name, family in FAMILY_DEFAULTS.items() if family.classifies)
-        yield _line(run, "task", f"needs a model of --family {valid}, not {run.model.family}")
-    if run.finetuning.task in LABELLED and run.model.lora_rank:
-        yield _line(run, "lora_rank", f"excludes --task {run.finetuning.task}, whose head is new and has to be trained")
-    yield from _steps_or_samples(run)
-    yield from _recompute(run)
-    yield from _run_and_checkpoint(run)
-    schedule, decay = run.schedule, run.optimizer.weight_decay
+        yield _line(options, "task", f"needs a model of --family {valid}, not {options.model.family}")
+    if options.finetuning.task in LABELLED and options.model.lora_rank:
+        yield _line(
+            options, "lora_rank", f"excludes --task {options.finetuning.task}, whose head is new and has to be trained"
+        )
+    yield from _steps_or_samples(options)
+    yield from _recompute(options)
+    yield from _run_and_checkpoint(options)
+    schedule, decay = options.schedule, options.optimizer.weight_decay
     ends = (schedule.start_weight_decay, schedule.end_weight_decay)
     if schedule.weight_decay_style == "constant" and any(end not in (None, decay) for end in ends):
         yield _line(
-            run, "weight_decay_style", "excludes --start-weight-decay and --end-weight-decay; valid: linear, cosine"
+            options, "weight_decay_style", "excludes --start-weight-decay and --end-weight-decay; valid: linear, cosine"
         )
     if schedule.weight_decay_style != "constant" and None in ends:
-        yield _line(run, "weight_decay_style", "needs both --start-weight-decay and --end-weight-decay")
-    if run.optimizer.lr is not None and 0 <= run.optimizer.lr < run.schedule.min_lr:
-        yield _line(run, "min_lr", f"must be at most --lr {run.optimizer.lr}")
-    if run.schedule.lr_decay == "wsd" and not (run.schedule.lr_wsd_decay_steps or run.schedule.lr_wsd_decay_samples):
-        yield _line(run, "lr_decay", "needs --lr-wsd-decay-steps, or --lr-wsd-decay-samples: the part that falls")
-    if run.schedule.lr_decay == "range-exponential" and not run.schedule.min_lr:
-        yield _line(run, "lr_decay", "needs --min-lr greater than 0, where it begins")
-    yield from _precision(run)
-    package = PACKAGES.get(run.runtime.ops)
+        yield _line(options, "weight_decay_style", "needs both --start-weight-decay and --end-weight-decay")
+    if options.optimizer.lr is not None and 0 <= options.optimizer.lr < options.schedule.min_lr:
+        yield _line(options, "min_lr", f"must be at most --lr {options.optimizer.lr}")
+    if options.schedule.lr_decay == "wsd" and not (
+        options.schedule.lr_wsd_decay_steps or options.schedule.lr_wsd_decay_samples
+    ):
+        yield _line(options, "lr_decay", "needs --lr-wsd-decay-steps, or --lr-wsd-decay-samples: the part that falls")
+    if options.schedule.lr_decay == "range-exponential" and not options.schedule.min_lr:
+        yield _line(options, "lr_decay", "needs --min-lr greater than 0, where it begins")
+    yield from _precision(options)
+    package = PACKAGES.get(options.runtime.ops)
     if package is not None and importlib.util.find_spec(package) is None:
-        yield _line(run, "ops", f"the package {package} is absent here; valid: auto, reference")
-    if run.runtime.backend == "nccl" and run.runtime.device == "cpu":
-        yield _line(run, "backend", "needs --device cuda; valid with --device cpu: auto, gloo")
+        yield _line(options, "ops", f"the package {package} is absent here; valid: auto, reference")
+    if options.runtime.backend == "nccl" and options.runtime.device == "cpu":
+        yield _line(options, "backend", "needs --device cuda; valid with --device cpu: auto, gloo")
 
 
-def _precision(run: Options) -> Problems:
-    dtype, grad_dtype = run.precision.dtype, run.precision.grad_dtype
+def _precision(options: Options) -> Problems:
+    dtype, grad_dtype = options.precision.dtype, options.precision.grad_dtype
     if grad_dtype in ("fp16", "bf16") and grad_dtype != dtype:
-        yield _line(run, "grad_dtype", f"needs --dtype {grad_dtype}, not {dtype}; valid: fp32, fp64, or as --dtype")
-    if run.precision.loss_scale is not None:
+        yield _line(options, "grad_dtype", f"needs --dtype {grad_dtype}, not {dtype}; valid: fp32, fp64, or as --dtype")
+    if options.precision.loss_scale is not None:
         for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
-            if value_of(run, name) != entries()[name].default:
-                yield _line(run, name, "excludes --loss-scale, which is constant")
-    if run.precision.residual_fp32 and (run.model.post_norm_residual or run.model.norm_placement == "post"):
-        norms = "--post-norm-residual" if run.model.post_norm_residual else "--norm-placement post"
-        yield _line(run, "residual_fp32", f"excludes {norms}, whose stream is the norms' 16-bit result")
+            if value_of(options, name) != entries()[name].default:
+                yield _line(options, name, "excludes --loss-scale, which is constant")
+    if options.precision.residual_fp32 and (options.model.post_norm_residual or options.model.norm_placement == "post"):
+        norms = "--post-norm-residual" if options.model.post_norm_residual else "--norm-placement post"
+        yield _line(options, "residual_fp32", f"excludes {norms}, whose stream is the norms' 16-bit result")
 
 
-def _steps_or_samples(run: Options) -> Problems:
+def _steps_or_samples(options: Options) -> Problems:
     by_steps, by_samples = (
-        [name for name in (of, f"lr_decay_{of}", f"lr_warmup_{of}", f"lr_wsd_decay_{of}") if value_of(run, name)]
+        [name for name in (of, f"lr_decay_{of}", f"lr_warmup_{of}", f"lr_wsd_decay_{of}") if value_of(options, name)]
         for of in ("steps", "samples")
     )
     if by_steps and by_samples:
-        yield _line(run, by_samples[0], f"excludes {flag_of(by_steps[0])}; count the whole run in steps or in samples")
-    if run.schedule.lr_warmup_fraction is not None:
+        yield _line(
+            options, by_samples[0], f"excludes {flag_of(by_steps[0])}; count the whole run in steps or in samples"
+        )
+    if options.schedule.lr_warmup_fraction is not None:
         for name in ("lr_warmup_steps", "lr_warmup_samples"):
-            if value_of(run, name):
-                yield _line(run, name, "excludes --lr-warmup-fraction; give one of them")
-    if run.batch.rampup and by_steps:
-        yield _line(run, "rampup", f"needs --samples and excludes {flag_of(by_steps[0])}")
+            if value_of(options, name):
+                yield _line(options, name, "excludes --lr-warmup-fraction; give one of them")
+    if options.batch.rampup and by_steps:
+        yield _line(options, "rampup", f"needs --samples and excludes {flag_of(by_steps[0])}")
 
 
-def _recompute(run: Options) -> Problems:
-    memory = run.memory
+def _recompute(options: Options) -> Problems:
+    memory = options.memory
     if memory.recompute == "full" and memory.recompute_method is None:
         yield "--recompute full: needs --recompute-method; valid: uniform, block"
     if memory.recompute == "full" and memory.recompute_layers is None:
         yield "--recompute full: needs --recompute-layers, a number of blocks"
-    if memory.distribute_saved and run.parallel.tp > 1:
+    if memory.distribute_saved and options.parallel.tp > 1:
         if memory.recompute != "full":
-            yield _line(run, "distribute_saved", "needs --recompute full")
-        if run.parallel.sequence_parallel:
-            yield _line(run, "distribute_saved", "excludes --sequence-parallel, which cuts them already")
+            yield _line(options, "distribute_saved", "needs --recompute full")
+        if options.parallel.sequence_parallel:
+            yield _line(options, "distribute_saved", "excludes --sequence-parallel, which cuts them already")
 
 
-def _run_and_checkpoint(run: Options) -> Problems:
-    checkpoint, runtime = run.checkpoint, run.runtime
+def _run_and_checkpoint(options: Options) -> Problems:
+    checkpoint, runtime = options.checkpoint, options.runtime
     if checkpoint.pretrained_checkpoint is not None:
-        yield _line(run, "pretrained_checkpoint", "belongs to mega finetune; here give --load with --finetune")
+        yield _line(options, "pretrained_checkpoint", "belongs to mega finetune; here give --load with --finetune")
     if checkpoint.resume == "auto" and checkpoint.save is None:
         yield "--resume auto: needs --save, under which it looks for checkpoints"
     if checkpoint.finetune and checkpoint.resume not in (None, "auto"):
-        yield _line(run, "resume", "excludes --finetune, which starts at step 0; valid with it: auto")
+        yield _line(options, "resume", "excludes --finetune, which starts at step 0; valid with it: auto")
     if checkpoint.override_schedule and checkpoint.use_checkpoint_schedule:
         yield "--use-checkpoint-schedule: excludes --override-schedule, which keeps this run's"
     for name in ("keep_last", "keep_every", "keep_optimizer_last"):
-        if value_of(run, name) is not None and checkpoint.save is not None and url_of(checkpoint.save):
-            yield _line(run, name, f"needs --save to be a directory, not {checkpoint.save}: nothing is removed there")
-    if run.data.chat_template not in ("auto", "plain") and not (run.data.chat_data or run.finetuning.dpo_data):
-        yield _line(run, "chat_template", "needs --chat-data, or --dpo-data")
-    if run.finetuning.task == "dpo" and run.parallel.cp > 1:
-        yield _line(run, "cp", "excludes --task dpo, which judges whole rows; valid there: 1")
+        if value_of(options, name) is not None and checkpoint.save is not None and url_of(checkpoint.save):
+            yield _line(
+                options, name, f"needs --save to be a directory, not {checkpoint.save}: nothing is removed there"
+            )
+    if options.data.chat_template not in ("auto", "plain") and not (
+        options.data.chat_data or options.finetuning.dpo_data
+    ):
+        yield _line(options, "chat_template", "needs --chat-data, or --dpo-data")
+    if options.finetuning.task == "dpo" and options.parallel.cp > 1:
+        yield _line(options, "cp", "excludes --task dpo, which judges whole rows; valid there: 1")
     for other in ("chat_data", "mock_data"):
-        if run.data.fim_data and value_of(run, other):
+        if options.data.fim_data and value_of(options, other):
             yield f"--fim-data: excludes {flag_of(other)}; it changes samples of token files"
-    if run.data.eod_mask_loss and run.data.chat_data:
+    if options.data.eod_mask_loss and options.data.chat_data:
         yield "--eod-mask-loss: excludes --chat-data, whose template says which tokens are trained on"
     if runtime.world is not None and not runtime.dry_run:
-        yield _line(run, "world", "needs --dry-run; a real run is started by --nproc, torchrun, mpirun or srun")
+        yield _line(options, "world", "needs --dry-run; a real run is started by --nproc, torchrun, mpirun or srun")
 
 
 # What is derived: every size must divide -------------------------------------------------------------------

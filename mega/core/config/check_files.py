@@ -22,44 +22,46 @@ from mega.core.files import POINTER, check_folder, check_source, url_of
 Problems = Iterator[str]
 
 
-def files(run: Options) -> Problems:
+def files(options: Options) -> Problems:
     """One line for each file or directory that is missing or in the way."""
-    yield from _data(run)
-    yield from _split(run)
-    yield from _tokenizer(run)
-    yield from _directories(run)
+    yield from _data(options)
+    yield from _split(options)
+    yield from _tokenizer(options)
+    yield from _directories(options)
 
 
-def _data(run: Options) -> Problems:
-    data = run.data
+def _data(options: Options) -> Problems:
+    data = options.data
     given = [
         name
         for name in ("data_path", "train_data", "valid_data", "test_data", "chat_data", "mock_data")
-        if value_of(run, name)
+        if value_of(options, name)
     ]
-    if not given and not run.runtime.dry_run and run.finetuning.task == "lm":  # others have options of their own
+    if (
+        not given and not options.runtime.dry_run and options.finetuning.task == "lm"
+    ):  # others have options of their own
         yield "--data-path is missing: give the prefix of a .bin/.idx pair, or --mock-data"
-    if run.finetuning.task in LABELLED:
-        yield from _labelled(run, given)
+    if options.finetuning.task in LABELLED:
+        yield from _labelled(options, given)
         return
-    if given and run.finetuning.task != "lm":
-        yield f"--task {run.finetuning.task}: has data of its own and excludes {flag_of(given[0])}"
+    if given and options.finetuning.task != "lm":
+        yield f"--task {options.finetuning.task}: has data of its own and excludes {flag_of(given[0])}"
     alone = next((name for name in ("data_path", "chat_data", "mock_data") if name in given), None)
     if alone is not None and len(given) > 1:
         other = next(name for name in given if name != alone)
         yield f"{flag_of(alone)}: excludes {flag_of(other)}; give one of them"
     if data.mock_data and data.valid_sets:
         yield f"--mock-data: excludes --valid-sets {' '.join(data.valid_sets)}; leave them out, or give data"
-    if data.valid_data + data.test_data and not data.train_data and not run.evaluation.skip_train:
+    if data.valid_data + data.test_data and not data.train_data and not options.evaluation.skip_train:
         yield "--train-data is missing: it is needed along with --valid-data and --test-data"
-    sentences = run.masking.sample_kind in ("bert", "t5")
+    sentences = options.masking.sample_kind in ("bert", "t5")
     for name in ("data_path", "train_data", "valid_data", "test_data"):
         try:
-            words = expand(value_of(run, name), data.corpora)
+            words = expand(value_of(options, name), data.corpora)
         except ValueError as error:
             yield str(error)
             return
-        if run.masking.sample_kind == "tfrecords":
+        if options.masking.sample_kind == "tfrecords":
             yield from (f"{flag_of(name)} {word}: there is no such file" for word in words if not os.path.isfile(word))
         else:
             yield from _prefixes(flag_of(name), words, sentences)
@@ -72,7 +74,7 @@ def _data(run: Options) -> Problems:
             yield f"--valid-sets {word}: the name {name} is given twice; each set needs its own"
         elif name in SPLITS:  # whose rows, and whose place in the data, they would be taken for
             yield f"--valid-sets {word}: must have another name than {', '.join(SPLITS)}, which are the run's own"
-        elif data.chat_data or run.masking.sample_kind == "tfrecords" or run.finetuning.task != "lm":
+        elif data.chat_data or options.masking.sample_kind == "tfrecords" or options.finetuning.task != "lm":
             if not os.path.isfile(prefix):
                 yield f"--valid-sets {prefix}: there is no such file"
         else:
@@ -80,15 +82,15 @@ def _data(run: Options) -> Problems:
         names.add(name)
 
 
-def _labelled(run: Options, given: list[str]) -> Problems:
+def _labelled(options: Options, given: list[str]) -> Problems:
     """Files or folders of --train-data and --valid-data, and no other data."""
     for name in given:
         if name not in ("train_data", "valid_data"):
-            yield f"{flag_of(name)}: --task {run.finetuning.task} reads --train-data and --valid-data only"
-    if run.data.valid_sets:
-        yield f"--valid-sets: --task {run.finetuning.task} names the sets of --valid-data by their files"
+            yield f"{flag_of(name)}: --task {options.finetuning.task} reads --train-data and --valid-data only"
+    if options.data.valid_sets:
+        yield f"--valid-sets: --task {options.finetuning.task} names the sets of --valid-data by their files"
     for name in ("train_data", "valid_data"):
-        for path in value_of(run, name):
+        for path in value_of(options, name):
             if not os.path.exists(path):
                 yield f"{flag_of(name)} {path}: there is no such file or folder"
 
@@ -164,8 +166,8 @@ def _is_weight(word: str) -> bool:
         return False
 
 
-def _split(run: Options) -> Problems:
-    text = run.data.split
+def _split(options: Options) -> Problems:
+    text = options.data.split
     try:
         shares = [float(part) for part in text.replace("/", ",").split(",")]
     except ValueError:
@@ -174,35 +176,35 @@ def _split(run: Options) -> Problems:
         yield f"--split {text}: must be up to three shares of at least 0, as in 969,30,1"
     elif not sum(shares):
         yield f"--split {text}: leaves nothing to read; one share or more must be greater than 0, as in 969,30,1"
-    elif run.data.data_path and shares[0] == 0 and not run.evaluation.skip_train:
+    elif options.data.data_path and shares[0] == 0 and not options.evaluation.skip_train:
         yield f"--split {text}: leaves nothing to train on; the first share must be greater than 0"
 
 
-def _tokenizer(run: Options) -> Problems:
-    tokenizer = run.tokenizer
+def _tokenizer(options: Options) -> Problems:
+    tokenizer = options.tokenizer
     for name in ("tokenizer_model", "vocab_file", "merge_file"):
-        path = value_of(run, name)
+        path = value_of(options, name)
         # --tokenizer-model may be the directory of a tokenizer.json.
         if path is not None and not os.path.exists(path):
             yield f"{flag_of(name)} {path}: there is no such file"
     if tokenizer.tokenizer is not None:
         for name in TOKENIZERS[tokenizer.tokenizer]:
-            if value_of(run, name) is None:
+            if value_of(options, name) is None:
                 yield f"--tokenizer {tokenizer.tokenizer}: needs {flag_of(name)}"
     elif tokenizer.vocab_file is not None and tokenizer.merge_file is None and tokenizer.tokenizer_model is None:
-        merges = FAMILY_DEFAULTS[run.model.family].vocabulary == "GPT2BPETokenizer"
+        merges = FAMILY_DEFAULTS[options.model.family].vocabulary == "GPT2BPETokenizer"
         if merges and os.path.exists(tokenizer.vocab_file):
             yield (
                 f"--vocab-file {tokenizer.vocab_file}: GPT-2's needs --merge-file with it; alone it is one "
                 "of WordPiece, as BERT and T5 have it, or of another kind: name that by --tokenizer"
             )
-    elif run.model.vocab is None and not _any_file(tokenizer) and not run.checkpoint.use_checkpoint_config:
+    elif options.model.vocab is None and not _any_file(tokenizer) and not options.checkpoint.use_checkpoint_config:
         yield "--vocab is missing: give it, or --vocab-file and --merge-file, or --tokenizer-model"
     if tokenizer.tokenizer is None and not _any_file(tokenizer):
-        if run.log.sample_interval is not None:
-            yield f"--sample-interval {run.log.sample_interval}: needs a tokenizer, which makes text of ids"
+        if options.log.sample_interval is not None:
+            yield f"--sample-interval {options.log.sample_interval}: needs a tokenizer, which makes text of ids"
         for name in ("reset_positions", "reset_attention", "eod_mask_loss"):
-            if value_of(run, name):
+            if value_of(options, name):
                 yield f"{flag_of(name)}: needs a tokenizer, which knows the end of a document"
 
 
@@ -210,22 +212,22 @@ def _any_file(tokenizer: TokenizerConfig) -> bool:
     return any((tokenizer.tokenizer_model, tokenizer.vocab_file, tokenizer.merge_file))
 
 
-def _trackers(run: Options) -> Problems:
+def _trackers(options: Options) -> Problems:
     """Extras that are asked for and absent; a dry run may be far from where the run will be."""
-    asked = {"wandb": run.log.wandb, "mlflow": run.log.mlflow_uri is not None}
+    asked = {"wandb": options.log.wandb, "mlflow": options.log.mlflow_uri is not None}
     for library, wanted in asked.items():
-        if wanted and not run.runtime.dry_run and importlib.util.find_spec(library) is None:
+        if wanted and not options.runtime.dry_run and importlib.util.find_spec(library) is None:
             name = (
                 "mlflow_uri"
                 if library == "mlflow"
-                else next(name for name in ("wandb_project", "wandb_name", "wandb_id") if value_of(run, name))
+                else next(name for name in ("wandb_project", "wandb_name", "wandb_id") if value_of(options, name))
             )
-            yield f"{flag_of(name)} {value_of(run, name)}: needs {library}; pip install 'mega[{library}]'"
+            yield f"{flag_of(name)} {value_of(options, name)}: needs {library}; pip install 'mega[{library}]'"
 
 
-def _output_folders(run: Options) -> Problems:
+def _output_folders(options: Options) -> Problems:
     for name in ("save", "metrics", "tensorboard_dir"):
-        path = value_of(run, name)
+        path = value_of(options, name)
         if path is None or url_of(path) or (name != "metrics" and os.path.exists(path) and not os.path.isdir(path)):
             continue
         try:
@@ -259,30 +261,32 @@ def _blocks(path: str) -> bool:
     return not stat.S_ISREG(mode) and not stat.S_ISCHR(mode)
 
 
-def _directories(run: Options) -> Problems:
+def _directories(options: Options) -> Problems:
     for name in ("save", "data_cache", "tensorboard_dir"):
-        path = value_of(run, name)
+        path = value_of(options, name)
         if path is not None and os.path.exists(path) and not os.path.isdir(path):
             yield f"{flag_of(name)} {path}: is a file; must be a directory"
-    save = run.checkpoint.save
+    save = options.checkpoint.save
     if save is not None and os.path.isdir(pointer := os.path.join(save, POINTER)) and not os.path.islink(pointer):
         yield f"--save {save}: {pointer} is a directory, and must be the file that names the newest step; move it away"
-    yield from _trackers(run)
-    if not run.runtime.dry_run:  # which may be asked far from where the run will be
-        yield from _output_folders(run)
-    metrics = metrics_file(run)
+    yield from _trackers(options)
+    if not options.runtime.dry_run:  # which may be asked far from where the run will be
+        yield from _output_folders(options)
+    metrics = metrics_file(options)
     if os.path.isdir(metrics):
         yield f"--metrics {metrics}: is a directory; must be a file"
     elif _blocks(metrics):
         yield f"--metrics {metrics}: is not a regular file; remove it, or name another file"
-    elif run.log.metrics is not None and os.path.isfile(metrics) and _is_open(metrics):
+    elif options.log.metrics is not None and os.path.isfile(metrics) and _is_open(metrics):
         yield f"--metrics {metrics}: leads to a file that is open already; name a file of its own"
-    elif run.log.metrics is not None and os.path.isfile(metrics) and not _rows(metrics):
+    elif options.log.metrics is not None and os.path.isfile(metrics) and not _rows(metrics):
         yield f"--metrics {metrics}: holds something other than metrics, which would be lost; name another file"
-    load, resume = run.checkpoint.load, run.checkpoint.resume
-    if load is not None and run.checkpoint.require_load and not (url_of(load) or os.path.isdir(load)):
+    load, resume = options.checkpoint.load, options.checkpoint.resume
+    if load is not None and options.checkpoint.require_load and not (url_of(load) or os.path.isdir(load)):
         yield f"--load {load}: there is no such directory, and --require-load is given"
-    elif load not in (None, run.checkpoint.save) and not (run.runtime.dry_run or run.checkpoint.use_checkpoint_config):
+    elif load not in (None, options.checkpoint.save) and not (
+        options.runtime.dry_run or options.checkpoint.use_checkpoint_config
+    ):
         # A run's own place may be still to come; for a dry run it may be elsewhere; a model has been read from it.
         try:
             check_source("--load", str(load))

@@ -47,21 +47,21 @@ def belongs(families: Sequence[str]) -> str:
     return f"belongs to {models}, which {are} not built yet; valid --family: {', '.join(FAMILY_DEFAULTS)}"
 
 
-def foreign_values(run: Options) -> Iterator[tuple[str, Any, str]]:
+def foreign_values(options: Options) -> Iterator[tuple[str, Any, str]]:
     """Name, value and rule of each option that is not at its default and that the run's family does not read."""
     for name, entry in entries().items():
-        value = value_of(run, name)
+        value = value_of(options, name)
         families = _those(entry.option.families, value)
-        if value != entry.default and families and not _reads(run.model.family, entry, families):
+        if value != entry.default and families and not _reads(options.model.family, entry, families):
             yield name, value, belongs(families)
 
 
-def check_typed(run: Options, given: Mapping[str, Any], typed: Sequence[Typed]) -> None:
+def check_typed(options: Options, given: Mapping[str, Any], typed: Sequence[Typed]) -> None:
     """That what the user typed is of the run's family, at its default too. given: options that a file or flags name.
 
     Errors: ValueError with a line for each flag of another family.
     """
-    family, by_flag = run.model.family, {entry.flag: entry for entry in entries().values()}
+    family, by_flag = options.model.family, {entry.flag: entry for entry in entries().values()}
     problems = []
     for each in typed:
         entry = by_flag.get(each.flag)

@@ -14,7 +14,7 @@ from mega.core.config.schema import Entry
 from mega.core.config.sections import ALSO_READ, TOKENIZERS
 
 
-def unread(run: Options, bench: str | None = None) -> Iterator[str]:
+def unread(options: Options, bench: str | None = None) -> Iterator[str]:
     """Lines about options of a typed run that are not at their defaults; `bench`: only of those that a bench so treats.
 
     >>> from mega.core.config.run import updated
@@ -22,13 +22,13 @@ def unread(run: Options, bench: str | None = None) -> Iterator[str]:
     --hysteresis 4: changes nothing without --dtype fp16
     --sequence-parallel: changes nothing without --tp of at least 2
     """
-    kind = run.tokenizer.tokenizer
+    kind = options.tokenizer.tokenizer
     for name, entry in entries().items():
-        value = value_of(run, name)
+        value = value_of(options, name)
         if value == entry.default or (bench is not None and entry.option.bench != bench):
             continue
         readers = entry.option.read_with
-        if readers and not any(found_with(run, other, valid) for other, valid in readers.items()):
+        if readers and not any(found_with(options, other, valid) for other, valid in readers.items()):
             yield f"{_shown(entry, value)}: changes nothing without {_listed(readers)}"
         elif name in _FILES and kind is not None and name not in (*TOKENIZERS[kind], *ALSO_READ.get(kind, ())):
             yield f"{_shown(entry, value)}: changes nothing, {kind} does not read it"

@@ -107,29 +107,29 @@ def cluster(fit: str | None, gpus: int | None, gpu: str | None) -> tuple[int, Ha
     return count, device
 
 
-def without_layout(run: Options) -> Options:
-    """`run` as if it said nothing of its layout."""
-    return updated(run, {name: entries()[name].default for name in options_with(layout=True)})
+def without_layout(options: Options) -> Options:
+    """`options` as if it said nothing of its layout."""
+    return updated(options, {name: entries()[name].default for name in options_with(layout=True)})
 
 
-def any_layout(run: Options, world: int) -> Options:
-    """`run` with the smallest layout in place of its own, as a dry run on `world` ranks."""
-    return updated(without_layout(run), {"micro_batch": 1, "dry_run": True, "nproc": None, "world": world})
+def any_layout(options: Options, world: int) -> Options:
+    """`options` with the smallest layout in place of its own, as a dry run on `world` ranks."""
+    return updated(without_layout(options), {"micro_batch": 1, "dry_run": True, "nproc": None, "world": world})
 
 
-def search(run: Options, world: int, on: Hardware, keep: int = 8) -> Found:
-    """The best layouts of `run` on `world` devices.
+def search(options: Options, world: int, on: Hardware, keep: int = 8) -> Found:
+    """The best layouts of `options` on `world` devices.
 
     Takes a run as typed, with its vocabulary; what it says of its layout is replaced. Errors: ValueError where the
     global batch is missing, or the first rule that every layout breaks.
     """
-    if run.batch.global_batch is None:
+    if options.batch.global_batch is None:
         raise ValueError("--global-batch is missing: layouts can only be compared at one batch size")
     for name in ("heads", "layers"):
-        if value_of(run, name) is None:
+        if value_of(options, name) is None:
             raise ValueError(f"--{name} is missing: give a number of at least 1, or a preset with --model")
     with _looking_for_new_garbage_only():
-        return _searched(run, world, on, keep)
+        return _searched(options, world, on, keep)
 
 
 @contextmanager
@@ -143,9 +143,9 @@ def _looking_for_new_garbage_only() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _searched(run: Options, world: int, on: Hardware, keep: int) -> Found:
+def _searched(typed: Options, world: int, on: Hardware, keep: int) -> Found:
     """Fastest first, by a rough time: what a layout holds is asked only until enough of them fit."""
-    allowed = _by_rough_time(run, world, on)
+    allowed = _by_rough_time(typed, world, on)
     fitting: list[tuple[dict[str, Any], RunConfig, Memory]] = []
     weighed, smallest, room = 0, inf, (1 - RESERVE) * on.memory
     full: dict[tuple[Any, ...], int] = {}
@@ -175,10 +175,10 @@ def _searched(run: Options, world: int, on: Hardware, keep: int) -> Found:
     return Found(played[:keep], len(allowed), weighed, len(fitting), smallest)
 
 
-def _by_rough_time(run: Options, world: int, on: Hardware) -> list[tuple[dict[str, Any], RunConfig]]:
+def _by_rough_time(typed: Options, world: int, on: Hardware) -> list[tuple[dict[str, Any], RunConfig]]:
     """Layouts that obey the rules, resolved, fastest first as far as can be told without playing their plans."""
-    found, refusals, base = list[tuple[float, dict[str, Any], RunConfig]](), list[str](), any_layout(run, world)
-    for options in layouts(run, world, on.node):
+    found, refusals, base = list[tuple[float, dict[str, Any], RunConfig]](), list[str](), any_layout(typed, world)
+    for options in layouts(typed, world, on.node):
         candidate = updated(base, options)
         try:
             check(candidate, world)
@@ -188,35 +188,35 @@ def _by_rough_time(run: Options, world: int, on: Hardware) -> list[tuple[dict[st
         resolved = resolve(candidate, world)
         found.append((step_time(resolved, world, on, play=False).seconds, options, resolved))
     if not found:
-        raise ValueError(_no_layout(run, world, on.node, refusals))
+        raise ValueError(_no_layout(typed, world, on.node, refusals))
     found.sort(key=lambda row: row[0])
     return [(options, resolved) for _, options, resolved in found]
 
 
-def _no_layout(run: Options, world: int, node: int, refusals: list[str]) -> str:
+def _no_layout(options: Options, world: int, node: int, refusals: list[str]) -> str:
     """Why no layout obeys the rules: those that all break, or else what would have to divide."""
     first = refusals[0].splitlines() if refusals else []
     broken = [set(refusal.splitlines()) for refusal in refusals]
     if shared := [line for line in first if all(line in lines for lines in broken)]:
         return "\n".join(shared)
-    said = f"--global-batch {run.batch.global_batch}: no layout of {world} devices "
+    said = f"--global-batch {options.batch.global_batch}: no layout of {world} devices "
     if refusals:
         said += f"obeys every rule (of {len(refusals)} that divide it the first breaks: {first[0]})"
     else:
-        said += f"divides it, --layers {run.model.layers} and --heads {run.model.heads}"
-    units = _units(run, world, node)
+        said += f"divides it, --layers {options.model.layers} and --heads {options.model.heads}"
+    units = _units(options, world, node)
     multiples = f"multiples of {' or '.join(map(str, units))}, or " if units else ""
     return f"{said}; valid: {multiples}another number of devices"
 
 
-def _units(run: Options, world: int, node: int) -> list[int]:
+def _units(typed: Options, world: int, node: int) -> list[int]:
     """Global batches for which there is a layout, as there is for their multiples, those left out.
 
     >>> _units(compose("llama2-13b"), 12, 8), _units(compose("llama2-13b"), 14, 8)
     ([3], [7])
     """
-    base, found = any_layout(run, world), list[int]()
-    sizes = {world // (tp * cp * pp) * micro for (tp, cp, pp), micro in product(_grids(run, world, node), MICRO)}
+    base, found = any_layout(typed, world), list[int]()
+    sizes = {world // (tp * cp * pp) * micro for (tp, cp, pp), micro in product(_grids(typed, world, node), MICRO)}
     for size in sorted(sizes):
         asked = updated(base, {"global_batch": size})
         if any(size % unit == 0 for unit in found):
@@ -226,27 +226,27 @@ def _units(run: Options, world: int, node: int) -> list[int]:
     return found
 
 
-def _allowed(run: Options, world: int) -> bool:
+def _allowed(options: Options, world: int) -> bool:
     try:
-        check(run, world)
+        check(options, world)
     except ValueError:
         return False
     return True
 
 
-def layouts(run: Options, world: int, node: int) -> list[dict[str, Any]]:
+def layouts(typed: Options, world: int, node: int) -> list[dict[str, Any]]:
     """Every layout worth judging, as options of a run.
 
     On whole hosts a group of tensor ranks fills its share of one; others only where there is no such layout.
     """
-    every = list(_layouts(run, world, node))
+    every = list(_layouts(typed, world, node))
     return [options for options in every if world % node or node % options["tp"] == 0] or every
 
 
-def _layouts(run: Options, world: int, node: int) -> Iterator[dict[str, Any]]:
-    layers, batch = run.model.layers, run.batch.global_batch
+def _layouts(options: Options, world: int, node: int) -> Iterator[dict[str, Any]]:
+    layers, batch = options.model.layers, options.batch.global_batch
     assert layers and batch
-    for tp, cp, pp in _grids(run, world, node):
+    for tp, cp, pp in _grids(options, world, node):
         dp = world // (tp * cp * pp)
         data = dp * cp
         stages = ZERO if pp == 1 else ZERO[:1]
@@ -261,7 +261,7 @@ def _layouts(run: Options, world: int, node: int) -> Iterator[dict[str, Any]]:
                     "chunks": chunks,
                     "schedule": schedule,
                     "layers_per_chunk": None,
-                    "sequence_parallel": tp > 1 and (run.batch.seq_length or 0) % (tp * cp) == 0,
+                    "sequence_parallel": tp > 1 and (options.batch.seq_length or 0) % (tp * cp) == 0,
                     "zero": zero,
                     "micro_batch": micro,
                     "recompute_method": None,
@@ -270,13 +270,13 @@ def _layouts(run: Options, world: int, node: int) -> Iterator[dict[str, Any]]:
                 }
 
 
-def _grids(run: Options, world: int, node: int) -> Iterator[tuple[int, int, int]]:
+def _grids(options: Options, world: int, node: int) -> Iterator[tuple[int, int, int]]:
     """tp, cp and pp of whole replicas on `world` ranks.
 
     Tensor ranks share out a block's heads and its feed-forward layer, on one host; the context axis leaves a rank at
     least CONTEXT tokens of a sequence.
     """
-    model, parts = architecture(model_alone(run, vocab=1)), (run.batch.seq_length or 0) // CONTEXT
+    model, parts = architecture(model_alone(options, vocab=1)), (options.batch.seq_length or 0) // CONTEXT
     shared = gcd(*model.block.shared.values())
     tps = [tp for tp in range(1, min(node, world) + 1) if shared % tp == 0]
     cps = [cp for cp in range(1, min(max(parts, 1), world) + 1) if world % cp == 0]

@@ -72,9 +72,9 @@ def note(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def prepare(run: Options, given: GivenOptions, options: TaskOptions, out: str, world: int) -> CheckedEvaluation:
+def prepare(typed: Options, given: GivenOptions, options: TaskOptions, out: str, world: int) -> CheckedEvaluation:
     """Errors: ValueError naming flag or file, its value, and the rule."""
-    model, opened = check_model(run, given, world, options.task)
+    model, opened = check_model(typed, given, world, options.task)
     evaluation = CheckedEvaluation(model, options, out)
     judged, _ = _benchmark(evaluation, opened, note)
     check_result(Path(out), opened.digest, model.load, f"eval-{options.task}.json", note)

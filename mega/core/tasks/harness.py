@@ -74,10 +74,10 @@ def check_harness() -> None:
         ) from None
 
 
-def prepare(run: Options, given: GivenOptions, options: HarnessOptions, out: str, world: int) -> HarnessRun:
+def prepare(typed: Options, given: GivenOptions, options: HarnessOptions, out: str, world: int) -> HarnessRun:
     """Errors: ValueError naming flag or file, its value, and the rule."""
     check_harness()
-    model, opened = check_model(run, given, world)
+    model, opened = check_model(typed, given, world)
     tokenizer = tokenizer_of(model.run, opened, lambda line: print(line, file=sys.stderr))
     if tokenizer is None:
         raise ValueError("--tokenizer is missing: the model carries none; give its kind and files")

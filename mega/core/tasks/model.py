@@ -111,17 +111,17 @@ class ModelHere:
 
 
 def check_model(
-    run: Options, given: GivenOptions, world: int, task: str | None = None
+    options: Options, given: GivenOptions, world: int, task: str | None = None
 ) -> tuple[CheckedModel, OpenedModel]:
     """task: of labels, for which the model needs a head of its own; else it must continue text.
 
     Errors: ValueError naming flag or file, its value, and the rule.
     """
-    load = run.checkpoint.load
+    load = options.checkpoint.load
     if load is None:
         raise ValueError("--load is missing: give a run's directory, one step in it, or a directory of others' weights")
-    files = [name for name in ("tokenizer_model", "vocab_file", "merge_file") if getattr(run.tokenizer, name)]
-    if files and run.tokenizer.tokenizer is None:
+    files = [name for name in ("tokenizer_model", "vocab_file", "merge_file") if getattr(options.tokenizer, name)]
+    if files and options.tokenizer.tokenizer is None:
         raise ValueError(f"{flag_of(files[0])}: needs --tokenizer, its kind")
     opened = open_model(load)
     if task in LABELLED:
@@ -129,12 +129,12 @@ def check_model(
     elif family(opened.model).prompt is None:
         raise ValueError(f"--load {load}: is a model of --family {opened.model.family}, which does not continue text")
     model = _model(opened, given)
-    values = {name: value_of(run, name) for name in options_with(evaluated=True)}
+    values = {name: value_of(options, name) for name in options_with(evaluated=True)}
     values["sample_kind"] = FAMILY_DEFAULTS[model.family].values.get("sample_kind", "gpt")
     # Rows of labels are judged as the finetuning judged them; a text is given all the room there is.
     usual = opened.trained_length if task in LABELLED else None
-    values["seq_length"] = run.batch.seq_length or usual or min(architecture(model).positions, LONGEST)
-    values["micro_batch"] = run.batch.micro_batch or MICRO_BATCH
+    values["seq_length"] = options.batch.seq_length or usual or min(architecture(model).positions, LONGEST)
+    values["micro_batch"] = options.batch.micro_batch or MICRO_BATCH
     asked = updated(Options(model=model), {**values, "load": None, "mock_data": True, "skip_train": True})
     check(asked, world)
     return CheckedModel(resolve(asked, world), "dtype" in given.values, load), opened

@@ -70,11 +70,11 @@ class ToxicityRun:
     json: str
 
 
-def prepare(run: Options, given: GivenOptions, options: ToxicityOptions, out: str, world: int) -> ToxicityRun:
+def prepare(typed: Options, given: GivenOptions, options: ToxicityOptions, out: str, world: int) -> ToxicityRun:
     """Errors: ValueError naming flag or file, its value, and the rule."""
     make_scorer(options.scorer)
     prompts = tuple(read_prompts(Path(options.valid_data), options.limit))
-    model, opened = check_model(run, given, world)
+    model, opened = check_model(typed, given, world)
     if tokenizer_of(model.run, opened) is None:
         raise ValueError("--tokenizer is missing: the model carries none; give its kind and files")
     return ToxicityRun(model, options, prompts, out)

@@ -94,10 +94,10 @@ def resolve_run(options: Options, world: int) -> ResolvedRun:
     return ResolvedRun(resolve(options, world, vocab), tuple(notes), tokenizer)
 
 
-def _rates(run: Options) -> list[str]:
+def _rates(options: Options) -> list[str]:
     """A line on a learning rate that no model trains with by this rule."""
-    rate, rule = run.optimizer.lr, run.optimizer.optimizer
-    if rule not in USUAL_RATES or rate is None or rate <= USUAL_RATES[rule] or run.schedule.lr_decay in SWEEPS:
+    rate, rule = options.optimizer.lr, options.optimizer.optimizer
+    if rule not in USUAL_RATES or rate is None or rate <= USUAL_RATES[rule] or options.schedule.lr_decay in SWEEPS:
         return []
     return [f"--lr {rate:g}: is far above what {rule} trains with, which is at most {USUAL_RATES[rule]:g}"]
 
@@ -146,41 +146,43 @@ def _tokenizer(options: TokenizerConfig) -> Tokenizer | None:
     return build(**dataclasses.asdict(options))
 
 
-def _vocabulary(run: Options, tokenizer: Tokenizer | None, notes: list[str]) -> int:
-    given = run.model.vocab
+def _vocabulary(options: Options, tokenizer: Tokenizer | None, notes: list[str]) -> int:
+    given = options.model.vocab
     if tokenizer is None:
         if given is None:
             raise ValueError("--vocab is missing: give it, or a tokenizer with --tokenizer and its files")
         return given
     if given is None:
         return tokenizer.vocab_size
-    if given < (least := least_vocab(tokenizer, run.model.family)):
+    if given < (least := least_vocab(tokenizer, options.model.family)):
         has = f"{tokenizer.kind} has {tokenizer.vocab_size} tokens"
-        if run.checkpoint.load is not None and run.checkpoint.use_checkpoint_config:
-            raise ValueError(f"--load {run.checkpoint.load}: has a vocabulary of {given}, and {has}: not its tokenizer")
+        if options.checkpoint.load is not None and options.checkpoint.use_checkpoint_config:
+            raise ValueError(
+                f"--load {options.checkpoint.load}: has a vocabulary of {given}, and {has}: not its tokenizer"
+            )
         raise ValueError(f"--vocab {given}: {has}; must be at least {least}")
     if given > tokenizer.vocab_size:
         notes.append(f"vocabulary of {given}, of which the tokenizer uses {tokenizer.vocab_size}")
     return given
 
 
-def _with_padding(run: Options, vocab: int) -> int:
+def _with_padding(options: Options, vocab: int) -> int:
     """The vocabulary where padding counts as tokens: as many rows as the checkpoint has that the run begins from, where
     those suffice for its tokenizer (so it continues in any layout), else as many as this layout pads to."""
     from mega.core.checkpoint.own.model import model_of
     from mega.core.checkpoint.own.pieces import CheckpointError
 
-    for place, source in weights_of(run):
+    for place, source in weights_of(options):
         with contextlib.suppress(CheckpointError):  # damaged: reported where weights are read
             stored = model_of(source.meta, place).vocab
-            return stored if stored >= vocab else padded(vocab, run.parallel.tp, run.model.vocab_multiple)
-    return padded(vocab, run.parallel.tp, run.model.vocab_multiple)
+            return stored if stored >= vocab else padded(vocab, options.parallel.tp, options.model.vocab_multiple)
+    return padded(vocab, options.parallel.tp, options.model.vocab_multiple)
 
 
-def weights_of(run: Options) -> Iterator[tuple[str, Any]]:
+def weights_of(typed: Options) -> Iterator[tuple[str, Any]]:
     """The places of the weights that a run may begin with, the first one first, and what is read of them without their
     tensors. A place with nothing, or nothing that can be read, is left out: that is reported where it is loaded."""
-    options = run.checkpoint
+    options = typed.checkpoint
     for place in (options.save if options.resume == "auto" else options.resume, options.load):
         if place is None or (url_of(place) is None and not os.path.exists(place)):
             continue

@@ -42,9 +42,9 @@ def _set(
     return found
 
 
-def _questions(form: Format, run: Options) -> int:
+def _questions(form: Format, options: Options) -> int:
     """How many --train-data hold. Errors: ValueError naming flag, file and line."""
-    return sum(1 for path in run.data.train_data for _ in form.read("--train-data", Path(path), lambda note: None))
+    return sum(1 for path in options.data.train_data for _ in form.read("--train-data", Path(path), lambda note: None))
 
 
 def _datasets(form: Format, run: RunConfig, tokenizer: Tokenizer | None) -> Datasets:

@@ -40,24 +40,24 @@ class Suggestion(NamedTuple):
     least: float
 
 
-def sweep(run: Options) -> Options:
-    """`run` as a sweep: nothing is saved, and nothing validated; how long the run is and how it saves does not count.
+def sweep(options: Options) -> Options:
+    """Options of a sweep: nothing is saved or validated; how long the run is and how it saves does not count.
 
     Errors: ValueError naming a flag that asks for what a sweep cannot do.
     """
-    if run.checkpoint.save is not None or run.checkpoint.resume is not None:
-        flag = "--save" if run.checkpoint.save is not None else "--resume"
+    if options.checkpoint.save is not None or options.checkpoint.resume is not None:
+        flag = "--save" if options.checkpoint.save is not None else "--resume"
         raise ValueError(f"{flag}: a sweep of learning rates ruins the weights, so that none are kept; leave it out")
-    steps = run.batch.steps or STEPS
-    first, last = run.schedule.min_lr or FIRST, run.optimizer.lr or LAST
+    steps = options.batch.steps or STEPS
+    first, last = options.schedule.min_lr or FIRST, options.optimizer.lr or LAST
     if first >= last:
         raise ValueError(f"--min-lr {first}: must be less than --lr {last}, with which the sweep ends")
     values = {"steps": steps, "samples": None, "lr": last, "min_lr": first, "lr_decay": "range-exponential"}
     schedule = {"lr_decay_steps": steps, "lr_warmup_steps": 0, "lr_warmup_samples": 0, "lr_warmup_fraction": None}
     unused = {"epochs": None, "lr_decay_samples": None, "save_interval": None}
     unused |= {name: entry.default for name, entry in entries().items() if "save" in entry.option.needs}
-    metrics = run.log.metrics or "lr-find.jsonl"
-    return updated(run, {**values, **schedule, **unused, "eval_iters": 0, "metrics": metrics})
+    metrics = options.log.metrics or "lr-find.jsonl"
+    return updated(options, {**values, **schedule, **unused, "eval_iters": 0, "metrics": metrics})
 
 
 def read(metrics: Path) -> list[Point]:
