@@ -51,6 +51,7 @@ PACKAGES = (
     Package("tensorboard", "tensorboard", "--tensorboard-dir", extra="track"),
     Package("matplotlib", "matplotlib", "plots", extra="track"),
     Package("transformers", "transformers", "comparing conversions with the originals", extra="hf"),
+    Package("prometheus-client", "prometheus_client", "--metrics-port, mega serve", extra="track"),
     Package("wandb", "wandb", "--wandb-project", extra="wandb"),
     Package("mlflow-skinny", "mlflow", "--mlflow-uri", extra="mlflow"),
     Package("lm-eval", "lm_eval", "mega eval --tasks", extra="lm-eval"),

@@ -19,13 +19,15 @@ PATIENT = frozenset({"building caches", "loading", "evaluating", "saving"})
 class Activity:
     """phase: "starting", "training", or one of PATIENT. step: the newest that was begun. act: of the pipeline's plan,
     the newest that was begun. moves: changes with every step, act and batch. writer: the thread that saves in the
-    background, while it does."""
+    background, while it does. saved: the newest step that is saved, the seconds that it took, and time.monotonic() when
+    it was."""
 
     phase: str = "starting"
     step: int = 0
     act: Any = None
     moves: int = 0
     writer: int | None = None
+    saved: tuple[int, float, float] | None = None
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:

@@ -214,15 +214,12 @@ def _any_file(tokenizer: TokenizerConfig) -> bool:
 
 def _trackers(options: Options) -> Problems:
     """Extras that are asked for and absent; a dry run may be far from where the run will be."""
-    asked = {"wandb": options.log.wandb, "mlflow": options.log.mlflow_uri is not None}
-    for library, wanted in asked.items():
-        if wanted and not options.runtime.dry_run and importlib.util.find_spec(library) is None:
-            name = (
-                "mlflow_uri"
-                if library == "mlflow"
-                else next(name for name in ("wandb_project", "wandb_name", "wandb_id") if value_of(options, name))
-            )
-            yield f"{flag_of(name)} {value_of(options, name)}: needs {library}; pip install 'mega[{library}]'"
+    wandb = next((name for name in ("wandb_project", "wandb_name", "wandb_id") if value_of(options, name)), "wandb_id")
+    asked = {wandb: ("wandb",) * 2, "mlflow_uri": ("mlflow",) * 2, "metrics_port": ("prometheus_client", "track")}
+    for name, (library, extra) in asked.items():
+        wanted = value_of(options, name) is not None and not options.runtime.dry_run
+        if wanted and importlib.util.find_spec(library) is None:
+            yield f"{flag_of(name)} {value_of(options, name)}: needs {library}; pip install 'mega[{extra}]'"
 
 
 def _output_folders(options: Options) -> Problems:

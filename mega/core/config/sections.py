@@ -1371,6 +1371,11 @@ class LogOptions(Section):
     wandb_dir: str | None = option(None, "its files here [next to --metrics]", megatron="--wandb-save-dir")
     mlflow_uri: str | None = option(None, "keep the run's numbers in MLflow: a server's URL, or a folder")
     mlflow_experiment: str = option("mega", "the run's experiment there", read_with={"mlflow_uri": ()})
+    metrics_port: int | None = option(
+        None,
+        "answer /metrics (Prometheus) and /health on this port of the first rank's host, on all interfaces",
+        within=Range("1 to 65535", lambda value: 0 < value <= 65535),
+    )
     sample_interval: int | None = option(
         None,
         "let the model continue fixed prompts every so many steps; the texts go to the log and to --metrics",

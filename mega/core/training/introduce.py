@@ -110,7 +110,9 @@ def _length(run: RunConfig, data: Datasets, progress: Progress, steps: int) -> s
 def _outputs(run: RunConfig) -> str:
     """Where the run leaves what it makes."""
     checkpoint, log = run.checkpoint, run.log
-    others = f"metrics in {log.metrics}" + (f", TensorBoard in {log.tensorboard_dir}" if log.tensorboard_dir else "")
+    answers = f", and at port {log.metrics_port} (/metrics, /health)" if log.metrics_port else ""
+    board = f", TensorBoard in {log.tensorboard_dir}" if log.tensorboard_dir else ""
+    others = f"metrics in {log.metrics}{answers}{board}"
     if checkpoint.save is None:
         return f"saves: nothing; {others}"
     often = f" every {_counted(checkpoint.save_interval, 'step')}, and at the end" if checkpoint.save_interval else ""

@@ -14,13 +14,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mega.core.config.sections import LogConfig
 from mega.core.files import whole_file
 from mega.core.terminal import stderr_console
 from mega.core.training.output import complain, print_line
 from mega.core.training.trackers import Trackers, held_out_values, training_values
+
+if TYPE_CHECKING:  # needs a package of an extra
+    from mega.core.training.exporter import Exporter
 
 COLUMNS = 120
 """Of a line of the log, at the most."""
@@ -46,7 +49,8 @@ class Meters:
     devices: how many share the work; replicas: of them, data-parallel ones. peak: TFLOP/s of one device, or None where
     unknown. settings: the run's options. terms: names of the losses that the loss is made of, where there are several.
     fail: is given the error where the file of metrics takes no more rows, so that
-    the run can save before it ends; None raises it.
+    the run can save before it ends; None raises it. still_s: how long a step may take before `--metrics-port` says that
+    the run stands still.
     """
 
     def __init__(
@@ -62,10 +66,12 @@ class Meters:
         settings: Mapping[str, Any] | None = None,
         terms: Sequence[str] = (),
         fail: Callable[[OSError], None] | None = None,
+        still_s: float = math.inf,
     ):
         self.options, self.steps, self.devices = options, steps, devices
         self.flops_per_token, self.peak = flops_per_token, peak
         self.replicas, self._terms = replicas, tuple(terms)
+        self._exporter = _exporter(options.metrics_port, steps, still_s)
         last = _last_step(Path(options.metrics)) if start and options.wandb else 0
         self._trackers = Trackers(options, start=start, last=last, settings=settings or {})
         self._fail, self._rows = fail, _open_rows(Path(options.metrics), start)
@@ -88,6 +94,8 @@ class Meters:
         self._tokens += tokens
         self._seconds += row["seconds"]
         self._write({"step": step, **row})
+        if self._exporter is not None:
+            self._exporter.step(step, row, self._figures(tokens, row["seconds"], memory))
         if step % self.options.tensorboard_interval == 0:
             self._plot({name.replace("_", "-"): value for name, value in row.items()}, step)
             if self._trackers:
@@ -101,6 +109,13 @@ class Meters:
             self._rate(step, memory)
         elif self._bar is None and step - self._start in EARLY:
             self.report(self._line(step, row, memory))
+
+    def _figures(self, tokens: int, seconds: float, memory: int) -> dict[str, float | None]:
+        """A step's speed and memory, of one device."""
+        rate = tokens / max(seconds, 1e-9) / self.devices
+        tflops = rate * self.flops_per_token / 1e12
+        speed = {"tokens_per_second_per_device": rate, "tflops_per_device": tflops, "memory_bytes": float(memory)}
+        return {**speed, "mfu_ratio": tflops / self.peak if self.peak else None}
 
     def _rate(self, step: int, memory: int) -> None:
         """Keep the speed since the row of speed before; the next one begins here."""
@@ -146,6 +161,8 @@ class Meters:
         self._write({"step": step, **{f"{split}_{name}": value for name, value in kept.items()}})
         self._plot({f"{name} {split}": value for name, value in measured.items()}, step)
         self._trackers.log(step, held_out_values(split, measured))
+        if self._exporter is not None:
+            self._exporter.evaluation(split, measured)
         more = "".join(f" | {name} {value:{'.3f' if value < LARGE else '.4g'}}" for name, value in of_words.items())
         more += "".join(f" | {name} {value:.6f}" for name, value in others.items())
         self.report(f"{split} at step {step} | loss {loss:.6f}{more}")
@@ -164,6 +181,8 @@ class Meters:
     def close(self) -> None:
         self._close_rows()
         self._trackers.close()
+        if self._exporter is not None:
+            self._exporter.close()
         if self._bar is not None:
             self._bar[0].stop()
         if self._board is not None:
@@ -290,6 +309,14 @@ def _board(directory: str | None, start: int) -> Any:
             f"--tensorboard-dir {directory}: needs the package tensorboard (pip install tensorboard)"
         ) from None
     return SummaryWriter(directory, purge_step=start + 1 if start else None)
+
+
+def _exporter(port: int | None, steps: int, still_s: float) -> Exporter | None:
+    if port is None:
+        return None
+    from mega.core.training.exporter import Exporter
+
+    return Exporter(port, steps=steps, still_s=still_s)
 
 
 def _bar(start: int, steps: int) -> Any:

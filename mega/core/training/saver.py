@@ -187,7 +187,7 @@ class Saver:
 
     def _reported(self, done: tuple[int, float], how: str) -> None:
         step, seconds = done
-        self.kept = step
+        self.kept, ACTIVITY.saved = step, (step, seconds, time.monotonic())
         if self._proving is not None:
             self._proving.published(step)
         self._report(f"saved step {step} in {seconds:.1f} s{how} to {self.options.save}")

@@ -169,6 +169,7 @@ def _meters(run: RunConfig, state: TrainState, steps: int, fail: Callable[[OSErr
         settings=dataclasses.asdict(run),
         terms=tuple(terms) if len(terms := state.stages[0].terms) > 1 else (),
         fail=fail,
+        still_s=60 * run.runtime.timeout_minutes,
     )
 
 

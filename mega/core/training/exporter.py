@@ -1,0 +1,148 @@
+"""A run's figures for Prometheus at /metrics, and whether it moves at /health, over HTTP from the process of rank 0.
+
+Threads answer, from the last figures that the meters gave and from `ACTIVITY`; a reader that is slow keeps nobody
+waiting. It knows no ranks: processes/roll_call.py names the one that others wait for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Mapping
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
+
+from mega.core.activity import ACTIVITY, PATIENT
+
+FIGURES = {
+    "loss": "Of the last step",
+    "lr": "Learning rate",
+    "grad_norm": "Norm of the last step's gradient",
+    "loss_scale": "Of fp16",
+    "consumed": "Samples since the training began",
+    "skipped": "Steps without an update since this process began",
+}
+"""Of a row of metrics, those that become a gauge each: what it is."""
+
+
+class Exporter:
+    """Answers until it is closed.
+
+    port: on all interfaces; 0 takes a free one. steps: the last one. still_s: how long a step may take before /health
+    says 503.
+    Errors: ValueError where the port is taken.
+    """
+
+    def __init__(self, port: int, *, steps: int, still_s: float):
+        self._steps, self._still_s, self._began = steps, still_s, time.monotonic()
+        self._productive = 0.0
+        self._moved: tuple[object, float] = (None, self._began)
+        """What was seen to move, and when."""
+        every = self._registry = CollectorRegistry()
+        self._figures: dict[str, Gauge] = {}
+        restarts = Gauge("mega_restarts", "Of this launch's ranks, by a launcher that counts them", registry=every)
+        restarts.set(int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0))
+        self._gauge("step", "Newest step whose numbers are known")
+        self._gauge("steps", "The last one of the run").set(steps)
+        self._gauge("goodput_ratio", "Share of the time since the start of this process that steps took").set_function(
+            lambda: self._productive / max(time.monotonic() - self._began, 1e-9)
+        )
+        self._gauge("seconds_since_move", "Since a step, a microbatch or a phase began").set_function(self._still)
+        saved = "the newest saved step; NaN before the first of this process"
+        self._gauge("save_age_seconds", f"Since {saved}").set_function(_age)
+        self._gauge("save_seconds", f"Taken by {saved}").set_function(lambda: _saved(1))
+        self._gauge("save_step", f"Number of {saved}").set_function(lambda: _saved(0))
+        phase = Gauge("mega_phase", "1 for what the process does", ("phase",), registry=every)
+        for name in ("starting", "compiling", "training", *sorted(PATIENT)):
+            phase.labels(name).set_function(partial(_is, name))
+        try:
+            self._server = ThreadingHTTPServer(("", port), self._handler())
+        except OSError as error:
+            raise ValueError(f"--metrics-port {port}: {error.strerror or error}; valid: a free port") from None
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, name="exporter", daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        return int(self._server.server_port)
+
+    def step(self, step: int, row: Mapping[str, Any], speed: Mapping[str, float | None]) -> None:
+        """A step's numbers. row: as of `Meters.step`. speed: more figures by name; None is left out."""
+        self._productive += float(row["seconds"])
+        self._gauge("step", "").set(step)
+        self._gauge("step_seconds", "Of the last step").set(row["seconds"])
+        for name, about in FIGURES.items():
+            if row.get(name) is not None:
+                self._gauge(name, about).set(row[name])
+        for name, value in speed.items():
+            if value is not None:
+                self._gauge(name, "Of the last step, of one device").set(value)
+
+    def evaluation(self, split: str, measured: Mapping[str, float]) -> None:
+        for name, value in measured.items():
+            self._gauge(f"{split}_{name}", f"By the newest evaluation of {split} data").set(value)
+
+    def health(self) -> tuple[int, dict[str, Any]]:
+        """200, or 503 where nothing has moved for too long; a save or an evaluation has a pace of its own."""
+        still, phase = self._still(), ACTIVITY.phase
+        stands = still > self._still_s and phase not in PATIENT
+        found = {"status": "stands still" if stands else "ok", "phase": phase, "step": ACTIVITY.step}
+        return 503 if stands else 200, {**found, "steps": self._steps, "seconds_since_move": round(still, 1)}
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _gauge(self, name: str, about: str) -> Gauge:
+        if name not in self._figures:
+            words = "".join(letter if letter.isalnum() else "_" for letter in name)
+            self._figures[name] = Gauge(f"mega_{words}", about, registry=self._registry)
+        return self._figures[name]
+
+    def _still(self) -> float:
+        """Seconds since a look that found it elsewhere than the one before."""
+        now, place = time.monotonic(), (ACTIVITY.phase, ACTIVITY.moves)
+        if place != self._moved[0]:
+            self._moved = place, now
+        return now - self._moved[1]
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        exporter = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                path = self.path.partition("?")[0]
+                if path == "/metrics":
+                    status, kind, body = 200, CONTENT_TYPE_LATEST, generate_latest(exporter._registry)
+                elif path == "/health":
+                    status, found = exporter.health()
+                    kind, body = "application/json", json.dumps(found).encode()
+                else:
+                    status, kind, body = 404, "text/plain", b"/metrics, /health\n"
+                self.send_response(status)
+                self.send_header("Content-Type", kind)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                """Nothing: whoever asks is no news of the run's."""
+
+        return Handler
+
+
+def _is(phase: str) -> float:
+    return float(ACTIVITY.phase == phase)
+
+
+def _saved(place: int) -> float:
+    return float("nan") if ACTIVITY.saved is None else float(ACTIVITY.saved[place])
+
+
+def _age() -> float:
+    return float("nan") if ACTIVITY.saved is None else time.monotonic() - ACTIVITY.saved[2]

@@ -1,0 +1,117 @@
+"""A run's figures and its state over HTTP: from meters, and of a run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mega.cli import main
+from mega.core.activity import ACTIVITY
+
+exporters = pytest.importorskip("mega.core.training.exporter", reason="needs the extra track")
+
+
+def ask(port: int, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def figures(port: int) -> dict[str, float]:
+    status, text = ask(port, "/metrics")
+    assert status == 200
+    return {name: float(value) for name, value in re.findall(r"^(mega\S+) (\S+)$", text, re.M)}
+
+
+@pytest.fixture
+def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+    for name, value in {"phase": "training", "step": 0, "moves": 0, "saved": None}.items():
+        monkeypatch.setattr(ACTIVITY, name, value)
+    one = exporters.Exporter(0, steps=9, still_s=0.2)
+    yield one
+    one.close()
+
+
+def test_figures_are_those_of_the_last_step(exporter: exporters.Exporter) -> None:
+    for step in (1, 2):
+        row = {"loss": 3.0 - step, "lr": 0.1, "grad_norm": None, "consumed": 8 * step, "seconds": 0.001}
+        exporter.step(step, row, {"mfu_ratio": None, "memory_bytes": 5.0})
+    exporter.evaluation("valid", {"loss": 1.5})
+    found = figures(exporter.port)
+    expected = {"step": 2, "steps": 9, "loss": 1, "lr": 0.1, "consumed": 16, "memory_bytes": 5, "valid_loss": 1.5}
+    assert {name: found[f"mega_{name}"] for name in expected} == expected
+    assert "mega_grad_norm" not in found and "mega_mfu_ratio" not in found
+    assert 0 < found["mega_goodput_ratio"] < 1 and found['mega_phase{phase="training"}'] == 1
+    assert found["mega_save_age_seconds"] != found["mega_save_age_seconds"], "nothing is saved"
+    ACTIVITY.saved = 2, 0.5, time.monotonic()
+    found = figures(exporter.port)
+    assert found["mega_save_step"] == 2 and found["mega_save_seconds"] == 0.5 and found["mega_save_age_seconds"] < 5
+
+
+def test_health_is_that_of_the_phase(exporter: exporters.Exporter) -> None:
+    assert ask(exporter.port, "/health")[0] == 200
+    time.sleep(0.3)
+    status, text = ask(exporter.port, "/health")
+    assert status == 503 and json.loads(text)["status"] == "stands still"
+    ACTIVITY.moves += 1
+    assert ask(exporter.port, "/health")[0] == 200
+    ACTIVITY.phase = "saving"
+    ask(exporter.port, "/health")
+    time.sleep(0.3)
+    assert ask(exporter.port, "/health")[0] == 200, "a save takes its time"
+    assert ask(exporter.port, "/")[0] == 404
+
+
+def test_a_port_that_is_taken(exporter: exporters.Exporter) -> None:
+    with pytest.raises(ValueError, match=f"--metrics-port {exporter.port}: .*; valid: a free port"):
+        exporters.Exporter(exporter.port, steps=1, still_s=1)
+
+
+def test_an_absent_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    find = importlib.util.find_spec
+    absent = "prometheus_client"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name == absent else find(name, *more))
+    assert main("pretrain --steps 1 --metrics-port 9400".split()) == 2
+    assert "--metrics-port 9400: needs prometheus_client; pip install 'mega[track]'" in capsys.readouterr().err
+
+
+def test_a_run_answers_while_it_trains(tmp_path: Path) -> None:
+    with exporters.ThreadingHTTPServer(("", 0), None) as free:
+        port = free.server_port
+    line = (
+        "pretrain --model tiny-gpt --mock-data --vocab 64 --micro-batch 1 --lr 1e-3 --steps 100000 --device cpu "
+        f"--metrics-port {port}"
+    )
+    run = subprocess.Popen(
+        [sys.executable, "-m", "mega", *line.split(), "--metrics", str(tmp_path / "m.jsonl"), "--log-interval", "1"],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert run.stdout is not None
+    said = []
+    for text in run.stdout:
+        said.append(text)
+        if re.match(r"step +2/", text):
+            break
+    threading.Thread(target=run.stdout.read, daemon=True).start()
+    try:
+        found = figures(port)
+        assert found["mega_step"] >= 2 and found["mega_loss"] > 0 and found["mega_tokens_per_second_per_device"] > 0
+        status, text = ask(port, "/health")
+        assert status == 200 and json.loads(text)["phase"] == "training"
+    finally:
+        run.terminate()
+        run.wait(60)
+    assert any(f"at port {port} (/metrics, /health)" in text for text in said), said
