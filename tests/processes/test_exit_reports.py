@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mega.core.activity import ACTIVITY
+from mega.core.activity import ACTIVITY, Activity
 from mega.core.checkpoint.own.store import CheckpointStore, SaveError
 from mega.core.config.world import MEETING_FILE, World
 from mega.core.parallel.collectives import all_reduce
@@ -370,6 +370,33 @@ def test_a_rank_that_comes_late_finds_the_store(
     with ThreadPoolExecutor(2) as ranks:
         assert list(ranks.map(come, range(2))) == [2, 2]
     assert capsys.readouterr().err == "mega: rank 0: --lr 0: must be positive\n"
+
+
+def test_every_host_has_the_reason_in_its_log(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once, with what its first rank was doing."""
+    store = dist.HashStore()
+    monkeypatch.setattr(exit_reports, "_store", lambda world: store)
+    monkeypatch.setattr(exit_reports, "_hosting", lambda world: False)
+    monkeypatch.setattr(exit_reports.socket, "gethostname", lambda: f"host{threading.current_thread().name[-1]}")
+    monkeypatch.setattr(exit_reports, "ACTIVITY", Activity("saving", 8))
+    lost = exit_reports.ExitReport(1, "lost", "consequence")
+    reports = [lost, exit_reports.ExitReport(1, "disk full"), lost, lost]
+
+    def come(rank: int) -> None:
+        world = World(rank, 4, rank % 2, 2, "torchrun")
+        exit_reports._report_together(reports[rank], world, threading.Event(), threading.Event())
+
+    ranks = [threading.Thread(target=come, args=(rank,), name=f"on {'aabb'[rank]}") for rank in range(4)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines.count("mega: rank 1: disk full") == 2 and len(lines) == 4
+    places = sorted(re.sub(r"rank \d", "rank", line) for line in lines if "was at" in line)
+    assert places == [f"mega: rank, on host host{host}, was at: saving, step 8" for host in "ab"]
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from mega.core.parallel.mesh import Groups
 from mega.core.processes.exit_reports import explain_exchanges_by
 from mega.core.processes.interface import choose_interface, own_addresses
 from mega.core.processes.rendezvous import hosts_store, meet
-from mega.core.processes.roll_call import RollCall
+from mega.core.processes.roll_call import RollCall, in_time
 
 _CALLS: list[RollCall] = []
 """What answers for this process, while it is in a process group."""
@@ -106,6 +107,14 @@ def keep_asking(lost: Callable[[str], None] | None = None) -> None:
     """Have this rank ask the others regularly whether they live, as of `RollCall.keep_asking`."""
     for call in _CALLS:
         call.keep_asking(lost)
+
+
+def silent_ranks(seconds: float) -> list[int]:
+    """The ranks that do not answer so fast; none where their store does not."""
+    for call in _CALLS:
+        with contextlib.suppress(Exception):
+            return in_time(partial(call.questions.silent, seconds), 2 * seconds)
+    return []
 
 
 def threads(ranks: int) -> int:

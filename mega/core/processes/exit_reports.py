@@ -4,7 +4,8 @@
     2 the first to do so waits for the others        until all have come, GRACE seconds are over, or SIGTERM means that
                                                      the launcher knows of the end already
     3 it prints: what all report, once; what some    A consequence of another rank's error, such as its loss, is printed
-      report, with their numbers                     only where no rank knows more, and the launcher has not ended us
+      report, with their numbers                     only where no rank knows more, and the launcher has not ended us.
+                                                     The first rank of every other host prints the same in its log
     4 the others leave with the same exit code,      a later rank prints only what has not been printed
       rank 0, which may host the store, last
 
@@ -19,6 +20,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -28,6 +30,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
+from mega.core.activity import ACTIVITY
 from mega.core.config.world import MEETING_FILE, World, name_ranks, world_from_env
 from mega.core.terminal import leave
 
@@ -209,14 +212,20 @@ def _report_together(report: ExitReport, world: World, stopped: threading.Event,
         found = {rank: ExitReport(**json.loads(store.get(str(rank)))) for rank in present}
         causes = [each for each in found.values() if each.kind != "consequence"]
         # 3
-        if causes or not stopped.is_set():
-            write_error(format_exits(found, world.size))
+        text = format_exits(found, world.size) if causes or not stopped.is_set() else ""
+        write_error(text + _of_host(world, text))
+        store.add(f"host/{socket.gethostname()}", 1)
         verdict = {"code": causes[0].code if causes else report.code, "texts": [each.text for each in causes]}
+        verdict["lines"] = text
         store.set("reported", json.dumps(verdict))
     else:
         store.wait(["reported"], timedelta(seconds=GRACE + 1))
     # 4
     verdict = json.loads(store.get("reported"))
+    if world.size > world.local_size and store.add(f"host/{socket.gethostname()}", 1) == 1:
+        write_error(
+            verdict["lines"] + _of_host(world, verdict["lines"])
+        )  # the first rank of a host that has its own log
     if report.kind != "consequence" and report.text not in verdict["texts"]:
         write_error(format_exits({world.rank: report}, world.size))
     store.add("left", 1)
@@ -225,6 +234,13 @@ def _report_together(report: ExitReport, world: World, stopped: threading.Event,
     elif world.rank == 0:
         _wait(lambda: store.add("left", 0) >= store.add("count", 0), GRACE)
     return int(verdict["code"])
+
+
+def _of_host(world: World, reported: str) -> str:
+    """The line, in the log of one of several hosts, about what it was doing when the run ended."""
+    if world.size == world.local_size or not reported:
+        return ""
+    return f"mega: rank {world.rank}, on host {socket.gethostname()}, was at: {ACTIVITY}\n"
 
 
 def _is_text(name: str) -> bool:

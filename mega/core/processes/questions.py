@@ -73,6 +73,10 @@ class Questions:
             self.answer()
         return found
 
+    def silent(self, seconds: float) -> list[int]:
+        """The ranks that do not answer so fast, and have not ended well."""
+        return sorted(set(range(self._world)) - set(self.ask(seconds)) - self.left())
+
     def leave(self) -> None:
         self._store.set(f"left/{self._rank}", "")
 

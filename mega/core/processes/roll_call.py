@@ -83,7 +83,7 @@ class RollCall:
         self._main = threading.main_thread().ident
         self._answer_seconds = min(ANSWER, 20 * minutes)
         self._look = max(min(LOOK, minutes), world / 500)
-        self._questions = Questions(store, rank, world, lambda: own_position(self._failed_at), self._look)
+        self.questions = Questions(store, rank, world, lambda: own_position(self._failed_at), self._look)
         self._failed_at: str | None = None
         self._interval: float | None = None
         self._lost: Callable[[str], None] = _exit
@@ -101,7 +101,7 @@ class RollCall:
         """From now on this rank does not answer, and nobody expects it to."""
         self._closed.set()
         with contextlib.suppress(Exception):  # of a store that has gone, or is silent
-            in_time(self._questions.leave, LEAVING)
+            in_time(self.questions.leave, LEAVING)
 
     def keep_asking(self, lost: Callable[[str], None] | None = None) -> None:
         """From now on ask all ranks regularly, wherever this one's main thread stands. lost: called once, on the thread
@@ -132,7 +132,7 @@ class RollCall:
     def explain_loss(self, error: BaseException) -> str | None:
         """Which rank it is to which the connection broke, of an error that has its address or not; None where the
         store does not say."""
-        questions = self._questions
+        questions = self.questions
 
         def ask() -> str | None:
             lost = questions.lost(str(error), PEERS)
@@ -150,7 +150,7 @@ class RollCall:
         try:
             if self._host is not None:
                 name, addresses = self._host
-                self._in_time(lambda: self._questions.introduce(name, addresses), 60 * self.minutes + SILENT)
+                self._in_time(lambda: self.questions.introduce(name, addresses), 60 * self.minutes + SILENT)
             stood, since, ask = None, time.monotonic(), math.inf
             while not self._closed.wait(self._look):
                 self._end(self._in_time(self._answer, 60 * self.minutes + SILENT))
@@ -174,8 +174,8 @@ class RollCall:
 
     def _answer(self) -> str:
         """What another rank has judged, if one has."""
-        self._questions.answer()
-        return self._questions.verdict()
+        self.questions.answer()
+        return self.questions.verdict()
 
     def _suspect(self, seconds: float, since: float = math.inf) -> float:
         """Ask all ranks, and judge those that are silent for so long. since: when this rank's main thread has come to
@@ -203,19 +203,19 @@ class RollCall:
         self, seconds: float, stop: Callable[[Collection[int]], bool] = lambda found: False, answers: bool = False
     ) -> dict[int, Position]:
         """As of `Questions.ask`. Errors: TimeoutError where the store does not answer."""
-        return self._in_time(lambda: self._questions.ask(seconds, stop, answers=answers), seconds + SILENT)
+        return self._in_time(lambda: self.questions.ask(seconds, stop, answers=answers), seconds + SILENT)
 
     def _judged(self, positions: Mapping[int, Position], limit: str = "") -> str:
         """The verdict of all ranks, of which these are where they are: about those that are silent, or else, where a
         limit is given, about those that others wait for. "" for neither. Errors: TimeoutError."""
 
         def judge() -> str:
-            silent = sorted(set(range(self._world)) - set(positions) - self._questions.left())
+            silent = sorted(set(range(self._world)) - set(positions) - self.questions.left())
             if silent:
-                return self._questions.judge(lambda: silence(silent, self.minutes, self._questions.hosts()))
+                return self.questions.judge(lambda: silence(silent, self.minutes, self.questions.hosts()))
             if limit:
-                return self._questions.judge(lambda: standstill(positions, limit, self._questions.hosts()))
-            return self._questions.verdict()
+                return self.questions.judge(lambda: standstill(positions, limit, self.questions.hosts()))
+            return self.questions.verdict()
 
         return self._in_time(judge, SILENT)
 

@@ -10,10 +10,12 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from mega.core.config.world import name_ranks
 from mega.core.processes.exit_reports import write_error
+from mega.core.processes.roll_call import launchers_note
 from mega.core.processes.signals import RepeatedSignal
 
 LEAVES_WITHIN = 1.0
@@ -40,12 +42,16 @@ class Outlook:
     kept: int = 0
     ending: bool = False
 
-    def first(self, number: int) -> str:
-        """
+    def first(self, number: int, silent: Sequence[int] = ()) -> str:
+        """silent: ranks that may be lost, without which nothing is saved.
+
         >>> Outlook("finishing step 24", "runs/first").first(signal.SIGINT)
         'SIGINT received: finishing step 24, then saving to runs/first; Ctrl-C again leaves at once'
+        >>> Outlook("finishing step 24", "runs/first").first(signal.SIGTERM, [3])
+        'SIGTERM received: finishing step 24, then saving to runs/first, if rank 3 answers again'
         """
-        then = f"saving to {self.place}" if self.place else "ending; without --save no weights are kept"
+        condition = f", if {name_ranks(list(silent))} answer{'s' * (len(silent) == 1)} again" if silent else ""
+        then = f"saving to {self.place}{condition}" if self.place else "ending; without --save no weights are kept"
         more = "; Ctrl-C again leaves at once" if number == signal.SIGINT else ""
         then = "ending" if self.ending else then
         return f"{signal.Signals(number).name} received: {self.doing}, then {then}{more}"
@@ -69,9 +75,17 @@ class Outlook:
 
 class SignalNotice:
     """Speaks for a run until `close`. heeded: signals that stop it. speaks: false on all ranks but one, which only
-    leave at a second Ctrl-C. To be made on the main thread."""
+    leave at a second Ctrl-C. silent: gives the ranks that do not answer. To be made on the main thread."""
 
-    def __init__(self, heeded: Collection[int], outlook: Outlook, *, speaks: bool):
+    def __init__(
+        self,
+        heeded: Collection[int],
+        outlook: Outlook,
+        *,
+        speaks: bool,
+        silent: Callable[[], Sequence[int]] = lambda: (),
+    ):
+        self._silent = silent
         self._heeded, self._outlook, self._speaks = frozenset(heeded), outlook, speaks
         self._signals = RepeatedSignal()
         self._said = threading.Lock()
@@ -116,4 +130,5 @@ class SignalNotice:
                         threading.Timer(LEAVES_WITHIN, os._exit, [128 + number]).start()
                     elif self._speaks and not reported:
                         reported = True
-                        write_error(f"mega: {self._outlook.first(number)}\n")
+                        if not launchers_note():  # else the launcher has said why this rank ends
+                            write_error(f"mega: {self._outlook.first(number, self._silent())}\n")

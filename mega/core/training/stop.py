@@ -20,11 +20,16 @@ import torch
 from mega.core.device import Reading
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Axis
+from mega.core.processes.connect import silent_ranks
 from mega.core.processes.signals import RepeatedSignal, heeded_signals
 from mega.core.training.notice import Outlook, SignalNotice
 
 _TIME_IS_UP, _SIGNAL, _FAULT = 1, 128, 512
 """What a rank asks for, as a number; a signal's is added. The largest of all ranks counts."""
+
+
+ANSWER_SECONDS = 1.5
+"""In which all ranks answer before a save is promised without a condition."""
 
 
 class StoppedByFault(OSError):
@@ -56,7 +61,9 @@ class StopSignal:
         self._before: dict[int, Any] = {}
         self._notice: SignalNotice | None = None
         if on_signal and threading.current_thread() is threading.main_thread():
-            self._notice = SignalNotice(heeded_signals(), self.outlook, speaks=speaks)
+            self._notice = SignalNotice(
+                heeded_signals(), self.outlook, speaks=speaks, silent=lambda: silent_ranks(ANSWER_SECONDS)
+            )
             self._before = {number: signal.signal(number, self._note) for number in heeded_signals()}
 
     def poll(self) -> StopFlag:
