@@ -225,6 +225,19 @@ def test_ranks_that_keep_asking_find_the_one_that_is_silent() -> None:
     assert lost == [[told], [told]]
 
 
+def test_a_rank_that_is_stopped_when_others_have_ended_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its launcher waits for it without end."""
+    store = dist.HashStore()
+    calls = [roll_call.RollCall(store, rank, 3, 0.02) for rank in range(3)]
+    monkeypatch.setattr(connect, "_CALLS", calls[:1])
+    calls[1].close()
+    with pytest.raises(TimeoutError, match=r"^rank 2 has not answered for 1.2 seconds"):
+        connect.end_together(0, 0.02)
+    calls[2].close()
+    connect.end_together(0, 0.02)
+    assert connect.silent_ranks(0.02) == []
+
+
 def test_a_server_hears_of_a_killed_rank_from_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While its device waits for that rank, which no exchange of the host's reports."""
     monkeypatch.setenv(MEETING_FILE, str(tmp_path / "meeting"))

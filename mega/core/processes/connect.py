@@ -23,6 +23,7 @@ from mega.core.device import Device
 from mega.core.parallel.mesh import Groups
 from mega.core.processes.exit_reports import explain_exchanges_by
 from mega.core.processes.interface import choose_interface, own_addresses
+from mega.core.processes.position import silence
 from mega.core.processes.rendezvous import hosts_store, meet
 from mega.core.processes.roll_call import RollCall, in_time
 
@@ -115,6 +116,15 @@ def silent_ranks(seconds: float) -> list[int]:
         with contextlib.suppress(Exception):
             return in_time(partial(call.questions.silent, seconds), 2 * seconds)
     return []
+
+
+def end_together(rank: int, timeout_minutes: float) -> None:
+    """On rank 0, when its work is done, see that every other rank has ended too, or answers: a launcher waits for one
+    that is stopped without end. Errors: TimeoutError naming it."""
+    for call in _CALLS if rank == 0 else ():
+        silent = silent_ranks(60 * timeout_minutes)
+        if silent:
+            raise TimeoutError(silence(silent, timeout_minutes, call.questions.hosts()))
 
 
 def threads(ranks: int) -> int:

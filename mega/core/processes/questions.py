@@ -75,7 +75,9 @@ class Questions:
 
     def silent(self, seconds: float) -> list[int]:
         """The ranks that do not answer so fast, and have not ended well."""
-        return sorted(set(range(self._world)) - set(self.ask(seconds)) - self.left())
+        ranks = set(range(self._world))
+        found = self.ask(seconds, lambda found: ranks - self.left() <= set(found))
+        return sorted(ranks - set(found) - self.left())
 
     def leave(self) -> None:
         self._store.set(f"left/{self._rank}", "")

@@ -19,7 +19,7 @@ from mega.core.device import Device
 from mega.core.flops import model_flops_per_token
 from mega.core.parallel.collectives import gather_json
 from mega.core.parallel.mesh import Groups
-from mega.core.processes.connect import connect, disconnect
+from mega.core.processes.connect import connect, disconnect, end_together
 from mega.core.training.consistency import check_consistent, comparable
 from mega.core.training.evaluation import Evaluation
 from mega.core.training.inputs import Inputs, ResolvedRun, open_inputs
@@ -59,6 +59,7 @@ def pretrain(resolved: ResolvedRun) -> int:
         with ACTIVITY.during("loading"):
             training = start(inputs, world.rank, world.size, device, groups, held)
         code = training.play()
+    end_together(world.rank, runtime.timeout_minutes)
     disconnect()
     return code
 

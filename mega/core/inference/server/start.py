@@ -28,7 +28,7 @@ from mega.core.inference.server.options import ListenOptions, ServedModel, Serve
 from mega.core.inference.server.run import HttpServer, bind, raise_file_limit
 from mega.core.inference.server.service import Manner
 from mega.core.parallel.mesh import Mesh
-from mega.core.processes.connect import connect, keep_asking
+from mega.core.processes.connect import connect, end_together, keep_asking
 from mega.core.processes.signals import STOPPING
 from mega.core.text.chat import ChatFormat, chat_format
 from mega.core.text.tokenizer import Tokenizer
@@ -113,6 +113,7 @@ def serve_rank(plan: ServePlan) -> int:
         print(line)
     server.run(listening, lambda: print(f"ready: {_address(listening)}", flush=True))
     print("every accepted request has been answered", flush=True)
+    end_together(world.rank, plan.listen.timeout_minutes)
     return 0
 
 
