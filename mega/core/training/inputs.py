@@ -20,7 +20,7 @@ from mega.core.architecture import inventory, padded
 from mega.core.architecture.adapters import with_adapters
 from mega.core.config.check import ANY_VOCABULARY, check
 from mega.core.config.presets import FAMILY_DEFAULTS
-from mega.core.config.resolve import implied_tokenizer, metrics_file, resolve
+from mega.core.config.resolve import implied_tokenizer, metrics_file, model_alone, resolve
 from mega.core.config.run import Options, RunConfig, flag_of, options_with, updated
 from mega.core.config.sections import ModelOptions, TokenizerConfig
 from mega.core.config.unread import unread
@@ -81,7 +81,7 @@ def resolve_run(options: Options, world: int) -> ResolvedRun:
     notes += [*unread(options), *_rates(options)]
     check(options, world)
     options = _in_steps(options, world)
-    _check_adapters(options, world)
+    _check_adapters(options)
     if options.checkpoint.save is None and not options.evaluation.skip_train:
         notes.append(
             f"without --save this run keeps no weights, only {metrics_file(options)}; to keep them give --save DIR and "
@@ -119,14 +119,14 @@ def _in_steps(options: Options, world: int) -> Options:
     return options
 
 
-def _check_adapters(options: Options, world: int) -> None:
+def _check_adapters(options: Options) -> None:
     """Errors: ValueError where there is nothing to add adapters to, or --lora-targets names none of the linears."""
     if not options.model.lora_rank:
         return
     nothing = options.checkpoint.load is None and options.checkpoint.resume is None
     if nothing and not options.runtime.dry_run and not options.data.mock_data:
         raise ValueError(f"--lora-rank {options.model.lora_rank}: needs --load, the weights that adapters are added to")
-    next(inventory(resolve(options, world, ANY_VOCABULARY).model))
+    next(inventory(model_alone(options, ANY_VOCABULARY)))
 
 
 def open_inputs(resolved: ResolvedRun) -> Inputs:
