@@ -1,5 +1,8 @@
 """What a model IS: an architecture of layers as values, and every logical tensor that follows from it.
 
+model, layer, families    a model and a layer as values, made from options by one function a family
+tensor, tensors, adapters logical tensors, by one walk, and adapters as some of them; words: all of it in words
+
 >>> model = architecture(ModelConfig(layers=1, hidden=8, heads=2, vocab=10, positions=4, ...))
 >>> model.layers[0].attention.heads
 2

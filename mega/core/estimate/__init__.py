@@ -13,5 +13,6 @@ steptime     how long a step takes: the pipeline's plan on a clock
 duration     how long a training takes, failures included
 search       the layouts that fit, fastest first
 show         all of it for people and programs; picture draws
+host         what the ranks of this host need of it; options: the sections of `mega memory-estimate`
 megatron     Megatron-LM's own estimate, next to ours
 """

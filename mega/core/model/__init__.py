@@ -1,1 +1,8 @@
-"""The mathematics of the model families. Knows neither data nor disk."""
+"""The mathematics of the model families. Knows neither data nor disk.
+
+layer, mixers, residual, embedding   one layer, what its branches compute, the stream, and what comes before
+stack, stage, forward                layers as a pipeline stage, what it is built with, and facts about a microbatch
+decoder, bert, encoder_decoder       the families as stages
+objective, auxiliary                 other targets than the next token, and losses of layers
+decode                               the same layers, one step of continuing text
+"""

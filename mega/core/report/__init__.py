@@ -1,1 +1,6 @@
-"""A run or an evaluation as one page: read.py finds it, chart.py draws it, page.py writes it. No torch."""
+"""A run or an evaluation as pictures, without torch.
+
+read      what a page is made of; corpus: the steps of a corpus
+page      one self-contained page of HTML; chart: its curves
+plot      metrics of several runs over each other: on a terminal, as SVG or PNG
+"""

@@ -7,5 +7,7 @@ labels.py      a classifier on labelled sets (data/formats); ensemble.py: severa
 rows.py        rows of which some ids are judged, windows of a text
 model.py       the model of an evaluation, on every rank
 evaluate.py    one benchmark of one model: resumed, reported (show.py)
-harness.py     lm-eval's tasks instead; continuation.py: the text that they ask for
+harness.py     lm-eval's tasks instead; continuation.py: the text that they ask for; chat.py: as conversations; kept.py:
+               answers that a kill leaves
+toxicity.py    how toxic continuations are
 """

@@ -5,11 +5,14 @@ recognise   what lies at a path
 convert     whatever it is, into ours and out of it
 mapping     tables that say where every element comes from, read both ways, and the proof that none is lost
 read_back   is a conversion what it was made from
-huggingface Hugging Face's folders; llama and gpt2 their config.json and names
+huggingface Hugging Face's folders; llama, gpt2 and bert their config.json and names; peft adapters next to them
 meta        Llama as Meta releases it; llama2c brings its own files to Meta's names
 fairseq     Megatron-11b
 megatron/   Megatron-LM's trees and its distributed checkpoints, with their optimizers
 foreign     tensors in other tools' files, nothing executed; pickles torch files that hold more than tensors
 pickle_scan what reading their pickles would cost
 keys        names of other tools and keys of their files; companions: tokenizers and such; writing: their files
+conversing  a folder's chat template and ends of turns
+direct      others' weights read where they lie; start: the weights of a training; base: those under adapters
+options     what the verbs of conversion read and write
 """

@@ -3,6 +3,7 @@
 app             the routes and their order of checks, as FastAPI puts them together
 openai_api      /v1/completions and /v1/chat/completions         megatron_api   PUT /api, Megatron-LM's
 tools_api       models, tokenizer, health, metrics, the page
+start, options  a server on every rank, and its sections; gate: who may ask, and what is counted
 service         what every route needs: the model's name, its tokenizer, template, limits and driver
 session         text above the engine: stop strings, half characters, who has left
 driver          the thread that calls the engine, and the bounded queue in front of it
