@@ -52,7 +52,7 @@ def rank(case: str, place: str) -> int:
         sync(descriptor)
 
     if os.environ["RANK"] == "0":
-        os.fsync = slow
+        os.fsync = slow  # type: ignore[assignment]
     return main([*RUN, *more, "--save", place])
 
 
