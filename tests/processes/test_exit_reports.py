@@ -296,9 +296,10 @@ def test_a_rank_that_answers_but_keeps_others_waiting_in_a_step_is_named(
 
 
 def test_a_rank_that_never_comes_is_named(outcomes: dict[str, tuple[int, list[str]]]) -> None:
-    code, (line,) = outcomes["_never_came"]
+    code, (line, own) = outcomes["_never_came"]  # a world of four is taken for one of several hosts
     assert code == 1 and line.startswith("mega: ranks 0, 1, 2: waited 3 seconds (--timeout-minutes) at 127.0.0.1:")
     assert " for rank 3 of 4, which did not come; " in line
+    assert re.fullmatch(r"mega: rank \d, on host .+, was at: starting", own)
 
 
 def test_what_ranks_are_forked_from_is_named_when_it_dies(outcomes: dict[str, tuple[int, list[str]]]) -> None:

@@ -1435,6 +1435,7 @@ class RuntimeConfig(Section):
         "the same while ranks that answer load, build caches, evaluate or save; at least --timeout-minutes",
         unit="minutes",
         within=MINUTES,
+        bench="unused",
     )
     seed: int = option(
         1234,

@@ -54,10 +54,11 @@ def tied_difference(grads: GradBuffer) -> torch.Tensor | None:
         bits = bucket.own_grads.detach().view(_BITS[bucket.own_grads.element_size()]).sum(dtype=torch.int64)
         both = torch.stack([bits, -bits])
         all_reduce(both, bucket.holders, "max")
+        differs = (both[0] != -both[1]).long()
         if not bucket.zero:  # every data rank has all of it, and all must come to the same end
-            all_reduce(both, bucket.data.axis, "max")
+            all_reduce(differs, bucket.data.axis, "max")
         here = torch.stack([torch.full_like(bits, number), bits & _EXACT])
-        found = torch.where(both[0] == -both[1], torch.zeros_like(here) if found is None else found, here)
+        found = torch.where(differs == 0, torch.zeros_like(here) if found is None else found, here)
     return found
 
 

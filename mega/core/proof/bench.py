@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from mega.core.activity import ACTIVITY
 from mega.core.batch import Batch, DecoderBatch
 from mega.core.config.resolve import microbatches, records_graph, text_lengths
 from mega.core.config.run import RunConfig
@@ -104,6 +105,7 @@ def bench(
     before = read_rows("--against", against) if against is not None else []
     runtime = runs[0][1].runtime
     world, device, groups = connect(runtime.device, runtime.backend, runtime.timeout_minutes)
+    ACTIVITY.phase = "measuring"
     for name, run in runs:
         if run.runtime.deterministic:
             device.deterministic()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from mega.core.activity import ACTIVITY
 from mega.core.architecture import architecture
 from mega.core.config.check import check
 from mega.core.config.compose import GivenOptions
@@ -170,6 +171,7 @@ def as_rank(run: RunConfig, job: Callable[[int, int, Device, Groups], object]) -
     world, device, groups = connect(runtime.device, runtime.backend, runtime.timeout_minutes)
     if runtime.deterministic:
         device.deterministic()
+    ACTIVITY.phase = "scoring"
     job(world.rank, world.size, device, groups)
     disconnect()
     return 0

@@ -10,9 +10,10 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
@@ -41,8 +42,8 @@ class Exporter:
     def __init__(self, port: int, *, steps: int, still_s: float):
         self._steps, self._still_s, self._began = steps, still_s, time.monotonic()
         self._productive = 0.0
-        self._moved: tuple[object, float] = (None, self._began)
-        """What was seen to move, and when."""
+        self._moved: tuple[object, float] = (_place(), self._began)
+        """Where the process was seen last, and since when."""
         every = self._registry = CollectorRegistry()
         self._figures: dict[str, Gauge] = {}
         restarts = Gauge("mega_restarts", "Of this launch's ranks, by a launcher that counts them", registry=every)
@@ -60,11 +61,11 @@ class Exporter:
         phase = Gauge("mega_phase", "1 for what the process does", ("phase",), registry=every)
         for name in ("starting", "compiling", "training", *sorted(PATIENT)):
             phase.labels(name).set_function(partial(_is, name))
+        self._evaluated = Gauge("mega_evaluation", "By the newest evaluation", ("set", "figure"), registry=every)
         try:
-            self._server = ThreadingHTTPServer(("", port), self._handler())
+            self._server = _Server(("", port), self._handler(), self._still)
         except OSError as error:
             raise ValueError(f"--metrics-port {port}: {error.strerror or error}; valid: a free port") from None
-        self._server.daemon_threads = True
         threading.Thread(target=self._server.serve_forever, name="exporter", daemon=True).start()
 
     @property
@@ -85,7 +86,7 @@ class Exporter:
 
     def evaluation(self, split: str, measured: Mapping[str, float]) -> None:
         for name, value in measured.items():
-            self._gauge(f"{split}_{name}", f"By the newest evaluation of {split} data").set(value)
+            self._evaluated.labels(split, name).set(value)
 
     def health(self) -> tuple[int, dict[str, Any]]:
         """200, or 503 where nothing has moved for too long; a save or an evaluation has a pace of its own."""
@@ -100,13 +101,12 @@ class Exporter:
 
     def _gauge(self, name: str, about: str) -> Gauge:
         if name not in self._figures:
-            words = "".join(letter if letter.isalnum() else "_" for letter in name)
-            self._figures[name] = Gauge(f"mega_{words}", about, registry=self._registry)
+            self._figures[name] = Gauge(f"mega_{name}", about, registry=self._registry)
         return self._figures[name]
 
     def _still(self) -> float:
-        """Seconds since a look that found it elsewhere than the one before."""
-        now, place = time.monotonic(), (ACTIVITY.phase, ACTIVITY.moves)
+        """Seconds since a look that found it elsewhere than the one before; the server looks twice a second."""
+        now, place = time.monotonic(), _place()
         if place != self._moved[0]:
             self._moved = place, now
         return now - self._moved[1]
@@ -115,6 +115,9 @@ class Exporter:
         exporter = self
 
         class Handler(BaseHTTPRequestHandler):
+            timeout = 10
+            """Seconds that a silent client is listened to."""
+
             def do_GET(self) -> None:
                 path = self.path.partition("?")[0]
                 if path == "/metrics":
@@ -134,6 +137,29 @@ class Exporter:
                 """Nothing: whoever asks is no news of the run's."""
 
         return Handler
+
+
+class _Server(ThreadingHTTPServer):
+    """look: is called between requests, every half second."""
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], look: Callable[[], object]):
+        self._look = look
+        super().__init__(address, handler)
+
+    def server_bind(self) -> None:
+        """Without asking a name server what this host is called."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = "", self.server_address[1]
+
+    def service_actions(self) -> None:
+        self._look()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Nothing: a client that hangs up is no news of the run's."""
+
+
+def _place() -> tuple[str, int]:
+    return ACTIVITY.phase, ACTIVITY.moves
 
 
 def _is(phase: str) -> float:

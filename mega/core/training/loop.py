@@ -77,6 +77,7 @@ class Training:
             if train:
                 with ACTIVITY.during("compiling"):  # what the first step needs
                     self._train()
+                ACTIVITY.phase = "ending"
                 self._check_applied()
             if not self.stop.requested and (self._at_end or not train):  # not where --exit-interval ended it
                 self._foresee("cutting the last validation short", ending=True)

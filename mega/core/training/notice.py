@@ -94,6 +94,7 @@ class SignalNotice:
         reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
         self._before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        self._reporting: threading.Thread | None = None
         threading.Thread(target=self._listen, args=(reading,), name="signal-notice", daemon=True).start()
 
     def report_lost(self) -> None:
@@ -110,6 +111,8 @@ class SignalNotice:
         with contextlib.suppress(BlockingIOError):  # so many signals lie in the pipe
             os.write(self._writing, bytes([_MARK]))
             self._settled.wait(NOTICE_WITHIN)
+        if self._reporting is not None:
+            self._reporting.join(NOTICE_WITHIN)
 
     def close(self) -> None:
         """Signals reach only their handlers again."""
@@ -131,4 +134,8 @@ class SignalNotice:
                     elif self._speaks and not reported:
                         reported = True
                         if not launchers_note():  # else the launcher has said why this rank ends
-                            write_error(f"mega: {self._outlook.first(number, self._silent())}\n")
+                            self._reporting = threading.Thread(target=self._report_first, args=(number,), daemon=True)
+                            self._reporting.start()  # asking ranks takes a while, in which a second Ctrl-C counts
+
+    def _report_first(self, number: int) -> None:
+        write_error(f"mega: {self._outlook.first(number, self._silent())}\n")

@@ -59,7 +59,7 @@ def _attention(options: ModelConfig, *, name: str, **values: Any) -> Attention:
         heads=options.heads,
         kv_heads=options.kv_heads,
         head_dim=head_dim,
-        qkv_bias=options.bias if options.qkv_bias is None else options.qkv_bias,
+        qkv_bias=options.qkv_bias,
         out_bias=options.bias,
         q_norm=norm(options, f"{name}.q_norm", head_dim) if options.qk_norm else None,
         k_norm=norm(options, f"{name}.k_norm", head_dim) if options.qk_norm else None,

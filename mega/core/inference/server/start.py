@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from mega.core.activity import ACTIVITY
 from mega.core.architecture.words import size_words
 from mega.core.config.world import world_from_env
 from mega.core.inference.adapters import OpenedAdapter, open_adapters
@@ -91,6 +92,7 @@ def serve_rank(plan: ServePlan) -> int:
     manners = {each.name: _manner(each, whole, tokenizer, vocab) for each in adapters if first}
     world, device, groups = connect(plan.layout.device, timeout_minutes=plan.listen.timeout_minutes)
     keep_asking()
+    ACTIVITY.phase = "serving"
     mesh = Mesh(world.rank, tp=plan.layout.tp, pp=plan.layout.pp, groups=groups)
     dtype = compute_dtype(opened, device, plan.layout.dtype)
     options = replace(plan.engine, vocab=tokenizer.vocab_size)
