@@ -84,7 +84,9 @@ def test_what_a_layout_is() -> None:
 def test_what_bench_reads() -> None:
     sections = ("data", "finetuning", "schedule", "evaluation", "checkpoint", "log")
     dropped = {name for name, entry in entries().items() if entry.section in sections}
-    assert set(options_with(bench="unused")) == dropped - {"reset_attention"} | {"steps", "samples", "rampup"}
+    assert set(options_with(bench="unused")) == dropped - {"reset_attention"} | {
+        *("steps", "samples", "rampup", "phase_timeout_minutes")
+    }
     assert set(options_with(bench="host")) == {"device", "backend", "timeout_minutes", "nproc"}
 
 

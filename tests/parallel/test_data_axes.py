@@ -167,12 +167,11 @@ def drift(groups: Groups, rank: int) -> str:
         state.stages[0].experts.weight.data[0, 0] += 1e-12
     try:
         audit(state)
-    except RuntimeError as error:
+    except FloatingPointError as error:
         return str(error)
     return ""
 
 
 def test_an_expert_that_drifts_is_named(pool: Pool) -> None:
     said = pool.run(drift, world=4)
-    assert all("copies have drifted apart" in one for one in said)
-    assert "weights/experts.weight: ranks 1 and 3 differ" in said[3] and "experts" not in said[0]
+    assert len(set(said)) == 1 and "copies have drifted apart: weights/experts.weight: ranks 1 and 3 differ" in said[0]

@@ -8,6 +8,7 @@ import pytest
 
 from mega.core.config.check import check
 from mega.core.config.compose import compose
+from mega.core.config.resolve import resolve
 from mega.core.config.toml import unfit
 from mega.core.parallel.mesh import Groups
 from mega.core.plan import Costs, plan, prove, simulate
@@ -52,7 +53,9 @@ def test_it_is_drawn() -> None:
 def test_it_is_a_choice_and_held_to_the_rules() -> None:
     flags = {"micro_batch": 1, "steps": 4, "lr": 1e-3, "mock_data": True, "vocab": 100, "schedule": NAME, "pp": 2}
     assert unfit("parallel", "schedule", NAME) is None
-    assert check(compose("tiny-gpt", flags=flags), 2).parallel.schedule == NAME
+    options = compose("tiny-gpt", flags=flags)
+    check(options, 2)
+    assert resolve(options, 2).parallel.schedule == NAME
     with pytest.raises(ValueError, match=r"^--chunks 2: needs --schedule interleaved"):
         check(compose("tiny-gpt", flags={**flags, "layers": 4, "chunks": 2}), 2)
     with pytest.raises(ValueError, match=rf"^--schedule {NAME} with --chunks 2: must be 1 \(several need"):
