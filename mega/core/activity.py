@@ -1,7 +1,7 @@
 """What this process is doing, in plain attributes: a step sets them without a lock, a watching thread reads them.
 
-One value a process, since a process is one rank. It knows no ranks and no training; whoever works says so here, and
-`processes/roll_call.py` reports it to ranks that wait.
+One value a process, since a process is one rank. It knows no ranks and no training: code that does the work sets it,
+and `processes/roll_call.py` reports it to ranks that wait.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+TRAINING = ("starting", "building caches", "loading", "compiling", "training", "evaluating", "saving", "ending")
+"""The phases of a training. Other verbs have one phase, such as "serving"."""
+
 PATIENT = frozenset({"building caches", "loading", "evaluating", "saving"})
 """Phases that may keep other ranks waiting for longer than a step does: disks and held-out sets have their own pace."""
 
 
 @dataclass
 class Activity:
-    """phase: "starting", "training", or one of PATIENT. step: the newest that was begun. act: of the pipeline's plan,
+    """phase: of TRAINING, or another verb's. step: the newest that was begun. act: of the pipeline's plan,
     the newest that was begun. moves: changes with every step, act and batch. writer: the thread that saves in the
     background, while it does. saved: the newest step that is saved, the seconds that it took, and time.monotonic() when
     it was."""

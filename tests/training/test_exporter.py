@@ -79,6 +79,11 @@ def test_a_port_that_is_taken(exporter: exporters.Exporter) -> None:
         exporters.Exporter(exporter.port, steps=1, still_s=1)
 
 
+def test_a_port_that_is_taken_starts_nothing(exporter: exporters.Exporter, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(f"pretrain --steps 1 --metrics-port {exporter.port}".split()) == 2
+    assert f"--metrics-port {exporter.port}: Address already in use; valid: a free port" in capsys.readouterr().err
+
+
 def test_an_absent_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     find = importlib.util.find_spec
     absent = "prometheus_client"

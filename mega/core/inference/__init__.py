@@ -1,4 +1,4 @@
-"""A model that answers: opened where it lies, in any layout, and asked by ids. server/ is its HTTP; it knows none.
+"""A model that answers: opened in any layout and asked by ids. It knows no HTTP, which is in server/.
 
 load, opening, capacity   a model's weights on ranks, an engine of them, and what fits beside them
 identity, adapters        its tokenizer and template, and low-rank adapters by request

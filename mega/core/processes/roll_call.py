@@ -98,7 +98,7 @@ class RollCall:
         return self
 
     def close(self) -> None:
-        """From now on this rank does not answer, and nobody expects it to."""
+        """From now on this rank does not answer, and no other rank expects it to."""
         self._closed.set()
         with contextlib.suppress(Exception):  # of a store that has gone, or is silent
             in_time(self.questions.leave, LEAVING)

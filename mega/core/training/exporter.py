@@ -1,7 +1,7 @@
 """A run's figures for Prometheus at /metrics, and whether it moves at /health, over HTTP from the process of rank 0.
 
-Threads answer, from the last figures that the meters gave and from `ACTIVITY`; a reader that is slow keeps nobody
-waiting. It knows no ranks: processes/roll_call.py names the one that others wait for.
+Threads answer, from the last figures that the meters gave and from `ACTIVITY`; the run does not wait for a slow
+reader. It knows no ranks: processes/roll_call.py names the one that others wait for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
 
-from mega.core.activity import ACTIVITY, PATIENT
+from mega.core.activity import ACTIVITY, PATIENT, TRAINING
 
 FIGURES = {
     "loss": "Of the last step",
@@ -46,9 +46,9 @@ class Exporter:
         """Where the process was seen last, and since when."""
         every = self._registry = CollectorRegistry()
         self._figures: dict[str, Gauge] = {}
-        restarts = Gauge("mega_restarts", "Of this launch's ranks, by a launcher that counts them", registry=every)
+        restarts = self._gauge("restarts", "Of this launch's ranks, by a launcher that counts them")
         restarts.set(int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0))
-        self._gauge("step", "Newest step whose numbers are known")
+        self._step = self._gauge("step", "Newest step whose numbers are known")
         self._gauge("steps", "The last one of the run").set(steps)
         self._gauge("goodput_ratio", "Share of the time since the start of this process that steps took").set_function(
             lambda: self._productive / max(time.monotonic() - self._began, 1e-9)
@@ -59,7 +59,7 @@ class Exporter:
         self._gauge("save_seconds", f"Taken by {saved}").set_function(lambda: _saved(1))
         self._gauge("save_step", f"Number of {saved}").set_function(lambda: _saved(0))
         phase = Gauge("mega_phase", "1 for what the process does", ("phase",), registry=every)
-        for name in ("starting", "compiling", "training", *sorted(PATIENT)):
+        for name in TRAINING:
             phase.labels(name).set_function(partial(_is, name))
         self._evaluated = Gauge("mega_evaluation", "By the newest evaluation", ("set", "figure"), registry=every)
         try:
@@ -75,7 +75,7 @@ class Exporter:
     def step(self, step: int, row: Mapping[str, Any], speed: Mapping[str, float | None]) -> None:
         """A step's numbers. row: as of `Meters.step`. speed: more figures by name; None is left out."""
         self._productive += float(row["seconds"])
-        self._gauge("step", "").set(step)
+        self._step.set(step)
         self._gauge("step_seconds", "Of the last step").set(row["seconds"])
         for name, about in FIGURES.items():
             if row.get(name) is not None:
@@ -134,7 +134,7 @@ class Exporter:
                 self.wfile.write(body)
 
             def log_message(self, format: str, *args: Any) -> None:
-                """Nothing: whoever asks is no news of the run's."""
+                """A request is not reported: the log is the run's."""
 
         return Handler
 
@@ -155,7 +155,7 @@ class _Server(ThreadingHTTPServer):
         self._look()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Nothing: a client that hangs up is no news of the run's."""
+        """A client that hangs up is not reported: the log is the run's."""
 
 
 def _place() -> tuple[str, int]:

@@ -112,25 +112,24 @@ class Meters:
 
     def _figures(self, tokens: int, seconds: float, memory: int) -> dict[str, float | None]:
         """A step's speed and memory, of one device."""
-        rate = tokens / max(seconds, 1e-9) / self.devices
-        tflops = rate * self.flops_per_token / 1e12
+        rate, tflops = self._speed(tokens, seconds)
         speed = {"tokens_per_second_per_device": rate, "tflops_per_device": tflops, "memory_bytes": float(memory)}
         return {**speed, "mfu_ratio": tflops / self.peak if self.peak else None}
 
     def _rate(self, step: int, memory: int) -> None:
         """Keep the speed since the row of speed before; the next one begins here."""
-        rate, tflops = self._speed()
+        rate, tflops = self._speed(self._tokens, self._seconds)
         self._write({"step": step, "tokens_per_second_per_device": rate, "tflops_per_device": tflops, "memory": memory})
         self._steps, self._tokens, self._seconds = 0, 0, 0.0
 
-    def _speed(self) -> tuple[float, float]:
-        """Tokens a second, and TFLOP/s, of one device since the row of speed before."""
-        rate = self._tokens / max(self._seconds, 1e-9) / self.devices
+    def _speed(self, tokens: int, seconds: float) -> tuple[float, float]:
+        """Tokens a second, and TFLOP/s, of one device."""
+        rate = tokens / max(seconds, 1e-9) / self.devices
         return rate, rate * self.flops_per_token / 1e12
 
     def _line(self, step: int, row: Mapping[str, Any], memory: int) -> str:
         each = self._seconds / self._steps
-        (rate, tflops), of = self._speed(), "/device" if self.devices > 1 else ""
+        (rate, tflops), of = self._speed(self._tokens, self._seconds), "/device" if self.devices > 1 else ""
         eta = f"eta {_clock(int((self.steps - step) * each))}" if self._bar is None else ""  # which the bar shows
         return fitting(
             [
