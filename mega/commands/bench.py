@@ -116,7 +116,7 @@ def _note_unused(runs: Iterable[Options], given: GivenOptions) -> None:
 def _resolved(options: Options, given: GivenOptions, steps: int, size: int) -> RunConfig:
     """A run as it is measured. Random documents are kept apart without a tokenizer that knows where they end."""
     from mega.core.config.resolve import variant
-    from mega.core.training.inputs import resolve_run
+    from mega.core.training.start.inputs import resolve_run
 
     resolved = resolve_run(_measurable(options, given, steps), size).run
     return variant(resolved, {"reset_attention": options.data.reset_attention})

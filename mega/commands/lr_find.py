@@ -18,7 +18,7 @@ def run(options: Options) -> int:
     Takes the flags of the run that is planned, of mega pretrain or mega finetune. The rate grows from --min-lr [1e-7]
     to --lr [1] over --steps [100]; nothing is saved. The curve is drawn next to --metrics [lr-find.jsonl], as an SVG.
     """
-    from mega.core.training.lr_find import LEAST_POINTS, draw, has_risen, read, suggest, sweep
+    from mega.core.report.lr_find import LEAST_POINTS, draw, has_risen, read, suggest, sweep
 
     planned = sweep(options)
     metrics, speaks = Path(metrics_file(planned)), is_first_rank() and not options.runtime.dry_run

@@ -325,7 +325,7 @@ def planned(options: Options) -> tuple[RunConfig, int]:
     options = updated(options, {"dry_run": True, "save": "." if nowhere else place})
     world = ranks(world_from_env(), options.runtime.nproc, options.runtime.world)
     from mega.core.config.resolve import variant
-    from mega.core.training.inputs import resolve_run
+    from mega.core.training.start.inputs import resolve_run
 
     return variant(resolve_run(options, world).run, {"save": place}), world
 

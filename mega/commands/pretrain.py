@@ -22,14 +22,14 @@ def run(options: Options) -> int:
     Exit codes: 0 at the end, or where --exit-interval or --exit-minutes ended it; 1 for a failure, 2 for a mistake;
     130, 143, 138, 129 where Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP stopped it, after saving.
     """
-    from mega.core.training.inputs import open_inputs, resolve_run
+    from mega.core.training.start.inputs import open_inputs, resolve_run
 
     world = world_from_env()
     size = ranks(world, options.runtime.nproc, options.runtime.world)
     resolved = resolve_run(_as_the_weights(options), size)  # in a moment, before anything heavy is imported
     if options.runtime.dry_run:
         if is_first_rank():
-            from mega.core.training.dry_run import dry_run
+            from mega.core.training.start.dry_run import dry_run
 
             dry_run(open_inputs(resolved), size)
         return 0
@@ -40,10 +40,10 @@ def run(options: Options) -> int:
         for line in crowded(resolved.run, size):
             print(f"mega: {line}", file=sys.stderr)
         from mega.core.processes.launch import launch
-        from mega.core.training.start import pretrain
+        from mega.core.training.start.rank import pretrain
 
         return launch(size, pretrain, resolved)
-    from mega.core.training.start import pretrain
+    from mega.core.training.start.rank import pretrain
 
     return pretrain(resolved)
 
@@ -52,7 +52,7 @@ def _as_the_weights(options: Options) -> Options:
     """With the tokenizer of the weights that the run begins with, against which one that flags name is held, and with
     the chat template by which it converses. Errors: ValueError where flags name another tokenizer, or no such template
     came with the weights."""
-    from mega.core.training.inputs import weights_of
+    from mega.core.training.start.inputs import weights_of
 
     weights = next(weights_of(options), None)
     if weights is None:

@@ -26,7 +26,7 @@ from mega.core.checkpoint.own.pieces import Piece
 from mega.core.checkpoint.own.store import CheckpointStore
 from mega.core.device import Device
 from mega.core.parallel.mesh import Groups, Mesh
-from mega.core.training.saver import Saver
+from mega.core.training.saves.saver import Saver
 from mega.core.training.wire import build_state
 from tests.battery.data_ledger import Item, run
 from tests.support.runs import small_run

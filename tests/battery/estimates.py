@@ -36,8 +36,8 @@ from mega.core.estimate.memory import memory
 from mega.core.estimate.steptime import step_time
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.weight import local_parameters
-from mega.core.training.dry_run import dry_run
-from mega.core.training.inputs import open_inputs, resolve_run
+from mega.core.training.start.dry_run import dry_run
+from mega.core.training.start.inputs import open_inputs, resolve_run
 from mega.core.training.wire import build_stages
 from tests.battery.data_ledger import ROWS, commit
 

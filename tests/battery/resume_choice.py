@@ -34,9 +34,9 @@ from mega.core.config.compose import compose
 from mega.core.device import Device
 from mega.core.parallel.mesh import Groups
 from mega.core.processes.pool import Pool
-from mega.core.training import saver
-from mega.core.training.inputs import open_inputs, resolve_run
-from mega.core.training.start import start
+from mega.core.training.saves import saver
+from mega.core.training.start.inputs import open_inputs, resolve_run
+from mega.core.training.start.rank import start
 from tests.battery.data_ledger import Item, run
 from tests.support.views import KINDS, damage
 from tests.training.test_views import LAYOUTS, RUN, WAYS, begin, from_steps

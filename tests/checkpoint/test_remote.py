@@ -16,8 +16,8 @@ from mega.core.checkpoint.own.store import Checkpoint, CheckpointStore, Piece, S
 from mega.core.config.check import check
 from mega.core.device import Device
 from mega.core.parallel.mesh import Mesh
-from mega.core.training.resume import ResumePoint, restore
-from mega.core.training.saver import Saver
+from mega.core.training.saves.resume import ResumePoint, restore
+from mega.core.training.saves.saver import Saver
 from mega.core.training.wire import build_state
 from tests.support.runs import small_run
 

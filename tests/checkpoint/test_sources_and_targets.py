@@ -35,7 +35,7 @@ from mega.core.checkpoint.own.reshard import reshard
 from mega.core.checkpoint.own.store import CheckpointStore, Piece, locate
 from mega.core.config.sections import ModelConfig
 from mega.core.files import url_of
-from mega.core.training.resume import sidecar_files
+from mega.core.training.saves.resume import sidecar_files
 from tests.support import toy_layers
 from tests.support.foreign_forms import LLAMA, hf_config, hf_writer, weights_of
 from tests.support.hugging_face import hf_folder

@@ -27,7 +27,7 @@ def no_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(*_: object) -> int:
         raise AssertionError("a rank was started")
 
-    for name in ("mega.core.training.start", "mega.core.processes.launch"):
+    for name in ("mega.core.training.start.rank", "mega.core.processes.launch"):
         module = types.ModuleType(name)
         module.pretrain = module.launch = started  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, name, module)

@@ -39,8 +39,8 @@ from mega.core.parallel.collectives import all_reduce
 from mega.core.processes.connect import connect, disconnect
 from mega.core.proof.bench import random_batch
 from mega.core.proof.bench_rows import row
-from mega.core.training.resume import ResumePoint, restore
-from mega.core.training.saver import Saver
+from mega.core.training.saves.resume import ResumePoint, restore
+from mega.core.training.saves.saver import Saver
 from mega.core.training.step import train_step
 from mega.core.training.wire import build_mesh, build_state
 

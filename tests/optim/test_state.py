@@ -22,8 +22,8 @@ from mega.core.optim.rule import Rule
 from mega.core.parallel.mesh import Groups
 from mega.core.processes.pool import Pool
 from mega.core.proof.parity import own_samples, synthetic_batch
-from mega.core.training.resume import ResumePoint, restore
-from mega.core.training.saver import Saver
+from mega.core.training.saves.resume import ResumePoint, restore
+from mega.core.training.saves.saver import Saver
 from mega.core.training.state import TrainState
 from mega.core.training.step import train_step
 from mega.core.training.wire import build_mesh, build_state

@@ -20,7 +20,7 @@ from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.parallel.weight import weights
 from mega.core.processes.pool import Pool
 from mega.core.proof.parity import assemble
-from mega.core.training.audit import audit
+from mega.core.training.guards.audit import audit
 from mega.core.training.state import TrainState
 from mega.core.training.step import train_step
 from tests.support.toy_experts import EXPERTS, HIDDEN, batch, toy_state

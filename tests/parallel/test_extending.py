@@ -18,7 +18,7 @@ from mega.core.parallel.mesh import Groups
 from mega.core.processes.pool import Pool
 from mega.core.proof.layouts import LR
 from mega.core.proof.parity import LOSS_BOUND, Snapshot, compare, own_samples, snapshots, synthetic_batch, within
-from mega.core.training import pretraining
+from mega.core.training.kinds import pretraining
 from mega.core.training.step import evaluate_step, output_step, train_step
 from mega.core.training.wire import build_mesh, build_state
 from tests.support import toy_encoder

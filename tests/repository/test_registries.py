@@ -33,7 +33,7 @@ def test_no_string_names_a_module_of_another_room() -> None:
 
 
 def test_one_would_show() -> None:
-    tree = ast.parse('MODULES = {"mnli": "mega.core.tasks.mnli", "lm": "mega.core.training.pretraining"}')
-    assert list(named_modules("mega/core/training/kinds.py", tree)) == [
-        ("mega/core/training/kinds.py:1", "mega.core.tasks.mnli")
+    tree = ast.parse('MODULES = {"mnli": "mega.core.tasks.mnli", "lm": "mega.core.training.kinds.pretraining"}')
+    assert list(named_modules("mega/core/training/kinds/__init__.py", tree)) == [
+        ("mega/core/training/kinds/__init__.py:1", "mega.core.tasks.mnli")
     ]

@@ -155,7 +155,7 @@ def difference(theirs: Trajectory, save: Path, exported: Path) -> dict[str, floa
 def inputs(save: Path) -> Any:
     """The dataset of a run that has been saved: its samples, in the order in which they are read."""
     from mega.core.config.toml import parse
-    from mega.core.training.inputs import ResolvedRun, open_inputs
+    from mega.core.training.start.inputs import ResolvedRun, open_inputs
 
     step = max(save.glob("step-*"))
     return open_inputs(ResolvedRun(parse((step / "run.toml").read_text()))).datasets.train

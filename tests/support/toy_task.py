@@ -11,9 +11,9 @@ from mega.core.config.run import RunConfig
 from mega.core.data.build import Datasets
 from mega.core.parallel.mesh import Mesh
 from mega.core.text.tokenizer import Tokenizer
-from mega.core.training import pretraining
-from mega.core.training.task import Task
-from mega.core.training.task_kind import TaskKind
+from mega.core.training.kinds import pretraining
+from mega.core.training.kinds.kind import TaskKind
+from mega.core.training.kinds.task import Task
 
 NAME = "counting"
 

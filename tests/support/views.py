@@ -14,8 +14,8 @@ from unittest import mock
 
 from mega.core.checkpoint.own import store as store_module
 from mega.core.checkpoint.own.store import CheckpointStore
-from mega.core.training import place as place_module
-from mega.core.training import resume
+from mega.core.training.saves import place as place_module
+from mega.core.training.saves import resume
 
 KINDS = ("missing", "unreadable", "unread", "older", "cut")
 """The step is absent; a file cannot be opened; it opens, and cannot be read; it is of another run; a file is short."""

@@ -15,8 +15,8 @@ from mega.core.parallel.bucket_sums import tied_buckets
 from mega.core.parallel.mesh import Groups
 from mega.core.processes.pool import Pool
 from mega.core.proof.parity import own_samples, synthetic_batch
-from mega.core.training.audit import audit, copies
-from mega.core.training.finite import check_tied
+from mega.core.training.guards.audit import audit, copies
+from mega.core.training.guards.finite import check_tied
 from mega.core.training.step import train_step
 from mega.core.training.wire import build_mesh, build_state
 

@@ -23,10 +23,11 @@ from mega.core.device import Device
 from mega.core.files import PARTS, WHOLE_BYTES, sampled_digest
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.processes.pool import Pool
-from mega.core.training import consistency, place
-from mega.core.training.consistency import Comparable, check_consistent
-from mega.core.training.inputs import open_inputs, resolve_run
-from mega.core.training.start import start
+from mega.core.training.saves import place
+from mega.core.training.start import consistency
+from mega.core.training.start.consistency import Comparable, check_consistent
+from mega.core.training.start.inputs import open_inputs, resolve_run
+from mega.core.training.start.rank import start
 
 RUN: dict[str, Any] = {
     **{"layers": 2, "hidden": 16, "heads": 2, "seq_length": 8, "vocab": 64, "micro_batch": 1, "global_batch": 2},

@@ -200,7 +200,7 @@ def test_padding_that_no_row_needs_is_left_out(
         losses.append([row["loss"] for row in rows if "lr" in row])
         if name == "short":
             assert {width % 8 for width in widths} == {0} and min(widths) < max(widths) <= 48, widths
-            monkeypatch.setattr("mega.core.training.dpo._unit", lambda state: None)
+            monkeypatch.setattr("mega.core.training.kinds.dpo._unit", lambda state: None)
             widths.clear()
     assert set(widths) == {48} and losses[0] == pytest.approx(losses[1], rel=2e-6)
 

@@ -19,7 +19,7 @@ import pytest
 from mega.cli import main
 from mega.core.activity import ACTIVITY
 
-exporters = pytest.importorskip("mega.core.training.exporter", reason="needs the extra track")
+exporters = pytest.importorskip("mega.core.training.metrics.exporter", reason="needs the extra track")
 
 
 def ask(port: int, path: str) -> tuple[int, str]:

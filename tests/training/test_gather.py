@@ -12,7 +12,7 @@ from mega.core.device import Device
 from mega.core.parallel.mesh import Groups
 from mega.core.processes.pool import Pool
 from mega.core.proof.parity import own_samples, synthetic_batch
-from mega.core.training.audit import audit
+from mega.core.training.guards.audit import audit
 from mega.core.training.state import TrainState
 from mega.core.training.step import evaluate_step, train_step
 from mega.core.training.wire import build_mesh, build_state

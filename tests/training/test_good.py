@@ -23,10 +23,10 @@ from mega.core.config.run import RunConfig
 from mega.core.device import Device
 from mega.core.parallel.mesh import Groups
 from mega.core.processes.pool import Pool
-from mega.core.training.inputs import open_inputs, resolve_run
-from mega.core.training.proving import Proving
-from mega.core.training.saver import Saver
-from mega.core.training.start import start
+from mega.core.training.saves.proving import Proving
+from mega.core.training.saves.saver import Saver
+from mega.core.training.start.inputs import open_inputs, resolve_run
+from mega.core.training.start.rank import start
 from mega.core.training.wire import build_mesh, build_state
 from tests.support.runs import small_run
 

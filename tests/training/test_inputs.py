@@ -18,7 +18,7 @@ from mega import cli
 from mega.core.config import check, resolve
 from mega.core.config.compose import compose
 from mega.core.processes import launch
-from mega.core.training import inputs
+from mega.core.training.start import inputs
 from tests.support.hugging_face import hf_folder
 
 RUN = (
@@ -115,7 +115,7 @@ def test_what_ranks_get_is_the_result_without_what_is_open() -> None:
 
 @pytest.mark.parametrize(("device", "dtype", "said"), [("cuda", "fp32", 1), ("cuda", "bf16", 0), ("cpu", "fp32", 0)])
 def test_fp32_on_a_gpu_is_said_with_what_bf16_gives(device: str, dtype: str, said: int) -> None:
-    from mega.core.training.introduce import device_notes
+    from mega.core.training.start.introduce import device_notes
 
     run = compose("tiny-gpt", flags={"dtype": dtype, "vocab": 64, "micro_batch": 1})
     lines = list(device_notes(resolve.resolve(run, 1), SimpleNamespace(is_cuda=device == "cuda"), 1))  # type: ignore[arg-type]

@@ -29,8 +29,8 @@ from mega.core.parallel.mesh import Groups
 from mega.core.processes import connect, launch, signals
 from mega.core.processes.pool import Pool
 from mega.core.training import evaluation, notice
-from mega.core.training.inputs import open_inputs, resolve_run
-from mega.core.training.start import start
+from mega.core.training.start.inputs import open_inputs, resolve_run
+from mega.core.training.start.rank import start
 
 RUN = (
     "--layers 1 --hidden 8 --heads 1 --seq-length 8 --vocab 64 --mock-data --micro-batch 1 --lr 1e-3 --steps 1000000 "

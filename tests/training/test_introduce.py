@@ -14,8 +14,8 @@ from mega.core.config.compose import compose
 from mega.core.config.resolve import resolve
 from mega.core.config.sections import LogConfig
 from mega.core.ops import cudnn
-from mega.core.training.introduce import summary
-from mega.core.training.meters import COLUMNS, Meters
+from mega.core.training.metrics.meters import COLUMNS, Meters
+from mega.core.training.start.introduce import summary
 from mega.core.training.wire import chosen_ops
 
 RUN = (

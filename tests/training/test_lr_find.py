@@ -13,7 +13,7 @@ from mega.cli import main
 from mega.commands import finetune, lr_find
 from mega.core.config.run import Options, updated
 from mega.core.config.sections import CheckpointConfig
-from mega.core.training.lr_find import read, smoothed, suggest, sweep
+from mega.core.report.lr_find import read, smoothed, suggest, sweep
 
 RUN = (
     "--layers 1 --hidden 32 --heads 2 --vocab 31 --seq-length 16 --global-batch 4 --micro-batch 4 --mock-data "

@@ -13,7 +13,7 @@ import pytest
 
 from mega.cli import main
 from mega.core.config.sections import LogConfig
-from mega.core.training.meters import Meters, _open_rows
+from mega.core.training.metrics.meters import Meters, _open_rows
 
 
 def write(path: Path, start: int, *steps: int, norm: float = 1.0) -> None:

@@ -19,9 +19,9 @@ from mega.core.device import Device
 from mega.core.parallel.mesh import Groups
 from mega.core.processes.exit_reports import report_of
 from mega.core.processes.pool import Pool
-from mega.core.training import meters
-from mega.core.training.inputs import open_inputs, resolve_run
-from mega.core.training.start import start
+from mega.core.training.metrics import meters
+from mega.core.training.start.inputs import open_inputs, resolve_run
+from mega.core.training.start.rank import start
 
 FULL = Path("/dev/full")
 RUN = (

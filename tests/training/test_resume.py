@@ -25,8 +25,8 @@ from mega.core.device import Device
 from mega.core.ops.counter import OLD_RULE, RULE
 from mega.core.parallel.mesh import Groups
 from mega.core.processes.pool import Pool
-from mega.core.training.resume import ResumePoint, differences, restore
-from mega.core.training.saver import Saver
+from mega.core.training.saves.resume import ResumePoint, differences, restore
+from mega.core.training.saves.saver import Saver
 from mega.core.training.state import TrainState
 from mega.core.training.wire import build_mesh, build_state
 

@@ -11,8 +11,8 @@ from mega.core.config.compose import compose
 from mega.core.device import Device
 from mega.core.parallel.mesh import Groups
 from mega.core.processes.pool import Pool
-from mega.core.training.inputs import open_inputs, resolve_run
-from mega.core.training.start import start
+from mega.core.training.start.inputs import open_inputs, resolve_run
+from mega.core.training.start.rank import start
 
 RUN: dict[str, Any] = {
     **{"layers": 2, "hidden": 16, "heads": 2, "seq_length": 16, "mock_data": True, "micro_batch": 2, "global_batch": 2},

@@ -22,8 +22,8 @@ from mega.core.device import Device, HostCopy
 from mega.core.parallel.mesh import Groups
 from mega.core.processes.pool import Pool
 from mega.core.text.templates import TEMPLATES
-from mega.core.training.resume import ResumePoint, restore
-from mega.core.training.saver import Saver
+from mega.core.training.saves.resume import ResumePoint, restore
+from mega.core.training.saves.saver import Saver
 from mega.core.training.state import Progress, TrainState
 from mega.core.training.wire import build_mesh, build_state
 from tests.support.runs import small_run

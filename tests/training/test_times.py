@@ -13,7 +13,7 @@ import pytest
 from mega.cli import main
 from mega.core import device
 from mega.core.training import evaluation, loop
-from mega.core.training.saver import Saver
+from mega.core.training.saves.saver import Saver
 
 STEP, VALIDATION, SAVE = 1.0, 0.25, 8.0
 """Seconds that each takes, of a clock that nothing else moves; all sums of them are exact."""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mega.cli import main
-from mega.core.training.trackers import NAMES, training_values
+from mega.core.training.metrics.trackers import NAMES, training_values
 
 RUN = (
     "pretrain --layers 1 --hidden 8 --heads 1 --seq-length 8 --vocab 64 --mock-data --micro-batch 2 --lr 1e-3 "

@@ -16,8 +16,8 @@ from mega.core.config.compose import compose
 from mega.core.device import Device
 from mega.core.parallel.mesh import Groups
 from mega.core.processes.pool import Pool
-from mega.core.training.inputs import Inputs, open_inputs, resolve_run
-from mega.core.training.start import start
+from mega.core.training.start.inputs import Inputs, open_inputs, resolve_run
+from mega.core.training.start.rank import start
 from tests.support.views import KINDS, damage, seen_at
 
 RUN: dict[str, Any] = {

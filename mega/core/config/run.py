@@ -1,10 +1,10 @@
 """A run as typed, `Options`, and as resolved, `RunConfig`: two frozen values with the same sections.
 
     preset < TOML file < flags        config/compose.py      what a user typed: Options
-    what the weights say              training/inputs.py     the model of --load, steps of --epochs: still Options
+    what the weights say              training/start/inputs.py   the model of --load, steps of --epochs: still Options
     check(options, world)             config/check.py        every rule, all mistakes at once; returns nothing
     resolve(options, world, vocab)    config/resolve.py      the RunConfig, with nothing left to derive
-    launch, ranks, loop, checkpoint   training/start.py      are given the RunConfig
+    launch, ranks, loop, checkpoint   training/start/rank.py     are given the RunConfig
 
 In `Options` None may mean "derive this"; `updated` puts another layer on them, and nothing else changes them. In a
 `RunConfig` None means "not asked for". `resolve` makes it, ranks are given it, and run.toml holds it; no code replaces

@@ -1102,7 +1102,7 @@ LABELLED: dict[str, tuple[Literal["classification", "choice"], int]] = {
 """Kind of task whose samples have labels -> the head of its model, and its classes or choices."""
 
 TASKS: dict[str, tuple[str, ...]] = {"lm": (), "dpo": ("dpo_data",), **dict.fromkeys(LABELLED, ("train_data",))}
-"""Kind of task -> the options without which it has nothing to train on; training/kinds.py makes it."""
+"""Kind of task -> the options without which it has nothing to train on; training/kinds makes it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,11 +12,11 @@ import torch
 
 from mega.core.activity import ACTIVITY
 from mega.core.config.resolve import microbatches
-from mega.core.training.meters import Meters
+from mega.core.training.kinds.task import HeldOut, Task
+from mega.core.training.metrics.meters import Meters
 from mega.core.training.state import TrainState
 from mega.core.training.step import evaluate_step
 from mega.core.training.stop import StopSignal
-from mega.core.training.task import HeldOut, Task
 
 
 class Evaluation:

@@ -18,16 +18,16 @@ from mega.core.architecture import architecture
 from mega.core.config.resolve import global_batch_at, microbatches, text_lengths
 from mega.core.device import Reading, Timestamp
 from mega.core.training.evaluation import Evaluation
-from mega.core.training.finite import DIVERGED, broken_tensors, check_tied
-from mega.core.training.meters import Meters
-from mega.core.training.proving import LIMIT
+from mega.core.training.guards.finite import DIVERGED, broken_tensors, check_tied
+from mega.core.training.kinds.task import Task
+from mega.core.training.metrics.meters import Meters
 from mega.core.training.routines import Routine
-from mega.core.training.saver import Saver
+from mega.core.training.saves.proving import LIMIT
+from mega.core.training.saves.saver import Saver
 from mega.core.training.schedules import Schedules
 from mega.core.training.state import TrainState
 from mega.core.training.step import train_step
 from mega.core.training.stop import StopFlag, StopSignal
-from mega.core.training.task import Task
 
 STUCK = 20
 """Steps in a row without an update, after which a run that cannot lower its loss scale ends."""

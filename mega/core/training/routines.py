@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from mega.core.config.resolve import epoch_steps
-from mega.core.training.audit import audit
 from mega.core.training.evaluation import Evaluation
+from mega.core.training.guards.audit import audit
 from mega.core.training.sampling import Sampler
-from mega.core.training.saver import Saver
+from mega.core.training.saves.saver import Saver
 from mega.core.training.state import TrainState
 
 

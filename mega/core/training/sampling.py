@@ -14,7 +14,7 @@ from mega.core.architecture import architecture
 from mega.core.family import family
 from mega.core.parallel.collectives import all_gather, all_reduce
 from mega.core.text.tokenizer import Tokenizer
-from mega.core.training.meters import Meters
+from mega.core.training.metrics.meters import Meters
 from mega.core.training.state import TrainState
 from mega.core.training.step import output_step
 

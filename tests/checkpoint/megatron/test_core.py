@@ -27,8 +27,8 @@ from mega.core.config.sections import ModelConfig
 from mega.core.device import Device
 from mega.core.parallel.mesh import Groups
 from mega.core.processes.pool import Pool
-from mega.core.training.inputs import ResolvedRun, open_inputs, resolve_run
-from mega.core.training.start import start
+from mega.core.training.start.inputs import ResolvedRun, open_inputs, resolve_run
+from mega.core.training.start.rank import start
 from tests.support import foreign_forms
 from tests.support.archives import unpack
 from tests.support.foreign_forms import weights_of

@@ -25,7 +25,7 @@ from mega.core.checkpoint.own.layout import Layout
 from mega.core.checkpoint.own.pieces import Piece
 from mega.core.checkpoint.own.store import CheckpointStore, locate
 from mega.core.config.run import Options, updated
-from mega.core.training.inputs import resolve_run
+from mega.core.training.start.inputs import resolve_run
 from tests.checkpoint.megatron.test_state import GPT, LLAMA, NUMBERS, own
 from tests.support.archives import unpack
 from tests.support.foreign_forms import weights_of

@@ -8,7 +8,7 @@ holds for each what the run that went on from it has met:
     good        --good-after sound steps were taken since, or the run came to its last one
     suspect     the run blew up before it was good; with the reason
 
-A sound step is one that was applied with a finite loss below the limit in `training/proving.py`.
+A sound step is one that was applied with a finite loss below the limit in `training/saves/proving.py`.
 
 Which step is resumed from: the newest whole one that is not suspect. Unproven ones count, so that a run that is killed
 loses nothing; there must be a reason to pass one over, and it is reported. Retention never removes the newest good one.

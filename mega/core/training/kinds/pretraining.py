@@ -9,13 +9,13 @@ from mega.core.architecture import architecture
 from mega.core.config.resolve import lengths
 from mega.core.config.run import RunConfig
 from mega.core.text.tokenizer import Tokenizer
-from mega.core.training.task_kind import TaskKind
+from mega.core.training.kinds.kind import TaskKind
 
 if TYPE_CHECKING:
     from mega.core.data.build import Datasets
     from mega.core.data.phases import BlendPhase
     from mega.core.parallel.mesh import Mesh
-    from mega.core.training.task import Task
+    from mega.core.training.kinds.task import Task
 
 
 def datasets(run: RunConfig, tokenizer: Tokenizer | None, phases: Sequence[BlendPhase] = ()) -> Datasets:
@@ -81,7 +81,7 @@ def task(run: RunConfig, data: Datasets, tokenizer: Tokenizer | None, mesh: Mesh
     from mega.core.data.batches import Batches
     from mega.core.data.dataset import Dataset
     from mega.core.family import collate
-    from mega.core.training.task import HeldOut, Task
+    from mega.core.training.kinds.task import HeldOut, Task
 
     micro_batch, vocab, options = run.batch.micro_batch, architecture(run.model).input.vocab, run.data
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from mega.core.config.sections import LogConfig
 from mega.core.files import whole_file
-from mega.core.training.output import complain
+from mega.core.training.metrics.output import complain
 
 PROJECT = "megatron-lm-3d"
 """The fork's."""

@@ -19,8 +19,8 @@ from mega.core.architecture import architecture
 from mega.core.config.run import RunConfig
 from mega.core.files import url_of
 from mega.core.text.tokenizer import Tokenizer
-from mega.core.training import pretraining
-from mega.core.training.task_kind import TaskKind
+from mega.core.training.kinds import pretraining
+from mega.core.training.kinds.kind import TaskKind
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mega.core.data.build import Datasets
     from mega.core.data.pairs import PairDataset
     from mega.core.model.objective import Objective
-    from mega.core.training.resume import ResumePoint
+    from mega.core.training.saves.resume import ResumePoint
     from mega.core.training.state import TrainState
 
 
@@ -81,7 +81,7 @@ def begin(state: TrainState, data: Datasets, point: ResumePoint | None) -> None:
         dataset.reference = log_probabilities(state, dataset)
         _keep(state, cache, _key(state, dataset), dataset.reference)
     if resumed:
-        from mega.core.training.resume import restore
+        from mega.core.training.saves.resume import restore
 
         assert point is not None
         restore(state, point)
@@ -135,7 +135,7 @@ def _load_first(state: TrainState) -> None:
     from mega.core.checkpoint.forms.start import open_start
     from mega.core.checkpoint.own.base import named_base
     from mega.core.checkpoint.own.pieces import CheckpointError
-    from mega.core.training.resume import ResumePoint, restore
+    from mega.core.training.saves.resume import ResumePoint, restore
 
     place = state.run.checkpoint.load
     if place is None:

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 from mega.core.config.sections import LogConfig
 from mega.core.files import whole_file
 from mega.core.terminal import stderr_console
-from mega.core.training.output import complain, print_line
-from mega.core.training.trackers import Trackers, held_out_values, training_values
+from mega.core.training.metrics.output import complain, print_line
+from mega.core.training.metrics.trackers import Trackers, held_out_values, training_values
 
 if TYPE_CHECKING:  # needs a package of an extra
-    from mega.core.training.exporter import Exporter
+    from mega.core.training.metrics.exporter import Exporter
 
 COLUMNS = 120
 """Of a line of the log, at the most."""
@@ -313,7 +313,7 @@ def _board(directory: str | None, start: int) -> Any:
 def _exporter(port: int | None, steps: int, still_s: float) -> Exporter | None:
     if port is None:
         return None
-    from mega.core.training.exporter import Exporter
+    from mega.core.training.metrics.exporter import Exporter
 
     return Exporter(port, steps=steps, still_s=still_s)
 

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from mega.core.data.build import Datasets
     from mega.core.model.objective import Objective
     from mega.core.parallel.mesh import Mesh
-    from mega.core.training.resume import ResumePoint
+    from mega.core.training.kinds.task import Task
+    from mega.core.training.saves.resume import ResumePoint
     from mega.core.training.state import TrainState
-    from mega.core.training.task import Task
 
 
 @dataclass(frozen=True)

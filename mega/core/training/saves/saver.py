@@ -1,6 +1,6 @@
 """Saving a run: what of its state is kept, at once or in the background. resume.py reads it again.
 
-Nothing is saved that is not finite (finite.py); what follows a save shows whether it is good (proving.py).
+Nothing is saved that is not finite (guards/finite.py); what follows a save shows whether it is good (proving.py).
 
 A save with --async-save:
 
@@ -39,8 +39,8 @@ from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Axis
 from mega.core.text.templates import source_of
 from mega.core.text.tokenizer import Tokenizer
-from mega.core.training.finite import check_finite
-from mega.core.training.proving import Proving
+from mega.core.training.guards.finite import check_finite
+from mega.core.training.saves.proving import Proving
 from mega.core.training.schedules import Schedules
 from mega.core.training.state import TrainState
 

@@ -14,7 +14,7 @@ import torch
 
 from mega.core.parallel.bucket_sums import tied_buckets
 from mega.core.parallel.collectives import all_reduce
-from mega.core.training.audit import odd_ranks
+from mega.core.training.guards.audit import odd_ranks
 from mega.core.training.state import TrainState
 
 DIVERGED = "training has diverged. Resume from an earlier checkpoint with a lower --lr, a longer warm-up or --clip-grad"

@@ -20,21 +20,21 @@ from mega.core.flops import model_flops_per_token
 from mega.core.parallel.collectives import gather_json
 from mega.core.parallel.mesh import Groups
 from mega.core.processes.connect import connect, disconnect, end_together
-from mega.core.training.consistency import check_consistent, comparable
 from mega.core.training.evaluation import Evaluation
-from mega.core.training.inputs import Inputs, ResolvedRun, open_inputs
-from mega.core.training.introduce import introduce
 from mega.core.training.kinds import kind_of
+from mega.core.training.kinds.pretraining import datasets, former_blends
 from mega.core.training.loop import Training
-from mega.core.training.meters import Meters
-from mega.core.training.output import print_line
-from mega.core.training.place import check_no_newer, check_shared, lock
-from mega.core.training.pretraining import datasets, former_blends
-from mega.core.training.resume import ResumePoint, check_corpora, find_resume_point, restore, sidecar_files
+from mega.core.training.metrics.meters import Meters
+from mega.core.training.metrics.output import print_line
 from mega.core.training.routines import routines
 from mega.core.training.sampling import Sampler
-from mega.core.training.saver import Saver
+from mega.core.training.saves.place import check_no_newer, check_shared, lock
+from mega.core.training.saves.resume import ResumePoint, check_corpora, find_resume_point, restore, sidecar_files
+from mega.core.training.saves.saver import Saver
 from mega.core.training.schedules import Schedules, resumed_schedules
+from mega.core.training.start.consistency import check_consistent, comparable
+from mega.core.training.start.inputs import Inputs, ResolvedRun, open_inputs
+from mega.core.training.start.introduce import introduce
 from mega.core.training.state import Progress, TrainState
 from mega.core.training.stop import StopSignal
 from mega.core.training.wire import build_mesh, build_state

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 from mega.core.config.run import Options, RunConfig
 from mega.core.text.tokenizer import Tokenizer
-from mega.core.training.pretraining import requested
-from mega.core.training.task_kind import TaskKind
+from mega.core.training.kinds.kind import TaskKind
+from mega.core.training.kinds.pretraining import requested
 
 if TYPE_CHECKING:
     from mega.core.data.build import Datasets
     from mega.core.data.labelled import Format, LabelledSet
     from mega.core.parallel.mesh import Mesh
-    from mega.core.training.task import Task
+    from mega.core.training.kinds.task import Task
 
 
 def kind(form: Format) -> TaskKind:
@@ -73,7 +73,7 @@ def task(run: RunConfig, data: Datasets, tokenizer: Tokenizer | None, mesh: Mesh
     """This data coordinate's part; every held-out set is read whole at each validation."""
     from dataclasses import replace
 
-    from mega.core.training import pretraining
+    from mega.core.training.kinds import pretraining
 
     found, batch = pretraining.task(run, data, tokenizer, mesh), run.batch.global_batch
     sizes = {name: -(-len(one) // batch) for name, one in data.named.items()}

@@ -20,8 +20,8 @@ from mega.core.ops.dropout import AttentionDropout
 from mega.core.ops.mask import AttentionMask, Kind
 from mega.core.ops.suite import Ops, attention_advice, attention_words
 from mega.core.processes.connect import threads
-from mega.core.training.inputs import Inputs
-from mega.core.training.resume import ResumePoint, differences, new_tensors
+from mega.core.training.saves.resume import ResumePoint, differences, new_tensors
+from mega.core.training.start.inputs import Inputs
 from mega.core.training.state import Progress, TrainState
 from mega.core.training.wire import chosen_ops
 

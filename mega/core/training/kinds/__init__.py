@@ -1,7 +1,12 @@
-"""The kinds of task that a run may have, by the name that --task gives them.
+"""What a run is trained on and judged by, by the name that --task gives its kind.
 
 There is one loop; a kind gives it datasets and a `Task`. A kind is imported when a run has it. No torch: a launcher
 opens datasets before any rank starts.
+
+kind, task     what a kind is, and what the loop is given by it
+pretraining    token files, conversations, random tokens
+labelled       rows with labels
+dpo            pairs of answers
 """
 
 from __future__ import annotations
@@ -11,24 +16,24 @@ from functools import partial
 
 from mega.core.config.run import AnyRun
 from mega.core.config.sections import LABELLED, TASKS
-from mega.core.training.task_kind import TaskKind
+from mega.core.training.kinds.kind import TaskKind
 
 
 def _language_model() -> TaskKind:
-    from mega.core.training.pretraining import KIND
+    from mega.core.training.kinds.pretraining import KIND
 
     return KIND
 
 
 def _preferences() -> TaskKind:
-    from mega.core.training.dpo import KIND
+    from mega.core.training.kinds.dpo import KIND
 
     return KIND
 
 
 def _labels(task: str) -> TaskKind:
     from mega.core.data.formats import format_of
-    from mega.core.training.labelled import kind
+    from mega.core.training.kinds.labelled import kind
 
     return kind(format_of(task))
 

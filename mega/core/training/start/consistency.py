@@ -29,7 +29,7 @@ from mega.core.device import Device
 from mega.core.files import sampled_digest
 from mega.core.parallel.collectives import all_reduce, gather_json
 from mega.core.parallel.mesh import Axis
-from mega.core.training.inputs import Inputs
+from mega.core.training.start.inputs import Inputs
 
 CLOCKS_APART = 60.0
 """Seconds by which clocks may differ before a line says so: times in logs and of files would mislead."""

@@ -15,7 +15,7 @@ from mega.core.architecture import parameters
 from mega.core.config.resolve import data_parallel, microbatches
 from mega.core.parallel.weight import local_parameters
 from mega.core.plan import plan, prove, simulate
-from mega.core.training.inputs import Inputs
+from mega.core.training.start.inputs import Inputs
 from mega.core.training.wire import build_mesh, build_stages
 
 

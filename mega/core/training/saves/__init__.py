@@ -1,0 +1,7 @@
+"""A run on disk: where it saves, what it saves, and how it resumes from that.
+
+place     the directory, held by one run at a time
+saver     what is kept of a run's state, and how it gets there
+proving   whether a saved step is any good
+resume    which checkpoint a run starts from, and how its state is filled
+"""
