@@ -122,7 +122,7 @@ def _check_search(sampled: Sequence[str], texts: GenerateOptions) -> None:
 
 def _ask(url: str, texts: GenerateOptions, sampling: Mapping[str, float]) -> int:
     """Have a server continue the prompt, or those that are typed. Errors: ValueError for what it cannot be asked."""
-    from mega.core.inference.client import ask, converse, fields_of
+    from mega.core.inference.server.client import ask, converse, fields_of
 
     fields = fields_of(sampling, texts.beams, texts.length_penalty)
     if texts.prompt is None:

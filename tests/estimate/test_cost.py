@@ -30,7 +30,7 @@ from mega.core.estimate.cost import (
 from mega.core.estimate.hardware import hardware
 from mega.core.estimate.operations import operations, rough_operations
 from mega.core.flops import model_flops_per_token
-from mega.core.plan.pieces import together
+from mega.core.parallel.pieces import together
 
 QUIET = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "dtype": "bf16", "device": "cuda"}
 SMALL = {"layers": 4, "hidden": 1024, "heads": 16, "vocab": 8192, "seq_length": 1024, "micro_batch": 2}

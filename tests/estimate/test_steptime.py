@@ -21,7 +21,8 @@ from mega.core.estimate.hardware import Hardware, hardware
 from mega.core.estimate.memory import memory
 from mega.core.estimate.steptime import LAST, StepTime, pipeline_time, step_time
 from mega.core.estimate.weights import stage_weights
-from mega.core.plan import Costs, pieces, plan, simulate
+from mega.core.parallel import pieces
+from mega.core.plan import Costs, plan, simulate
 
 sys.path.insert(0, str(Path(__file__).parent))
 

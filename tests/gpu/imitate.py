@@ -23,10 +23,9 @@ import torch
 import torch.distributed as dist
 
 from mega.core.config.resolve import resolve
-from mega.core.parallel import collectives
+from mega.core.parallel import collectives, pieces
 from mega.core.parallel import peers as exchanges
 from mega.core.parallel.mesh import Axis, Groups
-from mega.core.plan import pieces
 from mega.core.processes.connect import connect, disconnect
 from mega.core.proof.bench import format_speed, measure
 from mega.core.proof.bench_rows import row

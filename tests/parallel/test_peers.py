@@ -24,7 +24,7 @@ from mega.core.device import CopyDescriptor
 from mega.core.parallel.collectives import all_gather, reduce_scatter
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.parallel.peers import Gather, Mapped, Peers, Scatter, peers
-from mega.core.plan.pieces import FULL
+from mega.core.parallel.pieces import FULL
 from mega.core.processes.pool import Pool
 
 CPU = torch.device("cpu")

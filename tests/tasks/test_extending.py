@@ -12,10 +12,10 @@ import torch
 from mega.core.config.run import RunConfig
 from mega.core.device import Device
 from mega.core.inference.generate import logits, losses
-from mega.core.inference.score import TokenScorer
 from mega.core.parallel.mesh import Groups
 from mega.core.processes.pool import Pool
 from mega.core.proof.parity import LOSS_BOUND
+from mega.core.tasks.score import TokenScorer
 from mega.core.tasks.task import score
 from mega.core.training.wire import build_mesh, build_state, chosen_ops
 from tests.support.runs import small_run

@@ -6,8 +6,8 @@ request, engine           what may be asked, and who answers
 schedule, chunks, cache   which tokens a step computes, and which block of the cache holds which
 step, relay, worker       a step as integers, on its way to all ranks, and a rank's share of it
 paged_cache, graphs       keys and values in blocks, and steps that a device plays again
-sampling, beam, score     from logits to tokens, to beams, to how likely a text is
+sampling, beam            from logits to tokens and to beams
 speculate, drafts         tokens guessed ahead
 options                   the sections of verbs that decode
-generate, speak           texts of an engine, and `mega generate`; text_stream, answer_file, client beside it
+generate, speak           texts of an engine, and `mega generate`; text_stream, answer_file beside it
 """

@@ -5,5 +5,6 @@ weight, layout, gradients     a parameter, buckets as data, and how gradients be
 linear, vocab, context        layers and vocabulary cut over the tensor axis, the sequence over the context axis
 gemms, adapter, deferred      the products of a linear, adapters around them, and those that are put off
 pipeline, recompute, replay   plans played, blocks computed again, and a microbatch as a graph of the device
-peers, one_shot, shared_memory   exchanges that overlap products, those of decoding, and one host's memory
+peers, one_shot, shared_memory   exchanges that overlap products, those of decoding, and one host's memory;
+                                 pieces: how such products are cut
 """

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from mega.core.device import CopyDescriptor, CopyStream
 from mega.core.ops import observe
 from mega.core.parallel.mesh import Axis
-from mega.core.plan.pieces import BUFFERS, together
+from mega.core.parallel.pieces import BUFFERS, together
 
 Rows = slice
 

@@ -6,7 +6,6 @@
     play       a clock that plays a plan
     prove      every act once, nothing missing, no deadlock even under blocking sends
     simulate   length, bubble, live microbatches; the lower bound for any plan
-    pieces     how a product is cut along with the exchange of its rows
     layers     which blocks of the model each stage holds
     draw       the picture of a simulation: text, SVG, PNG (imported on demand)
 

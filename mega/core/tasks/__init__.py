@@ -3,6 +3,7 @@
 task.py        what a benchmark is, and how any of them is run in any layout
 options.py     what a user may ask of one
 benchmarks/    one file each
+score.py       how likely a model holds each token of a text
 labels.py      a classifier on labelled sets (data/formats); ensemble.py: several models' predictions as one
 rows.py        rows of which some ids are judged, windows of a text
 model.py       the model of an evaluation, on every rank

@@ -30,7 +30,6 @@ from mega.core.files import whole_file
 from mega.core.inference.load import OpenedModel
 from mega.core.inference.opening import even_layers
 from mega.core.inference.request import Sampling
-from mega.core.inference.score import TokenScorer
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Groups
 from mega.core.tasks.chat import ChatTexts
@@ -48,6 +47,7 @@ from mega.core.tasks.model import (
 )
 from mega.core.tasks.options import HarnessOptions
 from mega.core.tasks.rows import JudgedRow, all_greedy, batch_of, nll_of
+from mega.core.tasks.score import TokenScorer
 from mega.core.tasks.task import shares
 from mega.core.text.tokenizer import Tokenizer
 

@@ -26,11 +26,11 @@ from mega.core.family import ModelStage, family
 from mega.core.inference.identity import check_tokenizer_flags
 from mega.core.inference.load import OpenedModel, check_tokenizer, compute_dtype, load_stages, open_model
 from mega.core.inference.relay import Relay, relay_of
-from mega.core.inference.score import RowScorer, TokenScorer
 from mega.core.ops.suite import Ops
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.processes.connect import connect, disconnect
 from mega.core.tasks.labels import check_head
+from mega.core.tasks.score import RowScorer, TokenScorer
 from mega.core.text.build import build
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.training.wire import build_mesh, chosen_ops

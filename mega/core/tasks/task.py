@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 import torch
 
 from mega.core.batch import Batch, Terms
-from mega.core.inference.score import RowScorer, TokenScorer
 from mega.core.parallel.collectives import all_reduce
+from mega.core.tasks.score import RowScorer, TokenScorer
 
 Example = TypeVar("Example")
 SPAN_SECONDS = 2.0

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from mega.cli import main
-from mega.core.inference.client import ask, converse
 from mega.core.inference.request import Sampling
+from mega.core.inference.server.client import ask, converse
 from tests.inference.server.conftest import Running
 from tests.support.fake_engine import FakeEngine
 

@@ -11,5 +11,6 @@ connections     limits of connections: headers, slow clients, how many at a time
 fields          the fields of a request as tables: types, ranges, help; OpenAPI from the same tables
 constrain       answers that match a JSON schema or a regular expression
 limits, metrics figures: what is accepted, what happened
+client          asks such a server, or Megatron-LM's, from a command line
 run             listening, signals, draining, how it ends
 """
