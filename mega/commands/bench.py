@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from mega.core.bench.options import BenchOptions, ServingLoadOptions
 from mega.core.config.compose import GivenOptions
 from mega.core.config.option import changed
 from mega.core.config.run import Options, RunConfig, entries, flag_of, options_with, updated
@@ -18,7 +19,6 @@ from mega.core.config.unread import unread
 from mega.core.config.world import is_first_rank, ranks, world_from_env
 from mega.core.files import check_file
 from mega.core.inference.options import EngineOptions
-from mega.core.proof.options import BenchOptions, ServingLoadOptions
 from mega.options import without
 
 
@@ -67,7 +67,7 @@ def _training(typed: Options, given: GivenOptions, rows: list[str], options: Ben
     """Rows of training steps. Errors: ValueError naming row, flag or file."""
     world, repeats, warmup = world_from_env(), options.repeats, options.warmup
     size = ranks(world, typed.runtime.nproc, typed.runtime.world)
-    from mega.core.proof.bench_rows import read_rows, row
+    from mega.core.bench.rows import read_rows, row
 
     if rows and given.preset is not None:
         raise ValueError(f"--model {given.preset}: excludes rows, which name their model; leave out one of them")
@@ -85,7 +85,7 @@ def _training(typed: Options, given: GivenOptions, rows: list[str], options: Ben
             print("everything checked, nothing measured")
         return 0
     _announce(", ".join(name for name, _ in runs), size)
-    from mega.core.proof.bench import bench
+    from mega.core.bench.training import bench
 
     job = partial(bench, repeats=repeats, warmup=warmup, out=out, against=against, trace=options.trace)
     if world.source != "alone" or size == 1:
@@ -124,7 +124,7 @@ def _resolved(options: Options, given: GivenOptions, steps: int, size: int) -> R
 
 def _measurable(options: Options, given: GivenOptions, steps: int) -> Options:
     """`options` without its data, files and length, and with the least of them that a run must have."""
-    from mega.core.proof.bench_rows import LR
+    from mega.core.bench.rows import LR
 
     values: dict[str, Any] = {name: entries()[name].default for name in options_with(bench="unused")}
     values |= {"mock_data": True, "steps": steps, "reset_attention": False}
@@ -150,7 +150,7 @@ def _check_outputs(paths: Mapping[str, str | None], overwrite: bool) -> None:
 def _calibrate(options: Options, out: str, repeats: int, start: bool, size: int) -> int:
     if not out.endswith(".toml"):
         raise ValueError(f"--calibrate {out}: must end in .toml, as a file for memory-estimate --gpu does")
-    from mega.core.proof.calibrate import calibrate
+    from mega.core.bench.calibrate import calibrate
 
     runtime = options.runtime
     arguments = (out, runtime.device, runtime.backend, runtime.timeout_minutes, repeats)
@@ -183,8 +183,8 @@ def _serving(
     size = typed.parallel.tp * typed.parallel.pp
     if url is None and size > 1:
         _announce("serve", size, dry=typed.runtime.dry_run)
+    from mega.core.bench.serving import ServingBench, bench_engine, bench_url
     from mega.core.config.resolve import model_alone
-    from mega.core.proof.serving_bench import ServingBench, bench_engine, bench_url
 
     plan = ServingBench(
         serving=serving,

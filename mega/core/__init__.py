@@ -6,7 +6,8 @@ config, data, text, corpus  what a run is, and what it reads
 training, optim, tasks      the loop, its updates, and what scores a model
 checkpoint                  what is kept, ours and others'
 inference                   a model that answers
-estimate, proof, report     what a run needs, whether it is right and fast, and how it went; quickstart: a tour
+estimate, report            what a run needs, and how it went; quickstart: a tour
+proof, bench                whether mega is right, and how fast
 family                      a model family as one record: the only choice of code by family
 device, files, terminal, untrusted   what a host gives, within limits; activity: what this process is doing
 batch, shard, flops         values that several rooms share

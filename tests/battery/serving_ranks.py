@@ -24,14 +24,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mega.core.bench.load import Load, of_engine, summary
+from mega.core.bench.serving import ServingBench, engine_of_plan
 from mega.core.config.compose import compose
 from mega.core.config.resolve import model_alone
 from mega.core.inference.options import EngineOptions
 from mega.core.parallel.mesh import Mesh
 from mega.core.processes.connect import connect
 from mega.core.processes.launch import launch
-from mega.core.proof.serving import Load, of_engine, summary
-from mega.core.proof.serving_bench import ServingBench, engine_of_plan
 
 SHAPE = {"layers": 12, "hidden": 768, "heads": 12, "kv_heads": 12, "ffn": 2048, "vocab": 32000, "positions": 1024}
 LOADS = {"stream": Load(0, 1, 32, 24), "many": Load(0, 16, 32, 8), "prompts": Load(0, 2, 256, 1)}

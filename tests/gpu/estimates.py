@@ -375,9 +375,9 @@ class Bench:
     def measured(self, row: Row, run: RunConfig, rank: int, world: int) -> dict[str, Any]:
         import torch
 
+        from mega.core.bench.training import measure
         from mega.core.parallel.collectives import all_reduce
         from mega.core.parallel.mesh import Mesh
-        from mega.core.proof.bench import measure
 
         began, before, options = time.perf_counter(), self.device.resident(), self.options
         speed = measure(

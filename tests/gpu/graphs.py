@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from mega.core.bench.training import random_batch
 from mega.core.config.compose import compose
 from mega.core.config.resolve import microbatches, resolve
 from mega.core.config.run import RunConfig
@@ -27,7 +28,6 @@ from mega.core.device import Device
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.processes.connect import connect, disconnect
-from mega.core.proof.bench import random_batch
 from mega.core.training.step import train_step
 from mega.core.training.wire import build_mesh, build_state
 

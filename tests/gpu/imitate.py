@@ -22,13 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mega.core.bench.rows import row
+from mega.core.bench.training import format_speed, measure
 from mega.core.config.resolve import resolve
 from mega.core.parallel import collectives, pieces
 from mega.core.parallel import peers as exchanges
 from mega.core.parallel.mesh import Axis, Groups
 from mega.core.processes.connect import connect, disconnect
-from mega.core.proof.bench import format_speed, measure
-from mega.core.proof.bench_rows import row
 
 
 class Two(Groups):

@@ -19,10 +19,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mega.core.bench.rows import row
+from mega.core.bench.training import measure
 from mega.core.config.resolve import resolve
 from mega.core.processes.connect import connect, disconnect
-from mega.core.proof.bench import measure
-from mega.core.proof.bench_rows import row
 
 _BLOCKS = {"layers": 8, "global_batch": 8}
 _SMALL = {"layers": 12, "hidden": 768, "heads": 12, "ffn": 3072, "vocab": 50257}

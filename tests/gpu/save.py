@@ -31,14 +31,14 @@ from typing import Any
 
 import torch
 
+from mega.core.bench.rows import row
+from mega.core.bench.training import random_batch
 from mega.core.checkpoint.own.manifest import read_manifest
 from mega.core.checkpoint.own.store import CheckpointStore
 from mega.core.config.resolve import microbatches, resolve
 from mega.core.config.run import Options, updated
 from mega.core.parallel.collectives import all_reduce
 from mega.core.processes.connect import connect, disconnect
-from mega.core.proof.bench import random_batch
-from mega.core.proof.bench_rows import row
 from mega.core.training.saves.resume import ResumePoint, restore
 from mega.core.training.saves.saver import Saver
 from mega.core.training.step import train_step

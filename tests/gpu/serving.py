@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from mega.core.bench.serving import ServingBench, engine_of_plan
 from mega.core.config.compose import compose
 from mega.core.config.resolve import model_alone
 from mega.core.device import Device
@@ -32,7 +33,6 @@ from mega.core.inference.options import EngineOptions
 from mega.core.inference.request import Request, Sampling
 from mega.core.parallel.mesh import Mesh
 from mega.core.processes.connect import connect
-from mega.core.proof.serving_bench import ServingBench, engine_of_plan
 
 PROMPT, NEW, STEPS, PROFILED, SHOWN = 512, 128, 16, 4, 14
 

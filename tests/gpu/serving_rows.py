@@ -22,6 +22,9 @@ from typing import Any
 
 import torch
 
+from mega.core.bench import serving as serving_bench
+from mega.core.bench.load import Load, of_engine, summary
+from mega.core.bench.serving import ServingBench, engine_of_plan
 from mega.core.config.compose import compose
 from mega.core.config.resolve import model_alone
 from mega.core.device import Device
@@ -32,9 +35,6 @@ from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.weight import initialise
 from mega.core.processes.connect import connect
 from mega.core.processes.launch import run_ranks
-from mega.core.proof import serving_bench
-from mega.core.proof.serving import Load, of_engine, summary
-from mega.core.proof.serving_bench import ServingBench, engine_of_plan
 from tests.gpu.serving import SMALL, ask, busy, drain
 
 ROWS = ("burst", "stream", "greedy", "prompts", "rate", "profile")

@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 import pytest
 
 from mega import cli
+from mega.core.bench.load import Load, Timing, of_engine, of_server, plot, summary, table, vocabulary
 from mega.core.inference.request import Event, Limits, Request
-from mega.core.proof.serving import Load, Timing, of_engine, of_server, plot, summary, table, vocabulary
 from tests.inference.server.conftest import Running
 
 

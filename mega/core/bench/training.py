@@ -24,6 +24,7 @@ import torch
 
 from mega.core.activity import ACTIVITY
 from mega.core.batch import Batch, DecoderBatch
+from mega.core.bench.rows import read_rows
 from mega.core.config.resolve import microbatches, records_graph, text_lengths
 from mega.core.config.run import RunConfig
 from mega.core.data.synthetic import packed
@@ -33,7 +34,6 @@ from mega.core.flops import model_flops_per_token
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Groups
 from mega.core.processes.connect import connect, disconnect
-from mega.core.proof.bench_rows import read_rows
 from mega.core.training.state import TrainState
 from mega.core.training.step import StepReport, train_step
 from mega.core.training.wire import build_mesh, build_state

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from mega import cli
+from mega.core.bench import calibrate
 from mega.core.estimate.hardware import hardware
-from mega.core.proof import calibrate
 
 
 def test_a_file_that_the_estimator_reads(pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 from mega.core.architecture import architecture
 from mega.core.architecture.words import size_words
+from mega.core.bench.load import Load, ServingRow, Timing, of_engine, of_server, plot, summary, table, vocabulary
+from mega.core.bench.options import ServingLoadOptions
 from mega.core.config.sections import ModelConfig
 from mega.core.device import DTYPES, Device
 from mega.core.files import whole_file
@@ -24,8 +26,6 @@ from mega.core.ops.suite import choose, forward_only
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.weight import initialise
 from mega.core.processes.connect import connect
-from mega.core.proof.options import ServingLoadOptions
-from mega.core.proof.serving import Load, ServingRow, Timing, of_engine, of_server, plot, summary, table, vocabulary
 
 _WARM = 4
 """Requests before those that count."""

@@ -15,6 +15,8 @@ import pytest
 import torch.distributed as dist
 
 from mega import cli
+from mega.core.bench import rows as bench_rows
+from mega.core.bench import training as bench
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig, value_of
 from mega.core.device import Device
@@ -22,7 +24,6 @@ from mega.core.flops import matmul_parameters, model_flops_per_token
 from mega.core.parallel import collectives
 from mega.core.parallel.mesh import Groups
 from mega.core.processes.pool import Pool
-from mega.core.proof import bench, bench_rows
 from tests.gpu import recipes
 from tests.support.runs import small_run
 
@@ -111,7 +112,7 @@ def test_mistakes(line: str, message: str, capsys: pytest.CaptureFixture[str]) -
 def test_rows_are_not_added_to_another_file(tmp_path: Path, held: str, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "script.py"
     other.write_text(held)
-    with mock.patch("mega.core.proof.bench.measure", side_effect=AssertionError("measured")):
+    with mock.patch("mega.core.bench.training.measure", side_effect=AssertionError("measured")):
         assert cli.main(["bench", "w1", *TOY.split(), *SHORT, "--json", str(other)]) == 2
     assert f"--json {other}: is not a file written by mega bench --json" in capsys.readouterr().err
     assert other.read_text() == held
@@ -134,7 +135,7 @@ def test_flags_stand_above_a_row(tmp_path: Path) -> None:
     file.write_text('[memory]\nrecompute = "none"\n')
     toy = [*TOY.split(), *SHORT, "--kv-heads", "2", "--micro-batch", "4"]
     for typed in (["--recompute", "none"], ["--config", str(file)]):
-        with mock.patch("mega.core.proof.bench.bench", return_value=0) as measured:
+        with mock.patch("mega.core.bench.training.bench", return_value=0) as measured:
             assert cli.main(["bench", "w2", *toy, *typed]) == 0
         [[(name, run)]] = measured.call_args.args
         assert name == "w2" and run.memory.recompute == "none" and run.batch.micro_batch == 4

@@ -1,0 +1,7 @@
+"""How fast mega is on this machine.
+
+training, rows    a training step, timed and taken apart; the rows that have a name, and files of figures
+calibrate         what this machine can do, for the estimate
+serving, load     an engine or a server under load; how requests arrive, and what is timed of them
+options           the sections of `mega bench`
+"""

@@ -1,0 +1,44 @@
+"""What `mega bench` measures, and where the figures go, as its sections. No torch."""
+
+# ruff: noqa: RUF009 - every default below is immutable
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from mega.core.config.option import COUNT, Range, VerbSection, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(VerbSection):
+    """Timed steps, and files of their figures."""
+
+    title: ClassVar[str] = "Measurement"
+
+    repeats: int = option(7, "timed steps; their median counts", within=COUNT)
+    warmup: int = option(5, "steps before those", within=COUNT)
+    json: str | None = option(None, "file that gets one JSON line a row")
+    against: str | None = option(None, "such a file of another time, to compare with")
+    trace: str | None = option(None, "file for one step's trace, for Perfetto; of several rows, one each")
+    calibrate: str | None = option(None, "measure this machine instead, into a .toml that memory-estimate --gpu reads")
+    overwrite: bool = option(False, "let --calibrate replace a file")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingLoadOptions(VerbSection):
+    """Requests of the row serve."""
+
+    title: ClassVar[str] = "Row serve"
+
+    url: str | None = option(None, "row serve: a server that runs", metavar="HOST:PORT")
+    rate: tuple[float, ...] = option(
+        (),
+        "row serve: requests a second, several times; 0: all at once",
+        within=Range("from 0 (all at once) to 1e6", lambda value: 0 <= value < 1e6),
+    )
+    requests: int = option(64, "row serve: of each rate", within=COUNT)
+    prompt_tokens: int = option(512, "row serve: of a request", within=COUNT)
+    new_tokens: int = option(128, "row serve: of an answer", within=COUNT)
+    draw: Path | None = option(None, "row serve: write a plot to a .svg file")
