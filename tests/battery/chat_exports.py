@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from mega.core.text.build import build
-from mega.core.text.chat import chat_format
+from mega.core.text.chat.format import chat_format
 from tests.battery.data_ledger import ROOT, Item, run
 from tests.support.chat_templates import metaspace, untagged
 

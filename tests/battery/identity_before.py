@@ -142,12 +142,12 @@ class Place:
 
     def labelled(self, source: str, flags: str, talk: list[tuple[str, str]]) -> tuple[list[int], list[bool]]:
         """Ids of a conversation, and which are trained."""
-        from mega.core.text import chat
+        from mega.core.text.chat import format as chat
 
         file, tokenizer = self.f / "t.jinja", self.tokenizer(flags)
         file.write_text(source)
         if hasattr(chat, "chat_format"):
-            from mega.core.text.conversation import Conversation
+            from mega.core.text.chat.messages import Conversation
 
             messages = [{"role": role, "content": content} for role, content in talk]
             ours = chat.chat_format(str(file), tokenizer)

@@ -482,7 +482,7 @@ TEMPLATES = [
 
 def templates(_: Target, number: int) -> dict[str, Any]:
     """A hostile template is refused, or renders to text that says nothing of the machine, within its limits."""
-    from mega.core.text.chat import ChatFormat
+    from mega.core.text.chat.format import ChatFormat
     from tests.inference.server.conftest import ByteTokenizer
 
     began = time.monotonic()

@@ -22,8 +22,8 @@ from mega.core.inference.options import EngineOptions
 from mega.core.inference.request import Request, Sampling
 from mega.core.parallel.mesh import Mesh
 from mega.core.text.build import build
-from mega.core.text.chat import chat_format
-from mega.core.text.templates import TEMPLATES
+from mega.core.text.chat.format import chat_format
+from mega.core.text.chat.templates import TEMPLATES
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.text.train import train_bpe
 from tests.inference.test_engine import answers, tokens

@@ -20,7 +20,7 @@ from mega.core.config.compose import compose
 from mega.core.data.sources import blocks, lines, pieces
 from mega.core.text import probe
 from mega.core.text.build import build
-from mega.core.text.chat import chat_format
+from mega.core.text.chat.format import chat_format
 from mega.core.text.null import NullTokenizer
 from mega.core.training.schedules import Schedules
 from mega.core.untrusted import Confined, parse_json, read_limited
@@ -151,7 +151,7 @@ def test_templates_have_limits(tmp_path: Path, source: str, message: str) -> Non
 
 
 def test_a_child_ends_with_its_time() -> None:
-    with Confined("mega.core.text.jinja_process", "--chat-template a", seconds=1, memory=1 << 29) as child:
+    with Confined("mega.core.text.chat.jinja_process", "--chat-template a", seconds=1, memory=1 << 29) as child:
         source = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
         question = {
             "ask": "text",

@@ -14,8 +14,8 @@ from mega.cli import main
 from mega.core.data.batches import Batches
 from mega.core.data.chat import ChatDataset, chat_dataset, labelled, pack
 from mega.core.text.build import build
-from mega.core.text.chat import Labelled, chat_format, shown
-from mega.core.text.conversation import Conversation, Message, conversation
+from mega.core.text.chat.format import Labelled, chat_format, shown
+from mega.core.text.chat.messages import Conversation, Message, conversation
 from mega.core.text.tokenizer import Tokenizer
 from tests.support.shared import shared
 

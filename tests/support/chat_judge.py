@@ -9,8 +9,8 @@ from typing import Any
 from unittest.mock import patch
 
 from mega.core.text.build import build
-from mega.core.text.chat import ChatFormat, _here
-from mega.core.text.conversation import conversation
+from mega.core.text.chat.format import ChatFormat, _here
+from mega.core.text.chat.messages import conversation
 from mega.core.text.tokenizer import Tokenizer
 from tests.support.chat_templates import CONVERSATIONS, tagged, untagged
 

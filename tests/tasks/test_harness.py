@@ -30,7 +30,7 @@ from mega.core.processes.pool import Pool
 from mega.core.tasks import harness
 from mega.core.tasks.chat import ChatTexts
 from mega.core.tasks.harness import HarnessOptions, HarnessRun
-from mega.core.text.chat import chat_format
+from mega.core.text.chat.format import chat_format
 from mega.core.text.train import train_bpe
 
 WORDS = "the cat sat on a mat and the dog ran to the house where a girl read her old book . ".split()

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from mega.core.text.build import build
-from mega.core.text.chat import ChatFormat, chat_format
-from mega.core.text.conversation import Conversation, conversation
-from mega.core.text.templates import TEMPLATES as HOUSE
+from mega.core.text.chat.format import ChatFormat, chat_format
+from mega.core.text.chat.messages import Conversation, conversation
+from mega.core.text.chat.templates import TEMPLATES as HOUSE
 from mega.core.text.tokenizer import Tokenizer
 from tests.support.chat_judge import formats, judge, opened
 from tests.support.chat_templates import (

@@ -26,7 +26,7 @@ from mega.core.parallel.mesh import Groups
 from mega.core.processes.pool import Pool
 from mega.core.proof.parity import Snapshot, assemble, compare, own_samples, within
 from mega.core.text.build import build
-from mega.core.text.templates import template_text
+from mega.core.text.chat.templates import template_text
 from mega.core.training.step import backward, means
 from mega.core.training.wire import build_mesh, build_state
 from tests.data.test_chat import with_im

@@ -23,7 +23,7 @@ from mega.core.inference.load import open_model
 from mega.core.parallel.mesh import Groups
 from mega.core.processes.pool import Pool
 from mega.core.proof.parity import Snapshot, assemble, compare, own_samples, within
-from mega.core.text.chat import chat_format
+from mega.core.text.chat.format import chat_format
 from mega.core.training.state import TrainState
 from mega.core.training.step import backward, means
 from mega.core.training.wire import build_mesh, build_state

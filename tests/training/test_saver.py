@@ -21,7 +21,7 @@ from mega.core.config.run import RunConfig, updated
 from mega.core.device import Device, HostCopy
 from mega.core.parallel.mesh import Groups
 from mega.core.processes.pool import Pool
-from mega.core.text.templates import TEMPLATES
+from mega.core.text.chat.templates import TEMPLATES
 from mega.core.training.saves.resume import ResumePoint, restore
 from mega.core.training.saves.saver import Saver
 from mega.core.training.state import Progress, TrainState

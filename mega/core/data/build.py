@@ -32,7 +32,7 @@ from mega.core.data.order import (
 from mega.core.data.phases import BlendPhase, PhaseLayout, phased_dataset
 from mega.core.data.recipes import CorpusPart, Recipe, recipe
 from mega.core.data.tfrecords import record_dataset
-from mega.core.text.chat import chat_format, shown
+from mega.core.text.chat.format import chat_format, shown
 from mega.core.text.identity import ALLOW, judge, other_files
 from mega.core.text.tokenizer import Tokenizer
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from mega.core.data.cache import Arrays, cached
 from mega.core.data.sources import STDIN, BadLine, find, lines, not_an_object, parsed
-from mega.core.text.chat import RENDERING, ChatFormat, Labelled
-from mega.core.text.conversation import conversation
+from mega.core.text.chat.format import RENDERING, ChatFormat, Labelled
+from mega.core.text.chat.messages import conversation
 from mega.core.text.tokenizer import Tokenizer
 
 Found = TypeVar("Found")

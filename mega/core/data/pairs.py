@@ -1,7 +1,7 @@
 """Pairs of answers to one prompt, one of them preferred: a row for each answer, its own tokens trained, not those of
 the assistant's turns before it. Rows are padded to the longest of their microbatch.
 
-A line of a file is {"prompt", "chosen", "rejected"}: texts, or lists of messages as of a conversation (text/chat.py);
+A line of a file is {"prompt", "chosen", "rejected"}: texts, or lists of messages (text/chat/messages.py);
 without "prompt" both answers are whole conversations, and they may be with it.
 """
 
@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mega.core.data.chat import TrainedTexts, arrays_of, digest, each_line, filler, lost_tokens
-from mega.core.text.chat import RENDERING, ChatFormat, Labelled
-from mega.core.text.conversation import Message, check_unread, conversation
+from mega.core.text.chat.format import RENDERING, ChatFormat, Labelled
+from mega.core.text.chat.messages import Message, check_unread, conversation
 from mega.core.text.tokenizer import Tokenizer
 
 KEYS = ("prompt", "chosen", "rejected")

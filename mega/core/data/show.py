@@ -12,7 +12,7 @@ from mega.core.config.sections import DataConfig, MaskingConfig
 from mega.core.data.batches import Batches
 from mega.core.data.build import build_datasets
 from mega.core.data.chat import labelled
-from mega.core.text.chat import chat_format
+from mega.core.text.chat.format import chat_format
 from mega.core.text.tokenizer import Tokenizer
 
 

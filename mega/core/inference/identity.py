@@ -19,9 +19,9 @@ from mega.core.inference.load import (
     tokenizer_section,
 )
 from mega.core.text.build import build
-from mega.core.text.chat import ChatFormat
+from mega.core.text.chat.format import ChatFormat
+from mega.core.text.chat.templates import MODELS_OWN, TEMPLATES, template_text
 from mega.core.text.identity import ALLOW, cuts_alike, judge, other_tokenizer
-from mega.core.text.templates import MODELS_OWN, TEMPLATES, template_text
 from mega.core.text.tokenizer import Tokenizer
 
 EITHER = "auto"

@@ -38,8 +38,8 @@ from mega.core.parallel.peers import peers
 from mega.core.parallel.region import ALONE, Region
 from mega.core.parallel.weight import ParameterFactory, weights
 from mega.core.text.build import build
-from mega.core.text.chat import ChatFormat
-from mega.core.text.templates import SOURCE_BYTES, TEMPLATES, template_of
+from mega.core.text.chat.format import ChatFormat
+from mega.core.text.chat.templates import SOURCE_BYTES, TEMPLATES, template_of
 from mega.core.text.tokenizer import Tokenizer, least_vocab
 from mega.core.untrusted import read_limited
 
@@ -309,7 +309,7 @@ def tokenizer_section(source: Checkpoint | OpenedModel) -> dict[str, Any] | None
 
 
 def chat_template(source: Checkpoint | OpenedModel) -> str | None:
-    """What a model was trained to converse in: a name of text/chat.py's `TEMPLATES`, or the text of a Jinja template;
+    """What a model was trained to converse in: a name of `TEMPLATES`, or the text of a Jinja template;
     None where nothing says so. What a run of ours trained by goes before what its first weights came with. Errors:
     CheckpointError for a file that is damaged."""
     config, attachments = source.meta.get("config", {}), source.attachments

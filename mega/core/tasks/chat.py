@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mega.core.text.chat import ChatFormat
-from mega.core.text.templates import TEMPLATES
+from mega.core.text.chat.format import ChatFormat
+from mega.core.text.chat.templates import TEMPLATES
 from mega.core.text.tokenizer import Tokenizer
 
 
@@ -16,7 +16,7 @@ class ChatTexts:
     """Conversations by one template. ends: tokens with which the assistant's turn ends."""
 
     def __init__(self, template: str, tokenizer: Tokenizer):
-        """template: a name of text/templates.py, or the text of a Jinja template. Errors: ValueError."""
+        """template: a name of text/chat/templates.py, or the text of a Jinja template. Errors: ValueError."""
         what = f"--chat-template {template}" if template in TEMPLATES else "the chat template"
         self._chat, self._tokenizer = ChatFormat(template, tokenizer, what), tokenizer
         self.template, self.ends = template, self._chat.ends

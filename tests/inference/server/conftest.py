@@ -17,7 +17,7 @@ pytest.importorskip("uvicorn", reason="needs the extra serve")
 
 from mega.core.inference.server.options import ServerOptions
 from mega.core.inference.server.run import HttpServer, bind
-from mega.core.text.chat import ChatFormat, chat_format
+from mega.core.text.chat.format import ChatFormat, chat_format
 from mega.core.text.tokenizer import Tokenizer
 from tests.support.fake_engine import FakeEngine
 

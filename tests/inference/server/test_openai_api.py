@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mega.core.inference.server.options import ServerOptions
-from mega.core.text.chat import ChatFormat, chat_format
+from mega.core.text.chat.format import ChatFormat, chat_format
 from tests.inference.server.conftest import ANSWER, ByteTokenizer, Running, serving
 from tests.support.fake_engine import FakeEngine
 

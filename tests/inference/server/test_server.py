@@ -233,7 +233,7 @@ def test_prompts_are_in_no_log_unless_asked_for(capfd: pytest.CaptureFixture[str
 )
 def test_hostile_templates_are_capped(source: str) -> None:
     """More of them in tests/battery/serve_fuzz.py."""
-    from mega.core.text.chat import ChatFormat
+    from mega.core.text.chat.format import ChatFormat
 
     with pytest.raises(ValueError, match=r"^the chat template: "):
         ChatFormat(source, ByteTokenizer(), "the chat template", seconds=1)

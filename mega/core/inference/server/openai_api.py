@@ -20,7 +20,7 @@ from mega.core.inference.server.limits import MOST_MESSAGES, MOST_PROMPTS, MOST_
 from mega.core.inference.server.service import Service
 from mega.core.inference.server.session import Continuation, Delta, Scored, all_whole
 from mega.core.inference.text_stream import TextStream
-from mega.core.text.conversation import Message
+from mega.core.text.chat.messages import Message
 
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have."""

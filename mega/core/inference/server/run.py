@@ -26,7 +26,7 @@ from mega.core.inference.server.driver import Driver
 from mega.core.inference.server.limits import HEADER_BYTES, ServerLimits
 from mega.core.inference.server.options import ServerOptions
 from mega.core.inference.server.service import Manner, Service
-from mega.core.text.chat import ChatFormat
+from mega.core.text.chat.format import ChatFormat
 from mega.core.text.tokenizer import Tokenizer
 
 _FILES = 128

@@ -20,7 +20,7 @@ from mega.core.inference.server.fields import BadField
 from mega.core.inference.server.metrics import Metrics
 from mega.core.inference.server.options import ServerOptions
 from mega.core.inference.server.session import Continuation
-from mega.core.text.chat import ChatFormat
+from mega.core.text.chat.format import ChatFormat
 from mega.core.text.special import Spelled
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.untrusted import parse_json

@@ -31,7 +31,7 @@ from mega.core.inference.server.service import Manner
 from mega.core.parallel.mesh import Mesh
 from mega.core.processes.connect import connect, end_together, keep_asking
 from mega.core.processes.signals import STOPPING
-from mega.core.text.chat import ChatFormat, chat_format
+from mega.core.text.chat.format import ChatFormat, chat_format
 from mega.core.text.tokenizer import Tokenizer
 
 _RENDER_SECONDS = 1

@@ -37,7 +37,7 @@ def datasets(run: RunConfig, tokenizer: Tokenizer | None) -> Datasets:
     """The pairs of --dpo-data and of --valid-sets. Errors: ValueError naming flag, file and line."""
     from mega.core.data.build import Datasets, named_sets
     from mega.core.data.pairs import pair_dataset
-    from mega.core.text.chat import chat_format, shown
+    from mega.core.text.chat.format import chat_format, shown
 
     if tokenizer is None:
         raise ValueError("--dpo-data: needs a tokenizer; give --tokenizer and its files")

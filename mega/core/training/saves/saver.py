@@ -37,7 +37,7 @@ from mega.core.config.run import RunConfig
 from mega.core.device import HostCopy
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Axis
-from mega.core.text.templates import source_of
+from mega.core.text.chat.templates import source_of
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.training.guards.finite import check_finite
 from mega.core.training.saves.proving import Proving

@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mega.core.text.conversation import Conversation, Message
+from mega.core.text.chat.messages import Conversation, Message
+from mega.core.text.chat.templates import NEEDS, SOURCE_BYTES, TEMPLATES, source_of
 from mega.core.text.special import Parsed, Span, covered, sections
-from mega.core.text.templates import NEEDS, SOURCE_BYTES, TEMPLATES, source_of
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.untrusted import Confined
 
@@ -80,7 +80,7 @@ class ChatFormat:
     def _confined(self, seconds: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
         if importlib.util.find_spec("jinja2") is None:
             raise ValueError("--chat-template: a Jinja file needs jinja2; pip install 'mega[data]'")
-        module = "mega.core.text.jinja_process"
+        module = "mega.core.text.chat.jinja_process"
         child = Confined(module, self._what, seconds=seconds, memory=_MEMORY, answer_bytes=_MOST_TEXT)
         return child.ask
 
@@ -250,7 +250,7 @@ def chat_format(name: str, tokenizer: Tokenizer, *, seconds: int = _SECONDS) -> 
 
 def _here(question: Mapping[str, Any]) -> dict[str, Any]:
     """A template of the house needs no other process."""
-    from mega.core.text.jinja_process import answer
+    from mega.core.text.chat.jinja_process import answer
 
     return answer(question)
 

@@ -21,8 +21,8 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
+from mega.core.text.chat.turns import Rendered, check_renders, find_turns, frame_of
 from mega.core.text.special import Span
-from mega.core.text.turns import Rendered, check_renders, find_turns, frame_of
 from mega.core.untrusted import serve
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
