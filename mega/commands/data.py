@@ -36,7 +36,7 @@ def merge(
     prefixes: Annotated[list[str] | None, typer.Argument(help="prefixes in order, or one folder")] = None,
 ) -> None:
     """One pair from many: their documents, concatenated. Those of a folder are sorted by name."""
-    from mega.core.data.merge import merge as merged
+    from mega.core.data.preprocessing.merge import merge as merged
 
     given = [*(prefixes or []), *(files.input or [])]
     if len(given) == 1 and Path(given[0]).is_dir():
@@ -99,7 +99,7 @@ def from_numpy(
     files: NumpyOptions,
 ) -> None:
     """Token files from numpy arrays: an array of arrays, a table with a document a row, or one run of ids."""
-    from mega.core.data.numpy_files import convert
+    from mega.core.data.preprocessing.numpy_files import convert
 
     report = convert(files.input, files.output_prefix, files.eod, overwrite=files.overwrite)
     print(f"{files.output_prefix}: {report.documents:,} documents, {report.tokens:,} tokens{_kept(report.kept)}")
@@ -111,7 +111,7 @@ def split(
     documents: SplitOptions,
 ) -> None:
     """Documents into train.jsonl, valid.jsonl and test.jsonl, by share and seed."""
-    from mega.core.data.split import split as into_parts
+    from mega.core.data.preprocessing.split import split as into_parts
 
     for name, count in into_parts(
         documents.input,
@@ -130,7 +130,7 @@ def presplit(
     documents: PresplitOptions,
 ) -> None:
     """Each document's text as one sentence a line."""
-    from mega.core.data.split import presplit as by_line
+    from mega.core.data.preprocessing.split import presplit as by_line
 
     count = by_line(
         documents.input,
@@ -149,7 +149,7 @@ def detokenize(
     lines: DetokenizeOptions,
 ) -> None:
     """Each line of a published test set as people write it: without the blanks around punctuation."""
-    from mega.core.data.plain_lines import detokenize as by_line
+    from mega.core.data.preprocessing.plain_lines import detokenize as by_line
 
     count = by_line(lines.input, lines.output, lines.detokenizer, overwrite=lines.overwrite)
     if lines.output is not None:
@@ -161,7 +161,7 @@ def _encode(
     tokenizer: TokenizerConfig,
 ) -> None:
     """The ids of each line's tokens as a line of text, as fairseq-preprocess reads them. See also: mega preprocess."""
-    from mega.core.data.plain_lines import encode as by_line
+    from mega.core.data.preprocessing.plain_lines import encode as by_line
     from mega.core.text.build import build
 
     made = build(**dataclasses.asdict(tokenizer))

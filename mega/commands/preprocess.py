@@ -10,7 +10,7 @@ from mega.core.config.sections import TokenizerConfig
 from mega.core.data.options import PreprocessOptions
 
 if TYPE_CHECKING:
-    from mega.core.data.preprocess import Report
+    from mega.core.data.preprocessing.preprocess import Report
 
 
 def run(
@@ -21,8 +21,8 @@ def run(
 
     The files are Megatron-LM's, byte for byte, however many workers write them. See also: mega data.
     """
-    from mega.core.data.preprocess import Sentences, preprocess
-    from mega.core.data.progress import shown
+    from mega.core.data.preprocessing.preprocess import Sentences, preprocess
+    from mega.core.data.preprocessing.progress import shown
     from mega.core.data.sources import STDIN, find
 
     index, count = _shard(texts.shard)

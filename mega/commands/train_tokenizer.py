@@ -26,7 +26,7 @@ def run(
 ) -> int:
     """Train a tokenizer: byte-level BPE for --tokenizer GPT2BPETokenizer, WordPiece for BertWordPieceLowerCase, or a
     SentencePiece model."""
-    from mega.core.data.made import WorkRecord, work_of
+    from mega.core.data.preprocessing.made import WorkRecord, work_of
     from mega.core.data.sources import find, texts
     from mega.core.files import check_folder
 

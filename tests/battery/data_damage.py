@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from mega.core.data.indexed import IndexedDataset, token_dtype
 from mega.core.data.inspect import verify
-from mega.core.data.preprocess import preprocess
-from mega.core.data.writer import IndexedWriter
+from mega.core.data.preprocessing.preprocess import preprocess
+from mega.core.data.preprocessing.writer import IndexedWriter
 from tests.battery.data_ledger import ROOT, run
 
 HOME = Path(tempfile.mkdtemp(prefix="mega-damage-"))
@@ -131,7 +131,7 @@ def hostile() -> dict[str, Any]:
     del lines[5000:6001]
     blank = sum(not line.strip() for line in lines) + blanks
     script = (
-        "import json, resource, sys; from mega.core.data.preprocess import preprocess;"
+        "import json, resource, sys; from mega.core.data.preprocessing.preprocess import preprocess;"
         "r = preprocess(sys.argv[1:2], sys.argv[2], json.loads(sys.argv[3]), overwrite=True, on_error='skip');"
         "peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024;"
         "print(json.dumps([r.documents, r.skipped, r.reasons, peak]))"

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from mega.core.config.sections import DataConfig, MaskingConfig
 from mega.core.data.build import build_datasets
 from mega.core.data.masked import T5Dataset
-from mega.core.data.preprocess import Sentences, preprocess
+from mega.core.data.preprocessing.preprocess import Sentences, preprocess
 from mega.core.text.build import build
 from tests.battery.data_ledger import run
 from tests.support.shared import shared

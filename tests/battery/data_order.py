@@ -25,7 +25,7 @@ from mega.core.data.batches import Batches
 from mega.core.data.build import build_datasets
 from mega.core.data.dataset import BlendedDataset, Dataset
 from mega.core.data.order import epochs
-from mega.core.data.writer import IndexedWriter
+from mega.core.data.preprocessing.writer import IndexedWriter
 from tests.battery.data_ledger import run
 
 MEMORY = Path("/dev/shm")

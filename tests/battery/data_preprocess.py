@@ -22,8 +22,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from mega.core.data.merge import merge
-from mega.core.data.preprocess import preprocess
+from mega.core.data.preprocessing.merge import merge
+from mega.core.data.preprocessing.preprocess import preprocess
 from tests.battery.data_ledger import ROOT, run
 from tests.support.shared import shared
 
@@ -133,7 +133,7 @@ def shards(count: int) -> Any:
 SCRIPT = """
 import json, sys
 from mega.core.data import sources
-from mega.core.data.preprocess import preprocess
+from mega.core.data.preprocessing.preprocess import preprocess
 sources.BLOCK_BYTES = 50_000
 print("on", flush=True)
 preprocess([sys.argv[1]], sys.argv[2], json.loads(sys.argv[3]), append_eod=True, resume=True, save_every=0.02)

@@ -169,7 +169,7 @@ def speed() -> dict[str, Any]:
 
 PEAK = """
 import json, resource, sys
-from mega.core.data.preprocess import preprocess
+from mega.core.data.preprocessing.preprocess import preprocess
 preprocess([sys.argv[1]], sys.argv[2], json.loads(sys.argv[3]), workers=2, overwrite=True)
 print(json.dumps([resource.getrusage(who).ru_maxrss >> 10 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]))
 """

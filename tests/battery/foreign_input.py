@@ -36,7 +36,7 @@ import torch
 
 from mega.cli import main
 from mega.core.data.indexed import token_dtype
-from mega.core.data.writer import IndexedWriter
+from mega.core.data.preprocessing.writer import IndexedWriter
 from mega.core.text.gpt2 import byte_letters, tokenizer_json
 from tests.battery.data_ledger import ROOT, run
 

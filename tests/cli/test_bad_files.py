@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mega import cli
-from mega.core.data.writer import IndexedWriter
+from mega.core.data.preprocessing.writer import IndexedWriter
 
 RUN = "pretrain --model tiny-gpt --micro-batch 2 --steps 10 --lr 1e-3 --vocab 100 --nproc 2 --eval-iters 0"
 

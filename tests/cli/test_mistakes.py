@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mega import cli
-from mega.core.data.writer import IndexedWriter
+from mega.core.data.preprocessing.writer import IndexedWriter
 
 TABLE = (Path(__file__).parent / "mistakes.txt").read_text()
 MISTAKES = dict(re.findall(r"^(\S.*)\n    (.*)$", TABLE, flags=re.MULTILINE))

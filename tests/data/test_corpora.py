@@ -16,7 +16,7 @@ from mega.core.config.corpora import expand
 from mega.core.config.sections import DataConfig
 from mega.core.data.build import build_datasets
 from mega.core.data.indexed import IndexedDataset, token_dtype
-from mega.core.data.writer import IndexedWriter
+from mega.core.data.preprocessing.writer import IndexedWriter
 
 
 def corpus(directory: Path, name: str, tokens: int, value: int = 1) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mega.cli import main
-from mega.core.data.preprocess import preprocess
+from mega.core.data.preprocessing.preprocess import preprocess
 
 datatrove = pytest.importorskip("datatrove")
 

@@ -22,7 +22,7 @@ from mega.core.data.dataset import BlendedDataset, MockDataset
 from mega.core.data.gpt import GPTDataset, document_numbers, loss_weights, positions
 from mega.core.data.indexed import IndexedDataset, token_dtype
 from mega.core.data.order import sample_order
-from mega.core.data.writer import IndexedWriter
+from mega.core.data.preprocessing.writer import IndexedWriter
 from mega.core.ops.attention import fused
 from mega.core.ops.mask import AttentionMask
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from mega.core.data import indexed, mapped
 from mega.core.data.indexed import IndexedDataset, exists, token_dtype
-from mega.core.data.writer import IndexedWriter
+from mega.core.data.preprocessing.writer import IndexedWriter
 from tests.support.shared import shared
 
 GOLDEN = [[[10, 11], [12]], [[20, 21]], [], [[30, 31, 32, 65000]]]
@@ -200,7 +200,7 @@ def test_failed_writer_leaves_nothing_and_the_old_pair_alone(tmp_path: Path) -> 
 def test_second_writer_is_refused_and_a_killed_one_is_not_in_the_way(tmp_path: Path) -> None:
     prefix = tmp_path / "a"
     program = (
-        "import os, sys; from mega.core.data.indexed import *; from mega.core.data.writer import *\n"
+        "import os, sys; from mega.core.data.indexed import *; from mega.core.data.preprocessing.writer import *\n"
         "w = IndexedWriter(sys.argv[1], token_dtype(100)); w.add([[9] * 5000]); print('on', flush=True)\n"
         "sys.stdin.read(); os._exit(9)"
     )

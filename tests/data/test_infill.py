@@ -14,7 +14,7 @@ from mega.cli import main
 from mega.core.config.sections import DataConfig
 from mega.core.data.build import build_datasets
 from mega.core.data.infill import Infill, InfillTokens
-from mega.core.data.writer import IndexedWriter
+from mega.core.data.preprocessing.writer import IndexedWriter
 from tests.support.shared import shared
 from tests.support.toy_tokenizer import ToyTokenizer
 

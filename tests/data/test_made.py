@@ -15,7 +15,7 @@ import pytest
 
 from mega.cli import main
 from mega.core.data.indexed import IndexedDataset, bin_path, idx_path, note_path
-from mega.core.data.made import kept_pairs
+from mega.core.data.preprocessing.made import kept_pairs
 
 LINES = ["The cat sat on the mat.", "A dog and a cat, and a mat", "def f(x): return x"] * 9
 

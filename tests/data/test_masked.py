@@ -21,8 +21,8 @@ from mega.core.data.indexed import IndexedDataset, token_dtype
 from mega.core.data.mapping import _document, mt19937_64, sentence_mapping
 from mega.core.data.masked import BertDataset, T5Dataset, Vocabulary, _spans, _words, bert_sample, mask, t5_sample
 from mega.core.data.order import split_boundaries
+from mega.core.data.preprocessing.writer import IndexedWriter
 from mega.core.data.recipes import recipe
-from mega.core.data.writer import IndexedWriter
 from mega.core.text.build import build
 from mega.core.text.tokenizer import Roles
 from tests.support.shared import shared

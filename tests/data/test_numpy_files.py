@@ -12,7 +12,7 @@ import pytest
 
 from mega.cli import main
 from mega.core.data.indexed import IndexedDataset
-from mega.core.data.numpy_files import documents
+from mega.core.data.preprocessing.numpy_files import documents
 
 SHARD = [[1, 2, 50256], [5, 50256], [7, 8, 9, 50256]]
 

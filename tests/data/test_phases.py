@@ -14,7 +14,7 @@ from mega.cli import main
 from mega.core.config.sections import DataConfig
 from mega.core.data.build import build_datasets
 from mega.core.data.phases import BlendPhase
-from mega.core.data.writer import IndexedWriter
+from mega.core.data.preprocessing.writer import IndexedWriter
 
 TOKENS = 16
 """Of a sample."""

@@ -13,7 +13,7 @@ import pytest
 from mega.cli import main
 from mega.core.data import sources as module
 from mega.core.data.indexed import IndexedDataset
-from mega.core.data.preprocess import Report, preprocess
+from mega.core.data.preprocessing.preprocess import Report, preprocess
 from mega.core.text.build import build
 from tests.support.shared import shared
 
@@ -232,7 +232,7 @@ def test_a_folder_in_the_way_is_found_before_the_work(
 ) -> None:
     lines(tmp_path / "a", {"text": "1"})
     (there := tmp_path / f"out_text_document.{end}").mkdir()
-    monkeypatch.setattr("mega.core.data.writer.IndexedWriter.extend", None)
+    monkeypatch.setattr("mega.core.data.preprocessing.writer.IndexedWriter.extend", None)
     words = f"preprocess --input {tmp_path}/a --output-prefix {tmp_path}/out --overwrite"
     assert main([*words.split(), *"--tokenizer-type NullTokenizer --vocab-size 9".split()]) == 2
     assert capsys.readouterr().err == f"mega: {there}: is a directory; must be a file\n"

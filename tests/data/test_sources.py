@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 from mega.cli import main
-from mega.core.data import preprocess as module
 from mega.core.data import sources
 from mega.core.data.indexed import IndexedDataset
-from mega.core.data.merge import merge
-from mega.core.data.preprocess import Sentences, preprocess
+from mega.core.data.preprocessing import preprocess as module
+from mega.core.data.preprocessing.merge import merge
+from mega.core.data.preprocessing.preprocess import Sentences, preprocess
 from tests.support.shared import REPOSITORY
 
 NULL = {"tokenizer": "NullTokenizer", "vocab_size": 99}
@@ -292,7 +292,8 @@ def test_kill_and_resume(tmp_path: Path) -> None:
     source.write_bytes(jsonl(TEXTS) * 30)
     expected = run(tmp_path, source)
     script = (
-        "import sys; from mega.core.data.preprocess import preprocess; from mega.core.data import sources;"
+        "import sys; from mega.core.data.preprocessing.preprocess import preprocess;"
+        "from mega.core.data import sources;"
         f"sources.BLOCK_BYTES = 20000; preprocess([sys.argv[1]], sys.argv[2], {NULL!r}, append_eod=True,"
         "resume=True, save_every=0.01, workers=2)"
     )

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from mega.core.data import sources, workers
-from mega.core.data.preprocess import preprocess
+from mega.core.data.preprocessing.preprocess import preprocess
 from mega.core.data.workers import Buffer, Work, Workers
 from mega.core.text.build import build
 from tests.support.shared import REPOSITORY, shared

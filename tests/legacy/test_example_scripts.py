@@ -15,7 +15,7 @@ import pytest
 
 from mega.cli import main
 from mega.core.data.build import _Builder
-from mega.core.data.writer import IndexedWriter
+from mega.core.data.preprocessing.writer import IndexedWriter
 from tests.support.lines import parsed
 from tests.support.old_lines import recorded
 from tests.support.shared import shared

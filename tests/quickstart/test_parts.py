@@ -14,7 +14,7 @@ import pytest
 
 from mega import cli
 from mega.core.config import toml
-from mega.core.data.writer import IndexedWriter
+from mega.core.data.preprocessing.writer import IndexedWriter
 from mega.core.quickstart import chart
 from mega.core.quickstart.corpus import Document, make_corpus, read_corpus
 from mega.core.quickstart.tour import MORE, TOUR, arguments, closing, tour

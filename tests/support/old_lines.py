@@ -24,7 +24,7 @@ from unittest import mock
 import numpy as np
 
 from mega.cli import main
-from mega.core.data.writer import IndexedWriter
+from mega.core.data.preprocessing.writer import IndexedWriter
 from mega.legacy import lines
 from mega.legacy.scripts import CommandLine
 from mega.legacy.translation import Translation, quoted

@@ -18,7 +18,7 @@ import torch
 from mega.cli import main
 from mega.core.config.compose import compose
 from mega.core.config.run import Options, updated
-from mega.core.data.writer import IndexedWriter
+from mega.core.data.preprocessing.writer import IndexedWriter
 from mega.core.device import Device
 from mega.core.files import PARTS, WHOLE_BYTES, sampled_digest
 from mega.core.parallel.mesh import Groups, Mesh

@@ -14,7 +14,7 @@ import pytest
 from mega import cli
 from mega.core.checkpoint.own.store import CheckpointStore
 from mega.core.config.run import entries, options_with
-from mega.core.data.writer import IndexedWriter
+from mega.core.data.preprocessing.writer import IndexedWriter
 from mega.core.parallel.gradients import GradBuffer
 from mega.core.training import schedules
 from mega.core.training.saves import place

@@ -20,7 +20,7 @@ from mega.core.checkpoint.own.store import CheckpointStore, locate
 from mega.core.config.resolve import resolve
 from mega.core.config.run import Options, RunConfig, updated
 from mega.core.data.build import Datasets
-from mega.core.data.writer import IndexedWriter
+from mega.core.data.preprocessing.writer import IndexedWriter
 from mega.core.device import Device
 from mega.core.ops.counter import OLD_RULE, RULE
 from mega.core.parallel.mesh import Groups

@@ -12,7 +12,7 @@ import pytest
 from mega.cli import main
 from mega.core.checkpoint.own.inspect import diff
 from mega.core.checkpoint.own.store import CheckpointStore
-from mega.core.data.writer import IndexedWriter
+from mega.core.data.preprocessing.writer import IndexedWriter
 from mega.core.text.build import build
 
 PIECES = "[PAD] [UNK] [CLS] [SEP] [MASK] . the a old red cat dog bird fish sees likes near by river house tree ##s"

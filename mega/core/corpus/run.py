@@ -42,7 +42,7 @@ from mega.core.corpus.folder import (
 from mega.core.corpus.ledger import StepCounts
 from mega.core.corpus.part_files import PartOptions, ReadableDocuments, write_part
 from mega.core.corpus.parts import InputPart, is_plain, parts
-from mega.core.data.made import stamps
+from mega.core.data.preprocessing.made import stamps
 from mega.core.data.sources import find
 from mega.core.data.workers import Buffer, Workers
 from mega.core.files import whole_file

@@ -21,8 +21,8 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from mega.core.data.indexed import token_dtype
-from mega.core.data.preprocess import encoder
-from mega.core.data.writer import IndexedWriter
+from mega.core.data.preprocessing.preprocess import encoder
+from mega.core.data.preprocessing.writer import IndexedWriter
 from mega.core.text.build import build
 
 _TOGETHER = 256

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mega.core.data.indexed import IndexedDataset, bin_path, idx_path
-from mega.core.data.made import kept_pairs, work_of
-from mega.core.data.preprocess import Report, as_reported
-from mega.core.data.writer import IndexedWriter
+from mega.core.data.preprocessing.made import kept_pairs, work_of
+from mega.core.data.preprocessing.preprocess import Report, as_reported
+from mega.core.data.preprocessing.writer import IndexedWriter
 from mega.core.files import check_folder
 from mega.core.text.identity import ALLOW, judge
 from mega.core.text.tokenizer import TokenizerIdentity

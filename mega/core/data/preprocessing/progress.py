@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from mega.core.data.preprocess import Report
+from mega.core.data.preprocessing.preprocess import Report
 from mega.core.terminal import stderr_console
 
 _SECONDS_BETWEEN_LINES = 10.0

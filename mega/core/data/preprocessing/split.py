@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from mega.core.config.sections import SPLITS
-from mega.core.data.made import check_absent
 from mega.core.data.order import split_boundaries
+from mega.core.data.preprocessing.made import check_absent
 from mega.core.data.sources import STDIN, BadLine, find, lines, parsed
 from mega.core.files import check_folder, whole_file
 

@@ -29,7 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mega.core.data.indexed import IndexedDataset, bin_path, exists, token_dtype
-from mega.core.data.made import kept_pairs, stamps, work_of
+from mega.core.data.preprocessing.made import kept_pairs, stamps, work_of
+from mega.core.data.preprocessing.writer import IndexedWriter
 from mega.core.data.sources import (
     STDIN,
     BadLine,
@@ -43,7 +44,6 @@ from mega.core.data.sources import (
     pieces,
 )
 from mega.core.data.workers import Buffer, Workers
-from mega.core.data.writer import IndexedWriter
 from mega.core.files import check_folder, whole_file
 from mega.core.text.build import build
 from mega.core.text.sentences import splitter

@@ -16,10 +16,10 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from mega.core.data.indexed import token_dtype
-from mega.core.data.made import kept_pairs, work_of
-from mega.core.data.preprocess import Report
+from mega.core.data.preprocessing.made import kept_pairs, work_of
+from mega.core.data.preprocessing.preprocess import Report
+from mega.core.data.preprocessing.writer import IndexedWriter
 from mega.core.data.sources import find
-from mega.core.data.writer import IndexedWriter
 from mega.core.files import check_folder
 
 LARGEST = 2**31 - 1
