@@ -26,7 +26,7 @@ def run(weights: ConvertOptions, layout: Layout) -> int:
     from mega.core.checkpoint.forms.convert import check_pair, convert, default_target
     from mega.core.checkpoint.forms.form import OWN, check_flags, writer_of
     from mega.core.checkpoint.forms.recognise import form_at
-    from mega.core.inference.load import special_tokens
+    from mega.core.inference.loading.load import special_tokens
 
     source = form_at(load_dir)
     to = weights.to or default_target(source)
@@ -61,7 +61,7 @@ def run(weights: ConvertOptions, layout: Layout) -> int:
 
 def _print_doubts(losses: tuple[str, ...], imported: Path | None) -> None:
     """What is lost, and what of imported weights cannot be used."""
-    from mega.core.inference.identity import doubts
+    from mega.core.inference.loading.identity import doubts
 
     for line in (*losses, *(() if imported is None else doubts(imported))):
         print(f"mega: {line}", file=sys.stderr)

@@ -60,8 +60,8 @@ def run(
     from mega.core.inference.request import sampling_of
 
     how = sampling_of(**{"seed": 0, **given, "top_p": sampling.top_p or 1.0})
-    from mega.core.inference.adapters import adapter_paths
-    from mega.core.inference.speak import SpeechPlan, open_speech, speak
+    from mega.core.inference.generation.prompts import SpeechPlan, open_speech, speak
+    from mega.core.inference.loading.adapters import adapter_paths
     from mega.core.processes.launch import run_ranks
 
     engine.check_speculation()

@@ -100,7 +100,7 @@ def _serving(options: Options, estimate: EstimateOptions, engine: EngineOptions)
     from mega.core.device import DTYPES, Device
     from mega.core.estimate.hardware import hardware
     from mega.core.inference.capacity import GIB, expected
-    from mega.core.inference.opening import check_layout
+    from mega.core.inference.start import check_layout
 
     tp, pp, gpu, fp8_weights = options.parallel.tp, options.parallel.pp, estimate.gpu, engine.fp8_weights
     check_ranges(options)

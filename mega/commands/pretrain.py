@@ -57,7 +57,7 @@ def _as_the_weights(options: Options) -> Options:
     weights = next(weights_of(options), None)
     if weights is None:
         return options
-    from mega.core.inference.identity import chosen_template
+    from mega.core.inference.loading.identity import chosen_template
 
     (place, source), talks = weights, bool(options.data.chat_data or options.finetuning.dpo_data)
     found, lines = _tokenizer(options, place, source)
@@ -76,8 +76,8 @@ def _tokenizer(options: Options, place: str, source: Any) -> tuple[dict[str, Any
     another one."""
     from mega.core.checkpoint.own.model import model_of
     from mega.core.config.resolve import implied_tokenizer
-    from mega.core.inference.identity import check_tokenizer_flags
-    from mega.core.inference.load import tokenizer_section
+    from mega.core.inference.loading.identity import check_tokenizer_flags
+    from mega.core.inference.loading.load import tokenizer_section
     from mega.core.text.build import build
 
     named = dataclasses.asdict(implied_tokenizer(options.tokenizer, model_of(source.meta, place).family))

@@ -42,7 +42,7 @@ def run(
     engine.check(layout.device, model.adapter)
     # A mistake is named before anything heavy is loaded.
     sampling_of(temperature=answers.temperature, top_k=answers.top_k, top_p=answers.top_p, seed=answers.seed)
-    from mega.core.inference.adapters import adapter_paths
+    from mega.core.inference.loading.adapters import adapter_paths
     from mega.core.inference.server.start import ServePlan, check_host, serve_rank
     from mega.core.processes.launch import run_ranks
 

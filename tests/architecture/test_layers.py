@@ -15,7 +15,7 @@ from mega.core.architecture.layer import Layer, Norm
 from mega.core.architecture.tensors import layer_tensors
 from mega.core.config.run import RunConfig
 from mega.core.config.sections import ModelConfig
-from mega.core.inference.generate import logits
+from mega.core.inference.generation.generate import logits
 from mega.core.inference.request import Request
 from mega.core.model.decode import DecodeContext, _DecodeParts, _layer
 from mega.core.model.decoder import DecoderStage

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from mega.core.device import Device
-from mega.core.inference.load import open_model
-from mega.core.inference.opening import start_engine
+from mega.core.inference.loading.load import open_model
 from mega.core.inference.options import EngineOptions
 from mega.core.inference.request import Request, Sampling
+from mega.core.inference.start import start_engine
 from mega.core.parallel.mesh import Mesh
 from tests.inference.test_engine import FAMILIES, check_canaries, made
 

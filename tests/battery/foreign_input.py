@@ -445,7 +445,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     import mega.commands.memory_estimate
     import mega.core.estimate.show
-    import mega.core.inference.speak  # noqa: F401 - forks have loaded what commands need
+    import mega.core.inference.generation.prompts  # noqa: F401 - forks have loaded what commands need
 
     try:
         run("foreign_input", [(f"{k} {n}", prove(k, n, *made)) for k, made in KINDS.items() for n in range(ITEMS)])

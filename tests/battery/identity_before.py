@@ -242,7 +242,7 @@ def added_tokens(place: Place) -> tuple[bool, str]:
 
 
 def another_class(place: Place) -> tuple[bool, str]:
-    from mega.core.inference import load
+    from mega.core.inference.loading import load
 
     files = {}
     texts = {"vocab.json": "{}", "merges.txt": "", "tokenizer_config.json": '{"tokenizer_class": "Qwen2Tokenizer"}'}

@@ -15,11 +15,11 @@ from mega.core.architecture import inventory
 from mega.core.checkpoint.own.pieces import Piece
 from mega.core.checkpoint.own.store import CheckpointStore
 from mega.core.device import Device
-from mega.core.inference.adapters import open_adapters
-from mega.core.inference.load import open_model
-from mega.core.inference.opening import start_engine
+from mega.core.inference.loading.adapters import open_adapters
+from mega.core.inference.loading.load import open_model
 from mega.core.inference.options import EngineOptions
 from mega.core.inference.request import Request, Sampling
+from mega.core.inference.start import start_engine
 from mega.core.parallel.mesh import Mesh
 from mega.core.text.build import build
 from mega.core.text.chat.format import chat_format

@@ -23,7 +23,7 @@ from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.pieces import Box, CheckpointError
 from mega.core.checkpoint.own.source import OwnSource
 from mega.core.checkpoint.own.store import locate
-from mega.core.inference.load import load_tokenizer
+from mega.core.inference.loading.load import load_tokenizer
 from mega.core.proof.logits import logits
 from tests.support.foreign_forms import FORMS, weights_of
 from tests.support.shared import shared

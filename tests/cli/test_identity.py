@@ -15,7 +15,7 @@ import pytest
 from mega.cli import main
 from mega.core.checkpoint.own.store import locate
 from mega.core.data.indexed import note_path
-from mega.core.inference.load import chat_template
+from mega.core.inference.loading.load import chat_template
 from mega.core.text.identity import RULES
 from tests.support.shared import shared
 

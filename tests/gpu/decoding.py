@@ -25,7 +25,7 @@ import torch
 from mega.core.config.compose import compose
 from mega.core.config.resolve import model_alone
 from mega.core.device import Device, Recording
-from mega.core.inference.load import empty_stage
+from mega.core.inference.loading.load import empty_stage
 from mega.core.inference.paged_cache import PagedCache
 from mega.core.model.decode import DecodeStep
 from mega.core.model.forward import rotary_tables

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from mega.core.device import Device, Recording, Timestamp
-from mega.core.inference.load import open_model
-from mega.core.inference.opening import start_engine
+from mega.core.inference.loading.load import open_model
 from mega.core.inference.options import EngineOptions
+from mega.core.inference.start import start_engine
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Axis, Mesh
 from mega.core.parallel.one_shot import ALIGNMENT, OneShot, Sum, by_group, exchange_over, limit_of

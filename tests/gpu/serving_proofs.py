@@ -53,15 +53,15 @@ from mega.core.config.compose import compose
 from mega.core.config.resolve import model_alone
 from mega.core.config.sections import ModelConfig
 from mega.core.device import Device
-from mega.core.inference.adapters import open_adapters
 from mega.core.inference.capacity import even_layers
-from mega.core.inference.generate import logits
-from mega.core.inference.load import empty_stage, load_model, open_model
-from mega.core.inference.opening import engine_on, start_engine
+from mega.core.inference.generation.generate import logits
+from mega.core.inference.loading.adapters import open_adapters
+from mega.core.inference.loading.load import empty_stage, load_model, open_model
 from mega.core.inference.options import EngineOptions
 from mega.core.inference.request import Request, Sampling
 from mega.core.inference.sampling import probabilities
 from mega.core.inference.speculate import NGrams
+from mega.core.inference.start import engine_on, start_engine
 from mega.core.model.decode import lay_for_decoding
 from mega.core.ops.suite import choose, forward_only
 from mega.core.parallel.mesh import Mesh

@@ -12,8 +12,8 @@ import torch
 
 from mega.core.architecture import units
 from mega.core.device import Device
-from mega.core.inference.opening import engine_on
 from mega.core.inference.options import EngineOptions
+from mega.core.inference.start import engine_on
 from mega.core.model.decoder import DecoderStage
 from mega.core.ops.suite import choose, forward_only
 from mega.core.parallel.mesh import Mesh

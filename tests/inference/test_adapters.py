@@ -22,12 +22,12 @@ from mega.core.checkpoint.own.base import describe
 from mega.core.checkpoint.own.pieces import Piece
 from mega.core.checkpoint.own.store import CheckpointError, CheckpointStore, locate
 from mega.core.device import Device
-from mega.core.inference.adapters import OpenedAdapter, adapter_paths, open_adapters
-from mega.core.inference.generate import logits
-from mega.core.inference.load import load_model, open_model, weight_pieces
-from mega.core.inference.opening import start_engine
+from mega.core.inference.generation.generate import logits
+from mega.core.inference.loading.adapters import OpenedAdapter, adapter_paths, open_adapters
+from mega.core.inference.loading.load import load_model, open_model, weight_pieces
 from mega.core.inference.options import EngineOptions
 from mega.core.inference.request import Request, RequestError, Sampling
+from mega.core.inference.start import start_engine
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.processes.pool import Pool
 from tests.inference.test_engine import LLAMA, answers, made, prompts, tokens

@@ -14,8 +14,8 @@ from mega.core.architecture import placement
 from mega.core.config.sections import ModelConfig
 from mega.core.device import Device
 from mega.core.inference.capacity import cache_blocks, even_layers, expected, weight_bytes
-from mega.core.inference.opening import engine_on
 from mega.core.inference.options import EngineOptions
+from mega.core.inference.start import engine_on
 from mega.core.model.decoder import DecoderStage
 from mega.core.parallel.mesh import Axis, Mesh
 from mega.core.parallel.region import Region

@@ -23,15 +23,15 @@ from mega.core.inference.cache import Blocks
 from mega.core.inference.capacity import even_layers
 from mega.core.inference.drafts import ModelDrafts
 from mega.core.inference.engine import BatchingEngine
-from mega.core.inference.generate import logits
+from mega.core.inference.generation.generate import logits
 from mega.core.inference.graphs import GraphShape, StepGraphs
-from mega.core.inference.load import open_model
-from mega.core.inference.opening import start_engine
+from mega.core.inference.loading.load import open_model
 from mega.core.inference.options import EngineOptions
 from mega.core.inference.relay import LostRank, Relay
 from mega.core.inference.request import Event, Limits, Request, RequestError, Sampling
 from mega.core.inference.sampling import draw, probabilities, uniform
 from mega.core.inference.speculate import Guessed, NGrams
+from mega.core.inference.start import start_engine
 from mega.core.inference.step import Step, scratch_step
 from mega.core.inference.worker import Launched, Worker
 from mega.core.model.decode import DecodeStep

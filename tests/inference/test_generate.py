@@ -19,11 +19,11 @@ from mega.core.checkpoint.own.store import Checkpoint, CheckpointStore, locate
 from mega.core.config.run import Options, updated
 from mega.core.config.sections import ModelConfig
 from mega.core.device import Device
-from mega.core.inference.generate import generate, logits, losses
-from mega.core.inference.load import MOST_ENDS, load_model, load_tokenizer, open_model, weight_pieces
-from mega.core.inference.opening import engine_on
+from mega.core.inference.generation.generate import generate, logits, losses
+from mega.core.inference.loading.load import MOST_ENDS, load_model, load_tokenizer, open_model, weight_pieces
 from mega.core.inference.options import EngineOptions
 from mega.core.inference.request import Engine, Sampling
+from mega.core.inference.start import engine_on
 from mega.core.model.decoder import DecoderStage
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.region import ALONE

@@ -20,8 +20,8 @@ from mega.core.checkpoint.own import container, disk
 from mega.core.checkpoint.own.store import CheckpointError, locate
 from mega.core.device import Device
 from mega.core.family import family
-from mega.core.inference.generate import logits
-from mega.core.inference.load import empty_stage, fill, load_model, load_stages, open_model
+from mega.core.inference.generation.generate import logits
+from mega.core.inference.loading.load import empty_stage, fill, load_model, load_stages, open_model
 from mega.core.parallel.collectives import all_gather
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.parallel.pipeline import Pipeline

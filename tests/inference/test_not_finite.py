@@ -11,9 +11,9 @@ import torch
 from mega.cli import main
 from mega.core.device import Device
 from mega.core.inference.engine import BatchingEngine
-from mega.core.inference.load import load_model, open_model
-from mega.core.inference.opening import engine_on
+from mega.core.inference.loading.load import load_model, open_model
 from mega.core.inference.request import Request, Sampling
+from mega.core.inference.start import engine_on
 from mega.core.parallel.mesh import Mesh
 from tests.support.shared import shared
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mega.core.device import Device
-from mega.core.inference.generate import logits
-from mega.core.inference.load import load_model, open_model
+from mega.core.inference.generation.generate import logits
+from mega.core.inference.loading.load import load_model, open_model
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.processes.pool import Pool
 from tests.gpu import serving_proofs as proofs

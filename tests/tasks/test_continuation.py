@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from mega.core.device import Device
-from mega.core.inference.load import load_stages, open_model
+from mega.core.inference.loading.load import load_stages, open_model
 from mega.core.inference.relay import relay_of
 from mega.core.inference.request import Sampling
 from mega.core.parallel.mesh import Groups, Mesh

@@ -19,8 +19,8 @@ from mega.core.batch import Term
 from mega.core.config.compose import GivenOptions
 from mega.core.config.run import Options, updated
 from mega.core.device import Device
-from mega.core.inference.generate import logits, losses
-from mega.core.inference.load import load_model, open_model
+from mega.core.inference.generation.generate import logits, losses
+from mega.core.inference.loading.load import load_model, open_model
 from mega.core.parallel.mesh import Groups
 from mega.core.processes.pool import Pool
 from mega.core.tasks import evaluate, task

@@ -11,7 +11,7 @@ import torch
 
 from mega.core.config.run import RunConfig
 from mega.core.device import Device
-from mega.core.inference.generate import logits, losses
+from mega.core.inference.generation.generate import logits, losses
 from mega.core.parallel.mesh import Groups
 from mega.core.processes.pool import Pool
 from mega.core.proof.parity import LOSS_BOUND

@@ -21,7 +21,7 @@ from mega.core.config.run import Options, updated
 from mega.core.config.sections import ModelConfig
 from mega.core.device import Device
 from mega.core.family import family
-from mega.core.inference.load import OpenedModel, open_model, special_tokens, weight_pieces
+from mega.core.inference.loading.load import OpenedModel, open_model, special_tokens, weight_pieces
 from mega.core.inference.worker import Worker
 from mega.core.parallel.mesh import Groups
 from mega.core.parallel.region import ALONE

@@ -21,7 +21,7 @@ from mega.core.checkpoint.own.store import CheckpointStore
 from mega.core.data.formats import mnli, qqp, race
 from mega.core.data.labelled import LabelledDataset, LabelledSet, labelled_set
 from mega.core.data.synthetic import masked_batch
-from mega.core.inference.load import open_model
+from mega.core.inference.loading.load import open_model
 from mega.core.processes.pool import Pool
 from mega.core.proof.parity import compare, within
 from mega.core.text.build import build

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mega.cli import main
-from mega.core.inference.answer_file import AnswerFile
+from mega.core.inference.generation.answer_file import AnswerFile
 from mega.core.tasks import toxicity
 from mega.core.tasks.toxicity import BLANK, read_prompts
 from tests.support.shared import shared
@@ -94,7 +94,7 @@ def test_a_scorer_is_needed(model: Path, tmp_path: Path, capsys: pytest.CaptureF
 def test_unconditional_texts_resume_where_they_ended(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("mega.core.inference.speak.BLOCK", 8)
+    monkeypatch.setattr("mega.core.inference.generation.prompts.BLOCK", 8)
     words = ["generate", "--load", str(model), "--unconditional", "--num-samples", "20", "--tokens", "6"]
     words += ["--device", "cpu", "--batch-invariant", "--seed", "5", "--output"]
     assert main([*words, str(tmp_path / "whole.jsonl")]) == 0

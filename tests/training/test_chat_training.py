@@ -20,8 +20,8 @@ from mega.core.checkpoint.own.store import locate
 from mega.core.config.run import Options, RunConfig, updated
 from mega.core.data.chat import ChatDataset
 from mega.core.device import Device
-from mega.core.inference.generate import logits
-from mega.core.inference.load import load_model
+from mega.core.inference.generation.generate import logits
+from mega.core.inference.loading.load import load_model
 from mega.core.parallel.mesh import Groups
 from mega.core.processes.pool import Pool
 from mega.core.proof.parity import Snapshot, assemble, compare, own_samples, within

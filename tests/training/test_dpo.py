@@ -19,7 +19,7 @@ from mega.core.config.run import RunConfig
 from mega.core.data.pairs import PairDataset, conversations, encoded
 from mega.core.data.synthetic import decoder_prompt
 from mega.core.device import Device
-from mega.core.inference.load import open_model
+from mega.core.inference.loading.load import open_model
 from mega.core.parallel.mesh import Groups
 from mega.core.processes.pool import Pool
 from mega.core.proof.parity import Snapshot, assemble, compare, own_samples, within

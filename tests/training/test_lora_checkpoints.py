@@ -15,7 +15,7 @@ from mega.cli import main
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.checkpoint.own.store import locate
 from mega.core.family import family
-from mega.core.inference.load import load_model, open_model
+from mega.core.inference.loading.load import load_model, open_model
 
 FAMILIES = {
     "llama": "--family llama --norm rmsnorm --activation swiglu --position rope --no-bias --no-tied --ffn 48".split(),

@@ -19,9 +19,9 @@ from mega.core.device import DTYPES, Device
 from mega.core.files import whole_file
 from mega.core.inference.capacity import even_layers
 from mega.core.inference.engine import BatchingEngine
-from mega.core.inference.load import empty_stage, open_model
-from mega.core.inference.opening import check_layout, engine_on, start_engine
+from mega.core.inference.loading.load import empty_stage, open_model
 from mega.core.inference.options import EngineOptions
+from mega.core.inference.start import check_layout, engine_on, start_engine
 from mega.core.ops.suite import choose, forward_only
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.weight import initialise

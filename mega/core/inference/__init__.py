@@ -1,13 +1,16 @@
-"""A model that answers: opened in any layout and asked by ids. It knows no HTTP, which is in server/.
+"""A model that answers, in any layout, asked by ids and not by text.
 
-load, opening, capacity   a model's weights on ranks, an engine of them, and what fits beside them
-identity, adapters        its tokenizer and template, and low-rank adapters by request
+start, capacity           an engine of a model on ranks, and what fits along with its weights
 request, engine           what may be asked, and who answers
 schedule, chunks, cache   which tokens a step computes, and which block of the cache holds which
 step, relay, worker       a step as integers, on its way to all ranks, and a rank's share of it
 paged_cache, graphs       keys and values in blocks, and steps that a device plays again
 sampling, beam            from logits to tokens and to beams
 speculate, drafts         tokens guessed ahead
+text_stream               tokens as text while they come, never half a character
 options                   the sections of verbs that decode
-generate, speak           texts of an engine, and `mega generate`; text_stream, answer_file beside it
+
+loading                   weights, tokenizer, template and adapters of a model of any form
+generation                `mega generate`: prompts, and the texts that continue them
+server                    answers over HTTP
 """

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from mega.core.device import HostArray, sent
-from mega.core.inference.adapters import AdapterChoice
 from mega.core.inference.graphs import StepGraphs, known
+from mega.core.inference.loading.adapters import AdapterChoice
 from mega.core.inference.paged_cache import PagedCache
 from mega.core.inference.sampling import Filters, draw, likeliest, penalised
 from mega.core.inference.schedule import Choice

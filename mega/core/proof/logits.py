@@ -24,7 +24,7 @@ from mega.core.checkpoint.own.source import OwnSource
 from mega.core.checkpoint.own.store import Checkpoint, locate
 from mega.core.config.sections import ModelConfig
 from mega.core.family import family
-from mega.core.inference.load import weight_pieces
+from mega.core.inference.loading.load import weight_pieces
 from mega.core.parallel.region import ALONE
 from mega.core.parallel.weight import ParameterFactory
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mega.core.device import Device
-from mega.core.inference.generate import generate, losses
-from mega.core.inference.load import load_model, open_model
-from mega.core.inference.opening import engine_on
+from mega.core.inference.generation.generate import generate, losses
+from mega.core.inference.loading.load import load_model, open_model
 from mega.core.inference.options import EngineOptions
 from mega.core.inference.request import Sampling
+from mega.core.inference.start import engine_on
 from mega.core.parallel.mesh import Mesh
 from mega.core.quickstart.corpus import Document
 from mega.core.quickstart.unigram import unigram

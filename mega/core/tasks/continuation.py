@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mega.core.device import Device
-from mega.core.inference.opening import engine_on
 from mega.core.inference.options import EngineOptions
 from mega.core.inference.relay import Relay
 from mega.core.inference.request import Engine, Request, Sampling
+from mega.core.inference.start import engine_on
 from mega.core.parallel.collectives import gather_json
 from mega.core.parallel.mesh import Mesh
 

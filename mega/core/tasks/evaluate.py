@@ -32,7 +32,7 @@ from mega.core.config.run import Options
 from mega.core.data.labelled import content as folder_content
 from mega.core.device import Device
 from mega.core.files import whole_file
-from mega.core.inference.load import OpenedModel
+from mega.core.inference.loading.load import OpenedModel
 from mega.core.parallel.collectives import gather_json
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.tasks.ensemble import write

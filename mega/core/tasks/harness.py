@@ -27,9 +27,9 @@ from mega.core.config.resolve import column_unit
 from mega.core.config.run import Options
 from mega.core.device import Device
 from mega.core.files import whole_file
-from mega.core.inference.load import OpenedModel
-from mega.core.inference.opening import even_layers
+from mega.core.inference.loading.load import OpenedModel
 from mega.core.inference.request import Sampling
+from mega.core.inference.start import even_layers
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Groups
 from mega.core.tasks.chat import ChatTexts

@@ -23,8 +23,8 @@ from mega.core.config.run import Options, RunConfig, entries, flag_of, options_w
 from mega.core.config.sections import LABELLED, ModelConfig
 from mega.core.device import DTYPES, Device
 from mega.core.family import ModelStage, family
-from mega.core.inference.identity import check_tokenizer_flags
-from mega.core.inference.load import OpenedModel, check_tokenizer, compute_dtype, load_stages, open_model
+from mega.core.inference.loading.identity import check_tokenizer_flags
+from mega.core.inference.loading.load import OpenedModel, check_tokenizer, compute_dtype, load_stages, open_model
 from mega.core.inference.relay import Relay, relay_of
 from mega.core.ops.suite import Ops
 from mega.core.parallel.mesh import Groups, Mesh

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("llguidance", reason="needs the extra serve")
 
-from mega.core.inference.load import open_model
+from mega.core.inference.loading.load import open_model
 from mega.core.inference.server.constrain import Grammars, _Tokens
 from mega.core.text.tokenizer import Tokenizer
 from tests.inference.server.conftest import ByteTokenizer

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from mega.core.inference.adapters import open_adapters
-from mega.core.inference.identity import check_adapter_tokenizer
-from mega.core.inference.load import open_model
+from mega.core.inference.loading.adapters import open_adapters
+from mega.core.inference.loading.identity import check_adapter_tokenizer
+from mega.core.inference.loading.load import open_model
 from mega.core.text.build import build
 from tests.cli.test_identity import STEP, Place, made, ours
 from tests.inference.server.test_serve import ask, served
@@ -136,8 +136,8 @@ def test_a_tokenizer_json_made_of_the_models_is_the_same(place: Place) -> None:
 
 def test_an_adapters_ends_are_its_own(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     """`generate` too; and it reports that a run of conversations continues plain text."""
+    from mega.core.inference.generation.prompts import SpeechPlan, open_speech
     from mega.core.inference.options import GenerateOptions
-    from mega.core.inference.speak import SpeechPlan, open_speech
 
     f = place.folder
     adapters = {name: f / name for name in ("shouts", "bare", "lora")}

@@ -1,8 +1,7 @@
 """Answers over HTTP: one process hears, one thread of it drives the engine, and other ranks follow the engine.
 
-app             the routes and their order of checks, as FastAPI puts them together
+app             the routes and their order of checks, as FastAPI puts them together; models, health, metrics, the page
 openai_api      /v1/completions and /v1/chat/completions         megatron_api   PUT /api, Megatron-LM's
-tools_api       models, tokenizer, health, metrics, the page
 start, options  a server on every rank, and its sections; gate: who may ask, and what is counted
 service         what every route needs: the model's name, its tokenizer, template, limits and driver
 session         text above the engine: stop strings, half characters, who has left

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from mega.core.inference.load import text_ends
+from mega.core.inference.loading.load import text_ends
 from mega.core.inference.request import Allowed, Request, RequestError, Sampling
 from mega.core.inference.server.constrain import Grammars
 from mega.core.inference.server.driver import Driver, Ticket

@@ -19,15 +19,15 @@ import torch
 from mega.core.activity import ACTIVITY
 from mega.core.architecture.words import size_words
 from mega.core.config.world import world_from_env
-from mega.core.inference.adapters import OpenedAdapter, open_adapters
 from mega.core.inference.capacity import Capacity, cache_bytes, even_layers, weight_bytes
-from mega.core.inference.identity import adapter_template, check_adapter_tokenizer, chosen_template
-from mega.core.inference.load import OpenedModel, check_tokenizer, compute_dtype, declared_ends, open_model
-from mega.core.inference.opening import start_engine
+from mega.core.inference.loading.adapters import OpenedAdapter, open_adapters
+from mega.core.inference.loading.identity import adapter_template, check_adapter_tokenizer, chosen_template
+from mega.core.inference.loading.load import OpenedModel, check_tokenizer, compute_dtype, declared_ends, open_model
 from mega.core.inference.options import DecodingLayout, EngineOptions
 from mega.core.inference.server.options import ListenOptions, ServedModel, ServerOptions
 from mega.core.inference.server.run import HttpServer, bind, raise_file_limit
 from mega.core.inference.server.service import Manner
+from mega.core.inference.start import start_engine
 from mega.core.parallel.mesh import Mesh
 from mega.core.processes.connect import connect, end_together, keep_asking
 from mega.core.processes.signals import STOPPING

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mega.core.checkpoint.own.store import Checkpoint
-from mega.core.inference.adapters import OpenedAdapter
-from mega.core.inference.load import (
+from mega.core.inference.loading.adapters import OpenedAdapter
+from mega.core.inference.loading.load import (
     OpenedModel,
     chat_template,
     chat_template_place,

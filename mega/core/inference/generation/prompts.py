@@ -17,11 +17,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from mega.core.inference.adapters import OpenedAdapter, open_adapters
-from mega.core.inference.answer_file import AnswerFile
-from mega.core.inference.generate import check_answered, generate
-from mega.core.inference.identity import check_adapter_tokenizer, check_tokenizer_flags
-from mega.core.inference.load import (
+from mega.core.inference.generation.answer_file import AnswerFile
+from mega.core.inference.generation.generate import check_answered, generate
+from mega.core.inference.loading.adapters import OpenedAdapter, open_adapters
+from mega.core.inference.loading.identity import check_adapter_tokenizer, check_tokenizer_flags
+from mega.core.inference.loading.load import (
     OpenedModel,
     check_tokenizer,
     compute_dtype,
@@ -30,9 +30,9 @@ from mega.core.inference.load import (
     text_ends,
     trained_on_conversations,
 )
-from mega.core.inference.opening import check_layout, start_engine
 from mega.core.inference.options import DecodingLayout, EngineOptions, GenerateOptions
 from mega.core.inference.request import SEEDS, Beam, Engine, Request, RequestError, Sampling, flag_line
+from mega.core.inference.start import check_layout, start_engine
 from mega.core.inference.text_stream import TextStream
 from mega.core.parallel.mesh import Mesh
 from mega.core.processes.connect import connect

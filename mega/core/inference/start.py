@@ -16,13 +16,13 @@ from mega.core.architecture import Architecture, architecture
 from mega.core.config.sections import ModelConfig
 from mega.core.device import Device
 from mega.core.family import family
-from mega.core.inference.adapters import AdapterChoice, OpenedAdapter, load_adapters
 from mega.core.inference.cache import Blocks
 from mega.core.inference.capacity import cache_blocks, cache_bytes, even_layers, fitting_blocks, wanted_tokens
 from mega.core.inference.drafts import ModelDrafts
 from mega.core.inference.engine import BatchingEngine, follow
 from mega.core.inference.graphs import MANY
-from mega.core.inference.load import OpenedModel, load_stages, open_model
+from mega.core.inference.loading.adapters import AdapterChoice, OpenedAdapter, load_adapters
+from mega.core.inference.loading.load import OpenedModel, load_stages, open_model
 from mega.core.inference.options import NGRAM, EngineOptions
 from mega.core.inference.relay import Relay, relay_of
 from mega.core.inference.request import Limits

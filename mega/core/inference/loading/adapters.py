@@ -33,7 +33,7 @@ from mega.core.checkpoint.own.pieces import CheckpointError, Piece
 from mega.core.checkpoint.own.store import Checkpoint, locate
 from mega.core.config.sections import ModelConfig
 from mega.core.device import sent
-from mega.core.inference.load import OpenedModel
+from mega.core.inference.loading.load import OpenedModel
 from mega.core.ops.dropout import Dropout
 from mega.core.ops.paged_attention import Integers
 from mega.core.parallel.adapter import AdaptedGemms, LowRank
