@@ -71,7 +71,7 @@ class Verbs(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """The verb itself, for a call or for completing its flags."""
-        from mega.options import load
+        from mega.command_line.options import load
 
         name, stand_in, rest = super().resolve_command(ctx, args)
         return name, load(name) if name is not None and stand_in is not None else stand_in, rest

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from mega.command_line.options import without
 from mega.core.bench.options import BenchOptions, ServingLoadOptions
 from mega.core.config.compose import GivenOptions
 from mega.core.config.option import changed
@@ -19,7 +20,6 @@ from mega.core.config.unread import unread
 from mega.core.config.world import is_first_rank, ranks, world_from_env
 from mega.core.files import check_file
 from mega.core.inference.options import EngineOptions
-from mega.options import without
 
 
 def run(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
+from mega.command_line.options import Command, command
 from mega.core.config.sections import TokenizerConfig
 from mega.core.corpus.clean import CleanTask
 from mega.core.corpus.documents import CorpusStep, SurveyStep
@@ -36,7 +37,6 @@ from mega.core.corpus.options import (
 )
 from mega.core.corpus.scorers import ScorerOptions
 from mega.core.files import check_file, check_source
-from mega.options import Command, command
 
 if TYPE_CHECKING:
     from mega.core.corpus.ledger import StepCounts

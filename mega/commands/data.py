@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mega.command_line.options import Command, command
 from mega.core.config.sections import DataConfig, MaskingConfig, TokenizerConfig
 from mega.core.data.options import (
     DetokenizeOptions,
@@ -19,7 +20,6 @@ from mega.core.data.options import (
     SampleOptions,
     SplitOptions,
 )
-from mega.options import Command, command
 
 if TYPE_CHECKING:
     from mega.core.text.tokenizer import Tokenizer

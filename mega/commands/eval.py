@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
+from mega.command_line.options import Reads, without
 from mega.core.config.compose import GivenOptions
 from mega.core.config.option import changed
 from mega.core.config.run import Options, flag_of, options_with
@@ -15,7 +16,6 @@ from mega.core.config.world import World, is_first_rank, ranks, world_from_env
 from mega.core.corpus.scorers import KINDS, ScorerOptions
 from mega.core.files import check_file, check_source
 from mega.core.tasks.options import OWN, EvalOptions, HarnessOptions, TaskOptions, ToxicityOptions, flag, task_named
-from mega.options import Reads, without
 
 LOADS_MODEL = True
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+from mega.command_line.options import without
 from mega.core.config.option import changed
 from mega.core.files import check_file, check_source
 from mega.core.inference.options import (
@@ -18,7 +19,6 @@ from mega.core.inference.options import (
     OtherTokenizer,
     SamplingOptions,
 )
-from mega.options import without
 
 STATED_BY = "the checkpoint says it, or nothing is trained"
 """Why options of a training that are given here change nothing."""

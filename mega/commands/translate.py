@@ -27,10 +27,10 @@ def run(
 
     Exit codes: 0; 1 where something has no counterpart.
     """
-    from mega.legacy.lines import translated
-    from mega.legacy.scripts import command_lines, split_command
-    from mega.legacy.translation import Translation
-    from mega.options import spellings_of
+    from mega.command_line.legacy.lines import translated
+    from mega.command_line.legacy.scripts import command_lines, split_command
+    from mega.command_line.legacy.translation import Translation
+    from mega.command_line.options import spellings_of
 
     words = line or []
     # Of a whole line in quotes os.path.isfile is false where it is too long for a name; Path.is_file is an error.

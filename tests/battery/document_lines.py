@@ -23,8 +23,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from mega.legacy.scripts import command_lines
-from mega.legacy.translation import quoted
+from mega.command_line.legacy.scripts import command_lines
+from mega.command_line.legacy.translation import quoted
 from tests.battery.data_ledger import run
 from tests.support.archives import unpack
 from tests.support.old_lines import Stands, run_quietly, translated

@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from mega.legacy.scripts import CommandLine
+from mega.command_line.legacy.scripts import CommandLine
 from tests.battery.data_ledger import run
 from tests.support.old_lines import recorded, translated
 from tests.support.shared import shared

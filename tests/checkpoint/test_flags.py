@@ -12,12 +12,12 @@ from types import ModuleType
 import pytest
 
 from mega.cli import main
+from mega.command_line.options import load
 from mega.commands import convert_llama
 from mega.core.checkpoint.forms.form import RULES, check_flags, writer_of
 from mega.core.checkpoint.forms.options import ConvertOptions
 from mega.core.checkpoint.forms.recognise import form_at
 from mega.core.checkpoint.own.options import Layout
-from mega.options import load
 from tests.golden.make import HERE
 
 SOURCES = ["mega", "hf", "meta", "llama2.c", "fairseq", "megatron", "torch_dist"]

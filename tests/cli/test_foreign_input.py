@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from mega import cli
+from mega.command_line.legacy import deepspeed
 from mega.core.checkpoint.own.store import locate
 from mega.core.config import toml
 from mega.core.config.check import check
@@ -24,7 +25,6 @@ from mega.core.text.chat.format import chat_format
 from mega.core.text.null import NullTokenizer
 from mega.core.training.schedules import Schedules
 from mega.core.untrusted import Confined, parse_json, read_limited
-from mega.legacy import deepspeed
 
 TALK = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mega.cli import VERBS, main
-from mega.options import Command, load
+from mega.command_line.options import Command, load
 
 
 def _commands() -> Iterator[tuple[str, ...]]:

@@ -10,6 +10,8 @@ import pytest
 ROOM = "check check_files compose families option page presets resolve run sections toml unread world"
 
 
-@pytest.mark.parametrize("name", [*(f"mega.core.config.{name}" for name in ROOM.split()), "mega.argv", "mega.cli"])
+@pytest.mark.parametrize(
+    "name", [*(f"mega.core.config.{name}" for name in ROOM.split()), "mega.command_line.argv", "mega.cli"]
+)
 def test_examples(name: str) -> None:
     assert doctest.testmod(importlib.import_module(name)).failed == 0

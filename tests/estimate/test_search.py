@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mega.core.estimate
+from mega.command_line.options import command as options_of
 from mega.core.architecture import inventory, parameters
 from mega.core.config.check import check
 from mega.core.config.compose import compose
@@ -31,7 +32,6 @@ from mega.core.estimate.search import _allowed, any_layout, cluster, command, la
 from mega.core.estimate.steptime import step_time
 from mega.core.parallel.mesh import Mesh
 from mega.core.training.wire import build_stages
-from mega.options import command as options_of
 
 QUIET = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "dtype": "bf16", "dry_run": True}
 SMALL = {**QUIET, "layers": 4, "hidden": 512, "heads": 8, "vocab": 5000, "seq_length": 256, "global_batch": 32}

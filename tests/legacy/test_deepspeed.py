@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from mega.cli import main
+from mega.command_line.legacy import deepspeed
+from mega.command_line.legacy.deepspeed import values
 from mega.core.config.check import check
 from mega.core.config.compose import compose
 from mega.core.config.resolve import resolve
 from mega.core.optim.schedule import LearningRate
 from mega.core.training.schedules import Schedules
-from mega.legacy import deepspeed
-from mega.legacy.deepspeed import values
 
 ASC22: dict[str, Any] = {
     "train_batch_size": 32,

@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 
 from mega.cli import main
+from mega.command_line.legacy.scripts import command_lines
 from mega.core.checkpoint.forms.fairseq import fairseq_name
 from mega.core.checkpoint.own.pieces import Box
 from mega.core.checkpoint.own.source import OwnSource
 from mega.core.checkpoint.own.store import locate
 from mega.core.data.indexed import IndexedDataset
-from mega.legacy.scripts import command_lines
 from tests.support.old_lines import translated
 from tests.support.shared import shared
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from mega.argv import Several, meanings, translate
 from mega.cli import main
+from mega.command_line.argv import Several, meanings, translate
+from mega.command_line.legacy.flags import obsolete_flags
 from mega.core.config import toml
 from mega.core.config.presets import FAMILY_DEFAULTS, FamilyDefaults
 from mega.core.config.resolve import resolve
 from mega.core.config.run import Options, entries, value_of
 from mega.core.text.build import build
-from mega.legacy.flags import obsolete_flags
 from tests.support.lines import parsed
 from tests.support.shared import shared
 

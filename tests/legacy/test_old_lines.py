@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from mega import argv
 from mega.cli import main
-from mega.legacy import flags, launchers, lines, programs, rewrites, scripts, translation
-from mega.legacy.lines import NULL
-from mega.legacy.scripts import CommandLine, command_lines, split_command
-from mega.legacy.translation import quoted
+from mega.command_line import argv
+from mega.command_line.legacy import flags, launchers, lines, programs, rewrites, scripts, translation
+from mega.command_line.legacy.lines import NULL
+from mega.command_line.legacy.scripts import CommandLine, command_lines, split_command
+from mega.command_line.legacy.translation import quoted
 from tests.support.old_lines import Stands, judged, recorded, translated
 
 

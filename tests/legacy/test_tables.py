@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from mega.legacy import rewrites
-from mega.legacy.programs import programs
-from mega.legacy.tables import table
-from mega.options import spellings_of
+from mega.command_line.legacy import rewrites
+from mega.command_line.legacy.programs import programs
+from mega.command_line.legacy.tables import table
+from mega.command_line.options import spellings_of
 
 
 def test_a_flag_has_one_row() -> None:

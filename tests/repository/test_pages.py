@@ -14,10 +14,10 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from mega import cli
+from mega.command_line.legacy.programs import programs
+from mega.command_line.options import load
 from mega.core.config.sections import TOKENIZERS
 from mega.core.text.build import BUILDERS
-from mega.legacy.programs import programs
-from mega.options import load
 from tests.battery.run_mutations import PATCHES
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ HOUSE = Path(mega.__file__).parent
 
 BY_HAND = {
     "cli.py": (1, "--version, of no verb"),
-    "options.py": (8, "what every section brings along: --config, --print-config, --help-all, --model, DeepSpeed's"),
+    "command_line/options.py": (8, "what every section brings along: --config, --help-all, --model, DeepSpeed's"),
     "commands/checkpoint.py": (7, "looks into files and removes some; nothing that a file of options would repeat"),
     "commands/corpus.py": (1, "--dry-run of a recipe, which is a file of options itself"),
     "commands/plot.py": (4, "a picture of files; nothing that a file of options would repeat"),

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import shlex
 
+from mega.command_line.options import command
 from mega.core.config.run import Options
-from mega.options import command
 
 
 def parsed(line: str) -> Options:
     """The run of a command line, read as `mega pretrain` reads it."""
     from typer.main import Typer, get_command
 
-    from mega.options import Command
+    from mega.command_line.options import Command
 
     seen: list[Options] = []
 

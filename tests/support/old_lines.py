@@ -24,11 +24,11 @@ from unittest import mock
 import numpy as np
 
 from mega.cli import main
+from mega.command_line.legacy import lines
+from mega.command_line.legacy.scripts import CommandLine
+from mega.command_line.legacy.translation import Translation, quoted
+from mega.command_line.options import spellings_of
 from mega.core.data.preprocessing.writer import IndexedWriter
-from mega.legacy import lines
-from mega.legacy.scripts import CommandLine
-from mega.legacy.translation import Translation, quoted
-from mega.options import spellings_of
 from tests.support.archives import unpack
 from tests.support.shared import shared
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
+from mega.command_line.legacy.tables import table
 from mega.core.config.compose import nearest
-from mega.legacy.tables import table
 
 
 @dataclass(frozen=True)

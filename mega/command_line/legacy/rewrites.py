@@ -10,13 +10,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
 
+from mega.command_line.legacy.launchers import options_of
+from mega.command_line.legacy.programs import hole
+from mega.command_line.legacy.scripts import CommandLine
+from mega.command_line.legacy.tables import table
+from mega.command_line.legacy.translation import Translation
 from mega.core.config.corpora import is_number
 from mega.core.config.presets import FAMILY_DEFAULTS
-from mega.legacy.launchers import options_of
-from mega.legacy.programs import hole
-from mega.legacy.scripts import CommandLine
-from mega.legacy.tables import table
-from mega.legacy.translation import Translation
 
 Translate = Callable[[CommandLine], Translation]
 """How a part of a line is translated."""

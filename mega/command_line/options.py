@@ -19,7 +19,9 @@ from typing import Annotated, Any, Literal, NamedTuple, Optional, get_args, get_
 import typer
 from typer.core import TyperCommand
 
-from mega.argv import MANY, Meaning, Sets, meanings, translate
+from mega.command_line.argv import MANY, Meaning, Sets, meanings, translate
+from mega.command_line.legacy import deepspeed
+from mega.command_line.legacy.flags import obsolete_flags
 from mega.core.config import toml
 from mega.core.config.compose import GivenOptions, compose
 from mega.core.config.families import check_typed
@@ -28,8 +30,6 @@ from mega.core.config.presets import PRESETS
 from mega.core.config.run import Options, entries, run_schema, sections
 from mega.core.config.schema import Entry, Schema, schema_of
 from mega.core.config.world import is_first_rank
-from mega.legacy import deepspeed
-from mega.legacy.flags import obsolete_flags
 
 _TYPED = "mega.typed"
 """Where the flags of a command line are kept as they were typed."""

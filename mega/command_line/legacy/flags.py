@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 
-from mega.argv import MANY, Drops, Refuses
-from mega.legacy.tables import table
+from mega.command_line.argv import MANY, Drops, Refuses
+from mega.command_line.legacy.tables import table
 
 _COUNTS = {"switches": 0, "values": 1, "lists": MANY}
 """How flags that change nothing are listed -> how many values follow each."""

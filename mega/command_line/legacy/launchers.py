@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Sequence
 from pathlib import PurePosixPath
 
-from mega.legacy.translation import Translation
+from mega.command_line.legacy.translation import Translation
 
 _TORCH = ("torch.distributed.launch", "torch.distributed.run")
 _LAUNCH_SWITCHES = ("--standalone", "--use_env", "--use-env", "--no_python", "--no-python")

@@ -15,7 +15,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from mega.legacy.programs import is_program
+from mega.command_line.legacy.programs import is_program
 
 
 class CommandLine(NamedTuple):

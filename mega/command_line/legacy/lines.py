@@ -12,12 +12,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from mega.argv import MANY, Drops, Meaning, ReadLine, Refuses, Sets, Setting, read
-from mega.legacy.launchers import start
-from mega.legacy.programs import Program, program_of
-from mega.legacy.rewrites import AFTER, BEFORE, WHOLE
-from mega.legacy.scripts import CommandLine
-from mega.legacy.translation import Translation
+from mega.command_line.argv import MANY, Drops, Meaning, ReadLine, Refuses, Sets, Setting, read
+from mega.command_line.legacy.launchers import start
+from mega.command_line.legacy.programs import Program, program_of
+from mega.command_line.legacy.rewrites import AFTER, BEFORE, WHOLE
+from mega.command_line.legacy.scripts import CommandLine
+from mega.command_line.legacy.translation import Translation
 
 SpellingsOf = Callable[[str], Mapping[str, Meaning]]
 """A verb, or a verb of a verb's such as `data merge` -> every spelling that it answers to."""

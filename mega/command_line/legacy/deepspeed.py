@@ -14,11 +14,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from mega.command_line.legacy.tables import table
 from mega.core.config.compose import nearest
 from mega.core.config.run import entries, flag_of
 from mega.core.config.toml import LARGEST, LIMIT, cut
 from mega.core.untrusted import parse_json, read_limited
-from mega.legacy.tables import table
 
 MOST_POWER = 127
 """The largest power of two in fp32."""

@@ -1,0 +1,6 @@
+"""A command line as options: how it is read, what its flags are, and what becomes of lines of other programs.
+
+options   a config section becomes a panel of flags
+legacy    command lines, shell scripts and DeepSpeed files of other programs, as ours
+argv      spellings, unique prefixes, several values of one flag: argparse's habits, for Typer
+"""
