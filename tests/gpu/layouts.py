@@ -293,7 +293,7 @@ def random_layouts(asked: argparse.Namespace, rank: int, world: int, device: Dev
         dist.all_reduce(late, dist.ReduceOp.MAX)
         if late > 0:
             break
-        model = drawn(draw, MODELS, {**MODEL, "device": device.torch.type}, 1)
+        model = drawn(draw, MODELS, {**MODEL, "device": device.torch.type}, 1) | asked.fixed
         model["lr"] = LR["fp32"] if model["dtype"] == "fp32" else MODEL["lr"]
         options = {**MODEL, **model, "device": device.torch.type}
         reference = Reference(options, device)
@@ -327,6 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--families", default="gpt,llama")
     parser.add_argument("--dtypes", default="fp32,bf16")
     parser.add_argument("--drawn", type=int, default=0, help="layouts drawn at random")
+    parser.add_argument("--fixed", type=json.loads, default={}, help="options of every model drawn, as JSON")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=math.inf, help="draw no model after so long")
     asked = parser.parse_args(arguments)

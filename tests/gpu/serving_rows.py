@@ -52,7 +52,10 @@ def measure(arguments: Sequence[str]) -> int:
     options = EngineOptions(
         max_requests=64, cuda_graph=given.graphs, prefill_chunk=given.chunk, speculate=given.speculate
     )
-    model = model_alone(compose(given.model, flags={} if device.is_cuda else SMALL))
+    flags = {} if device.is_cuda else SMALL
+    if given.layers is not None:
+        flags = {**flags, "layers": given.layers}
+    model = model_alone(compose(given.model, flags=flags))
     plan = ServingBench(model=model, engine=options, tp=given.tp, pp=given.pp, dtype=given.dtype)
     engine, what = engine_of_plan(plan, mesh, device)
     if engine is None:
@@ -173,6 +176,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--model", default="llama2-7b")
+    parser.add_argument("--layers", type=int, help="fewer blocks")
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--chunk", type=int)

@@ -134,13 +134,16 @@ def explain_timeout(error: RuntimeError) -> str | None:
         return f"an exchange with other ranks ran out of time, and rank 0 or its store does not answer: {first}"
 
 
-def report_exit(report: ExitReport) -> int:
-    """Print it on stderr, unless another rank does; the exit code to end with. To be called as a rank's last act."""
+def report_exit(report: ExitReport, *, together: bool = True) -> int:
+    """Print it on stderr, unless another rank does; the exit code to end with. To be called as a rank's last act.
+
+    together: with the other ranks, which need their store for it.
+    """
     try:
         world = world_from_env()
     except ValueError:  # the launcher's variables are invalid, so nothing says which rank reports for all: each does
         world = World(0, 1, 0, 1, "alone")
-    if world.size > 1 and not _debugging():
+    if together and world.size > 1 and not _debugging():
         code = _report_in_time(report, world)
         if code is not None:
             return code

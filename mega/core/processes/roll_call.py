@@ -83,6 +83,7 @@ class RollCall:
         self._main = threading.main_thread().ident
         self._answer_seconds = min(ANSWER, 20 * minutes)
         self._look = max(min(LOOK, minutes), world / 500)
+        self._silence = max(60 * minutes, SILENT)
         self.questions = Questions(store, rank, world, lambda: own_position(self._failed_at), self._look)
         self._failed_at: str | None = None
         self._interval: float | None = None
@@ -115,7 +116,7 @@ class RollCall:
     def explain(self, error: BaseException) -> str:
         """Why an exchange has run out of time; where this rank stood is in its error."""
         if self._reported:
-            if self._closed.is_set() and self._lost is _exit:
+            if self._closed.is_set() and self._lost in (_exit, _exit_alone):
                 time.sleep(LIMIT)  # the other thread is about to end this process, with the same report
             return self._reported
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -131,7 +132,7 @@ class RollCall:
 
     def explain_loss(self, error: BaseException) -> str | None:
         """Which rank it is to which the connection broke, of an error that has its address or not; None where the
-        store does not say."""
+        store does not say. A store that breaks, too, has gone with rank 0, unless it is a launcher's."""
         questions = self.questions
 
         def ask() -> str | None:
@@ -139,9 +140,14 @@ class RollCall:
             end = f"which {'has' if len(lost) == 1 else 'have'} ended or cannot be reached"
             return f"lost {named(lost, questions.hosts())}, {end}" if lost else None
 
-        with contextlib.suppress(TimeoutError):
+        try:
             return self._in_time(ask, 2 * PEERS + SILENT)
-        return None
+        except TimeoutError:
+            return None
+        except RuntimeError:
+            if self._hosted and self._rank:
+                return "lost rank 0, which has ended or cannot be reached"
+            raise
 
     # -- the thread
 
@@ -150,10 +156,10 @@ class RollCall:
         try:
             if self._host is not None:
                 name, addresses = self._host
-                self._in_time(lambda: self.questions.introduce(name, addresses), 60 * self.minutes + SILENT)
+                self._in_time(lambda: self.questions.introduce(name, addresses), self._silence)
             stood, since, ask = None, time.monotonic(), math.inf
             while not self._closed.wait(self._look):
-                self._end(self._in_time(self._answer, 60 * self.minutes + SILENT))
+                self._end(self._in_time(self._answer, self._silence))
                 now, moment = self._standing(), time.monotonic()
                 if self._heeds_launcher:
                     self._end(launchers_note())
@@ -167,6 +173,8 @@ class RollCall:
                     limit = self._suspect(45 * self.minutes, since)
                     ask = min(time.monotonic() + 15 * self.minutes, max(limit, time.monotonic()))
         except TimeoutError:
+            if self._lost is _exit:
+                self._lost = _exit_alone
             self._end(self._silent_store())
         except Exception:  # the store has gone; its host's end ends the others too, unless a device keeps them waiting
             if not self._closed.wait(60 * self.minutes):
@@ -269,6 +277,11 @@ def in_time(act: Callable[[], Result], seconds: float) -> Result:
 def _exit(line: str) -> None:
     """End this process, even while its main thread waits."""
     os._exit(report_exit(ExitReport(1, line, "verdict")))
+
+
+def _exit_alone(line: str) -> None:
+    """The same where the store is silent, in which the ranks would agree on who reports."""
+    os._exit(report_exit(ExitReport(1, line, "verdict"), together=False))
 
 
 def launchers_note() -> str:

@@ -1,0 +1,50 @@
+"""What a rank says where the store of the ranks, which rank 0 hosts, has gone or is silent."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from typing import Any
+
+import pytest
+
+from mega.core.processes import roll_call
+from mega.core.processes.exit_reports import ExitReport
+from mega.core.processes.roll_call import RollCall
+
+
+class Broken:
+    """A store whose host has ended."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("Connection reset by peer")
+
+
+class Silent:
+    """A store whose host was stopped: no call ever returns."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: threading.Event().wait()
+
+
+def test_a_store_that_breaks_names_rank_0() -> None:
+    error = RuntimeError("[pair.cc:537] Read error [127.0.0.1]:21903: Connection reset by peer")
+    assert RollCall(Broken(), 1, 2, 1.0).explain_loss(error) == "lost rank 0, which has ended or cannot be reached"
+    with pytest.raises(RuntimeError):  # a launcher's store says nothing about rank 0
+        RollCall(Broken(), 1, 2, 1.0, hosted=False).explain_loss(error)
+
+
+def test_a_silent_store_is_reported_without_asking_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports: queue.Queue[tuple[ExitReport, bool]] = queue.Queue()
+
+    def report_exit(report: ExitReport, *, together: bool = True) -> int:
+        reports.put((report, together))
+        return 1
+
+    monkeypatch.setattr(roll_call, "SILENT", 0.2)
+    monkeypatch.setattr(roll_call, "report_exit", report_exit)
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    RollCall(Silent(), 1, 2, 0.01).start()
+    report, together = reports.get(timeout=60)
+    assert report.text.startswith("rank 0 has not answered for 0.6 seconds (--timeout-minutes)") and not together
