@@ -21,14 +21,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mega.core.bench.rows import row
+from mega.core.bench.training import UPDATE, Speed, measure
 from mega.core.config.resolve import resolve
 from mega.core.device import Device
 from mega.core.parallel.mesh import Groups
 from mega.core.plan.kinds import plan
 from mega.core.plan.simulate import simulate
 from mega.core.processes.connect import connect, disconnect
-from mega.core.proof.bench import UPDATE, Speed, measure
-from mega.core.proof.bench_rows import row
 from tests.gpu.layouts import append
 
 Row = dict[str, Any]
