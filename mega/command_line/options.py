@@ -185,13 +185,12 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
         file, own_file = toml.read_schemas(config, takes.schema, takes.own) if config is not None else ({}, {})
         values, preset = {**own_file, **own_flags}, None
         _check_ranges(values, takes.own)
-        shown: list[str] = []
         if takes.run is not None:
             preset, ctx = (typed.pop(name) for name in ("model", "ctx"))
             file = _above_deepspeed(file, typed.pop("deepspeed_config"), typed.pop("deepspeed_lenient"), flags)
             typed[takes.run] = _composed(preset, file, flags, ctx)
-            shown.append(toml.write(typed[takes.run]))
         if print_config:
+            shown = [toml.write(typed[takes.run])] if takes.run is not None else []
             print("\n".join([*shown, *([toml.write_values(takes.own, values)] if own else [])]), end="")
             return 0
         _check_given(values, own)

@@ -63,31 +63,31 @@ def _check_calibration(bench: BenchOptions, out: str, given: GivenOptions, rows:
         raise ValueError(f"--calibrate {out}: measures this machine, not a run; leave out {', '.join(typed)}")
 
 
-def _training(typed: Options, given: GivenOptions, rows: list[str], options: BenchOptions) -> int:
+def _training(options: Options, given: GivenOptions, rows: list[str], bench: BenchOptions) -> int:
     """Rows of training steps. Errors: ValueError naming row, flag or file."""
-    world, repeats, warmup = world_from_env(), options.repeats, options.warmup
-    size = ranks(world, typed.runtime.nproc, typed.runtime.world)
+    world, repeats, warmup = world_from_env(), bench.repeats, bench.warmup
+    size = ranks(world, options.runtime.nproc, options.runtime.world)
     from mega.core.bench.rows import read_rows, row
 
     if rows and given.preset is not None:
         raise ValueError(f"--model {given.preset}: excludes rows, which name their model; leave out one of them")
     # Rows are added to what a file holds; to anything else, such as a script, they would be damage. Devices hold none.
-    against, out = options.against, options.json
+    against, out = bench.against, bench.json
     for flag, file in (("--against", against), ("--json", out if out and os.path.isfile(out) else None)):
         if file is not None:
             read_rows(flag, file)
-    runs = [(name, row(name, given.values, size)) for name in rows] or [("run", typed)]
+    runs = [(name, row(name, given.values, size)) for name in rows] or [("run", options)]
     resolved = [(name, _resolved(one, given, warmup + repeats, size)) for name, one in runs]
     if is_first_rank():
         _note_unused([one for _, one in runs], given)
-    if typed.runtime.dry_run:
+    if options.runtime.dry_run:
         if is_first_rank():
             print("everything checked, nothing measured")
         return 0
     _announce(", ".join(name for name, _ in runs), size)
-    from mega.core.bench.training import bench
+    from mega.core.bench import training
 
-    job = partial(bench, repeats=repeats, warmup=warmup, out=out, against=against, trace=options.trace)
+    job = partial(training.bench, repeats=repeats, warmup=warmup, out=out, against=against, trace=bench.trace)
     if world.source != "alone" or size == 1:
         return job(resolved)
     from mega.core.estimate.host import crowded
@@ -162,43 +162,43 @@ def _calibrate(options: Options, out: str, repeats: int, start: bool, size: int)
 
 
 def _serving(
-    typed: Options, given: GivenOptions, options: BenchOptions, serving: ServingLoadOptions, engine: EngineOptions
+    options: Options, given: GivenOptions, bench: BenchOptions, serving: ServingLoadOptions, engine: EngineOptions
 ) -> int:
     """Row serve. Errors: ValueError naming the flag that does not fit it."""
     for name in ("against", "trace", "calibrate"):
-        if (value := getattr(options, name)) is not None:
+        if (value := getattr(bench, name)) is not None:
             raise ValueError(f"--{name} {value}: excludes the row serve")
     picture, url, load = serving.draw, serving.url, given.values.get("load")
     if picture is not None and picture.suffix != ".svg":
         raise ValueError(f"--draw {picture}: must end in .svg")
-    outputs = {"--json": options.json, "--draw": None if picture is None else str(picture), "--calibrate": None}
+    outputs = {"--json": bench.json, "--draw": None if picture is None else str(picture), "--calibrate": None}
     _check_outputs(outputs, False)
-    if typed.precision.fp8:
+    if options.precision.fp8:
         raise ValueError("--fp8: trains in 8 bits; row serve: --fp8-weights keeps the weights in 8 bits")
     from mega.core.config.check import check_ranges
 
-    _check_model(typed, given, url)
-    check_ranges(typed)
+    _check_model(options, given, url)
+    check_ranges(options)
     engine.check_speculation()
-    size = typed.parallel.tp * typed.parallel.pp
+    size = options.parallel.tp * options.parallel.pp
     if url is None and size > 1:
-        _announce("serve", size, dry=typed.runtime.dry_run)
+        _announce("serve", size, dry=options.runtime.dry_run)
     from mega.core.bench.serving import ServingBench, bench_engine, bench_url
     from mega.core.config.resolve import model_alone
 
     plan = ServingBench(
         serving=serving,
         load=None if load is None else str(load),
-        model=None if load is not None or url is not None else model_alone(typed),
-        engine=dataclasses.replace(engine, cuda_graph=typed.runtime.cuda_graph),
-        tp=typed.parallel.tp,
-        pp=typed.parallel.pp,
-        dtype=typed.precision.dtype if "dtype" in given.values else None,
-        device=typed.runtime.device,
-        backend=typed.runtime.backend,
-        out=options.json,
+        model=None if load is not None or url is not None else model_alone(options),
+        engine=dataclasses.replace(engine, cuda_graph=options.runtime.cuda_graph),
+        tp=options.parallel.tp,
+        pp=options.parallel.pp,
+        dtype=options.precision.dtype if "dtype" in given.values else None,
+        device=options.runtime.device,
+        backend=options.runtime.backend,
+        out=bench.json,
     )
-    if typed.runtime.dry_run:
+    if options.runtime.dry_run:
         print("everything checked, nothing measured")
         return 0
     if url is not None:

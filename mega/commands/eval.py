@@ -21,7 +21,7 @@ LOADS_MODEL = True
 
 
 def run(
-    typed: Annotated[Options, Reads("evaluated")],
+    options: Annotated[Options, Reads("evaluated")],
     given: GivenOptions,
     benchmark: TaskOptions,
     result: EvalOptions,
@@ -35,28 +35,28 @@ def run(
     """
     _note_unused(given)
     world = world_from_env()
-    size = ranks(world, typed.runtime.nproc, typed.runtime.world)
-    if typed.checkpoint.load is not None and not result.ensemble:
-        check_source("--load", typed.checkpoint.load)
+    size = ranks(world, options.runtime.nproc, options.runtime.world)
+    if options.checkpoint.load is not None and not result.ensemble:
+        check_source("--load", options.checkpoint.load)
     own = [name for name in OWN if name in changed(benchmark)]
     of_tasks = [name for name in changed(harness) if name != "tasks"]
     old = [name for name in ("cloze_eval", "webtext_eval") if getattr(result, name)]
     if result.ensemble:
         others = [name for name in changed(benchmark) if name in ("task", "valid_data", "limit")]
-        others += ["tasks"] * bool(harness.tasks) + ["load"] * (typed.checkpoint.load is not None)
+        others += ["tasks"] * bool(harness.tasks) + ["load"] * (options.checkpoint.load is not None)
         _check_effect("--ensemble", [*others, *of_tasks, *own, *old])
         from mega.core.tasks import ensemble
 
         return ensemble.run(list(result.ensemble), _out(result.json, "ensemble-predictions.jsonl"))
     if harness.tasks:
         _check_effect("--tasks", [*own, *old])
-        return _harness(typed, given, benchmark, harness, (world, size, result.json))
+        return _harness(options, given, benchmark, harness, (world, size, result.json))
     if benchmark.task:
         _check_effect("--task", old)
     if benchmark.task.lower() == "toxicity":
         _check_effect("--task toxicity", [*of_tasks, *own])
         asked = dataclasses.replace(toxicity, scorer=scorer, limit=benchmark.limit)
-        return _toxicity((typed, given), benchmark.valid_data, asked, (world, size, result.json))
+        return _toxicity((options, given), benchmark.valid_data, asked, (world, size, result.json))
     _check_effect(f"--task {benchmark.task}", [*changed(toxicity), *changed(scorer)])
     if of_tasks:
         raise ValueError(f"{flag(of_tasks[0])}: needs --tasks")
@@ -65,10 +65,10 @@ def run(
         raise ValueError(
             "--task is missing: give lambada, ppl, wikitext103, toxicity, mnli, qqp or race; or --tasks of lm-eval"
         )
-    options = dataclasses.replace(benchmark, task=task_named(named), seed=typed.runtime.seed)
+    benchmark = dataclasses.replace(benchmark, task=task_named(named), seed=options.runtime.seed)
     from mega.core.tasks.evaluate import evaluate, prepare
 
-    return _launched(world, size, evaluate, prepare(typed, given, options, _out(result.json, options.task), size))
+    return _launched(world, size, evaluate, prepare(options, given, benchmark, _out(result.json, benchmark.task), size))
 
 
 def _harness(

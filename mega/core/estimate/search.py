@@ -143,17 +143,17 @@ def _looking_for_new_garbage_only() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _searched(typed: Options, world: int, on: Hardware, keep: int) -> Found:
+def _searched(options: Options, world: int, on: Hardware, keep: int) -> Found:
     """Fastest first, by a rough time: what a layout holds is asked only until enough of them fit."""
-    allowed = _by_rough_time(typed, world, on)
+    allowed = _by_rough_time(options, world, on)
     fitting: list[tuple[dict[str, Any], RunConfig, Memory]] = []
     weighed, smallest, room = 0, inf, (1 - RESERVE) * on.memory
     full: dict[tuple[Any, ...], int] = {}
-    for options, resolved in allowed:
+    for layout, resolved in allowed:
         weighed += 1
         # What does not fit does not with more samples in a microbatch.
-        others = tuple(value for name, value in options.items() if name != "micro_batch")
-        if options["micro_batch"] >= full.get(others, inf):
+        others = tuple(value for name, value in layout.items() if name != "micro_batch")
+        if layout["micro_batch"] >= full.get(others, inf):
             continue
         if least(resolved, world, on.communicator) > max(room, smallest):
             continue
@@ -161,36 +161,36 @@ def _searched(typed: Options, world: int, on: Hardware, keep: int) -> Found:
         size = needs.needed(on.communicator)
         smallest = min(smallest, size)
         if size > room:
-            full[others] = options["micro_batch"]
+            full[others] = layout["micro_batch"]
             continue
-        fitting.append((options, resolved, needs))
+        fitting.append((layout, resolved, needs))
         # The rough time is off by less than the pipeline's ends, so the best is among the first of it.
         if len(fitting) == 3 * keep:
             break
     played = [
-        Candidate(world, options, resolved, needs, step_time(resolved, world, on), on.communicator)
-        for options, resolved, needs in fitting
+        Candidate(world, layout, resolved, needs, step_time(resolved, world, on), on.communicator)
+        for layout, resolved, needs in fitting
     ]
     played.sort(key=lambda candidate: candidate.time.seconds)
     return Found(played[:keep], len(allowed), weighed, len(fitting), smallest)
 
 
-def _by_rough_time(typed: Options, world: int, on: Hardware) -> list[tuple[dict[str, Any], RunConfig]]:
+def _by_rough_time(options: Options, world: int, on: Hardware) -> list[tuple[dict[str, Any], RunConfig]]:
     """Layouts that obey the rules, resolved, fastest first as far as can be told without playing their plans."""
-    found, refusals, base = list[tuple[float, dict[str, Any], RunConfig]](), list[str](), any_layout(typed, world)
-    for options in layouts(typed, world, on.node):
-        candidate = updated(base, options)
+    found, refusals, base = list[tuple[float, dict[str, Any], RunConfig]](), list[str](), any_layout(options, world)
+    for layout in layouts(options, world, on.node):
+        candidate = updated(base, layout)
         try:
             check(candidate, world)
         except ValueError as error:
             refusals.append(str(error))
             continue
         resolved = resolve(candidate, world)
-        found.append((step_time(resolved, world, on, play=False).seconds, options, resolved))
+        found.append((step_time(resolved, world, on, play=False).seconds, layout, resolved))
     if not found:
-        raise ValueError(_no_layout(typed, world, on.node, refusals))
+        raise ValueError(_no_layout(options, world, on.node, refusals))
     found.sort(key=lambda row: row[0])
-    return [(options, resolved) for _, options, resolved in found]
+    return [(layout, resolved) for _, layout, resolved in found]
 
 
 def _no_layout(options: Options, world: int, node: int, refusals: list[str]) -> str:
@@ -209,19 +209,19 @@ def _no_layout(options: Options, world: int, node: int, refusals: list[str]) -> 
     return f"{said}; valid: {multiples}another number of devices"
 
 
-def _units(typed: Options, world: int, node: int) -> list[int]:
+def _units(options: Options, world: int, node: int) -> list[int]:
     """Global batches for which there is a layout, as there is for their multiples, those left out.
 
     >>> _units(compose("llama2-13b"), 12, 8), _units(compose("llama2-13b"), 14, 8)
     ([3], [7])
     """
-    base, found = any_layout(typed, world), list[int]()
-    sizes = {world // (tp * cp * pp) * micro for (tp, cp, pp), micro in product(_grids(typed, world, node), MICRO)}
+    base, found = any_layout(options, world), list[int]()
+    sizes = {world // (tp * cp * pp) * micro for (tp, cp, pp), micro in product(_grids(options, world, node), MICRO)}
     for size in sorted(sizes):
         asked = updated(base, {"global_batch": size})
         if any(size % unit == 0 for unit in found):
             continue
-        if any(_allowed(updated(asked, options), world) for options in layouts(asked, world, node)):
+        if any(_allowed(updated(asked, layout), world) for layout in layouts(asked, world, node)):
             found.append(size)
     return found
 
@@ -234,13 +234,13 @@ def _allowed(options: Options, world: int) -> bool:
     return True
 
 
-def layouts(typed: Options, world: int, node: int) -> list[dict[str, Any]]:
+def layouts(options: Options, world: int, node: int) -> list[dict[str, Any]]:
     """Every layout worth judging, as options of a run.
 
     On whole hosts a group of tensor ranks fills its share of one; others only where there is no such layout.
     """
-    every = list(_layouts(typed, world, node))
-    return [options for options in every if world % node or node % options["tp"] == 0] or every
+    every = list(_layouts(options, world, node))
+    return [layout for layout in every if world % node or node % layout["tp"] == 0] or every
 
 
 def _layouts(options: Options, world: int, node: int) -> Iterator[dict[str, Any]]:
@@ -292,12 +292,12 @@ def _schedules(layers: int, pp: int) -> list[tuple[str, int]]:
     return [("1f1b", 1), ("zb-h1", 1), *(("interleaved", c) for c in (2, 3, 4) if layers // pp % c == 0)]
 
 
-def command(candidate: Candidate, typed: Options) -> list[str]:
+def command(candidate: Candidate, options: Options) -> list[str]:
     """The flags of `mega pretrain` for a candidate: what was typed, and the layout.
 
     Options that are their family's defaults are left out.
     """
-    chosen = updated(typed, candidate.options)
+    chosen = updated(options, candidate.options)
     chosen = updated(chosen, {"dry_run": False, "world": None, "nproc": None})
     plain = compose(flags={"family": chosen.model.family})
     words: list[str] = []

@@ -72,15 +72,15 @@ def note(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def prepare(typed: Options, given: GivenOptions, options: TaskOptions, out: str, world: int) -> CheckedEvaluation:
+def prepare(options: Options, given: GivenOptions, benchmark: TaskOptions, out: str, world: int) -> CheckedEvaluation:
     """Errors: ValueError naming flag or file, its value, and the rule."""
-    model, opened = check_model(typed, given, world, options.task)
-    evaluation = CheckedEvaluation(model, options, out)
+    model, opened = check_model(options, given, world, benchmark.task)
+    evaluation = CheckedEvaluation(model, benchmark, out)
     judged, _ = _benchmark(evaluation, opened, note)
-    check_result(Path(out), opened.digest, model.load, f"eval-{options.task}.json", note)
+    check_result(Path(out), opened.digest, model.load, f"eval-{benchmark.task}.json", note)
     for line in getattr(judged, "notes", ()):
         note(line)
-    judged.examples(Path(options.valid_data[0]))  # what is wrong with a file is reported once, and before any rank
+    judged.examples(Path(benchmark.valid_data[0]))  # what is wrong with a file is reported once, and before any rank
     return evaluation
 
 

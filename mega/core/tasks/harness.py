@@ -74,18 +74,18 @@ def check_harness() -> None:
         ) from None
 
 
-def prepare(typed: Options, given: GivenOptions, options: HarnessOptions, out: str, world: int) -> HarnessRun:
+def prepare(options: Options, given: GivenOptions, harness: HarnessOptions, out: str, world: int) -> HarnessRun:
     """Errors: ValueError naming flag or file, its value, and the rule."""
     check_harness()
-    model, opened = check_model(typed, given, world)
+    model, opened = check_model(options, given, world)
     tokenizer = tokenizer_of(model.run, opened, lambda line: print(line, file=sys.stderr))
     if tokenizer is None:
         raise ValueError("--tokenizer is missing: the model carries none; give its kind and files")
-    if options.apply_chat_template:
+    if harness.apply_chat_template:
         _chat(model.load, opened, tokenizer)
-    _known_tasks(options)
+    _known_tasks(harness)
     check_result(Path(out), opened.digest, model.load, "eval-lm-eval.json", lambda line: print(line, file=sys.stderr))
-    return HarnessRun(model, options, out)
+    return HarnessRun(model, harness, out)
 
 
 def _chat(load: str, opened: OpenedModel, tokenizer: Tokenizer) -> ChatTexts:

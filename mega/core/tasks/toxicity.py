@@ -70,14 +70,14 @@ class ToxicityRun:
     json: str
 
 
-def prepare(typed: Options, given: GivenOptions, options: ToxicityOptions, out: str, world: int) -> ToxicityRun:
+def prepare(options: Options, given: GivenOptions, toxicity: ToxicityOptions, out: str, world: int) -> ToxicityRun:
     """Errors: ValueError naming flag or file, its value, and the rule."""
-    make_scorer(options.scorer)
-    prompts = tuple(read_prompts(Path(options.valid_data), options.limit))
-    model, opened = check_model(typed, given, world)
+    make_scorer(toxicity.scorer)
+    prompts = tuple(read_prompts(Path(toxicity.valid_data), toxicity.limit))
+    model, opened = check_model(options, given, world)
     if tokenizer_of(model.run, opened) is None:
         raise ValueError("--tokenizer is missing: the model carries none; give its kind and files")
-    return ToxicityRun(model, options, prompts, out)
+    return ToxicityRun(model, toxicity, prompts, out)
 
 
 def read_prompts(path: Path, limit: int | None = None) -> list[ToxicityPrompt]:

@@ -179,11 +179,11 @@ def _with_padding(options: Options, vocab: int) -> int:
     return padded(vocab, options.parallel.tp, options.model.vocab_multiple)
 
 
-def weights_of(typed: Options) -> Iterator[tuple[str, Any]]:
+def weights_of(options: Options) -> Iterator[tuple[str, Any]]:
     """The places of the weights that a run may begin with, the first one first, and what is read of them without their
     tensors. A place with nothing, or nothing that can be read, is left out: that is reported where it is loaded."""
-    options = typed.checkpoint
-    for place in (options.save if options.resume == "auto" else options.resume, options.load):
+    checkpoint = options.checkpoint
+    for place in (checkpoint.save if checkpoint.resume == "auto" else checkpoint.resume, checkpoint.load):
         if place is None or (url_of(place) is None and not os.path.exists(place)):
             continue
         from mega.core.checkpoint.forms.start import open_start
