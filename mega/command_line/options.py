@@ -29,7 +29,7 @@ from mega.core.config.option import Section, VerbSection
 from mega.core.config.presets import PRESETS
 from mega.core.config.run import Options, entries, run_schema, sections
 from mega.core.config.schema import Entry, Schema, schema_of
-from mega.core.config.world import is_first_rank
+from mega.core.processes.world import is_first_rank
 
 _TYPED = "mega.typed"
 """Where the flags of a command line are kept as they were typed."""

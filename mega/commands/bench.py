@@ -17,9 +17,9 @@ from mega.core.config.compose import GivenOptions
 from mega.core.config.option import changed
 from mega.core.config.run import Options, RunConfig, entries, flag_of, options_with, updated
 from mega.core.config.unread import unread
-from mega.core.config.world import is_first_rank, ranks, world_from_env
 from mega.core.files import check_file
 from mega.core.inference.options import EngineOptions
+from mega.core.processes.world import is_first_rank, ranks, world_from_env
 
 
 def run(

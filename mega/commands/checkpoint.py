@@ -47,9 +47,10 @@ def _about(checkpoint: Checkpoint) -> list[str]:
     """The model, what its adapters are of, the layout that wrote it, the loss at that step where the run's metrics are
     still there, the date."""
     from mega.core.architecture import architecture, parameters
-    from mega.core.architecture.words import count_words, shape_words
+    from mega.core.architecture.words import shape_words
     from mega.core.checkpoint.own.base import named_base
     from mega.core.checkpoint.own.model import model_of
+    from mega.core.words import count_words
 
     lines = []
     with suppress(ValueError):  # a checkpoint of tensors alone says nothing of a model

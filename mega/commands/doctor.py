@@ -10,7 +10,7 @@ import platform
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from mega.core.config.world import cores
+from mega.core.processes.world import cores
 
 if TYPE_CHECKING:
     from rich.text import Text

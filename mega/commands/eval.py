@@ -12,9 +12,9 @@ from mega.command_line.options import Reads, without
 from mega.core.config.compose import GivenOptions
 from mega.core.config.option import changed
 from mega.core.config.run import Options, flag_of, options_with
-from mega.core.config.world import World, is_first_rank, ranks, world_from_env
 from mega.core.corpus.scorers import KINDS, ScorerOptions
 from mega.core.files import check_file, check_source
+from mega.core.processes.world import World, is_first_rank, ranks, world_from_env
 from mega.core.tasks.options import OWN, EvalOptions, HarnessOptions, TaskOptions, ToxicityOptions, flag, task_named
 
 LOADS_MODEL = True

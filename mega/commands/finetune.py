@@ -7,8 +7,8 @@ import sys
 from mega.commands import pretrain
 from mega.core.config.run import Options, updated
 from mega.core.config.sections import LABELLED
-from mega.core.config.world import is_first_rank
 from mega.core.files import check_source
+from mega.core.processes.world import is_first_rank
 
 LOADS_MODEL = True
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from mega.commands import finetune
 from mega.core.config.resolve import metrics_file
 from mega.core.config.run import Options
-from mega.core.config.world import is_first_rank
+from mega.core.processes.world import is_first_rank
 
 LOADS_MODEL = True
 

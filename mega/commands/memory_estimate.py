@@ -13,9 +13,9 @@ from mega.command_line.options import without
 from mega.core.config.option import changed
 from mega.core.config.run import Options, RunConfig, entries, flag_of, options_with, updated, value_of
 from mega.core.config.unread import unread
-from mega.core.config.world import ranks, world_from_env
 from mega.core.estimate.options import EstimateOptions
 from mega.core.inference.options import EngineOptions
+from mega.core.processes.world import ranks, world_from_env
 
 if TYPE_CHECKING:
     from mega.core.estimate.duration import Stops

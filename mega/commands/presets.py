@@ -44,9 +44,9 @@ def run(
 def _row(name: str) -> list[str]:
     """A preset's cells."""
     from mega.core.architecture import architecture, parameters
-    from mega.core.architecture.words import count_words
     from mega.core.config.compose import compose
     from mega.core.config.resolve import model_alone
+    from mega.core.words import count_words
 
     run = compose(name)
     vocab, options = run.model.vocab, model_alone(run, SMALL_VOCABULARY)

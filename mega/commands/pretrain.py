@@ -8,7 +8,7 @@ from typing import Any
 
 from mega.core.config.run import Options, updated
 from mega.core.config.sections import TokenizerConfig
-from mega.core.config.world import is_first_rank, ranks, world_from_env
+from mega.core.processes.world import is_first_rank, ranks, world_from_env
 
 _UNSET = dataclasses.asdict(TokenizerConfig())
 

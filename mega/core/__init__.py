@@ -10,5 +10,5 @@ estimate, report            what a run needs, and how it went; quickstart: a tou
 proof, bench                whether mega is right, and how fast
 family                      a model family as one record: the only choice of code by family
 device, files, terminal, untrusted   what a host gives, within limits; activity: what this process is doing
-batch, shard, flops         values that several rooms share
+batch, shard, flops         values that several rooms share; words: how lines name ranks and numbers
 """

@@ -27,8 +27,8 @@ def test_a_file_that_the_estimator_reads(pool, tmp_path: Path, capsys: pytest.Ca
 
 
 def _measured(groups, rank: int):  # type: ignore[no-untyped-def]
-    from mega.core.config.world import World
     from mega.core.device import Device
+    from mega.core.processes.world import World
 
     world = World(rank=rank, size=2, local_rank=rank, local_size=2, source="torchrun")
     machine = calibrate.Machine(world, Device.choose("cpu"), groups, repeats=1)

@@ -7,11 +7,12 @@ import importlib
 
 import pytest
 
-ROOM = "check check_files compose families option page presets resolve run sections toml unread world"
+OTHERS = ["mega.core.processes.world", "mega.core.words"]
+ROOM = "check check_files compose families option page presets resolve run sections toml unread"
 
 
 @pytest.mark.parametrize(
-    "name", [*(f"mega.core.config.{name}" for name in ROOM.split()), "mega.command_line.argv", "mega.cli"]
+    "name", [*(f"mega.core.config.{name}" for name in ROOM.split()), "mega.command_line.argv", "mega.cli", *OTHERS]
 )
 def test_examples(name: str) -> None:
     assert doctest.testmod(importlib.import_module(name)).failed == 0

@@ -23,13 +23,13 @@ import torch.distributed as dist
 
 from mega.core.activity import ACTIVITY, Activity
 from mega.core.checkpoint.own.store import CheckpointStore, SaveError
-from mega.core.config.world import MEETING_FILE, World
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Axis
 from mega.core.processes import exit_reports, position, rendezvous, roll_call
 from mega.core.processes import launch as launcher
 from mega.core.processes.connect import connect, disconnect
 from mega.core.processes.launch import launch
+from mega.core.processes.world import MEETING_FILE, World
 
 
 def _patient() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from mega.core.config.world import World
 from mega.core.processes import interface
+from mega.core.processes.world import World
 from tests.support.hosts import hosts
 
 RUN = (

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mega.core.config.world import MEETING_FILE, World
 from mega.core.processes import connect, exit_reports, launch, rendezvous, roll_call
 from mega.core.processes.exit_reports import report_of
 from mega.core.processes.rendezvous import meet
+from mega.core.processes.world import MEETING_FILE, World
 
 SHORT = 0.02
 """Minutes of patience, where it is to end."""

@@ -80,7 +80,8 @@ def test_a_port_that_is_taken(exporter: exporters.Exporter) -> None:
 
 
 def test_a_port_that_is_taken_starts_nothing(exporter: exporters.Exporter, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(f"pretrain --steps 1 --metrics-port {exporter.port}".split()) == 2
+    line = "pretrain --model tiny-gpt --mock-data --vocab 64 --micro-batch 1 --lr 1e-3 --steps 1 --device cpu"
+    assert main([*line.split(), "--metrics-port", str(exporter.port)]) == 2
     assert f"--metrics-port {exporter.port}: Address already in use; valid: a free port" in capsys.readouterr().err
 
 

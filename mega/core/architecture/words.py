@@ -23,15 +23,3 @@ def shape_words(model: Architecture) -> str:
 def size_words(model: Architecture) -> str:
     """The same in short, as servers have it."""
     return f"{model.family}, {len(model.layers)} blocks of {model.hidden}"
-
-
-def count_words(count: float) -> str:
-    """A large number with a letter.
-
-    >>> count_words(124_439_808), count_words(70_000), count_words(950), count_words(1.75e11)
-    ('124.4M', '70.0k', '950', '175.0B')
-    """
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
-        if count >= size:
-            return f"{count / (1e3 if letter == 'k' else size):.1f}{letter}"
-    return f"{count:g}"

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 
-from mega.core.config.world import World
 from mega.core.device import DTYPES, Device, fp8_matmuls
 from mega.core.estimate.fit import Product, as_toml, line, product_shares
 from mega.core.files import whole_file
@@ -29,6 +28,7 @@ from mega.core.ops.suite import Ops, choose
 from mega.core.parallel.collectives import RingShift, all_gather, all_reduce
 from mega.core.parallel.mesh import Axis, Groups, Mesh
 from mega.core.processes.connect import connect, disconnect
+from mega.core.processes.world import World
 
 
 @dataclass(frozen=True)

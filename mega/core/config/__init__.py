@@ -6,6 +6,5 @@ presets, compose   rows of values, and one run out of defaults, preset, TOML fil
 run                `Options` as typed, `RunConfig` as resolved; toml: both as files
 check, check_files the rules, all of them at once, before any process starts; unread: flags that change nothing
 resolve            what options leave out
-world              how many ranks a launcher says that there are
 corpora            short names for corpora; page: docs/configuration.md
 """

@@ -9,7 +9,6 @@ import glob
 import importlib.util
 import json
 import os
-import socket
 import stat
 from collections.abc import Iterator
 
@@ -18,7 +17,6 @@ from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.resolve import metrics_file
 from mega.core.config.run import Options, flag_of, value_of
 from mega.core.config.sections import LABELLED, SPLITS, TOKENIZERS, TokenizerConfig
-from mega.core.config.world import is_first_rank
 from mega.core.files import POINTER, check_folder, check_source, url_of
 
 Problems = Iterator[str]
@@ -224,19 +222,6 @@ def _trackers(options: Options) -> Problems:
             yield f"{flag_of(name)} {value_of(options, name)}: needs {library}; pip install 'mega[{extra}]'"
 
 
-def _metrics_port(options: Options) -> Problems:
-    """Whether it is free, where the first rank is."""
-    port = options.log.metrics_port
-    if port is None or options.runtime.dry_run or not is_first_rank():
-        return
-    try:
-        with socket.socket() as one:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            one.bind(("", port))
-    except OSError as error:
-        yield f"--metrics-port {port}: {error.strerror or error}; valid: a free port"
-
-
 def _output_folders(options: Options) -> Problems:
     for name in ("save", "metrics", "tensorboard_dir"):
         path = value_of(options, name)
@@ -282,7 +267,6 @@ def _directories(options: Options) -> Problems:
     if save is not None and os.path.isdir(pointer := os.path.join(save, POINTER)) and not os.path.islink(pointer):
         yield f"--save {save}: {pointer} is a directory, and must be the file that names the newest step; move it away"
     yield from _trackers(options)
-    yield from _metrics_port(options)
     if not options.runtime.dry_run:  # which may be asked far from where the run will be
         yield from _output_folders(options)
     metrics = metrics_file(options)

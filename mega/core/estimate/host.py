@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from mega.core.architecture import architecture, parameters
 from mega.core.config.resolve import text_lengths, variant
 from mega.core.config.run import RunConfig
-from mega.core.config.world import cores
 from mega.core.device import has_cuda
 from mega.core.estimate.hardware import GIB
+from mega.core.processes.world import cores
 
 PROCESS = 0.35 * GIB
 """Of a rank that has loaded torch and holds no tensor."""

@@ -1,5 +1,6 @@
 """The life of ranks: how they start, meet, answer for each other and end. What they compute is not known here.
 
+world                    which rank of how many this process is, as launchers say
 launch, pool, signals    local ranks for one job or for many, and signals that ask them to stop
 connect, rendezvous, interface   a rank's way into the group, where ranks meet, and by which network interface
 roll_call, questions, position   which rank the others wait for: asked, put into the store, and answered

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mega.core.config.world import MEETING_FILE, World, cores, world_from_env
 from mega.core.device import Device
 from mega.core.parallel.mesh import Groups
 from mega.core.processes.exit_reports import explain_exchanges_by
@@ -26,6 +25,7 @@ from mega.core.processes.interface import choose_interface, own_addresses
 from mega.core.processes.position import silence
 from mega.core.processes.rendezvous import hosts_store, meet
 from mega.core.processes.roll_call import RollCall, in_time
+from mega.core.processes.world import MEETING_FILE, World, cores, world_from_env
 
 _CALLS: list[RollCall] = []
 """What answers for this process, while it is in a process group."""

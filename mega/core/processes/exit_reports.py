@@ -31,8 +31,9 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 from mega.core.activity import ACTIVITY
-from mega.core.config.world import MEETING_FILE, World, name_ranks, world_from_env
+from mega.core.processes.world import MEETING_FILE, World, world_from_env
 from mega.core.terminal import leave
+from mega.core.words import name_ranks
 
 GRACE = 2.0
 """Seconds in which ranks that meet the same fault are expected to report it."""

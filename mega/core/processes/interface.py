@@ -17,7 +17,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from mega.core.config.world import World
+from mega.core.processes.world import World
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
 

@@ -30,13 +30,13 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from mega.core.config.world import MEETING_FILE, world_from_env
-from mega.core.config.world import ranks as count_ranks
 from mega.core.files import locked_alone
 from mega.core.processes.connect import disconnect
 from mega.core.processes.exit_reports import report_exit, report_of, write_error
 from mega.core.processes.roll_call import LOST
 from mega.core.processes.signals import STOPPING, RepeatedSignal, hear_signals, heeded_signals
+from mega.core.processes.world import MEETING_FILE, world_from_env
+from mega.core.processes.world import ranks as count_ranks
 
 _MARK = "mega-launcher"
 """In the folder of a process that launches ranks: its host's name, locked while it lives."""

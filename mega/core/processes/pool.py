@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from mega.core.config.world import MEETING_FILE
 from mega.core.parallel.mesh import Groups
 from mega.core.processes.connect import connect, disconnect, threads
 from mega.core.processes.launch import end_ranks, fork_server, rank_environment
 from mega.core.processes.signals import STOPPING, hear_signals
+from mega.core.processes.world import MEETING_FILE
 
 
 class Pool:

@@ -17,8 +17,8 @@ from types import FrameType
 
 import mega
 from mega.core.activity import ACTIVITY, PATIENT
-from mega.core.config.world import name_ranks
 from mega.core.processes.rendezvous import duration
+from mega.core.words import name_ranks
 
 _SOURCE = Path(mega.__file__).parent.parent
 

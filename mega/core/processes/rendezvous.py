@@ -26,7 +26,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mega.core.config.world import MEETING_FILE, World, check_address, name_ranks, point_to_first_host
+from mega.core.processes.world import MEETING_FILE, World, check_address, point_to_first_host
+from mega.core.words import name_ranks
 
 HANDSHAKE = 15.0
 """Seconds in which a store answers, once something listens at its address. A thread of its own answers."""

@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mega.core.activity import ACTIVITY
-from mega.core.config.world import MEETING_FILE
 from mega.core.processes.exit_reports import LIMIT, ExitReport, report_exit
 from mega.core.processes.position import Position, named, own_place, own_position, silence, standstill, store_silence
 from mega.core.processes.questions import Questions
 from mega.core.processes.rendezvous import duration
+from mega.core.processes.world import MEETING_FILE
 
 LOOK = 0.5
 """Seconds between two looks of a rank; a large world takes longer, for its store's sake, a short time-out less."""

@@ -13,10 +13,10 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from mega.core.config.world import name_ranks
 from mega.core.processes.exit_reports import write_error
 from mega.core.processes.roll_call import launchers_note
 from mega.core.processes.signals import RepeatedSignal
+from mega.core.words import name_ranks
 
 LEAVES_WITHIN = 1.0
 """Seconds that the main thread has, after a second Ctrl-C, to end by itself."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from mega.core.checkpoint.own.pieces import CheckpointError
-from mega.core.config.world import name_ranks
+from mega.core.words import name_ranks
 
 Exchange = Callable[[Any], list[Any]]
 """Given this rank's plain JSON value, returns every rank's, in the order of ranks, on all of them together."""

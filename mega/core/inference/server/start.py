@@ -18,7 +18,6 @@ import torch
 
 from mega.core.activity import ACTIVITY
 from mega.core.architecture.words import size_words
-from mega.core.config.world import world_from_env
 from mega.core.inference.capacity import Capacity, cache_bytes, even_layers, weight_bytes
 from mega.core.inference.loading.adapters import OpenedAdapter, open_adapters
 from mega.core.inference.loading.identity import adapter_template, check_adapter_tokenizer, chosen_template
@@ -31,6 +30,7 @@ from mega.core.inference.start import start_engine
 from mega.core.parallel.mesh import Mesh
 from mega.core.processes.connect import connect, end_together, keep_asking
 from mega.core.processes.signals import STOPPING
+from mega.core.processes.world import world_from_env
 from mega.core.text.chat.format import ChatFormat, chat_format
 from mega.core.text.tokenizer import Tokenizer
 

@@ -14,10 +14,10 @@ from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.checkpoint.own.store import CheckpointStore, store_at
 from mega.core.checkpoint.own.together import Exchange, alone, gathered
 from mega.core.config.run import RunConfig
-from mega.core.config.world import name_ranks
 from mega.core.files import url_of
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Mesh
+from mega.core.words import name_ranks
 
 
 def check_no_newer(run: RunConfig, start: int, exchange: Exchange = alone) -> None:

@@ -24,12 +24,12 @@ import torch
 
 import mega
 from mega.core.config.run import RunConfig, entries, flag_of, value_of
-from mega.core.config.world import name_ranks
 from mega.core.device import Device
 from mega.core.files import sampled_digest
 from mega.core.parallel.collectives import all_reduce, gather_json
 from mega.core.parallel.mesh import Axis
 from mega.core.training.start.inputs import Inputs
+from mega.core.words import name_ranks
 
 CLOCKS_APART = 60.0
 """Seconds by which clocks may differ before a line says so: times in logs and of files would mislead."""

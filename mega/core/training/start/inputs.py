@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from mega.core.config.run import Options, RunConfig, flag_of, options_with, upda
 from mega.core.config.sections import ModelOptions, TokenizerConfig
 from mega.core.config.unread import unread
 from mega.core.files import check_source, url_of
+from mega.core.processes.world import is_first_rank
 from mega.core.text.build import build
 from mega.core.text.tokenizer import Tokenizer, least_vocab
 from mega.core.training.kinds import kind_of
@@ -80,6 +82,7 @@ def resolve_run(options: Options, world: int) -> ResolvedRun:
     options = _with_checkpoint_model(options, notes)
     notes += [*unread(options), *_rates(options)]
     check(options, world)
+    _check_port(options)
     options = _in_steps(options, world)
     _check_adapters(options)
     if options.checkpoint.save is None and not options.evaluation.skip_train:
@@ -92,6 +95,19 @@ def resolve_run(options: Options, world: int) -> ResolvedRun:
     if not options.model.mask_padded_vocab:
         options = updated(options, {"vocab": _with_padding(options, vocab)})
     return ResolvedRun(resolve(options, world, vocab), tuple(notes), tokenizer)
+
+
+def _check_port(options: Options) -> None:
+    """Errors: ValueError where --metrics-port is taken on the first rank's host."""
+    port = options.log.metrics_port
+    if port is None or options.runtime.dry_run or not is_first_rank():
+        return
+    try:
+        with socket.socket() as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind(("", port))
+    except OSError as error:
+        raise ValueError(f"--metrics-port {port}: {error.strerror or error}; valid: a free port") from None
 
 
 def _rates(options: Options) -> list[str]:

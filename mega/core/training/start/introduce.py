@@ -11,7 +11,7 @@ import torch
 
 from mega.core.architecture import architecture, parameters
 from mega.core.architecture.layer import Attention
-from mega.core.architecture.words import count_words, shape_words
+from mega.core.architecture.words import shape_words
 from mega.core.config.resolve import data_parallel, lengths, microbatches, records_graph, text_lengths
 from mega.core.config.run import RunConfig
 from mega.core.data.build import Datasets
@@ -24,6 +24,7 @@ from mega.core.training.saves.resume import ResumePoint, differences, new_tensor
 from mega.core.training.start.inputs import Inputs
 from mega.core.training.state import Progress, TrainState
 from mega.core.training.wire import chosen_ops
+from mega.core.words import count_words
 
 
 def introduce(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mega.core.config.world import MEETING_FILE, World, check_address, is_first_rank, ranks, world_from_env
+from mega.core.processes.world import MEETING_FILE, World, check_address, is_first_rank, ranks, world_from_env
 
 TORCHRUN = {"WORLD_SIZE": "8", "RANK": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 SRUN = {"SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}

@@ -8,7 +8,7 @@ inner one sets counts, and an outer one that names another rank of the same worl
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -227,20 +227,6 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-_NAMED = 8
-"""Ranks that a line names before it counts the rest."""
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """How a line names some ranks.
-
-    >>> name_ranks([3]), name_ranks(range(1, 11))
-    ('rank 3', 'ranks 1, 2, 3, 4, 5, 6, 7, 8 and 2 more')
-    """
-    rest = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_NAMED]))}{rest}"
 
 
 def _first_host(environ: Mapping[str, str]) -> str:
