@@ -23,7 +23,8 @@ def run(
 
     Reads what is there, also of a run that still trains. A .png needs the extra track, a .svg and the terminal nothing.
     """
-    from mega.core.report.plot import charts_of, png, smoothed, svg, terminal
+    from mega.core.report.chart import Scale, svg
+    from mega.core.report.plot import charts_of, png, smoothed, terminal
 
     if not 0 <= smooth < 1:
         raise ValueError(f"--smooth {smooth}: must be at least 0 and less than 1")
@@ -45,7 +46,7 @@ def run(
         return 0
     if out.endswith(".svg"):
         with whole_file(Path(out)) as file:
-            file.write(svg(charts, log).encode())
+            file.write(svg(charts, Scale(log)).encode())
     else:
         png(charts, Path(out), log)
     print(out)

@@ -7,6 +7,7 @@ import math
 import os
 import shlex
 import sys
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,8 @@ import pytest
 from mega import cli
 from mega.core.config import toml
 from mega.core.data.preprocessing.writer import IndexedWriter
-from mega.core.quickstart import chart
 from mega.core.quickstart.corpus import Document, make_corpus, read_corpus
-from mega.core.quickstart.tour import MORE, TOUR, arguments, closing, tour
+from mega.core.quickstart.tour import MORE, TOUR, arguments, closing, play, tour
 from mega.core.quickstart.unigram import entropy, unigram
 
 
@@ -42,30 +42,23 @@ def test_unigram_statistics(tmp_path: Path) -> None:
     assert entropy(tmp_path / "tokens") == pytest.approx(-(3 * math.log(4 / 6) + math.log(2 / 6)) / 4)
 
 
-def test_the_plot_shows_where_the_loss_went() -> None:
-    curve = [(step, 7 - step / 20) for step in range(1, 101)]
-    rows = chart.terminal(curve, level=5.0, width=20, height=10).splitlines()
-    assert len(rows) == 12
-    assert rows[0].split("│")[0].strip() == "6.95" and rows[9].split("│")[0].strip() == "2.00"
-    blank = "\u2800"
-    assert rows[0].split("│")[1].rstrip(blank) and not rows[0].split("│")[1][10:].strip(blank)
-    assert not rows[9].split("│")[1][:10].strip(blank) and rows[9].split("│")[1][10:].strip(blank)
-    assert "step 1" in rows[-1] and "step 100" in rows[-1]
-
-
-def test_the_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    curve = [(1, 3.0), (2, 2.0)]
-    assert chart.png(curve, 2.5, tmp_path / "loss.png")
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert not chart.png(curve, 2.5, tmp_path / "other.png")
-
-
-def test_rows_without_a_loss_are_no_part_of_the_curve(tmp_path: Path) -> None:
-    rows = [{"step": 1, "loss": 2.0}, {"step": 1, "memory": 9}, {"step": 2, "loss": 1.0}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert chart.read_curve(tmp_path / "metrics.jsonl") == [(1, 2.0), (2, 1.0)]
+def test_the_plot_shows_the_loss_and_what_it_must_beat(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"step": step, "loss": 7 - step / 20} for step in range(1, 101)] + [{"step": 100, "memory": 9}]
+    for place in ("four-ranks", "tokens"):
+        (tmp_path / place).mkdir()
+    (tmp_path / "four-ranks" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with IndexedWriter(str(tmp_path / "tokens" / "train_text_document"), np.dtype(np.uint16)) as writer:
+        writer.extend(np.arange(100, dtype=np.uint16), np.array([100]), np.array([1]))
+    play("plot", tmp_path)
+    shown = capsys.readouterr().out
+    assert (
+        "6.95 │A" in shown
+        and "step 1 " in shown
+        and "step 100" in shown
+        and f"statistics is {math.log(100):.2f}" in shown
+    )
+    drawn = ElementTree.parse(tmp_path / "loss.svg").getroot()
+    assert sum(each.tag.endswith("polyline") for each in drawn.iter()) == 2
 
 
 @pytest.mark.parametrize("line", [line for _, line in TOUR] + [MORE])

@@ -18,12 +18,13 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from html import escape
 from itertools import accumulate, pairwise
 from typing import Any
 from urllib.parse import urlsplit
 
 from mega.core.inference.request import Engine, Request, RequestError, Sampling
+from mega.core.report.chart import Charts, Scale, svg
+from mega.core.report.read import Series
 
 SEED = 1
 
@@ -261,44 +262,20 @@ def table(rows: Sequence[ServingRow]) -> str:
     return "\n".join(lines)
 
 
-_PANELS = ("time to first token, ms", "time between tokens, ms", "new tokens a second")
-_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 320, 240, 56, 34, 30
-
-
 def plot(rows: Sequence[ServingRow], title: str) -> str:
-    """The rows as an SVG of three panels over the rate: median (full) and 99th percentile (dashed), and throughput."""
+    """The rows as an SVG over the rate: median and 99th percentile of both times, and throughput."""
     rows = sorted(rows, key=lambda row: row.rate or float("inf"))
-    curves: list[list[list[float]]] = [
-        [[1e3 * row.first[which] for row in rows] for which in (0, 1)],
-        [[1e3 * row.between[which] for row in rows] for which in (0, 1)],
-        [[row.tokens_per_second for row in rows]],
-    ]
+
+    def times(pairs: Sequence[tuple[float, float]]) -> dict[str, Series]:
+        return {
+            name: [(float(at), 1e3 * pair[of]) for at, pair in enumerate(pairs)]
+            for of, name in enumerate(("median", "99th percentile"))
+        }
+
+    charts: Charts = {
+        "time to first token, ms": times([row.first for row in rows]),
+        "time between tokens, ms": times([row.between for row in rows]),
+        "tokens a second": {"new": [(float(at), row.tokens_per_second) for at, row in enumerate(rows)]},
+    }
     names = [f"{row.rate:g}" if row.rate else "at once" for row in rows]
-    size = f'width="{3 * _WIDTH}" height="{_HEIGHT + 20}"'
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">']
-    parts.append(f'<rect width="100%" height="100%" fill="white"/><text x="8" y="14">{escape(title)}</text>')
-    for number, (panel, found) in enumerate(zip(_PANELS, curves, strict=True)):
-        parts += _panel(number * _WIDTH, panel, names, found)
-    return "\n".join([*parts, "</svg>", ""])
-
-
-def _panel(left: int, title: str, names: Sequence[str], curves: Sequence[Sequence[float]]) -> list[str]:
-    top = max(max(curve) for curve in curves) or 1.0
-    room, tall = _WIDTH - _LEFT - 12, _HEIGHT - _TOP - _BOTTOM
-    columns = [left + _LEFT + room * (at + 0.5) / len(names) for at in range(len(names))]
-    parts = [f'<text x="{left + _LEFT}" y="{_TOP - 4}">{title}</text>']
-    for share in (0, 0.5, 1):
-        y = _TOP + 8 + tall * (1 - share)
-        parts.append(f'<line x1="{left + _LEFT}" x2="{left + _WIDTH - 12}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
-        parts.append(f'<text x="{left + _LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{top * share:.3g}</text>')
-    for name, x in zip(names, columns, strict=True):
-        parts.append(f'<text x="{x:.1f}" y="{_HEIGHT - 4}" text-anchor="middle">{name}</text>')
-    for curve, dashes in zip(curves, ("", ' stroke-dasharray="4 3"'), strict=False):
-        points = [(x, _TOP + 8 + tall * (1 - value / top)) for x, value in zip(columns, curve, strict=True)]
-        drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        parts.append(f'<polyline points="{drawn}" fill="none" stroke="#4c78a8" stroke-width="2"{dashes}/>')
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#4c78a8"/>' for x, y in points]
-    parts.append(
-        f'<text x="{left + _LEFT + room / 2:.1f}" y="{_HEIGHT + 12}" text-anchor="middle">requests a second</text>'
-    )
-    return parts
+    return svg(charts, Scale(over="rate", names=names), f"{title}, over requests a second")

@@ -1,5 +1,5 @@
 """From nothing to a trained model and its text: the first thing that a newcomer runs.
 
 tour              its steps, each a command line; corpus: text that every machine has
-chart, unigram, verdict   the loss drawn, what a model must beat, and what the trained one is worth
+unigram, verdict  what a model must beat, and what the trained one is worth
 """

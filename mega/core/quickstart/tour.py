@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from mega.core.files import whole_file
 from mega.core.quickstart.corpus import make_corpus, read_corpus
 
 GPT2 = "--tokenizer GPT2BPETokenizer --vocab-file {out}/tokenizer/vocab.json --merge-file {out}/tokenizer/merges.txt"
@@ -138,17 +139,19 @@ def _corpus(out: Path) -> None:
 
 
 def _plot(out: Path) -> None:
-    from mega.core.quickstart.chart import png, read_curve, terminal
     from mega.core.quickstart.unigram import entropy
+    from mega.core.report.chart import svg
+    from mega.core.report.plot import charts_of, terminal
 
-    curve = read_curve(_needed(out / "four-ranks" / "metrics.jsonl"))
+    _needed(out / "four-ranks" / "metrics.jsonl")
+    (curve,) = charts_of([out / "four-ranks"], ["loss"])["loss"].values()
     level = entropy(out / "tokens" / "train_text_document")
-    print(terminal(curve, level))
-    print(f"training loss, nats per token; dotted: {level:.2f}, the entropy of unigram statistics")
-    if png(curve, level, out / "loss.png"):
-        print(out / "loss.png")
-    else:
-        print("no PNG: matplotlib is not installed (pip install matplotlib)")
+    curves = {"training": curve, "unigram statistics": [(step, level) for step, _ in (curve[0], curve[-1])]}
+    print(terminal("loss, nats per token", curves, colour=sys.stdout.isatty()))
+    print(f"the entropy of unigram statistics is {level:.2f}")
+    with whole_file(out / "loss.svg") as file:
+        file.write(svg({"loss, nats per token": curves}).encode())
+    print(out / "loss.svg")
 
 
 def _verdict(out: Path) -> None:

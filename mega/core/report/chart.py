@@ -1,12 +1,19 @@
-"""Curves as inline SVG: axes, ticks, a legend, and the values under the pointer; no script, nothing from elsewhere."""
+"""Curves as SVG: axes, ticks, a legend, and the values under the pointer; no script, nothing from elsewhere.
+
+Every picture of curves is drawn here: of a report, of `mega plot`, a sweep of learning rates, a server under load.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
+from typing import NamedTuple
 
 from mega.core.report.read import Series
+
+Charts = Mapping[str, Mapping[str, Series]]
+"""Title of a chart -> name of a curve -> its points."""
 
 WIDTH, HEIGHT = 720, 260
 LEFT, RIGHT, TOP, BOTTOM = 62, 26, 14, 30
@@ -14,27 +21,42 @@ MOST_POINTS = 1200
 """Of a drawn curve; of more, the least and the greatest of every run of points are drawn."""
 COLOURS = 6
 """Classes c0 to c5 in the page's style."""
+PALETTE = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2")
+"""Their colours in a picture that stands alone."""
 
 
-def chart(curves: Mapping[str, Series], unit: str = "", log: bool = False) -> str:
-    """Several curves over steps in one picture. log: the values' axis is logarithmic, where all are above 0."""
+class Scale(NamedTuple):
+    """log, log_x: which axes are logarithmic; that of values only where all are above 0. over: what x is called where
+    the pointer shows a point. names: of x = 0, 1, ..., where it has no numbers."""
+
+    log: bool = False
+    log_x: bool = False
+    over: str = "step"
+    names: Sequence[str] = ()
+
+
+LINEAR = Scale()
+
+
+def chart(curves: Mapping[str, Series], unit: str = "", scale: Scale = LINEAR) -> str:
+    """Several curves in one picture."""
     shown = {name: curve for name, curve in curves.items() if any(math.isfinite(y) for _, y in curve)}
     if not shown:
         return '<p class="none">no finite value</p>'
     ys = [y for curve in shown.values() for _, y in curve if math.isfinite(y)]
     xs = [x for curve in shown.values() for x, _ in curve]
-    log = log and min(ys) > 0
-    x_axis, y_axis = _Axis(min(xs), max(xs), LEFT, WIDTH - RIGHT), _Axis(min(ys), max(ys), HEIGHT - BOTTOM, TOP, log)
+    x_axis = _Axis(min(xs), max(xs), LEFT, WIDTH - RIGHT, scale.log_x)
+    y_axis = _Axis(min(ys), max(ys), HEIGHT - BOTTOM, TOP, scale.log and min(ys) > 0)
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">']
     for value in y_axis.ticks(5):
         at = y_axis.at(value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{short(value)}</text>')
-    for value in x_axis.ticks(7):
+    for value, name in enumerate(scale.names) if scale.names else ((value, short(value)) for value in x_axis.ticks(7)):
         at = x_axis.at(value)
-        parts.append(f'<text x="{at:.1f}" y="{HEIGHT - 10}" text-anchor="middle">{short(value)}</text>')
+        parts.append(f'<text x="{at:.1f}" y="{HEIGHT - 10}" text-anchor="middle">{name}</text>')
     for number, (name, curve) in enumerate(shown.items()):
-        parts += _curve(name, thinned(curve), x_axis, y_axis, number % COLOURS, unit)
+        parts += _curve(name, thinned(curve), (x_axis, y_axis), number % COLOURS, (scale.over, unit))
     parts.append("</svg>")
     if len(shown) == 1:  # the title names it
         return "".join(parts)
@@ -42,7 +64,30 @@ def chart(curves: Mapping[str, Series], unit: str = "", log: bool = False) -> st
     return f'{"".join(parts)}<p class="legend">{legend}</p>'
 
 
-def _curve(name: str, curve: Series, x_axis: _Axis, y_axis: _Axis, colour: int, unit: str) -> list[str]:
+def svg(charts: Charts, scale: Scale = LINEAR, title: str = "") -> str:
+    """All charts in one picture that stands alone, one below the other."""
+    style = "".join(f".c{n}{{stroke:{PALETTE[n]}}}circle.c{n}{{fill:{PALETTE[n]}}}" for n in range(COLOURS))
+    style += (
+        "polyline{fill:none;stroke-width:1.6}.grid{stroke:#ccc}.hit{opacity:0}text{font:12px sans-serif;stroke:none}"
+    )
+    parts, top = [f'<text x="8" y="16">{escape(title)}</text>'] if title else [], 24 if title else 0
+    for name, curves in charts.items():
+        parts.append(f'<text x="62" y="{top + 18}" font-weight="bold">{escape(name)}</text>')
+        for number, run in enumerate(curves):
+            x = 76 + 8 * len(name) + number * 150
+            parts.append(f'<text x="{x}" y="{top + 18}" fill="{PALETTE[number % COLOURS]}">{escape(run[-22:])}</text>')
+        drawn = chart(curves, scale=scale).partition("</svg>")[0]
+        drawn = drawn.replace("<svg ", f'<svg y="{top + 24}" width="{WIDTH}" height="{HEIGHT}" ', 1)
+        parts.append(f"{drawn}</svg>" if drawn.startswith("<svg") else "")
+        top += HEIGHT + 40
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{top}" viewBox="0 0 {WIDTH} {top}">'
+        f'<style>{style}</style><rect width="100%" height="100%" fill="white"/>{"".join(parts)}</svg>\n'
+    )
+
+
+def _curve(name: str, curve: Series, axes: tuple[_Axis, _Axis], colour: int, words: tuple[str, str]) -> list[str]:
+    (x_axis, y_axis), (over, unit) = axes, words
     runs: list[list[str]] = [[]]
     for x, y in curve:
         if math.isfinite(y):
@@ -53,7 +98,7 @@ def _curve(name: str, curve: Series, x_axis: _Axis, y_axis: _Axis, colour: int, 
     finite = [(x, y) for x, y in curve if math.isfinite(y)]
     few = finite if len(finite) <= 60 else finite[:: -(-len(finite) // 60)]
     for x, y in few:  # what a pointer finds
-        said = escape(f"{name}, step {x:g}: {short(y)} {unit}".rstrip())
+        said = escape(f"{name}, {over} {x:g}: {short(y)} {unit}".rstrip())
         radius = 2.2 if len(finite) <= 60 else 5
         hidden = "" if len(finite) <= 60 else " hit"
         parts.append(

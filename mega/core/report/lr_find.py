@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from mega.core.config.run import Options, entries, updated
 from mega.core.files import whole_file
+from mega.core.report.chart import Scale, svg
 
 FIRST, LAST, STEPS = 1e-7, 1.0, 100
 """The rates that a sweep begins and ends with, and its steps, where they are not given."""
@@ -103,44 +104,14 @@ def suggest(points: Sequence[Point]) -> Suggestion:
     return Suggestion(points[min(range(1, lowest + 1), key=slope)].lr, points[lowest].lr)
 
 
-WIDTH, HEIGHT, LEFT, BOTTOM = 720, 400, 60, 40
-
-
 def draw(points: Sequence[Point], found: Suggestion, path: Path) -> None:
-    """The sweep as an SVG: loss over the logarithm of the rate, and the two rates."""
-    low, high = math.log10(points[0].lr), math.log10(points[-1].lr)
-    bottom, top = min(point.smoothed for point in points), max(point.smoothed for point in points)
-
-    def x(lr: float) -> float:
-        return LEFT + (math.log10(lr) - low) / max(high - low, 1e-9) * (WIDTH - LEFT - 20)
-
-    def y(loss: float) -> float:
-        return 20 + (top - min(loss, top)) / max(top - bottom, 1e-9) * (HEIGHT - BOTTOM - 20)
-
-    def line(losses: Sequence[float], style: str) -> str:
-        corners = " ".join(f"{x(point.lr):.1f},{y(loss):.1f}" for point, loss in zip(points, losses, strict=True))
-        return f'<polyline fill="none" {style} points="{corners}"/>'
-
-    def rate(lr: float, label: str, colour: str) -> str:
-        at = f"{x(lr):.1f}"
-        mark = f'<line x1="{at}" x2="{at}" y1="20" y2="{HEIGHT - BOTTOM}" stroke="{colour}" stroke-dasharray="4"/>'
-        return f'{mark}<text x="{at}" y="14" fill="{colour}" text-anchor="middle">{label} {lr:.1e}</text>'
-
-    ticks = [
-        f'<text x="{x(10.0**power):.1f}" y="{HEIGHT - 18}" text-anchor="middle">1e{power}</text>'
-        for power in range(math.ceil(low), math.floor(high) + 1)
-    ]
-    levels = [f'<text x="{LEFT - 8}" y="{y(loss):.1f}" text-anchor="end">{loss:.2f}</text>' for loss in (bottom, top)]
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
-        'font-size="12"><rect width="100%" height="100%" fill="white"/>',
-        line([point.loss for point in points], 'stroke="#bbb"'),
-        line([point.smoothed for point in points], 'stroke="#1f4e9c" stroke-width="2"'),
-        rate(found.rate, "suggested", "#1a7f37"),
-        rate(found.least, "lowest", "#b35900"),
-        *ticks,
-        *levels,
-        f'<text x="{WIDTH // 2}" y="{HEIGHT - 2}" text-anchor="middle">learning rate</text></svg>',
-    ]
+    """The sweep as an SVG: loss over the logarithm of the rate, and the two rates as upright lines."""
+    ends = min(point.smoothed for point in points), max(point.smoothed for point in points)
+    curves = {
+        "loss": [(point.lr, min(point.loss, ends[1])) for point in points],
+        "smoothed": [(point.lr, point.smoothed) for point in points],
+        f"suggested {found.rate:.1e}": [(found.rate, loss) for loss in ends],
+        f"lowest {found.least:.1e}": [(found.least, loss) for loss in ends],
+    }
     with whole_file(path) as file:
-        file.write("\n".join(parts).encode())
+        file.write(svg({"loss": curves}, Scale(log_x=True, over="rate")).encode())

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from mega.core.report.chart import chart, short
+from mega.core.report.chart import Scale, chart, short
 from mega.core.report.corpus import corpus_body
 from mega.core.report.read import CorpusRecord, EvaluationRecord, RunEvent, RunRecord, Series
 
@@ -117,7 +117,7 @@ def _charts(run: RunRecord) -> Iterable[str]:
         curve = _scaled(run.series[name], 2.0**-30) if name == "memory" else run.series[name]
         unit = UNITS.get(name, "")
         title = KNOWN.get(name, name.replace("_", " ")) + (f" ({unit})" if unit else "")
-        yield _section(title, chart({name: curve}, unit, log=name in ("grad_norm", "loss_scale")))
+        yield _section(title, chart({name: curve}, unit, Scale(name in ("grad_norm", "loss_scale"))))
 
 
 def _scaled(curve: Series, factor: float) -> Series:

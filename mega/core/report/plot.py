@@ -1,6 +1,6 @@
-"""Metrics of several runs over each other: in Braille dots on a terminal, as one SVG, or as a PNG by matplotlib.
+"""Metrics of several runs over each other: in Braille dots on a terminal, or as a PNG by matplotlib; as SVG: chart.py.
 
-It knows curves by name. What an SVG's axes and lines are is in chart.py.
+It knows curves by name.
 """
 
 from __future__ import annotations
@@ -8,10 +8,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from pathlib import Path
 
-from mega.core.report.chart import COLOURS, HEIGHT, WIDTH, chart, short
+from mega.core.report.chart import PALETTE, Charts, short
 from mega.core.report.read import RunRecord, Series, read
 
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
@@ -20,13 +19,8 @@ DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 ANSI = (34, 33, 32, 31, 35, 36)
 """Colours of a terminal, in the order of `PALETTE`."""
 
-PALETTE = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2")
-
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 """What stands for the dots of each curve where there is no colour."""
-
-Charts = Mapping[str, Mapping[str, Series]]
-"""Metric -> run -> its curve."""
 
 
 def charts_of(runs: Sequence[Path], metrics: Sequence[str]) -> Charts:
@@ -120,28 +114,6 @@ def _cell(cell: tuple[int, int] | None, dots: bool, colour: bool) -> str:
     return f"\x1b[{ANSI[number % len(ANSI)]}m{letter}\x1b[0m" if colour else letter
 
 
-def svg(charts: Charts, log: bool = False) -> str:
-    """All charts in one picture that stands alone, one below the other."""
-    style = "".join(f".c{n}{{stroke:{PALETTE[n]}}}circle.c{n}{{fill:{PALETTE[n]}}}" for n in range(COLOURS))
-    style += (
-        "polyline{fill:none;stroke-width:1.6}.grid{stroke:#ccc}.hit{opacity:0}text{font:12px sans-serif;stroke:none}"
-    )
-    parts, top = [], 0
-    for name, curves in charts.items():
-        parts.append(f'<text x="62" y="{top + 18}" font-weight="bold">{escape(name)}</text>')
-        for number, run in enumerate(curves):
-            x = 62 + 90 + number * 150
-            parts.append(f'<text x="{x}" y="{top + 18}" fill="{PALETTE[number % COLOURS]}">{escape(run[-22:])}</text>')
-        drawn = chart(curves, log=log).partition("</svg>")[0]
-        drawn = drawn.replace("<svg ", f'<svg y="{top + 24}" width="{WIDTH}" height="{HEIGHT}" ', 1)
-        parts.append(f"{drawn}</svg>" if drawn.startswith("<svg") else "")
-        top += HEIGHT + 40
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{top}" viewBox="0 0 {WIDTH} {top}">'
-        f'<style>{style}</style><rect width="100%" height="100%" fill="white"/>{"".join(parts)}</svg>\n'
-    )
-
-
 def png(charts: Charts, path: Path, log: bool = False) -> None:
     """Draw into `path`. Errors: ValueError naming the extra, where matplotlib is absent."""
     try:
@@ -153,7 +125,7 @@ def png(charts: Charts, path: Path, log: bool = False) -> None:
     figure = Figure(figsize=(7.5, 3.4 * len(charts)), layout="constrained")
     for axes, (name, curves) in zip(figure.subplots(len(charts), squeeze=False)[:, 0], charts.items(), strict=True):
         for number, (run, curve) in enumerate(curves.items()):
-            axes.plot(*zip(*curve, strict=True), linewidth=1, label=run, color=PALETTE[number % COLOURS])
+            axes.plot(*zip(*curve, strict=True), linewidth=1, label=run, color=PALETTE[number % len(PALETTE)])
         axes.set(xlabel="step", title=name, **({"yscale": "log"} if log else {}))
         axes.legend()
     figure.savefig(path, dpi=150, format="png")

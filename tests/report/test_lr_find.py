@@ -73,7 +73,7 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert points[0].lr == pytest.approx(1e-5) and points[1].lr / points[0].lr == pytest.approx(10 ** (6 / 40))
     assert "suggested: --lr " in said and "sweep: from 1e-05 (--min-lr) to 10 (--lr)\n" in said
     picture = xml.etree.ElementTree.parse(metrics.with_suffix(".svg")).getroot()
-    assert picture.tag.endswith("svg") and sum(part.tag.endswith("polyline") for part in picture) == 2
+    assert picture.tag.endswith("svg") and sum(part.tag.endswith("polyline") for part in picture.iter()) == 4
     for flags, message in (
         (["--save", "x"], "--save: a sweep"),
         (["--min-lr", "2"], "--min-lr 2.0: must be less than"),
