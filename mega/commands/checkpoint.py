@@ -50,6 +50,7 @@ def _about(checkpoint: Checkpoint) -> list[str]:
     from mega.core.architecture.words import shape_words
     from mega.core.checkpoint.own.base import named_base
     from mega.core.checkpoint.own.model import model_of
+    from mega.core.untrusted import numbers_below
     from mega.core.words import count_words
 
     lines = []
@@ -58,7 +59,7 @@ def _about(checkpoint: Checkpoint) -> list[str]:
         lines.append(f"model: {shape_words(architecture(model))}; {count_words(parameters(model))} parameters")
         if base := named_base(checkpoint):
             lines.append(f"adapters of: {base['path']}")
-    sizes = {name: size for name, size in checkpoint.meta.get("layout", {}).items() if size > 1}
+    sizes = {name: size for name, size in numbers_below(checkpoint.meta, "layout").items() if size > 1}
     lines.append(f"layout: {' x '.join(f'{name} {size}' for name, size in sizes.items()) or '1 rank'}")
     if losses := _losses(checkpoint):
         lines.append(", ".join(losses))

@@ -20,10 +20,13 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
+
+Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
+"""What JSON and TOML hold. What is read is narrowed by `isinstance`, or by `below`, before it is used."""
 
 WAIT_SECONDS = 20.0
 """How long a pipe may keep a reader waiting."""
@@ -83,7 +86,7 @@ def _wait(descriptor: int, deadline: float) -> None:
         raise TimeoutError
 
 
-def parse_json(data: bytes | str, what: str, *, unique: bool = False) -> Any:
+def parse_json(data: bytes | str, what: str, *, unique: bool = False) -> Json:
     """JSON of others. Refused: NaN, numbers beyond what is computed with, halves of characters, endless depth; with
     `unique`, a name twice.
 
@@ -100,7 +103,7 @@ def parse_json(data: bytes | str, what: str, *, unique: bool = False) -> Any:
         found = json.loads(text, parse_constant=_refuse, parse_float=_finite, parse_int=_whole, object_pairs_hook=pairs)
         if _SURROGATE.search(text):
             json.dumps(found, ensure_ascii=False).encode()  # one without the other is no text
-        return found
+        return found  # type: ignore[no-any-return]
     except RecursionError:
         raise ValueError(f"{what}: is not JSON that can be read: nested too deeply") from None
     except ValueError as error:
@@ -127,7 +130,23 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def below(found: object, *keys: str) -> dict[str, Json]:
+    """The object that is found below some keys of another; an empty one where any of them is absent or no object.
+
+    >>> below({"config": {"model": {"layers": 2}}}, "config", "model"), below({"config": None}, "config", "model")
+    ({'layers': 2}, {})
+    """
+    for key in keys:
+        found = found.get(key) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def numbers_below(found: object, *keys: str) -> dict[str, float]:
+    """The numbers of the object that is found below some keys."""
+    return {name: value for name, value in below(found, *keys).items() if isinstance(value, int | float)}
+
+
+def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     made = dict(pairs)
     if len(made) != len(pairs):
         raise ValueError("a name occurs twice")
@@ -252,7 +271,7 @@ _ONE_THREAD = dict.fromkeys(
 """Threads reserve address space, which is what is limited."""
 
 
-def serve(answer: Callable[[Any], Any]) -> None:
+def serve(answer: Callable[[Any], object]) -> None:
     """Answer the questions on standard input until it ends: the main function of a child of `Confined`.
 
     Errors of `answer` become lines for the user; a library's panic, which is no Exception, too.
@@ -277,7 +296,7 @@ def serve(answer: Callable[[Any], Any]) -> None:
         output.flush()
 
 
-def _reply(answer: Callable[[Any], Any], line: bytes) -> bytes:
+def _reply(answer: Callable[[Any], object], line: bytes) -> bytes:
     try:
         found = answer(json.loads(line))
         if not isinstance(found, dict) or not isinstance(found.get(RAW), bytes):

@@ -25,6 +25,8 @@ from typing import Any
 
 import torch
 
+from mega.core.untrusted import Json
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from mega.core.checkpoint.own.inspect import diff
@@ -116,7 +118,11 @@ def saved_by(states: list[TrainState], directory: Path) -> Checkpoint:
     """What `Saver` does on each rank, for all of them in one process."""
     run = states[0].run
     kept = [[*state.weight_pieces(mine=True), *state.optimizer_pieces(mine=True)] for state in states]
-    meta = {"config": dataclasses.asdict(run), "progress": dataclasses.asdict(states[0].progress), "updates": 2}
+    meta: dict[str, Json] = {
+        "config": dataclasses.asdict(run),
+        "progress": dataclasses.asdict(states[0].progress),
+        "updates": 2,
+    }
     store = CheckpointStore(directory)
     store.save_all(2, kept, meta)
     checkpoint = store.open(2)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from mega.core.text.probe import FILE_BYTES
 from mega.core.text.tokenizer import Roles, Tokenizer
 from mega.core.text.words import Remembered
-from mega.core.untrusted import parse_json, read_limited
+from mega.core.untrusted import Json, below, parse_json, read_limited
 
 _CHINESE = (
     "\u4e00-\u9fff\u3400-\u4dbf\U00020000-\U0002a6df\U0002a700-\U0002b73f"
@@ -92,7 +92,7 @@ class WordPieceTokenizer(Tokenizer):
             said, settings = _settings_of(whole, settings), path
         self._rules = _rules(said, settings, self.kind, lower)
         self._words = self._rules.words()
-        self._vocab = read_pieces(path) if whole is None else dict(whole["model"]["vocab"])
+        self._vocab = read_pieces(path) if whole is None else _pieces(whole)
         for name in _REQUIRED:
             if name not in self._vocab:
                 raise ValueError(f"--vocab-file {path}: has no {name}, which {self.kind} needs")
@@ -150,8 +150,8 @@ class WordPieceTokenizer(Tokenizer):
         """Of a tokenizer.json the vocab.txt that holds the same pieces."""
         if name != "vocab.txt" or self._path.suffix != ".json":
             return content
-        pieces = parse_json(content, f"--vocab-file {self._path}")["model"]["vocab"]
-        return "".join(f"{piece}\n" for piece in sorted(pieces, key=pieces.get)).encode()
+        pieces = _pieces(parse_json(content, f"--vocab-file {self._path}"))
+        return "".join(f"{piece}\n" for piece in sorted(pieces, key=pieces.__getitem__)).encode()
 
     def doubt(self) -> str | None:
         """Of a vocabulary with capital letters that are made small, or without them where they are kept."""
@@ -204,7 +204,7 @@ class WordPieceTokenizer(Tokenizer):
         return found if start else [self._vocab["[UNK]"]]
 
 
-def _settings(path: Path) -> dict[str, Any] | None:
+def _settings(path: Path) -> Mapping[str, Json] | None:
     """What transformers' settings say of a BERT; None where there are none, or they are of another tokenizer."""
     if not path.is_file():
         return None
@@ -216,33 +216,38 @@ def _settings(path: Path) -> dict[str, Any] | None:
     return said if "Bert" in named and "JapaneseTokenizer" not in named else None
 
 
-def _whole_json(path: Path) -> dict[str, Any]:
+def _whole_json(path: Path) -> dict[str, Json]:
     """A tokenizer.json of a BERT. Errors: ValueError where it is none, or has rules that a BERT's has not."""
     what = f"--vocab-file {path}"
     whole = parse_json(read_limited(path, FILE_BYTES, what), what)
-    if not is_bert(whole):
+    if not isinstance(whole, dict) or not is_bert(whole):
         raise ValueError(
             f"{what}: must be a vocab.txt, or a tokenizer.json of a BERT: WordPiece with BertNormalizer and "
             "BertPreTokenizer, ids without gaps, and no tokens but those of its vocabulary"
         )
-    found: dict[str, Any] = whole
-    return found
+    return whole
+
+
+def _pieces(whole: Json) -> dict[str, int]:
+    """The vocabulary of a tokenizer.json."""
+    return {piece: token for piece, token in below(whole, "model", "vocab").items() if isinstance(token, int)}
 
 
 _PARTS = ("model", "normalizer", "pre_tokenizer")
 
 
-def is_bert(whole: Any) -> bool:
+def is_bert(whole: Mapping[str, Json]) -> bool:
     """Whether a tokenizer.json cuts texts as a BERT's does."""
-    parts: list[Any] = [whole.get(name) if isinstance(whole, dict) else None for name in _PARTS]
-    model, normalizer, pre = (part if isinstance(part, dict) else {} for part in parts)
+    model, normalizer, pre = (below(whole, name) for name in _PARTS)
     vocab, added = model.get("vocab"), whole.get("added_tokens") or []
     if not isinstance(vocab, dict) or not all(type(token) is int for token in vocab.values()):
         return False
     kinds = (model.get("type"), normalizer.get("type"), pre.get("type"))
     usual = model.get("continuing_subword_prefix") == "##" and model.get("max_input_chars_per_word") == 100
     whole_range = sorted(vocab.values()) == list(range(len(vocab)))
-    known = all(isinstance(each, dict) and vocab.get(each.get("content")) == each.get("id") for each in added)
+    known = isinstance(added, list) and all(
+        isinstance(each, dict) and vocab.get(each.get("content")) == each.get("id") for each in added
+    )
     return kinds == ("WordPiece", "BertNormalizer", "BertPreTokenizer") and usual and whole_range and known
 
 

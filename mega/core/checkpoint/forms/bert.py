@@ -8,7 +8,7 @@ BertForSequenceClassification, BertModel, and MegatronBert's.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Literal, TypedDict
 
 from mega.core.architecture import Architecture, architecture, inventory
 from mega.core.architecture.model import Output, Rows
@@ -16,6 +16,7 @@ from mega.core.checkpoint.forms.keys import check_kept, number_in, only, transla
 from mega.core.checkpoint.forms.mapping import Table, Target, whole
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.config.sections import ModelConfig
+from mega.core.untrusted import Json
 
 TYPES = {"bert": "post", "megatron-bert": "pre"}
 """`model_type` -> where norms are."""
@@ -81,7 +82,7 @@ def bert_name(name: str, placement: str, prefix: str = PREFIX) -> str:
     return prefix + translated(name, NAMES | NORMS[placement], "encoder.layer.{}.")
 
 
-def model_from_config(config: Mapping[str, Any], where: str, found: Collection[str] = ()) -> ModelConfig:
+def model_from_config(config: Mapping[str, Json], where: str, found: Collection[str] = ()) -> ModelConfig:
     """The resolved model section that a config.json describes. found: names of the tensors along with it.
 
     Errors: CheckpointError naming the key.
@@ -91,7 +92,7 @@ def model_from_config(config: Mapping[str, Any], where: str, found: Collection[s
     only(config, "tie_word_embeddings", (True, None), where)
     only(config, "position_embedding_type", ("absolute", None), where)
     theirs = config.get("hidden_act", "gelu")
-    activation = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}.get(theirs)
+    activation = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}.get(str(theirs))
     if activation is None:
         raise CheckpointError(f"{where}: hidden_act {theirs!r} (valid: gelu, gelu_new, gelu_pytorch_tanh)")
     hidden, heads = whole_in(config, "hidden_size", where), whole_in(config, "num_attention_heads", where)
@@ -107,7 +108,7 @@ def model_from_config(config: Mapping[str, Any], where: str, found: Collection[s
         ffn=whole_in(config, "intermediate_size", where),
         vocab=whole_in(config, "vocab_size", where),
         positions=whole_in(config, "max_position_embeddings", where),
-        norm_placement="post" if TYPES[config["model_type"]] == "post" else "pre",
+        norm_placement="post" if TYPES[str(config["model_type"])] == "post" else "pre",
         norm_eps=number_in(config, "layer_norm_eps", where, 1e-12),
         activation="gelu" if activation == "gelu" else "gelu_tanh",
         head_activation="gelu" if activation == "gelu" else "gelu_tanh",
@@ -120,9 +121,18 @@ def model_from_config(config: Mapping[str, Any], where: str, found: Collection[s
     )
 
 
-def _heads(config: Mapping[str, Any], where: str, found: Collection[str]) -> dict[str, Any]:
+class _Heads(TypedDict, total=False):
+    """Options of a model's heads."""
+
+    head: Literal["lm", "classification", "choice", "none"]
+    classes: int
+    binary_head: bool
+
+
+def _heads(config: Mapping[str, Json], where: str, found: Collection[str]) -> _Heads:
     """Which heads a model has, by its tensors, else by the name of its class."""
-    architecture = str((config.get("architectures") or ["BertModel"])[0])
+    named = config.get("architectures")
+    architecture = str(named[0]) if named and isinstance(named, list) else "BertModel"
     words = _any(found, "cls.predictions.") if found else architecture.endswith(("ForPreTraining", "ForMaskedLM"))
     classes = _any(found, "classifier.") if found else architecture.endswith(CLASSIFIERS)
     pooled = _any(found, "pooler.", PREFIX + "pooler.") if found else not architecture.endswith("ForMaskedLM")
@@ -145,7 +155,7 @@ def _any(found: Collection[str], *begins: str) -> bool:
     return any(name.startswith(begins) for name in found)
 
 
-def config_from_model(options: ModelConfig, dtype: str) -> dict[str, Any]:
+def config_from_model(options: ModelConfig, dtype: str) -> dict[str, Json]:
     """A config.json for transformers. Errors: CheckpointError naming the option that its BERT does not have."""
     model = architecture(options)
     if not model.input.types:
@@ -159,7 +169,7 @@ OF_HEADS = ("head", "head_activation", "binary_head", "classes")
 """Options that are read off a folder's tensors, or reported as lost (`losses`)."""
 
 
-def _config(model: Architecture, dtype: str) -> dict[str, Any]:
+def _config(model: Architecture, dtype: str) -> dict[str, Json]:
     attention, feed_forward = model.block.attention, model.block.feed_forward
     mtype = next(name for name, placement in TYPES.items() if placement == model.block.norm_placement)
     return {
@@ -191,7 +201,7 @@ def _class(output: Output) -> str:
     return "Model" if output.rows is None else CLASSIFIERS[output.rows.choices > 1]
 
 
-def _labels(rows: Rows | None) -> dict[str, Any]:
+def _labels(rows: Rows | None) -> dict[str, Json]:
     """What transformers counts classes by; it takes 2 where nothing is said."""
     if rows is None or rows.choices > 1 or rows.classes == 2:
         return {}

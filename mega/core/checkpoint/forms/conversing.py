@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from mega.core.checkpoint.forms.foreign import read_json
 from mega.core.checkpoint.forms.form import TOKEN_IDS, SpecialTokens
 from mega.core.checkpoint.own.store import Checkpoint
+from mega.core.untrusted import Json
 
 TEMPLATE, GENERATION, TOKENIZER = "chat_template.jinja", "generation_config.json", "tokenizer_config.json"
 END = "eos_token_id"
@@ -23,7 +23,7 @@ def trained(checkpoint: Checkpoint) -> bool:
     return checkpoint.step > 0
 
 
-def with_ends(config: Mapping[str, Any], ends: Iterable[int]) -> dict[str, Any]:
+def with_ends(config: Mapping[str, Json], ends: Iterable[int]) -> dict[str, Json]:
     """A config.json or generation_config.json with all of `ends` among its ends: a number, or a list of several."""
     known = config.get(END)
     first = known if isinstance(known, list) else [] if known is None else [known]
@@ -32,8 +32,8 @@ def with_ends(config: Mapping[str, Any], ends: Iterable[int]) -> dict[str, Any]:
 
 
 def written_files(
-    checkpoint: Checkpoint, config: Mapping[str, Any], tokens: SpecialTokens
-) -> tuple[dict[str, dict[str, Any]], dict[str, bytes]]:
+    checkpoint: Checkpoint, config: Mapping[str, Json], tokens: SpecialTokens
+) -> tuple[dict[str, dict[str, Json]], dict[str, bytes]]:
     """The JSON files other than config.json that an export has to write, and other files; they go before those that the
     checkpoint carries. config: the config.json of the export."""
     carried = checkpoint.attachments
@@ -47,7 +47,7 @@ def written_files(
     return files, {TEMPLATE: tokens.template.encode()}
 
 
-def tokenizer_config(carried: Mapping[str, Path], tokens: SpecialTokens) -> dict[str, Any]:
+def tokenizer_config(carried: Mapping[str, Path], tokens: SpecialTokens) -> dict[str, Json]:
     """tokenizer_config.json with the template, and with the names of tokens that a template may ask for."""
     config = _carried(carried, TOKENIZER) or dict(tokens.files.get(TOKENIZER, {}))
     named = {key: name for key, name in tokens.names.items() if config.get(key) is None}
@@ -58,5 +58,5 @@ def tokenizer_config(carried: Mapping[str, Path], tokens: SpecialTokens) -> dict
     }
 
 
-def _carried(files: Mapping[str, Path], name: str) -> dict[str, Any]:
+def _carried(files: Mapping[str, Path], name: str) -> dict[str, Json]:
     return read_json(files[name]) if name in files else {}

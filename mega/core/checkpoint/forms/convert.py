@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -31,6 +30,7 @@ from mega.core.checkpoint.own.reshard import Progress, reshard
 from mega.core.checkpoint.own.source import OwnSource
 from mega.core.checkpoint.own.store import Checkpoint, locate, store_at
 from mega.core.device import DTYPES
+from mega.core.untrusted import Json, below
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 """Dtypes as --dtype names them."""
@@ -109,10 +109,10 @@ def _import(form: Form, load: Path, save: Path, given: Given) -> ConversionRepor
     why = unread_tokenizer(attachments)
     check_place(save)
     opened = opened_foreign(form, load, given)
-    tokenizer = {"tokenizer": tokenizer_kind(attachments)}
+    tokenizer: dict[str, Json] = {"tokenizer": tokenizer_kind(attachments)}
     if opened.base is not None:
         if tokenizer["tokenizer"] is None:
-            tokenizer = opened.base.meta.get("config", {}).get("tokenizer", tokenizer)
+            tokenizer = below(opened.base.meta, "config", "tokenizer") or tokenizer
         attachments = {**opened.base.attachments, **attachments}
     targets = {target.name: target for target in opened.table.targets}
     tensors = opened.table.tensors(opened.source.tensors)
@@ -148,7 +148,7 @@ def _check_state(key: str, tensor: torch.Tensor, finite: bool) -> None:
         raise CheckpointError(f"{key}: holds {has}, which is no state of Adam; give --no-load-optim to leave it")
 
 
-def _plain_state(opened: Opened, tensors: Tensors, layout: Layout, tokenizer: Mapping[str, Any]) -> dict[str, object]:
+def _plain_state(opened: Opened, tensors: Tensors, layout: Layout, tokenizer: Mapping[str, Json]) -> dict[str, Json]:
     """What a checkpoint says besides its tensors; what the foreign one says of its run counts first."""
     config = {
         "model": dataclasses.asdict(opened.model),
@@ -158,7 +158,7 @@ def _plain_state(opened: Opened, tensors: Tensors, layout: Layout, tokenizer: Ma
     }
     progress = {"step": opened.step, "consumed": opened.consumed}
     known = {"progress": progress, "updates": opened.step, **opened.known}
-    return {**known, "config": {**config, **known.get("config", {})}}
+    return {**known, "config": {**config, **below(known, "config")}}
 
 
 # Out of ours

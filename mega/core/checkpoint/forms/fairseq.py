@@ -10,12 +10,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from mega.core.architecture import inventory
-from mega.core.checkpoint.forms.foreign import TorchSource, check_not_twice, inside
+from mega.core.checkpoint.forms.foreign import TorchSource, check_not_twice, inside, named_tensors
 from mega.core.checkpoint.forms.form import Given, Opened
 from mega.core.checkpoint.forms.keys import translated, whole_in
 from mega.core.checkpoint.forms.mapping import Fragment, Table, Target, gathered, whole
@@ -83,17 +83,13 @@ def open_form(path: Path, given: Given) -> Opened:
     if set(found) != set(names):
         raise CheckpointError(f"{path}: parts {found}, not {names}")
     tensors: dict[str, torch.Tensor] = {}
-    options: Mapping[str, Any] = {}
+    options: Mapping[str, object] = {}
     for number, name in enumerate(names):
         file = inside(path, name)
         content = read_pickled(file)
-        state = content.get("model") if isinstance(content, dict) else None
-        if not isinstance(state, dict):
+        if not isinstance(content, dict) or not isinstance(state := content.get("model"), dict):
             raise CheckpointError(f"{file}: holds no dict of the model's tensors under `model`")
-        for key, tensor in state.items():
-            if not isinstance(key, str) or not isinstance(tensor, torch.Tensor):
-                raise CheckpointError(f"{file}: model: {key!r} is {type(tensor).__name__}, not a tensor")
-            tensors[f"{number}/{key}"] = tensor
+        tensors |= {f"{number}/{name}": tensor for name, tensor in named_tensors(state, f"{file}: model").items()}
         if number:
             check_not_twice(tensors, f"{number}/", f"{number - 1}/", file)
         options = options or _options(content)
@@ -105,7 +101,7 @@ def open_form(path: Path, given: Given) -> Opened:
     return Opened(source, model, replace(table(model, len(names), output=output), ignored=ignored))
 
 
-def _options(content: Mapping[str, Any]) -> Mapping[str, Any]:
+def _options(content: Mapping[str, object]) -> Mapping[str, object]:
     """The arguments of the training: `args` of old files, `cfg["model"]` of newer ones; none where stripped."""
     config = content.get("cfg")
     found = content.get("args") or (config.get("model") if isinstance(config, dict) else None)
@@ -114,7 +110,7 @@ def _options(content: Mapping[str, Any]) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def model_from_options(options: Mapping[str, Any], tensors: Tensors, parts: int, where: str) -> ModelConfig:
+def model_from_options(options: Mapping[str, object], tensors: Tensors, parts: int, where: str) -> ModelConfig:
     """The resolved model section: sizes off the tensors, the rest from fairseq's options, which default to the arch's.
 
     Errors: CheckpointError naming an option that has no counterpart or does not fit the tensors.
@@ -139,7 +135,7 @@ def model_from_options(options: Mapping[str, Any], tensors: Tensors, parts: int,
     heads = whole_in(options, "decoder_attention_heads", where, 32)
     if hidden % heads:
         raise CheckpointError(f"{where}: decoder_attention_heads {heads}: must divide the width {hidden}")
-    activation = ACTIVATIONS.get(options.get("activation_fn", "gelu"))
+    activation = ACTIVATIONS.get(str(options.get("activation_fn", "gelu")))
     if activation is None:
         raise CheckpointError(f"{where}: activation_fn {options['activation_fn']!r} (valid: {', '.join(ACTIVATIONS)})")
     layers = {int(match[1]) for name in tensors if (match := re.match(r"0/decoder\.layers\.(\d{1,6})\.", name))}

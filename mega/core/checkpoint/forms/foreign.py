@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from io import BytesIO
 from math import prod
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 from zlib import crc32
 
 import torch
@@ -23,6 +23,7 @@ from mega.core.checkpoint.forms.pickle_scan import BYTES, Scan
 from mega.core.checkpoint.own.container import Entry, read_box
 from mega.core.checkpoint.own.disk import opening, parse_json, read_file, read_into
 from mega.core.checkpoint.own.pieces import DTYPES, Box, CheckpointError, Tensors, whole_box
+from mega.core.untrusted import Json
 
 HEADER_LIMIT = 64 << 20
 JSON_LIMIT = 64 << 20
@@ -141,13 +142,13 @@ def no_stand_in(name: str) -> None:
     """Of files that hold nothing but tensors."""
 
 
-def torch_file(path: Path, stand_in: StandIn = no_stand_in) -> Any:
+def torch_file(path: Path, stand_in: StandIn = no_stand_in) -> object:
     """What a torch file holds, mapped rather than read, unpickled by torch's allow-list and `stand_in` only."""
     with opening(path):
         return unpickled(path, path, stand_in)
 
 
-def unpickled(source: Path | BytesIO, path: Path, stand_in: StandIn = no_stand_in) -> Any:
+def unpickled(source: Path | BytesIO, path: Path, stand_in: StandIn = no_stand_in) -> object:
     """`torch_file`, whose bytes are those of the file `source`, or given out of the file `path`.
 
     Its pickles are scanned first, so that they cannot keep torch busy; then the same bytes go to torch.
@@ -162,7 +163,9 @@ def unpickled(source: Path | BytesIO, path: Path, stand_in: StandIn = no_stand_i
     for _ in range(1 if zipped else LEGACY_PICKLES):
         scan.check(head)
     met = sorted(name.replace("__builtin__.", "builtins.", 1) for name in scan.names)  # as torch reads Python 2's name
-    inert: list[Any] = [(found, name) for name in met if (found := stand_in(name)) is not None]
+    inert: list[Callable[..., object] | tuple[Callable[..., object], str]] = [
+        (found, name) for name in met if (found := stand_in(name)) is not None
+    ]
     try:
         with warnings.catch_warnings(), torch.serialization.safe_globals(inert):
             warnings.simplefilter("ignore")
@@ -170,6 +173,19 @@ def unpickled(source: Path | BytesIO, path: Path, stand_in: StandIn = no_stand_i
             return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:
         raise CheckpointError(f"{path}: torch refuses it with weights_only=True: {_met(str(error))}") from None
+
+
+class Records(Protocol):
+    """What torch's reader of its files can do, of which its types name one half."""
+
+    def has_record(self, name: str) -> bool: ...
+    def get_record(self, name: str) -> bytes: ...
+    def get_record_offset(self, name: str) -> int: ...
+
+
+def _records(source: Path | BytesIO) -> Records:
+    reader: Any = torch._C.PyTorchFileReader(source if isinstance(source, BytesIO) else str(source))
+    return reader  # type: ignore[no-any-return]
 
 
 def _pickle_of(source: Path | BytesIO, path: Path, size: int) -> bytes:
@@ -185,8 +201,8 @@ def _pickle_of(source: Path | BytesIO, path: Path, size: int) -> bytes:
             raise CheckpointError(f"{path}: its pickle has more than {BYTES} bytes")
         if isinstance(source, BytesIO):
             source.seek(0)
-        reader = torch._C.PyTorchFileReader(source if isinstance(source, BytesIO) else str(source))
-        found: bytes = reader.get_record("data.pkl")
+        reader = _records(source)
+        found = reader.get_record("data.pkl")
         _check_sums(reader, members, path, all_records=isinstance(source, BytesIO))
     except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError) as error:
         if isinstance(error, CheckpointError):
@@ -216,13 +232,12 @@ def record_at(stream: BytesIO, name: str) -> int | None:
     """Where a record of a torch file begins; None where it is none of today's, or has no such record."""
     try:
         stream.seek(0)
-        reader: Any = torch._C.PyTorchFileReader(stream)
-        return int(reader.get_record_offset(name))
+        return _records(stream).get_record_offset(name)
     except RuntimeError:
         return None
 
 
-def _check_sums(reader: Any, members: list[zipfile.ZipInfo], path: Path, *, all_records: bool) -> None:
+def _check_sums(reader: Records, members: list[zipfile.ZipInfo], path: Path, *, all_records: bool) -> None:
     """Compare a torch file's checksums, which torch writes and does not look at: its pickle's, or those of all records.
 
     One who writes may leave them out; then that of the record `version` is not one either.
@@ -250,13 +265,20 @@ def flat_tensors(path: Path, label: str = "") -> dict[str, torch.Tensor]:
     content = torch_file(path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: holds {type(content).__name__}, not a dict of tensors")
+    return {label + name: tensor for name, tensor in named_tensors(content, path).items()}
+
+
+def named_tensors(content: dict[object, object], where: Path | str) -> dict[str, torch.Tensor]:
+    """A flat dict of tensors. Errors: CheckpointError naming the file `where` and what is none."""
+    found: dict[str, torch.Tensor] = {}
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
-            raise CheckpointError(f"{path}: {name!r} is {type(value).__name__}, not a tensor")
-    return {label + name: value for name, value in content.items()}
+            raise CheckpointError(f"{where}: {name!r} is {type(value).__name__}, not a tensor")
+        found[name] = value
+    return found
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Json]:
     """A JSON object from a file of another tool."""
     content = parse_json(read_file(inside(path.parent, path.name), JSON_LIMIT), path)
     if not isinstance(content, dict):

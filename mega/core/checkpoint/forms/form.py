@@ -19,7 +19,10 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from types import ModuleType
+from typing import TYPE_CHECKING, Literal
+
+from mega.core.untrusted import Json
 
 if TYPE_CHECKING:
     from mega.core.checkpoint.forms.mapping import Source, Table
@@ -39,14 +42,15 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 class SpecialTokens:
     """What others must know of the tokenizer of a checkpoint of ours.
 
-    ids: of `TOKEN_IDS`, None where there is no such token. files: name -> JSON of the files by which Hugging Face's
-    tools open it, in addition to those that the checkpoint carries. names: `bos_token` and others -> the token's name.
+    ids: of `TOKEN_IDS`, None where there is no such token, a list where several end a text. files: name -> JSON of the
+    files by which Hugging Face's tools open it, in addition to those that the checkpoint carries. names: `bos_token`
+    and others -> the token's name.
     template: how the model converses, in Jinja; ends: ids with which the assistant's turn ends. left_out: files of the
     tokenizer that Hugging Face's tools would read as another one; loss: what they do otherwise than it, for a message.
     """
 
-    ids: Mapping[str, int | None]
-    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    ids: Mapping[str, Json]
+    files: Mapping[str, Mapping[str, Json]] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     template: str | None = None
     ends: tuple[int, ...] = ()
@@ -95,7 +99,7 @@ class Opened:
     table: Table
     step: int = 0
     consumed: int = 0
-    known: Mapping[str, Any] = field(default_factory=dict)
+    known: Mapping[str, Json] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     base: Checkpoint | None = None
 
@@ -175,7 +179,7 @@ class Form:
         found: str | None = None if why is None else why(files)
         return found
 
-    def _loaded(self) -> Any:
+    def _loaded(self) -> ModuleType:
         return importlib.import_module(self.module)
 
 

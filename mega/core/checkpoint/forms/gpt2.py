@@ -6,13 +6,13 @@ Knows config.json and tensors' names, no files. Source: transformers' GPT2LMHead
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from mega.core.architecture import Architecture, Tensor, architecture, inventory
 from mega.core.checkpoint.forms.keys import check_kept, number_in, only, translated, whole_in
 from mega.core.checkpoint.forms.mapping import Fragment, Span, Table, Target, whole
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.config.sections import ModelConfig
+from mega.core.untrusted import Json
 
 PREFIX = "transformer."
 """In front of every name in a GPT2LMHeadModel; the first releases have none."""
@@ -49,7 +49,7 @@ def gpt2_name(name: str) -> str:
     return translated(name, NAMES, "h.{}.")
 
 
-def model_from_config(config: Mapping[str, Any], where: str, found: Collection[str] = ()) -> ModelConfig:
+def model_from_config(config: Mapping[str, Json], where: str, found: Collection[str] = ()) -> ModelConfig:
     """The resolved model section that a config.json describes. Errors: CheckpointError naming the key.
 
     found: names of the tensors along with it, off which nothing is read.
@@ -59,7 +59,7 @@ def model_from_config(config: Mapping[str, Any], where: str, found: Collection[s
     only(config, "scale_attn_weights", (True, None), where)
     only(config, "tie_word_embeddings", (True, None), where)
     theirs = config.get("activation_function", "gelu_new")
-    activation = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}.get(theirs)
+    activation = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}.get(str(theirs))
     if activation is None:
         raise CheckpointError(f"{where}: activation_function {theirs!r} (valid: gelu_new, gelu_pytorch_tanh, gelu)")
     hidden, heads = whole_in(config, "n_embd", where), whole_in(config, "n_head", where)
@@ -89,14 +89,14 @@ def model_from_config(config: Mapping[str, Any], where: str, found: Collection[s
     )
 
 
-def config_from_model(options: ModelConfig, dtype: str) -> dict[str, Any]:
+def config_from_model(options: ModelConfig, dtype: str) -> dict[str, Json]:
     """A config.json for `AutoModelForCausalLM`. Errors: CheckpointError naming the option that GPT-2 does not have."""
     config = _config(architecture(options), dtype)
     check_kept(options, model_from_config(config, "config.json"), "Hugging Face's GPT-2")
     return config
 
 
-def _config(model: Architecture, dtype: str) -> dict[str, Any]:
+def _config(model: Architecture, dtype: str) -> dict[str, Json]:
     attention, feed_forward = model.block.attention, model.block.feed_forward
     return {
         "architectures": ["GPT2LMHeadModel"],

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -33,6 +32,7 @@ from mega.core.checkpoint.own.model import check_size
 from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece
 from mega.core.checkpoint.own.store import Attachments
 from mega.core.config.sections import ModelConfig
+from mega.core.untrusted import Json, below
 
 SHARD_BYTES = 5 << 30
 """Largest safetensors file of an exported folder."""
@@ -60,12 +60,12 @@ def _wordpiece(files: Attachments) -> str | None:
     ):
         return None
     whole = read_json(file)
-    if any((whole.get(part) or {}).get("type") != kind for part, kind in _BERTS.items()):
+    if any(below(whole, part).get("type") != kind for part, kind in _BERTS.items()):
         return None
     settings = files.get("tokenizer_config.json")
     said = read_json(settings) if isinstance(settings, Path) else {}
     by_class = "Bert" in str(said.get("tokenizer_class", "BertTokenizer"))
-    lowers = said.get("do_lower_case", True) if by_class else whole["normalizer"].get("lowercase")
+    lowers = said.get("do_lower_case", True) if by_class else below(whole, "normalizer").get("lowercase")
     return "BertWordPieceLowerCase" if lowers else "BertWordPieceCase"
 
 
@@ -119,7 +119,7 @@ def open_form(path: Path, given: Given) -> Opened:
     return Opened(source, model, names.table(model, source.tensors), notes=_cut_positions(config, model, where))
 
 
-def _names(config: Mapping[str, Any], where: Path) -> ModuleType:
+def _names(config: Mapping[str, Json], where: Path) -> ModuleType:
     """What knows the names of a `model_type`. Errors: CheckpointError."""
     known: dict[str, ModuleType] = {"gpt2": gpt2}
     known |= {row.model_type: llama for row in llama.FAMILIES} | dict.fromkeys(bert.TYPES, bert)
@@ -129,7 +129,7 @@ def _names(config: Mapping[str, Any], where: Path) -> ModuleType:
     return known[kind]
 
 
-def _cut_positions(config: Mapping[str, Any], model: ModelConfig, where: Path) -> tuple[str, ...]:
+def _cut_positions(config: Mapping[str, Json], model: ModelConfig, where: Path) -> tuple[str, ...]:
     """A line for the user where a model has fewer positions here than there."""
     there, here = config.get("max_position_embeddings"), architecture(model).positions
     if not isinstance(there, int) or there <= here:
@@ -215,7 +215,7 @@ def _bert_tokens(own: Own, given: Given) -> tuple[SpecialTokens, tuple[str, ...]
         return SpecialTokens({}), (f"no tokenizer: {error}",)
 
 
-def _config(names: ModuleType, own: Own, tokens: SpecialTokens) -> dict[str, Any]:
+def _config(names: ModuleType, own: Own, tokens: SpecialTokens) -> dict[str, Json]:
     """config.json: the one the weights came with, as long as it still says the same; else our own. Both with `tokens`.
 
     A released file may claim another dtype than its weights'. Once they were trained, it must say theirs: transformers
@@ -236,7 +236,7 @@ def _config(names: ModuleType, own: Own, tokens: SpecialTokens) -> dict[str, Any
     return _ended(own, {**tokens.ids, **config}, tokens)
 
 
-def _ended(own: Own, config: dict[str, Any], tokens: SpecialTokens) -> dict[str, Any]:
+def _ended(own: Own, config: dict[str, Json], tokens: SpecialTokens) -> dict[str, Json]:
     """With all ends of the assistant's turn, where the model was trained to converse."""
     converses = tokens.template is not None and conversing.trained(own.checkpoint)
     return conversing.with_ends(config, tokens.ends) if converses else config

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from mega.core.architecture import architecture
 from mega.core.checkpoint.own.pieces import CheckpointError
@@ -32,7 +31,7 @@ def translated(name: str, modules: Mapping[str, str], block: str, number: int | 
     return f"{modules[module]}.{kind}"
 
 
-def whole_in(config: Mapping[str, Any], key: str, where: str, otherwise: int | None = None) -> int:
+def whole_in(config: Mapping[str, object], key: str, where: str, otherwise: int | None = None) -> int:
     """The positive whole number `key` of the file `where`; `otherwise` where it is absent or null."""
     value = config.get(key)
     if value is None and otherwise is not None:
@@ -42,7 +41,7 @@ def whole_in(config: Mapping[str, Any], key: str, where: str, otherwise: int | N
     return value
 
 
-def number_in(config: Mapping[str, Any], key: str, where: str, otherwise: float | None = None) -> float:
+def number_in(config: Mapping[str, object], key: str, where: str, otherwise: float | None = None) -> float:
     """The number `key` of the file `where`; `otherwise` where it is absent or null."""
     value = config.get(key)
     if value is None and otherwise is not None:
@@ -73,7 +72,7 @@ def check_kept(model: ModelConfig, read: ModelConfig, whose: str, unsaid: Collec
         raise CheckpointError(f"family {model.family}: {whose} has only {read.family}")
 
 
-def only(config: Mapping[str, Any], key: str, valid: tuple[Any, ...], where: str) -> None:
+def only(config: Mapping[str, object], key: str, valid: tuple[object, ...], where: str) -> None:
     """Errors: CheckpointError where `key` of the file `where` has a value that nothing here corresponds to."""
     if key in config and config[key] not in valid:
         raise CheckpointError(f"{where}: {key} {config[key]!r} (valid: {valid[0]!r})")

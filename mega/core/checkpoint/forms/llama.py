@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal, TypedDict
 
 from mega.core.architecture import Architecture, architecture, inventory
 from mega.core.architecture.layer import Attention, Rope
@@ -15,6 +15,7 @@ from mega.core.checkpoint.forms.keys import check_kept, number_in, only, whole_i
 from mega.core.checkpoint.forms.mapping import Table, Target, whole
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.config.sections import ModelConfig
+from mega.core.untrusted import Json
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ _BUFFERS = ("rotary_emb.inv_freq", "self_attn.masked_bias", "self_attn.bias")
 """Ends of names that old exports carry and that hold no parameters."""
 
 
-def model_from_config(config: Mapping[str, Any], where: str, found: Collection[str] = ()) -> ModelConfig:
+def model_from_config(config: Mapping[str, Json], where: str, found: Collection[str] = ()) -> ModelConfig:
     """The resolved model section that a config.json describes.
 
     where: names the file in errors. found: names of the tensors along with it, off which nothing is read.
@@ -92,7 +93,17 @@ def model_from_config(config: Mapping[str, Any], where: str, found: Collection[s
     )
 
 
-def _rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+class _RopeOptions(TypedDict, total=False):
+    rope_base: float
+    rope_interpolation: float
+    rope_scaling: Literal["llama3"]
+    rope_scaling_factor: float
+    rope_low_freq_factor: float
+    rope_high_freq_factor: float
+    rope_original_positions: int
+
+
+def _rope(config: Mapping[str, Json], where: str) -> _RopeOptions:
     """The options about rotation. New files keep all their keys in `rope_parameters`; the old place wins, as there."""
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(key) or {}
@@ -103,7 +114,7 @@ def _rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise CheckpointError(f"{where}: rope_type {kind!r} (valid: default, linear, llama3)")
     both = {**config, **rope}
     only(both, "partial_rotary_factor", (1.0, None), where)
-    found: dict[str, Any] = {"rope_base": number_in(both, "rope_theta", where, 10000.0)}
+    found: _RopeOptions = {"rope_base": number_in(both, "rope_theta", where, 10000.0)}
     if kind == "linear":
         found["rope_interpolation"] = number_in(rope, "factor", where)
     if kind == "llama3":
@@ -117,12 +128,12 @@ def _rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     return found
 
 
-def _rope_keys(rope: Rope | None) -> dict[str, Any]:
+def _rope_keys(rope: Rope | None) -> dict[str, Json]:
     """The keys about rotation; none of a model that has none, which is refused as it is read back."""
     return {} if rope is None else {"rope_theta": rope.base, "rope_scaling": _scaling(rope)}
 
 
-def _scaling(rope: Rope) -> dict[str, Any] | None:
+def _scaling(rope: Rope) -> dict[str, Json] | None:
     """`rope_scaling` of a config.json."""
     if rope.scaling is not None and rope.interpolation != 1.0:
         raise CheckpointError("rope_scaling and rope_interpolation together: Hugging Face has one or the other")
@@ -137,7 +148,7 @@ def _scaling(rope: Rope) -> dict[str, Any] | None:
     return {"rope_type": "linear", "factor": rope.interpolation} if rope.interpolation != 1.0 else None
 
 
-def _reach(config: Mapping[str, Any], family: Family, layers: int, where: str) -> tuple[int, int | None]:
+def _reach(config: Mapping[str, Json], family: Family, layers: int, where: str) -> tuple[int, int | None]:
     """Positions, and the window of all layers.
 
     Where only some layers have one, attention is that of all the others within it, so such a model ends with it.
@@ -153,7 +164,7 @@ def _reach(config: Mapping[str, Any], family: Family, layers: int, where: str) -
     return (window, None) if FULL in kinds else (positions, window)
 
 
-def _attention_kinds(config: Mapping[str, Any], family: Family, layers: int, where: str) -> set[str]:
+def _attention_kinds(config: Mapping[str, Json], family: Family, layers: int, where: str) -> set[str]:
     """SLIDING, FULL or both: what the layers of a model with a window are, `layer_types` before `max_window_layers`."""
     if not family.window_on_demand:
         return {SLIDING}
@@ -168,7 +179,7 @@ def _attention_kinds(config: Mapping[str, Any], family: Family, layers: int, whe
     return set(kinds)
 
 
-def config_from_model(options: ModelConfig, dtype: str) -> dict[str, Any]:
+def config_from_model(options: ModelConfig, dtype: str) -> dict[str, Json]:
     """A config.json for `AutoModelForCausalLM`. dtype: of the weights, in torch's words ("bfloat16").
 
     Errors: CheckpointError naming the option that these families do not have.
@@ -181,7 +192,7 @@ def config_from_model(options: ModelConfig, dtype: str) -> dict[str, Any]:
     return config
 
 
-def _config(model: Architecture, dtype: str) -> dict[str, Any]:
+def _config(model: Architecture, dtype: str) -> dict[str, Json]:
     attention = model.block.attention
     family = _family(attention)
     return {
@@ -218,7 +229,7 @@ def _family(attention: Attention) -> Family:
     raise CheckpointError("qkv_bias and qk_norm together: no Hugging Face family has both")
 
 
-def _window(attention: Attention, family: Family) -> dict[str, Any]:
+def _window(attention: Attention, family: Family) -> dict[str, Json]:
     """The keys of a sliding window, where a model has one."""
     if attention.window is None:
         return {}

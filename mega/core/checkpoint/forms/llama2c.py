@@ -10,17 +10,15 @@ import struct
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from mega.core.checkpoint.forms import meta
-from mega.core.checkpoint.forms.foreign import EntrySource, TorchSource, torch_file
+from mega.core.checkpoint.forms.foreign import EntrySource, TorchSource, named_tensors, torch_file
 from mega.core.checkpoint.forms.form import Given, Opened
 from mega.core.checkpoint.forms.mapping import Source
 from mega.core.checkpoint.own.container import Entry
 from mega.core.checkpoint.own.disk import opening, read_into
 from mega.core.checkpoint.own.pieces import CheckpointError, whole_box
+from mega.core.untrusted import Json
 
 MAGIC = 0x616B3432
 """First number of versions 1 and 2; version 0 begins with the width."""
@@ -55,20 +53,18 @@ def open_form(path: Path, given: Given) -> Opened:
     return meta.opened(source, params, 1, str(path))
 
 
-def _open_torch(path: Path) -> tuple[Source, dict[str, Any]]:
+def _open_torch(path: Path) -> tuple[Source, Mapping[str, Json]]:
     content = torch_file(path)
     parts = [content.get(key) if isinstance(content, dict) else None for key in ("model", "model_args")]
     state, params = parts
     if not isinstance(state, dict) or not isinstance(params, dict):
         raise CheckpointError(f"{path}: holds no dict of model and model_args, as llama2.c's training script writes")
-    for name, tensor in state.items():
-        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            raise CheckpointError(f"{path}: model: {name!r} is {type(tensor).__name__}, not a tensor")
-    tensors = {f"0/{name.removeprefix('_orig_mod.')}": tensor for name, tensor in state.items()}
+    held = named_tensors(state, f"{path}: model")
+    tensors = {f"0/{name.removeprefix('_orig_mod.')}": tensor for name, tensor in held.items()}
     return TorchSource(tensors), params
 
 
-def _open_flat(path: Path) -> tuple[Source, dict[str, Any]]:
+def _open_flat(path: Path) -> tuple[Source, Mapping[str, Json]]:
     with opening(path) as (descriptor, size):
         head = bytearray(min(size, HEADER))
         read_into(descriptor, memoryview(head), 0, path)
@@ -82,7 +78,7 @@ def _open_flat(path: Path) -> tuple[Source, dict[str, Any]]:
         if version != 1:
             raise CheckpointError(f"{path}: version {version} of llama2.c's format (valid: 0, 1; 2 is quantised)")
     tied = numbers[5] > 0 if version == 0 else head[36] == 1
-    params: dict[str, Any] = dict(zip(SIZES, (*numbers[:5], abs(numbers[5]), numbers[6]), strict=True))
+    params: dict[str, int] = dict(zip(SIZES, (*numbers[:5], abs(numbers[5]), numbers[6]), strict=True))
     for key, value in params.items():
         if not 0 < value < 1 << 30:
             raise CheckpointError(f"{path}: {key} {value}: must be a positive number, or this is no llama2.c file")

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -38,6 +37,7 @@ from mega.core.checkpoint.own.model import check_size
 from mega.core.checkpoint.own.pieces import Box, CheckpointError, Tensors, whole_box
 from mega.core.checkpoint.own.store import Attachments
 from mega.core.config.sections import ModelConfig
+from mega.core.untrusted import Json
 
 POSITIONS = 4096
 """params.json does not say for how many positions a model was trained; Llama 2's number."""
@@ -137,7 +137,7 @@ def open_form(path: Path, given: Given) -> Opened:
     return opened(TorchSource(tensors), read_json(params), len(paths), str(params))
 
 
-def opened(source: Source, params: Mapping[str, Any], parts: int, where: str) -> Opened:
+def opened(source: Source, params: Mapping[str, Json], parts: int, where: str) -> Opened:
     """Tensors in Meta's names, with the model that they are, tied where its two tables are equal.
 
     where: names the origin of `params` in errors.
@@ -162,7 +162,7 @@ def opened(source: Source, params: Mapping[str, Any], parts: int, where: str) ->
     return Opened(source, tied, repeated)
 
 
-def model_from_params(params: Mapping[str, Any], tensors: Tensors, parts: int, where: str) -> ModelConfig:
+def model_from_params(params: Mapping[str, Json], tensors: Tensors, parts: int, where: str) -> ModelConfig:
     """The resolved model section. Widths that params.json only implies are read off the tensors.
 
     Errors: CheckpointError naming a key that has no counterpart or does not fit the tensors.
@@ -177,7 +177,7 @@ def model_from_params(params: Mapping[str, Any], tensors: Tensors, parts: int, w
     return _model(params, vocab, _feed_forward_rows(tensors, where) * parts, where)
 
 
-def _model(params: Mapping[str, Any], vocab: int, ffn: int, where: str) -> ModelConfig:
+def _model(params: Mapping[str, Json], vocab: int, ffn: int, where: str) -> ModelConfig:
     """As params.json has it, with the two widths that it implies."""
     hidden, heads = whole_in(params, "dim", where), whole_in(params, "n_heads", where)
     scaled = bool(params.get("use_scaled_rope"))
@@ -266,7 +266,7 @@ def export(own: Own, to: str, given: Given) -> Export:
     return Export(table(model, parts), fill, losses=losses(model))
 
 
-def params_from_model(options: ModelConfig) -> dict[str, Any]:
+def params_from_model(options: ModelConfig) -> dict[str, Json]:
     """A params.json. Errors: CheckpointError naming an option that Meta's Llama does not have."""
     model = architecture(options)
     attention, ffn = model.block.attention, model.block.feed_forward.width
@@ -285,7 +285,7 @@ def params_from_model(options: ModelConfig) -> dict[str, Any]:
     return params
 
 
-def _rope_keys(rope: Rope | None) -> dict[str, Any]:
+def _rope_keys(rope: Rope | None) -> dict[str, Json]:
     """The keys about rotation; none of a model that has none, which is refused as it is read back."""
     if rope is None:
         return {}
@@ -311,7 +311,7 @@ def _positions_unsaid(scaled: bool) -> int:
     return SCALED_POSITIONS if scaled else POSITIONS
 
 
-def feed_forward(hidden: int, ffn: int) -> dict[str, Any]:
+def feed_forward(hidden: int, ffn: int) -> dict[str, Json]:
     """`multiple_of` and, if needed, `ffn_dim_multiplier`, from which Meta's code computes `ffn`.
 
     That is int(8 hidden / 3), times the multiplier, rounded up to the multiple.

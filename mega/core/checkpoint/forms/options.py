@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from mega.core.checkpoint.forms.form import Verb, targets_of
 from mega.core.config.option import REQUIRED, VerbSection, option
@@ -59,7 +59,7 @@ class ReshardOptions(VerbSection):
     checking: bool = option(True, "accepted; tensors are always checked")
 
     @property
-    def flags(self) -> dict[str, Any]:
+    def flags(self) -> dict[str, object]:
         """Flags that only some forms read or write, with their values."""
         return {
             "--true-vocab-size": self.true_vocab_size,

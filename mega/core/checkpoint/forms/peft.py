@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -32,6 +31,7 @@ from mega.core.checkpoint.own.container import write_container
 from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece
 from mega.core.config.sections import ModelConfig, ModelOptions
+from mega.core.untrusted import Json, below
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 WRAPPED = "base_model.model."
@@ -44,7 +44,7 @@ FAMILIES = ("gpt", "llama")
 
 Tensors = dict[str, torch.Tensor]
 
-NOTHING: tuple[Any, ...] = (None, False, [], {}, "none")
+NOTHING: tuple[Json, ...] = (None, False, [], {}, "none")
 UNKNOWN = (
     *("bias", "modules_to_save", "use_dora", "use_qalora", "lora_bias", "layer_replication", "layers_to_transform"),
     *("trainable_token_indices", "target_parameters", "alora_invocation_tokens", "use_bdlora", "arrow_config"),
@@ -124,7 +124,7 @@ BASES = ("config.json", "params.json")
 """Companions that speak of the base alone."""
 
 
-def _tokenizer_files(own: Own, given: Given) -> tuple[dict[str, dict[str, Any]], dict[str, bytes], SpecialTokens]:
+def _tokenizer_files(own: Own, given: Given) -> tuple[dict[str, dict[str, Json]], dict[str, bytes], SpecialTokens]:
     """The tokenizer and how the model converses, which peft's users keep with the adapter. Nothing where no tokenizer
     is known."""
     try:
@@ -152,9 +152,7 @@ def _is_gpt2(model: Architecture) -> bool:
     return model.input.learned_positions > 0
 
 
-def _config(
-    adapters: Adapters, theirs: Mapping[str, Any], ranks: Mapping[str, int], base: str, fused: bool
-) -> dict[str, Any]:
+def _config(adapters: Adapters, theirs: Tensors, ranks: Mapping[str, int], base: str, fused: bool) -> dict[str, Json]:
     """What peft reads; the linears by the ends of their names. fused: they are GPT-2's."""
     modules = dict.fromkeys(name.removeprefix(WRAPPED).rsplit(".", 2)[0] for name in theirs)
     ends = [".".join(name.split(".")[-2:]) if fused else name.split(".")[-1] for name in modules]
@@ -182,7 +180,7 @@ def _config(
 
 
 def _ours(
-    config: Mapping[str, Any], found: Tensors, base: ModelConfig, path: Path, named: str
+    config: Mapping[str, Json], found: Tensors, base: ModelConfig, path: Path, named: str
 ) -> tuple[ModelConfig, Tensors]:
     """The model with its adapters, and these by `weights/NAME`. Errors: CheckpointError naming key or tensor."""
     where = str(path / CONFIG)
@@ -191,7 +189,7 @@ def _ours(
         only(config, key, NOTHING, where)
     only(config, "init_lora_weights", BEGINNINGS, where)
     rank = whole_in(config, "r", where)
-    ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
+    ranks, alphas = below(config, "rank_pattern"), below(config, "alpha_pattern")
     if ranks not in ({}, {FUSED: ranks.get(FUSED)}):
         raise CheckpointError(f"{where}: rank_pattern {ranks!r}: one rank for all linears is read; valid: {{}}")
     root = math.sqrt if config.get("use_rslora") else float

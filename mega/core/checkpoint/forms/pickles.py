@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,10 +18,10 @@ from mega.core.checkpoint.forms.foreign import torch_file
 class Inert:
     """Stands for an object of another program: keeps its arguments and its state, does nothing."""
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments: object) -> None:
         self.arguments = arguments
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         self.state = state
 
 
@@ -30,14 +29,14 @@ class Arguments(Inert):
     """Stands for argparse.Namespace."""
 
     @property
-    def values(self) -> dict[str, Any]:
+    def values(self) -> dict[str, object]:
         """By name."""
         state = getattr(self, "state", {})
         plain = state if isinstance(state, dict) else {}
         return {key: _argument(value) for key, value in plain.items()}
 
 
-def _argument(value: Any) -> Any:
+def _argument(value: object) -> object:
     """A value, or its type's name: of a tensor, which may be neither true nor false, and of containers in containers,
     which may take for ever to spell."""
     containers = (dict, list, tuple, set)
@@ -68,6 +67,6 @@ def stand_in(name: str) -> type[Inert] | None:
     return Inert if others or module in _VALUES or name in _BY_NAME else None
 
 
-def read_pickled(path: Path) -> Any:
+def read_pickled(path: Path) -> object:
     """What a torch file holds. Errors: CheckpointError naming the file and the first thing that is not allowed."""
     return torch_file(path, stand_in)

@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 from mega.core.checkpoint.forms.companions import companions_of, tokenizer_kind
 from mega.core.checkpoint.forms.direct import SAMPLED, ForeignWeights, opened_foreign, weights_digest
@@ -21,6 +20,7 @@ from mega.core.checkpoint.own.steps import STEP
 from mega.core.checkpoint.own.store import Checkpoint, locate
 from mega.core.checkpoint.own.together import Exchange, alone, disagreement, gathered, together
 from mega.core.files import url_of
+from mega.core.untrusted import Json
 
 
 class ForeignCheckpoint:
@@ -36,7 +36,7 @@ class ForeignCheckpoint:
         opened = opened_foreign(form, place, Given(layout=ONE, optimizer=False))
         self.path, self.model, self.notes = place, opened.model, opened.notes
         self.attachments: Mapping[str, Path] = {} if place.is_file() else companions_of(form, place)
-        self.meta: Mapping[str, Any] = {
+        self.meta: Mapping[str, Json] = {
             "config": {
                 "model": dataclasses.asdict(opened.model),
                 "tokenizer": {"tokenizer": tokenizer_kind(self.attachments)},

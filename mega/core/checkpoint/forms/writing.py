@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -13,14 +12,15 @@ from mega.core.checkpoint.forms.mapping import Source, Target, assemble
 from mega.core.checkpoint.own.disk import creating, write_all
 from mega.core.checkpoint.own.pieces import whole_box
 from mega.core.files import whole_file
+from mega.core.untrusted import Json
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Json]) -> None:
     with creating(path) as descriptor:
         write_all(descriptor, (json.dumps(content, indent=2) + "\n").encode())
 
 
-def write_files(folder: Path, texts: Mapping[str, dict[str, Any]], others: Mapping[str, bytes]) -> None:
+def write_files(folder: Path, texts: Mapping[str, dict[str, Json]], others: Mapping[str, bytes]) -> None:
     """JSON files and others, by name."""
     for name, content in texts.items():
         write_json(folder / name, content)

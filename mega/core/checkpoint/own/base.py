@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 
@@ -37,9 +36,10 @@ def named_base(checkpoint: Checkpoint) -> Mapping[str, str] | None:
     named = checkpoint.meta.get("base")
     if named is None:
         return None
-    if not isinstance(named, dict) or not all(isinstance(named.get(key), str) for key in ("path", "digest")):
-        raise CheckpointError(f"{checkpoint.path}: meta.base must hold a path and a digest")
-    return named
+    match named:
+        case {"path": str(path), "digest": str(digest)}:
+            return {"path": path, "digest": digest}
+    raise CheckpointError(f"{checkpoint.path}: meta.base must hold a path and a digest")
 
 
 def check_adapters(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], where: str, named: str) -> None:
@@ -68,7 +68,7 @@ class Joined:
         own = {key: value for key, value in base.tensors.items() if key.startswith("weights/")}
         self.tensors: Tensors = {**own, **adapters.tensors}
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self.adapters, name)
 
     def read(self, wanted: Iterable[Piece], *, cast: bool = False, verify: bool = True) -> None:

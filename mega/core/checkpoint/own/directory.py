@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from mega.core.checkpoint.own.container import Container, Fetch, file_digest, has_memory, write_container
 from mega.core.checkpoint.own.disk import creating, write_all
@@ -45,6 +44,7 @@ from mega.core.checkpoint.own.pieces import CheckpointError, Piece
 from mega.core.checkpoint.own.steps import remove_leftover
 from mega.core.checkpoint.own.trusted import TrustedSteps
 from mega.core.files import POINTER, sync_directory
+from mega.core.untrusted import Json, below
 
 Attachments = Mapping[str, Path | bytes]
 """Small files to keep with the tensors: plain name -> where it is now, or its content."""
@@ -79,7 +79,7 @@ class CheckpointStore(TrustedSteps):
         self,
         step: int,
         pieces: Iterable[Piece],
-        meta: Mapping[str, Any],
+        meta: Mapping[str, Json],
         *,
         rank: int = 0,
         world: int = 1,
@@ -128,7 +128,7 @@ class CheckpointStore(TrustedSteps):
         self,
         step: int,
         ranks: Sequence[Iterable[Piece]],
-        meta: Mapping[str, Any],
+        meta: Mapping[str, Json],
         *,
         fetch: Fetch = has_memory,
         check: Callable[[], None] = lambda: None,
@@ -176,12 +176,12 @@ class CheckpointStore(TrustedSteps):
                 raise CheckpointError(f"step {there[-1]} is there already; give a new directory")
             yield
 
-    def _same_model(self, meta: Mapping[str, Any]) -> None:
+    def _same_model(self, meta: Mapping[str, Json]) -> None:
         """See that what is here is of the model that `meta` describes. Errors: CheckpointError."""
         there = self.newest(verify=False)
         if there is None:
             return
-        ours, theirs = (each.get("config", {}).get("model") for each in (meta, self.open(there).meta))
+        ours, theirs = (below(each, "config", "model") for each in (meta, self.open(there).meta))
         if ours and theirs and json.loads(json.dumps(ours)) != theirs:
             raise CheckpointError(f"step {there} of another model is there, and would be hidden; give a new directory")
 
@@ -199,7 +199,7 @@ class CheckpointStore(TrustedSteps):
         for left in self.leftovers():
             remove_leftover(left)
 
-    def _publish(self, step: int, world: int, working: Path, meta: dict[str, Any], attachments: Attachments) -> None:
+    def _publish(self, step: int, world: int, working: Path, meta: dict[str, Json], attachments: Attachments) -> None:
         self._seal(step, world, working, meta, attachments)
         sync_directory(working)
         final = self.path(step)
@@ -215,7 +215,7 @@ class CheckpointStore(TrustedSteps):
         sync_directory(self.directory)
         shutil.rmtree(previous, ignore_errors=True)
 
-    def _seal(self, step: int, world: int, working: Path, meta: dict[str, Any], attachments: Attachments) -> None:
+    def _seal(self, step: int, world: int, working: Path, meta: dict[str, Json], attachments: Attachments) -> None:
         """Fold the sidecars, which go, into the manifest."""
         attached = {name: _attach(working, name, source) for name, source in attachments.items()}
         containers: dict[str, Container] = {}

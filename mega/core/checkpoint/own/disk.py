@@ -14,10 +14,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from mega.core import untrusted
 from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.untrusted import Json
 
 BLOCK = 4 << 20
 """Bytes handled at a time, so that memory does not grow with tensors, and what was read is still near when it is hashed
@@ -127,7 +128,7 @@ def read_into(descriptor: int, view: memoryview, offset: int, path: Path) -> Non
         done += count
 
 
-def parse_json(data: bytes, path: Path) -> Any:
+def parse_json(data: bytes, path: Path) -> Json:
     """JSON from a file, whose name errors carry. Refused: NaN and what is not finite, a name twice, endless depth.
 
     Errors: CheckpointError.

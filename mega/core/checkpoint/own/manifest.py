@@ -14,13 +14,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mega.core.checkpoint.own.container import Container, Entry
 from mega.core.checkpoint.own.disk import creating, parse_json, read_file, write_all
 from mega.core.checkpoint.own.pieces import DTYPES, Box, CheckpointError, tiling_fault
 from mega.core.checkpoint.own.plain_state import check_plain_state
 from mega.core.files import SEAL, sync_directory
+from mega.core.untrusted import Json
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -56,7 +56,7 @@ class Manifest:
     world: int
     containers: Mapping[str, Container]
     attachments: Mapping[str, Attached]
-    meta: Mapping[str, Any]
+    meta: Mapping[str, Json]
     leaving: frozenset[str] = frozenset()
     digest: str = ""
 
@@ -201,9 +201,9 @@ def check_tiling(manifest: Manifest, path: Path) -> None:
             raise CheckpointError(f"{path}: {key} {entry.whole}: {fault}")
 
 
-def container_fields(container: Container) -> dict[str, Any]:
+def container_fields(container: Container) -> dict[str, Json]:
     """JSON form of a container. Entries are rows, since a large run has hundreds of thousands."""
-    rows = [
+    rows: list[Json] = [
         [entry.key, entry.dtype, entry.whole, entry.box.start, entry.box.size, entry.offset, entry.digest]
         for entry in container.entries
     ]
@@ -258,7 +258,7 @@ def _entry(row: object, path: Path, name: str) -> Entry:
     return Entry(key, dtype, whole, box, _count(offset, path, what), _digest(digest, path, what))
 
 
-def _record(value: object, path: Path, what: str) -> dict[str, Any]:
+def _record(value: object, path: Path, what: str) -> dict[str, Json]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: {what} must be an object")
     return value

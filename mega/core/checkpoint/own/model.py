@@ -13,6 +13,7 @@ from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.run import entries
 from mega.core.config.sections import ModelConfig
 from mega.core.config.toml import unfit
+from mega.core.untrusted import Json, below
 
 SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "positions")
 """What a resolved model section says."""
@@ -23,11 +24,10 @@ def check_model(model: ModelConfig, where: str) -> None:
     model_of({"config": {"model": dataclasses.asdict(model)}}, where)
 
 
-def model_of(meta: Mapping[str, Any], where: str) -> ModelConfig:
+def model_of(meta: Mapping[str, Json], where: str) -> ModelConfig:
     """The model section that a checkpoint carries. Errors: CheckpointError naming what does not fit."""
-    config = meta.get("config")
-    fields = config.get("model") if isinstance(config, dict) else None
-    if not isinstance(fields, dict):
+    fields = below(meta, "config", "model")
+    if not fields:
         raise CheckpointError(f"{where}: meta holds no config.model")
     known = {field.name for field in dataclasses.fields(ModelConfig)}
     if unknown := sorted(set(fields) - known):
@@ -36,7 +36,7 @@ def model_of(meta: Mapping[str, Any], where: str) -> ModelConfig:
     for name, value in {**dict.fromkeys(SIZES), **fields}.items():
         option = entries()[name].option
         within, problem = option.within, None if value is None else unfit("model", name, value)
-        if problem is None and value is not None and within is not None and not within.holds(value):
+        if problem is None and isinstance(value, int | float) and within is not None and not within.holds(value):
             problem = f"{value!r} must be {within.rule}"
         if problem is None and isinstance(value, int) and value > option.most:
             problem = f"{value} must be at most {option.most}"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from mega.core.config.option import VerbSection, option
+from mega.core.untrusted import Json
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Layout(VerbSection):
     """Of each global stage, as of `stage_layers` in plan/layers.py."""
 
     @property
-    def flags(self) -> dict[str, Any]:
+    def flags(self) -> dict[str, Json]:
         """The flags of a conversion that ask for it, with their values."""
         return {
             "--target-tensor-parallel-size": self.tp,
@@ -32,6 +33,6 @@ class Layout(VerbSection):
         }
 
     @property
-    def section(self) -> dict[str, Any]:
+    def section(self) -> dict[str, Json]:
         """What a checkpoint says of it in `config.parallel`."""
         return {**dataclasses.asdict(self), "stage_layers": list(self.stage_layers)}

@@ -7,27 +7,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.config.run import entries
+from mega.core.untrusted import Json
 
 _LARGEST = 1 << 62
 
 
 class _Rule(NamedTuple):
-    holds: Callable[[Any], bool]
+    holds: Callable[[object], bool]
     words: str
 
 
-def _whole(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < _LARGEST and value == int(value)
+def _number(value: object) -> TypeGuard[int | float]:
+    return type(value) in (int, float)
+
+
+def _whole(value: object) -> bool:
+    return _number(value) and abs(value) < _LARGEST and value == int(value)
 
 
 _COUNT = _Rule(lambda value: type(value) is int and 0 <= value < _LARGEST, "a count")
 _WHOLE = _Rule(_whole, "a whole number")
-_SCALE = _Rule(lambda value: type(value) in (int, float) and 0 < value < math.inf, "a number above 0")
-_NUMBER = _Rule(lambda value: type(value) in (int, float) and math.isfinite(value), "a finite number")
+_SCALE = _Rule(lambda value: _number(value) and 0 < value < math.inf, "a number above 0")
+_NUMBER = _Rule(lambda value: _number(value) and math.isfinite(value), "a finite number")
 _THREADS = _Rule(lambda value: value is None or _COUNT.holds(value), "a count, or null")
 _RULE_NUMBER = _Rule(lambda value: value in (1, 2) and type(value) is int, "1 or 2")
 _NOTE = _Rule(lambda value: value is None or isinstance(value, str), "a text")
@@ -38,7 +43,7 @@ _VALUES = {"updates": _COUNT, "dropout_rule": _RULE_NUMBER, "threads": _THREADS}
 _SCALER = {"scale": _SCALE, "clean": _WHOLE, "patience": _WHOLE}
 
 
-def check_plain_state(meta: Mapping[str, Any], where: str) -> None:
+def check_plain_state(meta: Mapping[str, Json], where: str) -> None:
     """Errors: CheckpointError naming the file `where`, the value and its rule."""
     for name, rule in _VALUES.items():
         if name in meta:
@@ -57,7 +62,7 @@ def check_plain_state(meta: Mapping[str, Any], where: str) -> None:
     _check_config(_object(meta.get("config"), where, "config"), where)
 
 
-def _check_config(config: Mapping[str, Any], where: str) -> None:
+def _check_config(config: Mapping[str, Json], where: str) -> None:
     """Options that are numbers. The model's are read by model.py, which asks for more."""
     for section, values in config.items():
         for name, value in _object(values, where, f"config.{section}").items():
@@ -67,7 +72,7 @@ def _check_config(config: Mapping[str, Any], where: str) -> None:
                 _check(value, _WHOLE if entry.kind is int else _NUMBER, where, f"meta.config.{section}.{name}")
 
 
-def _object(value: Any, where: str, name: str) -> dict[str, Any]:
+def _object(value: Json, where: str, name: str) -> dict[str, Json]:
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -75,14 +80,14 @@ def _object(value: Any, where: str, name: str) -> dict[str, Any]:
     return value
 
 
-def _check_each(values: Mapping[str, Any], rules: Mapping[str, _Rule], where: str, name: str) -> None:
+def _check_each(values: Mapping[str, Json], rules: Mapping[str, _Rule], where: str, name: str) -> None:
     for key, value in values.items():
         if key not in rules:
             raise CheckpointError(f"{where}: meta.{name}.{key} is unknown to this version")
         _check(value, rules[key], where, f"meta.{name}.{key}")
 
 
-def _check(value: Any, rule: _Rule, where: str, name: str) -> None:
+def _check(value: Json, rule: _Rule, where: str, name: str) -> None:
     if not rule.holds(value):
         shown = str(value) if isinstance(value, int | float) else repr(value)
         raise CheckpointError(f"{where}: {name}: {shown[:40]} must be {rule.words}")

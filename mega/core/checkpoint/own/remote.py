@@ -25,6 +25,7 @@ from mega.core.checkpoint.own.reader import Checkpoint
 from mega.core.checkpoint.own.steps import STEP
 from mega.core.checkpoint.own.trusted import TrustedSteps
 from mega.core.files import POINTER, SEAL
+from mega.core.untrusted import Json
 
 
 class _Files:
@@ -37,7 +38,7 @@ class _Files:
     def __getattr__(self, name: str) -> Any:
         act = getattr(self._files, name)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> object:
             try:
                 return act(*args, **kwargs)
             except FileNotFoundError:
@@ -169,7 +170,7 @@ class RemoteStore(RemoteSteps, CheckpointStore):
                 path.unlink()
         return written
 
-    def _publish(self, step: int, world: int, working: Path, meta: dict[str, Any], attachments: Attachments) -> None:
+    def _publish(self, step: int, world: int, working: Path, meta: dict[str, Json], attachments: Attachments) -> None:
         sidecars = [sidecar(working, rank) for rank in range(world)]
         for path in sidecars:
             self._files.get_file(self._at(step, path.name), str(path))

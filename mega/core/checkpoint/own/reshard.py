@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,6 +19,7 @@ from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.pieces import Box, Piece
 from mega.core.checkpoint.own.source import read_part
 from mega.core.checkpoint.own.store import Checkpoint, locate, store_at
+from mega.core.untrusted import Json, below
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
@@ -63,9 +63,9 @@ def reshard(
     return ConversionReport(len(source.tensors), elements, total, where, ledger.notes)
 
 
-def _with_layout(source: Checkpoint, layout: Layout) -> dict[str, Any]:
+def _with_layout(source: Checkpoint, layout: Layout) -> dict[str, Json]:
     """The source's plain state, its parallel section saying the layout of the new files."""
-    config = dict(source.meta["config"])
-    if isinstance(config.get("parallel"), dict):
-        config["parallel"] = {**config["parallel"], **layout.section}
+    config = below(source.meta, "config")
+    if isinstance(parallel := config.get("parallel"), dict):
+        config = {**config, "parallel": {**parallel, **layout.section}}
     return {**source.meta, "config": config}

@@ -8,21 +8,32 @@ cannot do is therefore every rank's error, in one text that names who and why; n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Protocol, TypedDict, TypeVar
 
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.words import name_ranks
 
-Exchange = Callable[[Any], list[Any]]
-"""Given this rank's plain JSON value, returns every rank's, in the order of ranks, on all of them together."""
-
 Result = TypeVar("Result")
+
+
+class Exchange(Protocol):
+    """Given this rank's plain JSON value, returns every rank's, in the order of ranks, on all of them together."""
+
+    def __call__(self, value: Result, /) -> list[Result]: ...
+
+
+class _Fault(TypedDict):
+    """What a rank tells the others of its error, "" without one. foreseen: it is the user's or the machine's."""
+
+    fault: str
+    foreseen: bool
+
 
 LIMIT = 2000
 """Characters of a fault that other ranks are given."""
 
 
-def alone(value: Any) -> list[Any]:
+def alone(value: Result) -> list[Result]:
     """The exchange of a rank that has no others."""
     return [value]
 
@@ -37,7 +48,7 @@ def together(act: Callable[[], Result], exchange: Exchange) -> Result:
         return act()
     result, fault = attempt(act)
     foreseen = fault is None or isinstance(fault, ValueError | OSError)
-    met = exchange({"fault": "" if fault is None else reason_of(fault), "foreseen": foreseen})
+    met = exchange(_Fault(fault="" if fault is None else reason_of(fault), foreseen=foreseen))
     if not any(each["fault"] for each in met):
         return result  # type: ignore[return-value]
     if fault is not None and not foreseen:
@@ -47,7 +58,7 @@ def together(act: Callable[[], Result], exchange: Exchange) -> Result:
     raise failure from fault
 
 
-def gathered(act: Callable[[], Any], exchange: Exchange) -> list[Any]:
+def gathered(act: Callable[[], Result], exchange: Exchange) -> list[Result]:
     """What `act`, whose result is plain JSON, gives on every rank. Errors: as of `together`."""
     own = together(act, exchange)
     return exchange(own)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TypedDict
 
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.checkpoint.own.reader import Checkpoint
@@ -25,6 +25,16 @@ from mega.core.checkpoint.own.together import (
 )
 from mega.core.checkpoint.own.verdicts import VERDICTS, StepVerdict, decode, encode
 from mega.core.files import POINTER
+
+
+class _View(TypedDict):
+    """What a rank sees: published steps, whether there is a pointer, the suspects' manifest and reason by step, and why
+    verdicts could not be read."""
+
+    steps: list[int]
+    pointer: bool
+    suspects: dict[str, list[str]]
+    fault: str
 
 
 class TrustedSteps(StepFolder):
@@ -82,8 +92,8 @@ class TrustedSteps(StepFolder):
             )
         return None
 
-    def _view(self) -> dict[str, Any]:
-        """What this rank sees, as plain JSON. suspects: step -> manifest and reason."""
+    def _view(self) -> _View:
+        """What this rank sees."""
         self._recover()
         verdicts, fault = attempt(self.verdicts)
         suspects = {str(step): [v.manifest, v.reason] for step, v in (verdicts or {}).items() if v.status == "suspect"}

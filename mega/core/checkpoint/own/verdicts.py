@@ -23,10 +23,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal
 
 from mega.core.checkpoint.own.disk import parse_json
 from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.untrusted import Json
 
 VERDICTS = "verdicts.json"
 FORMAT_VERSION = 1
@@ -59,23 +60,25 @@ def encode(verdicts: Mapping[int, StepVerdict]) -> bytes:
 def decode(data: bytes, path: Path) -> dict[int, StepVerdict]:
     """Step -> verdict. What a later version has added is left out. Errors: CheckpointError naming the file."""
     fields = parse_json(data, path)
-    steps = fields.get("steps") if isinstance(fields, dict) else None
-    if not isinstance(steps, dict) or fields.get("format_version") != FORMAT_VERSION:
-        raise CheckpointError(f"{path}: not a file of verdicts that this version reads")
     try:
-        return {int(step): _verdict(verdict) for step, verdict in steps.items()}
-    except (KeyError, TypeError, ValueError):
-        raise CheckpointError(f"{path}: not a file of verdicts that this version reads") from None
+        match fields:
+            case {"format_version": version, "steps": dict(steps)} if version == FORMAT_VERSION:
+                return {int(step): _verdict(verdict) for step, verdict in steps.items()}
+    except ValueError:
+        pass
+    raise CheckpointError(f"{path}: not a file of verdicts that this version reads")
 
 
-def _verdict(fields: Mapping[str, Any]) -> StepVerdict:
-    if fields["status"] not in get_args(Status):
-        raise ValueError(fields["status"])
-    loss = fields.get("valid_loss")
-    return StepVerdict(
-        str(fields["manifest"]),
-        fields["status"],
-        int(fields["sound_steps"]),
-        str(fields["reason"]),
-        None if loss is None else float(loss),
-    )
+def _verdict(fields: Json) -> StepVerdict:
+    match fields:
+        case {
+            "manifest": str(manifest),
+            "status": ("unproven" | "good" | "suspect") as status,
+            "sound_steps": int(sound_steps),
+            "reason": str(reason),
+            **others,
+        }:
+            loss = others.get("valid_loss")
+            if loss is None or isinstance(loss, int | float):
+                return StepVerdict(manifest, status, sound_steps, reason, loss)
+    raise ValueError(fields)

@@ -41,7 +41,7 @@ from mega.core.text.build import build
 from mega.core.text.chat.format import ChatFormat
 from mega.core.text.chat.templates import SOURCE_BYTES, TEMPLATES, template_of
 from mega.core.text.tokenizer import Tokenizer, least_vocab
-from mega.core.untrusted import read_limited
+from mega.core.untrusted import below, read_limited
 
 FIELDS = {
     "vocab.json": "vocab_file",
@@ -291,13 +291,13 @@ def load_tokenizer(source: Checkpoint | OpenedModel) -> Tokenizer:
 
 def tokenizer_section(source: Checkpoint | OpenedModel) -> dict[str, Any] | None:
     """The options of a run with that tokenizer; None where there is none. Errors: CheckpointError naming an option."""
-    options: Mapping[str, Any] = source.meta.get("config", {}).get("tokenizer", {})
+    options = below(source.meta, "config", "tokenizer")
     for name in ("tokenizer", "vocab_size", "vocab_extra_ids", "null_eod_last"):
         if options.get(name) is not None and (problem := unfit("tokenizer", name, options[name])) is not None:
             raise CheckpointError(f"{source.path}: config.tokenizer.{name}: {problem}")
     attachments = source.attachments
-    kind = options.get("tokenizer") or tokenizer_kind(attachments)
-    if kind is None:
+    kind = str(options.get("tokenizer") or tokenizer_kind(attachments) or "")
+    if not kind:
         return None
     files: dict[str, Any] = {FIELDS[name]: str(path) for name, path in attachments.items() if name in FIELDS}
     if (model := MODELS.get(kind)) in attachments:
@@ -312,8 +312,8 @@ def chat_template(source: Checkpoint | OpenedModel) -> str | None:
     """What a model was trained to converse in: a name of `TEMPLATES`, or the text of a Jinja template;
     None where nothing says so. What a run of ours trained by goes before what its first weights came with. Errors:
     CheckpointError for a file that is damaged."""
-    config, attachments = source.meta.get("config", {}), source.attachments
-    data, trained = config.get("data", {}), config.get("finetuning", {}).get("dpo_data")
+    data, attachments = below(source.meta, "config", "data"), source.attachments
+    trained = below(source.meta, "config", "finetuning").get("dpo_data")
     if data.get("chat_data") or trained:
         if data.get("chat_template") in TEMPLATES:
             return str(data["chat_template"])

@@ -55,10 +55,11 @@ def check_tied(state: TrainState, step: int, differs: int, copy_hash: int) -> No
     """
     if state.mesh.pp.size == 1:
         return
-    found = state.exchange([tied_buckets(state.grads)[differs - 1].tied_name(), copy_hash] if differs else [])
-    tensors = sorted({each[0] for each in found if each})
+    own = (tied_buckets(state.grads)[differs - 1].tied_name(), copy_hash) if differs else ("", 0)
+    found = state.exchange(own)
+    tensors = sorted({name for name, _ in found if name})
     if tensors:
-        hashes = {rank: each[1] for rank, each in enumerate(found) if tensors[0] in each}
+        hashes = {rank: held for rank, (name, held) in enumerate(found) if name == tensors[0]}
         raise FloatingPointError(
             f"step {step}: copies of the gradient of {tensors[0]} are no longer equal, as they were when they were "
             f"reduced: {odd_ranks(list(hashes.values()), tuple(hashes))}. The step was not applied; resume from an "

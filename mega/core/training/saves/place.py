@@ -86,7 +86,7 @@ def check_shared(place: str | None, exchange: Exchange, rank: int) -> None:
     host, deadline = socket.gethostname(), time.monotonic() + SEEN_WITHIN
     while not (found := (Path(place) / name).exists()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    met = exchange([found, host])
+    met = exchange((found, host))
     if rank == 0:
         with contextlib.suppress(OSError):
             mark.unlink()

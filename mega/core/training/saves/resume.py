@@ -31,6 +31,7 @@ from mega.core.ops.counter import OLD_RULE, RULE
 from mega.core.parallel.mesh import Mesh
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.training.state import Progress, TrainState
+from mega.core.untrusted import below, numbers_below
 
 
 @dataclass(frozen=True)
@@ -163,8 +164,8 @@ def restore(state: TrainState, point: ResumePoint) -> None:
             )
         checkpoint.read(wanted, cast=True)
         state.optimizer.updates = int(_stated(checkpoint, "updates"))
-        if state.scaler is not None and checkpoint.meta.get("scaler"):
-            state.scaler.restore(checkpoint.meta["scaler"])
+        if state.scaler is not None and (scaler := numbers_below(checkpoint.meta, "scaler")):
+            state.scaler.restore(scaler)
     if not point.weights_only:
         state.progress = Progress.from_meta(_stated(checkpoint, "progress"))
         state.dropout_rule = _dropout_rule(point)
@@ -209,7 +210,9 @@ def _stated(checkpoint: Checkpoint, name: str) -> Any:
 def _dropout_rule(point: ResumePoint) -> int:
     """How the run decides dropout. One of ours that says nothing is older than the choice; an imported one is new."""
     meta = point.checkpoint.meta
-    return int(meta.get("dropout_rule", OLD_RULE if "fingerprint" in meta else RULE))
+    rule = meta.get("dropout_rule", OLD_RULE if "fingerprint" in meta else RULE)
+    assert isinstance(rule, int)  # plain_state.py has checked it
+    return rule
 
 
 def differences(
@@ -219,10 +222,11 @@ def differences(
 
     threads: of `Device`. The schedule is not of it: schedules.py refuses another one.
     """
-    sections = point.checkpoint.meta.get("config", {})
-    stored = {name: value for section in sections.values() for name, value in section.items()}
+    sections = below(point.checkpoint.meta, "config")
+    stored = {name: value for section in sections for name, value in below(sections, section).items()}
     sizes = {name: size for name, size in mesh.sizes.items() if size > 1}
-    layout = {name: size for name, size in point.checkpoint.meta.get("layout", sizes).items() if size > 1}
+    there = numbers_below(point.checkpoint.meta, "layout") or sizes
+    layout = {name: size for name, size in there.items() if size > 1}
     if layout != sizes:
         yield f"not as in the checkpoint: {_layout(sizes)} (was {_layout(layout)}); results differ by rounding"
     elif None not in (threads, before := point.checkpoint.meta.get("threads")) and threads != before:
@@ -246,7 +250,7 @@ def differences(
             "again"
         )
     if run.data.order == "cyclic":
-        then = point.checkpoint.meta.get("layout", {}).get("dp", mesh.dp.size), stored.get("micro_batch")
+        then = below(point.checkpoint.meta, "layout").get("dp", mesh.dp.size), stored.get("micro_batch")
         if then != (mesh.dp.size, run.batch.micro_batch):
             yield (
                 f"not as in the checkpoint: {mesh.dp.size} data ranks of --micro-batch {run.batch.micro_batch} (was "
@@ -259,11 +263,11 @@ def differences(
 
 def other_corpora(point: ResumePoint, data: Datasets) -> list[str]:
     """Token files of today's that hold other tokens than under the same name when the checkpoint was written."""
-    stored: Mapping[str, Mapping[str, Any]] = point.checkpoint.meta.get("corpora", {})
+    stored = below(point.checkpoint.meta, "corpora")
     return [
         prefix
         for prefix, now in data.corpora.items()
-        for then in (stored.get(prefix, {}),)
+        for then in (below(stored, prefix),)
         if any(None not in (hashed, then.get(name)) and then[name] != hashed for name, hashed in now.items())
     ]
 
@@ -279,7 +283,7 @@ def check_corpora(run: RunConfig, point: ResumePoint, data: Datasets) -> None:
         )
 
 
-def _layout(sizes: Mapping[str, int]) -> str:
+def _layout(sizes: Mapping[str, float]) -> str:
     """
     >>> _layout({"tp": 2, "dp": 4}), _layout({})
     ('--tp 2 x 4 data ranks', '1 rank')
@@ -322,7 +326,7 @@ def _truest(weight: Piece, checkpoint: Checkpoint) -> Piece:
 
 def _same_rule(run: RunConfig, checkpoint: Checkpoint) -> None:
     """One rule's moments are not another's, though they may bear the same name."""
-    ours, stored = run.optimizer.optimizer, checkpoint.meta.get("config", {}).get("optimizer", {}).get("optimizer")
+    ours, stored = run.optimizer.optimizer, below(checkpoint.meta, "config", "optimizer").get("optimizer")
     if stored not in (None, ours):
         raise CheckpointError(
             f"--optimizer {ours}: {checkpoint.path} holds the state of {stored}; give --optimizer {stored}, or "
@@ -333,7 +337,7 @@ def _same_rule(run: RunConfig, checkpoint: Checkpoint) -> None:
 def _same_task(run: RunConfig, checkpoint: Checkpoint) -> None:
     """A run is continued towards what it was trained for."""
     ours = run.finetuning.task
-    stored = checkpoint.meta.get("config", {}).get("finetuning", {}).get("task", "lm")
+    stored = below(checkpoint.meta, "config", "finetuning").get("task", "lm")
     if stored != ours:
         raise CheckpointError(
             f"--task {ours}: {checkpoint.path} is of a run with --task {stored}; give that one, or --finetune to start "

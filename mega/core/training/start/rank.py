@@ -38,6 +38,7 @@ from mega.core.training.start.introduce import introduce
 from mega.core.training.state import Progress, TrainState
 from mega.core.training.stop import StopSignal
 from mega.core.training.wire import build_mesh, build_state
+from mega.core.untrusted import below
 
 
 def pretrain(resolved: ResolvedRun) -> int:
@@ -106,7 +107,7 @@ def _with_former_blends(inputs: Inputs, point: ResumePoint | None, report: Calla
     phases = former_blends(run, point.checkpoint.meta)
     if not phases or run.data.mock_data or run.data.chat_data:
         return inputs
-    if phases[-1].until == point.checkpoint.meta["progress"]["consumed"]:
+    if phases[-1].until == below(point.checkpoint.meta, "progress")["consumed"]:
         report(f"the blend changes at sample {phases[-1].until:,}; each corpus continues where it was")
     with ACTIVITY.during("building caches"):
         return dataclasses.replace(inputs, datasets=datasets(run, inputs.tokenizer, phases))

@@ -20,7 +20,7 @@ from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.config.sections import ModelConfig
 
 
-def check_vocabulary(values: Mapping[str, Any], rows: int, tp: int) -> None:
+def check_vocabulary(values: Mapping[str, object], rows: int, tp: int) -> None:
     """Errors: CheckpointError where a rank's table has not as many rows as the arguments say."""
     whole = values.get("padded_vocab_size")
     if type(whole) is int and whole != rows * tp:
@@ -30,7 +30,7 @@ def check_vocabulary(values: Mapping[str, Any], rows: int, tp: int) -> None:
         )
 
 
-def vocabulary(values: Mapping[str, Any], rows: int, given: int | None, folder: Path) -> tuple[int, tuple[str, ...]]:
+def vocabulary(values: Mapping[str, object], rows: int, given: int | None, folder: Path) -> tuple[int, tuple[str, ...]]:
     """How many of a table's rows are tokens, and lines for the user on those that are not, or may not be.
 
     Megatron's arguments know what was padded to. What was padded they say only where it is the same: `vocab_size` may
@@ -94,7 +94,7 @@ UNUSED: dict[str, object] = {
 """Arguments that Megatron-core takes and, up to 0.19, does not use, and what its models are all the same."""
 
 
-def as_core_uses(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def as_core_uses(values: Mapping[str, object]) -> tuple[dict[str, object], tuple[str, ...]]:
     """Arguments of a tree that Megatron-core wrote, as its model is, and a line on each that says something else.
 
     Trees of ours mean what they say.
@@ -112,7 +112,7 @@ def as_core_uses(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, 
     return {**values, **{name: used for name, used in UNUSED.items() if name in values}}, tuple(notes)
 
 
-def unused_by_core(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+def unused_by_core(arguments: Mapping[str, object]) -> tuple[str, ...]:
     """What is said of a tree for Megatron-core that says these `arguments`, where its model will be another one."""
     return tuple(
         f"args.{name} {arguments[name]!r}: Megatron-core does not use it (up to 0.19): it computes as with "
@@ -121,7 +121,7 @@ def unused_by_core(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _misleading(values: Mapping[str, Any]) -> list[str]:
+def _misleading(values: Mapping[str, object]) -> list[str]:
     """Which of the `UNUSED` say something of a model of these arguments that it is not."""
     rope = values.get("position_embedding_type") == "rope"
     erf = not (values.get("bias_gelu_fusion", True) or values.get("swiglu") or values.get("squared_relu"))
@@ -159,7 +159,7 @@ ZERO_CENTERED = "layernorm_zero_centered_gamma"
 """What Megatron-core calls --apply-layernorm-1p."""
 
 
-def model_from_arguments(values: Mapping[str, Any], vocab: int, where: str) -> ModelConfig:
+def model_from_arguments(values: Mapping[str, object], vocab: int, where: str) -> ModelConfig:
     """The resolved model section that Megatron's arguments describe; they have had several spellings."""
 
     def number(name: str, otherwise: int | None = None) -> int:
@@ -211,15 +211,17 @@ def model_from_arguments(values: Mapping[str, Any], vocab: int, where: str) -> M
     )
 
 
-def _decimal(values: Mapping[str, Any], where: str, name: str, otherwise: float) -> float:
+def _decimal(values: Mapping[str, object], where: str, name: str, otherwise: float) -> float:
     value = values.get(name)
     value = otherwise if value is None else value
-    if type(value) not in (int, float) or not abs(value) < sys.float_info.max:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < sys.float_info.max:
         raise CheckpointError(f"{where}: args.{name} {value!r:.40}: must be a finite number")
     return float(value)
 
 
-def _activation(values: Mapping[str, Any], swiglu: bool, bias: bool) -> Literal["gelu_tanh", "gelu", "swiglu", "relu2"]:
+def _activation(
+    values: Mapping[str, object], swiglu: bool, bias: bool
+) -> Literal["gelu_tanh", "gelu", "swiglu", "relu2"]:
     """Megatron's fused gelu, which needs biases, is the tanh form; the unfused one is the erf form."""
     if swiglu:
         return "swiglu"
@@ -231,7 +233,7 @@ def _activation(values: Mapping[str, Any], swiglu: bool, bias: bool) -> Literal[
 
 def arguments_of(
     options: ModelConfig, tp: int, pp: int, *, tokenizer: str | None = None, core: bool = False
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The arguments that Megatron's loaders ask a checkpoint for.
 
     tokenizer: as --tokenizer-type names it. core: as Megatron-core 0.18 has them, else as Megatron-LM of 2023.
@@ -274,7 +276,7 @@ TOKENIZER = "GPT2BPETokenizer"
 is given, which is most often GPT-2's."""
 
 
-def _of_model(model: Architecture, rope_fraction: float) -> dict[str, Any]:
+def _of_model(model: Architecture, rope_fraction: float) -> dict[str, object]:
     """`SIZES` and `SAME`."""
     block, rope = model.block, model.block.attention.rope
     scaling = None if rope is None else rope.scaling
@@ -295,7 +297,7 @@ def _of_model(model: Architecture, rope_fraction: float) -> dict[str, Any]:
     }
 
 
-def _of_positions(model: Architecture, core: bool) -> dict[str, Any]:
+def _of_positions(model: Architecture, core: bool) -> dict[str, object]:
     """What arguments say of positions. With rope, 2023's command lines had --no-position-embedding; core compares
     `add_position_embedding` with its default, True."""
     rope, learned = model.block.attention.rope, model.input.learned_positions > 0
@@ -309,7 +311,7 @@ def _of_positions(model: Architecture, core: bool) -> dict[str, Any]:
     }
 
 
-def _of_layers(model: Architecture, core: bool) -> dict[str, Any]:
+def _of_layers(model: Architecture, core: bool) -> dict[str, object]:
     attention, feed_forward, norm = model.block.attention, model.block.feed_forward, model.block.norm
     grouped, tanh = attention.kv_heads != attention.heads, feed_forward.activation == "gelu_tanh"
     return {
@@ -333,13 +335,13 @@ def _of_layers(model: Architecture, core: bool) -> dict[str, Any]:
     }
 
 
-def core_flags(said: Mapping[str, Any]) -> list[str]:
+def core_flags(said: Mapping[str, object]) -> list[str]:
     """The flags by which Megatron-core 0.18 builds the model of a tree that says `said`, the values of `arguments_of`.
 
     Whatever it compares is among them, and whatever it would take otherwise by default.
     """
-    rope, grouped = said["use_rotary_position_embeddings"], said["group_query_attention"]
-    linear, scaled = said["rotary_seq_len_interpolation_factor"] is not None, said["use_rope_scaling"]
+    rope, grouped = bool(said["use_rotary_position_embeddings"]), bool(said["group_query_attention"])
+    linear, scaled = said["rotary_seq_len_interpolation_factor"] is not None, bool(said["use_rope_scaling"])
     names = [
         *("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers", "hidden_size"),
         *("ffn_hidden_size", "num_attention_heads", "kv_channels", *(["num_query_groups"] * grouped)),

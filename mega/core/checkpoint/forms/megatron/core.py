@@ -10,11 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from mega.core.checkpoint.forms.megatron.eras import TIED_COPY, WORDS
 
-GROUP_KEYS: dict[str, Any] = {"is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True}
+GROUP_KEYS: dict[str, object] = {"is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True}
 """What a group of parameters says besides the optimizer's own; by the first two core recognises its groups."""
 
 KINDS = {"moment1": "exp_avg", "moment2": "exp_avg_sq", "master": "param"}
@@ -104,7 +103,7 @@ def buckets_of(numbers: Mapping[str, int], limit: int | None, alone: Collection[
     return [bucket for bucket in made if bucket.begins]
 
 
-def bucket_limit(values: Mapping[str, Any], stage: int, chunk: int) -> int | None:
+def bucket_limit(values: Mapping[str, object], stage: int, chunk: int) -> int | None:
     """The `limit` of `buckets_of` for a model chunk of a pipeline stage, by Megatron's arguments."""
     whole = not values.get("overlap_grad_reduce") or values.get("overlap_param_gather_with_optimizer_step")
     if whole or stage or chunk:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from mega.core.checkpoint.forms.keys import translated
 from mega.core.checkpoint.own.pieces import CheckpointError
@@ -314,7 +314,7 @@ def styled(name: str, era: Era, family: str = "gpt") -> str:
     return name if name == TIED_COPY or name.startswith(HEADS) else f"language_model.{name}"
 
 
-def era_of(tree: Any) -> Era:
+def era_of(tree: object) -> Era:
     """Whose modules wrote the model `tree` of a file.
 
     >>> era_of({"decoder.layers.0.mlp.linear_fc1.layer_norm_weight": None})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 from mega.core.architecture import Architecture, Unit
 from mega.core.checkpoint.forms.megatron.eras import TIED_COPY, WORDS, has_two_stacks
@@ -121,7 +121,7 @@ def check_written(model: Architecture, to: str, *, distributed: bool) -> None:
         raise CheckpointError(f"--head none: --saver {to} has a BERT with a head; valid: lm, classification, choice")
 
 
-def family_arguments(model: Architecture, pp: int) -> dict[str, Any]:
+def family_arguments(model: Architecture, pp: int) -> dict[str, object]:
     """What Megatron's arguments say besides GPT's, where `pp` stages share the model."""
     family = FAMILIES.get(model.family)
     return {} if family is None else family.arguments(model, pp)
@@ -135,7 +135,7 @@ class MegatronFamily(NamedTuple):
     """What a family other than GPT and Llama has in a tree."""
 
     rules: Callable[[Architecture], Rules]
-    arguments: Callable[[Architecture, int], dict[str, Any]]
+    arguments: Callable[[Architecture, int], dict[str, object]]
     """Of a model on `pp` stages."""
 
 
@@ -150,7 +150,7 @@ def _bert_rules(model: Architecture) -> Rules:
     ]
 
 
-def _bert_arguments(model: Architecture, pp: int) -> dict[str, Any]:
+def _bert_arguments(model: Architecture, pp: int) -> dict[str, object]:
     return {"bert_binary_head": model.input.types > 0}  # token types come along with it
 
 
@@ -160,7 +160,7 @@ def _t5_rules(model: Architecture) -> Rules:
     return [("--kv-heads", str(attention.kv_heads), str(attention.heads))]
 
 
-def _t5_arguments(model: Architecture, pp: int) -> dict[str, Any]:
+def _t5_arguments(model: Architecture, pp: int) -> dict[str, object]:
     lengths = {"encoder_seq_length": model.positions, "decoder_seq_length": model.positions}
     first = written_stages(model, pp).blocks[model.stacks[-1].first][0]
     split_rank = {"pipeline_model_parallel_split_rank": int(first.partition(".")[0]) if pp > 1 else None}
@@ -172,7 +172,7 @@ FAMILIES = {"bert": MegatronFamily(_bert_rules, _bert_arguments), "t5": Megatron
 """Family -> what it has in a tree; GPT and Llama, whose trees are alike, are not among them."""
 
 
-def of_family(model: ModelConfig, values: Mapping[str, Any], tensors: Tensors, where: str) -> ModelConfig:
+def of_family(model: ModelConfig, values: Mapping[str, object], tensors: Tensors, where: str) -> ModelConfig:
     """A model that Megatron's arguments `values` describe as a GPT, as the BERT or T5 that a tree's tensors are.
 
     tensors: by `tp.pp.chunk/common name`. Errors: CheckpointError naming an argument that the tensors contradict.
@@ -184,8 +184,12 @@ def of_family(model: ModelConfig, values: Mapping[str, Any], tensors: Tensors, w
         if (said := values.get("decoder_num_layers")) not in (None, depth):
             raise CheckpointError(f"{where}: args.decoder_num_layers {said!r}: the files hold {depth} of its blocks")
         return dataclasses.replace(model, family="t5", decoder_layers=depth)
-    heads = {"lm_head.dense": "lm", "classification_head": "classification", "multichoice_head": "choice"}
-    head: Any = next((ours for theirs, ours in heads.items() if f"{theirs}.weight" in shapes), None)
+    heads: dict[str, Literal["lm", "classification", "choice"]] = {
+        "lm_head.dense": "lm",
+        "classification_head": "classification",
+        "multichoice_head": "choice",
+    }
+    head = next((ours for theirs, ours in heads.items() if f"{theirs}.weight" in shapes), None)
     if head is None:
         return model
     classes = {"classification": shapes.get("classification_head.weight", (2,))[0], "choice": 4}.get(head, 2)

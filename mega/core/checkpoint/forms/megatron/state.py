@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, prod
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard
 
 import torch
 
@@ -25,6 +25,7 @@ from mega.core.checkpoint.forms.mapping import Table, renamed
 from mega.core.checkpoint.forms.megatron.core import KINDS, bucket_limit, buckets_of, own_buckets
 from mega.core.checkpoint.forms.megatron.eras import ERAS, LEAVE, Era, parameter_place
 from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.untrusted import Json
 
 DISTRIBUTED = "distrib_optim.pt"
 NO_UPDATE = "no update has been made yet (fp16 skips steps until its loss scale fits)"
@@ -62,7 +63,7 @@ class Facts:
     updates: int
     constants: Mapping[str, float]
     scaler: Mapping[str, float] | None = None
-    schedule: Mapping[str, Any] | None = None
+    schedule: Mapping[str, Mapping[str, Json]] | None = None
     samples: int | None = None
 
 
@@ -91,7 +92,7 @@ class State:
 
 
 def read_state(
-    content: Mapping[str, Any],
+    content: Mapping[str, object],
     directory: Path,
     label: str,
     chunks: Sequence[Mapping[str, torch.Tensor]],
@@ -122,19 +123,23 @@ def read_state(
     grouped = groups_of({name: tensor.dim() for name, tensor in weights.items()})
     if ERAS[era].core:
         grouped = in_order_of(groups, grouped)
-    check_groups(groups, grouped, directory)
+    checked = check_groups(groups, grouped, directory)
     if distributed.exists():
-        found = dict(_distributed(distributed, weights, values_of(content)))
+        found: dict[str, object] = dict(_distributed(distributed, weights, values_of(content)))
     else:
-        found = dict(_ordinary(optimizer, inner, groups, list(grouped.values()), directory))
+        found = dict(_ordinary(optimizer, inner, checked, list(grouped.values()), directory))
     wide = all(tensor.dtype == torch.float32 for tensor in weights.values())
     tensors = _checked(found, weights)
     if wide:  # then the weights are the masters
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("master/")}
-    to.add(tensors, scalars_in(content, optimizer, inner, groups, directory), directory)
+    to.add(tensors, scalars_in(content, optimizer, inner, checked, directory), directory)
 
 
-def optimizer_parts(optimizer: Any, where: Path) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+Group = dict[str, object]
+"""A group of parameters, as torch's optimizers write it."""
+
+
+def optimizer_parts(optimizer: object, where: Path) -> tuple[dict[str, object], dict[str, object], list[object]]:
     """A state that a file holds, the part of it that torch's optimizer wrote, and its groups of parameters.
 
     Errors: CheckpointError where it is another form.
@@ -146,7 +151,7 @@ def optimizer_parts(optimizer: Any, where: Path) -> tuple[dict[str, Any], dict[s
     return optimizer, inner, groups
 
 
-def values_of(content: Mapping[str, Any]) -> dict[str, Any]:
+def values_of(content: Mapping[str, object]) -> dict[str, object]:
     """Megatron's arguments in what a file holds."""
     found = getattr(content.get("args"), "values", {})
     return found if isinstance(found, dict) else {}
@@ -161,13 +166,13 @@ def _in_order(chunk: Mapping[str, torch.Tensor], era: Era, where: Path) -> list[
     return names
 
 
-def in_order_of(groups: Sequence[Any], grouped: Mapping[bool, list[str]]) -> dict[bool, list[str]]:
+def in_order_of(groups: Sequence[object], grouped: Mapping[bool, list[str]]) -> dict[bool, list[str]]:
     """`grouped` in the order of a state's groups, as far as those say which they are."""
     said = [plain(group.get("wd_mult", 1.0)) != 0 if isinstance(group, dict) else True for group in groups]
     return {decayed: grouped[decayed] for decayed in dict.fromkeys((*said, *grouped)) if decayed in grouped}
 
 
-def check_optimizer(values: Mapping[str, Any], where: Path) -> None:
+def check_optimizer(values: Mapping[str, object], where: Path) -> None:
     """Errors: CheckpointError where Megatron's arguments say of an optimizer that its state, or what it does, is not
     ours."""
     if plain(said := values.get("optimizer")) not in (None, "adam"):
@@ -178,32 +183,33 @@ def check_optimizer(values: Mapping[str, Any], where: Path) -> None:
         raise CheckpointError(f"{where}: args.decoupled_lr: embedding and head have the rate of all; {LEAVE}")
 
 
-def check_groups(groups: Sequence[Any], grouped: Mapping[bool, Sequence[str]], where: Path) -> None:
-    """Errors: CheckpointError where a state's groups are not those that the model makes."""
-    for number, group in enumerate(groups):
-        keys = ("is_expert_parallel", "is_decoupled_lr") if isinstance(group, dict) else ()
-        if any(plain(group.get(key)) not in (None, False) for key in keys):
+def check_groups(groups: Sequence[object], grouped: Mapping[bool, Sequence[str]], where: Path) -> list[Group]:
+    """The groups of a state. Errors: CheckpointError where they are not those that the model makes."""
+    checked = [group for group in groups if isinstance(group, dict)]
+    for number, group in enumerate(checked):
+        if any(plain(group.get(key)) not in (None, False) for key in ("is_expert_parallel", "is_decoupled_lr")):
             raise CheckpointError(f"{where}: optimizer.param_groups[{number}]: experts or a rate of its own; {LEAVE}")
-    if len(groups) != len(grouped) or not all(isinstance(group, dict) for group in groups):
+    if not len(checked) == len(groups) == len(grouped):
         raise CheckpointError(
             f"{where}: optimizer has {len(groups)} param_groups, the model makes {len(grouped)}; {LEAVE}"
         )
-    for number, (group, decayed) in enumerate(zip(groups, grouped, strict=True)):
+    for number, (group, decayed) in enumerate(zip(checked, grouped, strict=True)):
         for key, valid in (("wd_mult", float(decayed)), ("lr_mult", 1.0)):
-            if not _numbers(found := group.get(key, valid)) or found != valid:
+            if not numeric([found := group.get(key, valid)]) or found != valid:
                 raise CheckpointError(
                     f"{where}: optimizer.param_groups[{number}].{key} {plain(found)!r:.40}: must be {valid:g}, since "
                     f"it begins with {grouped[decayed][0]}; {LEAVE}"
                 )
+    return checked
 
 
 def _ordinary(
-    optimizer: Mapping[str, Any],
-    inner: Mapping[str, Any],
-    groups: Sequence[Mapping[str, Any]],
+    optimizer: Mapping[str, object],
+    inner: Mapping[str, object],
+    groups: Sequence[Mapping[str, object]],
     grouped: Sequence[Sequence[str]],
     where: Path,
-) -> Iterator[tuple[str, Any]]:
+) -> Iterator[tuple[str, object]]:
     """Masters and moments of the optimizers that keep them tensor by tensor."""
     states = inner.get("state")
     if not isinstance(states, dict):
@@ -229,7 +235,7 @@ def _ordinary(
                 yield f"master/{name}", master
 
 
-def _listed(found: Any, count: int, what: str) -> list[Any]:
+def _listed(found: object, count: int, what: str) -> list[object]:
     if not isinstance(found, list) or len(found) != count:
         has = f"has {len(found)} entries" if isinstance(found, list) else "is no list"
         raise CheckpointError(f"{what}: {has}, the model has {count}; {LEAVE}")
@@ -237,7 +243,7 @@ def _listed(found: Any, count: int, what: str) -> list[Any]:
 
 
 def _distributed(
-    path: Path, weights: Mapping[str, torch.Tensor], values: Mapping[str, Any]
+    path: Path, weights: Mapping[str, torch.Tensor], values: Mapping[str, object]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Masters and moments of the distributed optimizer: flat vectors, the last parameter first, padding at the end.
 
@@ -267,7 +273,7 @@ def _distributed(
 
 
 def _begins(
-    names: Sequence[str], weights: Mapping[str, torch.Tensor], values: Mapping[str, Any]
+    names: Sequence[str], weights: Mapping[str, torch.Tensor], values: Mapping[str, object]
 ) -> tuple[dict[str, int], int]:
     """Where Megatron-core has each parameter of a model chunk in one vector of all buckets, and how long that is."""
     label = names[0].partition("/")[0]
@@ -306,15 +312,16 @@ def _cut(
         raise CheckpointError(f"{what}: {len(vector) - end} numbers after {names[0]}")
 
 
-def _flat(found: Any, what: str) -> torch.Tensor:
-    buckets = found if isinstance(found, list) and found else [found]
-    for bucket in buckets:
+def _flat(found: object, what: str) -> torch.Tensor:
+    buckets: list[torch.Tensor] = []
+    for bucket in found if isinstance(found, list) and found else [found]:
         if not isinstance(bucket, torch.Tensor) or bucket.dim() != 1 or bucket.dtype != torch.float32:
             raise CheckpointError(f"{what}: is no fp32 vector")
+        buckets.append(bucket)
     return buckets[0] if len(buckets) == 1 else torch.cat(buckets)
 
 
-def _checked(found: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _checked(found: Mapping[str, object], weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """All of them, fp32, of their weights' shapes; a master, rounded, is its weight: this proves the order, too."""
     kinds = {name.partition("/")[0] for name in found}
     if any(tensor.dtype != torch.float32 for tensor in weights.values()):
@@ -329,14 +336,14 @@ def _checked(found: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> d
                 raise CheckpointError(f"{kind}/{name}: is {tensor.dtype} {tuple(tensor.shape)}, {wanted} is wanted")
             if kind == "master" and not torch.equal(tensor.to(weight.dtype), weight):
                 raise CheckpointError(f"{kind}/{name}: rounded to {weight.dtype}, it is not the weight; {LEAVE}")
-    return dict(found)
+    return {name: tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
 
 
 def scalars_in(
-    content: Mapping[str, Any],
-    optimizer: Mapping[str, Any],
-    inner: Mapping[str, Any],
-    groups: Sequence[Mapping[str, Any]],
+    content: Mapping[str, object],
+    optimizer: Mapping[str, object],
+    inner: Mapping[str, object],
+    groups: Sequence[Mapping[str, object]],
     where: Path,
 ) -> Facts:
     """What a state says besides its tensors; the arguments are `optimizer_parts` of what the file `where` holds.
@@ -346,7 +353,7 @@ def scalars_in(
     steps = _steps(groups, inner.get("state"))
     if not steps:
         raise CheckpointError(f"{where}: optimizer: has no step: {NO_UPDATE}; {LEAVE}")
-    if len(set(steps)) != 1 or not _numbers(steps[0]) or steps[0] < 0:
+    if len(set(steps)) != 1 or not numeric(steps) or steps[0] < 0:
         raise CheckpointError(f"{where}: optimizer: step {sorted(set(map(str, steps)))!s:.200}: must be one number")
     constants, *others = (_constants(group, where) for group in groups)
     if any(other != constants for other in others):
@@ -354,7 +361,7 @@ def scalars_in(
     return Facts(int(steps[0]), constants, _scaler(optimizer.get("grad_scaler"), where), *_schedule(content))
 
 
-def _steps(groups: Sequence[Mapping[str, Any]], states: Any) -> list[Any]:
+def _steps(groups: Sequence[Mapping[str, object]], states: object) -> list[Plain]:
     """Adam's counts: of all groups, of all parameters, or one for all; None for each that is missing among others."""
     kept = dict(states) if isinstance(states, dict) else {}
     said = [plain(kept.pop("common_step"))] if "common_step" in kept else []
@@ -364,35 +371,39 @@ def _steps(groups: Sequence[Mapping[str, Any]], states: Any) -> list[Any]:
     return said
 
 
-def _constants(group: Mapping[str, Any], where: Path) -> dict[str, float]:
+def _constants(group: Mapping[str, object], where: Path) -> dict[str, float]:
     betas, eps = group.get("betas"), plain(group.get("eps"))
     both = [plain(beta) for beta in betas] if isinstance(betas, tuple | list) else []
-    if len(both) != 2 or not _numbers(*both, eps) or not all(0 <= beta < 1 for beta in both) or eps < 0:
+    values = [*both, eps]
+    if len(values) != 3 or not numeric(values) or not all(0 <= beta < 1 for beta in values[:2]) or values[2] < 0:
         raise CheckpointError(f"{where}: optimizer: betas {both}, eps {eps!r:.40}: are not Adam's; {LEAVE}")
-    return dict(zip(("adam_beta1", "adam_beta2", "adam_eps"), map(float, (*both, eps)), strict=True))
+    return dict(zip(("adam_beta1", "adam_beta2", "adam_eps"), map(float, values), strict=True))
 
 
-def plain(value: Any) -> Any:
+Plain = int | float | str | None
+
+
+def plain(value: object) -> Plain:
     """A number, a text, or None; a tensor of one number is that number, and anything else its type's name."""
     value = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
     return value if value is None or isinstance(value, int | float | str) else type(value).__name__
 
 
-def _numbers(*values: Any) -> bool:
+def numeric(values: Sequence[object]) -> TypeGuard[Sequence[int | float]]:
     """Whether all are finite numbers that floats can hold."""
     numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
     return len(numbers) == len(values) and all(abs(number) < LARGEST and isfinite(number) for number in numbers)
 
 
-def _scaler(found: Any, where: Path) -> dict[str, float] | None:
+def _scaler(found: object, where: Path) -> dict[str, float] | None:
     """A constant scale keeps nothing."""
     if found is None or (isinstance(found, dict | list) and not found):
         return None
-    names = {"scale": "scale", "clean": "growth_tracker", "patience": "hysteresis_tracker"}
-    values = {ours: plain(found.get(theirs)) for ours, theirs in names.items()} if isinstance(found, dict) else {}
-    if not values or not _numbers(*values.values()) or values["scale"] <= 0:
+    names = ("scale", "growth_tracker", "hysteresis_tracker")
+    values = [plain(found.get(name)) for name in names] if isinstance(found, dict) else []
+    if not values or not numeric(values) or values[0] <= 0:
         raise CheckpointError(f"{where}: optimizer.grad_scaler: is no loss scale; {LEAVE}")
-    return {"scale": float(values["scale"]), "clean": int(values["clean"]), "patience": int(values["patience"])}
+    return {"scale": float(values[0]), "clean": int(values[1]), "patience": int(values[2])}
 
 
 LR = {"peak": "max_lr", "least": "min_lr", "warmup": "lr_warmup_steps", "decay": "lr_decay_steps"}
@@ -401,24 +412,24 @@ LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
 """Of the learning rate; weight decay has the first three."""
 
 
-def _schedule(content: Mapping[str, Any]) -> tuple[dict[str, Any] | None, int | None]:
+def _schedule(content: Mapping[str, object]) -> tuple[Mapping[str, Mapping[str, Json]] | None, int | None]:
     """Our schedule and the samples it has counted, from `opt_param_scheduler`; nothing from one of another form."""
     found = content.get("opt_param_scheduler")
     if not isinstance(found, dict):
         return None, None
-    lr: dict[str, Any] = {ours: found.get(theirs) for ours, theirs in LR.items()}
-    decay: dict[str, Any] = {ours: found.get(theirs) for ours, theirs in DECAY.items()}
-    styles, samples = (found.get("lr_decay_style"), found.get("wd_incr_style")), found.get("num_steps")
-    if not _numbers(*lr.values(), *decay.values(), samples) or not all(plain(style) in LR_STYLES for style in styles):
+    lr = {ours: found.get(theirs) for ours, theirs in LR.items()}
+    decay = {ours: found.get(theirs) for ours, theirs in DECAY.items()}
+    styles, numbers = (found.get("lr_decay_style"), found.get("wd_incr_style")), [*lr.values(), *decay.values()]
+    samples, initial = found.get("num_steps"), values_of(content).get("lr_warmup_init", 0.0)
+    if not numeric([*numbers, samples]) or not all(plain(style) in LR_STYLES for style in styles):
         return None, None
-    initial = values_of(content).get("lr_warmup_init", 0.0)
-    lr |= {"style": styles[0], "initial": initial if _numbers(initial) else 0.0, "batch": None}
+    lr |= {"style": styles[0], "initial": initial if numeric([initial]) else 0.0, "batch": None}
     for values, name in ((lr, "warmup"), (lr, "decay"), (decay, "total")):
-        values[name] = int(values[name])
+        values[name] = int(values[name] or 0)
     return {"lr": lr, "weight_decay": {**decay, "style": styles[1]}}, int(samples or 0)
 
 
-def check_counts(facts: Facts | None, iteration: Any, folder: Path) -> None:
+def check_counts(facts: Facts | None, iteration: object, folder: Path) -> None:
     """Errors: CheckpointError where a state's count of updates, the file's iteration and its folder's name contradict
     each other. Weights alone may come from anywhere."""
     if facts is None:
@@ -431,7 +442,7 @@ def check_counts(facts: Facts | None, iteration: Any, folder: Path) -> None:
         )
 
 
-def plain_state(facts: Facts | None, iteration: int, consumed: int, validated: int) -> dict[str, Any]:
+def plain_state(facts: Facts | None, iteration: int, consumed: int, validated: int) -> dict[str, Json]:
     """What an own checkpoint says of its run, where it has the optimizer's state. validated: samples of validation."""
     if facts is None:
         return {}

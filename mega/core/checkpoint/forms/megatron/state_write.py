@@ -8,10 +8,10 @@ with each parameter and does not continue from these files. Knows no weights' na
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 
+from mega.core.checkpoint.forms.keys import number_in
 from mega.core.checkpoint.forms.megatron.core import GROUP_KEYS, KINDS, buckets_of, own_buckets
 from mega.core.checkpoint.forms.megatron.eras import ERAS, LEAVE, Era, parameter_place
 from mega.core.checkpoint.forms.megatron.state import (
@@ -20,10 +20,12 @@ from mega.core.checkpoint.forms.megatron.state import (
     LR_STYLES,
     Facts,
     groups_of,
+    numeric,
 )
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.checkpoint.own.reader import Checkpoint
 from mega.core.config.sections import OptimizerConfig
+from mega.core.untrusted import Json, below
 
 
 def state_kinds(checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -48,22 +50,26 @@ def state_kinds(checkpoint: Checkpoint) -> tuple[str, ...]:
     return tuple(sorted(wanted))
 
 
-def facts_of(meta: Mapping[str, Any], where: str) -> Facts:
+def facts_of(meta: Mapping[str, Json], where: str) -> Facts:
     """What an own checkpoint says of its optimizer. Errors: CheckpointError where that is not Adam."""
-    config = meta.get("config")
-    options = config.get("optimizer") if isinstance(config, dict) else None
-    options = options if isinstance(options, dict) else {}
+    options = below(meta, "config", "optimizer")
     if options.get("optimizer", "adam") != "adam":
         raise CheckpointError(f"{where}: holds the state of {options['optimizer']}, Megatron-LM's is Adam's; {LEAVE}")
     defaults = OptimizerConfig()
     names = ("lr", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay")
-    constants = {name: options.get(name, getattr(defaults, name)) or 0.0 for name in names}
-    progress = meta.get("progress", {})
-    samples = progress.get("consumed", 0) - progress.get("skipped_samples", progress.get("unscheduled", 0))
-    return Facts(int(meta.get("updates", 0)), constants, meta.get("scaler"), meta.get("schedule"), samples)
+    constants = {name: number_in(options, name, where, getattr(defaults, name) or 0.0) for name in names}
+    progress, scaler = below(meta, "progress"), below(meta, "scaler")
+    skipped = progress.get("skipped_samples", progress.get("unscheduled", 0))
+    counts, scales = [progress.get("consumed", 0), skipped, meta.get("updates", 0)], list(scaler.values())
+    assert numeric(counts) and numeric(scales)  # plain_state.py has checked them
+    schedule = (
+        {part: below(meta, "schedule", part) for part in ("lr", "weight_decay")} if meta.get("schedule") else None
+    )
+    kept = dict(zip(scaler, scales, strict=True)) or None
+    return Facts(int(counts[2]), constants, kept, schedule, int(counts[0] - counts[1]))
 
 
-def written_state(tensors: Mapping[str, torch.Tensor], facts: Facts, era: Era, *, flat: bool) -> dict[str, Any]:
+def written_state(tensors: Mapping[str, torch.Tensor], facts: Facts, era: Era, *, flat: bool) -> dict[str, object]:
     """What one rank's file of weights says of the optimizer: `optimizer`, and `opt_param_scheduler` where there is one.
 
     tensors: by `kind/common name`. With masters it is the form of 16-bit weights, else the fp32 optimizer's. flat: the
@@ -72,7 +78,7 @@ def written_state(tensors: Mapping[str, torch.Tensor], facts: Facts, era: Era, *
     of_kind = {kind: in_order(tensors, f"{kind}/", era) for kind in KINDS}
     grouped = groups_of({name: tensor.dim() for name, tensor in of_kind["moment1"].items()})
     groups = written_groups(facts, grouped, era)
-    optimizer: dict[str, Any] = {"param_groups": groups}
+    optimizer: dict[str, object] = {"param_groups": groups}
     if flat:
         optimizer = {"optimizer": optimizer}
     else:
@@ -95,15 +101,15 @@ def in_order(tensors: Mapping[str, torch.Tensor], prefix: str, era: Era) -> dict
     return {name: tensors[prefix + name] for name in sorted(names, key=lambda name: parameter_place(name, era))}
 
 
-def written_groups(facts: Facts, decayed: Iterable[bool], era: Era) -> list[dict[str, Any]]:
+def written_groups(facts: Facts, decayed: Iterable[bool], era: Era) -> list[dict[str, object]]:
     """Megatron's groups of parameters, without which parameters they have.
 
     Rate and decay of the moment are set by Megatron's scheduler before it makes a step.
     """
     constants = facts.constants
-    lr = (facts.schedule or {}).get("lr", {"peak": constants["lr"], "least": 0.0})
-    rates = {"max_lr": lr["peak"], "min_lr": lr["least"]}
-    decay = (facts.schedule or {}).get("weight_decay", {"start": constants["weight_decay"]})["start"]
+    lr, wd = (facts.schedule or {}).get("lr", {}), (facts.schedule or {}).get("weight_decay", {})
+    rates = {"max_lr": lr.get("peak", constants["lr"]), "min_lr": lr.get("least", 0.0)}
+    decay = number_in(wd, "start", "schedule", constants["weight_decay"])
     return [
         {
             **(GROUP_KEYS | rates if ERAS[era].core else {}),
@@ -120,7 +126,7 @@ def written_groups(facts: Facts, decayed: Iterable[bool], era: Era) -> list[dict
     ]
 
 
-def written_scaler(facts: Facts) -> dict[str, Any]:
+def written_scaler(facts: Facts) -> dict[str, object]:
     """The loss scaler, where there is one."""
     if facts.scaler is None:
         return {}
@@ -129,11 +135,12 @@ def written_scaler(facts: Facts) -> dict[str, Any]:
     return {"grad_scaler": {"scale": scale, **counts}}
 
 
-def written_scheduler(facts: Facts, era: Era) -> dict[str, Any]:
+def written_scheduler(facts: Facts, era: Era) -> dict[str, object]:
     """Megatron's scheduler from our schedule. Core does not load an optimizer without one: where there is none that
     Megatron has, it gets one that only counts, and the user is told to override it (`overridden`)."""
-    if not overridden(facts):
-        assert facts.schedule is not None
+    lr: Mapping[str, object]
+    decay: Mapping[str, object]
+    if facts.schedule is not None and not overridden(facts):
         lr, decay = facts.schedule["lr"], facts.schedule["weight_decay"]
     elif not ERAS[era].core:
         return {}
@@ -159,7 +166,7 @@ def overridden(facts: Facts) -> bool:
 
 def written_vectors(
     weights: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], era: Era, *, tied: bool
-) -> dict[Any, Any]:
+) -> dict[object, object]:
     """What `distrib_optim.pt` of one rank holds, for a run that does not overlap the reduction of gradients.
 
     weights: by common name. state: by `kind/common name`; without masters the weights, fp32, are written for them.

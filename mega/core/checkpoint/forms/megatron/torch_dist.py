@@ -40,7 +40,7 @@ class Record:
     """An object of the pickle: the name of its class or function, what it was given, its state."""
 
     name: str
-    given: tuple[Any, ...] = ()
+    given: tuple[object, ...] = ()
     state: dict[str, Any] = field(default_factory=dict)
 
     def __hash__(self) -> int:
@@ -51,16 +51,16 @@ _MARK = object()
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 
 
-def read_records(data: bytes, path: Path) -> Any:
+def read_records(data: bytes, path: Path) -> object:
     """The object that a pickle describes, made of dicts, lists, tuples, numbers, text and `Record`s.
 
     Errors: CheckpointError naming the instruction for anything that such an index does not need.
     """
     stack: list[Any] = []
-    memo: dict[int, Any] = {}
+    memo: dict[int, object] = {}
     left = len(data)  # elements that may be copied: a file spells out what each record is given
 
-    def since_mark() -> list[Any]:
+    def since_mark() -> list[object]:
         at = len(stack) - 1
         while stack[at] is not _MARK:
             at -= 1
@@ -207,7 +207,7 @@ class DistributedSource:
         """Take back what was shown of a kind of state."""
         self.tensors = {name: value for name, value in self.tensors.items() if not name.startswith(f"{kind}/")}
 
-    def object(self, name: str) -> Any:
+    def object(self, name: str) -> object:
         """What is stored under a name besides tensors; None where nothing is. Errors: CheckpointError."""
         place = self._objects.get(f"{name}/shard_0_1")
         if place is None:
@@ -320,7 +320,7 @@ def _index(
     return shapes, chunks, objects
 
 
-def _numbers(value: Any) -> tuple[int, ...]:
+def _numbers(value: object) -> tuple[int, ...]:
     """The numbers of a tuple or of a recorded torch.Size, each a count."""
     while isinstance(value, Record):
         value = value.given[0]
@@ -332,7 +332,7 @@ def _numbers(value: Any) -> tuple[int, ...]:
     return numbers
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """A name, which is text: anything else may take for ever to hash."""
     if not isinstance(value, str):
         raise ValueError("a name is no text")
@@ -368,7 +368,7 @@ def open_form(path: Path, given: Given) -> Opened:
     return Opened(source, model, joined([weights, *states]), iteration, consumed, known, notes)
 
 
-def _common(folder: Path) -> dict[str, Any]:
+def _common(folder: Path) -> dict[str, object]:
     """What common.pt holds; nothing where there is none."""
     content = read_pickled(folder / "common.pt") if (folder / "common.pt").exists() else {}
     if not isinstance(content, dict):
@@ -376,7 +376,7 @@ def _common(folder: Path) -> dict[str, Any]:
     return content
 
 
-def arguments(content: Mapping[str, Any], folder: Path, tensors: Tensors, heads: int | None) -> dict[str, Any]:
+def arguments(content: Mapping[str, object], folder: Path, tensors: Tensors, heads: int | None) -> dict[str, object]:
     """Megatron's arguments: those in common.pt, or what follows from the tensors and the number of heads.
 
     content: of common.pt. Errors: CheckpointError where both are missing.
@@ -391,7 +391,7 @@ def arguments(content: Mapping[str, Any], folder: Path, tensors: Tensors, heads:
     return _implied_by(tensors, heads, folder)
 
 
-def _implied_by(tensors: Tensors, heads: int, folder: Path) -> dict[str, Any]:
+def _implied_by(tensors: Tensors, heads: int, folder: Path) -> dict[str, object]:
     def shape(name: str) -> tuple[int, ...]:
         if f"0.0.0/{name}" not in tensors:
             raise CheckpointError(f"{folder}: {name}: is missing")
@@ -405,7 +405,7 @@ def _implied_by(tensors: Tensors, heads: int, folder: Path) -> dict[str, Any]:
     groups = (shape(f"{first}self_attention.query_key_value.weight")[0] // width - heads) // 2
     ffn = shape(f"{first}mlp.dense_4h_to_h.weight")[1]
     numbers = (re.match(r"0\.0\.0/encoder\.layers\.(\d+)\.", name) for name in tensors)
-    table: Mapping[str, Any] = tensors
+    table: Mapping[str, object] = tensors
     learned = "0.0.0/embedding.position_embeddings.weight" in table
     return {
         "num_layers": 1 + max(int(number[1]) for number in numbers if number),

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -62,14 +62,14 @@ class Stored(Source, Protocol):
     def hide(self, kind: str) -> None:
         """Take back what was shown of a kind of state."""
 
-    def object(self, name: str) -> Any:
+    def object(self, name: str) -> object:
         """What is stored under a name besides tensors; None where nothing is."""
 
 
 def state_of(
     source: Stored,
-    content: Mapping[str, Any],
-    values: Mapping[str, Any],
+    content: Mapping[str, object],
+    values: Mapping[str, object],
     model: ModelConfig,
     weights: Table,
     where: Path,
@@ -117,43 +117,45 @@ def model_dims(weights: Table) -> dict[str, int]:
 # Facts
 
 
-def _common_scalars(content: Mapping[str, Any], dims: Mapping[str, int], where: Path) -> Facts:
+def _common_scalars(content: Mapping[str, object], dims: Mapping[str, int], where: Path) -> Facts:
     """Of the forms that keep groups of parameters in common.pt."""
     return _scalars(content, content.get("optimizer"), dims, where)
 
 
-def _rank_scalars(source: Stored, content: Mapping[str, Any], dims: Mapping[str, int], rank: int, where: Path) -> Facts:
+def _rank_scalars(
+    source: Stored, content: Mapping[str, object], dims: Mapping[str, int], rank: int, where: Path
+) -> Facts:
     """Of the form in which each rank keeps its own."""
     own = f"optimizer.distributed.dp_group_idx_{rank}."
     optimizer = {"optimizer": source.object(f"{own}optimizer"), "grad_scaler": source.object(f"{own}grad_scaler")}
     return _scalars(content, optimizer, dims, where / own)
 
 
-def _scalars(content: Mapping[str, Any], optimizer: Any, dims: Mapping[str, int], where: Path) -> Facts:
+def _scalars(content: Mapping[str, object], optimizer: object, dims: Mapping[str, int], where: Path) -> Facts:
     optimizer, inner, groups = optimizer_parts(optimizer, where)
-    check_groups(groups, in_order_of(groups, groups_of(dims)), where)
-    return scalars_in(content, optimizer, inner, groups, where)
+    checked_groups = check_groups(groups, in_order_of(groups, groups_of(dims)), where)
+    return scalars_in(content, optimizer, inner, checked_groups, where)
 
 
 # Flat buffers
 
 
 def _saved(
-    model: ModelConfig, values: Mapping[str, Any], found: Iterable[FlatName], source: Stored, where: Path
+    model: ModelConfig, values: Mapping[str, object], found: Iterable[FlatName], source: Stored, where: Path
 ) -> tuple[Table, list[list[str]]]:
     """The table of the weights as the ranks that saved had them, and of each rank the labels of its model chunks."""
     ranks, parts = {each.rank for each in found}, {each.chunk for each in found}
-    tp, pp, chunks = (
-        values.get(name) or 1
+    sizes = [
+        size if isinstance(size := values.get(name) or 1, int) else 0
         for name in (
             "tensor_model_parallel_size",
             "pipeline_model_parallel_size",
             "virtual_pipeline_model_parallel_size",
         )
-    )
+    ]
+    tp, pp, chunks = sizes
     rows = source.tensors.get(f"0.0.0/{WORDS}", ((0,), torch.float32))[0][0]
-    numbers = all(type(each) is int and each > 0 for each in (tp, pp, chunks))
-    if not numbers or ranks != set(range(tp * pp)) or parts != set(range(chunks)) or rows % tp:
+    if min(sizes) < 1 or ranks != set(range(tp * pp)) or parts != set(range(chunks)) or rows % tp:
         raise CheckpointError(
             f"{where}: holds the optimizer's buffers of {len(ranks)} ranks with {len(parts)} model chunks and {rows} "
             f"rows of the vocabulary, args say {tp} tensor x {pp} pipeline ranks with {chunks} chunks; {LEAVE}"
@@ -173,7 +175,7 @@ def _show_flat(
     stored: Mapping[FlatName, str],
     saved: Table,
     labels: list[list[str]],
-    values: Mapping[str, Any],
+    values: Mapping[str, object],
     where: Path,
 ) -> None:
     """Cut the buffers into the state of each rank's parameters.

@@ -11,9 +11,9 @@ import argparse
 import io
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING
 
 import torch
 
@@ -30,9 +30,13 @@ from mega.core.checkpoint.forms.megatron.trees_write import LINEARS, Said, said_
 from mega.core.checkpoint.forms.writing import made, write_json, write_torch
 from mega.core.checkpoint.own.source import OwnSource
 from mega.core.files import whole_file
+from mega.core.untrusted import Json
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 FILE = "__0_0.distcp"
-VERSIONS = {
+VERSIONS: Mapping[str, Json] = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
     "common_backend": "torch",
@@ -48,8 +52,8 @@ class DistcpFile:
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
-        self._described: dict[str, Any] = {}
-        self._stored: dict[Any, Any] = {}
+        self._described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        self._stored: dict[object, object] = {}
 
     def add(self, name: str, whole: tuple[int, ...], start: tuple[int, ...], tensor: torch.Tensor) -> None:
         """The rectangle of the tensor `name`, of shape `whole`, that begins at `start`."""
@@ -62,7 +66,10 @@ class DistcpFile:
 
         chunk = ChunkStorageMetadata(torch.Size(start), tensor.shape)
         properties = TensorProperties(dtype=tensor.dtype)
-        described = self._described.setdefault(name, TensorStorageMetadata(properties, torch.Size(whole), []))
+        if name not in self._described:
+            self._described[name] = TensorStorageMetadata(properties, torch.Size(whole), [])
+        described = self._described[name]
+        assert isinstance(described, TensorStorageMetadata)  # the name is not that of opaque bytes
         described.chunks.append(chunk)
         self._store(MetadataIndex(name, torch.Size(start)), tensor)
 
@@ -140,23 +147,24 @@ def _extra_states(model: Architecture) -> Iterator[str]:
     yield "decoder.final_layernorm._extra_state/shard_0_1"
 
 
-def common_of(said: Said) -> dict[str, Any]:
+def common_of(said: Said) -> dict[str, object]:
     """What common.pt holds: all that is no tensor."""
-    content: dict[str, Any] = {
+    content = {
         "args": argparse.Namespace(**said.arguments),
         "checkpoint_version": 3.0,
         "iteration": said.iteration,
-        "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
     }
+    described: dict[str, object] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if said.facts is None:
-        return content
+        return {**content, "content_metadata": described}
     groups = {"param_groups": written_groups(said.facts, (True, False), "core")}
-    optimizer: dict[str, Any] = {"optimizer": groups} if said.flat or "master" in said.kinds else groups
+    optimizer: dict[str, object] = {**({"optimizer": groups} if said.flat or "master" in said.kinds else groups)}
     if said.flat:
         optimizer["param_state_sharding_type"] = "fully_reshardable"
-        content["content_metadata"] |= {
+        described |= {
             "distrib_optim_sharding_type": "fully_reshardable",
             "distrib_optim_fully_reshardable_mem_efficient": False,
         }
     scheduler = written_scheduler(said.facts, "core")
-    return {**content, "optimizer": optimizer | written_scaler(said.facts), **scheduler}
+    optimizer |= written_scaler(said.facts)
+    return {**content, "content_metadata": described, "optimizer": optimizer, **scheduler}

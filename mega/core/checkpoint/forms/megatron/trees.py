@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -104,7 +103,7 @@ def open_form(path: Path, given: Given) -> Opened:
 
 
 def model_of_tree(
-    values: Mapping[str, Any], tensors: Tensors, tp: int, vocab: int | None, path: Path, folder: Path, *, core: bool
+    values: Mapping[str, object], tensors: Tensors, tp: int, vocab: int | None, path: Path, folder: Path, *, core: bool
 ) -> tuple[ModelConfig, tuple[str, ...]]:
     """The model that Megatron's arguments and a tree's tensors describe, and lines on its vocabulary and on arguments
     that its model does not have. core: Megatron-core's, which has not all of them."""
@@ -119,12 +118,12 @@ def model_of_tree(
 
 def _read_ranks(
     ranks: Mapping[tuple[int, int], Path], optimizer: bool
-) -> tuple[dict[str, torch.Tensor], State, int, Mapping[str, Any]]:
+) -> tuple[dict[str, torch.Tensor], State, int, Mapping[str, object]]:
     """All weights and the optimizer's state, how many model chunks a rank has, and what the first rank's file holds."""
     tensors: dict[str, torch.Tensor] = {}
     state, chunks = State(), 1
-    first: dict[str, Any] = {}
-    numbers: list[Any] = []
+    first: dict[str, object] = {}
+    numbers: list[object] = []
     for (t, p), directory in sorted(ranks.items(), key=lambda item: item[0][::-1]):
         content = read_pickled(_weights_file(directory))
         if not isinstance(content, dict):
@@ -149,17 +148,18 @@ def _read_ranks(
     return tensors, state, chunks, first
 
 
-def _increase(numbers: list[Any]) -> bool:
-    return all(type(n) is int for n in numbers) and all(a < b for a, b in pairwise(numbers))
+def _increase(numbers: list[object]) -> bool:
+    whole = [n for n in numbers if type(n) is int]
+    return len(whole) == len(numbers) and all(a < b for a, b in pairwise(whole))
 
 
-def _iteration(content: Mapping[str, Any]) -> int | None:
+def _iteration(content: Mapping[str, object]) -> int | None:
     """What a file says of its iteration, if anything."""
     said = content.get("iteration", content.get("total_iters"))
     return said if type(said) is int else None
 
 
-def _named(model: Any, directory: Path) -> dict[str, torch.Tensor]:
+def _named(model: object, directory: Path) -> dict[str, torch.Tensor]:
     """The tensors of one model chunk by common names; one that is there under two names must be the same."""
     stored = dict(_flat(model, directory))
     two_stacks, found = has_two_stacks(stored), dict[str, torch.Tensor]()
@@ -179,7 +179,7 @@ def _ranks(folder: Path) -> tuple[dict[tuple[int, int], Path], int, int]:
     return ranks, tp, pp
 
 
-def _models(content: Mapping[str, Any], directory: Path) -> list[str]:
+def _models(content: Mapping[str, object], directory: Path) -> list[str]:
     """The keys of a rank's chunks in their order: `model`, or `model0`, `model1`, ..."""
     numbers = {str(key): int(m[1] or 0) for key in content if (m := re.fullmatch(r"model(\d{0,6})", str(key)))}
     if not numbers:
@@ -208,7 +208,7 @@ def _weights_file(directory: Path) -> Path:
     raise CheckpointError(f"{directory}: holds no {WEIGHTS}")
 
 
-def _flat(tree: Any, where: Path, prefix: str = "") -> Iterable[tuple[str, torch.Tensor]]:
+def _flat(tree: object, where: Path, prefix: str = "") -> Iterable[tuple[str, torch.Tensor]]:
     """The tensors below a nested dict, by dotted name."""
     if not isinstance(tree, dict) or len(prefix) > 1000:
         raise CheckpointError(f"{where}: model{prefix} is {type(tree).__name__}, not a dict of tensors")

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 import torch
 
@@ -39,6 +39,7 @@ from mega.core.checkpoint.forms.writing import made, write_torch
 from mega.core.checkpoint.own.disk import creating, write_all
 from mega.core.checkpoint.own.source import OwnSource
 from mega.core.config.sections import ModelConfig
+from mega.core.untrusted import below
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Said:
 
     kinds: tuple[str, ...]
     facts: Facts | None
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, object]
     iteration: int
     flat: bool
     notes: tuple[str, ...]
@@ -63,8 +64,7 @@ def said_of(own: Own, to: str, era: Era, given: Given) -> Said:
     check_written(model, to, distributed=given.distributed)
     kinds = state_kinds(checkpoint) if given.optimizer else ()
     facts = facts_of(checkpoint.meta, str(checkpoint.path)) if kinds else None
-    progress = checkpoint.meta.get("progress")
-    progress = progress if isinstance(progress, dict) else {}
+    progress = below(checkpoint.meta, "progress")
     iteration = max(1, checkpoint.step)  # Megatron's loader refuses 0
     counts = {"iteration": iteration, "consumed_train_samples": progress.get("consumed", 0)}
     tokenizer = given.tokenizer_type or _tokenizer(checkpoint.meta)
@@ -89,11 +89,10 @@ def said_of(own: Own, to: str, era: Era, given: Given) -> Said:
     return Said(kinds, facts, arguments, iteration, given.distributed and facts is not None, notes)
 
 
-def _tokenizer(meta: Mapping[str, Any]) -> str | None:
+def _tokenizer(meta: Mapping[str, object]) -> str | None:
     """The kind of tokenizer that a checkpoint of ours was trained with, where it says one."""
-    config = meta.get("config")
-    section = config.get("tokenizer") if isinstance(config, dict) else None
-    return section.get("tokenizer") if isinstance(section, dict) else None
+    kind = below(meta, "config", "tokenizer").get("tokenizer")
+    return kind if isinstance(kind, str) else None
 
 
 def _for_legacy(to: str, facts: Facts | None) -> str:
@@ -105,7 +104,7 @@ def _for_legacy(to: str, facts: Facts | None) -> str:
     )
 
 
-def _for_core(family: str, arguments: Mapping[str, Any], era: Era, facts: Facts | None) -> str:
+def _for_core(family: str, arguments: Mapping[str, object], era: Era, facts: Facts | None) -> str:
     """Which flags Megatron-core needs to continue from the tree."""
     if family in OWN_STACKS:
         return "Megatron-core 0.18 has classes for it (BertModel, T5Model), and no script that trains them"
@@ -189,7 +188,10 @@ def written_table(options: ModelConfig, tp: int, pp: int) -> Table:
     return table(options, tp, written_stages(model, pp), model.input.rows(tp) // tp)
 
 
-def nested(content: Mapping[str, torch.Tensor], era: Era, family: str = "gpt") -> dict[str, Any]:
+_Tree: TypeAlias = "torch.Tensor | dict[str, _Tree]"
+
+
+def nested(content: Mapping[str, torch.Tensor], era: Era, family: str = "gpt") -> Mapping[str, object]:
     """The model tree of a file. Core trees are flat, in the order of the modules; legacy ones nest above the layers'
     dotted names, and a head's."""
     if ERAS[era].core and family in OWN_STACKS:
@@ -198,13 +200,15 @@ def nested(content: Mapping[str, torch.Tensor], era: Era, family: str = "gpt") -
         return flat | {alias: flat[name] for alias, name in ALIASES.get(family, {}).items() if name in flat}
     if ERAS[era].core:
         return _flat(content, era)
-    tree: dict[str, Any] = {}
+    tree: dict[str, _Tree] = {}
     for name, tensor in content.items():
         depth = 2 if name.startswith(("encoder.", "decoder.", "pooler.")) else 1 if name.startswith(HEADS) else -1
         *path, leaf = styled(name, era).split(".", depth)
         branch = tree
         for step in path:
-            branch = branch.setdefault(step, {})
+            below_it = branch.setdefault(step, {})
+            assert isinstance(below_it, dict)
+            branch = below_it
         branch[leaf] = tensor
     return tree
 
@@ -213,9 +217,9 @@ LINEARS = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linea
 """Modules of core's blocks that keep an extra state, by core's names: of fp8, and empty without."""
 
 
-def _flat(content: Mapping[str, torch.Tensor], era: Era) -> dict[str, Any]:
+def _flat(content: Mapping[str, torch.Tensor], era: Era) -> dict[str, torch.Tensor | None]:
     """Core's weights in the order of its modules, and the extra states that it looks for, which are empty."""
-    engine, tree = era == "core", {}
+    engine, tree = era == "core", dict[str, torch.Tensor | None]()
     empty = torch.empty(0, dtype=torch.uint8) if engine else None
     ordered = [(styled(name, era), tensor) for name, tensor in in_order(content, "", era).items()]
     for number, (name, tensor) in enumerate(ordered):
