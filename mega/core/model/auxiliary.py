@@ -14,13 +14,12 @@ ranks once a microbatch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from mega.core.architecture.layer import AuxiliaryLoss
 from mega.core.batch import Term
-from mega.core.ops.autograd import with_recipe
+from mega.core.ops.autograd import FunctionContext, with_recipe
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Axis
 
@@ -77,10 +76,18 @@ class _Ride(torch.autograd.Function):
     """x, whose gradient is passed on, and with it the scale of a total as that one's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, total: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        ctx.scale, ctx.dtype = scale, total.dtype
+    def forward(
+        ctx: FunctionContext[tuple[torch.Tensor, torch.dtype]],
+        x: torch.Tensor,
+        total: torch.Tensor,
+        scale: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.state = scale, total.dtype
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        return grad, ctx.scale.to(ctx.dtype), None
+    def backward(
+        ctx: FunctionContext[tuple[torch.Tensor, torch.dtype]], grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, None]:
+        scale, dtype = ctx.state
+        return grad, scale.to(dtype), None

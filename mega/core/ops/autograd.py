@@ -9,11 +9,26 @@ the tensor for the backward pass may keep the recipe instead and compute the ten
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 Recipe = Callable[[], torch.Tensor]
+State = TypeVar("State")
+
+
+class FunctionContext(FunctionCtx, Generic[State]):
+    """The `ctx` of an autograd function, as its types see it. state: what its forward leaves to its backward besides
+    tensors, set once. recipe: of `keep`."""
+
+    state: State
+    recipe: Recipe | None
+    saved_tensors: tuple[torch.Tensor, ...]
+
+    if TYPE_CHECKING:  # torch's own types forget that one may be None
+
+        def save_for_backward(self, *tensors: torch.Tensor | None) -> None: ...
 
 
 def deliver(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
@@ -28,18 +43,18 @@ def with_recipe(x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     return x
 
 
-def keep(ctx: Any, x: torch.Tensor) -> None:
+def keep(ctx: FunctionContext[State], x: torch.Tensor) -> None:
     """In a forward: keep `x`, or how to get it, for `kept`."""
     ctx.recipe = getattr(x, "recipe", None)
     ctx.save_for_backward(*(() if ctx.recipe else (x,)))
 
 
-def kept(ctx: Any) -> torch.Tensor:
+def kept(ctx: FunctionContext[State]) -> torch.Tensor:
     """In the backward: the tensor that `keep` was given. Call it once."""
-    recipe: Recipe | None = ctx.recipe
+    recipe = ctx.recipe
     if recipe is None:
         (x,) = ctx.saved_tensors
-        return x  # type: ignore[no-any-return]
+        return x
     ctx.recipe = None  # what the recipe holds is freed with it
     with torch.no_grad():
         return recipe()

@@ -19,6 +19,7 @@ import torch
 
 from mega.core.device import current_stream
 from mega.core.ops import observe
+from mega.core.ops.autograd import FunctionContext
 from mega.core.ops.mask import AttentionMask
 from mega.core.ops.partial_attention import PLAIN, Gradients
 from mega.core.ops.trial import error_of, first_line, passes
@@ -278,17 +279,23 @@ def _laid_out(x: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
 class _Windowed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plans: WindowPlans | AttentionMask
+        ctx: FunctionContext[WindowPlans | AttentionMask],
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plans: WindowPlans | AttentionMask,
     ) -> torch.Tensor:
         out, lse = forward(q, k, v, plans)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.plans = plans
+        ctx.state = plans
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(
+        ctx: FunctionContext[WindowPlans | AttentionMask], grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        return *backward(grad, q, k, v, out, lse, ctx.plans), None
+        return *backward(grad, q, k, v, out, lse, ctx.state), None
 
 
 # -- whether it can be relied on

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from mega.core.ops import observe
+from mega.core.ops.autograd import FunctionContext
 from mega.core.parallel.mesh import Axis
 
 # torch 2.13 renamed these; 2.11 knows the old names only.
@@ -173,13 +174,18 @@ class _Conjugate(torch.autograd.Function):
     """A collective, and the one that its gradient goes back by."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, there: Collective, back: Collective) -> torch.Tensor:
-        ctx.axis, ctx.back = axis, back
+    def forward(
+        ctx: FunctionContext[tuple[Axis, Collective]], x: torch.Tensor, axis: Axis, there: Collective, back: Collective
+    ) -> torch.Tensor:
+        ctx.state = axis, back
         return there(x, axis)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return ctx.back(grad, ctx.axis), None, None, None
+    def backward(
+        ctx: FunctionContext[tuple[Axis, Collective]], grad: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None, None]:
+        axis, back = ctx.state
+        return back(grad, axis), None, None, None
 
 
 def conjugate(x: torch.Tensor, axis: Axis, there: Collective, back: Collective) -> torch.Tensor:

@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from mega.core.batch import zigzag
+from mega.core.ops.autograd import FunctionContext
 from mega.core.ops.dropout import joined
 from mega.core.ops.mask import AttentionMask
 from mega.core.ops.norm import accurate
@@ -197,7 +198,9 @@ class _Ring(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: RingState) -> torch.Tensor:
+    def forward(
+        ctx: FunctionContext[RingState], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: RingState
+    ) -> torch.Tensor:
         axis, op = ring.axis, ring.op
         here, s, t = torch.stack([k, v]), q.shape[1], k.shape[1]
         result: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -216,13 +219,15 @@ class _Ring(torch.autograd.Function):
             here = here if shift is None else shift.wait()
         out, lse = result or _nothing(q)
         out = out.to(q.dtype)
-        ctx.ring = ring
+        ctx.state = ring
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
-        ring: RingState = ctx.ring
+    def backward(
+        ctx: FunctionContext[RingState], grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+        ring = ctx.state
         axis, op = ring.axis, ring.op
         q, k, v, out, lse = ctx.saved_tensors
         here, s, t = torch.stack([k, v]), q.shape[1], k.shape[1]

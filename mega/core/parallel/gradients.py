@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mega.core.ops.autograd import FunctionContext
 from mega.core.parallel.collectives import all_gather, all_reduce, start_all_gather, start_reduce_scatter
 from mega.core.parallel.deferred import WgradQueue
 from mega.core.parallel.layout import BucketRules, BucketSpec, ParameterSpec, plan_buckets
@@ -356,18 +357,18 @@ class _Return(torch.autograd.Function):
     """After a unit: when its backward pass begins, its weights are gathered again."""
 
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, buckets: list[Bucket]) -> torch.Tensor:
-        ctx.buckets = buckets
+    def forward(ctx: FunctionContext[list[Bucket]], y: torch.Tensor, buckets: list[Bucket]) -> torch.Tensor:
+        ctx.state = buckets
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        for bucket in ctx.buckets:
+    def backward(ctx: FunctionContext[list[Bucket]], grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        for bucket in ctx.state:
             bucket.unshard()
         return grad, None
 
 
-def _wait_param_gather(buckets: list[Bucket], *_: Any) -> None:
+def _wait_param_gather(buckets: list[Bucket], *_: object) -> None:
     """In front of a unit's forward pass: its weights are here."""
     for bucket in buckets:
         bucket.wait_param_gather()

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from mega.core.architecture import Tensor
-from mega.core.ops.autograd import keep, kept
+from mega.core.ops.autograd import FunctionContext, keep, kept
 from mega.core.ops.dropout import Dropout, of_columns
 from mega.core.parallel.collectives import (
     all_gather,
@@ -31,6 +31,9 @@ from mega.core.parallel.peers import Gather, Scatter
 from mega.core.parallel.region import Region
 from mega.core.parallel.weight import ParameterFactory, Weight
 
+_MatmulState = tuple[LinearGemms, Region, torch.dtype, Any]
+"""The GEMMs, where they run, the input's dtype, and what `LinearGemms.forward` saved."""
+
 
 class _ColumnMatmul(torch.autograd.Function):
     """x [tokens, in] -> [tokens, out of this rank]; under sequence x are our tokens.
@@ -40,7 +43,7 @@ class _ColumnMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: FunctionContext[_MatmulState],
         x: torch.Tensor,
         gemms: LinearGemms,
         bias: torch.Tensor | None,
@@ -48,8 +51,8 @@ class _ColumnMatmul(torch.autograd.Function):
         drop: Dropout | None,
         *weights: Weight,
     ) -> torch.Tensor:
-        ctx.gemms, ctx.region, axis, sequence = gemms, region, region.axis, region.sequence
-        ctx.dtype, ctx.saved = x.dtype, None
+        axis, sequence = region.axis, region.sequence
+        ctx.state = gemms, region, x.dtype, None
         if trained(gemms):
             keep(ctx, x)
         factor = gemms.cast(x.dtype)
@@ -59,19 +62,15 @@ class _ColumnMatmul(torch.autograd.Function):
                 gemms.forward(part, factor, bias, out=y[rows])
             return y
         whole = all_gather(x, axis) if sequence else x
-        y, ctx.saved = gemms.forward(whole, factor, bias, drop)
+        y, saved = gemms.forward(whole, factor, bias, drop)
+        ctx.state = gemms, region, x.dtype, saved
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gemms: LinearGemms = ctx.gemms
-        axis, sequence, transport, factor = (
-            ctx.region.axis,
-            ctx.region.sequence,
-            ctx.region.transport,
-            gemms.cast(ctx.dtype),
-        )
-        x: Any = kept(ctx) if trained(gemms) else None
+    def backward(ctx: FunctionContext[_MatmulState], grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gemms, region, dtype, saved = ctx.state
+        axis, sequence, transport, factor = region.axis, region.sequence, region.transport, gemms.cast(dtype)
+        x = kept(ctx) if trained(gemms) else None
         if x is not None and sequence and transport is not None:
             gathered, summed = Gather(x, transport), Scatter(*x.shape, x, transport)  # type: ignore[call-arg]
             for rows, out in summed.parts():
@@ -80,7 +79,7 @@ class _ColumnMatmul(torch.autograd.Function):
             return gemms.weights[0].ops.total(summed.blocks()), None, None, None, None, *grads
         # 1 ask for the whole input again, where a weight's gradient needs it, while the input's gradient is computed
         whole, gathering = start_all_gather(x, axis) if sequence and x is not None else (x, None)
-        prepared = gemms.prepare(grad, ctx.saved)
+        prepared = gemms.prepare(grad, saved)
         grad_x = gemms.dgrad(prepared, factor)
         # 2 sum the input's gradient over ranks while the gradients of weights are computed
         if sequence:
@@ -102,10 +101,15 @@ class _RowMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, gemms: LinearGemms, region: Region, drop: Dropout | None, *weights: Weight
+        ctx: FunctionContext[_MatmulState],
+        x: torch.Tensor,
+        gemms: LinearGemms,
+        region: Region,
+        drop: Dropout | None,
+        *weights: Weight,
     ) -> torch.Tensor:
-        ctx.gemms, ctx.region, axis, sequence = gemms, region, region.axis, region.sequence
-        ctx.dtype, ctx.saved = x.dtype, None
+        axis, sequence = region.axis, region.sequence
+        ctx.state = gemms, region, x.dtype, None
         if trained(gemms):
             keep(ctx, x)
         factor = gemms.cast(x.dtype)
@@ -114,23 +118,19 @@ class _RowMatmul(torch.autograd.Function):
             for rows, out in summed.parts():
                 gemms.forward(x[rows], factor, out=out)
             return gemms.weights[0].ops.total(summed.blocks())
-        y, ctx.saved = gemms.forward(x, factor, None, drop)
+        y, saved = gemms.forward(x, factor, None, drop)
+        ctx.state = gemms, region, x.dtype, saved
         if sequence:
             return reduce_scatter(y, axis)
         all_reduce(y, axis)
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gemms: LinearGemms = ctx.gemms
-        axis, sequence, transport, factor = (
-            ctx.region.axis,
-            ctx.region.sequence,
-            ctx.region.transport,
-            gemms.cast(ctx.dtype),
-        )
+    def backward(ctx: FunctionContext[_MatmulState], grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gemms, region, dtype, saved = ctx.state
+        axis, sequence, transport, factor = region.axis, region.sequence, region.transport, gemms.cast(dtype)
         # First: where it brings a whole block back, there is nothing else yet.
-        x: Any = kept(ctx) if trained(gemms) else None
+        x = kept(ctx) if trained(gemms) else None
         if x is not None and sequence and transport is not None:
             gathered, grad_x = Gather(grad, transport), torch.empty_like(x)
             for rows, part in gathered.parts():
@@ -138,7 +138,7 @@ class _RowMatmul(torch.autograd.Function):
             grads = gemms.wgrad(gathered.whole(keep=defers_wgrad(gemms)), x)
             return grad_x, None, None, None, *grads
         # The gradient that was gathered is not held here: in fp8 the prepared one is another tensor.
-        prepared = gemms.prepare(all_gather(grad, axis) if sequence else grad, ctx.saved)
+        prepared = gemms.prepare(all_gather(grad, axis) if sequence else grad, saved)
         del grad
         grad_x = gemms.dgrad(prepared, factor)
         return grad_x, None, None, None, *gemms.wgrad(prepared, x)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from mega.core.architecture import Tensor
 from mega.core.batch import Term
-from mega.core.ops.autograd import deliver
+from mega.core.ops.autograd import FunctionContext, deliver
 from mega.core.ops.norm import accurate
 from mega.core.ops.suite import Ops
 from mega.core.parallel.collectives import all_reduce, reduce_from_region
@@ -30,8 +30,8 @@ class _LookUp(torch.autograd.Function):
     """ids [tokens] -> rows [tokens, h]; zeros for ids of other ranks. `first` is None where there are none."""
 
     @staticmethod
-    def forward(ctx: Any, ids: torch.Tensor, weight: Weight, first: int | None) -> torch.Tensor:
-        ctx.weight = weight
+    def forward(ctx: FunctionContext[Weight], ids: torch.Tensor, weight: Weight, first: int | None) -> torch.Tensor:
+        ctx.state = weight
         if first is None:
             ctx.save_for_backward(ids, None)
             return weight.detach()[ids]
@@ -42,11 +42,11 @@ class _LookUp(torch.autograd.Function):
         return weight.detach()[local].masked_fill(~ours[:, None], 0)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, None]:
+    def backward(ctx: FunctionContext[Weight], grad: torch.Tensor) -> tuple[None, torch.Tensor | None, None]:
         local, ours = ctx.saved_tensors
         if ours is not None:
             grad = grad.masked_fill(~ours[:, None], 0)
-        return None, ctx.weight.add_rows(local, grad), None
+        return None, ctx.state.add_rows(local, grad), None
 
 
 def look_up(ids: torch.Tensor, weight: Weight) -> torch.Tensor:
@@ -113,19 +113,27 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, labels: torch.Tensor, weight: Weight, axis: Axis, bias: Weight | None
+        ctx: FunctionContext[tuple[Ops, int, Weight | None]],
+        x: torch.Tensor,
+        labels: torch.Tensor,
+        weight: Weight,
+        axis: Axis,
+        bias: Weight | None,
     ) -> torch.Tensor:
-        ctx.ops, ctx.real, ctx.bias = weight.ops, weight.segments[0].shard.size[0], bias
+        real = weight.segments[0].shard.size[0]
+        ctx.state = weight.ops, real, bias
         local = labels - axis.index * x.shape[1]
-        log_total, target, _ = _normalised(ctx.ops, x, local, ctx.real, axis)
+        log_total, target, _ = _normalised(weight.ops, x, local, real, axis)
         ctx.save_for_backward(x, local, log_total)
         return log_total - target
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, torch.Tensor | None]:
-        x, local, log_total = ctx.saved_tensors
-        grad_x = ctx.ops.softmax_gradient(x, local, log_total, grad, ctx.real)
-        return grad_x, None, None, None, _bias_gradient(ctx.bias, grad_x)
+    def backward(
+        ctx: FunctionContext[tuple[Ops, int, Weight | None]], grad: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None, None, torch.Tensor | None]:
+        (x, local, log_total), (ops, real, bias) = ctx.saved_tensors, ctx.state
+        grad_x = ops.softmax_gradient(x, local, log_total, grad, real)
+        return grad_x, None, None, None, _bias_gradient(bias, grad_x)
 
 
 class _WithGradient(torch.autograd.Function):
@@ -134,19 +142,26 @@ class _WithGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor, weight: Weight, bias: Weight | None
+        ctx: FunctionContext[Weight | None],
+        x: torch.Tensor,
+        labels: torch.Tensor,
+        scale: torch.Tensor,
+        weight: Weight,
+        bias: Weight | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         nll, gradient = weight.ops.nll_and_gradient(x, labels, scale, weight.segments[0].shard.size[0])
-        ctx.bias = bias
+        ctx.state = bias
         ctx.save_for_backward(gradient.detach())
         ctx.mark_non_differentiable(nll)
         ctx.set_materialize_grads(False)
         return nll, x.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *_: Any) -> tuple[torch.Tensor, None, None, None, torch.Tensor | None]:
+    def backward(
+        ctx: FunctionContext[Weight | None], *_: object
+    ) -> tuple[torch.Tensor, None, None, None, torch.Tensor | None]:
         (gradient,) = ctx.saved_tensors
-        return gradient, None, None, None, _bias_gradient(ctx.bias, gradient)
+        return gradient, None, None, None, _bias_gradient(ctx.state, gradient)
 
 
 def _bias_gradient(bias: Weight | None, grad: torch.Tensor) -> torch.Tensor | None:

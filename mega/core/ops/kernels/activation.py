@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from mega.core.ops.activation import GATED
+from mega.core.ops.autograd import FunctionContext
 from mega.core.ops.kernels.language import cdiv, jit, launch, tl
 from mega.core.ops.kernels.sums import deliver_sums
 
@@ -102,15 +101,19 @@ def _activated(x: torch.Tensor, bias: torch.Tensor | None, kind: int) -> torch.T
 
 class _Activate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, kind: int) -> torch.Tensor:
+    def forward(
+        ctx: FunctionContext[tuple[torch.Tensor | None, int]], x: torch.Tensor, bias: torch.Tensor | None, kind: int
+    ) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.bias, ctx.kind = bias, kind
+        ctx.state = bias, kind
         return _activated(x, bias, kind)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(
+        ctx: FunctionContext[tuple[torch.Tensor | None, int]], grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        bias = ctx.bias
+        bias, kind = ctx.state
         rows, width = x.shape
         parts = cdiv(rows, ROWS)
         out = torch.empty_like(x)
@@ -118,7 +121,7 @@ class _Activate(torch.autograd.Function):
         launch(
             _activation_backward, (cdiv(width, WIDE), parts),
             x, bias, grad.contiguous(), out, sums, rows, width,
-            KIND=ctx.kind, BIAS=bias is not None, ROWS=ROWS, TALL=TALL, WIDE=WIDE, STAGES=STAGES,
+            KIND=kind, BIAS=bias is not None, ROWS=ROWS, TALL=TALL, WIDE=WIDE, STAGES=STAGES,
         )  # fmt: skip
         return out, None if sums is None else deliver_sums((bias,), sums)[0], None
 
@@ -172,18 +175,18 @@ def _gated(x: torch.Tensor, kind: int) -> torch.Tensor:
 
 class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, kind: int) -> torch.Tensor:
+    def forward(ctx: FunctionContext[int], x: torch.Tensor, kind: int) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.kind = kind
+        ctx.state = kind
         return _gated(x, kind)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: FunctionContext[int], grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (x,) = ctx.saved_tensors
         rows, width = x.shape[0], x.shape[1] // 2
         out = torch.empty_like(x)
         grid = (cdiv(width, BLOCK) * rows,)
-        launch(_gate_backward, grid, x, grad.contiguous(), out, width, KIND=ctx.kind, BLOCK=BLOCK)
+        launch(_gate_backward, grid, x, grad.contiguous(), out, width, KIND=ctx.state, BLOCK=BLOCK)
         return out, None
 
 

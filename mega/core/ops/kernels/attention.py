@@ -15,6 +15,7 @@ import torch
 
 from mega.core.ops import cudnn, observe
 from mega.core.ops.attention import fused_recomputing
+from mega.core.ops.autograd import FunctionContext
 from mega.core.ops.counter import RULE
 from mega.core.ops.kernels.counter import kept, row_keys
 from mega.core.ops.kernels.language import cdiv, jit, launch, next_power_of_2, tl
@@ -593,16 +594,18 @@ def backward(
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
+    def forward(
+        ctx: FunctionContext[AttentionMask], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask
+    ) -> torch.Tensor:
         out, lse = forward(q, k, v, mask)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.mask = mask
+        ctx.state = mask
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: FunctionContext[AttentionMask], grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        return *backward(grad, q, k, v, out, lse, ctx.mask), None
+        return *backward(grad, q, k, v, out, lse, ctx.state), None
 
 
 def applies(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mega.core.ops import norm
-from mega.core.ops.autograd import deliver
+from mega.core.ops.autograd import FunctionContext, deliver
 from mega.core.ops.counter import RULE
 from mega.core.ops.dropout import Dropout
 from mega.core.ops.kernels.counter import kept_elements, row_keys
@@ -68,20 +68,28 @@ def _launch(
     return y
 
 
+_AddState = tuple[torch.Tensor | None, Dropout, bool, torch.dtype]
+"""Bias, dropout, whether there is a residual, and the dtype of the branch."""
+
+
 class _Added(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor | None, branch: torch.Tensor, bias: torch.Tensor | None, drop: Dropout
+        ctx: FunctionContext[_AddState],
+        x: torch.Tensor | None,
+        branch: torch.Tensor,
+        bias: torch.Tensor | None,
+        drop: Dropout,
     ) -> torch.Tensor:
-        ctx.bias, ctx.drop, ctx.residual, ctx.dtype = bias, drop, x is not None, branch.dtype
+        ctx.state = bias, drop, x is not None, branch.dtype
         return _launch(x, branch, bias, torch.empty_like(branch if x is None else x), drop)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        grad = grad.contiguous()
-        of_branch = _launch(None, grad, None, torch.empty_like(grad, dtype=ctx.dtype), ctx.drop)
-        of_bias = None if ctx.bias is None else deliver(ctx.bias, of_branch.sum(0, dtype=torch.float32))
-        return grad if ctx.residual else None, of_branch, of_bias, None
+    def backward(ctx: FunctionContext[_AddState], grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad, (bias, drop, residual, dtype) = grad.contiguous(), ctx.state
+        of_branch = _launch(None, grad, None, torch.empty_like(grad, dtype=dtype), drop)
+        of_bias = None if bias is None else deliver(bias, of_branch.sum(0, dtype=torch.float32))
+        return grad if residual else None, of_branch, of_bias, None
 
 
 def added(

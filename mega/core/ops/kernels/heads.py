@@ -4,10 +4,10 @@ launch for what is turned alike."""
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import Any
 
 import torch
 
+from mega.core.ops.autograd import FunctionContext
 from mega.core.ops.heads import Rotary
 from mega.core.ops.kernels.language import cdiv, jit, launch, next_power_of_2, tl
 from mega.core.ops.kernels.sums import deliver_sums
@@ -105,10 +105,14 @@ def _split(
     return q, k, v
 
 
+_SplitState = tuple[torch.Tensor | None, int, int, int]
+"""Bias, tokens, their stride, width of a head."""
+
+
 class _SplitHeads(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: FunctionContext[_SplitState],
         fused: torch.Tensor,
         bias: torch.Tensor | None,
         heads: int,
@@ -118,13 +122,13 @@ class _SplitHeads(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         tokens, stride = fused.shape
         ctx.save_for_backward(cos, sin)
-        ctx.bias, ctx.shape = bias, (tokens, stride, stride // (heads + 2 * kv_heads))
+        ctx.state = bias, tokens, stride, stride // (heads + 2 * kv_heads)
         return _split(fused.detach(), heads, kv_heads, cos, sin)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: FunctionContext[_SplitState], *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        bias, (tokens, stride, width) = ctx.bias, ctx.shape
+        bias, tokens, stride, width = ctx.state
         block = TOKENS if bias is None else SUMMED
         parts = cdiv(tokens, block)
         sums = None if bias is None else torch.empty(1, parts, stride, dtype=torch.float32, device=grads[0].device)

@@ -6,12 +6,11 @@ weight, bias and branch bias, each in a row of its own of a small table that is 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from mega.core.device import multiprocessors
 from mega.core.ops import norm
+from mega.core.ops.autograd import FunctionContext
 from mega.core.ops.counter import RULE
 from mega.core.ops.dropout import Dropout
 from mega.core.ops.kernels.dropout import dropped, values_of
@@ -134,10 +133,14 @@ def _forward(
     return total, normed
 
 
+_NormState = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, Dropout | None, torch.dtype | None]
+"""Weight, bias, the branch's bias, its dropout and its dtype."""
+
+
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: FunctionContext[_NormState],
         x: torch.Tensor,
         branch: torch.Tensor | None,
         branch_bias: torch.Tensor | None,
@@ -150,29 +153,30 @@ class _AddNorm(torch.autograd.Function):
         total, normed = _forward(x, branch, branch_bias, drop, weight, bias, eps, mean, rstd)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(total, mean, rstd)
-        ctx.weight, ctx.bias, ctx.branch_bias, ctx.drop = weight, bias, branch_bias, drop
-        ctx.branch_dtype = None if branch is None else branch.dtype
+        ctx.state = weight, bias, branch_bias, drop, None if branch is None else branch.dtype
         return total, normed
 
     @staticmethod
-    def backward(ctx: Any, grad_sum: torch.Tensor | None, grad_normed: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(
+        ctx: FunctionContext[_NormState], grad_sum: torch.Tensor | None, grad_normed: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         x, mean, rstd = ctx.saved_tensors
-        weight, bias, branch_bias = ctx.weight, ctx.bias, ctx.branch_bias
+        weight, bias, branch_bias, drop, branch_dtype = ctx.state
         assert grad_normed is not None, "the norm itself is always used"
         width = x.shape[-1]
         rows = x.numel() // width
         block, warps = _shape(width)
         programs = min(rows, multiprocessors(x.device) * (4 if warps < 4 else 2))
         grad, grad_branch = torch.empty_like(x), None
-        if ctx.branch_dtype is not None:
-            grad_branch = torch.empty_like(x, dtype=ctx.branch_dtype) if ctx.drop is not None else grad
+        if branch_dtype is not None:
+            grad_branch = torch.empty_like(x, dtype=branch_dtype) if drop is not None else grad
         sums = torch.empty(3, programs, width, dtype=torch.float32, device=x.device)
         launch(
             _norm_backward, (programs,),
             x, weight, mean, rstd, None if grad_sum is None else grad_sum.contiguous(), grad_normed.contiguous(),
-            grad, grad_branch, sums, values_of(ctx.drop), rows, width, programs,
+            grad, grad_branch, sums, values_of(drop), rows, width, programs,
             RESIDUAL=grad_sum is not None, BRANCH_BIAS=branch_bias is not None, CENTRED=bias is not None,
-            DROP=ctx.drop is not None, BLOCK=block, STAGES=STAGES, num_warps=warps,
+            DROP=drop is not None, BLOCK=block, STAGES=STAGES, num_warps=warps,
         )  # fmt: skip
         of_weight, of_bias, of_branch_bias = deliver_sums((weight, bias, branch_bias), sums)
         return grad, grad_branch, of_branch_bias, None, of_weight, of_bias, None
