@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from mega.core.checkpoint.own.pieces import Piece
-from mega.core.checkpoint.own.together import Exchange
+from mega.core.checkpoint.own.together import JsonExchange
 from mega.core.config.run import RunConfig
 from mega.core.device import Device, HostCopy
 from mega.core.optim.optimizer import Optimizer
@@ -96,7 +96,7 @@ class TrainState:
         return torch.tensor(list(terms.values()), dtype=torch.float64, device=self.device.torch)
 
     @property
-    def exchange(self) -> Exchange:
+    def exchange(self) -> JsonExchange:
         """Plain JSON values of all ranks, for what is done together."""
         return partial(gather_json, axis=self.mesh.everyone, device=self.device.torch)
 

@@ -17,7 +17,7 @@ from mega.core.checkpoint.own.model import check_size, model_of
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.checkpoint.own.steps import STEP
 from mega.core.checkpoint.own.store import Checkpoint
-from mega.core.checkpoint.own.together import Exchange, alone, gathered
+from mega.core.checkpoint.own.together import JsonExchange, alone, gathered
 from mega.core.config.sections import ModelConfig
 from mega.core.files import url_of
 
@@ -27,7 +27,7 @@ ADVICE = "Put the base there, or in the same place relative to the adapters; a r
 
 
 def open_base(
-    checkpoint: Checkpoint, given: str | None, report: Report = lambda line: None, exchange: Exchange = alone
+    checkpoint: Checkpoint, given: str | None, report: Report = lambda line: None, exchange: JsonExchange = alone
 ) -> Checkpoint | None:
     """The base of a checkpoint of adapters: at `given`, else where it was or has been moved along with them; None where
     the checkpoint is whole.
@@ -55,7 +55,7 @@ def open_base(
 
 
 def _tried(
-    named: Mapping[str, str], place: str, report: Report, exchange: Exchange, *, chain: bool = False
+    named: Mapping[str, str], place: str, report: Report, exchange: JsonExchange, *, chain: bool = False
 ) -> tuple[Checkpoint | None, str]:
     """What lies at `place`, where it is the base that is named; else why it is not. chain: or adapters of that base."""
     try:
@@ -86,7 +86,7 @@ def unlike(named: str, found: str) -> str:
 
 
 def _moved_along(
-    checkpoint: Checkpoint, named: Mapping[str, str], report: Report, exchange: Exchange
+    checkpoint: Checkpoint, named: Mapping[str, str], report: Report, exchange: JsonExchange
 ) -> tuple[Checkpoint | None, str]:
     """The base in the same place relative to the adapters, both being moved; or why what bears its name is not it."""
     if url_of(checkpoint.path) or url_of(named["path"]):

@@ -18,7 +18,7 @@ from mega.core.checkpoint.own.layout import ONE
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece, Tensors
 from mega.core.checkpoint.own.steps import STEP
 from mega.core.checkpoint.own.store import Checkpoint, locate
-from mega.core.checkpoint.own.together import Exchange, alone, disagreement, gathered, together
+from mega.core.checkpoint.own.together import JsonExchange, alone, disagreement, gathered, together
 from mega.core.files import url_of
 from mega.core.untrusted import Json
 
@@ -62,7 +62,7 @@ def _foreign_name(path: Path) -> str:
     return "" if foreign_form(path) is None else form_at(path).name
 
 
-def open_start(place: str, report: Callable[[str], None], exchange: Exchange = alone) -> tuple[Checkpoint, bool]:
+def open_start(place: str, report: Callable[[str], None], exchange: JsonExchange = alone) -> tuple[Checkpoint, bool]:
     """What lies at `place`, and whether it is weights alone, of others. Errors: as `locate`, on all ranks."""
     names = [""] if url_of(place) is not None else gathered(partial(_foreign_name, Path(place)), exchange)
     if differ := disagreement([name or "none of others" for name in names]):

@@ -12,7 +12,7 @@ from mega.core.checkpoint.own.pieces import CheckpointError, Piece
 from mega.core.checkpoint.own.reader import Checkpoint
 from mega.core.checkpoint.own.remote import RemoteStore
 from mega.core.checkpoint.own.steps import NOTHING, STEP
-from mega.core.checkpoint.own.together import Exchange, alone, together
+from mega.core.checkpoint.own.together import JsonExchange, alone, together
 from mega.core.files import url_of
 
 __all__ = [
@@ -40,7 +40,7 @@ def _warn(line: str) -> None:
     print(f"mega: {line}", file=sys.stderr)
 
 
-def locate(place: Path | str, report: Callable[[str], None] = _warn, exchange: Exchange = alone) -> Checkpoint:
+def locate(place: Path | str, report: Callable[[str], None] = _warn, exchange: JsonExchange = alone) -> Checkpoint:
     """Open what a user points at: a step's directory, or a run's, which means its newest step; or a URL of either.
 
     report: is given a line for every newer checkpoint that is passed over because it is damaged or suspect.

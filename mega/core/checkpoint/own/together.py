@@ -16,7 +16,7 @@ from mega.core.words import name_ranks
 Result = TypeVar("Result")
 
 
-class Exchange(Protocol):
+class JsonExchange(Protocol):
     """Given this rank's plain JSON value, returns every rank's, in the order of ranks, on all of them together."""
 
     def __call__(self, value: Result, /) -> list[Result]: ...
@@ -38,7 +38,7 @@ def alone(value: Result) -> list[Result]:
     return [value]
 
 
-def together(act: Callable[[], Result], exchange: Exchange) -> Result:
+def together(act: Callable[[], Result], exchange: JsonExchange) -> Result:
     """What `act` gives here, where it succeeded on every rank.
 
     Errors: CheckpointError on all where it failed on any, naming ranks and reasons; what is neither the user's mistake
@@ -58,7 +58,7 @@ def together(act: Callable[[], Result], exchange: Exchange) -> Result:
     raise failure from fault
 
 
-def gathered(act: Callable[[], Result], exchange: Exchange) -> list[Result]:
+def gathered(act: Callable[[], Result], exchange: JsonExchange) -> list[Result]:
     """What `act`, whose result is plain JSON, gives on every rank. Errors: as of `together`."""
     own = together(act, exchange)
     return exchange(own)

@@ -14,7 +14,7 @@ from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.checkpoint.own.reader import Checkpoint
 from mega.core.checkpoint.own.steps import StepFolder
 from mega.core.checkpoint.own.together import (
-    Exchange,
+    JsonExchange,
     alone,
     attempt,
     describe,
@@ -50,7 +50,7 @@ class TrustedSteps(StepFolder):
         *,
         verify: bool = True,
         report: Callable[[str], None] = lambda line: None,
-        exchange: Exchange = alone,
+        exchange: JsonExchange = alone,
     ) -> Checkpoint | None:
         """The newest published checkpoint that every rank trusts, opened, and the same one on all of them.
 
@@ -117,7 +117,7 @@ class TrustedSteps(StepFolder):
         return checkpoint, ""
 
     def open_named(
-        self, step: int, report: Callable[[str], None] = lambda line: None, exchange: Exchange = alone
+        self, step: int, report: Callable[[str], None] = lambda line: None, exchange: JsonExchange = alone
     ) -> Checkpoint:
         """The step that the user names, the same on all ranks. report: is given a line where it is suspect.
 

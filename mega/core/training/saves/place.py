@@ -12,7 +12,7 @@ import torch
 
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.checkpoint.own.store import CheckpointStore, store_at
-from mega.core.checkpoint.own.together import Exchange, alone, gathered
+from mega.core.checkpoint.own.together import JsonExchange, alone, gathered
 from mega.core.config.run import RunConfig
 from mega.core.files import url_of
 from mega.core.parallel.collectives import all_reduce
@@ -20,7 +20,7 @@ from mega.core.parallel.mesh import Mesh
 from mega.core.words import name_ranks
 
 
-def check_no_newer(run: RunConfig, start: int, exchange: Exchange = alone) -> None:
+def check_no_newer(run: RunConfig, start: int, exchange: JsonExchange = alone) -> None:
     """Check that --save holds no checkpoint later than step `start`, where this run starts; none that any rank sees.
 
     Else a later --resume auto would take that one, of another history. That option itself starts from the newest that
@@ -69,7 +69,7 @@ SEEN_WITHIN = 10.0
 there was no such file."""
 
 
-def check_shared(place: str | None, exchange: Exchange, rank: int) -> None:
+def check_shared(place: str | None, exchange: JsonExchange, rank: int) -> None:
     """See that --save is one folder for all ranks, and not each host's own: a checkpoint is made of every rank's file.
 
     Errors: ValueError on all ranks, naming those that do not see what rank 0 writes there.

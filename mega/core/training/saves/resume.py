@@ -19,7 +19,7 @@ from mega.core.checkpoint.own.base import describe, named_base
 from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece
 from mega.core.checkpoint.own.store import Checkpoint, CheckpointStore, locate, store_at
-from mega.core.checkpoint.own.together import Exchange, alone, together
+from mega.core.checkpoint.own.together import JsonExchange, alone, together
 from mega.core.config.resolve import with_head
 from mega.core.config.run import RunConfig, flag_of, options_with, value_of
 from mega.core.config.sections import LABELLED
@@ -46,7 +46,9 @@ class ResumePoint:
     base: Checkpoint | None = None
 
 
-def find_resume_point(run: RunConfig, report: Callable[[str], None], exchange: Exchange = alone) -> ResumePoint | None:
+def find_resume_point(
+    run: RunConfig, report: Callable[[str], None], exchange: JsonExchange = alone
+) -> ResumePoint | None:
     """Where this run starts from, as `_find` looks for it, and the base of a checkpoint of adapters.
 
     Errors: ValueError, on all ranks.
@@ -61,7 +63,7 @@ def find_resume_point(run: RunConfig, report: Callable[[str], None], exchange: E
     return dataclasses.replace(point, base=open_base(point.checkpoint, given, report, exchange))
 
 
-def _find(run: RunConfig, report: Callable[[str], None], exchange: Exchange) -> ResumePoint | None:
+def _find(run: RunConfig, report: Callable[[str], None], exchange: JsonExchange) -> ResumePoint | None:
     """The checkpoint this run starts from: --resume, else --load, else none; the same one on every rank.
 
     Every rank looks, and what they found is compared before any weight is read: of a run's directory, the newest step
@@ -111,7 +113,7 @@ def _check_own_place(place: str) -> None:
         raise CheckpointError(f"--save {place}: holds {form.words}, so that no run is saved there; {made}")
 
 
-def _store(place: str, exchange: Exchange) -> CheckpointStore:
+def _store(place: str, exchange: JsonExchange) -> CheckpointStore:
     return together(lambda: store_at(place), exchange)
 
 

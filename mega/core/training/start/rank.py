@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 from mega.core.activity import ACTIVITY
-from mega.core.checkpoint.own.together import Exchange, alone, together
+from mega.core.checkpoint.own.together import JsonExchange, alone, together
 from mega.core.config.resolve import last_step
 from mega.core.config.run import RunConfig
 from mega.core.data.dataset import Dataset
@@ -74,7 +74,7 @@ def start(
     check_consistent(comparable(inputs, device), mesh.everyone, device.torch, _reporter(rank))
     # Before the newest checkpoint is looked for: another process that has the place may be saving one.
     lock(held, None if evaluated.skip_train else run.checkpoint.save, mesh, device.torch)
-    exchange: Exchange = partial(gather_json, axis=mesh.everyone, device=device.torch) if world > 1 else alone
+    exchange: JsonExchange = partial(gather_json, axis=mesh.everyone, device=device.torch) if world > 1 else alone
     check_shared(None if evaluated.skip_train else run.checkpoint.save, exchange, rank)
     state, kind = build_state(run, mesh, device), kind_of(run)
     point = _resume(state, exchange)
@@ -113,7 +113,7 @@ def _with_former_blends(inputs: Inputs, point: ResumePoint | None, report: Calla
         return dataclasses.replace(inputs, datasets=datasets(run, inputs.tokenizer, phases))
 
 
-def _resume(state: TrainState, exchange: Exchange) -> ResumePoint | None:
+def _resume(state: TrainState, exchange: JsonExchange) -> ResumePoint | None:
     """Fill the state from where the run starts, the same on every rank. Errors: ValueError on all of them."""
     point = find_resume_point(state.run, _reporter(state.mesh.rank), exchange)
     if point is not None:
