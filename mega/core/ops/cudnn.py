@@ -88,7 +88,7 @@ class ExecutionPlan(NamedTuple):
     """One graph of cuDNN's; tensors: what it takes and makes, in the order of `run`. workspace: bytes."""
 
     graph: Any
-    tensors: tuple[Any, ...]
+    tensors: tuple[object, ...]
     workspace: int
 
     def run(self, *buffers: torch.Tensor) -> None:
@@ -107,7 +107,7 @@ class WindowPlans(NamedTuple):
     strides: tuple[tuple[int, ...], ...]
 
 
-_PLANS: dict[tuple[Any, ...], WindowPlans | None] = {}
+_PLANS: dict[tuple[object, ...], WindowPlans | None] = {}
 
 
 def _planned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> WindowPlans | None:
@@ -125,7 +125,7 @@ def _planned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> 
 
 
 @cache
-def _handle(device: torch.device) -> Any:
+def _handle(device: torch.device) -> object:
     """One of a device: work is given to it by one thread at a time, as autograd's waits for ours or we for it."""
     return import_module("cudnn").create_handle()
 
@@ -194,7 +194,7 @@ class _GraphBuilder:
             io_data_type=self._io, intermediate_data_type=wide, compute_data_type=wide, handle=self._handle
         )
 
-    def _input(self, graph: Any, name: str, layout: Layout) -> Any:
+    def _input(self, graph: Any, name: str, layout: Layout) -> object:
         dim, stride = _heads_first(layout)
         return graph.tensor(name=name, dim=dim, stride=stride, data_type=self._io)
 
@@ -202,7 +202,7 @@ class _GraphBuilder:
         dim, stride = _heads_first(layout)
         made.set_output(True).set_dim(dim).set_stride(stride).set_data_type(self._io)
 
-    def _finish(self, graph: Any, *tensors: Any) -> ExecutionPlan:
+    def _finish(self, graph: Any, *tensors: object) -> ExecutionPlan:
         graph.validate()
         graph.build_operation_graph()
         graph.create_execution_plans([self._cudnn.heur_mode.A, self._cudnn.heur_mode.FALLBACK])

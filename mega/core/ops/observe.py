@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Observer(Protocol):
     """What is reported, as it happens."""
 
-    def kernel(self, name: str, arguments: Sequence[Any]) -> None:
+    def kernel(self, name: str, arguments: Sequence[object]) -> None:
         """A launch with these arguments, tensors among them."""
 
     def attention(self, kernel: str, q: torch.Tensor, k: torch.Tensor, mask: AttentionMask, *, backward: bool) -> None:
@@ -48,7 +48,7 @@ def observing(observer: Observer) -> Iterator[None]:
         _observers.pop()
 
 
-def kernel(name: str, arguments: Sequence[Any]) -> None:
+def kernel(name: str, arguments: Sequence[object]) -> None:
     for observer in _observers:
         observer.kernel(name, arguments)
 

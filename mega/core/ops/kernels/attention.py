@@ -9,7 +9,7 @@ score is checked. Scores are in units of log 2, since the device computes powers
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -28,38 +28,38 @@ LOG2E = math.log2(math.e)
 class Heads(NamedTuple):
     """[b, s, heads, d]: where it begins, and its strides; d is contiguous."""
 
-    at: Any
-    batch: Any
-    row: Any
-    head: Any
+    at: torch.Tensor
+    batch: int
+    row: int
+    head: int
 
 
 class Seen(NamedTuple):
     """What of `AttentionMask` hides keys. Documents: where they begin and the stride of a row. bounds: of documents."""
 
-    s: Any
-    t: Any
-    offset: Any
-    window: Any
-    q_documents: Any
-    q_stride: Any
-    k_documents: Any
-    k_stride: Any
-    bounds: Any
+    s: int
+    t: int
+    offset: int
+    window: int | None
+    q_documents: torch.Tensor | None = None
+    q_stride: int | None = None
+    k_documents: torch.Tensor | None = None
+    k_stride: int | None = None
+    bounds: torch.Tensor | None = None
 
 
 class Dropped(NamedTuple):
     """Dropout: keys int64 [b, s] of the query tokens, site and first head, threshold over 2^32; key j has column
     j + shift[j >= border]."""
 
-    keys: Any
-    stride: Any
-    site: Any
-    head: Any
-    threshold: Any
-    early: Any
-    border: Any
-    late: Any
+    keys: torch.Tensor
+    stride: int
+    site: int
+    head: int
+    threshold: int
+    early: int
+    border: int
+    late: int
 
 
 # -- shared by the kernels
@@ -465,7 +465,7 @@ class Problem(NamedTuple):
     seen: Seen
     dropped: Dropped | None
     keep: float
-    flags: dict[str, Any]
+    flags: dict[str, int]
     documents: tuple[torch.Tensor, torch.Tensor] | None
 
     def bounded(self, tiles: Tiles, *, keys: bool) -> Seen:
@@ -504,7 +504,7 @@ def _problem(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask, plan: TilePl
     low, high = mask.band(s, t)
     causal = mask.kind == "causal" and high is not None
     window = mask.window if low is not None or (mask.kind == "full" and high is not None) else None
-    seen = Seen(s, t, mask.q_offset, window, None, None, None, None, None)
+    seen = Seen(s, t, mask.q_offset, window)
     if documents is not None:
         of, to = documents
         seen = seen._replace(q_documents=of, q_stride=of.stride(0), k_documents=to, k_stride=to.stride(0))

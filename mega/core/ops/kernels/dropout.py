@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -19,10 +19,10 @@ BLOCK = 1024
 class Values(NamedTuple):
     """A `Dropout` as kernels take it; threshold: over 2^32; scale: of what is kept."""
 
-    keys: Any
-    site: Any
-    threshold: Any
-    scale: Any
+    keys: torch.Tensor
+    site: int
+    threshold: int
+    scale: float
 
 
 def values_of(drop: Dropout | None) -> Values | None:

@@ -22,7 +22,7 @@ except ImportError:
         return jit if function is None else function
 
 
-def launch(kernel: Any, grid: tuple[int, ...], x: torch.Tensor, *args: Any, **options: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], x: torch.Tensor, *args: object, **options: object) -> None:
     """kernel[grid](x, *args, **options).
 
     Triton looks at each argument, at its settings and at globals before every launch, which takes the host up to
@@ -47,18 +47,18 @@ def launch(kernel: Any, grid: tuple[int, ...], x: torch.Tensor, *args: Any, **op
         _compiled[key] = compiled, tuple(options[name] for name in names)
 
 
-_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+_compiled: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
 """What Triton compiled for kinds of arguments, which keeps the kernel alive and its id its own, and the constants among
 these, which come last."""
 
 
-def _kinds(*args: Any) -> list[Any] | None:
+def _kinds(*args: object) -> list[torch.dtype | str | None] | None:
     """What Triton compiles a kernel once for each of, on CUDA; None where it is left to Triton to say.
 
     >>> _kinds(torch.empty(4), None, 0.5, 1, 2, 32), _kinds(-1), _kinds((1, 2))
     ([torch.float32, None, 'float', '1', 'int', '16'], None, None)
     """
-    kinds: list[Any] = []
+    kinds: list[torch.dtype | str | None] = []
     for one in args:
         if isinstance(one, torch.Tensor):
             kinds.append(one.dtype)
@@ -86,7 +86,7 @@ OVERLAP = True
 dependent launch): they call `before_next`, then `after_kernel` before they read what was computed or write anything."""
 
 
-def overlapping(device: torch.device) -> dict[str, Any]:
+def overlapping(device: torch.device) -> dict[str, bool]:
     """Options of a launch of such a kernel."""
     able = OVERLAP and before_next is not None and overlaps_kernels(device)
     return {"OVERLAP": True, "launch_pdl": True} if able else {"OVERLAP": False}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -409,7 +409,7 @@ def _attend_singles(
     return out
 
 
-def _attend_new(fused: torch.Tensor, rotary: Rotary | None, pool: torch.Tensor, pages: Any) -> torch.Tensor | None:
+def _attend_new(fused: torch.Tensor, rotary: Rotary | None, pool: torch.Tensor, pages: object) -> torch.Tensor | None:
     if not isinstance(pages, SingleTokens):
         return None
     (_, kv_heads, d), (tokens, heads, _) = pages.shape, fused.shape
