@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from mega.command_line.options import without
 from mega.core.config.option import changed
@@ -260,7 +260,7 @@ def _typed_layout(options: Options) -> str:
     return ", ".join(flag if value is True else f"{flag} {value}" for flag, value in changed.items())
 
 
-def _document(answer: Answer, megatron: bool, stops: Stops) -> dict[str, Any]:
+def _document(answer: Answer, megatron: bool, stops: Stops) -> dict[str, object]:
     """Everything that `_report` prints, for a program."""
     from dataclasses import asdict
 
@@ -269,7 +269,7 @@ def _document(answer: Answer, megatron: bool, stops: Stops) -> dict[str, Any]:
     from mega.core.estimate.megatron import report
 
     run, world, device = answer.run, answer.world, answer.device
-    document = show.as_json(run, world, answer.memory, device)
+    document: dict[str, object] = {**show.as_json(run, world, answer.memory, device)}
     if answer.found is not None:
         document |= show.choice_as_json(answer.found, answer.start, answer.missing)
     if (other := _in_bf16(answer)) is not None:

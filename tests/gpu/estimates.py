@@ -237,13 +237,13 @@ def choices(world: int, device: str, on: Hardware) -> Iterator[tuple[str, Flags]
         seen: set[tuple[Any, ...]] = set()
         others = []
         for place, candidate in enumerate(found):
-            options = candidate.options
-            kind = (options["tp"], options["pp"], options["recompute"])
+            layout_of = candidate.options
+            kind = (layout_of["tp"], layout_of["pp"], layout_of["recompute"])
             if place >= 4 and kind not in seen:
                 others.append(candidate)
             seen.add(kind)
         for place, candidate in enumerate([*found[:4], *others][:COUNT]):
-            options = {key: value for key, value in candidate.options.items() if value is not None}
+            options: dict[str, Any] = {key: value for key, value in candidate.options.items() if value is not None}
             layout = " ".join(f"{key}{options[key]}" for key in ("tp", "pp", "chunks", "micro_batch", "recompute"))
             layout += f" zero{options['zero']}" if options["zero"] > 1 else ""
             layout += " zb-h1" if options["schedule"] == "zb-h1" else ""

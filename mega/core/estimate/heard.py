@@ -6,11 +6,12 @@ Bytes are those of tensors read and written, once each; a table of which some ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from mega.core.estimate.cost import (
     AttentionWork,
@@ -61,7 +62,7 @@ class Heard:
 
     # -- ops of torch
 
-    def op(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def op(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, object], out: Any) -> None:
         """An op that is no view, after its result was made."""
         name = func.overloadpacket.__name__
         if name in ALLOCATIONS:
@@ -72,9 +73,9 @@ class Heard:
         elif name in CUDNN:
             self._cudnn(args, backward=name == CUDNN[1])
         else:
-            self.operations.append(ElementwiseWork(name, _moved(name, args, kwargs, out)))
+            self.operations.append(ElementwiseWork(name, _moved(name, args, out)))
 
-    def _cudnn(self, args: Any, *, backward: bool) -> None:
+    def _cudnn(self, args: Sequence[Any], *, backward: bool) -> None:
         """q [b, heads, s, d], k [b, kv_heads, t, d]."""
         q, k = args[1:3] if backward else args[:2]
         causal = args[-1] if backward else args[6] if len(args) > 6 else False
@@ -84,7 +85,7 @@ class Heard:
 
     # -- what reports itself
 
-    def kernel(self, name: str, arguments: Sequence[Any]) -> None:
+    def kernel(self, name: str, arguments: Sequence[object]) -> None:
         self.operations.append(ElementwiseWork(name, sum(map(_bytes, arguments))))
 
     def attention(self, kernel: str, q: torch.Tensor, k: torch.Tensor, mask: AttentionMask, *, backward: bool) -> None:
@@ -110,7 +111,7 @@ class Heard:
         self.operations.append(Received(exchange, blocks))
 
 
-def _gemm(a: torch.Tensor, b: torch.Tensor, out: Any) -> Gemm:
+def _gemm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Gemm:
     """[.., m, k] x [.., k, n]. The layout is that of the strides: whose inner dim is not the last lies transposed."""
     (m, k), n = a.shape[-2:], b.shape[-1]
     layout = "wgrad" if _turned(a) else "forward" if _turned(b) else "dgrad"
@@ -131,14 +132,14 @@ def _turned(x: torch.Tensor) -> bool:
     return x.stride(-1) != 1 and x.stride(-2) == 1
 
 
-def _bytes(x: Any) -> int:
+def _bytes(x: object) -> int:
     """What a tensor takes where it is stored; an expanded one less than its elements."""
     if not isinstance(x, torch.Tensor):
         return 0
     return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
 
 
-def _moved(name: str, args: Any, kwargs: Any, out: Any) -> int:
+def _moved(name: str, args: Sequence[object], out: object) -> int:
     outs = sum(map(_bytes, out if isinstance(out, tuple | list) else (out,)))
     if name in LOOK_UPS:
         return int(LOOK_UPS[name] * outs)

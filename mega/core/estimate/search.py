@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from math import gcd, inf
-from typing import Any
+from typing import TypedDict
 
 from mega.core.architecture import architecture
 from mega.core.config.check import check
@@ -36,9 +36,32 @@ MICRO = (1, 2, 4, 8, 16)
 ZERO = (1, 2, 3)
 """Ways to share the optimizer's state; pipelines know the first."""
 
-RECOMPUTE: tuple[dict[str, Any], ...] = (
-    {"recompute": "none"},
-    {"recompute": "selective"},
+
+class RecomputeOptions(TypedDict):
+    """What is computed again."""
+
+    recompute: str
+    recompute_method: str | None
+    recompute_layers: int | None
+
+
+class LayoutOptions(RecomputeOptions):
+    """A layout by its options' names."""
+
+    tp: int
+    cp: int
+    pp: int
+    chunks: int
+    schedule: str | None
+    layers_per_chunk: None
+    sequence_parallel: bool
+    zero: int
+    micro_batch: int
+
+
+RECOMPUTE: tuple[RecomputeOptions, ...] = (
+    {"recompute": "none", "recompute_method": None, "recompute_layers": None},
+    {"recompute": "selective", "recompute_method": None, "recompute_layers": None},
     {"recompute": "full", "recompute_method": "uniform", "recompute_layers": 1},
 )
 
@@ -48,7 +71,7 @@ class Candidate:
     """A layout that fits: its options, the run it makes, and what is predicted of it."""
 
     world: int
-    options: dict[str, Any]
+    options: LayoutOptions
     run: RunConfig
     memory: Memory
     time: StepTime
@@ -146,9 +169,9 @@ def _looking_for_new_garbage_only() -> Iterator[None]:
 def _searched(options: Options, world: int, on: Hardware, keep: int) -> Found:
     """Fastest first, by a rough time: what a layout holds is asked only until enough of them fit."""
     allowed = _by_rough_time(options, world, on)
-    fitting: list[tuple[dict[str, Any], RunConfig, Memory]] = []
+    fitting: list[tuple[LayoutOptions, RunConfig, Memory]] = []
     weighed, smallest, room = 0, inf, (1 - RESERVE) * on.memory
-    full: dict[tuple[Any, ...], int] = {}
+    full: dict[tuple[object, ...], int] = {}
     for layout, resolved in allowed:
         weighed += 1
         # What does not fit does not with more samples in a microbatch.
@@ -175,9 +198,9 @@ def _searched(options: Options, world: int, on: Hardware, keep: int) -> Found:
     return Found(played[:keep], len(allowed), weighed, len(fitting), smallest)
 
 
-def _by_rough_time(options: Options, world: int, on: Hardware) -> list[tuple[dict[str, Any], RunConfig]]:
+def _by_rough_time(options: Options, world: int, on: Hardware) -> list[tuple[LayoutOptions, RunConfig]]:
     """Layouts that obey the rules, resolved, fastest first as far as can be told without playing their plans."""
-    found, refusals, base = list[tuple[float, dict[str, Any], RunConfig]](), list[str](), any_layout(options, world)
+    found, refusals, base = list[tuple[float, LayoutOptions, RunConfig]](), list[str](), any_layout(options, world)
     for layout in layouts(options, world, on.node):
         candidate = updated(base, layout)
         try:
@@ -234,7 +257,7 @@ def _allowed(options: Options, world: int) -> bool:
     return True
 
 
-def layouts(options: Options, world: int, node: int) -> list[dict[str, Any]]:
+def layouts(options: Options, world: int, node: int) -> list[LayoutOptions]:
     """Every layout worth judging, as options of a run.
 
     On whole hosts a group of tensor ranks fills its share of one; others only where there is no such layout.
@@ -243,7 +266,7 @@ def layouts(options: Options, world: int, node: int) -> list[dict[str, Any]]:
     return [layout for layout in every if world % node or node % layout["tp"] == 0] or every
 
 
-def _layouts(options: Options, world: int, node: int) -> Iterator[dict[str, Any]]:
+def _layouts(options: Options, world: int, node: int) -> Iterator[LayoutOptions]:
     layers, batch = options.model.layers, options.batch.global_batch
     assert layers and batch
     for tp, cp, pp in _grids(options, world, node):
@@ -264,8 +287,6 @@ def _layouts(options: Options, world: int, node: int) -> Iterator[dict[str, Any]
                     "sequence_parallel": tp > 1 and (options.batch.seq_length or 0) % (tp * cp) == 0,
                     "zero": zero,
                     "micro_batch": micro,
-                    "recompute_method": None,
-                    "recompute_layers": None,
                     **again,
                 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mega.core.config.check import graph
 from mega.core.config.resolve import data_parallel, microbatches, records_graph, text_lengths, variant
@@ -14,6 +14,7 @@ from mega.core.estimate.hardware import GIB, Hardware
 from mega.core.estimate.memory import Memory, StageMemory, kv_cache_bytes, logits_bytes, serving_bytes
 from mega.core.estimate.search import RESERVE, Found
 from mega.core.estimate.steptime import step_time
+from mega.core.untrusted import Json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -63,7 +64,7 @@ def layout(run: RunConfig, world: int) -> str:
     return "; ".join(words)
 
 
-def options(run: RunConfig, world: int) -> dict[str, Any]:
+def options(run: RunConfig, world: int) -> dict[str, Json]:
     """The layout by its options' names, and what follows from them: `dp` and `microbatches`."""
     parallel = run.parallel
     return {
@@ -85,9 +86,9 @@ def options(run: RunConfig, world: int) -> dict[str, Any]:
     }
 
 
-def as_json(run: RunConfig, world: int, found: Memory, device: Hardware | None = None) -> dict[str, Any]:
+def as_json(run: RunConfig, world: int, found: Memory, device: Hardware | None = None) -> dict[str, Json]:
     """Sizes in bytes (`_gib`: GiB), times in seconds; stages in order. The layout stands by its options' names."""
-    timed: dict[str, Any] = {}
+    timed: dict[str, Json] = {}
     if device is not None:
         need = found.needed(device.communicator)
         timed = {"device": device.name, "step": asdict(step_time(run, world, device))}
@@ -123,7 +124,7 @@ def as_json(run: RunConfig, world: int, found: Memory, device: Hardware | None =
     }
 
 
-def choice_as_json(found: Found, start: Sequence[str], missing: Sequence[str]) -> dict[str, Any]:
+def choice_as_json(found: Found, start: Sequence[str], missing: Sequence[str]) -> dict[str, object]:
     """What a search found, fastest first: each layout by its options, GiB of its fullest rank, and its step.
 
     start: lines that start the first; missing: flags that they still lack.

@@ -10,13 +10,14 @@ Knows one microbatch on one chunk of the model. Weights, gradients and the optim
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mega.core.architecture import shape
@@ -117,17 +118,21 @@ def _change(parts: Parts) -> int:
     return sum(part.change for unit in parts for part in unit)
 
 
+Values = tuple[object, ...]
+"""What an op is given, or what it makes."""
+
+
 class Live(TorchDispatchMode):
     """Bytes of the storages that ops have made and that are still alive.
 
     workspaces: as in WORKSPACES. heard: every op is reported to it.
     """
 
-    def __init__(self, workspaces: dict[Any, Callable[..., int]], heard: Heard | None = None) -> None:
+    def __init__(self, workspaces: Mapping[OpOverload, Callable[..., int]] | None, heard: Heard | None = None) -> None:
         super().__init__()
         self._heard = heard or Heard()
         self.live = self.peak = 0
-        self._workspaces = {id(func): workspace for func, workspace in workspaces.items()}
+        self._workspaces = {id(func): workspace for func, workspace in (workspaces or {}).items()}
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def ignore(self, *tensors: torch.Tensor) -> None:
@@ -139,7 +144,9 @@ class Live(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # torch would import its compiler, to leave us out of it
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Values = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         kwargs = kwargs or {}
         kind = _KINDS.get(id(func)) or _KINDS.setdefault(id(func), _kind(func))
         if kind == "written":
@@ -163,7 +170,7 @@ class Live(TorchDispatchMode):
         if key in self._known:
             return
 
-        def gone(_: Any) -> None:
+        def gone(_: object) -> None:
             del self._known[key]
             self.live -= size
 
@@ -176,7 +183,7 @@ _KINDS: dict[int, str] = {id(torch.ops.aten._unsafe_view.default): "view"}
 """By the op's id, as below: ops stay, and to hash them takes longer."""
 
 
-def _kind(func: Any) -> str:
+def _kind(func: OpOverload) -> str:
     """What an op's result is: "written" into a tensor that it was given, a "view" of one, or "made"."""
     if func.is_view:
         return "view"
@@ -195,11 +202,11 @@ class _Made(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
 
-_MADE: dict[Any, tuple[Any, ...]] = {}
+_MADE: dict[object, Values] = {}
 """What ops made before: blocks repeat."""
 
 
-def _made(func: Any, args: Any, kwargs: Any) -> Any:
+def _made(func: OpOverload, args: Values, kwargs: dict[str, object]) -> object:
     """func(*args, **kwargs), all of it new."""
     key = (id(func), tuple(map(_described, args)), tuple(kwargs.items()))
     made = _MADE.get(key)
@@ -213,7 +220,7 @@ def _made(func: Any, args: Any, kwargs: Any) -> Any:
     return outs if len(outs) > 1 else outs[0]
 
 
-def _described(value: Any) -> Any:
+def _described(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return _Made(value.shape, value.stride(), value.dtype)
     return tuple(map(_described, value)) if isinstance(value, list) else value
@@ -227,13 +234,13 @@ def _dense(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) 
     return _Made(shape, tuple(dense), dtype)
 
 
-def _attention(q: _Made, k: _Made, *_: Any) -> tuple[Any, ...]:
+def _attention(q: _Made, k: _Made, *_: object) -> Values:
     lse, state = (*q.shape[:-1], 1), _dense((), (), torch.int64)
     sums = _dense(lse, (0,) * len(lse), torch.float32)
     return _dense(*q), sums, None, None, q.shape[2], k.shape[2], state, state, None
 
 
-_ATTENTION: dict[Any, Callable[..., tuple[Any, ...]]] = {
+_ATTENTION: dict[OpOverload, Callable[..., Values]] = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default: _attention,
     torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default: lambda grad, *qkv: tuple(
         _dense(*one) for one in qkv[:3]
@@ -246,7 +253,7 @@ class _Unknown(Exception):
     """A length whose stand-in does not tell it."""
 
 
-def _shrunk(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
+def _shrunk(func: OpOverload, args: Values, kwargs: dict[str, object]) -> Values | None:
     """What an op makes, by torch's kernels for a CPU, on tensors whose long dims are short; None where that fails.
 
     The shapes that torch computes for the meta device come out of Python, and import its compiler. A length that is a
@@ -271,7 +278,7 @@ class _StandIns:
     def __init__(self, begin: int, step: int) -> None:
         self._begin, self._step, self._short = begin, step, dict[int, int]()
 
-    def made(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    def made(self, func: OpOverload, args: Values, kwargs: dict[str, object]) -> Values:
         out = func(*map(self._small, args), **kwargs)
         self._long = {short: length for length, short in self._short.items()}
         return tuple(map(self._large, out if isinstance(out, tuple) else (out,)))
@@ -279,7 +286,7 @@ class _StandIns:
     def _less(self, length: int) -> int:
         return length if length <= 8 else self._short.setdefault(length, self._begin + self._step * len(self._short))
 
-    def _small(self, value: Any) -> Any:
+    def _small(self, value: object) -> object:
         if isinstance(value, _Made):
             order = sorted(range(len(value.shape)), key=lambda dim: -value.stride[dim])
             made = torch.zeros([self._less(value.shape[dim]) for dim in order], dtype=value.dtype)
@@ -288,7 +295,7 @@ class _StandIns:
             return [self._less(one) if isinstance(one, int) else self._small(one) for one in value]
         return value
 
-    def _large(self, value: Any) -> Any:
+    def _large(self, value: object) -> object:
         if not isinstance(value, torch.Tensor):
             return value
         if any(length > 8 and length not in self._long for length in value.shape):
@@ -349,7 +356,7 @@ def trace(run: RunConfig, chunk: Chunk) -> Trace:
     return _FOUND[key]
 
 
-_FOUND: dict[Any, Trace] = {}
+_FOUND: dict[object, Trace] = {}
 """Traces by all of a run that matters to them (`reduced_run`), which takes longer to reduce than to look up."""
 
 
@@ -504,7 +511,7 @@ class _Rank:
         self.deferred = _splits(run)
         packed = PACKED if run.data.reset_attention else 1.0
         self.heard = Heard(packed=packed)
-        self.live = Live({} if run.runtime.device == "cpu" else WORKSPACES, self.heard)
+        self.live = Live(None if run.runtime.device == "cpu" else WORKSPACES, self.heard)
         for bucket in self.grads.buckets:
             self.live.ignore(bucket.weights, bucket.own_grads)
         self.live.ignore(*(weight.data for part in own for weight in part if not weight.requires_grad))
@@ -583,14 +590,14 @@ class _Rank:
 @lru_cache(maxsize=64)
 def _batch(
     model: ModelConfig, lengths: BatchConfig, masking: MaskingConfig, data: DataConfig, rows: int, shards: int
-) -> Any:
+) -> Batch:
     """What the last rank of a context axis of `shards` ranks gets of a microbatch."""
     run = resolve(Options(model=model, batch=lengths, masking=masking), 1)
     samples = torch.zeros(rows, dtype=torch.int64)
     batch: Any = synthetic_batch(run, samples, seed=0, documents=data.reset_attention)
     batch = batch.split(shards - 1, shards)
     like = {name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in batch.tensors().items()}
-    return replace(batch, **like)
+    return replace(batch, **like)  # type: ignore[no-any-return]
 
 
 def unit_parameters(run: RunConfig, chunk: Chunk) -> list[list[ParameterSpec]]:
@@ -636,14 +643,14 @@ def _distinct_weights(units: Sequence[Sequence[nn.Module]]) -> list[list[Weight]
     return found
 
 
-def _entered(recorder: _Recorder, unit: int, *_: Any) -> None:
+def _entered(recorder: _Recorder, unit: int, *_: object) -> None:
     """The forward pass of a unit begins. (One that is run once more in a backward pass belongs to that.)"""
     if not recorder.backward:
         recorder.enter(unit)
         recorder.works(unit)
 
 
-def _left(recorder: _Recorder, unit: int, _: nn.Module, args: Any, out: Any) -> None:
+def _left(recorder: _Recorder, unit: int, _: nn.Module, args: object, out: object) -> None:
     """It ends. Its backward pass begins with the gradient of its result, its operations with that of any part of it."""
     if recorder.backward:
         return
@@ -657,7 +664,7 @@ def _left(recorder: _Recorder, unit: int, _: nn.Module, args: Any, out: Any) -> 
         tensors[0].register_hook(lambda grad: recorder.enter(unit))
 
 
-def _tensors(values: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+def _tensors(values: Values) -> Iterator[torch.Tensor]:
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value

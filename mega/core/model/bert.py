@@ -165,7 +165,7 @@ def losses_of(output: Output) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return (("lm",), ()) if output.rows is None else (("lm", "pair"), ("pair_accuracy",))
 
 
-class BertStage(StackStage):
+class BertStage(StackStage[MaskedBatch]):
     """The units of a BERT that one stage holds."""
 
     def __init__(

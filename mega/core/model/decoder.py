@@ -76,7 +76,7 @@ class Head(nn.Module):
         return cross_entropy(normed, batch.labels.flatten(), self.weight, self.region, self.bias)
 
 
-class DecoderStage(StackStage):
+class DecoderStage(StackStage[DecoderBatch]):
     """The units of a decoder that one stage holds."""
 
     head_terms: Mapping[str, float] = MappingProxyType({"lm": 1.0})

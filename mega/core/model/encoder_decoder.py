@@ -44,7 +44,7 @@ class Side(NamedTuple):
         return torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
 
 
-class EncoderDecoderStage(StackStage):
+class EncoderDecoderStage(StackStage[EncoderDecoderBatch]):
     """The units of an encoder and a decoder that one stage holds, in the order of the architecture's."""
 
     head_terms: Mapping[str, float] = MappingProxyType({"lm": 1.0})

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from torch import nn
 from mega.core.architecture import Tensor, Unit, architecture, inventory
 from mega.core.architecture.adapters import adapter_specs
 from mega.core.architecture.model import Stack
-from mega.core.batch import Term
+from mega.core.batch import Batch, Term
 from mega.core.config.sections import ModelConfig
 from mega.core.model.auxiliary import AuxiliarySums, divisor
 from mega.core.model.forward import ForwardContext
@@ -41,7 +41,17 @@ class Losses(NamedTuple):
     metrics: tuple[Term, ...] = ()
 
 
-class StackStage(nn.Module):
+class TokenBatch(Batch, Protocol):
+    """One whose first stack reads `tokens`, int64 [b, s]."""
+
+    @property
+    def tokens(self) -> torch.Tensor: ...
+
+
+B = TypeVar("B", bound=TokenBatch)
+
+
+class StackStage(nn.Module, Generic[B]):
     """The units of a model that one stage holds: "embedding", layers by number, "head", in this order.
 
         stage(batch, *cargo) -> cargo             [tokens, h], our tokens under sequence parallelism
@@ -106,7 +116,7 @@ class StackStage(nn.Module):
         """What is after the last layer."""
         raise NotImplementedError
 
-    def context(self, batch: Any) -> ForwardContext:
+    def context(self, batch: B) -> ForwardContext:
         """What `batch` means to the layers."""
         raise NotImplementedError
 
@@ -114,7 +124,7 @@ class StackStage(nn.Module):
         """What `embedding` makes of `batch`: [tokens, h], our tokens under sequence parallelism."""
         raise NotImplementedError
 
-    def stack_tokens(self, batch: Any) -> tuple[torch.Tensor, ...]:
+    def stack_tokens(self, batch: B) -> tuple[torch.Tensor, ...]:
         """The tokens [b, s] that each stack of the architecture reads of `batch`."""
         return (batch.tokens,)
 
@@ -126,11 +136,11 @@ class StackStage(nn.Module):
         losses = self.architecture.auxiliary_losses
         return {**self.head_terms, **{loss.name: loss.coefficient * sum(layers) for loss, layers in losses.items()}}
 
-    def weights(self, batch: Any) -> Mapping[str, torch.Tensor]:
+    def weights(self, batch: B) -> Mapping[str, torch.Tensor]:
         """As of `Stage`."""
         losses = self.architecture.auxiliary_losses
         if not losses:
-            return cast(Mapping[str, torch.Tensor], batch.weights)
+            return batch.weights
         tokens, shards, found = self.stack_tokens(batch), self.ops.row_shards, dict(batch.weights)
         for loss, layers in losses.items():
             pairs = zip(layers, tokens, strict=True)
@@ -143,13 +153,13 @@ class StackStage(nn.Module):
         """None where nothing is dropped."""
         return self.options.dropout_seed if self.training else None
 
-    def cargo(self, batch: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def cargo(self, batch: B) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of what this stage is given for `batch`."""
         tokens = batch.tokens.numel() // (self.region.size if self.region.sequence else 1)
         return [((tokens, self.architecture.hidden), self.residual)]
 
     def forward(
-        self, batch: Any, *cargo: torch.Tensor, outputs: bool = False, scales: torch.Tensor | None = None
+        self, batch: B, *cargo: torch.Tensor, outputs: bool = False, scales: torch.Tensor | None = None
     ) -> StageOutput:
         """outputs: the last stage gives what `outputs` says instead of the losses."""
         sums = None if outputs else self._auxiliary_sums(scales)
@@ -175,7 +185,7 @@ class StackStage(nn.Module):
         return AuxiliarySums(by_name, self.region.axis, self.ops.row_shards)
 
     def stream(
-        self, batch: Any, auxiliary: AuxiliarySums | None, *cargo: torch.Tensor
+        self, batch: B, auxiliary: AuxiliarySums | None, *cargo: torch.Tensor
     ) -> tuple[ResidualState, *tuple[torch.Tensor, ...]]:
         """The residual stream after our layers, and what goes to the next stage along with it."""
         context = self.context(batch)
@@ -225,7 +235,7 @@ class StackStage(nn.Module):
         """Layers as a function of one tensor, for callers that run them as a unit."""
         return self._through(layers, ResidualState(x), context, unshard).sum(self.ops)
 
-    def outputs(self, stream: ResidualState, batch: Any) -> torch.Tensor:
+    def outputs(self, stream: ResidualState, batch: B) -> torch.Tensor:
         """What the last stage computes of `batch` instead of losses: logits [b, s, ids of this rank]."""
         return self.headed(stream, self._logits).unflatten(0, tuple(batch.tokens.shape))
 
@@ -240,7 +250,7 @@ class StackStage(nn.Module):
             return run(stream)
         return self.with_full_params(self.head, lambda x: run(ResidualState(x)), stream.sum(self.ops))
 
-    def _losses(self, stream: ResidualState, batch: Any, scales: torch.Tensor | None) -> Losses:
+    def _losses(self, stream: ResidualState, batch: B, scales: torch.Tensor | None) -> Losses:
         head = self.head
         assert head is not None
         if self.with_full_params is None:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -92,9 +91,10 @@ def _naming_interface() -> Iterator[None]:
         ) from None
 
 
-def _answer_others(store: Any, world: World, minutes: float, phase_minutes: float | None) -> None:
+def _answer_others(store: dist.Store, world: World, minutes: float, phase_minutes: float | None) -> None:
     """Have a thread answer for this rank until `disconnect`, whatever its main thread waits for."""
-    own = store if MEETING_FILE in os.environ else store.clone()  # a call to a TCPStore waits for the one before it
+    # A call to a TCPStore waits for the one before it.
+    own = store if MEETING_FILE in os.environ else store.clone()  # type: ignore[attr-defined]
     hosted = hosts_store(replace(world, rank=0))
     kind = hosted, MEETING_FILE not in os.environ
     host = None if world.size == world.local_size else (socket.gethostname(), own_addresses())

@@ -28,12 +28,15 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from mega.core.activity import ACTIVITY
 from mega.core.processes.world import MEETING_FILE, World, world_from_env
 from mega.core.terminal import leave
 from mega.core.words import name_ranks
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 GRACE = 2.0
 """Seconds in which ranks that meet the same fault are expected to report it."""
@@ -276,7 +279,7 @@ def _have_met() -> bool:
     return distributed is not None and bool(distributed.is_initialized())
 
 
-def _store(world: World) -> Any:
+def _store(world: World) -> Store:
     """The store of the process group; before there is one, that in which the ranks are about to meet."""
     import torch.distributed as dist
 

@@ -15,9 +15,12 @@ import os
 import socket
 import struct
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mega.core.processes.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
 
@@ -25,7 +28,7 @@ _ADDRESS_OF = 0x8915
 """SIOCGIFADDR: the IPv4 address of an interface."""
 
 
-def choose_interface(store: Any, world: World) -> None:
+def choose_interface(store: Store, world: World) -> None:
     """Set GLOO_SOCKET_IFNAME for ranks of several hosts, which all call this. store: that they have met in."""
     if VARIABLE in os.environ or world.size == world.local_size:
         return

@@ -28,7 +28,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import IO, TYPE_CHECKING, TypeVarTuple
 
 from mega.core.files import locked_alone
 from mega.core.processes.connect import disconnect
@@ -38,10 +38,15 @@ from mega.core.processes.signals import STOPPING, RepeatedSignal, hear_signals, 
 from mega.core.processes.world import MEETING_FILE, world_from_env
 from mega.core.processes.world import ranks as count_ranks
 
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext
+
 _MARK = "mega-launcher"
 """In the folder of a process that launches ranks: its host's name, locked while it lives."""
 
-_OWNED: list[Any] = []
+_OWNED: list[IO[str]] = []
+
+Args = TypeVarTuple("Args")
 
 PATIENCE = 1.0
 """Seconds that the other ranks have to end by themselves when one has failed."""
@@ -69,7 +74,7 @@ _ADVICE: dict[int, str] = {
 }
 
 
-def launch(nproc: int, target: Callable[..., int | None], *args: Any) -> int:
+def launch(nproc: int, target: Callable[[*Args], int | None], *args: *Args) -> int:
     """Run `target(*args)` on `nproc` local ranks and return the job's exit code.
 
     `target` must be importable by name. The first rank that fails ends the others; the code is its code, 128 + signal
@@ -77,7 +82,7 @@ def launch(nproc: int, target: Callable[..., int | None], *args: Any) -> int:
     """
     heeded, server, meeting = heeded_signals(), fork_server(target.__module__), f"meeting-{uuid.uuid4().hex[:8]}"
     folder = _folder()
-    ranks = [
+    ranks: list[BaseProcess] = [
         server.Process(target=_rank, args=(rank_environment(rank, nproc, folder, meeting), heeded, target, args))
         for rank in range(nproc)
     ]
@@ -95,8 +100,8 @@ def launch(nproc: int, target: Callable[..., int | None], *args: Any) -> int:
 
 def run_ranks(
     size: int,
-    target: Callable[..., int],
-    *args: Any,
+    target: Callable[[*Args], int],
+    *args: *Args,
     nproc: int | None = None,
     first: Callable[[], object] = lambda: None,
 ) -> int:
@@ -117,7 +122,7 @@ def run_ranks(
     return launch(size, target, *args)
 
 
-def fork_server(*modules: str) -> Any:
+def fork_server(*modules: str) -> ForkServerContext:
     """What ranks are forked from. It outlives a signal to the whole job: without it no process learns how ranks end.
 
     modules: what all ranks need, which it imports once for them, if it does not run yet. Errors: ValueError.
@@ -176,8 +181,8 @@ def rank_environment(rank: int, size: int, directory: str, meeting: str) -> dict
 def _rank(
     environment: dict[str, str],
     heeded: Iterable[signal.Signals],
-    target: Callable[..., int | None],
-    args: tuple[Any, ...],
+    target: Callable[[*Args], int | None],
+    args: tuple[*Args],
 ) -> None:
     hear_signals(heeded)
     os.environ.update(environment)
@@ -283,7 +288,7 @@ def _passing_signals(ranks: list[BaseProcess]) -> Iterator[None]:
     """Pass a signal to stop on to the ranks, which save and stop; a second request does not wait."""
     asked = RepeatedSignal()
 
-    def pass_on(number: int, _: Any) -> None:
+    def pass_on(number: int, _: object) -> None:
         if asked.repeats(number):
             raise KeyboardInterrupt
         for process in ranks:

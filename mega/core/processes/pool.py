@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +19,8 @@ from mega.core.processes.connect import connect, disconnect, threads
 from mega.core.processes.launch import end_ranks, fork_server, rank_environment
 from mega.core.processes.signals import STOPPING, hear_signals
 from mega.core.processes.world import MEETING_FILE
+
+Result = TypeVar("Result")
 
 
 class Pool:
@@ -37,7 +39,9 @@ class Pool:
         self._meetings = 0
         self._world = 0
 
-    def run(self, job: Callable[..., Any], *args: Any, world: int | None = None, timeout: float = 300.0) -> list[Any]:
+    def run(
+        self, job: Callable[..., Result], *args: object, world: int | None = None, timeout: float = 300.0
+    ) -> list[Result]:
         """Results of `job` on ranks 0 ... world - 1, in order.
 
         Errors: RuntimeError with the first failing rank's traceback, or naming the ranks that never answered.
@@ -50,7 +54,7 @@ class Pool:
             self._world, self._meetings = world, self._meetings + 1
         for rank, pipe in enumerate(self._pipes[:world]):
             pipe.send((self._environment(rank), job, args))
-        results: dict[int, Any] = {}
+        results: dict[int, Result] = {}
         deadline = time.monotonic() + timeout
         while len(results) < world:
             waiting = {pipe: rank for rank, pipe in enumerate(self._pipes[:world]) if rank not in results}

@@ -14,15 +14,18 @@ import json
 import math
 import time
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mega.core.processes.position import Position
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 
 class Questions:
     """One rank's access to them. position: where its main thread is now. look: seconds between two looks of a rank."""
 
-    def __init__(self, store: Any, rank: int, world: int, position: Callable[[], Position], look: float):
+    def __init__(self, store: Store, rank: int, world: int, position: Callable[[], Position], look: float):
         self._store, self._rank, self._world, self._position, self._look = store, rank, world, position, look
         self._answered, self._answered_at = 0, -math.inf
 

@@ -36,7 +36,7 @@ _POLL = (0.01, 0.3)
 """Seconds between two looks, at first and at last."""
 
 
-_HOSTED: list[Any] = []
+_HOSTED: list[dist.Store] = []
 """Stores of this process; others may read them until it ends."""
 
 
@@ -50,7 +50,7 @@ class StoreLost(ConnectionError):
     elsewhere = True
 
 
-def meet(world: World, minutes: float) -> Any:
+def meet(world: World, minutes: float) -> dist.Store:
     """A store that the ranks of this attempt share and no others, when all have come.
 
     Errors: ValueError where ranks contradict each other; TimeoutError, naming who is waited for; OSError.
@@ -64,7 +64,7 @@ def meet(world: World, minutes: float) -> Any:
         raise StoreLost(f"rank 0 or its host ended before all ranks had come: {reason}") from None
 
 
-def _meet(store: Any, world: World, minutes: float, deadline: float) -> Any:
+def _meet(store: dist.Store, world: World, minutes: float, deadline: float) -> dist.Store:
     token, pause = uuid.uuid4().hex, _POLL[0]
     # 2
     store.set(f"enter/{world.rank}", json.dumps([token, world.size]))
@@ -101,7 +101,7 @@ def _meet(store: Any, world: World, minutes: float, deadline: float) -> Any:
 class _Host:
     """Rank 0's part: phases 3 and 5."""
 
-    def __init__(self, store: Any, world: World):
+    def __init__(self, store: dist.Store, world: World):
         self._store, self._world, self._name = store, world, uuid.uuid4().hex
         self._entries: dict[int, list[Any]] = {}
 
@@ -122,7 +122,7 @@ class _Host:
             store.compare_set(f"word/{name}", "", "{}")
 
 
-def open_store(world: World, deadline: float, minutes: float | None = None) -> Any:
+def open_store(world: World, deadline: float, minutes: float | None = None) -> dist.Store:
     """The store that the launcher or rank 0 hosts. minutes: of patience, for what is said when `deadline` is over.
 
     Errors: ValueError or OSError, naming the address.
@@ -150,10 +150,10 @@ def hosts_store(world: World) -> bool:
     return world.rank == 0 and not elsewhere
 
 
-def _connect(address: str, port: int, hosting: bool, deadline: float) -> Any:
+def _connect(address: str, port: int, hosting: bool, deadline: float) -> dist.Store:
     """A store; torch waits without end for the answer of a listener that is none, so it does on a thread."""
     patience = min(HANDSHAKE, max(1.0, deadline - time.monotonic()))
-    made: queue.Queue[Any] = queue.Queue()
+    made: queue.Queue[dist.Store | Exception] = queue.Queue()
 
     def connect() -> None:
         seconds = timedelta(seconds=patience)
@@ -196,7 +196,7 @@ def reach(address: str, port: int, deadline: float, minutes: float | None = None
         time.sleep(0.1)
 
 
-def _missing(store: Any, world: World, listed: Mapping[str, Any], minutes: float) -> str:
+def _missing(store: dist.Store, world: World, listed: Mapping[str, Any], minutes: float) -> str:
     """For whom a rank waits whose patience is over."""
     missing = [0]  # who lists everyone that comes
     if listed:
@@ -221,13 +221,12 @@ def duration(minutes: float) -> str:
     return f"{minutes:g} minute{'s' if minutes > 1 else ''}"
 
 
-def _read(store: Any, key: str) -> Any:
+def _read(store: dist.Store, key: str) -> Any:
     """What a rank wrote under `key`, or None; a half of it is never seen."""
-    text = _text(store, key)
-    with contextlib.suppress(ValueError, TypeError):
-        return json.loads(text)  # type: ignore[arg-type]
+    with contextlib.suppress(ValueError):
+        return json.loads(_text(store, key) or "")
     return None
 
 
-def _text(store: Any, key: str) -> str | None:
+def _text(store: dist.Store, key: str) -> str | None:
     return store.get(key).decode() if store.check([key]) else None

@@ -26,7 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from mega.core.activity import ACTIVITY
 from mega.core.processes.exit_reports import LIMIT, ExitReport, report_exit
@@ -34,6 +34,9 @@ from mega.core.processes.position import Position, named, own_place, own_positio
 from mega.core.processes.questions import Questions
 from mega.core.processes.rendezvous import duration
 from mega.core.processes.world import MEETING_FILE
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 LOOK = 0.5
 """Seconds between two looks of a rank; a large world takes longer, for its store's sake, a short time-out less."""
@@ -64,7 +67,7 @@ class RollCall:
 
     def __init__(
         self,
-        store: Any,
+        store: Store,
         rank: int,
         world: int,
         minutes: float,

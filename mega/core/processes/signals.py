@@ -8,7 +8,6 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterable
-from typing import Any
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """What asks a run to stop: Ctrl-C, a scheduler, SLURM's warning ahead of the end (--signal=USR1@120), and a terminal
@@ -29,7 +28,7 @@ def hear_signals(heeded: Iterable[signal.Signals]) -> None:
         signal.signal(number, _interrupt if number == signal.SIGINT else signal.SIG_DFL)
 
 
-def _interrupt(number: int, _: Any) -> None:
+def _interrupt(number: int, _: object) -> None:
     """Ctrl-C, once: a terminal sends it to every process, and the launcher passes it on to ranks that are ending."""
     signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
