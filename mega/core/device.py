@@ -238,7 +238,7 @@ class Upload:
             self._sent[self._turn] = Timestamp(self.there.device)
 
 
-def sent(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+def sent(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:
     """The array on a device, which the host does not wait for: it would wait for all work before."""
     here = torch.from_numpy(array)
     return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here.to(device)

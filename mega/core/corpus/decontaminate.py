@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,7 +68,7 @@ class Decontaminate:
         finder = Finder(self.ngrams(), self.longest, self.as_megatron)
         numbers = {ngram: number for number, ngram in enumerate(finder.ngrams)}
 
-        def survey(documents: Iterable[CorpusDocument]) -> Mapping[str, NDArray[Any]]:
+        def survey(documents: Iterable[CorpusDocument]) -> Mapping[str, NDArray[np.generic]]:
             total, found = 0, Counter[str]()
             for document in documents:
                 total += 1

@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+
 from mega.core.data.sources import BadLine, keys_there, not_an_object, parsed
 
 if TYPE_CHECKING:
@@ -171,7 +173,7 @@ class CorpusStep(Protocol):
         ...
 
 
-Survey = Callable[[Iterable[CorpusDocument]], Mapping[str, "NDArray[Any]"]]
+Survey = Callable[[Iterable[CorpusDocument]], Mapping[str, "NDArray[np.generic]"]]
 """From the documents of a part to notes about them: arrays by name, which stay on disk until the work is done."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ class ExactDuplicates:
     def survey(self, stage: int, folder: Path) -> Survey:
         """Notes a key for every item."""
 
-        def survey(documents: Iterable[CorpusDocument]) -> Mapping[str, NDArray[Any]]:
+        def survey(documents: Iterable[CorpusDocument]) -> Mapping[str, NDArray[np.generic]]:
             return {"keys": keys_of(item for document in documents for item in self._items(document.text))}
 
         return survey

@@ -77,7 +77,7 @@ class NearDuplicates:
         self.shingling.load()
         return self._keys if stage == 0 else partial(self._shingles, folder)
 
-    def _keys(self, documents: Iterable[CorpusDocument]) -> Mapping[str, NDArray[Any]]:
+    def _keys(self, documents: Iterable[CorpusDocument]) -> Mapping[str, NDArray[np.generic]]:
         found = [np.zeros((0, self.bands), np.uint64)]
         shingling, texts = self.shingling, (document.text for document in documents)
         while together := list(islice(texts, _TOGETHER)):
@@ -88,7 +88,7 @@ class NearDuplicates:
             found.append(keys)
         return {"keys": np.concatenate(found)}
 
-    def _shingles(self, folder: Path, documents: Iterable[CorpusDocument]) -> Mapping[str, NDArray[Any]]:
+    def _shingles(self, folder: Path, documents: Iterable[CorpusDocument]) -> Mapping[str, NDArray[np.generic]]:
         shingling = self.shingling
         numbers: list[int] = []
         hashes: list[Shingles] = [np.zeros(0, np.uint64)]

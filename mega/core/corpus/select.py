@@ -43,7 +43,7 @@ class Select:
             raise ValueError(f"--share {self.share}: must be greater than 0 and at most 1")
 
     def survey(self, stage: int, folder: Path) -> Survey:
-        def values(documents: Iterable[CorpusDocument]) -> Mapping[str, NDArray[Any]]:
+        def values(documents: Iterable[CorpusDocument]) -> Mapping[str, NDArray[np.generic]]:
             return {"values": np.array([self._value(document) for document in documents], np.float64)}
 
         return values

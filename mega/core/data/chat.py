@@ -43,7 +43,7 @@ class TrainedTexts:
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
-    def cut(self, number: int, most: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    def cut(self, number: int, most: int) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
         """The first ids of a text, `most` at the most, and which of them are trained."""
         first, end = self._offsets[number : number + 2].tolist()
         place = slice(first, min(end, first + most))

@@ -56,7 +56,7 @@ class ChainedDataset:
 class BlendedDataset:
     """Sample i is sample numbers[i] of datasets[chosen[i]]; see `order.blend_order`. All are of one kind."""
 
-    def __init__(self, datasets: Sequence[Dataset], chosen: NDArray[Any], numbers: NDArray[Any]) -> None:
+    def __init__(self, datasets: Sequence[Dataset], chosen: NDArray[np.integer], numbers: NDArray[np.integer]) -> None:
         assert len(chosen) == len(numbers)
         self._datasets, self._chosen, self._numbers = datasets, chosen, numbers
         self.collate = getattr(datasets[0], "collate", None)

@@ -46,7 +46,7 @@ _BLOCK = 1 << 20  # entries of an array that are looked at together, so that mem
 _SCAN_TOKENS = 1 << 28  # a foreign file is searched for its largest id up to this many tokens
 
 
-def token_dtype(vocab_size: int) -> np.dtype[Any]:
+def token_dtype(vocab_size: int) -> np.dtype[np.integer]:
     """The width of ids that Megatron-LM takes: uint16 below 65,500 entries (unpadded), else int32."""
     return DTYPES[8 if vocab_size < 65500 else 4]
 
@@ -102,7 +102,7 @@ class IndexedDataset:
                 f"{bin_path(prefix)}: has {size} bytes, but its .idx describes {total} tokens, "
                 f"{total * self.dtype.itemsize} bytes: truncated, or of another .idx"
             )
-        self.tokens: NDArray[Any] | Unmapped
+        self.tokens: NDArray[np.integer] | Unmapped
         if mmap:
             self.tokens = np.frombuffer(mapped(bin_path(prefix)), self.dtype)
         else:
@@ -111,10 +111,10 @@ class IndexedDataset:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, sequence: int) -> NDArray[Any]:
+    def __getitem__(self, sequence: int) -> NDArray[np.integer]:
         return self.get(sequence)
 
-    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
+    def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[np.integer]:
         """`length` tokens (or the rest) of one sequence from `offset` on, as a view."""
         if not 0 <= sequence < len(self):
             raise IndexError(f"{self.prefix}: no sequence {sequence}, there are {len(self)}")
@@ -125,7 +125,7 @@ class IndexedDataset:
         first = int(self._offsets[sequence]) // self.dtype.itemsize
         return self.tokens[first + offset : first + stop]
 
-    def run(self, first: int, last: int) -> NDArray[Any]:
+    def run(self, first: int, last: int) -> NDArray[np.integer]:
         """Sequences `first` .. `last` - 1, one at least, one after another, as a view."""
         if not 0 <= first < last <= len(self):
             raise IndexError(f"{self.prefix}: no sequences {first}..{last - 1}, there are {len(self)}")
@@ -195,11 +195,11 @@ class IndexedDataset:
         return total
 
 
-def _ends(ids: NDArray[Any]) -> tuple[int, int]:
+def _ends(ids: NDArray[np.integer]) -> tuple[int, int]:
     return int(ids.min()), int(ids.max())
 
 
-Index = tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]
+Index = tuple[np.dtype[np.integer], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]
 """dtype, lengths in tokens, offsets in bytes, first sequence of each document."""
 
 
@@ -250,7 +250,7 @@ def _read_old_index(path: Path, index: mmap.mmap | bytes) -> Index:
     return dtype, lengths.astype("<i4"), offsets, np.frombuffer(index, "<i8", documents, at[3])
 
 
-def _checked(path: Path, version: int, code: int) -> np.dtype[Any]:
+def _checked(path: Path, version: int, code: int) -> np.dtype[np.integer]:
     """The integer type of an index's code."""
     if version != 1:
         raise ValueError(f"{path}: version {version}: must be 1")

@@ -92,7 +92,7 @@ def show(prefix: str, report: Print, tokenizer: Tokenizer | None = None, samples
         report(f"sequence {number}, {int(data.lengths[number])} tokens: {text}")
 
 
-def histogram(lengths: NDArray[Any]) -> list[str]:
+def histogram(lengths: NDArray[np.integer]) -> list[str]:
     """How many sequences have 1, 2 .. 3, 4 .. 7, ... tokens, a line each.
 
     >>> histogram(np.array([1, 2, 3, 3]))

@@ -135,10 +135,10 @@ class LabelledSet:
         """Tokens of the longest row of these questions, as packed."""
         return min(self.length, int(self._sizes(list(numbers)).max()))
 
-    def _sizes(self, which: Any) -> NDArray[Any]:
+    def _sizes(self, which: Any) -> NDArray[np.integer]:
         """[questions, choices]: tokens of whole rows."""
-        sizes: NDArray[Any] = np.diff(self._offsets)
-        both: NDArray[Any] = sizes[self._firsts[which]] + sizes[self._seconds[which]][:, None] + 3
+        sizes: NDArray[np.integer] = np.diff(self._offsets)
+        both: NDArray[np.integer] = sizes[self._firsts[which]] + sizes[self._seconds[which]][:, None] + 3
         return both
 
     def _text(self, number: int) -> list[int]:
@@ -245,7 +245,7 @@ class LabelledDataset:
         self.questions = int(self._ends[-1])
         self.one_pass = pass_length(self.questions, batch, keep_last)
         self._samples = -(-samples // self.one_pass) * self.one_pass
-        self._order: tuple[int, NDArray[Any]] = (0, self._shuffled(0))
+        self._order: tuple[int, NDArray[np.integer]] = (0, self._shuffled(0))
 
     def __len__(self) -> int:
         return self._samples
@@ -255,7 +255,7 @@ class LabelledDataset:
         """Questions that one pass reads."""
         return min(self.questions, self.one_pass)
 
-    def _shuffled(self, number: int) -> NDArray[Any]:
+    def _shuffled(self, number: int) -> NDArray[np.integer]:
         if self._seed is None:
             return np.arange(self.questions)
         return np.random.RandomState((self._seed + number) % 2**32).permutation(self.questions)

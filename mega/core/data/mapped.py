@@ -10,7 +10,7 @@ import mmap
 import os
 import resource
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,14 +46,14 @@ class Unmapped:
     For file systems whose maps are slow, or fail with a signal where a file has been cut meanwhile.
     """
 
-    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+    def __init__(self, path: Path, dtype: np.dtype[np.integer]) -> None:
         self._path, self._dtype, self._file = path, dtype, _opened(path)
         self._length = os.fstat(self._file.fileno()).st_size // dtype.itemsize
 
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, wanted: slice) -> NDArray[Any]:
+    def __getitem__(self, wanted: slice) -> NDArray[np.integer]:
         """Raises ValueError naming the file where it has become shorter."""
         first, last, _ = wanted.indices(self._length)
         width = self._dtype.itemsize

@@ -27,7 +27,7 @@ def sentence_mapping(
     short_prob: float,
     seed: int,
     min_sentences: int,
-) -> NDArray[Any]:
+) -> NDArray[np.integer]:
     """uint32 [n, 3]: first sentence, the one after the last, and target length of each sample, shuffled.
 
     documents: int64 [documents + 1], first sentence of each and the end; lengths: of all sentences of the corpus.
@@ -52,7 +52,8 @@ def sentence_mapping(
     while len(found) < 3 * samples:
         for first, ends in usable:
             found.extend(_document(first, ends, min_sentences, targets))
-    mapping = np.frombuffer(found, np.uint64 if wide else np.uint32).reshape(-1, 3)
+    kind: type[np.integer] = np.uint64 if wide else np.uint32
+    mapping = np.frombuffer(found, kind).reshape(-1, 3)
     return mapping[_shuffled(len(mapping), seed + 1)]
 
 

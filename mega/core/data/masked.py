@@ -110,13 +110,13 @@ _own = _Own()
 class _Mapped:
     """Sentences of a corpus, sample by sample. mapping: see `mapping.sentence_mapping`."""
 
-    def __init__(self, corpus: IndexedDataset, mapping: NDArray[Any], seed: int) -> None:
+    def __init__(self, corpus: IndexedDataset, mapping: NDArray[np.integer], seed: int) -> None:
         self._corpus, self._mapping, self._seed = corpus, mapping, seed
 
     def __len__(self) -> int:
         return len(self._mapping)
 
-    def _read(self, sample: int) -> tuple[NDArray[Any], NDArray[Any], int, np.random.RandomState]:
+    def _read(self, sample: int) -> tuple[NDArray[np.integer], NDArray[np.integer], int, np.random.RandomState]:
         """Sentences one after another, their lengths, the target length, and the generator until the next call."""
         if not 0 <= sample < len(self):
             raise IndexError(f"no sample {sample}, there are {len(self)}")
@@ -131,7 +131,7 @@ class BertDataset(_Mapped):
     def __init__(
         self,
         corpus: IndexedDataset,
-        mapping: NDArray[Any],
+        mapping: NDArray[np.integer],
         vocabulary: Vocabulary,
         *,
         seq_length: int,
@@ -160,7 +160,7 @@ class T5Dataset(_Mapped):
     def __init__(
         self,
         corpus: IndexedDataset,
-        mapping: NDArray[Any],
+        mapping: NDArray[np.integer],
         vocabulary: Vocabulary,
         *,
         seq_length: int,
@@ -196,8 +196,8 @@ class T5Dataset(_Mapped):
 
 
 def bert_sample(
-    text: NDArray[Any],
-    lengths: NDArray[Any],
+    text: NDArray[np.integer],
+    lengths: NDArray[np.integer],
     target: int,
     seq_length: int,
     vocabulary: Vocabulary,
@@ -227,7 +227,7 @@ def bert_sample(
 
 
 def t5_sample(
-    text: NDArray[Any],
+    text: NDArray[np.integer],
     target: int,
     seq_length: int,
     decoder_seq_length: int,
@@ -266,8 +266,8 @@ def t5_sample(
 
 
 def _halves(
-    text: NDArray[Any], lengths: NDArray[Any], generator: np.random.RandomState
-) -> tuple[NDArray[Any], NDArray[Any], bool]:
+    text: NDArray[np.integer], lengths: NDArray[np.integer], generator: np.random.RandomState
+) -> tuple[NDArray[np.integer], NDArray[np.integer], bool]:
     """The sentences in two runs, exchanged half of the time, and whether they were."""
     pivot = generator.randint(1, len(lengths)) if len(lengths) >= 3 else 1
     cut = int(lengths[:pivot].sum())
@@ -277,8 +277,8 @@ def _halves(
 
 
 def _truncated(
-    first: NDArray[Any], second: NDArray[Any], target: int, generator: np.random.RandomState
-) -> tuple[NDArray[Any], NDArray[Any]]:
+    first: NDArray[np.integer], second: NDArray[np.integer], target: int, generator: np.random.RandomState
+) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
     """Both parts without as many tokens, taken from either end of the longer one, as they have above `target`."""
     begin, end, other_begin, other_end = 0, len(first), 0, len(second)
     for at_begin in (generator.random_sample(max(0, end + other_end - target)) < 0.5).tolist():

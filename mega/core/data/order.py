@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,9 +83,9 @@ class SampleOrder:
     `documents` and token within that sequence; shuffle: [n].
     """
 
-    documents: NDArray[Any]
-    samples: NDArray[Any]
-    shuffle: NDArray[Any]
+    documents: NDArray[np.integer]
+    samples: NDArray[np.integer]
+    shuffle: NDArray[np.integer]
 
     def __len__(self) -> int:
         return len(self.shuffle)
@@ -121,7 +120,9 @@ def _documents(first: int, last: int, passes: int, apart: bool, generator: np.ra
     return np.concatenate(parts)
 
 
-def _rows(lengths: NDArray[np.int32], documents: NDArray[np.int32], seq_length: int, samples: int) -> NDArray[Any]:
+def _rows(
+    lengths: NDArray[np.int32], documents: NDArray[np.int32], seq_length: int, samples: int
+) -> NDArray[np.integer]:
     """Place and offset of token i x seq_length of the documents laid end to end, for i = 0 .. samples.
 
     Documents of 5, 0 and 4 tokens, sequences of 4: tokens 0, 4, 8 -> (0, 0) (0, 4) (2, 3).
@@ -138,9 +139,10 @@ def _rows(lengths: NDArray[np.int32], documents: NDArray[np.int32], seq_length: 
     return rows
 
 
-def _shuffle(count: int, together: int, generator: np.random.RandomState) -> NDArray[Any]:
+def _shuffle(count: int, together: int, generator: np.random.RandomState) -> NDArray[np.integer]:
     """0 .. together - 1 shuffled, then together .. count - 1 shuffled."""
-    numbers = np.arange(count, dtype=np.uint32 if count < 2**32 - 2 else np.int64)
+    kind: type[np.integer] = np.uint32 if count < 2**32 - 2 else np.int64
+    numbers = np.arange(count, dtype=kind)
     generator.shuffle(numbers[:together])
     if together < count:
         generator.shuffle(numbers[together:])

@@ -55,8 +55,8 @@ def phased_dataset(
     order = list(dict.fromkeys(prefix for layout in layouts for prefix in layout.prefixes))
     segments: dict[str, list[Dataset]] = {prefix: [] for prefix in order}
     used: Counter[str] = Counter()
-    chosen: list[NDArray[Any]] = []
-    numbers: list[NDArray[Any]] = []
+    chosen: list[NDArray[np.integer]] = []
+    numbers: list[NDArray[np.integer]] = []
     for layout in layouts:
         for prefix, count in zip(layout.prefixes, layout.counts, strict=True):
             missing = used[prefix] + count - sum(map(len, segments[prefix]))

@@ -182,7 +182,7 @@ def _length(name: str, elements: int) -> int:
     return -(-elements // 64) if name == "allowed" else elements
 
 
-def _from_integers(name: str, array: Integers, elements: int) -> NDArray[Any]:
+def _from_integers(name: str, array: Integers, elements: int) -> NDArray[np.generic]:
     if name == "allowed":
         return np.unpackbits(array.view(np.uint8), count=elements).astype(np.bool_)
     return array.view(np.float64) if name == "numbers" else array

@@ -286,7 +286,7 @@ class _Arriving:
             assert self.found is not None
             self._host = HostArray(self.found)
 
-    def numpy(self) -> NDArray[Any]:
+    def numpy(self) -> NDArray[np.float64]:
         """Waits for them."""
         self.wait()
         assert self._host is not None

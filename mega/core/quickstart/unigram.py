@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 from mega.core.data.indexed import IndexedDataset
 
 
-def unigram(train: Path, ids: Sequence[int] | NDArray[Any], vocab: int) -> float:
+def unigram(train: Path, ids: Sequence[int] | NDArray[np.integer], vocab: int) -> float:
     """Mean -ln p of `ids`, p being their frequencies in the token files `train`, each id counted once more."""
     counts = np.bincount(IndexedDataset(train).tokens[:], minlength=vocab) + 1.0
     return float(-np.log(counts / counts.sum())[np.asarray(ids)].mean())

@@ -31,7 +31,7 @@ class Encoded(NamedTuple):
     `ids[offsets[i] : offsets[i + 1]]`.
     """
 
-    ids: NDArray[Any]
+    ids: NDArray[np.integer]
     offsets: NDArray[np.int64]
 
 

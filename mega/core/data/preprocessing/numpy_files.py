@@ -48,7 +48,7 @@ def convert(inputs: Sequence[str | Path], output_prefix: str, eod: int | None, *
     return Report(documents=writer.documents, tokens=writer.tokens, outputs=[output_prefix])
 
 
-def documents(path: Path, eod: int | None) -> Iterator[NDArray[Any]]:
+def documents(path: Path, eod: int | None) -> Iterator[NDArray[np.integer]]:
     """The documents of one file: the arrays in an array of arrays, the rows of a table, else all ids.
 
     eod: a run of ids ends a document after each of these. 7 8 0 9 0 with eod 0 -> 7 8 0 | 9 0.
@@ -67,7 +67,7 @@ def documents(path: Path, eod: int | None) -> Iterator[NDArray[Any]]:
         yield from (part for part in ([ids] if one else np.split(ids, np.flatnonzero(ids == eod) + 1)) if len(part))
 
 
-def _array(path: Path) -> NDArray[Any]:
+def _array(path: Path) -> NDArray[np.integer]:
     with open(path, "rb") as file:
         major, _ = npy.read_magic(file)
         header = npy.read_array_header_1_0(file) if major == 1 else npy.read_array_header_2_0(file)
@@ -79,7 +79,7 @@ def _array(path: Path) -> NDArray[Any]:
             found = np.empty(len(rows), object)
             found[:] = rows
             return found
-    mapped: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    mapped: NDArray[np.integer] = np.load(path, mmap_mode="r", allow_pickle=False)
     return mapped
 
 
@@ -94,7 +94,7 @@ class _Object:
         self.state: Any = None
 
 
-def _rows(whole: Any) -> list[NDArray[Any]]:
+def _rows(whole: Any) -> list[NDArray[np.integer]]:
     """The arrays in numpy's description of an array of objects, whose state ends in a list."""
     rows = whole.state[-1] if isinstance(whole, _Object) and isinstance(whole.state, tuple) else None
     if not isinstance(rows, list):
@@ -102,7 +102,7 @@ def _rows(whole: Any) -> list[NDArray[Any]]:
     return [_integers(row) for row in rows]
 
 
-def _integers(row: Any) -> NDArray[Any]:
+def _integers(row: Any) -> NDArray[np.integer]:
     """A list of numbers, or numpy's description of an array: state = (version, shape, dtype, order, bytes)."""
     if isinstance(row, list) and all(type(token) is int for token in row):
         return np.array(row, np.int64)

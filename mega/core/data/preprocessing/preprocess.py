@@ -68,7 +68,7 @@ NO_END = (
 class Documents(NamedTuple):
     """Many tokenised documents in the form in which they are written: see `IndexedWriter.extend`."""
 
-    ids: NDArray[Any]
+    ids: NDArray[np.integer]
     lengths: NDArray[np.int64]
     counts: NDArray[np.int64]
 
@@ -289,7 +289,7 @@ class _Job:
 
     keys: tuple[str, ...]
     eod: int | None
-    dtype: np.dtype[Any]
+    dtype: np.dtype[np.integer]
     sentences: Sentences | None
     parse: bool = False
 
@@ -318,7 +318,7 @@ class EncodedBlock(NamedTuple):
     spelled: int = 0
     spells: str | None = None
 
-    def with_ids(self, ids: Sequence[NDArray[Any]]) -> EncodedBlock:
+    def with_ids(self, ids: Sequence[NDArray[np.integer]]) -> EncodedBlock:
         """The same with other ids: an array for each key."""
         documents = [part._replace(ids=own) for part, own in zip(self.documents, ids, strict=True)]
         return self._replace(documents=documents)

@@ -44,7 +44,7 @@ class IndexedWriter:
     def __init__(
         self,
         prefix: str | Path,
-        dtype: np.dtype[Any],
+        dtype: np.dtype[np.integer],
         *,
         keep: bool = False,
         state: Mapping[str, Any] | None = None,
@@ -134,7 +134,7 @@ class IndexedWriter:
         ids = [token for sequence in document for token in sequence]
         self.extend(np.array(ids, np.int64), np.array(lengths, np.int64), np.array([len(lengths)]))
 
-    def extend(self, ids: NDArray[Any], lengths: NDArray[Any], counts: NDArray[Any]) -> None:
+    def extend(self, ids: NDArray[np.integer], lengths: NDArray[np.integer], counts: NDArray[np.integer]) -> None:
         """Many documents at once: all their ids, the lengths of all their sequences, sequences per document.
 
         Raises ValueError for an id that the dtype cannot hold.
@@ -154,7 +154,7 @@ class IndexedWriter:
         for first in range(0, other.documents, _BLOCK):
             self._write(nothing, nothing, np.diff(other.document_index[first : first + _BLOCK + 1]))
 
-    def _write(self, ids: NDArray[Any], lengths: NDArray[Any], counts: NDArray[Any]) -> None:
+    def _write(self, ids: NDArray[np.integer], lengths: NDArray[np.integer], counts: NDArray[np.integer]) -> None:
         if len(ids):
             low, high = int(ids.min()), int(ids.max())
             limits = np.iinfo(self.dtype)
@@ -229,7 +229,7 @@ class IndexedWriter:
             first = int(ends[-1])
 
 
-def _stored(file: Any, dtype: str) -> Iterator[NDArray[Any]]:
+def _stored(file: Any, dtype: str) -> Iterator[NDArray[np.integer]]:
     """The numbers of a spool file from its beginning, in blocks."""
     file.seek(0)
     while data := file.read(_BLOCK * np.dtype(dtype).itemsize):
