@@ -14,12 +14,15 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from mega import COMPLETE_VARIABLE, __version__
+
+if TYPE_CHECKING:  # Typer's own copy of click
+    from typer._click.core import Command, Context
 
 VERBS = {
     "quickstart": "From nothing to a trained model and its text, in about three minutes",
@@ -59,17 +62,17 @@ def _module(verb: str) -> str:
 class Verbs(TyperGroup):
     """A group that knows its commands by name and loads one when it is called."""
 
-    def list_commands(self, ctx: Any) -> list[str]:
+    def list_commands(self, ctx: Context) -> list[str]:
         """Verbs whose file exists, in the order of the table."""
         return [verb for verb in VERBS if importlib.util.find_spec(_module(verb)) is not None]
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+    def get_command(self, ctx: Context, cmd_name: str) -> Command | None:
         """A stand-in that carries the help line, so that listing verbs loads none."""
         if cmd_name not in self.list_commands(ctx):
             return None
         return TyperCommand(cmd_name, help=VERBS[cmd_name], rich_markup_mode="rich")
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+    def resolve_command(self, ctx: Context, args: list[str]) -> tuple[str | None, Command | None, list[str]]:
         """The verb itself, for a call or for completing its flags."""
         from mega.command_line.options import load
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mega.core.config.compose import nearest, nearest_flag
 from mega.core.config.families import Typed
@@ -193,7 +193,7 @@ def _flags(entry: Entry) -> Iterator[tuple[str, Sets]]:
             yield spelling, _of_spelling(entry, VALUE)
 
 
-def _of_spelling(entry: Entry, stands_for: Any) -> Sets:
+def _of_spelling(entry: Entry, stands_for: object) -> Sets:
     values = MANY if entry.many else 1
     if isinstance(stands_for, Renamed):
         return Sets(
@@ -203,7 +203,7 @@ def _of_spelling(entry: Entry, stands_for: Any) -> Sets:
         renames = stands_for if isinstance(stands_for, Mapping) else {}
         return Sets(entry.flag, values, renames=renames, kind=entry.kind, choices=entry.choices)
     gives_way = isinstance(stands_for, weak)
-    constant = stands_for.value if gives_way else stands_for
+    constant = stands_for.value if isinstance(stands_for, weak) else stands_for
     shown = str(constant).lower() if isinstance(constant, bool) else str(constant)
     return Sets(entry.flag, 0, constant=shown, gives_way=gives_way)
 

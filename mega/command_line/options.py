@@ -14,10 +14,21 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, Optional, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    Optional,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from mega.command_line.argv import MANY, Meaning, Sets, meanings, translate
 from mega.command_line.legacy import deepspeed
@@ -30,6 +41,13 @@ from mega.core.config.presets import PRESETS
 from mega.core.config.run import Options, entries, run_schema, sections
 from mega.core.config.schema import Entry, Schema, schema_of
 from mega.core.processes.world import is_first_rank
+
+if TYPE_CHECKING:  # Typer's own copy of click
+    from typer._click.core import Command as AnyCommand
+    from typer._click.core import Context
+    from typer._click.shell_completion import CompletionItem
+
+Result = TypeVar("Result")
 
 _TYPED = "mega.typed"
 """Where the flags of a command line are kept as they were typed."""
@@ -80,7 +98,7 @@ class Command(TyperCommand):
             if getattr(param, "help", None):
                 param.help = param.help.replace("[", "\\[")  # type: ignore[attr-defined]
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
         """Translates `args` before Typer reads them; a note on stderr for every flag that means nothing."""
         if ctx.resilient_parsing:  # a shell completes a line that is not finished and need not be right
             return super().parse_args(ctx, args)
@@ -94,7 +112,7 @@ class Command(TyperCommand):
             _check_given(ctx.params, list(self.entries.values()))
         return rest
 
-    def meanings(self, ctx: Any) -> dict[str, Meaning]:
+    def meanings(self, ctx: Context) -> dict[str, Meaning]:
         """Every spelling that the verb answers to."""
         own: dict[str, Meaning] = {}
         configured: list[Entry] = []
@@ -105,7 +123,7 @@ class Command(TyperCommand):
                 own |= _own_flags(param)
         return meanings(configured, own, obsolete_flags(), self.stated_by)
 
-    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+    def shell_complete(self, ctx: Context, incomplete: str) -> list[CompletionItem]:
         """Common flags first; where none is meant, those that `--help` hides, and Megatron-LM's spellings."""
         found = super().shell_complete(ctx, incomplete)
         if found or len(incomplete) < LEAST_TYPED or not incomplete.startswith("--"):
@@ -121,7 +139,7 @@ class Command(TyperCommand):
         ]
 
 
-def load(verb: str) -> Any:
+def load(verb: str) -> TyperCommand | TyperGroup:
     """The Typer command of a verb; imports its file, mega/commands/VERB.py."""
     module = importlib.import_module("mega.commands." + verb.replace("-", "_"))
     app = getattr(module, "app", None)
@@ -129,6 +147,7 @@ def load(verb: str) -> Any:
         app = typer.Typer(add_completion=False, rich_markup_mode="rich")
         app.command(name=verb, cls=Command)(command(module.run))
     loaded = typer.main.get_command(app)
+    assert isinstance(loaded, TyperCommand | TyperGroup)
     loaded.name = verb
     if isinstance(loaded, Command):
         loaded.stated_by = getattr(module, "STATED_BY", None)
@@ -141,9 +160,9 @@ def load(verb: str) -> Any:
 def spellings_of(words: str) -> Mapping[str, Meaning]:
     """Every spelling that a verb answers to, or a verb of a verb's such as `data merge`."""
     verb, *rest = words.split()
-    found = load(verb)
+    found: AnyCommand = load(verb)
     for name in rest:
-        if name not in found.commands:
+        if not isinstance(found, TyperGroup) or name not in found.commands:
             raise ValueError(f"mega {words}: there is no such verb")
         found = found.commands[name]
     return found.meanings(typer.Context(found)) if isinstance(found, Command) else {}
@@ -161,7 +180,7 @@ def _own_flags(param: Any) -> Mapping[str, Meaning]:
     return found
 
 
-def command(function: Callable[..., Any]) -> Callable[..., Any]:
+def command(function: Callable[..., Result]) -> Callable[..., Result | int]:
     """`function` with a signature that Typer reads: its config parameters spread out into options."""
     takes = _takes(function)
     parameters = list(takes.others)
@@ -176,12 +195,12 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
         parameters += _parameters_of(_of_help)
 
     @functools.wraps(function)
-    def verb(**typed: Any) -> Any:
+    def verb(**typed: Any) -> Result | int:
         typed.pop("help_all", None)
         flags, own_flags = _typed_options(typed, chosen), _typed_options(typed, own)
         config = typed.pop("config", None) if takes.run is not None or own else None
         print_config = typed.pop("print_config", False)
-        file: Mapping[str, Any]
+        file: Mapping[str, object]
         file, own_file = toml.read_schemas(config, takes.schema, takes.own) if config is not None else ({}, {})
         values, preset = {**own_file, **own_flags}, None
         _check_ranges(values, takes.own)
@@ -226,7 +245,7 @@ class _Takes(NamedTuple):
         return run_schema() if self.run is not None else Schema({}, {})
 
 
-def _takes(function: Callable[..., Any]) -> _Takes:
+def _takes(function: Callable[..., object]) -> _Takes:
     hints = get_type_hints(function, include_extras=True)
     run = given = reads = None
     tables: dict[str, type[Section]] = {}
@@ -258,7 +277,7 @@ def _chosen(takes: _Takes, others: Sequence[inspect.Parameter]) -> list[Entry]:
     return [entry for entry in takes.schema.entries.values() if entry.name not in taken]
 
 
-def _check_ranges(values: Mapping[str, Any], schema: Schema) -> None:
+def _check_ranges(values: Mapping[str, object], schema: Schema) -> None:
     """Errors: ValueError with a line for each number of a verb's own that is out of its range."""
     if values:
         from mega.core.config.check import out_of_range
@@ -267,7 +286,7 @@ def _check_ranges(values: Mapping[str, Any], schema: Schema) -> None:
             raise ValueError("\n".join(problems))
 
 
-def _check_given(values: Mapping[str, Any], own: Sequence[Entry]) -> None:
+def _check_given(values: Mapping[str, object], own: Sequence[Entry]) -> None:
     """Errors: ValueError naming the first option that must be given and is not."""
     for entry in own:
         if entry.required and values.get(entry.name) in (None, (), []):
@@ -275,8 +294,8 @@ def _check_given(values: Mapping[str, Any], own: Sequence[Entry]) -> None:
 
 
 def _above_deepspeed(
-    file: Mapping[str, Any], ds_json: str | None, lenient: bool, options: Mapping[str, Any]
-) -> Mapping[str, Any]:
+    file: Mapping[str, object], ds_json: str | None, lenient: bool, options: Mapping[str, object]
+) -> Mapping[str, object]:
     """The options of a TOML file above those of a DeepSpeed JSON. Errors: ValueError."""
     if ds_json is None:
         return file
@@ -287,7 +306,9 @@ def _above_deepspeed(
     return file
 
 
-def _composed(preset: str | None, file: Mapping[str, Any], options: Mapping[str, Any], ctx: typer.Context) -> Options:
+def _composed(
+    preset: str | None, file: Mapping[str, object], options: Mapping[str, object], ctx: typer.Context
+) -> Options:
     """The run of all layers. Errors: ValueError, as of flags of another model family than its, where it is known."""
     run, given = compose(preset, file, options), {**file, **options}
     checkpoint, verb = run.checkpoint, ctx.command
@@ -297,9 +318,9 @@ def _composed(preset: str | None, file: Mapping[str, Any], options: Mapping[str,
     return run
 
 
-def _typed_options(typed: dict[str, Any], chosen: Sequence[Entry]) -> dict[str, Any]:
+def _typed_options(typed: dict[str, Any], chosen: Sequence[Entry]) -> dict[str, object]:
     """Takes the options of a config out of what Typer hands over, without those that were not typed."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for entry in chosen:
         value = typed.pop(entry.name)
         if value is not None and not (entry.many and not value):
@@ -311,7 +332,7 @@ def _parameter(entry: Entry, reads: Reads | None, others: str = "Megatron-LM") -
     """An option of a config as a parameter; None where it was not typed. others: what its other spellings are."""
     shown = entry.option.common and (reads is None or getattr(entry.option, reads.property))
     one: Any = Literal[entry.choices] if entry.choices else entry.kind
-    kind: Any = list[one] if entry.many else one
+    kind = list[one] if entry.many else one
     flag = f"{entry.flag}/{entry.off}" if entry.kind is bool else entry.flag
     declared = typer.Option(
         *((flag, entry.option.short) if entry.option.short else (flag,)),
@@ -338,7 +359,7 @@ def _help(entry: Entry, whose: str) -> str:
     return entry.option.help + default + spellings
 
 
-def _shown(default: Any) -> str:
+def _shown(default: object) -> str:
     if isinstance(default, bool):
         return "on" if default else "off"
     return str(default)
@@ -372,7 +393,7 @@ def _kind(param: Any, entry: Entry | None) -> str:
     return f" {'|'.join(entry.choices) or entry.kind.__name__.upper()}{' ...' if entry.many else ''}"
 
 
-def _parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
+def _parameters_of(function: Callable[..., object]) -> list[inspect.Parameter]:
     """The parameters of a function, by name alone."""
     signature = inspect.signature(function, eval_str=True)
     return [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in signature.parameters.values()]

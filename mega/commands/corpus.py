@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
@@ -98,7 +98,7 @@ def _step(function: Callable[..., CorpusStep | SurveyStep]) -> Callable[..., int
     parameters = [shared, *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own.values())]
 
     @functools.wraps(function)
-    def verb(files: CorpusStepOptions, **sections: Any) -> int:
+    def verb(files: CorpusStepOptions, **sections: object) -> int:
         run = _shared(files)
         return run(function(**sections))
 

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any
+from typing import Annotated, TypeVar
 
 from mega.command_line.options import Reads, without
 from mega.core.config.compose import GivenOptions
@@ -114,6 +114,9 @@ def _check_effect(of: str, given: Iterable[str]) -> None:
         raise ValueError(f"{flag(name)}: has no effect with {of}")
 
 
+Prepared = TypeVar("Prepared")
+
+
 def _out(given: str | None, name: str) -> str:
     """The file of the result. Errors: ValueError where it cannot be one."""
     out = given or f"eval-{name}" + ("" if name.endswith(".jsonl") else ".json")
@@ -121,7 +124,7 @@ def _out(given: str | None, name: str) -> str:
     return os.path.abspath(out)
 
 
-def _launched(world: World, size: int, job: Callable[[Any], int], prepared: Any) -> int:
+def _launched(world: World, size: int, job: Callable[[Prepared], int], prepared: Prepared) -> int:
     if world.source != "alone" or size == 1:
         return job(prepared)
     from mega.core.processes.launch import launch

@@ -36,7 +36,9 @@ def read(path: str, left_out: Problems | None = None) -> Options:
     return values(parse_json(read_limited(path, LIMIT, what), what), path, left_out)
 
 
-def above(file: Mapping[str, Any], path: str, flags: Mapping[str, Any], left_out: Problems | None = None) -> Options:
+def above(
+    file: Mapping[str, object], path: str, flags: Mapping[str, object], left_out: Problems | None = None
+) -> Options:
     """The options of a TOML `file` with those of the JSON at `path`. Where both set an option, they must agree, or a
     flag decides. left_out: as of `read`. Errors: ValueError naming the option, and as `read`.
     """
@@ -51,7 +53,7 @@ def above(file: Mapping[str, Any], path: str, flags: Mapping[str, Any], left_out
     return {**file, **options}
 
 
-def values(content: Any, source: str, left_out: Problems | None = None) -> Options:
+def values(content: object, source: str, left_out: Problems | None = None) -> Options:
     """Option name -> value of a parsed file that came from `source`; left_out: as of `read`.
 
     >>> values({"bf16": {"enabled": True}, "gradient_clipping": 1.0, "zero_optimization": {"stage": 1}}, "ds.json")
@@ -81,7 +83,7 @@ correct the file, or leave it out by --deepspeed-lenient
 class _Table:
     """One JSON object: its keys are taken one by one, and what was not taken is refused at the end."""
 
-    def __init__(self, content: Mapping[str, Any], prefix: str, parent: _Table | None = None):
+    def __init__(self, content: Mapping[str, object], prefix: str, parent: _Table | None = None):
         self.content, self.prefix = dict(content), prefix
         self.known: set[str] = set()
         self.found: Options = parent.found if parent is not None else {}
@@ -123,7 +125,7 @@ class _Table:
         for key in row.get("dropped", ()):
             self.take(key)
 
-    def only(self, key: str, valid: Any, why: str) -> None:
+    def only(self, key: str, valid: object, why: str) -> None:
         """A key that changes what is computed, of which one value is what happens here."""
         value = self.take(key)
         if value is not None and value != valid:
