@@ -13,6 +13,6 @@ foreign     tensors in other tools' files, nothing executed; pickles torch files
 pickle_scan what reading their pickles would cost
 keys        names of other tools and keys of their files; companions: tokenizers and such; writing: their files
 conversing  a folder's chat template and ends of turns
-direct      others' weights read in place; start: the weights of a training; base: those under adapters
+open        weights, wherever they are; direct: foreign ones, read in place
 options     what the verbs of conversion read and write
 """

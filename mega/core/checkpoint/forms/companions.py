@@ -8,7 +8,8 @@ from pathlib import Path
 from mega.core.checkpoint.forms.foreign import inside
 from mega.core.checkpoint.forms.form import COMPANIONS, FORMS, Form
 from mega.core.checkpoint.own.pieces import CheckpointError
-from mega.core.checkpoint.own.store import Attachments, Checkpoint
+from mega.core.checkpoint.own.source import StoredWeights
+from mega.core.checkpoint.own.store import Attachments
 from mega.core.files import whole_file
 
 
@@ -21,7 +22,7 @@ def companions_of(form: Form, folder: Path) -> dict[str, Path]:
     return found
 
 
-def copy_companions(checkpoint: Checkpoint, folder: Path, skip: Collection[str]) -> None:
+def copy_companions(checkpoint: StoredWeights, folder: Path, skip: Collection[str]) -> None:
     """Put the files that came with a checkpoint of ours into an exported `folder`. skip: those not wanted there."""
     for name in COMPANIONS:
         if name in checkpoint.attachments and name not in skip:

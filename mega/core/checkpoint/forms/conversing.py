@@ -11,14 +11,14 @@ from pathlib import Path
 
 from mega.core.checkpoint.forms.foreign import read_json
 from mega.core.checkpoint.forms.form import TOKEN_IDS, SpecialTokens
-from mega.core.checkpoint.own.store import Checkpoint
+from mega.core.checkpoint.own.source import StoredWeights
 from mega.core.untrusted import Json
 
 TEMPLATE, GENERATION, TOKENIZER = "chat_template.jinja", "generation_config.json", "tokenizer_config.json"
 END = "eos_token_id"
 
 
-def trained(checkpoint: Checkpoint) -> bool:
+def trained(checkpoint: StoredWeights) -> bool:
     """Whether a mega run has changed the weights. What an imported model declares is exported unchanged."""
     return checkpoint.step > 0
 
@@ -32,7 +32,7 @@ def with_ends(config: Mapping[str, Json], ends: Iterable[int]) -> dict[str, Json
 
 
 def written_files(
-    checkpoint: Checkpoint, config: Mapping[str, Json], tokens: SpecialTokens
+    checkpoint: StoredWeights, config: Mapping[str, Json], tokens: SpecialTokens
 ) -> tuple[dict[str, dict[str, Json]], dict[str, bytes]]:
     """The JSON files other than config.json that an export has to write, and other files; they go before those that the
     checkpoint carries. config: the config.json of the export."""

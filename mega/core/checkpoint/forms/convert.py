@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 
 from mega.core.architecture import architecture, without_adapters
-from mega.core.checkpoint.forms.base import whole_model
 from mega.core.checkpoint.forms.companions import companions_of, tokenizer_kind, unread_tokenizer
 from mega.core.checkpoint.forms.direct import main_dtype, opened_foreign
 from mega.core.checkpoint.forms.form import OWN, Form, Given, Opened, Own, SpecialTokens, no_tokens, writer_of
 from mega.core.checkpoint.forms.mapping import Source, assemble, inverted, prove
+from mega.core.checkpoint.forms.open import whole_model
 from mega.core.checkpoint.forms.recognise import check_place, form_at
 from mega.core.checkpoint.own.base import MergedSource, named_base
 from mega.core.checkpoint.own.folders import check_fresh, filled_folder, folder_next_to
@@ -27,8 +27,8 @@ from mega.core.checkpoint.own.layout import ONE, Layout, plan_files
 from mega.core.checkpoint.own.ledger import ConversionReport, Ledger
 from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece, Tensors, naming
 from mega.core.checkpoint.own.reshard import Progress, reshard
-from mega.core.checkpoint.own.source import OwnSource
-from mega.core.checkpoint.own.store import Checkpoint, locate, store_at
+from mega.core.checkpoint.own.source import OwnSource, StoredWeights
+from mega.core.checkpoint.own.store import locate, store_at
 from mega.core.device import DTYPES
 from mega.core.untrusted import Json, below
 
@@ -49,7 +49,7 @@ def convert(
     optimizer: bool = True,
     distributed: bool = False,
     tokenizer_type: str | None = None,
-    tokens: Callable[[Checkpoint], SpecialTokens] = no_tokens,
+    tokens: Callable[[StoredWeights], SpecialTokens] = no_tokens,
     progress: Progress = lambda done, total: None,
 ) -> ConversionReport:
     """Whatever lies at `load` -> a `to` at `save`; without `to`, own checkpoints become Hugging Face's and others own.

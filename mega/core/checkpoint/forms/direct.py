@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -22,6 +21,7 @@ from mega.core.checkpoint.own.container import blocks
 from mega.core.checkpoint.own.disk import side_by_side
 from mega.core.checkpoint.own.model import check_model
 from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece, Tensors, naming
+from mega.core.checkpoint.own.source import Readable
 
 SAMPLES, SAMPLE_BYTES = 64, 1 << 12
 """Of each file, what its digest is made of."""
@@ -48,18 +48,6 @@ SAMPLED = "weights-"
 BLOCKS, SIDE = 8, 16
 """Of each tensor, what such a digest is made of: squares, or of a vector runs of as many numbers. Of squares as much is
 read in a form that has rows for our columns."""
-
-
-class Readable(Protocol):
-    """What weights are read from, by our names: a checkpoint of ours, or others' files."""
-
-    @property
-    def path(self) -> Path: ...
-
-    @property
-    def tensors(self) -> Tensors: ...
-
-    def read(self, wanted: Iterable[Piece], *, cast: bool = False, verify: bool = True) -> None: ...
 
 
 def weights_digest(weights: Readable) -> str:

@@ -27,7 +27,7 @@ from mega.core.untrusted import Json
 if TYPE_CHECKING:
     from mega.core.checkpoint.forms.mapping import Source, Table
     from mega.core.checkpoint.own.layout import Layout
-    from mega.core.checkpoint.own.reader import Checkpoint
+    from mega.core.checkpoint.own.source import StoredWeights
     from mega.core.checkpoint.own.store import Attachments
     from mega.core.config.sections import ModelConfig
 
@@ -58,7 +58,7 @@ class SpecialTokens:
     loss: str | None = None
 
 
-def no_tokens(checkpoint: Checkpoint) -> SpecialTokens:
+def no_tokens(checkpoint: StoredWeights) -> SpecialTokens:
     """Of a checkpoint whose tokenizer is not opened."""
     return SpecialTokens(dict.fromkeys(TOKEN_IDS))
 
@@ -82,7 +82,7 @@ class Given:
     optimizer: bool = True
     distributed: bool = False
     tokenizer_type: str | None = None
-    tokens: Callable[[Checkpoint], SpecialTokens] = no_tokens
+    tokens: Callable[[StoredWeights], SpecialTokens] = no_tokens
 
 
 @dataclass(frozen=True)
@@ -101,14 +101,14 @@ class Opened:
     consumed: int = 0
     known: Mapping[str, Json] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    base: Checkpoint | None = None
+    base: StoredWeights | None = None
 
 
 @dataclass(frozen=True)
 class Own:
     """A checkpoint of ours that is to be exported; source: its weights."""
 
-    checkpoint: Checkpoint
+    checkpoint: StoredWeights
     model: ModelConfig
     source: Source
 

@@ -24,7 +24,7 @@ from mega.core.checkpoint.forms.form import TOKEN_IDS, Export, Given, Opened, Ow
 from mega.core.checkpoint.forms.gpt2 import PREFIX, gpt2_name
 from mega.core.checkpoint.forms.keys import number_in, only, whole_in
 from mega.core.checkpoint.forms.mapping import Source, Table, Target, whole, whole_box
-from mega.core.checkpoint.forms.start import open_start
+from mega.core.checkpoint.forms.open import open_weights
 from mega.core.checkpoint.forms.writing import write_files, write_json
 from mega.core.checkpoint.own.base import check_adapters, describe, named_base
 from mega.core.checkpoint.own.container import write_container
@@ -70,7 +70,7 @@ def open_form(path: Path, given: Given) -> Opened:
     if recognise(given.base):
         raise CheckpointError(f"--base {given.base}: is an adapter itself; must be the weights it was trained on")
     try:
-        base, _ = open_start(str(given.base), lambda line: None)
+        base = open_weights(str(given.base))
     except CheckpointError as error:  # which begins with the place
         raise CheckpointError(f"--base {error}") from None
     opened = open_adapter(path, model_of(base.meta, str(base.path)), base.path, f"--base {given.base}")

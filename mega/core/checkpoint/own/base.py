@@ -5,7 +5,7 @@ One of adapters says in its plain state what its base is:
     "base": {"path": the step's directory, "digest": sha256 of its manifest}
 
 or, where the base is weights of others, their path and what `weights_digest` (forms/direct.py) makes of their numbers.
-So it is known wherever it is now; forms/base.py looks for it. `Joined` is both as one checkpoint of a whole model;
+So it is known wherever it is now; forms/open.py looks for it. `Joined` is both as one checkpoint of a whole model;
 `MergedSource` is that model without adapters, their products added to its weights.
 """
 
@@ -13,26 +13,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import torch
 
 from mega.core.architecture import architecture, inventory
 from mega.core.architecture.adapters import adapter_specs
 from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece, Tensors
-from mega.core.checkpoint.own.source import OwnSource
-from mega.core.checkpoint.own.store import Checkpoint
+from mega.core.checkpoint.own.source import OwnSource, StoredWeights
 from mega.core.config.sections import ModelConfig
 from mega.core.files import url_of
 
 
-def describe(base: Checkpoint, digest: str | None = None) -> dict[str, str]:
+def describe(base: StoredWeights, digest: str | None = None) -> dict[str, str]:
     """What a checkpoint of adapters says of its base. digest: that it is known by [its own]."""
     path = str(base.path)
     return {"path": path if url_of(path) else os.path.abspath(path), "digest": digest or base.digest}
 
 
-def named_base(checkpoint: Checkpoint) -> Mapping[str, str] | None:
-    """What a checkpoint says of its base; None where it is whole. Errors: CheckpointError."""
+def named_base(checkpoint: StoredWeights) -> Mapping[str, str] | None:
+    """What a checkpoint says of its base; None where it is whole. Errors: StoredWeightsError."""
     named = checkpoint.meta.get("base")
     if named is None:
         return None
@@ -43,7 +43,7 @@ def named_base(checkpoint: Checkpoint) -> Mapping[str, str] | None:
 
 
 def check_adapters(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], where: str, named: str) -> None:
-    """Errors: CheckpointError where `shapes`, key -> shape of what `where` holds, are not the adapters of `model`.
+    """Errors: StoredWeightsError where `shapes`, key -> shape of what `where` holds, are not the adapters of `model`.
 
     named: what messages call the model.
     """
@@ -63,13 +63,18 @@ def check_adapters(model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], wh
 class Joined:
     """A checkpoint of adapters and its base, read as one: weights of both, all else of the adapters' run."""
 
-    def __init__(self, adapters: Checkpoint, base: Checkpoint) -> None:
+    foreign = False
+
+    def __init__(self, adapters: StoredWeights, base: StoredWeights) -> None:
         self.adapters, self.base = adapters, base
+        self.path, self.step, self.world, self.digest = adapters.path, adapters.step, adapters.world, adapters.digest
+        self.meta = adapters.meta
         own = {key: value for key, value in base.tensors.items() if key.startswith("weights/")}
         self.tensors: Tensors = {**own, **adapters.tensors}
 
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.adapters, name)
+    @property
+    def attachments(self) -> Mapping[str, Path]:
+        return self.adapters.attachments
 
     def read(self, wanted: Iterable[Piece], *, cast: bool = False, verify: bool = True) -> None:
         """As of `Checkpoint`."""

@@ -30,6 +30,8 @@ class Checkpoint:
     Errors of the constructor: CheckpointError naming the file at fault.
     """
 
+    foreign = False
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self._hold()

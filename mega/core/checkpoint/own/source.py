@@ -1,16 +1,53 @@
-"""Tensors of a checkpoint of ours by name and rectangle, as conversions read them."""
+"""What weights are read through, wherever they are stored, and one checkpoint as a source of conversions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from mega.core.checkpoint.own.pieces import Box, Piece, Tensors
-from mega.core.checkpoint.own.reader import Checkpoint
+from mega.core.untrusted import Json
 
 
-def read_part(checkpoint: Checkpoint, key: str, box: Box) -> torch.Tensor:
+class Readable(Protocol):
+    """Tensors by our names, whose rectangles can be read."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def tensors(self) -> Tensors: ...
+
+    def read(self, wanted: Iterable[Piece], *, cast: bool = False, verify: bool = True) -> None: ...
+
+
+class StoredWeights(Readable, Protocol):
+    """A mega checkpoint, one of adapters with its base, or foreign weights. foreign: without an optimizer's state and
+    without progress. meta: what the run that saved it says of itself. attachments: files that came along, by name."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def world(self) -> int: ...
+
+    @property
+    def digest(self) -> str: ...
+
+    @property
+    def foreign(self) -> bool: ...
+
+    @property
+    def meta(self) -> Mapping[str, Json]: ...
+
+    @property
+    def attachments(self) -> Mapping[str, Path]: ...
+
+
+def read_part(checkpoint: StoredWeights, key: str, box: Box) -> torch.Tensor:
     """A rectangle of the tensor `key`. Errors: CheckpointError naming the damaged file."""
     whole, dtype = checkpoint.tensors[key]
     tensor = torch.empty(box.size, dtype=dtype)
@@ -21,7 +58,7 @@ def read_part(checkpoint: Checkpoint, key: str, box: Box) -> torch.Tensor:
 class OwnSource:
     """The tensors of an own checkpoint as a source of conversions: its weights, or some kinds."""
 
-    def __init__(self, checkpoint: Checkpoint, kinds: Sequence[str] = ("weights",)) -> None:
+    def __init__(self, checkpoint: StoredWeights, kinds: Sequence[str] = ("weights",)) -> None:
         self._checkpoint = checkpoint
         self.tensors: Tensors = {
             key: value for key, value in checkpoint.tensors.items() if key.partition("/")[0] in kinds

@@ -22,15 +22,16 @@ import torch
 from mega.core.architecture import architecture, inventory
 from mega.core.architecture.adapters import AdapterSpec, adapter_specs, with_adapters
 from mega.core.checkpoint.forms import peft
-from mega.core.checkpoint.forms.base import digest_like, unlike
 from mega.core.checkpoint.forms.companions import companions_of
-from mega.core.checkpoint.forms.direct import ForeignWeights, Readable
+from mega.core.checkpoint.forms.direct import ForeignWeights
 from mega.core.checkpoint.forms.form import OWN
+from mega.core.checkpoint.forms.open import digest_like, unlike
 from mega.core.checkpoint.forms.recognise import form_at
 from mega.core.checkpoint.own.base import check_adapters, named_base
 from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece
-from mega.core.checkpoint.own.store import Checkpoint, locate
+from mega.core.checkpoint.own.source import Readable, StoredWeights
+from mega.core.checkpoint.own.store import locate
 from mega.core.config.sections import ModelConfig
 from mega.core.device import sent
 from mega.core.inference.loading.load import OpenedModel
@@ -58,7 +59,7 @@ class OpenedAdapter:
     scale: float
     specs: Mapping[str, AdapterSpec]
     weights: Readable
-    source: Checkpoint | OpenedModel
+    source: StoredWeights | OpenedModel
     notes: tuple[str, ...] = ()
 
 
@@ -105,7 +106,7 @@ def _open(name: str, path: Path, opened: OpenedModel) -> OpenedAdapter:
     return OpenedAdapter(name, flag, adapters.rank, adapters.scale, specs, weights, source, notes)
 
 
-def _own(path: Path, opened: OpenedModel) -> tuple[Checkpoint, ModelConfig]:
+def _own(path: Path, opened: OpenedModel) -> tuple[StoredWeights, ModelConfig]:
     checkpoint = locate(path)
     of = model_of(checkpoint.meta, str(checkpoint.path))
     base = named_base(checkpoint)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from mega.core.checkpoint.own.store import Checkpoint
+from mega.core.checkpoint.own.source import StoredWeights
 from mega.core.inference.loading.adapters import OpenedAdapter
 from mega.core.inference.loading.load import (
     OpenedModel,
@@ -36,7 +36,7 @@ class Judged(NamedTuple):
 
 
 def check_tokenizer_flags(
-    verb: str, source: Checkpoint | OpenedModel, place: object, given: Tokenizer, *, allowed: bool | None = None
+    verb: str, source: StoredWeights | OpenedModel, place: object, given: Tokenizer, *, allowed: bool | None = None
 ) -> list[str]:
     """Lines for the user on a tokenizer that flags name in addition to that of the weights at `place`.
 
@@ -127,7 +127,7 @@ def doubts(place: Path) -> list[str]:
     return found
 
 
-def _assumed(source: Checkpoint | OpenedModel, own: Tokenizer, given: Tokenizer) -> bool:
+def _assumed(source: StoredWeights | OpenedModel, own: Tokenizer, given: Tokenizer) -> bool:
     """Whether another kind of WordPiece is that of a folder with vocab.txt alone, which says nothing of letters."""
     kinds = {own.kind, given.kind}
     if "progress" in source.meta or len(kinds) == 1 or not kinds <= {"BertWordPieceLowerCase", "BertWordPieceCase"}:
@@ -136,7 +136,7 @@ def _assumed(source: Checkpoint | OpenedModel, own: Tokenizer, given: Tokenizer)
     return first == second and own.files().keys() == {"vocab.txt"}
 
 
-def _attached(source: Checkpoint | OpenedModel, own: Tokenizer, given: Tokenizer) -> bool:
+def _attached(source: StoredWeights | OpenedModel, own: Tokenizer, given: Tokenizer) -> bool:
     """Whether it is of other files that came with the weights: a tokenizer.model next to a tokenizer.json."""
     files = given.vocabulary_files()
     if not files or not files.keys().isdisjoint(own.vocabulary_files()):
@@ -145,7 +145,7 @@ def _attached(source: Checkpoint | OpenedModel, own: Tokenizer, given: Tokenizer
     return all(name in carried and carried[name].read_bytes() == path.read_bytes() for name, path in files.items())
 
 
-def chosen_template(verb: str, source: Checkpoint | OpenedModel, place: object, asked: str) -> Judged:
+def chosen_template(verb: str, source: StoredWeights | OpenedModel, place: object, asked: str) -> Judged:
     """The name or the file of the template by which a run converses. asked: --chat-template.
 
     Errors: ValueError where the weights' own is asked for, and they have none.

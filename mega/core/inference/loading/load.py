@@ -18,15 +18,15 @@ import torch
 from torch import nn
 
 from mega.core.architecture import Architecture, architecture, placement, units
-from mega.core.checkpoint.forms.base import whole_model
 from mega.core.checkpoint.forms.companions import tokenizer_kind, unread_tokenizer
-from mega.core.checkpoint.forms.direct import Readable, files_digest, main_dtype
+from mega.core.checkpoint.forms.direct import files_digest, main_dtype
 from mega.core.checkpoint.forms.foreign import read_json
 from mega.core.checkpoint.forms.form import OWN, SpecialTokens
+from mega.core.checkpoint.forms.open import ForeignCheckpoint, whole_model
 from mega.core.checkpoint.forms.recognise import form_at
-from mega.core.checkpoint.forms.start import ForeignCheckpoint
 from mega.core.checkpoint.own.pieces import Piece
-from mega.core.checkpoint.own.store import Checkpoint, CheckpointError, locate
+from mega.core.checkpoint.own.source import Readable, StoredWeights
+from mega.core.checkpoint.own.store import CheckpointError, locate
 from mega.core.config.sections import ModelConfig
 from mega.core.config.toml import unfit
 from mega.core.device import DTYPES, Device
@@ -174,7 +174,7 @@ def open_model(path: Path | str) -> OpenedModel:
     return OpenedModel(found, found.model, found.attachments, {}, files_digest(place), found.notes)
 
 
-def opened_checkpoint(checkpoint: Checkpoint) -> OpenedModel:
+def opened_checkpoint(checkpoint: StoredWeights) -> OpenedModel:
     """A checkpoint of ours, with the weights of its base where it holds adapters alone. Errors: CheckpointError."""
     whole, model = whole_model(checkpoint)
     return OpenedModel(whole, model, whole.attachments, whole.meta, whole.digest)
@@ -254,7 +254,7 @@ def _check_finite(stage: nn.Module, path: Path) -> None:
 
 
 def load_model(
-    source: Checkpoint | OpenedModel, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    source: StoredWeights | OpenedModel, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Any:
     """The whole model as one stage, for evaluation. Errors: CheckpointError naming file or tensor."""
     where = torch.device(device)
@@ -277,7 +277,7 @@ def weight_pieces(stage: nn.Module) -> Iterator[Piece]:
             )
 
 
-def load_tokenizer(source: Checkpoint | OpenedModel) -> Tokenizer:
+def load_tokenizer(source: StoredWeights | OpenedModel) -> Tokenizer:
     """The tokenizer that a run trained with, or that came with the weights, from the files that lie with them.
 
     Errors: ValueError where there is none.
@@ -289,7 +289,7 @@ def load_tokenizer(source: Checkpoint | OpenedModel) -> Tokenizer:
     return build(**section)
 
 
-def tokenizer_section(source: Checkpoint | OpenedModel) -> dict[str, Any] | None:
+def tokenizer_section(source: StoredWeights | OpenedModel) -> dict[str, Any] | None:
     """The options of a run with that tokenizer; None where there is none. Errors: CheckpointError naming an option."""
     options = below(source.meta, "config", "tokenizer")
     for name in ("tokenizer", "vocab_size", "vocab_extra_ids", "null_eod_last"):
@@ -308,7 +308,7 @@ def tokenizer_section(source: Checkpoint | OpenedModel) -> dict[str, Any] | None
     return {"tokenizer": kind, **counts, "null_eod_last": bool(options.get("null_eod_last")), **files}
 
 
-def chat_template(source: Checkpoint | OpenedModel) -> str | None:
+def chat_template(source: StoredWeights | OpenedModel) -> str | None:
     """What a model was trained to converse in: a name of `TEMPLATES`, or the text of a Jinja template;
     None where nothing says so. What a run of ours trained by goes before what its first weights came with. Errors:
     CheckpointError for a file that is damaged."""
@@ -328,7 +328,7 @@ def chat_template(source: Checkpoint | OpenedModel) -> str | None:
     return None
 
 
-def chat_template_place(source: Checkpoint | OpenedModel) -> str | None:
+def chat_template_place(source: StoredWeights | OpenedModel) -> str | None:
     """The same as --chat-template takes it: the name, or the file that holds it. Errors: CheckpointError."""
     found = chat_template(source)
     if found is None or found in TEMPLATES:
@@ -354,7 +354,7 @@ def check_tokenizer(opened: OpenedModel, tokenizer: Tokenizer) -> None:
         )
 
 
-def special_tokens(checkpoint: Checkpoint) -> SpecialTokens:
+def special_tokens(checkpoint: StoredWeights) -> SpecialTokens:
     """What others must know of that tokenizer. Errors: ValueError where there is none."""
     tokenizer = load_tokenizer(checkpoint)
     files, names = tokenizer.huggingface_files(), dict(tokenizer.named_tokens())

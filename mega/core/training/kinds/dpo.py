@@ -131,8 +131,7 @@ def _first_weights(run: RunConfig, point: ResumePoint | None) -> str:
 
 def _load_first(state: TrainState) -> None:
     """Fill the state with the weights that training began with."""
-    from mega.core.checkpoint.forms.base import digest_like, open_base
-    from mega.core.checkpoint.forms.start import open_start
+    from mega.core.checkpoint.forms.open import digest_like, open_base, open_weights
     from mega.core.checkpoint.own.base import named_base
     from mega.core.checkpoint.own.pieces import CheckpointError
     from mega.core.training.saves.resume import ResumePoint, restore
@@ -140,7 +139,7 @@ def _load_first(state: TrainState) -> None:
     place = state.run.checkpoint.load
     if place is None:
         raise ValueError("--task dpo: the reference's log-probabilities are not kept; give --load with its weights")
-    first, _ = open_start(place, lambda line: None, state.exchange)
+    first = open_weights(place, exchange=state.exchange)
     if digest_like(state.reference or "", first) != state.reference:
         raise CheckpointError(f"--load {place}: is not what this run began with, which its reference needs")
     adapters = architecture(state.run.model).adapters

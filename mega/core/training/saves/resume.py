@@ -11,14 +11,14 @@ from typing import Any
 
 from mega.core.architecture import architecture, inventory
 from mega.core.architecture.adapters import with_adapters
-from mega.core.checkpoint.forms.base import open_base
 from mega.core.checkpoint.forms.direct import SAMPLED
+from mega.core.checkpoint.forms.open import open_base, open_weights
 from mega.core.checkpoint.forms.recognise import check_place, foreign_form, form_at
-from mega.core.checkpoint.forms.start import open_start
 from mega.core.checkpoint.own.base import describe, named_base
 from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece
-from mega.core.checkpoint.own.store import Checkpoint, CheckpointStore, locate, store_at
+from mega.core.checkpoint.own.source import StoredWeights
+from mega.core.checkpoint.own.store import CheckpointStore, locate, store_at
 from mega.core.checkpoint.own.together import JsonExchange, alone, together
 from mega.core.config.resolve import with_head
 from mega.core.config.run import RunConfig, flag_of, options_with, value_of
@@ -41,9 +41,9 @@ class ResumePoint:
     base: where the checkpoint holds adapters alone, the checkpoint that they were trained on.
     """
 
-    checkpoint: Checkpoint
+    checkpoint: StoredWeights
     weights_only: bool
-    base: Checkpoint | None = None
+    base: StoredWeights | None = None
 
 
 def find_resume_point(
@@ -90,13 +90,13 @@ def _find(run: RunConfig, report: Callable[[str], None], exchange: JsonExchange)
             report(f"--load {options.load}: holds no checkpoint yet; starting from the beginning")
             return None
         return ResumePoint(found, weights_only=options.finetune)
-    found, foreign = open_start(options.load, report, exchange)
-    if foreign and not options.finetune and form_at(found.path).verb == "reshard":
+    weights = open_weights(options.load, report, exchange)
+    if weights.foreign and not options.finetune and form_at(weights.path).verb == "reshard":
         report(
-            f"--load {options.load}: weights alone are read of {form_at(found.path).words}; to continue its optimizer "
-            f"and its steps, {_continuing(options.load, 'RUN')}"
+            f"--load {options.load}: weights alone are read of {form_at(weights.path).words}; to continue its "
+            f"optimizer and its steps, {_continuing(options.load, 'RUN')}"
         )
-    return ResumePoint(found, weights_only=options.finetune or foreign)
+    return ResumePoint(weights, weights_only=options.finetune or weights.foreign)
 
 
 def _continuing(tree: str, place: str) -> str:
@@ -117,7 +117,7 @@ def _store(place: str, exchange: JsonExchange) -> CheckpointStore:
     return together(lambda: store_at(place), exchange)
 
 
-def sidecar_files(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> dict[str, bytes]:
+def sidecar_files(checkpoint: StoredWeights, tokenizer: Tokenizer | None) -> dict[str, bytes]:
     """The files that travel with the weights a run starts from: its tokenizer's, and what others' tools go by.
 
     run.toml is each run's own. Nothing where the run has another tokenizer: the files speak of the old one's ids.
@@ -200,7 +200,7 @@ def new_tensors(run: RunConfig, point: ResumePoint) -> list[str]:
     return [tensor.name for tensor in inventory(run.model) if known.get(tensor.name) != tensor.shape]
 
 
-def _stated(checkpoint: Checkpoint, name: str) -> Any:
+def _stated(checkpoint: StoredWeights, name: str) -> Any:
     """A value of the plain state that a run cannot resume without."""
     if name not in checkpoint.meta:
         raise CheckpointError(
@@ -320,13 +320,13 @@ def _shown(value: Any) -> str:
     return " ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
 
 
-def _truest(weight: Piece, checkpoint: Checkpoint) -> Piece:
+def _truest(weight: Piece, checkpoint: StoredWeights) -> Piece:
     """A weight read from its master, where the checkpoint holds one."""
     master = weight.key.replace("weights/", "master/", 1)
     return dataclasses.replace(weight, key=master) if master in checkpoint.tensors else weight
 
 
-def _same_rule(run: RunConfig, checkpoint: Checkpoint) -> None:
+def _same_rule(run: RunConfig, checkpoint: StoredWeights) -> None:
     """One rule's moments are not another's, though they may bear the same name."""
     ours, stored = run.optimizer.optimizer, below(checkpoint.meta, "config", "optimizer").get("optimizer")
     if stored not in (None, ours):
@@ -336,7 +336,7 @@ def _same_rule(run: RunConfig, checkpoint: Checkpoint) -> None:
         )
 
 
-def _same_task(run: RunConfig, checkpoint: Checkpoint) -> None:
+def _same_task(run: RunConfig, checkpoint: StoredWeights) -> None:
     """A run is continued towards what it was trained for."""
     ours = run.finetuning.task
     stored = below(checkpoint.meta, "config", "finetuning").get("task", "lm")

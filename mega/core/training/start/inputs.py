@@ -202,11 +202,11 @@ def weights_of(options: Options) -> Iterator[tuple[str, Any]]:
     for place in (checkpoint.save if checkpoint.resume == "auto" else checkpoint.resume, checkpoint.load):
         if place is None or (url_of(place) is None and not os.path.exists(place)):
             continue
-        from mega.core.checkpoint.forms.start import open_start
+        from mega.core.checkpoint.forms.open import open_weights
         from mega.core.checkpoint.own.pieces import CheckpointError
 
         with contextlib.suppress(CheckpointError):
-            yield place, open_start(place, lambda line: None)[0]
+            yield place, open_weights(place)
 
 
 def _has_data(run: RunConfig) -> bool:
@@ -221,10 +221,10 @@ def _with_checkpoint_model(options: Options, notes: list[str]) -> Options:
     if load is None or not options.checkpoint.use_checkpoint_config:
         return options
     check_source("--load", load)
-    from mega.core.checkpoint.forms.start import open_start
+    from mega.core.checkpoint.forms.open import open_weights
     from mega.core.checkpoint.own.model import model_of
 
-    source, _ = open_start(load, lambda line: None)  # reported when weights are read
+    source = open_weights(load)  # reported when weights are read
     model, default = model_of(source.meta, load), ModelOptions()
     if not model.lora_rank:
         model = with_adapters(model, typed)

@@ -23,12 +23,12 @@ from mega.core.checkpoint.forms.megatron.state import (
     numeric,
 )
 from mega.core.checkpoint.own.pieces import CheckpointError
-from mega.core.checkpoint.own.reader import Checkpoint
+from mega.core.checkpoint.own.source import StoredWeights
 from mega.core.config.sections import OptimizerConfig
 from mega.core.untrusted import Json, below
 
 
-def state_kinds(checkpoint: Checkpoint) -> tuple[str, ...]:
+def state_kinds(checkpoint: StoredWeights) -> tuple[str, ...]:
     """The kinds of state that go into a tree; none where there is none.
 
     Errors: CheckpointError where there is state that such a tree does not hold.

@@ -1,34 +1,104 @@
-"""Where the weights lie that adapters were trained on: where they were, or in the same place relative to the adapters.
+"""Weights, wherever they are: one answer for every verb that begins with a model, continues one or converts one.
 
-A checkpoint of adapters names them by path and digest (own/base.py). They may be ours or, in any form that is read,
-others'. What is found is compared by its digest, so that adapters are never put on another model.
+    open_weights(place)      what a user points at: a mega checkpoint, or foreign files, read in place
+    open_base(checkpoint)    the weights that adapters were trained on
+    whole_model(weights)     a model with all its weights: those of its base where it holds adapters alone
+
+All three are read alike (`StoredWeights`), and nothing is written. A checkpoint of adapters names its base by path and
+digest (own/base.py). The base may be a mega checkpoint or, in any form that is read, foreign. It is looked for where it
+was, then in the same place relative to the adapters, and compared by its digest, so that adapters are never put on
+another model.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property, partial
 from pathlib import Path
 
-from mega.core.checkpoint.forms.direct import SAMPLED, Readable, weights_digest
-from mega.core.checkpoint.forms.start import open_start
+from mega.core.checkpoint.forms.companions import companions_of, tokenizer_kind
+from mega.core.checkpoint.forms.direct import SAMPLED, ForeignWeights, opened_foreign, weights_digest
+from mega.core.checkpoint.forms.form import FORMS, Form, Given
+from mega.core.checkpoint.forms.recognise import foreign_form, form_at
 from mega.core.checkpoint.own.base import Joined, named_base
+from mega.core.checkpoint.own.layout import ONE
 from mega.core.checkpoint.own.model import check_size, model_of
-from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.checkpoint.own.pieces import CheckpointError, Piece, Tensors
+from mega.core.checkpoint.own.source import Readable, StoredWeights
 from mega.core.checkpoint.own.steps import STEP
-from mega.core.checkpoint.own.store import Checkpoint
-from mega.core.checkpoint.own.together import JsonExchange, alone, gathered
+from mega.core.checkpoint.own.store import locate
+from mega.core.checkpoint.own.together import JsonExchange, alone, disagreement, gathered, together
 from mega.core.config.sections import ModelConfig
 from mega.core.files import url_of
+from mega.core.untrusted import Json
 
 Report = Callable[[str], None]
 
 ADVICE = "Put the base there, or in the same place relative to the adapters; a run that resumes takes it as --load"
 
 
+class ForeignCheckpoint:
+    """Foreign weights read in place, with what is read of a `Checkpoint` besides an optimizer and progress.
+
+    model: its section. meta: the model, and the kind of tokenizer. attachments: the files that came along. notes: lines
+    for the user.
+    """
+
+    step, world, foreign = 0, 1, True
+
+    def __init__(self, place: Path, form: Form) -> None:
+        opened = opened_foreign(form, place, Given(layout=ONE, optimizer=False))
+        self.path, self.model, self.notes = place, opened.model, opened.notes
+        self.attachments: Mapping[str, Path] = {} if place.is_file() else companions_of(form, place)
+        self.meta: Mapping[str, Json] = {
+            "config": {
+                "model": dataclasses.asdict(opened.model),
+                "tokenizer": {"tokenizer": tokenizer_kind(self.attachments)},
+            }
+        }
+        self._weights = ForeignWeights(place, opened)
+        self.tensors: Tensors = self._weights.tensors
+
+    @cached_property
+    def digest(self) -> str:
+        return weights_digest(self._weights)
+
+    def read(self, wanted: Iterable[Piece], *, cast: bool = False, verify: bool = True) -> None:
+        """As of `Checkpoint`."""
+        self._weights.read(wanted, cast=cast)
+
+
+def _foreign_name(path: Path) -> str:
+    """Of the form of others' weights; nothing where they are none. Errors: CheckpointError where nothing is there, or
+    ours too."""
+    if not path.exists() and not STEP.fullmatch(path.name):
+        raise CheckpointError(f"{path}: no such file or directory")
+    return "" if foreign_form(path) is None else form_at(path).name
+
+
+def open_weights(place: str, report: Report = lambda line: None, exchange: JsonExchange = alone) -> StoredWeights:
+    """The weights at `place`. Errors: CheckpointError, on all ranks."""
+    names = [""] if url_of(place) is not None else gathered(partial(_foreign_name, Path(place)), exchange)
+    if differ := disagreement([name or "none of others" for name in names]):
+        raise CheckpointError(f"{place}: {differ}")
+    if not names[0]:
+        return locate(place, report, exchange)
+    form = next(form for form in FORMS if form.name == names[0])
+    found = together(partial(ForeignCheckpoint, Path(place), form), exchange)
+    if exchange is not alone:
+        digests = gathered(partial(weights_digest, found), exchange)
+        if differ := disagreement([digest.removeprefix(SAMPLED)[:12] for digest in digests]):
+            raise CheckpointError(f"{place}: {differ}")
+    for note in found.notes:
+        report(note)
+    return found
+
+
 def open_base(
-    checkpoint: Checkpoint, given: str | None, report: Report = lambda line: None, exchange: JsonExchange = alone
-) -> Checkpoint | None:
+    checkpoint: StoredWeights, given: str | None, report: Report = lambda line: None, exchange: JsonExchange = alone
+) -> StoredWeights | None:
     """The base of a checkpoint of adapters: at `given`, else where it was or has been moved along with them; None where
     the checkpoint is whole.
 
@@ -56,10 +126,10 @@ def open_base(
 
 def _tried(
     named: Mapping[str, str], place: str, report: Report, exchange: JsonExchange, *, chain: bool = False
-) -> tuple[Checkpoint | None, str]:
+) -> tuple[StoredWeights | None, str]:
     """What lies at `place`, where it is the base that is named; else why it is not. chain: or adapters of that base."""
     try:
-        base, _ = open_start(place, report, exchange)
+        base = open_weights(place, report, exchange)
         theirs = named_base(base)
         if theirs is not None and not chain:
             return None, f"{place}: holds adapters itself"
@@ -86,8 +156,8 @@ def unlike(named: str, found: str) -> str:
 
 
 def _moved_along(
-    checkpoint: Checkpoint, named: Mapping[str, str], report: Report, exchange: JsonExchange
-) -> tuple[Checkpoint | None, str]:
+    checkpoint: StoredWeights, named: Mapping[str, str], report: Report, exchange: JsonExchange
+) -> tuple[StoredWeights | None, str]:
     """The base in the same place relative to the adapters, both being moved; or why what bears its name is not it."""
     if url_of(checkpoint.path) or url_of(named["path"]):
         return None, ""
@@ -113,14 +183,14 @@ def _nearby(adapters: Path, base: str) -> list[Path]:
     return [path for path in found if path != Path(base) and os.path.exists(path)]
 
 
-def whole_model(checkpoint: Checkpoint) -> tuple[Checkpoint, ModelConfig]:
+def whole_model(checkpoint: StoredWeights) -> tuple[StoredWeights, ModelConfig]:
     """A mega checkpoint with the weights of its base, and its model. Errors: CheckpointError."""
     model, whole = model_of(checkpoint.meta, str(checkpoint.path)), joined(checkpoint)
     check_size(model, whole.tensors, str(whole.path))
     return whole, model
 
 
-def joined(checkpoint: Checkpoint, given: str | None = None) -> Checkpoint:
+def joined(checkpoint: StoredWeights, given: str | None = None) -> StoredWeights:
     """`checkpoint`, with the weights of its base where it holds adapters alone. Errors: as `open_base`."""
     base = open_base(checkpoint, given)
-    return checkpoint if base is None else Joined(checkpoint, base)  # type: ignore[return-value]
+    return checkpoint if base is None else Joined(checkpoint, base)
