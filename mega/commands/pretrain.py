@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from typing import Any
 
 from mega.core.config.run import Options, updated
 from mega.core.config.sections import TokenizerConfig
-from mega.core.processes.world import is_first_rank, ranks, world_from_env
+from mega.core.processes.world import is_first_rank, ranks, supervised_ranks, world_from_env
 
 _UNSET = dataclasses.asdict(TokenizerConfig())
 
@@ -24,21 +25,27 @@ def run(options: Options) -> int:
     """
     from mega.core.training.start.inputs import open_inputs, resolve_run
 
-    world = world_from_env()
-    size = ranks(world, options.runtime.nproc, options.runtime.world)
+    world, runtime, supervision = world_from_env(), options.runtime, options.supervision
+    supervised = bool(supervision.max_restarts or supervision.hosts) and runtime.world is None
+    if supervised:
+        size = supervised_ranks(world, runtime.nproc or 1, supervision.hosts)
+    else:
+        size = ranks(world, runtime.nproc, runtime.world)
     resolved = resolve_run(_as_the_weights(options), size)  # in a moment, before anything heavy is imported
-    if options.runtime.dry_run:
+    if runtime.dry_run:
         if is_first_rank():
             from mega.core.training.start.dry_run import dry_run
 
             dry_run(open_inputs(resolved), size)
         return 0
-    if world.source == "alone" and size > 1:
+    if supervised or (world.source == "alone" and size > 1):
         open_inputs(resolved)  # a mistake in a file is reported once, before any rank starts
         from mega.core.estimate.host import crowded
 
-        for line in crowded(resolved.run, size):
+        for line in crowded(resolved.run, runtime.nproc or 1):
             print(f"mega: {line}", file=sys.stderr)
+        if supervised:
+            return _supervise(options, resolved, size)
         from mega.core.processes.launch import launch
         from mega.core.training.start.rank import pretrain
 
@@ -46,6 +53,32 @@ def run(options: Options) -> int:
     from mega.core.training.start.rank import pretrain
 
     return pretrain(resolved)
+
+
+def _supervise(options: Options, resolved: Any, size: int) -> int:
+    """Run the ranks of this host, again after a failure that may pass."""
+    from mega.core.checkpoint.own.store import store_at
+    from mega.core.processes.hosts import supervise_hosts
+    from mega.core.processes.restarts import Job, supervise
+    from mega.core.training.start.inputs import resolve_run
+    from mega.core.training.start.rank import pretrain
+
+    save, nproc, supervision = options.checkpoint.save, options.runtime.nproc or 1, options.supervision
+    resumed = resolve_run(_as_the_weights(updated(options, {"resume": "auto"})), size) if save is not None else resolved
+
+    newest = [max(store_at(save).steps(), default=0)] if save is not None else [0]
+
+    def saved() -> int:
+        with contextlib.suppress(OSError, ValueError):  # of a store that is away for a moment
+            newest.extend(store_at(save).steps()[-1:] if save is not None else ())
+        return newest[-1]
+
+    args, copies = lambda resumes: (resumed if resumes else resolved,), bool(supervision.peer_copy_interval)
+    job = Job(pretrain, args, saved, copies)
+    if supervision.hosts is None:
+        return supervise(nproc, supervision.max_restarts, job)
+    minutes = options.runtime.timeout_minutes
+    return supervise_hosts(supervision.hosts, nproc, supervision.max_restarts, minutes, job)
 
 
 def _as_the_weights(options: Options) -> Options:

@@ -297,8 +297,9 @@ class HostCopy:
 
     ALIGNMENT = 64
 
-    def __init__(self, device: Device, size: int):
-        self._memory = torch.empty(size, dtype=torch.uint8)
+    def __init__(self, device: Device, size: int, memory: torch.Tensor | None = None):
+        """memory: uint8 [size] of the host to copy into, which keeps what it holds until then."""
+        self._memory = torch.empty(size, dtype=torch.uint8) if memory is None else memory
         self._stream = None
         self._asked: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._fetching = threading.Event()
@@ -308,7 +309,7 @@ class HostCopy:
             self._now = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._fetching.set()
-        else:
+        elif memory is None:
             self._memory.fill_(0)  # the system gives memory when it is first touched
 
     @classmethod
@@ -318,22 +319,32 @@ class HostCopy:
 
     def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Contiguous copies, valid until the next `take`, and on a GPU once they have arrived."""
-        views, offset = [], 0
-        self._asked = []
-        for run in _runs(tensors):
-            counts, first = [x.numel() for x in run], run[0].detach()
-            size = sum(counts) * first.element_size()
-            there = self._memory[offset : offset + size].view(first.dtype)
-            views += [part.view(x.shape) for part, x in zip(torch.split(there, counts), run, strict=True)]
-            whole = first.as_strided(there.shape, (1,)) if len(run) > 1 else first
-            self._asked.append((there.view(whole.shape), whole))
-            offset += self.room([whole])
+        views, self._asked = self._placed(tensors)
         if self._stream is None:
             self._fetch()
         else:
             self._fetching.clear()
             self._now.record(torch.cuda.current_stream(self._stream.device))
         return views
+
+    def views(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Where `take` puts these tensors, as it left them."""
+        return self._placed(tensors)[0]
+
+    def _placed(
+        self, tensors: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
+        """A view for each tensor, and the copies that fill them: place and tensor."""
+        views, asked, offset = [], [], 0
+        for run in _runs(tensors):
+            counts, first = [x.numel() for x in run], run[0].detach()
+            size = sum(counts) * first.element_size()
+            there = self._memory[offset : offset + size].view(first.dtype)
+            views += [part.view(x.shape) for part, x in zip(torch.split(there, counts), run, strict=True)]
+            whole = first.as_strided(there.shape, (1,)) if len(run) > 1 else first
+            asked.append((there.view(whole.shape), whole))
+            offset += self.room([whole])
+        return views, asked
 
     def wait(self) -> None:
         """Fetch what was asked for, and wait until the host can read it. To be called once after each `take`."""

@@ -82,7 +82,7 @@ def test_what_a_layout_is() -> None:
 
 
 def test_what_bench_reads() -> None:
-    sections = ("data", "finetuning", "schedule", "evaluation", "checkpoint", "log")
+    sections = ("data", "finetuning", "schedule", "evaluation", "checkpoint", "log", "supervision")
     dropped = {name for name, entry in entries().items() if entry.section in sections}
     assert set(options_with(bench="unused")) == dropped - {"reset_attention"} | {
         *("steps", "samples", "rampup", "phase_timeout_minutes")
@@ -102,9 +102,9 @@ TRAINS = {"micro_batch": 1, "steps": 4, "lr": 1e-3, "mock_data": True, "vocab": 
 def test_what_an_option_needs_is_checked(name: str) -> None:
     """With it, no line names the option and the other one; without it, one line does."""
     entry = entries()[name]
-    on = {bool: not entry.default, int: 3, str: entry.choices[-1] if entry.choices else "x"}[entry.kind]
+    on = {bool: not entry.default, int: 3, float: 3.0, str: entry.choices[-1] if entry.choices else "x"}[entry.kind]
     (other, valid), *_ = entry.option.needs.items()
-    there = valid[0] if valid else True if entries()[other].kind is bool else "x"
+    there = valid[0] if valid else {bool: True, int: 3, float: 3.0, str: "x"}[entries()[other].kind]
     absent = next((choice for choice in entries()[other].choices if choice not in valid), None) if valid else None
 
     def lines(value: object) -> list[str]:

@@ -22,6 +22,7 @@ from mega.core.device import Device, HostCopy
 from mega.core.parallel.mesh import Groups
 from mega.core.processes.pool import Pool
 from mega.core.text.chat.templates import TEMPLATES
+from mega.core.training.saves import saver as saver_module
 from mega.core.training.saves.resume import ResumePoint, restore
 from mega.core.training.saves.saver import Saver
 from mega.core.training.state import Progress, TrainState
@@ -192,6 +193,44 @@ def test_one_ranks_fault_is_everyones(tmp_path: Path, pool: Pool, broken: int) -
     assert f"rank-{broken:05}" in reported[broken] and "No space left" in reported[broken]
     assert "another rank failed" in reported[1 - broken]
     assert CheckpointStore(tmp_path / "a").newest() is None
+
+
+def full_for_a_while(groups: Groups, rank: int, run: RunConfig, world: int, times: int) -> tuple[str, list[str]]:
+    """Job: a save on whose last rank the disk is full, so many times; its error, and what rank 0 printed."""
+    printed: list[str] = []
+    saver, real, left = (
+        Saver(state_of(run, rank, world, groups), report=printed.append),
+        store_module.write_container,
+        times,
+    )
+
+    def write(*args: Any, **kwargs: Any) -> Any:
+        nonlocal left
+        left -= 1
+        return real(*args, **kwargs) if left < 0 or rank < world - 1 else full()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store_module, "write_container", write)
+        patch.setattr(saver_module, "RETRY_PAUSES", (0.05, 0.05))
+        try:
+            saver.save()
+            saver.wait()
+        except SaveError as error:
+            return str(error), printed
+    return "", printed
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(("minutes", "times", "saved"), [(1.0, 2, True), (0.0, 1, False)])
+def test_a_save_is_tried_again_for_a_while(
+    tmp_path: Path, pool: Pool, background: bool, minutes: float, times: int, saved: bool
+) -> None:
+    where = {"save": str(tmp_path), "save_interval": 1, "async_save": background, "save_retry_minutes": minutes}
+    run = small_run(world=2, tp=2, **where)
+    (error, printed), (other, _) = pool.run(full_for_a_while, run, 2, times, world=2)
+    assert (not error, not other) == (saved, saved)
+    assert CheckpointStore(tmp_path).newest() == (0 if saved else None)
+    assert sum("trying again for 1.0 minutes" in line for line in printed) == (times if saved else 0)
 
 
 def test_the_copy_is_of_the_moment(tmp_path: Path) -> None:

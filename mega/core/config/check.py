@@ -284,6 +284,9 @@ def _run_and_checkpoint(options: Options) -> Problems:
     checkpoint, runtime = options.checkpoint, options.runtime
     if checkpoint.pretrained_checkpoint is not None:
         yield _line(options, "pretrained_checkpoint", "belongs to mega finetune; here give --load with --finetune")
+    if checkpoint.save_retry_minutes > runtime.phase_timeout_minutes:
+        most = runtime.phase_timeout_minutes
+        yield _line(options, "save_retry_minutes", f"must be at most --phase-timeout-minutes {most:g}")
     if checkpoint.resume == "auto" and checkpoint.save is None:
         yield "--resume auto: needs --save, under which it looks for checkpoints"
     if checkpoint.finetune and checkpoint.resume not in (None, "auto"):

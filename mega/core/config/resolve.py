@@ -62,6 +62,7 @@ def resolve(options: Options, world: int, vocab: int | None = None) -> RunConfig
         checkpoint=options.checkpoint,
         log=LogConfig(**_as_typed(options.log, LogConfig), metrics=metrics_file(options)),
         runtime=options.runtime,
+        supervision=options.supervision,
     )
 
 

@@ -49,6 +49,7 @@ from mega.core.config.sections import (
     RuntimeConfig,
     ScheduleConfig,
     ScheduleOptions,
+    SupervisionConfig,
     TokenizerConfig,
 )
 
@@ -72,6 +73,7 @@ class Options:
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogOptions = LogOptions()
     runtime: RuntimeConfig = RuntimeConfig()
+    supervision: SupervisionConfig = SupervisionConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +95,7 @@ class RunConfig:
     checkpoint: CheckpointConfig
     log: LogConfig
     runtime: RuntimeConfig
+    supervision: SupervisionConfig
 
 
 AnyRun = Options | RunConfig

@@ -18,6 +18,7 @@ from mega.core.config.option import (
     BELOW_ONE,
     CHANCE,
     COUNT,
+    FROM_0,
     MINUTES,
     NOT_NEGATIVE,
     POSITIVE,
@@ -1288,6 +1289,13 @@ class CheckpointConfig(Section):
     async_save: bool = option(
         False, "save in the background, from a copy in host memory", megatron={"--async-save": True}, needs={"save": ()}
     )
+    save_retry_minutes: float = option(
+        0,
+        "try a save that failed again for so long before the run ends; at most --phase-timeout-minutes",
+        unit="minutes",
+        within=NOT_NEGATIVE,
+        needs={"save": ()},
+    )
     good_after: int = option(
         100,
         "a checkpoint is good once so many sound steps have followed it; one that the run blew up after before that is "
@@ -1486,4 +1494,35 @@ class RuntimeConfig(Section):
         True,
         "save and stop on Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP, with exit code 128 + the signal's number",
         megatron={"--exit-signal-handler": True},
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisionConfig(Section):
+    """How ranks that --nproc started are started again after a failure, on this host or on several."""
+
+    title: ClassVar[str] = "Supervision"
+    bench: ClassVar[Bench] = "unused"
+
+    max_restarts: int = option(
+        0,
+        "start the ranks again from the newest save when one was lost or failed, up to so many times in a row without "
+        "a newer save",
+        within=FROM_0,
+        needs={"save": ()},
+    )
+    hosts: int | None = option(
+        None,
+        "run on so many hosts, each of which runs this command; further ones wait as spares. MASTER_ADDR and "
+        "MASTER_PORT name the first one",
+        within=COUNT,
+        needs={"nproc": ()},
+    )
+    peer_copy_interval: int = option(
+        0,
+        "copy the state every so many steps into the memory of this host and of the next one, from which ranks that "
+        "start again resume; 0 is never",
+        unit="steps",
+        within=FROM_0,
+        needs={"max_restarts": ()},
     )

@@ -28,10 +28,11 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from mega.core.activity import ACTIVITY
-from mega.core.processes.world import MEETING_FILE, World, world_from_env
+from mega.core.processes.world import LAUNCHER_FILE, MEETING_FILE, World, world_from_env
 from mega.core.terminal import leave
 from mega.core.words import name_ranks
 
@@ -58,12 +59,17 @@ _PEER_IS_GONE = (
 
 @dataclass(frozen=True)
 class ExitReport:
-    """Why a rank ends, and its exit code. kind: "line", "trace", "verdict" of all ranks, or "consequence" of another
-    rank's end."""
+    """Why a rank ends, and its exit code. kind: "line", "trace", "diverged", "verdict" of all ranks, or "consequence"
+    of another rank's end."""
 
     code: int
     text: str
     kind: str = "line"
+
+    @property
+    def permanent(self) -> bool:
+        """Whether ranks that start again would end for the same reason."""
+        return self.code == 2 or self.kind == "diverged"
 
 
 def report_of(error: BaseException) -> ExitReport:
@@ -79,7 +85,8 @@ def report_of(error: BaseException) -> ExitReport:
         return ExitReport(code, f"{error.object}: is not a name in UTF-8, as is needed here; rename it")
     if isinstance(error, ValueError | OSError | FloatingPointError | MemoryError):
         text = str(error) or ("out of memory" if isinstance(error, MemoryError) else repr(error))
-        return ExitReport(code, text, "consequence" if getattr(error, "elsewhere", False) else "line")
+        kind = "diverged" if isinstance(error, FloatingPointError) else "line"
+        return ExitReport(code, text, "consequence" if getattr(error, "elsewhere", False) else kind)
     if type(error).__name__ == "OutOfMemoryError" or _CPU_IS_FULL in str(error):
         # Torch's message continues with figures of this very process; of a CPU it begins with a line of its source.
         text = ". ".join(str(error)[max(0, str(error).find(_CPU_IS_FULL)) :].split(". ")[:2])
@@ -147,12 +154,28 @@ def report_exit(report: ExitReport, *, together: bool = True) -> int:
         world = world_from_env()
     except ValueError:  # the launcher's variables are invalid, so nothing says which rank reports for all: each does
         world = World(0, 1, 0, 1, "alone")
+    _note(report, world.rank)
     if together and world.size > 1 and not _debugging():
         code = _report_in_time(report, world)
         if code is not None:
             return code
     write_error(format_exits({world.rank: report}, world.size))
     return report.code
+
+
+def _note(report: ExitReport, rank: int) -> None:
+    """Leave the report for the launcher on this host, if it is ours; it decides whether ranks start again."""
+    with contextlib.suppress(OSError, KeyError), open(f"{os.environ[LAUNCHER_FILE]}.exit-{rank}", "w") as note:
+        json.dump(asdict(report), note)
+
+
+def exit_notes(prefix: str) -> dict[int, ExitReport]:
+    """What the ranks of a launcher have left for it. prefix: of LAUNCHER_FILE."""
+    found = {}
+    for path in Path(prefix).parent.glob(Path(prefix).name + ".exit-*"):
+        with contextlib.suppress(OSError, ValueError, TypeError):  # of a rank that was killed while it wrote
+            found[int(path.suffix.removeprefix(".exit-"))] = ExitReport(**json.loads(path.read_text()))
+    return found
 
 
 def format_exits(by_rank: Mapping[int, ExitReport], world: int) -> str:

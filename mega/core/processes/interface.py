@@ -54,6 +54,18 @@ def own_address(other: str) -> str:
     return ""
 
 
+def is_own(name: str) -> bool:
+    """Whether an address, or a host's name, means this host.
+
+    >>> is_own("localhost"), is_own("192.0.2.1")
+    (True, False)
+    """
+    address = own_address(name)  # the way to an address of one's own begins there
+    with contextlib.suppress(OSError, UnicodeError):
+        return bool(address) and address in {place[0] for *_, place in socket.getaddrinfo(name, 1)}
+    return False
+
+
 def own_addresses() -> set[str]:
     """All addresses of this host by which another one may know it.
 

@@ -1,7 +1,8 @@
 """Local ranks, started for one job and watched until it ends.
 
-    launch      run a function on N new local ranks; a failure of one ends all
-    run_ranks   the same on those of a launcher, where there is one
+    launch       run a function on N new local ranks; a failure of one ends all
+    run_ranks    the same on those of a launcher, where there is one
+    run_attempt  the same in given environments, for who may start them again (restarts.py)
 
 New ranks are forked from a small server process that has torch imported already, so eight of them start as fast as
 one. Ranks of one host meet in a file, not on a port, so nothing can be taken twice.
@@ -25,17 +26,18 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from multiprocessing.connection import wait
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import IO, TYPE_CHECKING, TypeVarTuple
 
 from mega.core.files import locked_alone
 from mega.core.processes.connect import disconnect
-from mega.core.processes.exit_reports import report_exit, report_of, write_error
+from mega.core.processes.exit_reports import exit_notes, report_exit, report_of, write_error
 from mega.core.processes.roll_call import LOST
 from mega.core.processes.signals import STOPPING, RepeatedSignal, hear_signals, heeded_signals
-from mega.core.processes.world import MEETING_FILE, world_from_env
+from mega.core.processes.world import LAUNCHER_FILE, MEETING_FILE, MEMORY_FOLDER, world_from_env
 from mega.core.processes.world import ranks as count_ranks
 
 if TYPE_CHECKING:
@@ -60,7 +62,7 @@ _REPORTED = (1, 2)
 _UNKNOWN = 255
 """Exit code of all ranks whose server has died: their own can no longer be read."""
 
-_INTERRUPTED = 254
+INTERRUPTED = 254
 """Exit code of a rank that Ctrl-C ended where it stood, as before the first step: its peers would wait in vain."""
 
 _STOPPED = tuple(128 + number for number in STOPPING)
@@ -74,28 +76,62 @@ _ADVICE: dict[int, str] = {
 }
 
 
+@dataclass(frozen=True)
+class Ending:
+    """How the ranks of one host ended. code: 0; 128 + a signal that killed one, or by which they were asked to stop; or
+    of the first that failed. reason: in one line. cause: not the end of another rank. here: of a rank of this host.
+    final: ranks that start again would end so again, or were not wanted any more."""
+
+    code: int
+    reason: str = ""
+    cause: bool = False
+    here: bool = False
+    final: bool = False
+
+
 def launch(nproc: int, target: Callable[[*Args], int | None], *args: *Args) -> int:
     """Run `target(*args)` on `nproc` local ranks and return the job's exit code.
 
     `target` must be importable by name. The first rank that fails ends the others; the code is its code, 128 + signal
     if it was killed. What asks a run to stop (STOPPING) reaches every rank; a second SIGINT ends them all.
     """
-    heeded, server, meeting = heeded_signals(), fork_server(target.__module__), f"meeting-{uuid.uuid4().hex[:8]}"
-    folder = _folder()
+    ending = run_attempt(local_environments(nproc), target, args)
+    assert ending is not None
+    if ending.code == INTERRUPTED:
+        raise KeyboardInterrupt
+    return ending.code
+
+
+def local_environments(nproc: int) -> list[dict[str, str]]:
+    """Those of the ranks of a world that is all on this host."""
+    folder, meeting = launcher_folder(), f"meeting-{uuid.uuid4().hex[:8]}"
+    return [rank_environment(rank, nproc, folder, meeting) for rank in range(nproc)]
+
+
+def run_attempt(
+    environments: Sequence[Mapping[str, str]],
+    target: Callable[[*Args], int | None],
+    args: tuple[*Args],
+    bell: Connection | None = None,
+    patience: float = 5.0,
+) -> Ending | None:
+    """Run `target(*args)` on new local ranks, one in each environment, until they have ended; None where `bell` had
+    something to read before. patience: seconds that ranks have to end which others have left."""
+    heeded, server = heeded_signals(), fork_server(target.__module__)
+    prefix = environments[0][LAUNCHER_FILE]
     ranks: list[BaseProcess] = [
-        server.Process(target=_rank, args=(rank_environment(rank, nproc, folder, meeting), heeded, target, args))
-        for rank in range(nproc)
+        server.Process(target=_rank, args=(dict(each), heeded, target, args)) for each in environments
     ]
-    for rank, process in enumerate(ranks):
-        process.name = f"rank {rank}"
-        process.start()
     try:
-        return _supervise(ranks, os.path.join(folder, meeting + LOST))
+        for each, process in zip(environments, ranks, strict=True):
+            process.name = f"rank {each['RANK']}"
+            process.start()
+        return _supervise(ranks, prefix, bell)
     finally:
-        end_ranks(ranks)
-        for name in (meeting, meeting + LOST):
+        end_ranks(ranks, patience)
+        for path in glob.glob(glob.escape(prefix) + "*"):
             with contextlib.suppress(OSError):
-                os.unlink(os.path.join(folder, name))
+                os.unlink(path)
 
 
 def run_ranks(
@@ -142,21 +178,27 @@ def fork_server(*modules: str) -> ForkServerContext:
     return context
 
 
-def _folder() -> str:
+def launcher_folder() -> str:
     """The folder in which this process's fork server listens and its ranks meet; it goes with the process.
 
     Where a process was killed with all its ranks, the next one to come here, by a lock that died with it, tidies up.
     """
     folder = multiprocessing.util.get_temp_dir()
-    if not os.path.exists(mark := os.path.join(folder, _MARK)):
-        _remove_abandoned(os.path.dirname(folder))
-        owned = open(f"{mark}.tmp", "w")  # noqa: SIM115 - open, and locked, for as long as this process lives
-        locked_alone(owned.fileno())
-        owned.write(socket.gethostname())
-        owned.flush()
-        os.rename(owned.name, mark)
-        _OWNED.append(owned)
+    if not os.path.exists(os.path.join(folder, _MARK)):
+        own(folder)
     return folder
+
+
+def own(folder: str) -> None:
+    """Mark a folder as this process's: the next launcher removes it if this one is killed, as this one does others'."""
+    _remove_abandoned(os.path.dirname(folder))
+    mark = os.path.join(folder, _MARK)
+    owned = open(f"{mark}.tmp", "w")  # noqa: SIM115 - open, and locked, for as long as this process lives
+    locked_alone(owned.fileno())
+    owned.write(socket.gethostname())
+    owned.flush()
+    os.rename(owned.name, mark)
+    _OWNED.append(owned)
 
 
 def _remove_abandoned(place: str) -> None:
@@ -175,6 +217,7 @@ def rank_environment(rank: int, size: int, directory: str, meeting: str) -> dict
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(size),
         MEETING_FILE: os.path.join(directory, meeting),
+        LAUNCHER_FILE: os.path.join(directory, meeting),
     }
 
 
@@ -190,7 +233,7 @@ def _rank(
     try:
         code = target(*args) or 0
     except KeyboardInterrupt:
-        code = _INTERRUPTED
+        code = INTERRUPTED
     except BaseException as error:
         code = report_exit(report_of(error))
     for stream in (sys.stdout, sys.stderr):
@@ -206,49 +249,85 @@ def _follow_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
-        shutil.rmtree(os.path.dirname(os.environ[MEETING_FILE]), ignore_errors=True)
+        for folder in (os.path.dirname(os.environ[LAUNCHER_FILE]), os.environ.get(MEMORY_FOLDER)):
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
 
-def _supervise(ranks: list[BaseProcess], note: str) -> int:
-    """Wait until all have ended well, or the first has not; its exit code (128 + signal if killed).
+def _supervise(ranks: list[BaseProcess], prefix: str, bell: Connection | None) -> Ending | None:
+    """Wait until all have ended well, or the first has not, or `bell` has something to read.
 
-    Errors: KeyboardInterrupt where Ctrl-C ended a rank where it stood, and with it the others.
-
-    note: a file that tells the others of a rank that was killed: those whose device waits for it hear of it only so.
     A rank that fails has reported why (exit_reports.py). For one that was killed this process reports, before its
     peers, which it leaves in the middle of an exchange; then they have PATIENCE seconds to report errors of their own.
     """
     running = {process.sentinel: process for process in ranks}
-    failed, stopped, interrupted, deadline = 0, 0, False, math.inf
-    reported: set[str] = set()
-    with _passing_signals(ranks):
-        while running and time.monotonic() < deadline:
-            ready = wait(list(running), None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
+    found = _Endings(prefix)
+    with _passing_signals(ranks) as asked:
+        while running and time.monotonic() < found.deadline:
+            left = None if found.deadline == math.inf else max(0.0, found.deadline - time.monotonic())
+            ready = wait([*running, *([] if bell is None else [bell])], left)
+            if bell in ready:
+                return None
             ended = [running.pop(sentinel) for sentinel in list(running) if sentinel in ready]
             for process in sorted(ended, key=lambda process: process.exitcode or 0):  # the killed ones first
-                code = process.exitcode or 0
                 # All may end by one signal.
-                if code == _UNKNOWN and (gone := _server_ending()) is not None:
+                if process.exitcode == _UNKNOWN and (gone := _server_ending()) is not None:
                     write_error(f"mega: {gone}\n")
                     _kill(ranks)
-                    return 1
-                if code == _INTERRUPTED:
-                    interrupted, deadline = True, min(deadline, time.monotonic() + PATIENCE)
-                    continue
-                if code in _STOPPED:  # its peers stop likewise, at the same step
-                    stopped = code
-                    continue
-                if code and code not in _REPORTED and (ending := _ending(code)) not in reported:
-                    write_error(f"mega: {process.name} {ending}\n")
-                    reported.add(ending)
-                    with contextlib.suppress(OSError), open(note, "w") as lost:
-                        lost.write(f"{process.name} {ending}")
-                if code and not failed:
-                    failed, deadline = 128 - code if code < 0 else code, time.monotonic() + PATIENCE
-    if interrupted and not failed:
-        raise KeyboardInterrupt
-    return failed or stopped
+                    return Ending(1, gone, cause=True, here=True)
+                found.add(process)
+    return found.ending(asked.number)
+
+
+class _Endings:
+    """What the ranks of one host that have ended say of the whole.
+
+    prefix: of the names of files. One tells the others of a rank that was killed: those whose device waits for it hear
+    of it only so.
+    """
+
+    def __init__(self, prefix: str):
+        self._prefix = prefix
+        self._failed, self._stopped, self._interrupted = 0, 0, False
+        self._killed: list[tuple[str, str]] = []
+        self.deadline = math.inf
+        """When the ranks that still run are to be ended."""
+
+    def add(self, process: BaseProcess) -> None:
+        code = process.exitcode or 0
+        if code == INTERRUPTED:
+            self._interrupted, self.deadline = True, min(self.deadline, time.monotonic() + PATIENCE)
+            return
+        if code in _STOPPED:  # its peers stop likewise, at the same step
+            self._stopped = code
+            return
+        if code and code not in _REPORTED and (ending := _ending(code)) not in [each for _, each in self._killed]:
+            write_error(f"mega: {process.name} {ending}\n")
+            self._killed.append((process.name, ending))
+            with contextlib.suppress(OSError), open(self._prefix + LOST, "w") as lost:
+                lost.write(f"{process.name} {ending}")
+        if code and not self._failed:
+            self._failed, self.deadline = 128 - code if code < 0 else code, time.monotonic() + PATIENCE
+
+    def ending(self, asked: int) -> Ending:
+        """asked: the signal that this process passed on; ranks that fail after it were to stop anyway."""
+        if self._interrupted and not self._failed:
+            return Ending(INTERRUPTED, "interrupted", final=True)
+        if not self._failed:
+            return Ending(self._stopped, final=True)
+        if self._killed:
+            name, ending = self._killed[0]
+            line = f"{name} {ending.partition(':')[0]}"
+            return Ending(self._failed, line, cause=True, here=True, final=bool(asked))
+        reports = sorted(exit_notes(self._prefix).items(), key=lambda found: (found[1].kind == "consequence", found[0]))
+        if not reports:
+            return Ending(self._failed, f"a rank ended with exit code {self._failed}", final=bool(asked))
+        rank, report = reports[0]
+        last = report.text.rstrip().splitlines()[-1] if report.text.strip() else ""
+        line = last if report.kind == "verdict" else f"rank {rank}: {last}"
+        final, cause = bool(asked) or report.permanent, report.kind != "consequence"
+        return Ending(self._failed, line, cause, cause and report.kind != "verdict", final)
 
 
 def _server_ending() -> str | None:
@@ -284,7 +363,7 @@ def _ending(code: int) -> str:
 
 
 @contextlib.contextmanager
-def _passing_signals(ranks: list[BaseProcess]) -> Iterator[None]:
+def _passing_signals(ranks: list[BaseProcess]) -> Iterator[RepeatedSignal]:
     """Pass a signal to stop on to the ranks, which save and stop; a second request does not wait."""
     asked = RepeatedSignal()
 
@@ -298,7 +377,7 @@ def _passing_signals(ranks: list[BaseProcess]) -> Iterator[None]:
 
     before = {number: signal.signal(number, pass_on) for number in heeded_signals()}
     try:
-        yield
+        yield asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -314,6 +393,7 @@ def _kill(ranks: list[BaseProcess]) -> None:
 def end_ranks(ranks: list[BaseProcess], patience: float = 5.0) -> None:
     """Ask the ranks that still run to stop, again and again since a run takes it for a wish; then make them."""
     deadline = time.monotonic() + patience
+    ranks = [process for process in ranks if process.pid is not None]  # a signal may come while they start
     while (alive := [process for process in ranks if process.is_alive()]) and time.monotonic() < deadline:
         for process in alive:
             process.terminate()

@@ -33,7 +33,7 @@ from mega.core.processes.exit_reports import LIMIT, ExitReport, report_exit
 from mega.core.processes.position import Position, named, own_place, own_position, silence, standstill, store_silence
 from mega.core.processes.questions import Questions
 from mega.core.processes.rendezvous import duration
-from mega.core.processes.world import MEETING_FILE
+from mega.core.processes.world import LAUNCHER_FILE
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -45,7 +45,7 @@ ANSWER = 20.0
 """Seconds in which a rank that lives answers, on the busiest machine; at most a third of the time-out."""
 
 LOST = ".lost"
-"""What the file is called, next to that in which local ranks meet, where their launcher notes that one was killed."""
+"""How the name of the file ends where the launcher of local ranks notes that one was killed."""
 
 SILENT = 10.0
 """Seconds beyond which a store that lives has answered, on the busiest machine too."""
@@ -290,5 +290,5 @@ def _exit_alone(line: str) -> None:
 def launchers_note() -> str:
     """What the launcher of local ranks says of one that was killed; nothing where it says nothing."""
     with contextlib.suppress(OSError, KeyError):
-        return Path(os.environ[MEETING_FILE] + LOST).read_text()
+        return Path(os.environ[LAUNCHER_FILE] + LOST).read_text()
     return ""

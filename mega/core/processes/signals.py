@@ -41,10 +41,12 @@ class RepeatedSignal:
 
     def __init__(self) -> None:
         self._first: float | None = None
+        self.number = 0
+        """The newest one that came; 0 is none."""
 
     def repeats(self, number: int) -> bool:
         """Note a signal; whether it means that the user will not wait for what the first one began."""
-        now = time.monotonic()
+        now, self.number = time.monotonic(), number
         if self._first is None:
             self._first = now
         return number == signal.SIGINT and now > self._first + SAME_SIGNAL_SECONDS

@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 Source = Literal["torchrun", "mpirun", "slurm", "alone"]
 
 MEETING_FILE = "MEGA_MEETING_FILE"
 """Environment variable: where ranks that --nproc started meet."""
+
+MEMORY_FOLDER = "MEGA_PEER_MEMORY"
+"""Environment variable: the folder, in this host's memory, that outlives the ranks of an attempt."""
+
+LAUNCHER_FILE = "MEGA_LAUNCHER_FILE"
+"""Environment variable: how the names of files begin by which --nproc and its ranks tell each other how ranks ended."""
 
 MOST_DIGITS = 18
 """Of a number that a launcher sets; one of thousands of digits takes long to read."""
@@ -315,3 +321,35 @@ def ranks(world: World, nproc: int | None, dry: int | None = None, environ: Mapp
             "leave the flag out"
         )
     return world.size
+
+
+def supervised_ranks(
+    world: World, nproc: int, hosts: int | None, environ: MutableMapping[str, str] = os.environ
+) -> int:
+    """How many ranks a run has whose ranks are started, and started again, by this command on one host or on several.
+
+    Several hosts meet at MASTER_ADDR, MASTER_PORT; what a launcher says of this process counts no more: it is no rank.
+    Errors: ValueError where a launcher has started ranks, or nothing says where hosts meet.
+
+    >>> environ = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+    >>> supervised_ranks(world_from_env(environ), nproc=8, hosts=4, environ=environ)
+    32
+    """
+    flag = "--max-restarts" if hosts is None else f"--hosts {hosts}"
+    if any(name in environ for name in _STARTED_HERE):
+        raise ValueError(f"{flag}: torchrun starts ranks again itself, by its own --max-restarts; leave the flag out")
+    # Kubernetes' PyTorchJob numbers its pods by RANK and WORLD_SIZE, and says nothing of ranks on one host.
+    counted = any(name in environ for launcher in _LAUNCHERS for name in launcher.local_size)
+    if (world.local_size > 1 and (counted or hosts is None)) or (hosts is None and world.size > 1):
+        alone = "one process a host, or" if hosts is not None else "give --hosts N, one process a host, or"
+        raise ValueError(
+            f"{flag}: {world.source} has started {world.size} ranks, {world.local_size} on this host, which this "
+            f"command cannot start again; {alone} leave the flag out"
+        )
+    if hosts is not None:
+        point_to_first_host(world, environ)
+        check_address(replace(world, size=hosts * nproc), environ)
+    for launcher in _LAUNCHERS:
+        for name in (launcher.rank, launcher.size):
+            environ.pop(name, None)
+    return nproc * (hosts or 1)

@@ -9,6 +9,7 @@ from mega.core.config.resolve import epoch_steps
 from mega.core.training.evaluation import Evaluation
 from mega.core.training.guards.audit import audit
 from mega.core.training.sampling import Sampler
+from mega.core.training.saves.memory import PeerCopies
 from mega.core.training.saves.saver import Saver
 from mega.core.training.state import TrainState
 
@@ -23,7 +24,13 @@ class Routine:
 
 
 def routines(
-    state: TrainState, evaluation: Evaluation | None, sampler: Sampler | None, saver: Saver | None, *, steps: int
+    state: TrainState,
+    evaluation: Evaluation | None,
+    sampler: Sampler | None,
+    saver: Saver | None,
+    copies: PeerCopies | None = None,
+    *,
+    steps: int,
 ) -> Iterator[Routine]:
     """Those of a run; the last step is validated after training. evaluation: None where nothing is held out. A
     pass of a run that is measured in them ends with a validation and a save."""
@@ -34,6 +41,8 @@ def routines(
         yield Routine(lambda step: step < steps and due(step, interval, epoch), evaluation.validate)
     if sampler is not None:
         yield Routine(every(run.log.sample_interval), sampler.sample)
+    if copies is not None:
+        yield Routine(every(run.supervision.peer_copy_interval), copies.take)
     if saver is not None:
         yield Routine(lambda step: True, saver.look, needs_numbers=False)
         yield Routine(lambda step: due(step, run.checkpoint.save_interval, epoch), saver.save)

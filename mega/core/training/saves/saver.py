@@ -31,18 +31,22 @@ from mega.core.activity import ACTIVITY
 from mega.core.architecture import architecture
 from mega.core.checkpoint.own.pieces import Piece
 from mega.core.checkpoint.own.retention import retain
-from mega.core.checkpoint.own.store import Attachments, SaveError, store_at
+from mega.core.checkpoint.own.store import Attachments, SaveError, SaveReport, store_at
 from mega.core.config import toml
 from mega.core.config.run import RunConfig
 from mega.core.device import HostCopy
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Axis
+from mega.core.processes.exit_reports import write_error
 from mega.core.text.chat.templates import source_of
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.training.guards.finite import check_finite
 from mega.core.training.saves.proving import Proving
 from mega.core.training.schedules import Schedules
 from mega.core.training.state import TrainState
+
+RETRY_PAUSES = (1.0, 30.0)
+"""Seconds between two attempts at a save, at first and at last."""
 
 
 class Saver:
@@ -58,9 +62,11 @@ class Saver:
         sidecar_files: Attachments = MappingProxyType({}),
         corpora: Mapping[str, Mapping[str, str | None]] = MappingProxyType({}),
         blends: Sequence[Mapping[str, Any]] = (),
+        saved: int | None = None,
     ) -> None:
         """sidecar_files: small files that came with the weights and stay with them; rank 0's count. corpora: what the
-        token files hold that the run reads. blends: former ones of the training set, see data/phases.py."""
+        token files hold that the run reads. blends: former ones of the training set, see data/phases.py. saved: the
+        step that the run resumes from on disk, where it has come further in memory."""
         self.state, self.options, self._report = state, state.run.checkpoint, report
         assert self.options.save is not None
         self.store = store_at(self.options.save)
@@ -80,8 +86,8 @@ class Saver:
             self._attachments |= tokenizer.files()
         self._proving = self._first_proving() if state.mesh.rank == 0 else None
         self._running: Future[tuple[int, float]] | None = None
-        self._saved_step = state.progress.step
-        self.kept = state.progress.step
+        self._saved_step = state.progress.step if saved is None else saved
+        self.kept = self._saved_step
         """The newest step that is whole on the disk, or the one that the run has begun with."""
         self._stalled = 0.0
         """Seconds that the run stood still for the save that is on its way."""
@@ -197,9 +203,14 @@ class Saver:
     ) -> tuple[int, float]:
         """The step that was saved, and in how many seconds. spared: older steps that are left whatever the limits."""
         mesh, step = self.state.mesh, int(meta["progress"]["step"])
-        saved = self.store.save(
-            step, pieces, meta, rank=mesh.rank, world=mesh.world, agree=agree, attachments=self._attachments
-        )
+        kept = list(pieces)
+
+        def save() -> SaveReport:
+            return self.store.save(
+                step, kept, meta, rank=mesh.rank, world=mesh.world, agree=agree, attachments=self._attachments
+            )
+
+        saved = _in_time(save, self.options.save_retry_minutes, agree, mesh.rank, self._report)
         if mesh.rank == 0:
             try:
                 limits = self.options.keep_last, self.options.keep_every, self.options.keep_optimizer_last
@@ -244,6 +255,29 @@ def _in_background(work: Callable[[], tuple[int, float]]) -> Future[tuple[int, f
 
     threading.Thread(target=run, name="checkpoint-writer", daemon=True).start()
     return future
+
+
+def _in_time(
+    save: Callable[[], SaveReport],
+    minutes: float,
+    agree: Callable[[bool], bool],
+    rank: int,
+    report: Callable[[str], None],
+) -> SaveReport:
+    """Save, again after a failure until so many minutes are over on any rank. Errors: SaveError, the last."""
+    until, pause = time.monotonic() + 60 * minutes, RETRY_PAUSES[0]
+    while True:
+        try:
+            return save()
+        except SaveError as error:
+            if not agree(time.monotonic() + pause < until):
+                raise
+            line = f"{error}; trying again for {(until - time.monotonic()) / 60:.1f} minutes"
+            if rank and not error.elsewhere:
+                write_error(f"mega: rank {rank}: {line}\n")
+            report(line)
+        time.sleep(pause)
+        pause = min(2 * pause, RETRY_PAUSES[1])
 
 
 def _own_template(run: RunConfig, came: Attachments) -> Attachments:

@@ -28,9 +28,15 @@ from mega.core.words import count_words
 
 
 def introduce(
-    inputs: Inputs, point: ResumePoint | None, state: TrainState, steps: int, report: Callable[[str], None]
+    inputs: Inputs,
+    point: ResumePoint | None,
+    state: TrainState,
+    steps: int,
+    report: Callable[[str], None],
+    saved: int | None = None,
 ) -> None:
-    """What the user is to know before the first step. steps: the last one. report: is given each line."""
+    """What the user is to know before the first step. steps: the last one. report: is given each line. saved: the step
+    of the checkpoint, where the run has come further in memory."""
     run = inputs.run
     for note in (*inputs.notes, *inputs.datasets.example):
         report(note)
@@ -46,7 +52,7 @@ def introduce(
     if point.weights_only:
         report(f"weights from {point.checkpoint.path}; the optimizer and the steps begin afresh")
     else:
-        report(f"resuming from {point.checkpoint.path} at step {state.progress.step}")
+        report(f"resuming from {point.checkpoint.path} at step {state.progress.step if saved is None else saved}")
     if new := new_tensors(run, point):
         report(f"not in the checkpoint, begin at their initial values: {', '.join(new)}")
     if not point.weights_only:

@@ -28,6 +28,7 @@ from mega.core.training.metrics.meters import Meters
 from mega.core.training.metrics.output import print_line
 from mega.core.training.routines import routines
 from mega.core.training.sampling import Sampler
+from mega.core.training.saves.memory import peer_copies
 from mega.core.training.saves.place import check_no_newer, check_shared, lock
 from mega.core.training.saves.resume import ResumePoint, check_corpora, find_resume_point, restore, sidecar_files
 from mega.core.training.saves.saver import Saver
@@ -82,6 +83,9 @@ def start(
         check_corpora(run, point, inputs.datasets)
     inputs = _with_former_blends(inputs, point, _reporter(rank))
     kind.begin(state, inputs.datasets, point)
+    saved, copies = state.progress.step, peer_copies(state)
+    if copies is not None and copies.restore(saved):
+        _reporter(rank)(f"resuming from the hosts' memory at step {state.progress.step}; the newest save has {saved}")
     steps = last_step(run, state.progress.step, state.progress.consumed)
     if not evaluated.skip_train:
         check_no_newer(run, state.progress.step, exchange)
@@ -90,12 +94,12 @@ def start(
     stop = _stop(state)
     meters = _meters(run, state, steps, stop.fail) if rank == 0 else None
     report = meters.report if meters is not None else _reporter(rank)
-    saver = _saver(inputs, state, schedules, point, report)
+    saver = _saver(inputs, state, schedules, point, report, saved)
     judged = saver.judged if saver is not None else lambda step, loss: None
     evaluation = Evaluation(state, task, stop, meters, report, judged)
     sampler = _sampler(inputs, state, meters, report)
-    due = routines(state, evaluation if task.validation else None, sampler, saver, steps=steps)
-    introduce(inputs, point, state, steps, report)
+    due = routines(state, evaluation if task.validation else None, sampler, saver, copies, steps=steps)
+    introduce(inputs, point, state, steps, report, saved)
     return Training(state, task, schedules, steps, evaluation, tuple(due), stop, saver, meters, report)
 
 
@@ -141,13 +145,19 @@ def _schedules(run: RunConfig, point: ResumePoint | None) -> Schedules:
 
 
 def _saver(
-    inputs: Inputs, state: TrainState, schedules: Schedules, point: ResumePoint | None, report: Callable[[str], None]
+    inputs: Inputs,
+    state: TrainState,
+    schedules: Schedules,
+    point: ResumePoint | None,
+    report: Callable[[str], None],
+    saved: int,
 ) -> Saver | None:
     if inputs.run.checkpoint.save is None:
         return None
     old = sidecar_files(point.checkpoint, inputs.tokenizer) if point is not None and state.mesh.rank == 0 else {}
     blends = [phase.as_json() for phase in inputs.datasets.phases]
-    return Saver(state, inputs.tokenizer, inputs.fingerprint(), schedules, report, old, inputs.datasets.corpora, blends)
+    known = schedules, report, old, inputs.datasets.corpora, blends, saved
+    return Saver(state, inputs.tokenizer, inputs.fingerprint(), *known)
 
 
 def _sampler(inputs: Inputs, state: TrainState, meters: Meters | None, report: Callable[[str], None]) -> Sampler | None:

@@ -1,0 +1,269 @@
+"""The leading host's part: who has joined, which ranks each host starts, and what follows when an attempt has ended.
+
+Every host has a leader that listens, so that another one can lead when the first is lost; all but one have no members.
+It starts no process: each host's launcher does (hosts.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mega.core.processes.launch import Ending
+from mega.core.processes.rendezvous import duration
+from mega.core.processes.restarts import Restarts, at_launch, exit_code
+from mega.core.processes.wire import Wire
+
+ENDING = 30.0
+"""Seconds in which a host ends its ranks; beyond it, the host counts as lost."""
+
+LEAVING = 3.0
+"""Seconds in which the other hosts read that all is over."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """hosts: that run; nproc: ranks of each. minutes: to wait for hosts. limit: of restarts in a row."""
+
+    hosts: int
+    nproc: int
+    minutes: float
+    limit: int
+    version: str
+
+
+@dataclass(eq=False)
+class _Member:
+    """A host that has joined. address, port: where its own leader listens. meet: a free port for its ranks. seat: its
+    place among the hosts that run, which a survivor keeps. running: its ranks are not known to have ended."""
+
+    wire: Wire
+    name: str
+    address: str
+    port: int
+    meet: int
+    seat: int | None
+    running: bool = False
+    spare: bool = False
+    """It knows that it is one."""
+
+    def listens_here(self, port: int) -> bool:
+        """Whether it is the host of the leader that listens at `port`."""
+        return self.port == port and self.wire.socket.getsockname()[0] == self.wire.socket.getpeername()[0]
+
+
+class Leader:
+    """Leads those that join until the job is over. server: a listening socket. saved: the newest step; and the newest
+    that this host has in memory."""
+
+    def __init__(self, server: socket.socket, size: Size, saved: Callable[[], tuple[int, int]]):
+        self._server, self._size, self._saved = server, size, saved
+        self.port: int = server.getsockname()[1]
+        self._events: queue.Queue[tuple[Wire, dict[str, Any] | None]] = queue.Queue()
+        self._members: dict[Wire, _Member] = {}
+        self._restarts: Restarts | None = None
+        self._reason = ""
+        """Why the attempt before has ended."""
+        self._endings: list[tuple[str, Ending]] | None = None
+        """Of the attempt that runs, with the names of hosts; None while none runs."""
+        self._since = time.monotonic()
+        """When the hosts that are there began to wait, or were asked to end their ranks."""
+        self._stopping = self._over = self._takes_over = False
+        self._reach = ""
+        """An address of this host by which another one has reached it."""
+
+    def start(self) -> Leader:
+        threading.Thread(target=self._accept, name="leader-accept", daemon=True).start()
+        threading.Thread(target=self._lead, name="leader", daemon=True).start()
+        return self
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:  # this process ends
+                return
+            _listen_to(Wire(connection), self._events)
+
+    def _lead(self) -> None:
+        try:
+            while not self._over:
+                with contextlib.suppress(queue.Empty):
+                    self._heed(*self._events.get(timeout=1.0))
+                self._advance()
+        except Exception as error:  # or else all hosts would wait for this thread
+            self._finish(1, f"the host that leads the others failed: {error!r}")
+
+    def _heed(self, wire: Wire, message: dict[str, Any] | None) -> None:
+        member = self._members.get(wire)
+        if message is None:
+            if member is not None:
+                self._gone(member)
+        elif member is None:
+            try:
+                self._join(wire, **message["join"])
+            except (KeyError, TypeError, ValueError):  # not a host's words
+                wire.close()
+        else:
+            member.meet = int(message["meet"])
+            if member.running:
+                member.running = False
+                self._ended(member.name, Ending(**message["ended"]))
+
+    def _join(self, wire: Wire, size: dict[str, Any], restarts: dict[str, Any] | None, lost: str, **found: Any) -> None:
+        """Phase 1. restarts, lost: of a host that had another leader."""
+        own = asdict(self._size)
+        differ = [f"{name} {size[name]}, here {own[name]}" for name in own if size[name] != own[name]]
+        if differ:
+            wire.send({"refused": f"the hosts of a run must be started alike: {'; '.join(differ)}"})
+            return
+        if not self._members:
+            self._since = time.monotonic()
+        address, here = wire.socket.getpeername()[0], wire.socket.getsockname()[0]
+        if not address.startswith("127."):
+            self._reach = here
+        self._members[wire] = _Member(wire, address=address, **found)
+        if restarts is not None and (self._restarts is None or restarts["number"] > self._restarts.number):
+            self._restarts, self._takes_over = Restarts(**restarts), True
+            self._reason = f"host {lost}, which led the others, was lost"
+        line = ""
+        if self._takes_over:
+            now = f"MASTER_ADDR {here} MASTER_PORT {self.port}"
+            line = f"{self._reason}; this one leads now, and hosts that join later need {now}"
+        wire.send({"welcome": [member.name for member in self._members.values()][:1], "said": line})
+        self._tell_others()
+        if self._endings is not None and not self._stopping:
+            assert self._restarts is not None
+            _spare(self._members[wire], self._restarts, self._size.hosts)
+
+    def _gone(self, member: _Member) -> None:
+        """Phase 4."""
+        del self._members[member.wire]
+        if member.running:
+            self._ended(member.name, Ending(1, f"host {member.name} was lost", cause=True))
+        self._tell_others()
+
+    def _ended(self, name: str, ending: Ending) -> None:
+        """Phase 3."""
+        assert self._endings is not None
+        self._endings.append((name, ending))
+        if ending.code and not self._stopping:
+            self._stopping, self._since = True, time.monotonic()
+            for member in self._members.values():
+                if member.running:
+                    member.wire.send({"stop": ""})
+
+    def _advance(self) -> None:
+        """What is due now."""
+        running = [member for member in self._members.values() if member.running]
+        if self._endings is not None:
+            if running and self._stopping and time.monotonic() > self._since + ENDING:
+                for member in running:
+                    member.wire.close()
+            elif not running:
+                self._decide(self._endings)
+        elif len(self._members) >= self._size.hosts:
+            self._start()
+        elif self._members and time.monotonic() > self._since + 60 * self._size.minutes:
+            missing = self._size.hosts - len(self._members)
+            waited = f"waited {duration(self._size.minutes)} (--timeout-minutes) for {missing} more"
+            after = f", after {self._reason}" if self._reason else ""
+            self._finish(1, f"{waited} of {self._size.hosts} hosts{after}")
+
+    def _decide(self, endings: list[tuple[str, Ending]]) -> None:
+        """Phase 5."""
+        self._endings, self._stopping, self._since = None, False, time.monotonic()
+        failed = [(name, ending) for name, ending in endings if ending.code]
+        final = [ending for _, ending in failed if ending.final]
+        if not failed or final:
+            self._finish(exit_code(max(final, key=lambda ending: ending.cause)) if final else 0)
+            return
+        name, first = min(failed, key=lambda found: not found[1].cause)
+        self._reason = f"{first.reason}, on host {name}" if first.here else first.reason
+        assert self._restarts is not None
+        if (following := self._restarts.after(*self._saved())) is None:
+            self._finish(first.code, self._restarts.given_up(self._reason))
+            return
+        self._restarts = following
+        missing = self._size.hosts - len(self._members)
+        if missing > 0:
+            line = f"{self._reason}; waiting for {missing} more of {self._size.hosts} hosts"
+            for member in self._members.values():
+                member.wire.send({"said": line})
+
+    def _start(self) -> None:
+        """Phase 2: seats, then the word to all."""
+        restarts = self._first_restarts()
+        if restarts is None:
+            return
+        self._restarts, free, waiting = restarts, set(range(self._size.hosts)), list[_Member]()
+        for member in self._members.values():
+            if member.seat in free:
+                free.discard(member.seat)
+            else:
+                waiting.append(member)
+        for member in waiting:
+            member.seat = min(free) if free else None
+            free.discard(member.seat)
+        seated = [member for member in self._members.values() if member.seat is not None]
+        first = next(member for member in seated if member.seat == 0)
+        place = {"address": self._address(first), "port": first.meet, "restarts": asdict(restarts)}
+        line = restarts.restart(self._reason) if restarts.number else ""
+        self._endings = []
+        for member in self._members.values():
+            member.running = member.seat is not None
+            if member.running:
+                member.wire.send({"start": {**place, "seat": member.seat}, "said": line})
+            else:
+                _spare(member, restarts, self._size.hosts)
+
+    def _first_restarts(self) -> Restarts | None:
+        """That of the attempt that begins; None where all is over."""
+        if self._restarts is None:
+            return at_launch(self._size.limit, self._saved()[0])
+        if not self._takes_over:
+            return self._restarts
+        self._takes_over = False
+        following = self._restarts.after(*self._saved())
+        if following is None:
+            self._finish(1, self._restarts.given_up(self._reason))
+        return following
+
+    def _tell_others(self) -> None:
+        """All hosts know where the others' leaders listen, the first to have joined first."""
+        leaders = [[self._address(member), member.port] for member in self._members.values()]
+        for member in self._members.values():
+            member.wire.send({"leaders": leaders})
+
+    def _address(self, member: _Member) -> str:
+        """By which other hosts reach a member: the leading host may have joined itself by a loopback address."""
+        return self._reach if self._reach and member.address.startswith("127.") else member.address
+
+    def _finish(self, code: int, line: str = "") -> None:
+        """Tell all hosts that all is over; this one, which ends with its leader, last."""
+        self._over = True
+        own = [member for member in self._members.values() if member.listens_here(self.port)]
+        others = [member for member in self._members.values() if not member.listens_here(self.port)]
+        for member in others:
+            member.wire.send({"finish": code, "said": line})
+        deadline = time.monotonic() + LEAVING
+        for member in others:
+            member.wire.wait_closed(max(0.0, deadline - time.monotonic()))
+        for member in own:
+            member.wire.send({"finish": code, "said": line})
+
+
+def _spare(member: _Member, restarts: Restarts, hosts: int) -> None:
+    line = "" if member.spare else f"this host is a spare; --hosts {hosts} others have come before it"
+    member.wire.send({"said": line, "restarts": asdict(restarts)})
+    member.spare = True
+
+
+def _listen_to(wire: Wire, events: queue.Queue[tuple[Wire, dict[str, Any] | None]]) -> None:
+    wire.start(lambda message: events.put((wire, message)), lambda: events.put((wire, None)))

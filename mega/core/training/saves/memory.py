@@ -1,0 +1,287 @@
+"""A copy of each rank's state in the memory of its host and of the next one, from which ranks that start again resume.
+
+    1 every --peer-copy-interval steps   each rank copies weights, moments and progress into memory that outlives it
+    2 a thread                           sends that to the rank at the same place of the next host, and takes what the
+                                         host before sends, so the state of a host that is lost is on another one
+    3 a copy counts                      once its header is there, which is written last; two of each take turns
+    4 before one is written over         all ranks have the newer one
+    5 ranks that start again             tell each other what their hosts hold, and take the newest step of which every
+                                         rank's state is somewhere, if it is newer than the newest save; who does not
+                                         have its own is sent it
+
+The memory is a folder of files in /dev/shm that the launcher made (processes/restarts.py) and removes. Copies are of
+one layout and one launch; what another layout or a later launch reads is a save (saver.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import mmap
+import os
+import shutil
+import threading
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mega.core.checkpoint.own.pieces import Piece
+from mega.core.checkpoint.own.together import together
+from mega.core.device import HostCopy
+from mega.core.parallel.collectives import all_reduce
+from mega.core.processes.restarts import note_step
+from mega.core.processes.world import MEMORY_FOLDER, world_from_env
+from mega.core.training.guards.finite import check_finite
+from mega.core.training.state import Progress, TrainState
+
+HEADER = mmap.PAGESIZE
+"""Bytes before the state: JSON, padded with spaces; nothing while the state is being written."""
+
+COPIES = 2
+"""Copies of one rank's state on one host."""
+
+
+class StateFile:
+    """A file that holds the state of one rank at one step. size: of the state."""
+
+    def __init__(self, path: Path, size: int):
+        self.path = path
+        with open(path, "a+b") as file:
+            if os.fstat(file.fileno()).st_size != HEADER + size:
+                os.ftruncate(file.fileno(), 0)
+                os.posix_fallocate(file.fileno(), 0, HEADER + size)  # or else a write of a full memory is a SIGBUS
+        self._memory = torch.from_file(str(path), shared=True, size=HEADER + size, dtype=torch.uint8)
+        self.header, self.state = self._memory[:HEADER], self._memory[HEADER:]
+
+    def read(self) -> dict[str, Any] | None:
+        """The header; None where there is none, as of a copy that a rank was writing when it was killed."""
+        with contextlib.suppress(ValueError):
+            found = json.loads(self.header.numpy().tobytes())
+            return found if isinstance(found, dict) else None
+        return None
+
+    def clear(self) -> None:
+        self.header.fill_(0)
+
+    def sound(self, header: Mapping[str, Any]) -> bool:
+        return zlib.crc32(self.state.numpy()) == header["crc"]  # type: ignore[arg-type]
+
+
+class HostFiles:
+    """The copies in this host's memory. sizes, layouts: of every rank's state."""
+
+    def __init__(self, folder: Path, sizes: Sequence[int], layouts: Sequence[str]):
+        self.folder, self.sizes, self._layouts = folder, sizes, layouts
+
+    def check_space(self, owners: Collection[int], interval: int) -> None:
+        """Errors: ValueError where this host's memory cannot hold the copies of these ranks."""
+        needed = sum(COPIES * (HEADER + self.sizes[owner]) for owner in owners)
+        there = sum(path.stat().st_size for path in self.folder.glob("rank-*"))
+        free = shutil.disk_usage(self.folder).free
+        if needed > there + free:
+            raise ValueError(
+                f"--peer-copy-interval {interval}: the copies take {needed / 2**30:.1f} GiB of {self.folder.parent}, "
+                f"where {free / 2**30:.1f} GiB are free"
+            )
+
+    def steps(self) -> dict[int, list[int]]:
+        """Owner -> the steps of its states here, that this launch's ranks of this layout wrote."""
+        found: dict[int, list[int]] = {}
+        for _, header in self.headers():
+            found.setdefault(int(header["owner"]), []).append(int(header["step"]))
+        return found
+
+    def headers(self) -> Iterator[tuple[StateFile, dict[str, Any]]]:
+        for owner in range(len(self.sizes)):
+            for number in range(COPIES):
+                path = self._path(owner, number)
+                if path.exists() and path.stat().st_size == HEADER + self.sizes[owner]:
+                    file = StateFile(path, self.sizes[owner])
+                    header = file.read()
+                    if header is not None and header["layout"] == self._layouts[owner]:
+                        yield file, header
+
+    def at(self, owner: int, step: int) -> StateFile:
+        return next(file for file, header in self.headers() if (header["owner"], header["step"]) == (owner, step))
+
+    def older(self, owner: int) -> StateFile:
+        """The one of an owner's files that does not hold the newest step."""
+
+        def step(file: StateFile) -> int:
+            header = file.read()
+            return -1 if header is None else int(header["step"])
+
+        return min((StateFile(self._path(owner, each), self.sizes[owner]) for each in range(COPIES)), key=step)
+
+    def _path(self, owner: int, number: int) -> Path:
+        return self.folder / f"rank-{owner}.{number}"
+
+
+class PeerCopies:
+    """One rank's part. All ranks call each method together."""
+
+    def __init__(self, state: TrainState, folder: Path):
+        self._state, self._world = state, world_from_env()
+        self._pieces = list(_pieces(state))
+        self._layout = _layout(self._pieces)
+        tensors = [piece.tensor for piece in self._pieces]
+        rank, local, size = state.mesh.rank, self._world.local_size, state.mesh.world
+        self._files = HostFiles(folder, state.exchange(HostCopy.room(tensors)), state.exchange(self._layout))
+        self._to: int | None = (rank + local) % size if size > local else None
+        self._from: int | None = (rank - local) % size if size > local else None
+        owners = {
+            other
+            for each in range(rank - self._world.local_rank, rank - self._world.local_rank + local)
+            for other in (each, (each - local) % size)
+        }
+        interval = state.run.supervision.peer_copy_interval
+        together(lambda: self._files.check_space(owners, interval), state.exchange)
+        self._axis = state.mesh.own_group("peer-copies")
+        self._copies: dict[Path, HostCopy] = {}
+        self._running: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def restore(self, newest: int) -> bool:
+        """Phase 5: fill the state from a step after `newest`, if there is one; whether there is."""
+        held = self._files.steps()
+        met = [{int(owner): steps for owner, steps in each.items()} for each in self._state.exchange(held)]
+        steps = [{step for each in met for step in each.get(owner, ()) if step > newest} for owner in range(len(met))]
+        step = max(set.intersection(*steps), default=None)
+        if step is not None:
+            self._fetch(step, met)
+        for file, header in self._files.headers():
+            if header["step"] > (step or newest):
+                file.clear()  # of an attempt that came further on some ranks only
+        return step is not None
+
+    def take(self) -> None:
+        """Phases 1 to 3. Errors: FloatingPointError where the state is not finite; what the exchange before met."""
+        state = self._state
+        check_finite(state)
+        self.wait()
+        state.grads.wait_param_gather()
+        # 4
+        done = torch.ones((), device=state.device.torch)
+        all_reduce(done, state.mesh.everyone, "min")
+        file = self._files.older(state.mesh.rank)
+        file.clear()
+        copy = self._copy(file)
+        copy.take([piece.tensor for piece in self._pieces])
+        copy.wait()
+        header = {"owner": state.mesh.rank, "layout": self._layout, "step": state.progress.step, **_moment(state)}
+        self._running = threading.Thread(target=self._spread, args=(file, header), name="peer-copy", daemon=True)
+        self._running.start()
+
+    def wait(self) -> None:
+        """Until the copies of the step before are where they belong."""
+        if self._running is not None:
+            self._running.join()
+            self._running = None
+        if self._error is not None:
+            raise self._error
+
+    # -- parts
+
+    def _spread(self, file: StateFile, header: Mapping[str, Any]) -> None:
+        """Phases 2 and 3."""
+        try:
+            text = json.dumps({**header, "crc": zlib.crc32(file.state.numpy())}).encode().ljust(HEADER)  # type: ignore[arg-type]
+            whole = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            if self._to is not None and self._from is not None:
+                other, found = self._files.older(self._from), torch.empty(HEADER, dtype=torch.uint8)
+                other.clear()
+                self._swap(
+                    [(file.state, self._to), (whole, self._to)], [(other.state, self._from), (found, self._from)]
+                )
+                other.header.copy_(found)
+            file.header.copy_(whole)
+            if self._world.local_rank == 0:
+                note_step(self._files.folder, int(header["step"]))
+        except Exception as error:
+            self._error = error
+
+    def _swap(self, out: Sequence[tuple[torch.Tensor, int]], into: Sequence[tuple[torch.Tensor, int]]) -> None:
+        group = self._axis.group
+        works = [dist.irecv(buffer, rank, group) for buffer, rank in into]
+        works += [dist.isend(buffer, rank, group) for buffer, rank in out]
+        for work in works:
+            assert work is not None
+            work.wait()
+
+    def _fetch(self, step: int, met: Sequence[Mapping[int, Sequence[int]]]) -> None:
+        """Every rank's state of a step: from its own host's memory, else from the first rank whose host has it."""
+        rank, local = self._state.mesh.rank, self._world.local_size
+        wanted = [owner for owner, each in enumerate(met) if step not in each.get(owner, ())]
+        sources = {owner: next(r for r, each in enumerate(met) if step in each.get(owner, ())) for owner in wanted}
+        assert all(source // local != owner // local for owner, source in sources.items())
+        own = self._files.older(rank) if rank in wanted else self._files.at(rank, step)
+        head = torch.empty(HEADER, dtype=torch.uint8)
+        out, into = [], []
+        for owner, source in sources.items():
+            if source == rank:
+                file = self._files.at(owner, step)
+                out += [(file.state, owner), (file.header.clone(), owner)]
+        if rank in wanted:
+            own.clear()
+            into = [(own.state, sources[rank]), (head, sources[rank])]
+        self._swap(out, into)
+        if rank in wanted:
+            own.header.copy_(head)
+        header = own.read()
+        together(lambda: self._check(own, header), self._state.exchange)
+        assert header is not None
+        for piece, there in zip(self._pieces, self._copy(own).views([p.tensor for p in self._pieces]), strict=True):
+            piece.tensor.copy_(there)
+        self._refill(header)
+
+    def _check(self, file: StateFile, header: Mapping[str, Any] | None) -> None:
+        if header is None or not file.sound(header):
+            raise OSError(f"{file.path}: what it holds in memory is damaged; start the run again from its newest save")
+
+    def _refill(self, header: Mapping[str, Any]) -> None:
+        state = self._state
+        state.progress = Progress.from_meta(header["progress"])
+        state.optimizer.updates = int(header["updates"])
+        state.dropout_rule = int(header["dropout_rule"])
+        if state.scaler is not None and header["scaler"]:
+            state.scaler.restore(header["scaler"])
+
+    def _copy(self, file: StateFile) -> HostCopy:
+        if file.path not in self._copies:
+            self._copies[file.path] = HostCopy(self._state.device, len(file.state), file.state)
+        return self._copies[file.path]
+
+
+def peer_copies(state: TrainState) -> PeerCopies | None:
+    """Those of a run that asked for them, under a launcher that keeps memory for them."""
+    folder = os.environ.get(MEMORY_FOLDER)
+    if folder is None or not state.run.supervision.peer_copy_interval:
+        return None
+    return PeerCopies(state, Path(folder))
+
+
+def _pieces(state: TrainState) -> Iterator[Piece]:
+    """All that this rank holds and training changes."""
+    yield from state.weight_pieces(mine=False)
+    yield from state.optimizer_pieces(mine=False)
+
+
+def _moment(state: TrainState) -> dict[str, Any]:
+    """Plain state of this moment."""
+    return {
+        "progress": dataclasses.asdict(state.progress),
+        "updates": state.optimizer.updates,
+        "dropout_rule": state.dropout_rule,
+        "scaler": None if state.scaler is None else state.scaler.state(),
+    }
+
+
+def _layout(pieces: Sequence[Piece]) -> str:
+    said = [[piece.key, piece.whole, piece.start, piece.size, str(piece.tensor.dtype)] for piece in pieces]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()

@@ -1,0 +1,203 @@
+"""Ranks that are started again: after what, how often, from where, and on which hosts."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from mega.cli import main
+from mega.core.processes.hosts import supervise_hosts
+from mega.core.processes.launch import local_environments, run_attempt
+from mega.core.processes.restarts import Job, Restarts, supervise
+from mega.core.processes.world import supervised_ranks, world_from_env
+
+RUN = (
+    "pretrain --layers 1 --hidden 8 --heads 1 --seq-length 8 --vocab 64 --mock-data --micro-batch 1 --global-batch 2 "
+    "--lr 1e-3 --steps 60 --eval-iters 0 --device cpu --nproc 2 --max-restarts 2"
+).split()
+
+
+def ends(how: str) -> int:
+    """A rank of its own will."""
+    if how == "mistake":
+        raise ValueError("--lr -1: must be positive")
+    if how == "diverged":
+        raise FloatingPointError("step 3: the loss is nan")
+    if how == "disk":
+        raise OSError("disk full")
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return int(how)
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "final", "reason"),
+    [
+        ("0", 0, True, ""),
+        ("143", 143, True, ""),
+        ("mistake", 2, True, "rank 0: --lr -1: must be positive"),
+        ("diverged", 1, True, "rank 0: step 3: the loss is nan"),
+        ("disk", 1, False, "rank 0: disk full"),
+        ("killed", 137, False, "rank 0 was killed by SIGKILL"),
+        ("7", 7, False, "rank 0 ended with exit code 7"),
+    ],
+)
+def test_which_endings_are_final(how: str, code: int, final: bool, reason: str) -> None:
+    ending = run_attempt(local_environments(1), ends, (how,))
+    assert ending is not None and (ending.code, ending.final, ending.reason) == (code, final, reason)
+
+
+def fails_until(place: str, attempts: int, resumes: bool) -> int:
+    """A rank that fails in its first attempts, and notes each."""
+    with open(place, "a") as notes:
+        notes.write(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {resumes}\n")
+    return 0 if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) >= attempts else 3
+
+
+@pytest.mark.parametrize(
+    ("limit", "saved", "code", "attempts"),
+    [
+        (2, lambda restarts: 0, 0, ["0 False", "1 False", "2 False"]),
+        (1, lambda restarts: 0, 3, ["0 False", "1 False"]),
+        (1, lambda restarts: 10 * restarts, 0, ["0 False", "1 True", "2 True"]),
+    ],
+    ids=["limit", "gives up", "progress"],
+)
+def test_restarts_are_limited_without_a_newer_save(
+    limit: int, saved: object, code: int, attempts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notes = tmp_path / "notes"
+
+    def newest() -> int:
+        return saved(len(notes.read_text().splitlines()) if notes.exists() else 0)  # type: ignore[operator, no-any-return]
+
+    job = Job(fails_until, lambda resumes: (str(notes), 2, resumes), newest)
+    assert supervise(1, limit, job) == code
+    assert notes.read_text().splitlines() == attempts
+    said = capsys.readouterr().err
+    assert said.count("mega: restart ") == len(attempts) - 1
+    assert ("mega: gave up after 1 restarts in a row in which no step was saved" in said) == bool(code)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    place = tmp_path_factory.mktemp("undisturbed")
+    assert main([*RUN, "--save-interval", "10", "--save", str(place)]) == 0
+    return _tensors(place)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [["--save-interval", "10"], ["--save-interval", "1000", "--peer-copy-interval", "5"]],
+    ids=["disk", "memory"],
+)
+def test_a_lost_rank_costs_nothing_but_time(
+    how: list[str], undisturbed: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+
+    def kill() -> None:
+        while not metrics.exists() or '"step": 20,' not in metrics.read_text():
+            time.sleep(0.01)
+        rank = next(each for each in multiprocessing.active_children() if each.name == "rank 1")
+        os.kill(rank.pid, signal.SIGKILL)  # type: ignore[arg-type]
+
+    threading.Thread(target=kill, daemon=True).start()
+    assert main([*RUN, *how, "--save", str(tmp_path)]) == 0
+    assert "mega: restart 1, from step " in capsys.readouterr().err
+    assert _tensors(tmp_path) == undisturbed
+    assert not list(Path("/dev/shm").glob("mega-peers-*/mega-launcher"))
+
+
+def _tensors(place: Path) -> dict[str, bytes]:
+    """What the last save holds, weights and moments, by file and name."""
+    files = sorted((place / "step-0000060").glob("*.safetensors"))
+    assert files
+    return {f"{path.name} {name}": array.tobytes() for path in files for name, array in load_file(path).items()}
+
+
+def kills_its_host(place: str) -> int:
+    """In the first attempt a rank kills what has launched it, as when its host is lost."""
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    Path(f"{place}/attempt-{attempt}").touch()
+    if attempt:
+        return 0
+    while not Path(f"{place}/spare").exists():
+        time.sleep(0.01)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    os.kill(parent.pid, signal.SIGKILL)  # type: ignore[arg-type]
+    time.sleep(60)
+    return 1
+
+
+def test_a_spare_takes_the_place_of_the_host_that_led(tmp_path: Path) -> None:
+    with socket.socket() as one:
+        one.bind(("", 0))
+        port = one.getsockname()[1]
+    variables = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-c", f"from {__name__} import one_host; one_host({str(tmp_path)!r})"]
+    first = subprocess.Popen(command, env=variables)
+    while not (tmp_path / "attempt-0").exists():
+        time.sleep(0.05)
+    spare = subprocess.Popen(command, env=variables, text=True, stderr=subprocess.PIPE)
+    assert spare.stderr is not None and "this host is a spare" in spare.stderr.readline()
+    (tmp_path / "spare").touch()
+    assert (first.wait(timeout=120), spare.wait(timeout=120)) == (-9, 0)
+    assert "which led the others, was lost" in spare.stderr.read()
+    assert (tmp_path / "attempt-1").exists()
+
+
+def one_host(place: str) -> None:
+    job = Job(kills_its_host, lambda resumes: (place,), lambda: 0)
+    sys.exit(supervise_hosts(1, 1, 1, 1.0, job))
+
+
+def test_who_starts_ranks_again_is_the_one_who_started_them() -> None:
+    srun = {"SLURM_PROCID": "1", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS_PER_NODE": "4"}
+    cases = [
+        ({"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2"}, 2, None, "torchrun starts ranks again itself"),
+        (srun, 4, 2, "slurm has started 8 ranks, 4 on this host"),
+        ({}, 4, 2, "MASTER_ADDR is not set: must be the first rank's host, where 8 ranks meet"),
+    ]
+    pods = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "run-master-0", "MASTER_PORT": "23456"}
+    assert supervised_ranks(world_from_env(pods), 8, 4, pods) == 32 and "RANK" not in pods
+    for environ, nproc, hosts, rule in cases:
+        with pytest.raises(ValueError, match=rule):
+            supervised_ranks(world_from_env(environ), nproc, hosts, environ)
+
+
+def test_restarts_that_bring_nothing_are_counted() -> None:
+    restarts = Restarts(limit=2, began=20, saved=20, best=20)
+    once = restarts.after(20)
+    assert (
+        once is not None
+        and not once.resumes
+        and once.restart("x").startswith("restart 1, from step 20 (1 of at most 2")
+    )
+    twice = once.after(40)
+    assert twice is not None and twice.resumes and (twice.number, twice.in_vain) == (2, 1)
+    thrice = once.after(20, held=30)
+    assert thrice is not None and not thrice.resumes and (thrice.best, thrice.in_vain) == (30, 1)
+
+
+def test_mistakes_are_named_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    bare = RUN[: RUN.index("--nproc")]
+    assert main([*bare, "--max-restarts", "1"]) == 2
+    assert "--max-restarts 1: needs --save" in capsys.readouterr().err
+    assert main([*bare, "--hosts", "2"]) == 2
+    assert "--hosts 2: needs --nproc" in capsys.readouterr().err
