@@ -1,4 +1,4 @@
-"""Hosts for tests of what happens between hosts: network namespaces of this machine, joined by a wire.
+"""Hosts for tests of what happens between hosts: network namespaces of this machine, joined by a switch.
 
 Each has a name of its own that its /etc/hosts resolves to 127.0.1.1, as Debian's installer leaves it. Needs root and
 `ip`; `hosts` skips the test, saying why, where namespaces cannot be made.
@@ -42,42 +42,32 @@ class Host(NamedTuple):
 
 @contextlib.contextmanager
 def hosts(count: int = 2) -> Iterator[list[Host]]:
-    """Two hosts on one wire."""
-    assert count == 2, "a wire has two ends"
+    """Hosts on one switch, which is a bridge in a namespace of its own."""
     if os.geteuid() or shutil.which("ip") is None or shutil.which("unshare") is None:
         pytest.skip("needs root, ip and unshare, to make network namespaces")
     key = uuid.uuid4().hex[:6]
     made = [Host(f"mega-{key}-{number}", f"{SUBNET}.{number + 1}") for number in range(count)]
+    switch = f"mega-{key}-switch"
     try:
-        for host in made:
+        _ip("netns", "add", switch)
+        _ip("-n", switch, "link", "add", "switch", "type", "bridge")
+        _ip("-n", switch, "link", "set", "switch", "up")
+        for number, host in enumerate(made):
             place = Path("/etc/netns") / host.name
             place.mkdir(parents=True)
             (place / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {host.name}\n")
             _ip("netns", "add", host.name)
             _ip("-n", host.name, "link", "set", "lo", "up")
-        ends = [f"m{key}{number}" for number in range(count)]
-        _ip(
-            "link",
-            "add",
-            ends[0],
-            "netns",
-            made[0].name,
-            "type",
-            "veth",
-            "peer",
-            "name",
-            ends[1],
-            "netns",
-            made[1].name,
-        )
-        for host, end in zip(made, ends, strict=True):
+            end, port = f"m{key}{number}", f"port{number}"
+            _ip(*f"link add {end} netns {host.name} type veth peer name {port} netns {switch}".split())
+            _ip("-n", switch, "link", "set", port, "master", "switch", "up")
             _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", end)
             _ip("-n", host.name, "link", "set", end, "up")
         yield made
     finally:
-        for host in made:
-            subprocess.run(["ip", "netns", "del", host.name], capture_output=True)
-            shutil.rmtree(Path("/etc/netns") / host.name, ignore_errors=True)
+        for name in (*(host.name for host in made), switch):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+            shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
 
 
 def _ip(*words: str) -> None:

@@ -1,4 +1,4 @@
-"""What `mega bench` measures, and where the figures go, as its sections. No torch."""
+"""What `mega bench` and `mega preflight` measure, and where the figures go, as their sections. No torch."""
 
 # ruff: noqa: RUF009 - every default below is immutable
 
@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from mega.core.config.option import COUNT, Range, VerbSection, option
+from mega.core.config.option import COUNT, SHARE, Range, VerbSection, like, option
+from mega.core.config.sections import RuntimeConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,3 +43,19 @@ class ServingLoadOptions(VerbSection):
     prompt_tokens: int = option(512, "row serve: of a request", within=COUNT)
     new_tokens: int = option(128, "row serve: of an answer", within=COUNT)
     draw: Path | None = option(None, "row serve: write a plot to a .svg file")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreflightOptions(VerbSection):
+    """What is measured of a fleet, and what is off."""
+
+    title: ClassVar[str] = "Preflight"
+
+    nproc: int | None = like(RuntimeConfig, "nproc")
+    device: Literal["auto", "cpu", "cuda"] = like(RuntimeConfig, "device")
+    backend: Literal["auto", "gloo", "nccl"] = like(RuntimeConfig, "backend")
+    timeout_minutes: float = like(RuntimeConfig, "timeout_minutes")
+    save: str | None = option(None, "folder whose disk is measured, by one rank of each host")
+    megabytes: int = option(256, "size of the file that is written there", within=COUNT)
+    least: float = option(0.8, "share of the median below which a figure is off", within=SHARE)
+    json: bool = option(False, "print all as one line of JSON instead of a table")

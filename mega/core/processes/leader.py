@@ -137,7 +137,7 @@ class Leader:
             now = f"MASTER_ADDR {here} MASTER_PORT {self.port}"
             line = f"{self._reason}; this one leads now, and hosts that join later need {now}"
         wire.send({"welcome": [member.name for member in self._members.values()][:1], "said": line})
-        self._tell_others()
+        self._send_leaders()
         if self._endings is not None and not self._stopping:
             assert self._restarts is not None
             _spare(self._members[wire], self._restarts, self._size.hosts)
@@ -147,7 +147,7 @@ class Leader:
         del self._members[member.wire]
         if member.running:
             self._ended(member.name, Ending(1, f"host {member.name} was lost", cause=True))
-        self._tell_others()
+        self._send_leaders()
 
     def _ended(self, name: str, ending: Ending) -> None:
         """Phase 3."""
@@ -235,7 +235,7 @@ class Leader:
             self._finish(1, self._restarts.given_up(self._reason))
         return following
 
-    def _tell_others(self) -> None:
+    def _send_leaders(self) -> None:
         """All hosts know where the others' leaders listen, the first to have joined first."""
         leaders = [[self._address(member), member.port] for member in self._members.values()]
         for member in self._members.values():

@@ -1,0 +1,58 @@
+"""`mega launch`: print a script, or a manifest, that starts a run on the hosts of a scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+from mega.core.config.run import Options
+from mega.core.processes.options import LaunchOptions
+
+
+def run(
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="slurm, torchrun, mpi, jobset or pytorchjob")],
+    line: Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="pretrain or finetune, with its flags")],
+    launch: LaunchOptions,
+) -> int:
+    """Print what starts COMMAND on several hosts: a Slurm script, one for torchrun or mpirun, or a Kubernetes manifest.
+
+    As in mega launch slurm --hosts 4 --nproc 8 -- pretrain --config run.toml --max-restarts 3 > run.sh. The command is
+    checked first, as a run of so many ranks. With --max-restarts in it, each host starts its ranks, also again after a
+    failure; without it the scheduler starts each rank. Nothing is started here.
+    """
+    from mega.core.processes.scripts import WRITERS, written
+
+    if kind not in WRITERS:
+        raise ValueError(f"{kind}: is not a kind of launcher; valid: {', '.join(WRITERS)}")
+    if line[:1] not in (["pretrain"], ["finetune"]):
+        raise ValueError(f"{' '.join(line[:1])}: is not started on several hosts; valid: pretrain, finetune")
+    text = written(kind, launch, line)
+    _check(line, launch)
+    print(text, end="")
+    return 0
+
+
+def _check(line: list[str], launch: LaunchOptions) -> None:
+    """Check the command as a run of all ranks, far from their files. Errors: ValueError."""
+    from mega.command_line.options import Command, command
+    from mega.core.config.check import check
+    from mega.core.config.run import updated
+
+    found: list[Options] = []
+    app = typer.Typer(add_completion=False)
+    app.command(name=line[0], cls=Command)(command(_reader(found)))
+    typer.main.get_command(app)(args=line[1:], prog_name=f"mega {line[0]}", standalone_mode=False)
+    for options in found:  # none where --help was asked for
+        world = launch.hosts * launch.nproc
+        check(updated(options, {"dry_run": True, "world": world}), world)
+
+
+def _reader(found: list[Options]) -> Callable[[Options], None]:
+    """A verb that keeps what was typed."""
+
+    def keep(options: Options) -> None:
+        found.append(options)
+
+    return keep

@@ -1,0 +1,26 @@
+"""`mega preflight`: whether the hosts of a run are alike and fast, before it is started on them."""
+
+from __future__ import annotations
+
+from mega.core.bench.options import PreflightOptions
+
+
+def run(preflight: PreflightOptions) -> int:
+    """Measure every rank and every pair of hosts, and name what is slower than the rest or has other versions.
+
+    Started as the run will be: with --nproc on one host, or once a rank under torchrun, mpirun or srun. Exit codes: 0;
+    1 where something is off; 2 for a mistake.
+    """
+    from mega.core.files import check_folder
+    from mega.core.processes.launch import launch
+    from mega.core.processes.world import ranks, world_from_env
+
+    world = world_from_env()
+    size = ranks(world, preflight.nproc)
+    if preflight.save is not None:
+        check_folder("--save", preflight.save, preflight.save)
+    from mega.core.bench.preflight import preflight as measure
+
+    if world.source == "alone" and size > 1:
+        return launch(size, measure, preflight)
+    return measure(preflight)

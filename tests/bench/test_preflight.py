@@ -1,0 +1,62 @@
+"""Which ranks, pairs of hosts, versions and clocks `mega preflight` names."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mega.core.bench.preflight import judged, rounds
+
+
+def fleet(**other: Any) -> list[dict[str, Any]]:
+    """Four ranks that are alike, but for what one of them has otherwise."""
+    alike = {"figures": {"matmul": 100.0, "write": 1.0}, "facts": {"device": "H100", "torch": "2.8"}}
+    rows = [{"rank": rank, "host": f"n{rank // 2}", **alike} for rank in range(4)]
+    rows[3] |= other
+    return rows
+
+
+PAIRS = {"n0 - n1": 10.0, "n0 - n2": 10.0, "n1 - n2": 10.0}
+
+
+@pytest.mark.parametrize(
+    ("rows", "pairs", "clocks", "named"),
+    [
+        (fleet(), PAIRS, [0.0] * 4, ""),
+        (fleet(figures={"matmul": 81.0}), PAIRS, [0.0] * 4, ""),
+        (fleet(figures={"matmul": 70.0}), PAIRS, [0.0] * 4, "rank 3 on n1: matmul 70 TFLOP/s, 70% of the median 100"),
+        (fleet(facts={"device": "H100", "torch": "2.7"}), PAIRS, [0.0] * 4, "rank 3 on n1: torch 2.7, others 2.8"),
+        (fleet(), PAIRS | {"n1 - n2": 2.0}, [0.0] * 4, "hosts n1 - n2: 2 GB/s, 20% of the median 10"),
+        (fleet(), {}, [0.0, 0.0, 90.0, 0.5], "rank 2 on n1: its clock is +89.8 s from the median"),
+    ],
+)
+def test_what_is_off_is_named(rows: list[Any], pairs: dict[str, float], clocks: list[float], named: str) -> None:
+    assert list(judged(rows, pairs, clocks, 0.8)) == [named] * bool(named)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8])
+def test_each_pair_of_hosts_meets_once(count: int) -> None:
+    met = list(itertools.chain.from_iterable(rounds(count)))
+    assert sorted(met) == list(itertools.combinations(range(count), 2))
+    for each in rounds(count):
+        assert len({host for pair in each for host in pair}) == 2 * len(each)
+
+
+def test_two_ranks_of_this_host(tmp_path: Path) -> None:
+    """Figures are of this machine, which others use too: only what is off may differ."""
+    command = [sys.executable, "-m", "mega", "preflight", "--nproc", "2", "--device", "cpu", "--json"]
+    more = ["--save", str(tmp_path), "--megabytes", "4", "--least", "0.001"]
+    done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [set(row["figures"]) for row in found["ranks"]] == [
+        {"matmul", "copy", "link", "write", "read"},
+        {"matmul", "copy", "link"},
+    ]
+    assert found["faults"] == [] and not list(tmp_path.iterdir())
