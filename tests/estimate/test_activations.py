@@ -25,7 +25,7 @@ from mega.core.ops.kernels import fp8
 from mega.core.ops.matmuls import Matmuls
 from mega.core.parallel import collectives, peers
 from mega.core.parallel.gradients import Bucket, GradBuffer
-from mega.core.parallel.mesh import Mesh
+from mega.core.parallel.mesh import Axis, Mesh
 from mega.core.parallel.peers import Mapped
 from mega.core.parallel.pipeline import StageOutput
 from mega.core.training import wire
@@ -270,16 +270,16 @@ class Coming:
 
     def __init__(self, live: Live, grads: GradBuffer) -> None:
         for bucket in grads.buckets:
-            bucket.unshard = partial(self._gather, live, bucket, bucket.unshard)  # type: ignore[method-assign]
+            bucket.start_unshard = partial(self._gather, live, bucket, bucket.start_unshard)  # type: ignore[method-assign]
             bucket.reshard = partial(self._forget, live, bucket, bucket.reshard)  # type: ignore[method-assign]
 
-    def _gather(self, live: Live, bucket: Bucket, gather: Callable[[], None]) -> None:
-        if not bucket.weights.untyped_storage().size():
-            live.add(bucket.weights.numel() * bucket.weights.element_size())
-        gather()
+    def _gather(self, live: Live, bucket: Bucket, gather: Callable[[Axis], None], axis: Axis) -> None:
+        if not bucket._weights.untyped_storage().size():
+            live.add(bucket._weights.nbytes)
+        gather(axis)
 
     def _forget(self, live: Live, bucket: Bucket, forget: Callable[[], None]) -> None:
-        live.add(-bucket.weights.untyped_storage().size())
+        live.add(-bucket._weights.untyped_storage().size())
         forget()
 
 
@@ -300,6 +300,13 @@ def measured(run: RunConfig, stage: int, dp: int = 1) -> tuple[int, int, int]:
     if parallel.zero >= 3:
         Coming(live, grads)
         chunk.with_full_params = grads.with_full_params
+        passes(chunk, mesh, grads, batch, Live())  # shows in which order weights are wanted
+        grads.finish()
+    return passes(chunk, mesh, grads, batch, live)
+
+
+def passes(chunk: Any, mesh: Mesh, grads: GradBuffer, batch: Any, live: Live) -> tuple[int, int, int]:
+    """Bytes held after the forward, and peaks of forward and backward, of a step of one microbatch."""
     grads.start()
     grads.final(True)
     with live:
@@ -308,7 +315,8 @@ def measured(run: RunConfig, stage: int, dp: int = 1) -> tuple[int, int, int]:
         out = chunk(batch, *cargo, scales=torch.ones(1, dtype=torch.float64))
         tensors = roots(out) if mesh.pp.last else out.cargo
         del out
-        held, forward = live.live, live.peak
+        kept = sum(bucket._weights.untyped_storage().size() for bucket in grads.buckets) if grads.zero >= 3 else 0
+        held, forward = live.live - kept, live.peak  # the last unit's weights stay for its backward pass
         live.peak = live.live
         given = tuple(map(torch.zeros_like, tensors))
         torch.autograd.backward(tensors, given)

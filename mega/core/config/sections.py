@@ -524,7 +524,8 @@ class ParallelOptions(Section):
     )
     overlap_param_gather: bool = option(
         True,
-        "with zero 1 and 2, gather updated weights while the next forward pass runs",
+        "gather weights while others are used: updated ones in the next forward pass (zero 1, 2), a unit's while "
+        "the one before it runs (zero 3)",
         megatron={"--overlap-param-gather": True},
     )
 

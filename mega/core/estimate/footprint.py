@@ -83,28 +83,31 @@ class _Walk:
     def forward(self, parts: Parts, live: int) -> int:
         """The peak of a forward pass that begins with `live` bytes."""
         peak = live
-        for unit, gathered in zip(parts, self._gathered, strict=True):
-            here = sum(bucket.weights for bucket in gathered)
-            peak = max(peak, live + here + self._arriving(gathered))
+        for unit, gathered, following in zip(parts, self._gathered, [*self._gathered[1:], []], strict=True):
+            here = sum(bucket.weights for bucket in [*gathered, *self._sent_for(following, gathered)])
+            peak = max(peak, live + here)
             for part in unit:
                 peak = max(peak, live + here + part.peak)
                 live += part.change
         return peak
 
     @staticmethod
-    def _arriving(buckets: Sequence[Transient]) -> int:
-        """While a unit's weights arrive there is one bucket of them twice."""
-        return max((bucket.arriving for bucket in buckets), default=0)
+    def _sent_for(following: Sequence[Transient], here: Sequence[Transient]) -> list[Transient]:
+        """What a unit sends for, of the unit that runs next."""
+        return [bucket for bucket in following if bucket.sent_for and bucket not in here]
 
     def backward(self, parts: Parts, live: int) -> int:
         live += self.leaving
         peak, here = live, set[int]()
         waiting: dict[int, int] = {}
-        for unit, gathered in zip(reversed(parts), reversed(self._gathered), strict=True):
-            arriving = [bucket for bucket in gathered if id(bucket) not in here]
+        order = self._gathered[::-1]
+        for unit, gathered, following in zip(reversed(parts), order, [*order[1:], []], strict=True):
+            arriving = [
+                bucket for bucket in [*gathered, *self._sent_for(following, gathered)] if id(bucket) not in here
+            ]
             here |= set(map(id, arriving))
             live += sum(bucket.weights for bucket in arriving)
-            peak = max(peak, live + self._arriving(arriving))
+            peak = max(peak, live)
             for part in unit:
                 peak = max(peak, live + part.peak)
                 live += part.change

@@ -226,8 +226,8 @@ class Times:
     def sharing(self, dp: int, held: Weights, chunk: Pass) -> float:
         """What ZeRO 2 and 3 add to every microbatch: buckets made, summed and added up; weights gathered twice.
 
-        Under ZeRO 3 all of it waits: a gathering is queued after the sums. Under ZeRO 2 a bucket leaves
-        as soon as it is complete, whatever --overlap-grad-reduce says.
+        A bucket leaves as soon as it is complete, whatever --overlap-grad-reduce says; weights are gathered while the
+        unit before runs.
         """
         run, ranks = self.run, dp * self.run.parallel.cp
         grads, weights = held.trained * BYTES[run.precision.grad_dtype], held.trained * BYTES[run.precision.dtype]
@@ -235,8 +235,10 @@ class Times:
         made = self.card.elementwise(grads + 3 * grads / ranks)
         if run.parallel.zero < 3:
             return made + exposed(summed, chunk.backward + chunk.weight)
-        gathered = self.collective("all-gather", weights, ranks) + self.card.elementwise(2 * weights)
-        return made + summed + 2 * gathered
+        gathered, backward = self.collective("all-gather", weights, ranks), chunk.backward + chunk.weight
+        if not run.parallel.overlap_param_gather:
+            return made + 2 * gathered + exposed(summed, backward)
+        return made + exposed(gathered, chunk.forward) + exposed(gathered + summed, backward)
 
     def update(self, dp: int, held: Weights, forward: float) -> float:
         """The update of a stage's rank, and under ZeRO 1 and 2 what is exposed of the weights on their way to all.

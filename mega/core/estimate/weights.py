@@ -130,15 +130,15 @@ class Transient(NamedTuple):
     """A whole bucket that comes and goes around the span that a rank owns (ZeRO 2 and 3), in bytes.
 
     places: of its parameters; its gradients come with the first of theirs and go with the last. summed: our span of
-    their sum, while they go. weights: where these are not always here. arriving: of them, what is there twice while
-    they come. units: those that gather them.
+    their sum, while they go. weights: where these are not always here. sent_for: while the unit before runs. units:
+    those that gather them.
     """
 
     places: tuple[Place, ...]
     grads: int
     summed: int
     weights: int = 0
-    arriving: int = 0
+    sent_for: bool = False
     units: tuple[int, ...] = ()
 
 
@@ -154,7 +154,8 @@ def transient_buckets(run: RunConfig, dp: int) -> list[Transient]:
         if run.parallel.zero >= 3:
             weights, users = bucket.length * bucket.width, {unit for unit, _ in bucket.places}
             users |= {chunk.unit(after[unit]) for unit in bucket.users if isinstance(unit, str)}
-            one = one._replace(weights=weights, arriving=0 if alone else weights, units=tuple(users))
+            ahead = run.parallel.overlap_param_gather and not alone
+            one = one._replace(weights=weights, sent_for=ahead, units=tuple(users))
         found.append(one)
     return found
 

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from mega.core.ops.autograd import FunctionContext
-from mega.core.parallel.collectives import all_gather, all_reduce, start_all_gather, start_reduce_scatter
+from mega.core.parallel.collectives import all_reduce, start_all_gather, start_reduce_scatter
 from mega.core.parallel.deferred import WgradQueue
 from mega.core.parallel.layout import BucketRules, BucketSpec, ParameterSpec, plan_buckets
 from mega.core.parallel.mesh import Axis, Mesh
@@ -158,15 +158,20 @@ class Bucket:
             self.gathering.wait()
             self.gathering = None
 
-    def unshard(self) -> None:
-        """Bring back weights that only their owners keep."""
-        if self._own is not None and not self._weights.untyped_storage().size():
-            self._weights.untyped_storage().resize_(self._weights.numel() * self._weights.element_size())
-            self._weights.copy_(all_gather(self._own, self.data.axis))
+    def start_unshard(self, axis: Axis) -> None:
+        """Send for weights that only their owners keep, unless they are here; axis: as of `start_param_gather`."""
+        if self._own is None or self._weights.untyped_storage().size():
+            return
+        self._weights.untyped_storage().resize_(self._weights.nbytes)
+        if axis.size == 1:
+            self._weights.copy_(self._own)
+        else:
+            _, self.gathering = start_all_gather(self._own, axis, self._weights)
 
     def reshard(self) -> None:
         """Keep our span of the weights only."""
         if self._own is not None:
+            self.wait_param_gather()
             self._weights.untyped_storage().resize_(0)
 
 
@@ -177,7 +182,7 @@ class GradBuffer:
         0  every rank has everything
         1  a rank owns, and updates, its span of each bucket
         2  also: gradients are reduced and let go with every microbatch, so only spans accumulate
-        3  also: weights are gathered when a unit of the model runs, and let go after it
+        3  also: weights are gathered for a unit of the model, while the one before it runs, and let go after it
 
     shared: name of every tensor that several pipeline stages hold -> these stages (`shared_stages`); all ranks give the
     same.
@@ -223,9 +228,12 @@ class GradBuffer:
         self._gathered = [bucket for bucket in self.buckets if 0 < zero < 3 and bucket.data.axis.size > 1]
         self._gather_axes = {name: data.axis for name, data in mesh.data_axes.items()}
         self._overlap_gather = overlap_gather
-        if 0 < zero < 3 and overlap_gather and mesh.tokens.size > 1:
-            # The loss's few numbers are added up meanwhile, and must not queue after the weights.
+        self._order = _Order()
+        if zero and overlap_gather and mesh.tokens.size > 1:
+            # The loss's few numbers are added up meanwhile, and must not queue after the weights; nor may the weights
+            # of a unit queue after the gradients of another one.
             self._gather_axes = {name: mesh.own_data_axis("weights", name) for name in self._gather_axes}
+        if 0 < zero < 3 and overlap_gather and mesh.tokens.size > 1:
             for chunk in chunks:
                 for unit in _units(chunk):
                     unit.register_forward_pre_hook(partial(_wait_param_gather, self.buckets_of(unit)))
@@ -247,6 +255,8 @@ class GradBuffer:
             (bucket.own_grads if bucket.grads is None else bucket.grads).zero_()
             bucket.waiting, bucket.works = bucket.uses, []
             bucket.ready.clear()
+        if self.zero >= 3 and self._overlap_gather:
+            self._order.begin()
 
     def final(self, last: bool) -> None:
         """Say whether the backward pass that follows is the last of its chunk in this step."""
@@ -305,8 +315,10 @@ class GradBuffer:
             if not bucket.works and bucket.grads is not None:
                 self._launch_grad_reduce(bucket)
         self.wait_param_gather()
+        self._order.end()
         for bucket in self.buckets:
             _settle(bucket)
+            bucket.reshard()
         for bucket in self._tied_last:
             for axis in bucket.axes:
                 all_reduce(bucket.own_grads, axis)
@@ -340,12 +352,23 @@ class GradBuffer:
         if self.zero < 3:
             return run(x)
         buckets = self.buckets_of(unit)
-        for bucket in buckets:
-            bucket.unshard()
+        following = self._unshard(buckets)
         y = run(x)
         for bucket in buckets:
-            bucket.reshard()
-        return _Return.apply(y, buckets) if torch.is_grad_enabled() else y
+            if bucket not in following:
+                bucket.reshard()
+        return _Return.apply(y, partial(self._unshard, buckets)) if torch.is_grad_enabled() else y
+
+    def _unshard(self, buckets: list[Bucket]) -> list[Bucket]:
+        """Bring the weights of a unit here, and send for those that are wanted next, which are returned."""
+        for bucket in buckets:
+            bucket.start_unshard(self._gather_axes[bucket.data.name])
+        for bucket in buckets:
+            bucket.wait_param_gather()
+        following = self._order.after(buckets)
+        for bucket in following:
+            bucket.start_unshard(self._gather_axes[bucket.data.name])
+        return following
 
     @property
     def data_ranks(self) -> int:
@@ -353,18 +376,45 @@ class GradBuffer:
         return max(bucket.data.axis.size for bucket in self.buckets)
 
 
+class _Order:
+    """In which order a step wants the weights of units. Whatever the schedule, the step before has shown it."""
+
+    def __init__(self) -> None:
+        self._before: list[list[Bucket]] = []
+        self._now: list[list[Bucket]] = []
+        self._follows = False
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._before, self._now, self._follows = self._now, [], True
+
+    def end(self) -> None:
+        """What is used until the next step, as by an evaluation, has no order."""
+        self._follows = False
+
+    def after(self, used: list[Bucket]) -> list[Bucket]:
+        """The buckets of the unit that the step before used after this one; none where it went another way."""
+        if not self._follows:
+            return []
+        at = len(self._now)
+        self._now.append(used)
+        self._follows = at >= len(self._before) or self._before[at] == used
+        return self._before[at + 1] if self._follows and at + 1 < len(self._before) else []
+
+
 class _Return(torch.autograd.Function):
     """After a unit: when its backward pass begins, its weights are gathered again."""
 
     @staticmethod
-    def forward(ctx: FunctionContext[list[Bucket]], y: torch.Tensor, buckets: list[Bucket]) -> torch.Tensor:
-        ctx.state = buckets
+    def forward(
+        ctx: FunctionContext[Callable[[], object]], y: torch.Tensor, unshard: Callable[[], object]
+    ) -> torch.Tensor:
+        ctx.state = unshard
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: FunctionContext[list[Bucket]], grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        for bucket in ctx.state:
-            bucket.unshard()
+    def backward(ctx: FunctionContext[Callable[[], object]], grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.state()
         return grad, None
 
 

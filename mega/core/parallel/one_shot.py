@@ -48,10 +48,11 @@ class Sum(Protocol):
 def limit_of(ranks: int) -> int:
     """Bytes of the largest tensor that is added up in one exchange.
 
-    >>> [limit_of(ranks) >> 10 for ranks in (2, 4, 8)]
-    [16384, 4096, 1024]
+    >>> [limit_of(ranks) >> 10 for ranks in (2, 3, 4, 8)]
+    [16384, 7232, 4096, 1024]
     """
-    return max((1 << 26) // ranks**2, 1 << 19)
+    whole = 1 << 16  # of which every thread's part begins at a multiple of ALIGNMENT
+    return max((1 << 26) // ranks**2 // whole * whole, 1 << 19)
 
 
 def tried_sizes(limit: int) -> tuple[int, ...]:
