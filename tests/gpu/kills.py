@@ -98,7 +98,7 @@ def disturbed(
         time.sleep(0.02)
     processes[victim].send_signal(how)
     began, others = time.monotonic(), [one for rank, one in enumerate(processes) if rank != victim]
-    allowed = 10 + (60 * TIMEOUT if how == signal.SIGSTOP else 0)
+    allowed = 10 + 60 * TIMEOUT
     shown = []
     for process in others:
         try:
