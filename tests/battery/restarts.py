@@ -1,14 +1,15 @@
 """Ranks and hosts that are lost under --max-restarts: whether the run goes on, from where, how soon, and who is named.
 
-    python tests/battery/restarts.py [kill stop host poisson] [--times N] [--out rows.jsonl]
+    python tests/battery/restarts.py [kill stop host cut poisson] [--times N] [--out rows.jsonl]
 
 Makes four hosts of two ranks from nothing: network namespaces on a switch where they can be made, else four launchers
 on the loopback interface. One job takes ten faults, one in each stretch of STRETCH steps at a random step; after each
 stretch, weights and moments of the save are compared with those of a run that nothing disturbed. One JSON line a fault:
 seconds until ranks were started again and until a step was made, the line about the restart, and whether the save is
 bitwise equal; one more a job: processes and files that were left. `kill`: SIGKILL of a random rank. `stop`: SIGSTOP,
-with --timeout-minutes 0.25. `host`: SIGKILL of all processes of a random host, for which a spare is there. `poisson`:
-SIGKILL of random ranks at intervals of --mean seconds for --minutes; goodput is against the undisturbed steps.
+with --timeout-minutes 0.25. `host`: SIGKILL of all processes of a random host, for which a spare is there. `cut`: the
+link of a random host is cut, three times a job. `poisson`: SIGKILL of random ranks at intervals of --mean seconds for
+--minutes; goodput is against the undisturbed steps.
 Rows that are in --out already are not repeated.
 """
 
@@ -43,6 +44,9 @@ RUN = (
 ).split()
 
 PORT = 29617
+
+TIMES = {"cut": 3}
+"""Faults of a job, where not FAULTS."""
 
 
 class Fleet:
@@ -157,6 +161,10 @@ def undisturbed(steps: int) -> tuple[Path, float]:
 def strike(kind: str, fleet: Fleet, chance: random.Random) -> tuple[str, str]:
     """One fault; the name of the host that has it, and what was hit."""
     name, job = chance.choice(fleet.running())
+    if kind == "cut":
+        switch, _, number = name.rpartition("-")
+        subprocess.run(["ip", "-n", f"{switch}-switch", "link", "set", f"port{number}", "down"], check=True)
+        return name, "its link"
     if kind == "host":
         lost = [*fleet.ranks(job), *_children(job.pid), job.pid]
         for pid in lost:
@@ -167,6 +175,12 @@ def strike(kind: str, fleet: Fleet, chance: random.Random) -> tuple[str, str]:
     return name, f"local rank {place}"
 
 
+def mend(name: str) -> None:
+    """The link of a host that was cut."""
+    switch, _, number = name.rpartition("-")
+    subprocess.run(["ip", "-n", f"{switch}-switch", "link", "set", f"port{number}", "up"], check=True)
+
+
 def play(kind: str, seed: int, made: list[Host] | None) -> Iterator[dict[str, Any]]:
     """One job with its faults."""
     steps, chance = STRETCH * (FAULTS + 1), random.Random(f"{kind} {seed}")
@@ -174,9 +188,9 @@ def play(kind: str, seed: int, made: list[Host] | None) -> Iterator[dict[str, An
     with tempfile.TemporaryDirectory(prefix="mega-restarts-") as folder:
         minutes = "0.25" if kind == "stop" else "1"
         words = ["--steps", str(steps), "--timeout-minutes", minutes]
-        fleet = Fleet(made, Path(folder), words, spares=int(kind == "host"))
+        fleet = Fleet(made, Path(folder), words, spares=int(kind in ("host", "cut")))
         try:
-            for number in range(FAULTS):
+            for number in range(TIMES.get(kind, FAULTS)):
                 at = STRETCH * number + chance.randint(3, STRETCH - 3)
                 fleet.wait(at)
                 began = time.monotonic()
@@ -196,6 +210,9 @@ def play(kind: str, seed: int, made: list[Host] | None) -> Iterator[dict[str, An
                 row["step_s"] = round(_moved(fleet, moment) - began, 2)
                 if kind == "host":
                     fleet.start(chance.randrange(COUNT))
+                elif kind == "cut":
+                    mend(name)
+                    fleet.start(int(name.rpartition("-")[2]))
                 fleet.wait(STRETCH * (number + 1) + 1)
                 step = STRETCH * (number + 1)
                 row["equal"] = tensors(fleet.place / "run", step) == tensors(reference, step)
@@ -266,7 +283,7 @@ def main() -> None:
         for kind in arguments.kinds:
             for seed in range(arguments.times or {"kill": 5, "stop": 2}.get(kind, 1)):
                 done = sum(row["kind"] == kind and row["job"] == seed for row in there)
-                if done > FAULTS or (kind == "poisson" and done):
+                if done > TIMES.get(kind, FAULTS) or (kind == "poisson" and done):
                     continue
                 rows = (
                     [poisson(arguments.minutes, arguments.mean, seed, made)]

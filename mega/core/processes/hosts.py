@@ -28,7 +28,7 @@ from mega import __version__
 from mega.core.processes.exit_reports import write_error
 from mega.core.processes.interface import is_own
 from mega.core.processes.launch import Ending, fork_server, launcher_folder, run_attempt
-from mega.core.processes.leader import Leader, Size
+from mega.core.processes.leader import Leader, Place, Size
 from mega.core.processes.rendezvous import HANDSHAKE, duration
 from mega.core.processes.restarts import (
     PATIENCE,
@@ -46,8 +46,6 @@ from mega.core.processes.world import LAUNCHER_FILE
 FAITHFUL = 2.0
 """Seconds in which a host tries the leader that it knows, before it goes to another one."""
 
-Place = tuple[str, int]
-
 
 def supervise_hosts(hosts: int, nproc: int, limit: int, minutes: float, job: Job) -> int:
     """Run a job on `hosts` hosts of `nproc` ranks each, this being one of them or a spare; the exit code.
@@ -58,7 +56,9 @@ def supervise_hosts(hosts: int, nproc: int, limit: int, minutes: float, job: Job
     size = Size(hosts, nproc, minutes, limit, __version__)
     with heeding_signals(), memory(job) as folder:
         fork_server(job.target.__module__)  # imports torch while this host waits, as a spare too
-        leader = Leader(_listen(first), size, lambda: (job.saved(), noted_step(folder))).start()
+        server = _listen(first)
+        elsewhere = None if server.getsockname()[1] == first[1] else first
+        leader = Leader(server, size, lambda: (job.saved(), noted_step(folder)), elsewhere).start()
         host = Supervisor(size, job, folder, leader.port)
         try:
             host.join(first, 60 * minutes)
@@ -94,6 +94,8 @@ class Supervisor:
         self._orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._bell, self._ring = multiprocessing.Pipe(duplex=False)
         """Has one byte for each order, so that who waits for ranks hears of it."""
+        self._moved: dict[str, Any] | None = None
+        """What the leader knew that has sent this host to another one, while it goes there."""
         self._seat: int | None = None
         self._attempted = -1
         self._restarts: Restarts | None = None
@@ -126,10 +128,8 @@ class Supervisor:
 
         wire.start(heard, lambda: self._order({"lost": wire is self._wire}))
         name = socket.gethostname()
-        restarts = None if self._restarts is None else asdict(self._restarts)
         found = {"name": name, "port": self._port, "meet": _free_port(), "seat": self._seat}
-        lost = self._leader_name
-        wire.send({"join": {**found, "size": asdict(self._size), "restarts": restarts, "lost": lost}})
+        wire.send({"join": {**found, "size": asdict(self._size), "known": self._known()}})
         try:
             answer = welcome.get(timeout=HANDSHAKE)
         except queue.Empty:
@@ -138,6 +138,14 @@ class Supervisor:
         if "refused" in answer:
             raise ValueError(answer["refused"])
         self._wire, self._leader, self._leader_name = wire, place, answer["welcome"][0]
+
+    def _known(self) -> dict[str, Any]:
+        """What another leader is to know."""
+        if self._moved is not None:
+            return self._moved
+        restarts = None if self._restarts is None else asdict(self._restarts)
+        reason = f"host {self._leader_name}, which led the others, was lost"
+        return {"restarts": restarts, "failed": True, "reason": reason}
 
     def _hear(self, message: dict[str, Any]) -> None:
         if "leaders" in message:
@@ -160,6 +168,8 @@ class Supervisor:
                 return int(order["finish"])
             if order.get("lost"):
                 self._go_on()
+            elif "move" in order:
+                self._move(order["known"], tuple(order["move"]))
             elif "restarts" in order:
                 self._restarts = Restarts(**order["restarts"])
             elif "start" in order:
@@ -197,6 +207,18 @@ class Supervisor:
             except OSError:
                 continue
         raise OSError(f"host {self._leader_name}, which led the others, was lost, and no other host is reached")
+
+    def _move(self, known: dict[str, Any], place: Place) -> None:
+        """To a leader that this one's has met."""
+        former, self._moved = self._wire, known
+        try:
+            self._join(place)
+        except OSError:  # it has gone again
+            return
+        finally:
+            self._moved = None
+        if former is not None:
+            former.close()
 
     def close(self) -> None:
         if self._wire is not None:

@@ -7,24 +7,33 @@ It starts no process: each host's launcher does (hosts.py).
 from __future__ import annotations
 
 import contextlib
+import json
 import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from mega.core.processes.launch import Ending
 from mega.core.processes.rendezvous import duration
 from mega.core.processes.restarts import Restarts, at_launch, exit_code
-from mega.core.processes.wire import Wire
+from mega.core.processes.wire import BEAT, Wire
 
 ENDING = 30.0
 """Seconds in which a host ends its ranks; beyond it, the host counts as lost."""
 
 LEAVING = 3.0
 """Seconds in which the other hosts read that all is over."""
+
+CALL = 5.0
+"""Seconds between two looks at the place where hosts join, of a leader that is not there."""
+
+Place = tuple[str, int]
+
+Events = queue.Queue[tuple[Wire, dict[str, Any] | None]]
+"""What members say; None when one is lost."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +71,12 @@ class Leader:
     """Leads those that join until the job is over. server: a listening socket. saved: the newest step; and the newest
     that this host has in memory."""
 
-    def __init__(self, server: socket.socket, size: Size, saved: Callable[[], tuple[int, int]]):
-        self._server, self._size, self._saved = server, size, saved
+    def __init__(self, server: socket.socket, size: Size, saved: Callable[[], tuple[int, int]], first: Place | None):
+        """first: where hosts join at the launch, if that is not here."""
+        self._server, self._size, self._saved, self._first = server, size, saved, first
         self.port: int = server.getsockname()[1]
-        self._events: queue.Queue[tuple[Wire, dict[str, Any] | None]] = queue.Queue()
+        self._called = time.monotonic()
+        self._events: Events = queue.Queue()
         self._members: dict[Wire, _Member] = {}
         self._restarts: Restarts | None = None
         self._reason = ""
@@ -79,17 +90,9 @@ class Leader:
         """An address of this host by which another one has reached it."""
 
     def start(self) -> Leader:
-        threading.Thread(target=self._accept, name="leader-accept", daemon=True).start()
+        threading.Thread(target=_accept, args=(self._server, self._events), name="accept", daemon=True).start()
         threading.Thread(target=self._lead, name="leader", daemon=True).start()
         return self
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._server.accept()
-            except OSError:  # this process ends
-                return
-            _listen_to(Wire(connection), self._events)
 
     def _lead(self) -> None:
         try:
@@ -107,7 +110,10 @@ class Leader:
                 self._gone(member)
         elif member is None:
             try:
-                self._join(wire, **message["join"])
+                if "led" in message:
+                    self._called_by(wire, **message["led"])
+                else:
+                    self._join(wire, **message["join"])
             except (KeyError, TypeError, ValueError):  # not a host's words
                 wire.close()
         else:
@@ -116,8 +122,14 @@ class Leader:
                 member.running = False
                 self._ended(member.name, Ending(**message["ended"]))
 
-    def _join(self, wire: Wire, size: dict[str, Any], restarts: dict[str, Any] | None, lost: str, **found: Any) -> None:
-        """Phase 1. restarts, lost: of a host that had another leader."""
+    def _called_by(self, wire: Wire, port: int, runs: bool) -> None:
+        """By another leader, whose run goes on or waits for hosts."""
+        wire.send({"come": bool(self._members) and not runs})
+        if runs and self._endings is None:
+            self._move((wire.socket.getpeername()[0], port))
+
+    def _join(self, wire: Wire, size: dict[str, Any], known: dict[str, Any], **found: Any) -> None:
+        """Phase 1. known: to a host that had another leader."""
         own = asdict(self._size)
         differ = [f"{name} {size[name]}, here {own[name]}" for name in own if size[name] != own[name]]
         if differ:
@@ -129,15 +141,15 @@ class Leader:
         if not address.startswith("127."):
             self._reach = here
         self._members[wire] = _Member(wire, address=address, **found)
+        restarts = known["restarts"]
         if restarts is not None and (self._restarts is None or restarts["number"] > self._restarts.number):
-            self._restarts, self._takes_over = Restarts(**restarts), True
-            self._reason = f"host {lost}, which led the others, was lost"
+            self._restarts, self._takes_over, self._reason = Restarts(**restarts), known["failed"], known["reason"]
         line = ""
         if self._takes_over:
             now = f"MASTER_ADDR {here} MASTER_PORT {self.port}"
             line = f"{self._reason}; this one leads now, and hosts that join later need {now}"
         wire.send({"welcome": [member.name for member in self._members.values()][:1], "said": line})
-        self._send_leaders()
+        _send_leaders(self._members.values(), self._reach)
         if self._endings is not None and not self._stopping:
             assert self._restarts is not None
             _spare(self._members[wire], self._restarts, self._size.hosts)
@@ -147,7 +159,7 @@ class Leader:
         del self._members[member.wire]
         if member.running:
             self._ended(member.name, Ending(1, f"host {member.name} was lost", cause=True))
-        self._send_leaders()
+        _send_leaders(self._members.values(), self._reach)
 
     def _ended(self, name: str, ending: Ending) -> None:
         """Phase 3."""
@@ -168,6 +180,10 @@ class Leader:
                     member.wire.close()
             elif not running:
                 self._decide(self._endings)
+                if not self._over:
+                    self._advance()
+            else:
+                self._call_first()
         elif len(self._members) >= self._size.hosts:
             self._start()
         elif self._members and time.monotonic() > self._since + 60 * self._size.minutes:
@@ -175,6 +191,8 @@ class Leader:
             waited = f"waited {duration(self._size.minutes)} (--timeout-minutes) for {missing} more"
             after = f", after {self._reason}" if self._reason else ""
             self._finish(1, f"{waited} of {self._size.hosts} hosts{after}")
+        else:
+            self._call_first()
 
     def _decide(self, endings: list[tuple[str, Ending]]) -> None:
         """Phase 5."""
@@ -213,7 +231,7 @@ class Leader:
             free.discard(member.seat)
         seated = [member for member in self._members.values() if member.seat is not None]
         first = next(member for member in seated if member.seat == 0)
-        place = {"address": self._address(first), "port": first.meet, "restarts": asdict(restarts)}
+        place = {"address": _reached(first, self._reach), "port": first.meet, "restarts": asdict(restarts)}
         line = restarts.restart(self._reason) if restarts.number else ""
         self._endings = []
         for member in self._members.values():
@@ -235,15 +253,20 @@ class Leader:
             self._finish(1, self._restarts.given_up(self._reason))
         return following
 
-    def _send_leaders(self) -> None:
-        """All hosts know where the others' leaders listen, the first to have joined first."""
-        leaders = [[self._address(member), member.port] for member in self._members.values()]
+    def _move(self, place: Place) -> None:
+        """All members go to another leader, which begins with what is known here."""
+        restarts = None if self._restarts is None else asdict(self._restarts)
+        known = {"restarts": restarts, "failed": self._takes_over, "reason": self._reason}
         for member in self._members.values():
-            member.wire.send({"leaders": leaders})
+            member.wire.send({"move": place, "known": known})
 
-    def _address(self, member: _Member) -> str:
-        """By which other hosts reach a member: the leading host may have joined itself by a loopback address."""
-        return self._reach if self._reach and member.address.startswith("127.") else member.address
+    def _call_first(self) -> None:
+        """A host that has come back to where hosts join leads nobody: it goes where the run is, or, if it runs nowhere,
+        all go to it."""
+        if self._first is not None and self._members and time.monotonic() > self._called + CALL:
+            if _is_to_come(self._first, self.port, self._endings is not None):
+                self._move(self._first)
+            self._called = time.monotonic()
 
     def _finish(self, code: int, line: str = "") -> None:
         """Tell all hosts that all is over; this one, which ends with its leader, last."""
@@ -265,5 +288,37 @@ def _spare(member: _Member, restarts: Restarts, hosts: int) -> None:
     member.spare = True
 
 
-def _listen_to(wire: Wire, events: queue.Queue[tuple[Wire, dict[str, Any] | None]]) -> None:
+def _accept(server: socket.socket, events: Events) -> None:
+    while True:
+        try:
+            connection, _ = server.accept()
+        except OSError:  # this process ends
+            return
+        _listen_to(Wire(connection), events)
+
+
+def _listen_to(wire: Wire, events: Events) -> None:
     wire.start(lambda message: events.put((wire, message)), lambda: events.put((wire, None)))
+
+
+def _send_leaders(members: Collection[_Member], here: str) -> None:
+    """All hosts know where the others' leaders listen, the first to have joined first."""
+    leaders = [[_reached(member, here), member.port] for member in members]
+    for member in members:
+        member.wire.send({"leaders": leaders})
+
+
+def _reached(member: _Member, here: str) -> str:
+    """The address by which other hosts reach a member: the leading host may have joined itself by a loopback one."""
+    return here if here and member.address.startswith("127.") else member.address
+
+
+def _is_to_come(first: Place, port: int, runs: bool) -> bool:
+    """Whether a leader is there that waits for hosts, when the one at `port` here does not have enough of them."""
+    with contextlib.suppress(OSError, ValueError), socket.create_connection(first, 1.0) as way:
+        way.sendall(json.dumps({"led": {"port": port, "runs": runs}}).encode() + b"\n")
+        way.settimeout(BEAT)
+        for line in way.makefile():
+            if "come" in (message := json.loads(line)):
+                return bool(message["come"])
+    return False
