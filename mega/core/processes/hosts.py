@@ -43,6 +43,9 @@ from mega.core.processes.restarts import (
 from mega.core.processes.wire import Wire
 from mega.core.processes.world import LAUNCHER_FILE
 
+ORDERS = frozenset({"start", "stop", "finish", "move"})
+"""What a leader asks for; where ranks run, each means that they are to end."""
+
 FAITHFUL = 2.0
 """Seconds in which a host tries the leader that it knows, before it goes to another one."""
 
@@ -122,11 +125,9 @@ class Supervisor:
         def heard(message: dict[str, Any]) -> None:
             if "welcome" in message or "refused" in message:
                 welcome.put(message)
-                self._order({"said": message.get("said", "")})
-            else:
-                self._hear(message)
+            self._hear(message)
 
-        wire.start(heard, lambda: self._order({"lost": wire is self._wire}))
+        wire.start(heard, lambda: self._order({"lost": True}) if wire is self._wire else None)
         name = socket.gethostname()
         found = {"name": name, "port": self._port, "meet": _free_port(), "seat": self._seat}
         wire.send({"join": {**found, "size": asdict(self._size), "known": self._known()}})
@@ -148,9 +149,14 @@ class Supervisor:
         return {"restarts": restarts, "failed": True, "reason": reason}
 
     def _hear(self, message: dict[str, Any]) -> None:
+        """On the thread that reads: what does not wait for the main thread's turn, nor disturb ranks that run."""
+        if message.get("said"):
+            write_error(f"mega: {message['said']}\n")
         if "leaders" in message:
             self._leaders = [(address, port) for address, port in message["leaders"]]
-        else:
+        elif "restarts" in message:
+            self._restarts = Restarts(**message["restarts"])
+        elif ORDERS & set(message):
             self._order(message)
 
     def _order(self, message: dict[str, Any]) -> None:
@@ -162,16 +168,12 @@ class Supervisor:
         while True:
             self._bell.recv_bytes()
             order = self._orders.get()
-            if order.get("said"):
-                write_error(f"mega: {order['said']}\n")
             if "finish" in order:
                 return int(order["finish"])
-            if order.get("lost"):
+            if "lost" in order:
                 self._go_on()
             elif "move" in order:
                 self._move(order["known"], tuple(order["move"]))
-            elif "restarts" in order:
-                self._restarts = Restarts(**order["restarts"])
             elif "start" in order:
                 self._attempt(**order["start"])
 
