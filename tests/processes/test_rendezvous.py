@@ -21,7 +21,7 @@ import torch.distributed as dist
 from mega.core.processes import connect, exit_reports, launch, rendezvous, roll_call
 from mega.core.processes.exit_reports import report_of
 from mega.core.processes.rendezvous import meet
-from mega.core.processes.world import MEETING_FILE, World
+from mega.core.processes.world import LAUNCHER_FILE, MEETING_FILE, World
 
 SHORT = 0.02
 """Minutes of patience, where it is to end."""
@@ -242,7 +242,7 @@ def test_a_rank_that_is_stopped_when_others_have_ended_is_named(monkeypatch: pyt
 
 def test_a_server_hears_of_a_killed_rank_from_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While its device waits for that rank, which no exchange of the host's reports."""
-    monkeypatch.setenv(MEETING_FILE, str(tmp_path / "meeting"))
+    monkeypatch.setenv(LAUNCHER_FILE, str(tmp_path / "meeting"))
     lost: queue.Queue[str] = queue.Queue()
     call = roll_call.RollCall(dist.HashStore(), 0, 1, 0.02)
     call.keep_asking(lost.put)
