@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -25,10 +27,17 @@ class Joined:
 
     def __init__(self, leader: Leader, name: str, known: dict[str, Any] = UNKNOWN, size: Size = SIZE):
         self.socket = socket.create_connection(("127.0.0.1", leader.port), 5.0)
-        self.socket.settimeout(20.0)
+        self.socket.settimeout(60.0)
         self.lines = self.socket.makefile()
         found = {"name": name, "port": 1, "meet": 2, "seat": None, "size": asdict(size), "known": known}
+        self.closed = threading.Event()
         self.send({"join": found})
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def _beat(self) -> None:
+        while not self.closed.wait(1.0):
+            with contextlib.suppress(OSError):
+                self.send({})
 
     def send(self, message: dict[str, Any]) -> None:
         self.socket.sendall(json.dumps(message).encode() + b"\n")
@@ -44,7 +53,9 @@ class Joined:
         raise AssertionError(f"closed before {key}")
 
     def close(self) -> None:
-        self.socket.shutdown(socket.SHUT_RDWR)
+        self.closed.set()
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
 
 
@@ -60,12 +71,13 @@ def led(first: Leader | None = None, saved: int = 0) -> Leader:
 def pair() -> Iterator[tuple[Leader, Joined, Joined]]:
     """Two hosts whose ranks have begun."""
     leader = led()
-    hosts = Joined(leader, "a"), Joined(leader, "b")
-    seats = [host.hears("start")["start"]["seat"] for host in hosts]
-    assert seats == [0, 1]
-    yield leader, *hosts
-    for host in hosts:
-        host.socket.close()
+    a = Joined(leader, "a")
+    a.hears("welcome")
+    b = Joined(leader, "b")
+    assert [host.hears("start")["start"]["seat"] for host in (a, b)] == [0, 1]
+    yield leader, a, b
+    a.close()
+    b.close()
 
 
 def test_all_end_well(pair: tuple[Leader, Joined, Joined]) -> None:
