@@ -119,8 +119,9 @@ class Fleet:
     def end(self) -> dict[str, Any]:
         """Wait for all; what is left of them."""
         codes = [job.wait(timeout=240) for _, job in self.jobs]
-        time.sleep(1.0)
-        alive = [pid for pid in self.known if Path(f"/proc/{pid}").exists()]
+        deadline = time.monotonic() + 15
+        while (alive := [pid for pid in self.known if Path(f"/proc/{pid}").exists()]) and time.monotonic() < deadline:
+            time.sleep(0.2)
         return {"codes": codes, "alive": alive, "files": [path.name for path in (self.place / "tmp").iterdir()]}
 
     def close(self) -> None:

@@ -10,14 +10,16 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
 
 from mega.cli import main
+from mega.core.processes import launch
 from mega.core.processes.hosts import supervise_hosts
-from mega.core.processes.launch import local_environments, run_attempt
+from mega.core.processes.launch import fork_server, local_environments, run_attempt
 from mega.core.processes.restarts import Job, Restarts, supervise
 from mega.core.processes.world import supervised_ranks, world_from_env
 
@@ -55,6 +57,17 @@ def ends(how: str) -> int:
 def test_which_endings_are_final(how: str, code: int, final: bool, reason: str) -> None:
     ending = run_attempt(local_environments(1), ends, (how,))
     assert ending is not None and (ending.code, ending.final, ending.reason) == (code, final, reason)
+
+
+def test_a_killed_rank_is_named_though_other_hosts_were_faster(tmp_path: Path) -> None:
+    """Their end and the word of it come at the same moment."""
+    rank = fork_server().Process(target=ends, args=("killed",), name="rank 0")
+    rank.start()
+    assert wait([rank.sentinel], 60)
+    bell, ring = multiprocessing.Pipe(duplex=False)
+    ring.send_bytes(b".")
+    ending = launch._supervise([rank], launch._Endings(str(tmp_path / "attempt"), 0.2), bell)
+    assert ending is not None and ending.reason == "rank 0 was killed by SIGKILL" and ending.here
 
 
 def fails_until(place: str, attempts: int, resumes: bool) -> int:

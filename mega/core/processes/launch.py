@@ -126,7 +126,7 @@ def run_attempt(
         for each, process in zip(environments, ranks, strict=True):
             process.name = f"rank {each['RANK']}"
             process.start()
-        return _supervise(ranks, prefix, bell)
+        return _supervise(ranks, _Endings(prefix, min(patience, PATIENCE)), bell)
     finally:
         end_ranks(ranks, patience)
         for path in glob.glob(glob.escape(prefix) + "*"):
@@ -255,20 +255,17 @@ def _follow_parent() -> None:
         os._exit(1)
 
 
-def _supervise(ranks: list[BaseProcess], prefix: str, bell: Connection | None) -> Ending | None:
+def _supervise(ranks: list[BaseProcess], found: _Endings, bell: Connection | None) -> Ending | None:
     """Wait until all have ended well, or the first has not, or `bell` has something to read.
 
     A rank that fails has reported why (exit_reports.py). For one that was killed this process reports, before its
     peers, which it leaves in the middle of an exchange; then they have PATIENCE seconds to report errors of their own.
     """
     running = {process.sentinel: process for process in ranks}
-    found = _Endings(prefix)
     with _passing_signals(ranks) as asked:
         while running and time.monotonic() < found.deadline:
             left = None if found.deadline == math.inf else max(0.0, found.deadline - time.monotonic())
             ready = wait([*running, *([] if bell is None else [bell])], left)
-            if bell in ready:
-                return None
             ended = [running.pop(sentinel) for sentinel in list(running) if sentinel in ready]
             for process in sorted(ended, key=lambda process: process.exitcode or 0):  # the killed ones first
                 # All may end by one signal.
@@ -277,6 +274,10 @@ def _supervise(ranks: list[BaseProcess], prefix: str, bell: Connection | None) -
                     _kill(ranks)
                     return Ending(1, gone, cause=True, here=True)
                 found.add(process)
+            if bell in ready and not found.failed:
+                return None
+            if bell in ready:
+                break
     return found.ending(asked.number)
 
 
@@ -284,12 +285,12 @@ class _Endings:
     """What the ranks of one host that have ended say of the whole.
 
     prefix: of the names of files. One tells the others of a rank that was killed: those whose device waits for it hear
-    of it only so.
+    of it only so. patience: seconds for the reports of those.
     """
 
-    def __init__(self, prefix: str):
-        self._prefix = prefix
-        self._failed, self._stopped, self._interrupted = 0, 0, False
+    def __init__(self, prefix: str, patience: float):
+        self._prefix, self._patience = prefix, patience
+        self.failed, self._stopped, self._interrupted = 0, 0, False
         self._killed: list[tuple[str, str]] = []
         self.deadline = math.inf
         """When the ranks that still run are to be ended."""
@@ -307,27 +308,28 @@ class _Endings:
             self._killed.append((process.name, ending))
             with contextlib.suppress(OSError), open(self._prefix + LOST, "w") as lost:
                 lost.write(f"{process.name} {ending}")
-        if code and not self._failed:
-            self._failed, self.deadline = 128 - code if code < 0 else code, time.monotonic() + PATIENCE
+        if code and not self.failed:
+            self.failed = 128 - code if code < 0 else code
+            self.deadline = time.monotonic() + (self._patience if code < 0 else PATIENCE)
 
     def ending(self, asked: int) -> Ending:
         """asked: the signal that this process passed on; ranks that fail after it were to stop anyway."""
-        if self._interrupted and not self._failed:
+        if self._interrupted and not self.failed:
             return Ending(INTERRUPTED, "interrupted", final=True)
-        if not self._failed:
+        if not self.failed:
             return Ending(self._stopped, final=True)
         if self._killed:
             name, ending = self._killed[0]
             line = f"{name} {ending.partition(':')[0]}"
-            return Ending(self._failed, line, cause=True, here=True, final=bool(asked))
+            return Ending(self.failed, line, cause=True, here=True, final=bool(asked))
         reports = sorted(exit_notes(self._prefix).items(), key=lambda found: (found[1].kind == "consequence", found[0]))
         if not reports:
-            return Ending(self._failed, f"a rank ended with exit code {self._failed}", final=bool(asked))
+            return Ending(self.failed, f"a rank ended with exit code {self.failed}", final=bool(asked))
         rank, report = reports[0]
         last = report.text.rstrip().splitlines()[-1] if report.text.strip() else ""
         line = last if report.kind == "verdict" else f"rank {rank}: {last}"
         final, cause = bool(asked) or report.permanent, report.kind != "consequence"
-        return Ending(self._failed, line, cause, cause and report.kind != "verdict", final)
+        return Ending(self.failed, line, cause, cause and report.kind != "verdict", final)
 
 
 def _server_ending() -> str | None:
