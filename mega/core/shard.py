@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from mega.core.architecture import Tensor, padded
+from mega.core.architecture.tensor import TENSOR_AXES
 from mega.core.config.resolve import divisors
 
 
@@ -65,6 +66,11 @@ def shard(tensor: Tensor, coordinates: Mapping[str, tuple[int, int]]) -> Shard:
         size[cut.dim] = min(run, tensor.shape[cut.dim] - begin)
         local[cut.dim] = run
     return Shard(tensor, tuple(start), tuple(size), tuple(local))
+
+
+def on_tensor_rank(index: int, tp: int) -> dict[str, tuple[int, int]]:
+    """Coordinates of one of `tp` tensor ranks that cut experts as they cut all else."""
+    return {axis: (index, tp) for axis in TENSOR_AXES.values()}
 
 
 def span_rectangles(shape: tuple[int, ...], begin: int, end: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

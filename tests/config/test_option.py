@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
 from mega import cli
 from mega.core.config.check import check
 from mega.core.config.compose import compose
-from mega.core.config.option import Bench, OnResume, Option
+from mega.core.config.option import Bench, OnResume, Option, Range
 from mega.core.config.presets import FAMILY_DEFAULTS, register_family
 from mega.core.config.resolve import resolve
 from mega.core.config.run import entries, options_with, updated, value_of
@@ -32,19 +32,24 @@ def test_every_option_has_its_properties(entry: Entry) -> None:
     assert not option.layout or option.on_resume == "free"
     for other, valid in option.needs.items():
         assert other in entries() and other != entry.name
-        assert set(valid) <= set(entries()[other].choices)
+        assert isinstance(valid, Range) or set(valid) <= set(entries()[other].choices)
     if option.within is not None:
         numbers = entry.default if entry.many else (entry.default,)
         assert all(number is None or option.within.holds(number) for number in numbers)
     assert entry.default is None or not entry.choices or entry.default in entry.choices
 
 
+MIXTURE = (
+    *("router_jitter", "balance", "balance_loss", "balance_bias_rate", "z_loss", "capacity_factor", "drop_policy"),
+)
+"""What of a mixture of experts may change on resume, with a word."""
+
 # What the lists in training/persist.py, estimate/search.py and commands/bench.py held before the options said it.
 
 
 def test_what_a_resume_accepts_of_the_model() -> None:
     free = {"hidden_dropout", "attention_dropout", "lora_dropout", "init_std", "vocab_multiple", "positions"}
-    free |= {"mask_padded_vocab", "memory_padding"}
+    free |= {"mask_padded_vocab", "memory_padding"} | set(MIXTURE) | {"pad_to_capacity"}
     must = set(options_with(on_resume="must match"))
     assert must == FIELDS - free | {"optimizer", "task"}
 
@@ -59,6 +64,7 @@ def test_what_a_resume_notes() -> None:
         *("decay_all", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum"),
         *("adafactor_relative", "adafactor_clip", "adafactor_decay", "mask_padded_vocab", "rampup", "chat_template"),
         *("sample_kind", "mask_prob", "short_seq_prob"),
+        *MIXTURE,
         *(
             "fp8",
             "memory_padding",
@@ -77,7 +83,7 @@ def test_what_a_layout_is() -> None:
     assert set(options_with(layout=True)) == {
         *("tp", "cp", "pp", "chunks", "schedule", "layers_per_chunk", "sequence_parallel", "zero", "micro_batch"),
         *("recompute", "recompute_method", "recompute_layers", "stage_layers", "distribute_saved", "accumulation"),
-        "split_rank",
+        *("split_rank", "ep", "etp"),
     }
 
 
@@ -102,10 +108,16 @@ TRAINS = {"micro_batch": 1, "steps": 4, "lr": 1e-3, "mock_data": True, "vocab": 
 def test_what_an_option_needs_is_checked(name: str) -> None:
     """With it, no line names the option and the other one; without it, one line does."""
     entry = entries()[name]
-    on = {bool: not entry.default, int: 3, float: 3.0, str: entry.choices[-1] if entry.choices else "x"}[entry.kind]
+    on: Any = {int: 3, float: 3.0, str: entry.choices[-1] if entry.choices else "x"}.get(entry.kind, not entry.default)
+    on = (on,) if entry.many else on
     (other, valid), *_ = entry.option.needs.items()
-    there = valid[0] if valid else {bool: True, int: 3, float: 3.0, str: "x"}[entries()[other].kind]
-    absent = next((choice for choice in entries()[other].choices if choice not in valid), None) if valid else None
+    absent = None
+    if isinstance(valid, Range):
+        there: Any = next(number for number in range(9) if valid.holds(number))
+    elif valid:
+        there, absent = valid[0], next(choice for choice in entries()[other].choices if choice not in valid)
+    else:
+        there = {bool: True, int: 2, float: 3.0}.get(entries()[other].kind, "x")
 
     def lines(value: object) -> list[str]:
         values = {name: on, other: entries()[other].default if value is None else value}

@@ -170,7 +170,7 @@ MORE=(
 )
 NAME=$(date +%F)
 OMP_NUM_THREADS=1 python -u -m torch.distributed.launch --nproc_per_node $WORLD \\
-    examples/pretrain_bert.py $ARGS "${MORE[@]}" --num-experts 4 2>&1 | tee log
+    examples/pretrain_bert.py $ARGS "${MORE[@]}" --expert-parallel 2>&1 | tee log
 srun sh -c "python tools/preprocess_data.py --input a --output-prefix b --tokenizer-type NullTokenizer"
 """
 
@@ -181,7 +181,7 @@ def test_a_script_is_read_as_the_shell_reads_it(tmp_path: Path, capsys: pytest.C
     assert main(["translate", str(path)]) == 1
     first, second = capsys.readouterr().out.strip().split("\n\n")
     assert first.splitlines() == [
-        "# no counterpart: --num-experts: mixtures of experts are not built yet",
+        "# no counterpart: --expert-parallel: of mixtures of experts this is not built yet",
         "OMP_NUM_THREADS=1 mega pretrain --nproc 8 --family bert --layers 2 --hidden 8 --save 'my runs/1' "
         f"--load $CHECKPOINT {LOSS} --save-interval 5000",
     ]

@@ -23,7 +23,8 @@ from mega.core.architecture.layer import AuxiliaryLoss, Dense, Layer
 from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.sections import ModelConfig
 from mega.core.model.forward import ForwardContext
-from mega.core.model.mixers import MODULES, FeedForward, LayerPlace
+from mega.core.model.layer import MODULES
+from mega.core.model.mixers import FeedForward, LayerPlace
 from mega.core.model.residual import Tensors
 from mega.core.parallel.weight import ParameterFactory
 

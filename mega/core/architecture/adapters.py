@@ -86,8 +86,9 @@ def linear_names(tensors: Iterable[Tensor]) -> list[str]:
 
 
 def _is_linear(tensor: Tensor) -> bool:
-    """A matrix of a block that tensor ranks share."""
-    return len(tensor.shape) == 2 and isinstance(tensor.units[0], int) and tensor.cut() is not None
+    """A matrix of a block that tensor ranks share, but for an expert's."""
+    two = len(tensor.shape) == 2 and isinstance(tensor.units[0], int)
+    return two and tensor.cut() is not None and tensor.member is None
 
 
 def _linear(tensor: Tensor) -> str:

@@ -122,7 +122,78 @@ class Dense(_Mixer):
     bias: bool
 
 
-Mixer = Attention | Dense
+@dataclass(frozen=True)
+class ExpertGroups:
+    """Groups of experts, of which a token chooses some before it chooses experts in them (DeepSeek-V3, 2024)."""
+
+    count: int
+    chosen: int
+    best: int
+    """A group's score is the sum of its best scores, as many as this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Router:
+    """How the experts of a token are chosen, and what their outputs are multiplied by."""
+
+    score: Literal["softmax", "sigmoid", "sqrt-softplus"]
+    """What is made of the logits."""
+    normalize: bool
+    """Whether the scores of the chosen add up to 1. Of softmax else they are those over all experts."""
+    scale: float
+    choice: Literal["largest", "sinkhorn", "quantile"]
+    """How experts are chosen: the largest scores, or such that their load over a microbatch is even."""
+    groups: ExpertGroups | None
+    bias: bool
+    """Of the router's linear."""
+    balance_rate: float | None
+    """How much a step changes the bias that balances the load, which the choice alone reads; None without one."""
+    dtype: Literal["fp32", "fp64"] | None
+    """Of its linear, the probabilities and the weighted sum; None is that of the activations."""
+    jitter: float
+    losses: tuple[AuxiliaryLoss, ...]
+
+    def loss(self, name: str) -> AuxiliaryLoss | None:
+        return next((loss for loss in self.losses if loss.name == name), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertCapacity:
+    """How many tokens of a microbatch an expert takes at most, and which."""
+
+    factor: float
+    """Times its even share."""
+    policy: Literal["probs", "position"]
+    """Which it keeps: those of largest probability, or the first."""
+    padded: bool
+    """Whether it gets exactly that many rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts(_Mixer):
+    """Feed-forward networks of which each token passes those that a router chooses (Shazeer et al. 2017)."""
+
+    name: str
+    site: str
+    """As of `Attention`."""
+    count: int
+    chosen: int
+    expert: Dense
+    """What each of them is; its name follows the number of the expert."""
+    shared: Dense | None
+    """One that every token passes in addition."""
+    shared_gate: bool
+    """Whether its output is multiplied by the sigmoid of a linear of its input."""
+    router: Router
+    capacity: ExpertCapacity | None
+    """None: no token is dropped."""
+
+    @property
+    def auxiliary_losses(self) -> tuple[AuxiliaryLoss, ...]:
+        return self.router.losses
+
+
+Mixer = Attention | Dense | Experts
 """What a branch computes of its input."""
 
 
@@ -186,8 +257,16 @@ class Layer:
         return next(attention for attention in self.attentions if attention.source == "self")
 
     @property
+    def experts(self) -> Experts | None:
+        """Its mixture of experts, where it has one."""
+        return next((branch.mixer for branch in self.branches if isinstance(branch.mixer, Experts)), None)
+
+    @property
     def feed_forward(self) -> Dense:
-        """Its feed-forward network."""
+        """Its feed-forward network, or each of its experts."""
+        experts = self.experts
+        if experts is not None:
+            return experts.expert
         return next(branch.mixer for branch in self.branches if isinstance(branch.mixer, Dense))
 
     @property

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from mega.core.architecture.layer import Activation, Attention, AuxiliaryLoss, Layer, Norm, Rope
+from mega.core.architecture.layer import Activation, Attention, AuxiliaryLoss, Experts, Layer, Norm, Rope
 from mega.core.architecture.tensor import Tensor, Unit, padded
 
 
@@ -181,10 +181,16 @@ class Architecture:
         return found
 
     @cached_property
+    def mixtures(self) -> tuple[Experts, ...]:
+        """The mixtures of experts of all layers that differ, in order."""
+        return tuple(layer.experts for layer in dict.fromkeys(self.layers) if layer.experts is not None)
+
+    @cached_property
     def drops(self) -> bool:
-        """Whether anything is dropped in training."""
+        """Whether anything is random in training."""
         rates = [self.input.dropout, 0.0 if self.adapters is None else self.adapters.dropout]
         rates += [branch.dropout for layer in dict.fromkeys(self.layers) for branch in layer.branches]
+        rates += [experts.router.jitter for experts in self.mixtures]
         return any((*rates, *(attention.dropout for attention in self.attentions)))
 
     @property

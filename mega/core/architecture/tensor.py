@@ -13,6 +13,9 @@ Partial = Literal["tp", "sequence"]
 """Axes over which a rank's gradient is only a part of the whole: "tp" always (norms of a rank's own heads),
 "sequence" when the tensor ranks split the sequence (norms and row biases see only their tokens)."""
 
+TENSOR_AXES = {"dp": "tp", "edp": "etp"}
+"""Data axis of a tensor -> the axis of the tensor ranks that cut it or hold copies."""
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -29,6 +32,15 @@ class Cut:
 
 
 @dataclass(frozen=True)
+class Member:
+    """One of `count` tensors alike that an axis shares out whole, in equal runs: an expert's."""
+
+    axis: str
+    index: int
+    count: int
+
+
+@dataclass(frozen=True)
 class Init:
     """Initial values: a constant, or N(0, std) when std is positive."""
 
@@ -41,9 +53,10 @@ class Tensor:
     """One logical tensor. Several units mean one tensor used several times (tied embeddings).
 
     data: the data axis: the ranks that hold copies of it and see other tokens, over which its gradient is summed ("dp",
-        or "edp" for what is cut over the expert axis). trainable: whether it gets gradients; what does not has no
-        bucket, no moments and no masters. share: of the tokens that its layer reads, how many it is multiplied with (an
-        expert's: those that choose it).
+        or "edp" for an expert's). trainable: whether it gets gradients; what does not has no bucket, no moments and no
+        masters. share: of the tokens that its layer reads, how many it is multiplied with (an expert's: those that
+        choose it). member: of a tensor of one expert of several. counted: it has no gradient; a step sets it by what it
+        has counted, in fp32 at least, and checkpoints hold it as they hold what is trained.
     """
 
     name: str
@@ -56,6 +69,18 @@ class Tensor:
     data: str = "dp"
     trainable: bool = True
     share: float = 1.0
+    member: Member | None = None
+    counted: bool = False
+
+    @property
+    def learned(self) -> bool:
+        """Whether a gradient changes it."""
+        return self.trainable and not self.counted
+
+    @property
+    def tensor_axis(self) -> str:
+        """The axis of the tensor ranks that share it."""
+        return TENSOR_AXES[self.data]
 
     @property
     def decays(self) -> bool:
@@ -66,9 +91,9 @@ class Tensor:
     def elements(self) -> int:
         return prod(self.shape)
 
-    def cut(self, axis: str = "tp") -> Cut | None:
-        """How `axis` cuts it; None where every rank of the axis holds it whole."""
-        return next((cut for cut in self.cuts if cut.axis == axis), None)
+    def cut(self) -> Cut | None:
+        """How its tensor ranks cut it; None where each of them holds it whole."""
+        return next((cut for cut in self.cuts if cut.axis == self.tensor_axis), None)
 
 
 def padded(parts: int, size: int, multiple: int) -> int:

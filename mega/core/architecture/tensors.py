@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mega.core.architecture.layer import Attention, Dense, Layer, Norm
+from mega.core.architecture.layer import Attention, Dense, Experts, Layer, Norm
 from mega.core.architecture.model import Architecture, Output
-from mega.core.architecture.tensor import Cut, Init, Partial, Tensor, Unit
+from mega.core.architecture.tensor import Cut, Init, Member, Partial, Tensor, Unit
 
 
 def tensors(model: Architecture) -> Iterator[Tensor]:
@@ -34,7 +34,12 @@ def layer_tensors(model: Architecture, layer: Layer, unit: Unit) -> Iterator[Ten
         if branch.before is not None:
             yield from norm(branch.before, unit, "sequence")
         mixer = branch.mixer
-        yield from _attention(model, mixer, unit) if isinstance(mixer, Attention) else _dense(model, mixer, unit)
+        if isinstance(mixer, Attention):
+            yield from _attention(model, mixer, unit)
+        elif isinstance(mixer, Dense):
+            yield from _dense(model, mixer, unit)
+        else:
+            yield from _experts(model, mixer, unit)
         if branch.after is not None:
             yield from norm(branch.after, unit, "sequence")
 
@@ -91,6 +96,30 @@ def _dense(model: Architecture, dense: Dense, unit: Unit) -> Iterator[Tensor]:
     for which in ("gate", "up") if dense.gated else ("up",):
         yield from _column(model, f"{dense.name}.{which}_proj", unit, dense.width, dense.width, dense.bias)
     yield from _row(model, f"{dense.name}.down_proj", unit, dense.width, dense.width, dense.bias)
+
+
+def _experts(model: Architecture, experts: Experts, unit: Unit) -> Iterator[Tensor]:
+    """The router, which is whole on every tensor rank, each expert's matrices, and the shared expert's."""
+    gate, normal = f"{experts.name}.gate", Init(std=model.init_std)
+    seen: tuple[Partial, ...] = ("sequence",)
+    yield Tensor(f"{gate}.weight", (experts.count, model.hidden), (unit,), normal, partial=seen)
+    if experts.router.bias:
+        yield Tensor(f"{gate}.bias", (experts.count,), (unit,), Init(), partial=seen)
+    if experts.router.balance_rate is not None:
+        yield Tensor(f"{gate}.e_score_correction_bias", (experts.count,), (unit,), Init(), counted=True)
+    for number in range(experts.count):
+        network = replace(experts.expert, name=f"{experts.expert.name}.{number}")
+        member, share = Member("ep", number, experts.count), min(1.0, experts.chosen / experts.count)
+        for tensor in _dense(model, network, unit):
+            cuts = tuple(replace(cut, axis="etp") for cut in tensor.cuts)
+            # The bias of the last linear is added on one rank, before the sum.
+            partial: tuple[Partial, ...] = () if cuts else ("tp",)
+            yield replace(tensor, cuts=cuts, partial=partial, data="edp", member=member, share=share)
+    if experts.shared is not None:
+        yield from _dense(model, experts.shared, unit)
+        if experts.shared_gate:
+            shape = (1, model.hidden)
+            yield Tensor(f"{experts.name}.shared_expert_gate.weight", shape, (unit,), normal, partial=seen)
 
 
 def _column(model: Architecture, name: str, unit: Unit, outs: int, parts: int, bias: bool) -> Iterator[Tensor]:

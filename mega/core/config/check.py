@@ -12,9 +12,11 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from mega.core.config.check_files import files
+from mega.core.config.check_mixture import expert_ranks, mixture
 from mega.core.config.families import belongs, foreign_values
 from mega.core.config.option import Range
 from mega.core.config.presets import FAMILY_DEFAULTS
@@ -60,7 +62,11 @@ def check(options: Options, world: int) -> None:
         run = resolve(options, world, ANY_VOCABULARY)
         for rule in (_heads, _positions, _stages, _tensor, _columns, _overlap, _fp8, graph, _times):
             problems += rule(run)
-        problems += _world(run, world) if world % _cells(run) else _batch(run, world)
+        line = partial(_line, run)
+        problems += mixture(run, line)
+        problems += (
+            _world(run, world) if world % _cells(run) else [*_batch(run, world), *expert_ranks(run, world, line)]
+        )
     if problems:
         raise ValueError("\n".join(dict.fromkeys(problems)))
 

@@ -138,6 +138,13 @@ def data_parallel(run: AnyRun, world: int) -> int:
     return world // (run.parallel.tp * run.parallel.pp * run.parallel.cp)
 
 
+def gathers_experts(run: RunConfig) -> bool:
+    """Whether tokens are gathered over ranks that hold other experts; else rows are exchanged, which moves less where
+    these are more ranks than a token chooses experts."""
+    wanted = run.parallel.expert_dispatch
+    return run.parallel.ep <= run.model.experts_chosen if wanted == "auto" else wanted == "all-gather"
+
+
 def column_unit(parallel: ParallelOptions) -> int:
     """What the columns of a row must be a multiple of, so that ranks that share them hold equally many: whole chunks of
     context, whole shares of sequence.
@@ -373,7 +380,8 @@ def _parallel(options: ParallelOptions, model: ModelConfig) -> ParallelConfig:
         with suppress(ValueError):  # which config/check.py reports
             stage_layers = split_layers(model.stacks[0], model.stacks[1], options.pp, options.split_rank)
     schedule = options.schedule or ("interleaved" if chunks > 1 else "1f1b")
-    same = ParallelConfig(**_as_typed(options, ParallelConfig), schedule=schedule)
+    etp = options.tp if options.etp is None else options.etp
+    same = ParallelConfig(**_as_typed(options, ParallelConfig), schedule=schedule, etp=etp)
     # One tensor rank has nothing to split; Megatron-LM too switches this off without a word.
     split = options.sequence_parallel and options.tp > 1
     return replace(same, chunks=chunks, stage_layers=stage_layers, sequence_parallel=split)

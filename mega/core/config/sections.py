@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
+from mega.core.config.mixture import DECODERS as DECODERS
+from mega.core.config.mixture import MixtureOptions
 from mega.core.config.option import (
     BELOW_HALF,
     BELOW_ONE,
@@ -40,16 +42,16 @@ from mega.core.plan.kinds import SCHEDULES
 
 Dtype = Literal["fp32", "bf16", "fp16", "fp64"]
 
-DECODERS, MASKED = ("gpt", "llama"), ("bert", "t5")
-"""Families that read text from left to right, and those whose samples have words masked or taken out."""
+MASKED = ("bert", "t5")
+"""Families whose samples have words masked or taken out."""
 
 MOST_LAYERS = 10_000
 """Ten times as many as the deepest published model has: each is built one by one, also where a run is only planned."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(Section):
-    """The mathematics and the shape of one model. Everything `architecture` needs, and nothing else."""
+class DenseOptions(Section):
+    """The mathematics and the shape of one model, but for mixtures of experts."""
 
     title: ClassVar[str] = "Model"
     on_resume: ClassVar[OnResume] = "must match"
@@ -295,6 +297,14 @@ class ModelOptions(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelOptions(MixtureOptions, DenseOptions):
+    """A model as typed. Everything `architecture` needs, and nothing else; options of a mixture come last."""
+
+    title: ClassVar[str] = "Model"
+    on_resume: ClassVar[OnResume] = "must match"
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig(ModelOptions):
     """A model with nothing left to derive: of a resolved run, or of a checkpoint."""
 
@@ -444,6 +454,30 @@ class ParallelOptions(Section):
     cp: int = option(
         1, "context-parallel ranks", megatron="--context-parallel-size", within=COUNT, layout=True, evaluated=True
     )
+    ep: int = option(
+        1,
+        "ranks that experts are cut over, out of those that have other tokens; without --sequence-parallel out of tp",
+        megatron="--expert-model-parallel-size",
+        within=COUNT,
+        layout=True,
+        evaluated=True,
+    )
+    etp: int | None = option(
+        None,
+        "tensor-parallel ranks of each expert [tp]",
+        megatron="--expert-tensor-parallel-size",
+        within=COUNT,
+        layout=True,
+        evaluated=True,
+    )
+    expert_dispatch: Literal["auto", "all-gather", "all-to-all"] = option(
+        "auto",
+        "how tokens reach experts of other ranks; auto is all-gather where --ep is at most --experts-chosen",
+        megatron={
+            "--moe-token-dispatcher-type": {"allgather": "all-gather", "alltoall": "all-to-all", "flex": "all-to-all"}
+        },
+        read_with={"ep": SEVERAL},
+    )
     cp_comm: Literal["auto", "ring", "all-to-all"] = option(
         "auto",
         "attention across context ranks; auto is all-to-all where the key/value heads divide, else ring",
@@ -535,6 +569,7 @@ class ParallelConfig(ParallelOptions):
     """The layout of a resolved run."""
 
     schedule: str = field()
+    etp: int = field()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -617,7 +618,10 @@ def _built(run: RunConfig, stage: int) -> tuple[Mesh, Any]:
     """The only chunk of a stage's last rank."""
     parallel = run.parallel
     cells = parallel.tp * parallel.cp
-    mesh = Mesh.at(stage * cells + cells - 1, tp=parallel.tp, cp=parallel.cp, pp=parallel.pp)
+    experts = parallel.ep * parallel.etp
+    data = experts // gcd(cells, experts)  # the fewest on which the experts can be shared out
+    sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp, "ep": parallel.ep, "etp": parallel.etp}
+    mesh = Mesh.at((stage * data + data - 1) * cells + cells - 1, dp=data, **sizes)
     (chunk,) = build_stages(run, mesh, torch.device("meta"))
     return mesh, chunk
 

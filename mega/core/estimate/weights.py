@@ -13,7 +13,7 @@ from typing import NamedTuple
 from mega.core.architecture import Tensor, Unit, inventory, placement, shape
 from mega.core.config.resolve import resolve
 from mega.core.config.run import Options, RunConfig, updated
-from mega.core.config.sections import BatchOptions, ModelConfig, ParallelOptions, RuntimeConfig
+from mega.core.config.sections import BatchOptions, ModelConfig, ParallelConfig, ParallelOptions, RuntimeConfig
 from mega.core.estimate.chunks import Chunk, stage_chunks
 from mega.core.parallel.layout import BucketRules, BucketSpec, ParameterSpec, plan_buckets, shared_stages
 
@@ -164,9 +164,9 @@ def stage_buckets(run: RunConfig, dp: int, chunks: Sequence[Chunk]) -> Iterator[
     """The buckets of one rank of a stage, chunk by chunk."""
     parallel = run.parallel
     rules = BucketRules(
-        parallel.tp,
+        {"tp": parallel.tp, "etp": parallel.etp},
         parallel.sequence_parallel,
-        shards={"dp": dp * parallel.cp} if parallel.zero else {},
+        shards=_shards(parallel, dp) if parallel.zero else {},
         least=parallel.bucket_size if parallel.zero < 3 else None,
         stages=tied_stages(run.model, parallel.pp, parallel.chunks, parallel.stage_layers),
     )
@@ -181,6 +181,12 @@ def stage_buckets(run: RunConfig, dp: int, chunks: Sequence[Chunk]) -> Iterator[
         for unit, part in enumerate(parts):
             places = [(unit, number) for number in range(len(part))]
             yield from (_bucket(spec, places, parts) for spec in planned[id(part)])
+
+
+def _shards(parallel: ParallelConfig, dp: int) -> dict[str, int]:
+    """Data axis -> its ranks."""
+    data = dp * parallel.cp
+    return {"dp": data, "edp": data * parallel.tp // (parallel.etp * parallel.ep)}
 
 
 def _bucket(spec: BucketSpec, places: Sequence[Place], parts: Sequence[Sequence[ParameterSpec]]) -> BucketSize:
@@ -201,7 +207,7 @@ def _bucket(spec: BucketSpec, places: Sequence[Place], parts: Sequence[Sequence[
 
 def trained(parameter: ParameterSpec) -> bool:
     """Whether a parameter has gradients, and so lies in a bucket."""
-    return parameter.tensors[0].trainable
+    return parameter.tensors[0].learned
 
 
 def _trained_parts(parts: Sequence[list[ParameterSpec]]) -> list[list[ParameterSpec]]:
@@ -221,7 +227,7 @@ def _parameters(run: RunConfig, chunk: Chunk) -> list[list[ParameterSpec]]:
     bare = Options(
         model=run.model,
         precision=run.precision,
-        parallel=ParallelOptions(tp=run.parallel.tp),
+        parallel=ParallelOptions(tp=run.parallel.tp, ep=run.parallel.ep, etp=run.parallel.etp),
         batch=SMALLEST,
         runtime=RuntimeConfig(device=run.runtime.device, ops="reference"),
     )

@@ -12,7 +12,7 @@ from mega.core.architecture import Architecture, architecture, inventory, placem
 from mega.core.config.sections import ModelConfig
 from mega.core.inference.options import BLOCK
 from mega.core.inference.request import Limits
-from mega.core.shard import shard
+from mega.core.shard import on_tensor_rank, shard
 
 GIB = 1 << 30
 
@@ -61,7 +61,7 @@ def weight_bytes(
     stages = placement(model, pp, 1, even_layers(len(architecture(model).layers), pp))
     held = [0] * pp
     for tensor in inventory(model):
-        part = shard(tensor, {"tp": (0, tp)})
+        part = shard(tensor, on_tensor_rank(0, tp))
         narrow = fp8_weights and len(part.local) == 2 and all(isinstance(unit, int) for unit in tensor.units)
         size = part.elements + 4 * part.local[0] if narrow else part.elements * itemsize
         for stage in {stages[unit][0] for unit in tensor.units}:

@@ -13,7 +13,7 @@ ranks once a microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -44,6 +44,7 @@ class AuxiliarySums:
     def __init__(self, scales: Mapping[str, torch.Tensor] | None, tp: Axis, shards: int):
         self._scales, self._tp, self._shards = scales, tp, shards
         self._sums: dict[str, torch.Tensor] = {}
+        self._first: dict[tuple[int, str], torch.Tensor] = {}
         self._open = True
 
     def add(
@@ -61,6 +62,17 @@ class AuxiliarySums:
         y: torch.Tensor = _Ride.apply(x, total, self._scales[loss.name])  # type: ignore[no-untyped-call]
         recipe = getattr(x, "recipe", None)
         return y if recipe is None else with_recipe(y, recipe)
+
+    @property
+    def counting(self) -> bool:
+        """Whether this is the first pass through the layers, and not a recomputation."""
+        return self._open
+
+    def once(self, key: tuple[int, str], value: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """value(), of which a recomputation gets what it was the first time."""
+        if key not in self._first:
+            self._first[key] = value()
+        return self._first[key]
 
     def terms(self) -> dict[str, Term]:
         """What all layers have found, by name: totals and divisors, the same on every tensor rank."""

@@ -11,7 +11,7 @@ from mega.core.architecture.layer import Attention, AuxiliaryLoss, Rope
 from mega.core.architecture.model import Architecture
 from mega.core.model.auxiliary import AuxiliarySums
 from mega.core.ops.attention import Attention as AttentionOperator
-from mega.core.ops.counter import RULE, site_key, token_keys
+from mega.core.ops.counter import RULE, draw, row_keys, site_key, token_keys
 from mega.core.ops.dropout import AttentionDropout, Dropout
 from mega.core.ops.heads import Rotary
 from mega.core.ops.mask import AttentionMask
@@ -60,6 +60,8 @@ class ForwardContext:
     memory: MemoryTokens | None = field(default=None, kw_only=True)
     auxiliary: AuxiliarySums | None = field(default=None, kw_only=True)
     """Takes the losses of layers; None where none is asked for."""
+    seq_numbers: torch.Tensor | None = field(default=None, kw_only=True)
+    """int64 [s], which columns of the whole rows these are; None: all."""
 
     def auxiliary_loss(
         self, loss: AuxiliaryLoss, x: torch.Tensor, total: Callable[[], torch.Tensor], *, split: bool
@@ -71,6 +73,21 @@ class ForwardContext:
         parallelism of its tokens); else every tensor rank computes the same.
         """
         return x if self.auxiliary is None else self.auxiliary.add(loss, x, total(), (self.batch, self.seq), split)
+
+    def jitter(self, x: torch.Tensor, eps: float, layer: int, site: str) -> torch.Tensor:
+        """x [our tokens, h] times a factor between 1 - eps and 1 + eps for each element."""
+        if self.keys is None:
+            return x
+        elements = torch.arange(x.shape[-1], device=x.device)
+        bits = draw(row_keys(self.keys, site_key(layer, site, self.rule))[:, None], elements)
+        return x * (1 + eps * ((bits + 0.5) / 2**15 - 1)).to(x.dtype)
+
+    def token_numbers(self, shards: int, device: torch.device) -> torch.Tensor:
+        """int64 [our tokens], numbers of tokens in the microbatch, row by row. shards: ranks that share a row."""
+        own = torch.arange(self.seq, device=device) if self.seq_numbers is None else self.seq_numbers
+        first = torch.arange(self.batch, device=device) * (self.seq * shards)
+        numbers = (first[:, None] + own).flatten()
+        return local_shard(numbers, self.tp) if self.sequence else numbers
 
     def rotary(self, rope: Rope | None) -> Rotary | None:
         """cos and sin of a layer's positions; None where it has none."""
@@ -184,7 +201,9 @@ def forward_context(
             keys = local_shard(keys, tp)
     tables = rotary_tables(model.ropes, positions.flatten(), dtype)
     cut = sequence and tp.size > 1
-    return ForwardContext(batch_size, seq, documents, tables, keys, row_keys, region_keys, tp, cut, dropout_rule)
+    return ForwardContext(
+        *(batch_size, seq, documents, tables, keys, row_keys, region_keys, tp, cut, dropout_rule), seq_numbers=columns
+    )
 
 
 def padding_documents(lengths: torch.Tensor, width: int) -> torch.Tensor:

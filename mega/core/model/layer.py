@@ -19,9 +19,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from mega.core.architecture.layer import Attention, Branch, Layer
+from mega.core.architecture.layer import Attention, Branch, Dense, Experts, Layer, Mixer
+from mega.core.model.experts import ExpertLayer
 from mega.core.model.forward import ForwardContext
-from mega.core.model.mixers import LayerPlace, mixer
+from mega.core.model.mixers import FeedForward, LayerPlace, MixerModule, attention
 from mega.core.model.residual import ResidualState, Tensors, normalization
 from mega.core.parallel.weight import ParameterFactory
 
@@ -88,6 +89,15 @@ def run_parallel(branches: Sequence[BranchSteps[Context]], x: torch.Tensor, cont
         out = steps.alone(steps.mix(normed, context), context)
         total = out if total is None else total + out
     return ResidualState(x, total)
+
+
+MODULES: dict[type, Callable[..., MixerModule]] = {Attention: attention, Dense: FeedForward, Experts: ExpertLayer}
+"""Kind of mixer -> what makes its module."""
+
+
+def mixer(factory: ParameterFactory, value: Mixer, tensors: Tensors, place: LayerPlace) -> MixerModule:
+    """The module of a mixer."""
+    return MODULES[type(value)](factory, value, tensors, place)
 
 
 class ResidualBranch(nn.Module):

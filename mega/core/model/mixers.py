@@ -7,20 +7,20 @@ are ours between regions under sequence parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from mega.core.architecture import Tensor
-from mega.core.architecture.layer import Attention, Dense, Mixer
+from mega.core.architecture.layer import Attention, Dense
 from mega.core.model.forward import ForwardContext
 from mega.core.model.residual import ResidualState, Tensors, normalization
 from mega.core.ops.activation import gated_kind
 from mega.core.ops.autograd import with_recipe
 from mega.core.ops.dropout import Dropout
 from mega.core.ops.rotary import rotate
+from mega.core.parallel.experts import NO_RANKS, ExpertAxes
 from mega.core.parallel.linear import ColumnLinear, RowLinear
 from mega.core.parallel.mesh import SINGLE, Axis
 from mega.core.parallel.region import Region
@@ -30,14 +30,16 @@ from mega.core.parallel.weight import ParameterFactory, Weight
 class LayerPlace(NamedTuple):
     """Where a layer stands: its number in the whole model, the region of its ranks, dropout of its adapters' inputs.
 
-    cp: the ranks that share its sequences. ep: those that experts are cut over.
+    cp: the ranks that share its sequences. experts: those that share a mixture's experts. gathers_experts: tokens are
+    gathered over ranks that hold other experts; else rows are exchanged.
     """
 
     layer: int
     region: Region
     adapter_dropout: float
     cp: Axis = SINGLE
-    ep: Axis = SINGLE
+    experts: ExpertAxes = NO_RANKS
+    gathers_experts: bool = False
 
 
 class MixerModule(nn.Module):
@@ -147,18 +149,10 @@ class FeedForward(MixerModule):
         return active
 
 
-def mixer(factory: ParameterFactory, value: Mixer, tensors: Tensors, place: LayerPlace) -> MixerModule:
-    """The module of a mixer."""
-    return MODULES[type(value)](factory, value, tensors, place)
-
-
-def _attention(factory: ParameterFactory, value: Attention, tensors: Tensors, place: LayerPlace) -> SelfAttention:
+def attention(factory: ParameterFactory, value: Attention, tensors: Tensors, place: LayerPlace) -> SelfAttention:
+    """The module of an attention."""
     kind = SelfAttention if value.source == "self" else CrossAttention
     return kind(factory, value, tensors, place)
-
-
-MODULES: dict[type, Callable[..., MixerModule]] = {Attention: _attention, Dense: FeedForward}
-"""Kind of mixer -> what makes its module."""
 
 
 def _column(factory: ParameterFactory, tensors: Tensors, names: list[str], region: Region) -> ColumnLinear:

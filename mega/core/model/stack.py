@@ -98,12 +98,12 @@ class StackStage(nn.Module, Generic[B]):
 
     def stack(self, factory: ParameterFactory, own: Mapping[Unit, dict[str, Tensor]], stack: Stack) -> nn.ModuleList:
         """The layers of a stack that this stage holds."""
-        adapters = self.architecture.adapters
+        adapters, at = self.architecture.adapters, self.options
         dropped = 0.0 if adapters is None else adapters.dropout
 
         def layer(number: int) -> TransformerLayer:
             value, tensors = stack.layers[number - stack.first], relative(own[number], stack.prefix(number))
-            place = LayerPlace(number, self.region, dropped, self.options.cp, self.options.ep)
+            place = LayerPlace(number, self.region, dropped, at.cp, at.experts, at.gathers_experts)
             return TransformerLayer(factory, value, tensors, place)
 
         return nn.ModuleList(layer(number) for number in stack.numbers if number in self.units)
@@ -177,8 +177,8 @@ class StackStage(nn.Module, Generic[B]):
         )
 
     def _auxiliary_sums(self, scales: torch.Tensor | None) -> AuxiliarySums | None:
-        """What takes the losses of our layers, where the model has any."""
-        if not self.architecture.auxiliary_losses:
+        """What takes the losses of our layers, and counts, where the model has any."""
+        if not self.architecture.auxiliary_losses and not self.architecture.mixtures:
             return None
         assert scales is not None or not torch.is_grad_enabled(), "losses of layers are scaled in the backward pass"
         by_name = None if scales is None else dict(zip(self.terms, scales, strict=True))

@@ -10,6 +10,7 @@ from torch import nn
 
 from mega.core.model.objective import Objective
 from mega.core.ops.counter import RULE
+from mega.core.parallel.experts import NO_RANKS, ExpertAxes
 from mega.core.parallel.mesh import SINGLE, Axis
 
 UnshardHook = Callable[[nn.Module, Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]
@@ -25,7 +26,8 @@ class StageOptions:
     full_recompute: method and number of layers, as of `groups` in parallel/recompute.py, where whole blocks are
     recomputed in the backward pass. distribute_saved: what they keep for that is shared out over the tensor ranks.
 
-    cp: the ranks that share sequences. ep: those that experts are cut over.
+    cp: the ranks that share sequences. experts: those that share a mixture's experts. gathers_experts: as of
+    `LayerPlace`.
 
     objective: what a left-to-right model is trained towards; None is the next token.
     """
@@ -37,4 +39,5 @@ class StageOptions:
     distribute_saved: bool = False
     objective: Objective | None = None
     cp: Axis = SINGLE
-    ep: Axis = SINGLE
+    experts: ExpertAxes = NO_RANKS
+    gathers_experts: bool = False

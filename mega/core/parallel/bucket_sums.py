@@ -103,7 +103,7 @@ def whole_sums(grads: GradBuffer, bucket: Bucket, sums: torch.Tensor) -> torch.T
     Where tensor ranks hold copies, the first one's count; all stages that hold a tied tensor get the first one's.
     """
     whole = sums.to(bucket.own_weights.device)
-    if bucket.replicated and not grads.mesh.tp.first:
+    if bucket.replicated and not bucket.data.tensor.first:
         whole = torch.zeros_like(whole)
     all_reduce(whole, grads.mesh.stage if grads.zero else bucket.data.parts)
     if not bucket.holders.first:

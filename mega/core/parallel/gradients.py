@@ -54,7 +54,7 @@ class Bucket:
         self.span = span = (first, first + spec.shard)
         self.holders = mesh.stages(self.reduction.stages)
         self.axes = (*(mesh.axis(name) for name in self.reduction.partial), self.holders)
-        self.counted = (not self.replicated or mesh.tp.first) and self.holders.first
+        self.counted = (not self.replicated or self.data.tensor.first) and self.holders.first
         self.waiting = 0
         self.ready: Counter[int] = Counter()  # id of a weight -> gradients of this step that arrived
         self.works: list[tuple[Any, torch.Tensor]] = []
@@ -206,7 +206,8 @@ class GradBuffer:
         for stages in sorted(set((shared or {}).values())):
             mesh.stages(stages)  # groups are made by all ranks, those that hold none of these tensors too
         shards = {name: data.axis.size for name, data in mesh.data_axes.items()} if zero else {}
-        rules = BucketRules(mesh.tp.size, sequence, shards, bucket_size if zero < 3 else None, shared or {})
+        tensor = {axis.name: axis.size for axis in (mesh.tp, mesh.etp)}
+        rules = BucketRules(tensor, sequence, shards, bucket_size if zero < 3 else None, shared or {})
         self.buckets = [
             bucket
             for chunk in chunks

@@ -44,12 +44,12 @@ class ParameterSpec(NamedTuple):
 class BucketRules:
     """What a layout determines of buckets.
 
-    tp: size of the tensor axis. sequence: its ranks split the sequence. shards: data axis -> its ranks, which each own
-    a span; {}: every rank has everything. least: elements at which a bucket is full; None: one bucket for all alike.
-    stages: name of a tensor that several pipeline stages hold -> those stages (`shared_stages`).
+    tensor: sizes of the tensor axes. sequence: their ranks split the sequence. shards: data axis -> its ranks, which
+    each own a span; {}: every rank has everything. least: elements at which a bucket is full; None: one bucket for all
+    alike. stages: name of a tensor that several pipeline stages hold -> those stages (`shared_stages`).
     """
 
-    tp: int
+    tensor: Mapping[str, int]
     sequence: bool
     shards: Mapping[str, int]
     least: int | None
@@ -57,9 +57,10 @@ class BucketRules:
 
     def reduction(self, tensor: Tensor) -> Reduction:
         """How the gradient of a parameter with `tensor` becomes whole."""
-        replicated = ("tp",) if self.tp > 1 and tensor.cut() is None else ()
+        axis = tensor.tensor_axis
+        replicated = (axis,) if self.tensor[axis] > 1 and tensor.cut() is None else ()
         parts = replicated and ("tp" in tensor.partial or ("sequence" in tensor.partial and self.sequence))
-        return Reduction(tensor.data, ("tp",) if parts else (), replicated, self.stages.get(tensor.name, ()))
+        return Reduction(tensor.data, (axis,) if parts else (), replicated, self.stages.get(tensor.name, ()))
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ Axes from fastest to slowest: tp, cp, dp, pp. With tp 2, dp 2, pp 2 the ranks ar
     pp 1 dp 0   4     5
          dp 1   6     7
 
-Experts see the same ranks as another grid: tp, ep, edp, pp. Data ranks (cp and dp) are numbered in order, ep runs
-fastest among them: with dp 4 and ep 2, data ranks 0 and 2 hold copies of the same experts, 1 and 3 of the others.
+Experts see the same ranks as another grid: etp, ep, edp, pp. The ranks of a stage are numbered in order, and etp, the
+tensor ranks of each expert, runs fastest among them. It is tp unless another size is given: with dp 4 and ep 2, data
+ranks 0 and 2 hold copies of the same experts, 1 and 3 of the others.
 
 An axis of size 1 has no process group and its collectives are the identity, so one CPU and a thousand GPUs run
 the same code. `Mesh.at` needs no processes at all: a layout can be built and checked on a laptop. There is no
@@ -25,12 +26,14 @@ from math import prod
 
 import torch.distributed as dist
 
+from mega.core.architecture.tensor import TENSOR_AXES
+
 ORDER = ("tp", "cp", "dp", "pp")
-EXPERT_ORDER = ("tp", "ep", "edp", "pp")
+EXPERT_ORDER = ("etp", "ep", "edp", "pp")
 
 DATA_AXES = {"dp": (("cp", "dp"), ()), "edp": (("edp",), ("ep",))}
 """Name of a data axis, as tensors have it -> (the axes along which gradients of such a tensor add up, the other axes of
-the same ranks, along which the tensor is cut)."""
+the same ranks, over which such tensors are shared out). Its tensor ranks are those of TENSOR_AXES."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,8 @@ class DataAxis:
 
     name: str
     """As tensors have it."""
+    tensor: Axis
+    """Ranks that cut a weight, or hold copies of one that they see the same tokens or parts of."""
     axis: Axis
     """Gradients of one weight add up over these ranks; ZeRO gives each of them a span."""
     with_tp: Axis
@@ -115,11 +120,13 @@ class Mesh:
         dp: int = 1,
         pp: int = 1,
         ep: int = 1,
+        etp: int | None = None,
         groups: Groups | None = None,
     ):
-        assert cp * dp % ep == 0, (cp, dp, ep)
+        etp = tp if etp is None else etp
+        assert tp * cp * dp % (etp * ep) == 0, (tp, cp, dp, etp, ep)
         self.sizes = {"tp": tp, "cp": cp, "dp": dp, "pp": pp}
-        self._expert_sizes = {"tp": tp, "ep": ep, "edp": cp * dp // ep, "pp": pp}
+        self._expert_sizes = {"etp": etp, "ep": ep, "edp": tp * cp * dp // (etp * ep), "pp": pp}
         self.rank = rank
         self.world = prod(self.sizes.values())
         assert 0 <= rank < self.world, (rank, self.sizes)
@@ -138,17 +145,18 @@ class Mesh:
         self.loss_group = self.axis("cp", "dp", "pp")
         """Ranks whose losses add up to the global batch's (stages where a term does not arise hold zeros)."""
         self.ep = self.axis("ep")
+        self.etp = self.axis("etp")
         self.data_axes = {name: self._data_axis(name) for name in DATA_AXES}
         self.p2p = self._p2p()
 
     @classmethod
-    def at(cls, rank: int, *, tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1, ep: int = 1) -> Mesh:
+    def at(cls, rank: int, **sizes: int) -> Mesh:
         """The mesh as `rank` would see it, without processes.
 
         >>> Mesh.at(5, tp=2, dp=2, pp=2).pp.ranks
         (1, 5)
         """
-        return cls(rank, tp=tp, cp=cp, dp=dp, pp=pp, ep=ep)
+        return cls(rank, **sizes)  # type: ignore[arg-type]
 
     def own_group(self, purpose: str) -> Axis:
         """Everyone on the host, with communicators of its own: for a thread that must not meet the training's.
@@ -178,13 +186,14 @@ class Mesh:
         return self._axis("x".join(names), self.slices(*names), purpose)
 
     def _data_axis(self, data: str) -> DataAxis:
-        names, cut = DATA_AXES[data]
+        (names, cut), tensor = DATA_AXES[data], TENSOR_AXES[data]
         return DataAxis(
             data,
+            self.axis(tensor),
             self.axis(*names),
-            self.axis("tp", *names),
-            self.axis("tp", *cut),
-            self.axis("tp", *cut, "pp"),
+            self.axis(tensor, *names),
+            self.axis(tensor, *cut),
+            self.axis(tensor, *cut, "pp"),
         )
 
     def stages(self, held: Sequence[int]) -> Axis:

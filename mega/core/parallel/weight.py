@@ -53,7 +53,7 @@ class Weight(nn.Parameter):
     def __new__(cls, data: torch.Tensor, segments: tuple[Segment, ...], ops: Ops = REFERENCE) -> Self:
         weight = super().__new__(cls, data, requires_grad=True)
         weight.segments, weight.ops, weight.uses = segments, ops, 1
-        weight.requires_grad_(all(segment.shard.tensor.trainable for segment in segments))
+        weight.requires_grad_(all(segment.shard.tensor.learned for segment in segments))
         weight.main_grad = weight.on_main_grad = weight.on_grad_ready = weight.on_wgrad = None
         return weight
 
@@ -145,6 +145,8 @@ class ParameterFactory:
         shape = (offset, *segments[0].shard.local[1:])
         table = "embedding" in tensors[0].units
         dtype = self.embedding if self.embedding is not None and table else self.dtype
+        if tensors[0].counted:
+            dtype = torch.promote_types(dtype, torch.float32)
         weight = Weight(torch.empty(shape, dtype=dtype, device=self.device), tuple(segments), self.ops)
         if len(tensors[0].units) > 1:
             self.tied[tensors[0].name] = weight

@@ -9,6 +9,7 @@ three.
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -51,6 +52,23 @@ _LLAMA: dict[str, Any] = {
     "qkv_bias": True,
     "ffn": 96,
 }
+_SIGMOID: dict[str, Any] = {
+    "experts": 8,
+    "experts_chosen": 3,
+    "expert_ffn": 16,
+    "experts_from": 1,
+    "shared_ffn": 16,
+    "shared_gate": True,
+    "router_score": "sigmoid",
+    "router_scale": 2.5,
+    "router_groups": 4,
+    "router_groups_chosen": 3,
+    "router_group_best": 2,
+    "balance_bias": True,
+    "balance_bias_rate": 0.05,
+    "balance_loss": (0.1,),
+}
+"""A mixture as DeepSeek-V3's, in all layers but the first."""
 _BERT: dict[str, Any] = {"family": "bert", "sample_kind": "bert"}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {},
@@ -60,6 +78,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "bert": _BERT,
     "bert-post": {**_BERT, "norm_placement": "post", "activation": "gelu"},
     "t5": {"family": "t5", "sample_kind": "t5", "decoder_seq_length": 12},
+    "gpt-experts": {"experts": 4, "expert_ffn": 32, "balance_loss": (0.5,), "z_loss": 0.01},
+    "gpt-experts-dropping": {"experts": 4, "expert_ffn": 32, "capacity_factor": 0.75, "drop_policy": "position"},
+    "llama-experts": {**_LLAMA, **_SIGMOID},
+    "llama-experts-dropping": {**_LLAMA, **_SIGMOID, "capacity_factor": 0.75, "pad_to_capacity": True},
 }
 FAMILIES = ("gpt", "llama", "bert", "t5")
 DECODERS = ("gpt", "llama")
@@ -69,8 +91,8 @@ LR = {"fp64": 3e-3, "fp32": 1.5e-4}
 """Adam's first steps are lr x sign(gradient), and rounding decides the sign of a gradient that is nearly zero. A rate
 that trains the model keeps that noise within the bounds of fp32; fp64 bears twenty times as much."""
 
-NUMBERS = ("tp", "cp", "pp", "dp", "split", "chunks", "mbs", "full", "block", "zero")
-FLAGS = ("sp", "ring", "gpipe", "zb", "uneven", "selective", "share", "offload")
+NUMBERS = ("tp", "cp", "pp", "dp", "etp", "ep", "split", "chunks", "mbs", "full", "block", "zero")
+FLAGS = ("sp", "a2a", "ring", "gpipe", "zb", "uneven", "selective", "share", "offload")
 RULES = ("sgd", "lamb", "adafactor")
 """Update rules other than adam."""
 
@@ -80,6 +102,8 @@ class ParityLayout:
     """Ranks along each axis, how they share, in what order they work, and what they compute twice.
 
     split: the first stage of a decoder; 0: encoder and decoder share all stages.
+    ep: ranks that hold other experts. etp: those that share each of them; 0: as tp. a2a: rows are exchanged over ep and
+    tokens not gathered.
     mbs: samples of a microbatch, 8 make a step. full, block: `--recompute-layers` of full recompute, by groups or for
     the first blocks of a stage. share: saved activations are cut over the tensor ranks. uneven: stages are not equal.
     offload: the optimizer's state lies on the host.
@@ -89,9 +113,12 @@ class ParityLayout:
     cp: int = 1
     pp: int = 1
     dp: int = 1
+    etp: int = 0
+    ep: int = 1
     split: int = 0
     chunks: int = 1
     sp: bool = False
+    a2a: bool = False
     ring: bool = False
     gpipe: bool = False
     zb: bool = False
@@ -120,6 +147,9 @@ class ParityLayout:
         if self.sp:
             name += "sp"
         words = [
+            f"etp{self.etp}" * bool(self.etp),
+            f"ep{self.ep}" * (self.ep > 1),
+            "a2a" * self.a2a,
             f"split{self.split}" * (self.split > 0),
             f"chunks{self.chunks}" * (self.chunks > 1),
             *(word * getattr(self, word) for word in ("ring", "gpipe", "zb", "uneven")),
@@ -182,6 +212,9 @@ class ParityLayout:
             "cp": self.cp,
             "cp_comm": "ring" if self.ring else "auto",
             "pp": self.pp,
+            "ep": self.ep,
+            "etp": self.etp or None,
+            "expert_dispatch": "all-to-all" if self.a2a else "all-gather",
             "split_rank": self.split or None,
             "chunks": self.chunks,
             "schedule": "zb-h1" if self.zb else "gpipe" if self.gpipe else None,
@@ -368,6 +401,60 @@ def every_layout() -> list[ParityLayout]:
     return found + CONTEXT + STAGES + RECOMPUTED + SPLITS + UPDATES
 
 
+EXPERTS = _named(
+    "dp2-ep2",
+    "dp2-ep2-a2a",
+    "tp2sp",
+    "tp2sp-etp1-ep2-a2a",
+    "tp2-etp1-ep2",
+    "cp2-ep2-a2a",
+    "dp2-etp2",
+    "pp2-zb",
+    "dp4-ep4-a2a-zero3",
+    "tp2pp2dp2sp-ep2-zero1",
+    "dp2pp2-ep2-a2a-chunks2-full1",
+)
+"""Where ranks share experts."""
+
+
+def drawn_mixtures(model: str, count: int, seed: int = 40) -> list[ParityLayout]:
+    """Layouts of a mixture, `EXPERTS` and others that the rules allow, drawn at random but always the same ones.
+
+    A microbatch is the reference's where tokens are dropped, since an expert's capacity is that of a microbatch.
+    """
+    draw, found = random.Random(f"{seed} {model}"), list(EXPERTS)
+    dropping = "capacity_factor" in MODELS[model]
+    while len(found) < count:
+        tp, cp, pp, dp = (draw.choice((1, 1, 2, 4)) for _ in range(4))
+        chunks = draw.choice((1, 1, 2)) if pp > 1 else 1
+        layout = ParityLayout(
+            tp=tp,
+            cp=cp,
+            pp=pp,
+            dp=dp,
+            etp=draw.choice((0, 0, 1, 2)),
+            ep=draw.choice((1, 2, 2, 4)),
+            chunks=chunks,
+            sp=tp > 1 and draw.random() < 0.7,
+            a2a=draw.random() < 0.6,
+            zb=pp > 1 and chunks == 1 and draw.random() < 0.4,
+            gpipe=pp > 1 and chunks == 1 and draw.random() < 0.2,
+            mbs=1 if dropping else draw.choice((1, 1, 2)),
+            selective=draw.random() < 0.2,
+            full=draw.choice((0, 0, 0, 1)),
+            zero=draw.choice((0, 1) if pp > 1 else (0, 1, 2, 3)),
+        )
+        if layout.world > MOST_RANKS or (layout.selective and layout.full) or (layout.zb and layout.gpipe):
+            continue
+        try:
+            layout.run(model, "fp64")
+        except ValueError:
+            continue
+        if layout not in found:
+            found.append(layout)
+    return found
+
+
 SHORT = _named("dp2-zero1", "tp2sp", "pp2", "tp2pp2dp2sp-zero1")
 """One of each axis, and all together."""
 
@@ -387,6 +474,9 @@ NORMS = _named(
 )
 """Where the place of the norms changes what is kept, cut or exchanged."""
 
+DRAWN = 32
+"""Layouts of each of the models with experts."""
+
 SOME = {"gpt-untied": TIES, "llama-tied": TIES, "bert-post": NORMS}
 """Models of a family that are proven in some layouts only."""
 
@@ -405,4 +495,6 @@ def layouts_of(model: str) -> list[ParityLayout]:
     """Those that one of `MODELS` is proven in."""
     if _decodes(model):  # an encoder and a decoder share no context axis
         return [layout for layout in every_layout() if layout.cp == 1] + SPLIT_RANKS
+    if "experts" in MODELS[model]:
+        return drawn_mixtures(model, DRAWN)
     return list(SOME.get(model, every_layout()))

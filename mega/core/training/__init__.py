@@ -1,6 +1,7 @@
 """The loop: state, one step, and what falls due between steps. It knows no family.
 
 state, wire, step, loop   what a run is at a moment, how a rank builds it, one update, and all of them
+routing                   the load of experts in a step, and the bias that balances it
 routines                  what is due between steps; evaluation and sampling are here
 schedules                 rates of a run that resumes
 stop, notice              requests to end early, and what one who asks is told

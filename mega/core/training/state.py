@@ -18,6 +18,7 @@ from mega.core.checkpoint.own.pieces import Piece
 from mega.core.checkpoint.own.together import JsonExchange
 from mega.core.config.run import RunConfig
 from mega.core.device import Device, HostCopy
+from mega.core.model.experts import ExpertLoad
 from mega.core.optim.optimizer import Optimizer
 from mega.core.optim.scaler import LossScaler
 from mega.core.parallel.collectives import gather_json
@@ -52,7 +53,8 @@ class Progress:
 @dataclass(frozen=True)
 class StepOptions:
     """schedule, chunks: the plan's. normalizer: what losses are divided by, the "global" batch's weights or each
-    "microbatch"'s own. params_norm, zeros: whether a step reports them.
+    "microbatch"'s own. params_norm, zeros: whether a step reports them. mixtures: number of each layer with experts ->
+    how many it has.
     """
 
     schedule: str
@@ -60,6 +62,7 @@ class StepOptions:
     normalizer: str = "global"
     params_norm: bool = False
     zeros: bool = False
+    mixtures: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -82,6 +85,8 @@ class TrainState:
     options: StepOptions
     progress: Progress = field(default_factory=Progress)
     copy: HostCopy | None = None
+    load: ExpertLoad | None = None
+    """Of the experts in the last step, where the model has any."""
     reference: str | None = None
     """What tells the weights that training began with from all others, where its loss needs them (dpo.py)."""
     base: Mapping[str, str] | None = None
@@ -117,6 +122,7 @@ class TrainState:
 
     def weight_pieces(self, *, mine: bool) -> Iterator[Piece]:
         """This rank's trained weights; with `mine`, only those that it writes (each element of the model once)."""
+        yield from self._counted_pieces(mine=mine)
         for number, bucket in enumerate(self.grads.buckets):
             # Under zero 3 no rank holds more than the span; under 1 and 2 the rest may still be on its way.
             if self.grads.zero >= 3 or (self.grads.zero and mine):
@@ -125,12 +131,24 @@ class TrainState:
             elif not mine or (bucket.counted and _our_turn(number, bucket)):
                 yield from _pieces("weights", bucket, bucket.weights, 0)
 
+    def _counted_pieces(self, *, mine: bool) -> Iterator[Piece]:
+        """What steps set by counting. All ranks of a stage hold the same."""
+        if mine and not self.mesh.stage.first:
+            return
+        for weight in (weight for stage in self.stages for weight in weights(stage)):
+            for segment in weight.segments:
+                shard = segment.shard
+                if shard.tensor.counted and shard.tensor.trainable:
+                    yield Piece(f"weights/{shard.name}", shard.whole, shard.start, segment.real(weight.data))
+
     def frozen_pieces(self) -> Iterator[Piece]:
         """This rank's weights that are not trained. They lie whole, in no bucket."""
         for stage in self.stages:
             for weight in weights(stage):
-                for segment in () if weight.requires_grad else weight.segments:
+                for segment in weight.segments:
                     shard = segment.shard
+                    if shard.tensor.trainable:
+                        continue
                     yield Piece(f"weights/{shard.name}", shard.whole, shard.start, segment.real(weight.data))
 
     def optimizer_pieces(self, *, mine: bool) -> Iterator[Piece]:

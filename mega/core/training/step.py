@@ -17,9 +17,11 @@ import torch
 
 from mega.core.batch import Batch
 from mega.core.device import Reading
+from mega.core.model.experts import ExpertLoad
 from mega.core.parallel.bucket_sums import count_zeros, square_sum
 from mega.core.parallel.collectives import all_reduce
 from mega.core.plan import Plan, plan
+from mega.core.training.routing import finish_counting, start_counting
 from mega.core.training.state import TrainState
 
 LEAST_WEIGHT = 1e-30
@@ -32,7 +34,8 @@ class StepReport:
 
     loss: of the global batch. means: of each term and metric, by name. grad_norm: before clipping. finite: 0 if the
     update was skipped. scale: the loss scale that was in force. params_norm, zeros: of the weights after the update,
-    and the share of zero gradients, where the run asks for them. tied: of the optimizer's `Outcome`.
+    and the share of zero gradients, where the run asks for them. tied: of the optimizer's `Outcome`. load: of a model
+    with experts.
     """
 
     loss: torch.Tensor
@@ -43,6 +46,7 @@ class StepReport:
     params_norm: torch.Tensor | None = None
     zeros: torch.Tensor | None = None
     tied: torch.Tensor | None = None
+    load: ExpertLoad | None = None
 
     def start_reading(self) -> Reading:
         """All that there is, on its way to the host by the names that metrics have."""
@@ -50,8 +54,10 @@ class StepReport:
         asked = {"loss_scale": self.scale, "params_norm": self.params_norm, "zeros": self.zeros}
         if self.tied is not None:
             asked |= {"tied": self.tied[0], "tied_hash": self.tied[1]}
-        several = self.means if len(self.means) > 1 else {}
-        return Reading(always | {name: value for name, value in asked.items() if value is not None} | dict(several))
+        several = dict(self.means) if len(self.means) > 1 else {}
+        if self.load is not None:
+            several |= self.load.metrics()
+        return Reading(always | {name: value for name, value in asked.items() if value is not None} | several)
 
 
 def train_step(state: TrainState, batches: Sequence[Batch], lr: float, decay: float) -> StepReport:
@@ -76,6 +82,7 @@ def train_step(state: TrainState, batches: Sequence[Batch], lr: float, decay: fl
         params_norm=_params_norm(state) if state.options.params_norm else None,
         zeros=_share_of_zeros(state) if state.options.zeros else None,
         tied=outcome.tied,
+        load=state.load,
     )
 
 
@@ -84,6 +91,7 @@ def backward(state: TrainState, batches: Sequence[Batch]) -> torch.Tensor:
     mesh, options = state.mesh, state.options
     state.train()
     state.grads.start()
+    start_counting(state)
     # 0
     batches = [batch.split(mesh.cp.index, mesh.cp.size) for batch in batches]
     # 1
@@ -96,6 +104,7 @@ def backward(state: TrainState, batches: Sequence[Batch]) -> torch.Tensor:
     sums = state.pipeline.run(schedule, batches, list(scales), state.grads)
     # 3
     state.grads.finish()
+    state.load = finish_counting(state)
     return _sums_of_step(sums, factors, state)
 
 

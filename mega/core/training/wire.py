@@ -13,7 +13,7 @@ from torch import nn
 
 from mega.core.architecture import Unit, architecture, inventory, placement
 from mega.core.config.check import PACKAGES
-from mega.core.config.resolve import data_parallel, records_graph
+from mega.core.config.resolve import data_parallel, gathers_experts, records_graph
 from mega.core.config.run import RunConfig
 from mega.core.device import DTYPES, Device
 from mega.core.family import ModelStage, family
@@ -23,6 +23,7 @@ from mega.core.optim.choose import rule_of
 from mega.core.optim.optimizer import Optimizer
 from mega.core.optim.scaler import LossScaler
 from mega.core.parallel.context import with_context_parallel
+from mega.core.parallel.experts import ExpertAxes
 from mega.core.parallel.gradients import GradBuffer
 from mega.core.parallel.layout import shared_stages
 from mega.core.parallel.mesh import Groups, Mesh
@@ -38,7 +39,8 @@ from mega.core.training.state import StepOptions, TrainState
 def build_mesh(run: RunConfig, rank: int, world: int, groups: Groups | None = None) -> Mesh:
     """The layout of a run as one rank of `world` sees it."""
     parallel, dp = run.parallel, data_parallel(run, world)
-    return Mesh(rank, tp=parallel.tp, cp=parallel.cp, dp=dp, pp=parallel.pp, groups=groups)
+    sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp, "ep": parallel.ep, "etp": parallel.etp}
+    return Mesh(rank, dp=dp, groups=groups, **sizes)
 
 
 def build_state(run: RunConfig, mesh: Mesh, device: Device) -> TrainState:
@@ -69,6 +71,11 @@ def build_state(run: RunConfig, mesh: Mesh, device: Device) -> TrainState:
         run.batch.loss_normalizer,
         params_norm=run.log.log_params_norm,
         zeros=run.log.log_zeros,
+        mixtures={
+            number: layer.experts.count
+            for number, layer in enumerate(architecture(run.model).layers)
+            if layer.experts is not None
+        },
     )
     return TrainState(run, mesh, device, stages, grads, optimizer, pipeline, _scaler(run, device.torch), options)
 
@@ -93,7 +100,7 @@ def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[Any]:
     """The model chunks of one rank, each a `ModelStage`, with their initial values unless `device` is meta."""
     parallel, precision, memory = run.parallel, run.precision, run.memory
     factory = ParameterFactory(
-        {axis.name: (axis.index, axis.size) for axis in (mesh.tp, mesh.ep)},
+        {axis.name: (axis.index, axis.size) for axis in (mesh.tp, mesh.etp)},
         DTYPES[precision.dtype],
         device,
         with_context_parallel(chosen_ops(run, device), mesh.cp, parallel.cp_comm),
@@ -114,7 +121,8 @@ def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[Any]:
         distribute_saved=memory.distribute_saved,
         objective=kind_of(run).objective(run),
         cp=mesh.cp,
-        ep=mesh.ep,
+        experts=ExpertAxes.of(mesh),
+        gathers_experts=gathers_experts(run),
     )
     held: list[list[Unit]] = [[] for _ in range(parallel.chunks)]
     for unit, (stage, chunk) in _placement(run).items():

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import sqrt
 from typing import Any
 
-from mega.core.architecture.layer import Activation, Attention, Branch, Dense, Layer, Norm, Rope, RopeScaling
+from mega.core.architecture.families.mixture import experts
+from mega.core.architecture.layer import (
+    Activation,
+    Attention,
+    Branch,
+    Dense,
+    Experts,
+    Layer,
+    Mixer,
+    Norm,
+    Rope,
+    RopeScaling,
+)
 from mega.core.architecture.model import Adapters, Architecture, Input, Stack
+from mega.core.config.mixture import has_experts
 from mega.core.config.sections import GATED, MOST_LAYERS, ModelConfig
 
 CROSS = "encoder_attn"
@@ -77,7 +91,13 @@ def dense(options: ModelConfig) -> Dense:
     )
 
 
-def branch(options: ModelConfig, mixer: Attention | Dense, before: Norm | None, after: Norm | None = None) -> Branch:
+def feed_forward_of(options: ModelConfig, number: int) -> Dense | Experts:
+    """Of layer `number`: dense, or a mixture of experts."""
+    network = dense(options)
+    return experts(options, network) if has_experts(options, number) else network
+
+
+def branch(options: ModelConfig, mixer: Mixer, before: Norm | None, after: Norm | None = None) -> Branch:
     return Branch(
         mixer=mixer,
         before=before,
@@ -88,10 +108,10 @@ def branch(options: ModelConfig, mixer: Attention | Dense, before: Norm | None, 
     )
 
 
-def layer(options: ModelConfig, *, causal: bool = True, memory: bool = False) -> Layer:
+def layer(options: ModelConfig, *, number: int = 0, causal: bool = True, memory: bool = False) -> Layer:
     """Self-attention and feed-forward, each with its norm before or after it; between them, with `memory`, attention to
-    another stack's tokens."""
-    attention, feed_forward = self_attention(options, causal=causal), dense(options)
+    another stack's tokens. number: the layer's, which says whether it has experts."""
+    attention, feed_forward = self_attention(options, causal=causal), feed_forward_of(options, number)
     first, second = norm(options, "input_layernorm"), norm(options, "post_attention_layernorm")
     if options.norm_placement == "post":
         last = norm(options, "post_feedforward_layernorm")
@@ -103,19 +123,24 @@ def layer(options: ModelConfig, *, causal: bool = True, memory: bool = False) ->
     return Layer(branches=tuple(branches))
 
 
+def check_depth(depth: int) -> None:
+    """Errors: ValueError where layers are more than any model has: they are built one by one."""
+    if depth > MOST_LAYERS:
+        raise ValueError(f"--layers {depth}: must be at most {MOST_LAYERS}")
+
+
 def stack(
     options: ModelConfig,
-    each: Layer,
+    each: Layer | Sequence[Layer],
     depth: int,
     *,
     name: str = "model",
     opens: str = "embedding",
     first: int = 0,
 ) -> Stack:
-    """`depth` equal layers and a norm after the last."""
-    if depth > MOST_LAYERS:
-        raise ValueError(f"--layers {depth}: must be at most {MOST_LAYERS}")
-    layers = (each,) * depth
+    """`depth` layers, equal or these, and a norm after the last."""
+    check_depth(depth)
+    layers = (each,) * depth if isinstance(each, Layer) else tuple(each)
     return Stack(name=name, opens=opens, first=first, layers=layers, norm=norm(options, f"{name}.norm"))
 
 

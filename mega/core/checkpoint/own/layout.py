@@ -13,7 +13,7 @@ from mega.core.architecture import inventory, placement
 from mega.core.checkpoint.own.options import Layout as Layout  # plans and their layout come from one place
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece, Tensors
 from mega.core.config.sections import ModelConfig
-from mega.core.shard import shard
+from mega.core.shard import on_tensor_rank, shard
 
 ONE = Layout()
 """Of one rank."""
@@ -38,7 +38,7 @@ def plan_files(tensors: Tensors, model: ModelConfig, layout: Layout) -> list[lis
     placed, tp = placement(model, layout.pp, layout.chunks, layout.stage_layers), layout.tp
     for tensor in logical.values():
         if tensor.cut():
-            shard(tensor, {"tp": (0, tp)})  # raises where it does not divide
+            shard(tensor, on_tensor_rank(0, tp))  # raises where it does not divide
     kinds = {key.partition("/")[0] for key in tensors if key.partition("/")[2] in logical} | {"weights"}
     files: list[list[Piece]] = [[] for _ in range(tp * layout.pp)]
     for key, (shape, dtype) in tensors.items():
@@ -53,7 +53,7 @@ def plan_files(tensors: Tensors, model: ModelConfig, layout: Layout) -> list[lis
             raise CheckpointError(f"{key}: has shape {shape}, the model's is {tensor.shape}")
         first = placed[tensor.units[0]][0] * tp
         for rank in range(tp if tensor.cut() else 1):
-            block = shard(tensor, {"tp": (rank, tp)})
+            block = shard(tensor, on_tensor_rank(rank, tp))
             if prod(block.size):
                 files[first + rank].append(planned(key, shape, block.start, block.size, dtype))
     return files

@@ -36,7 +36,8 @@ def model_of(meta: Mapping[str, Json], where: str) -> ModelConfig:
     for name, value in {**dict.fromkeys(SIZES), **fields}.items():
         option = entries()[name].option
         within, problem = option.within, None if value is None else unfit("model", name, value)
-        if problem is None and isinstance(value, int | float) and within is not None and not within.holds(value):
+        numbers = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int | float)]
+        if problem is None and within is not None and not all(map(within.holds, numbers)):
             problem = f"{value!r} must be {within.rule}"
         if problem is None and isinstance(value, int) and value > option.most:
             problem = f"{value} must be at most {option.most}"

@@ -41,7 +41,7 @@ from mega.core.parallel.adapter import AdaptedGemms, LowRank
 from mega.core.parallel.linear import ColumnLinear, RowLinear
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.weight import Segment
-from mega.core.shard import shard
+from mega.core.shard import on_tensor_rank, shard
 
 MOST_NAME = 64
 """Characters of an adapter's name."""
@@ -236,7 +236,7 @@ def _attach(
                 continue
             rows = slice(part * width + columns.start, part * width + columns.stop)
             for tensor, memory in ((spec.down, down[rows]), (spec.up, ups[part][:, columns])):
-                held = shard(tensor, {"tp": (mesh.tp.index, mesh.tp.size)})
+                held = shard(tensor, on_tensor_rank(mesh.tp.index, mesh.tp.size))
                 real = Segment(held, 0).real(memory)
                 wanted[number].append(Piece(f"weights/{tensor.name}", held.whole, held.start, real))
     parts = [slice(each.offset, each.offset + each.shard.local[0]) for each in segments]

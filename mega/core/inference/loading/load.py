@@ -31,12 +31,15 @@ from mega.core.config.sections import ModelConfig
 from mega.core.config.toml import unfit
 from mega.core.device import DTYPES, Device
 from mega.core.family import ModelStage, family
+from mega.core.model.stage import StageOptions
 from mega.core.ops.suite import Ops, choose
 from mega.core.parallel.context import with_context_parallel
+from mega.core.parallel.experts import ExpertAxes
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.peers import peers
 from mega.core.parallel.region import ALONE, Region
 from mega.core.parallel.weight import ParameterFactory, weights
+from mega.core.shard import on_tensor_rank
 from mega.core.text.build import build
 from mega.core.text.chat.format import ChatFormat
 from mega.core.text.chat.templates import SOURCE_BYTES, TEMPLATES, template_of
@@ -225,7 +228,7 @@ def empty_stage(
     """This rank's stage of a model, its weights not set. As of `load_stages`."""
     where = device.torch
     factory = ParameterFactory(
-        {"tp": (mesh.tp.index, mesh.tp.size)},
+        on_tensor_rank(mesh.tp.index, mesh.tp.size),
         dtype,
         where,
         with_context_parallel(ops or choose(where, dtype), mesh.cp, "auto"),
@@ -233,7 +236,8 @@ def empty_stage(
     transport = peers(mesh.tp, where) if overlap and mesh.tp.group is not None else None
     region = Region(mesh.tp, sequence=sequence and mesh.tp.size > 1, transport=transport)
     held = [unit for unit, (at, _) in placement(model, mesh.pp.size, 1, stage_layers).items() if at == mesh.pp.index]
-    return family(model).stage(model, held, factory, region)
+    options = StageOptions(cp=mesh.cp, experts=ExpertAxes.of(mesh))
+    return family(model).stage(model, held, factory, region, options)
 
 
 def fill(stage: Any, opened: OpenedModel) -> None:

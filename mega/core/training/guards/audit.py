@@ -69,7 +69,7 @@ def copies(state: TrainState) -> Iterator[Copy]:
                 whole = bucket.weights[begin:end]
                 yield from _copy(f"weights/{name}", whole, copies)
                 yield from _copy(f"weights/{name}", whole, bucket.holders)
-            axis = copies if not zero else mesh.tp if bucket.replicated else SINGLE
+            axis = copies if not zero else bucket.data.tensor if bucket.replicated else SINGLE
             for kind, (base, values) in flats.items():
                 first, last = max(begin, base), min(end, base + values.numel())
                 if first < last:

@@ -247,7 +247,9 @@ def _extras(row: Mapping[str, Any]) -> list[tuple[float, str]]:
     [(6.4, 'params norm 12.346'), (6.2, 'zeros 25.0%')]
     """
     formats = {"loss_scale": (6.6, "loss scale {:g}"), "params_norm": (6.4, "params norm {:.3f}")}
-    formats |= {"zeros": (6.2, "zeros {:.1%}")}
+    formats |= {"zeros": (6.2, "zeros {:.1%}"), "largest_share": (5.8, "largest expert {:.1%}")}
+    if row.get("dropped_share"):
+        formats |= {"dropped_share": (5.9, "dropped {:.1%}")}
     return [(rank, how.format(row[name])) for name, (rank, how) in formats.items() if name in row]
 
 

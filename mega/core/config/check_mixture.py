@@ -1,0 +1,113 @@
+"""Rules of a mixture of experts, in a resolved run. `check` (config/check.py) asks them with all others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from mega.core.config.mixture import BALANCES, has_experts
+from mega.core.config.resolve import divisors
+from mega.core.config.run import RunConfig
+
+Line = Callable[[str, str], str]
+"""Option, rule -> a line of the message."""
+
+
+def mixture(run: RunConfig, line: Line) -> Iterator[str]:
+    """A line for each mistake in the options of a mixture."""
+    model = run.model
+    if not model.experts:
+        if run.parallel.ep > 1:
+            yield line("ep", "needs --experts")
+        if run.parallel.etp != run.parallel.tp:
+            yield line("etp", "needs --experts")
+        return
+    yield from _router(run, line)
+    yield from _losses(run, line)
+    if not any(has_experts(model, number) for number in range(model.layers)):
+        yield line("experts_from", f"leaves none of the {model.layers} layers with experts")
+    if wrong := [number for number in model.dense_layers if number >= model.layers]:
+        yield line("dense_layers", f"has no layer {wrong[0]}; valid: 0 to {model.layers - 1}")
+    if model.norm_placement == "post" or model.post_norm_residual:
+        yield line("experts", "needs --norm-placement pre and --no-post-norm-residual")
+    if run.precision.fp8:
+        yield line("fp8", "excludes --experts")
+    if run.parallel.tp_overlap:
+        yield line("tp_overlap", "excludes --experts")
+
+
+def _router(run: RunConfig, line: Line) -> Iterator[str]:
+    model = run.model
+    count, chosen = model.experts, model.experts_chosen
+    if count == 1:
+        yield line("experts", "must be at least 2, or 0 for a dense network")
+    if chosen > count:
+        yield line("experts_chosen", f"must be at most --experts {count}")
+        return
+    if chosen == 1 and model.router_score == "softmax" and model.router_normalize and model.router_choice != "sinkhorn":
+        yield line("experts_chosen", "needs --no-router-normalize (--moe-router-pre-softmax): one probability is 1")
+    if model.balance_bias and model.router_score == "softmax":
+        yield line("balance_bias", "needs --router-score sigmoid or sqrt-softplus, not softmax")
+    if model.balance_bias and model.router_choice != "largest":
+        yield line("balance_bias", f"excludes --router-choice {model.router_choice}, which balances on its own")
+    if model.router_choice == "quantile":
+        yield line("router_choice", "is not built yet; valid: largest, sinkhorn")
+    if model.router_choice != "largest" and (model.router_groups or model.router_score != "softmax"):
+        named = "--router-groups" if model.router_groups else f"--router-score {model.router_score}"
+        yield line("router_choice", f"excludes {named}")
+    groups = model.router_groups
+    if groups is None:
+        return
+    kept = model.router_groups_chosen
+    if kept is None:
+        yield line("router_groups", "needs --router-groups-chosen")
+    elif count % groups:
+        yield line("router_groups", f"must divide --experts {count}; valid: {_list(divisors(count))}")
+    elif kept > groups:
+        yield line("router_groups_chosen", f"must be at most --router-groups {groups}")
+    elif chosen > kept * (count // groups):
+        rule = f"has {kept * (count // groups)} experts in all, but a token chooses {chosen}"
+        yield line("router_groups_chosen", rule)
+    elif model.router_group_best is None and chosen % kept:
+        yield line("router_groups_chosen", f"must divide --experts-chosen {chosen}, or give --router-group-best")
+    elif (model.router_group_best or 1) > count // groups:
+        yield line("router_group_best", f"must be at most the {count // groups} experts of a group")
+
+
+def _losses(run: RunConfig, line: Line) -> Iterator[str]:
+    model = run.model
+    if len(model.balance) != len(model.balance_loss):
+        yield line("balance_loss", f"must be as many numbers as --balance has names, {len(model.balance)}")
+    if unknown := [name for name in model.balance if name not in BALANCES]:
+        yield line("balance", f"{unknown[0]} is not a choice; valid: {', '.join(BALANCES)}")
+    if len(set(model.balance)) < len(model.balance):
+        yield line("balance", "names a loss twice")
+    if model.router_choice != "largest" and any(model.balance_loss):
+        yield line("balance_loss", f"excludes --router-choice {model.router_choice}, which balances without a loss")
+    if model.capacity_factor is not None and model.router_choice == "sinkhorn":
+        yield line("capacity_factor", "excludes --router-choice sinkhorn")
+
+
+def expert_ranks(run: RunConfig, world: int, line: Line) -> Iterator[str]:
+    """How ranks share the experts."""
+    parallel, model = run.parallel, run.model
+    if not model.experts:
+        return
+    ep, etp, tp = parallel.ep, parallel.etp, parallel.tp
+    stage = world // parallel.pp
+    if model.experts % ep:
+        yield line("ep", f"must divide --experts {model.experts}; valid: {_list(divisors(model.experts))}")
+    width = model.expert_ffn or model.ffn
+    if width % etp:
+        yield line("etp", f"must divide the width of an expert, {width}; valid: {_list(divisors(width))}")
+    if model.shared_ffn is not None and model.shared_ffn % tp:
+        yield line("shared_ffn", f"must be divisible by --tp {tp}")
+    if stage % (ep * etp):
+        valid = _list(divisors(stage // etp)) if stage % etp == 0 else "1, with another --etp"
+        yield line("ep", f"times --etp {etp} must divide the {stage} ranks of a stage; valid: {valid}")
+    elif tp > 1 and not parallel.sequence_parallel and etp != tp and ep * etp != tp:
+        rule = f"needs --sequence-parallel, or --etp {tp}: without it --tp {tp} ranks have the same tokens"
+        yield line("etp", rule)
+
+
+def _list(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -1,0 +1,98 @@
+"""GEMMs of rows by the matrices of their experts: y = x W_e^T for the rows of every expert e.
+
+    x [rows, in], sorted by expert; ends [E]: where each expert's rows end; W [E x out, in], one below the other
+
+The loop over experts is the reference. Where torch has a grouped GEMM for the device, it takes them in one call and
+nothing waits for the host. Knows no ranks and no layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from mega.core.ops.matmuls import Matmuls
+
+
+class GroupedRows(NamedTuple):
+    """Gradients [rows, out] of the outputs, and where each expert's rows end, int32 [E]."""
+
+    rows: torch.Tensor
+    ends: torch.Tensor
+
+
+class GroupedMatmuls(Matmuls):
+    """Of the weights of several experts. Gradients are `GroupedRows`."""
+
+    words = "a loop over experts"
+
+    def prepare(self, grad: Any) -> Any:
+        return grad
+
+    def grouped(self, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """[rows, in] -> [rows, out]."""
+        matrices = weight.unflatten(0, (len(ends), -1))
+        if fast(x, matrices):
+            return torch._grouped_mm(x, matrices.transpose(1, 2), offs=ends)
+        if x.is_meta:  # the rows of any experts cost the same
+            return F.linear(x, matrices[0])
+        out = x.new_empty(len(x), matrices.shape[1])
+        for matrix, rows in zip(matrices, _runs(ends), strict=True):
+            torch.mm(x[rows], matrix.t(), out=out[rows])
+        return out
+
+    def grouped_dgrad(self, grad: GroupedRows, weight: torch.Tensor) -> torch.Tensor:
+        """[rows, out] -> [rows, in]."""
+        matrices = weight.unflatten(0, (len(grad.ends), -1))
+        if fast(grad.rows, matrices):
+            return torch._grouped_mm(grad.rows, matrices, offs=grad.ends)
+        if grad.rows.is_meta:
+            return grad.rows @ matrices[0]
+        out = grad.rows.new_empty(len(grad.rows), matrices.shape[2])
+        for matrix, rows in zip(matrices, _runs(grad.ends), strict=True):
+            torch.mm(grad.rows[rows], matrix, out=out[rows])
+        return out
+
+    def wgrad(self, grad: GroupedRows, x: torch.Tensor) -> torch.Tensor:
+        shape = (len(grad.ends), grad.rows.shape[1], x.shape[1])
+        if fast(x, None):
+            return torch._grouped_mm(grad.rows.t(), x, offs=grad.ends).flatten(0, 1)
+        out = x.new_zeros(shape)
+        self._accumulate(out, grad, x)
+        return out.flatten(0, 1)
+
+    def accumulate_wgrad(self, main_grad: torch.Tensor, grad: GroupedRows, x: torch.Tensor) -> None:
+        if fast(x, None) or x.is_meta:
+            main_grad.add_(self.wgrad(grad, x))
+        else:
+            self._accumulate(main_grad.unflatten(0, (len(grad.ends), -1)), grad, x)
+
+    def _accumulate(self, out: torch.Tensor, grad: GroupedRows, x: torch.Tensor) -> None:
+        """out: [E, out, in]."""
+        if x.is_meta:
+            out[0].add_(grad.rows.t() @ x)
+            return
+        for into, rows in zip(out, _runs(grad.ends), strict=True):
+            if rows.start == rows.stop:
+                continue
+            if into.dtype == x.dtype:
+                into.addmm_(grad.rows[rows].t(), x[rows])
+            else:
+                into.add_(grad.rows[rows].t() @ x[rows])
+
+
+def fast(x: torch.Tensor, matrices: torch.Tensor | None) -> bool:
+    """Whether torch's grouped GEMM takes these: bf16 on CUDA, rows of whole 16 bytes."""
+    if not x.is_cuda or x.dtype != torch.bfloat16 or not hasattr(torch, "_grouped_mm"):
+        return False
+    return x.shape[1] % 8 == 0 and (matrices is None or all(size % 8 == 0 for size in matrices.shape[1:]))
+
+
+def _runs(ends: torch.Tensor) -> Iterator[slice]:
+    begin = 0
+    for end in ends.tolist():
+        yield slice(begin, end)
+        begin = end

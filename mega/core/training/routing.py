@@ -1,0 +1,55 @@
+"""What a step counts of its mixtures: tokens of every expert over the whole batch, and the bias that balances them.
+
+Counts are of the choices of all microbatches, before any is dropped, summed over all ranks; the bias that only the
+choice reads then moves by a fixed amount towards an even load (Wang et al. 2024, arXiv 2408.15664).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mega.core.model.experts import ExpertLayer, ExpertLoad
+from mega.core.parallel.collectives import all_reduce
+from mega.core.training.state import TrainState
+
+
+def expert_layers(state: TrainState) -> list[ExpertLayer]:
+    """The mixtures of this rank's stages."""
+    return [module for stage in state.stages for module in stage.modules() if isinstance(module, ExpertLayer)]
+
+
+def start_counting(state: TrainState) -> None:
+    """Begin a step."""
+    for layer in expert_layers(state):
+        layer.router.start_step()
+
+
+def finish_counting(state: TrainState) -> ExpertLoad | None:
+    """The load of the step, and the update of the biases that balance it; None of a model without experts.
+
+    All ranks call it together.
+    """
+    mixtures, mesh, own = state.options.mixtures, state.mesh, expert_layers(state)
+    if not mixtures:
+        return None
+    numbers = list(mixtures)
+    found = torch.zeros(len(numbers), max(mixtures.values()) + 1, dtype=torch.float64, device=state.device.torch)
+    for layer in own:
+        same = mesh.tp.size > 1 and not layer.sequence  # every tensor rank has counted all of them
+        if not same or mesh.tp.first:
+            row = found[numbers.index(layer.layer)]
+            row[: layer.value.count] += layer.router.load[:-1]
+            row[-1] += layer.router.load[-1]
+    all_reduce(found, mesh.everyone)
+    for layer in own:
+        if layer.router.balance is not None and layer.router.balance.segments[0].shard.tensor.trainable:
+            _balance(layer, found[numbers.index(layer.layer), : layer.value.count])
+    return ExpertLoad(found[:, :-1], found[:, -1])
+
+
+def _balance(layer: ExpertLayer, counts: torch.Tensor) -> None:
+    """b += rate x sign(mean of the counts - count)."""
+    rate, bias = layer.value.router.balance_rate, layer.router.balance
+    assert rate is not None and bias is not None
+    with torch.no_grad():
+        bias.add_((rate * (counts.mean() - counts).sign()).to(bias.dtype))

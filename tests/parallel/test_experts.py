@@ -1,0 +1,86 @@
+"""A mixture of experts is one model in every layout: gradients, losses, norms and loads are one process's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mega.core.config.check import check
+from mega.core.config.run import RunConfig
+from mega.core.processes.pool import Pool
+from mega.core.proof.layouts import LR
+from mega.core.proof.parity import Snapshot, compare, snapshots, within
+from tests.support.runs import small_options, small_run
+
+STEPS = (1, 3)
+SP = {"tp": 2, "sequence_parallel": True}
+FULL = {"recompute": "full", "recompute_method": "uniform", "recompute_layers": 2}
+EXCHANGE = {"expert_dispatch": "all-to-all"}
+
+MIXTURES: dict[str, dict[str, Any]] = {
+    "gpt": {"experts": 4, "balance_loss": (0.5,), "z_loss": 0.01},
+    "llama": {
+        "experts": 8,
+        "experts_chosen": 3,
+        "expert_ffn": 16,
+        "shared_ffn": 24,
+        "shared_gate": True,
+        "router_score": "sigmoid",
+        "router_scale": 2.5,
+        "router_groups": 4,
+        "router_groups_chosen": 3,
+        "router_group_best": 2,
+        "balance_bias": True,
+        "balance_bias_rate": 0.05,
+        "balance_loss": (0.1,),
+        "experts_from": 1,
+    },
+}
+LAYOUTS: list[tuple[str, int, dict[str, Any]]] = [
+    ("gpt", 1, {**FULL, "micro_batch": 4}),
+    ("gpt", 2, {"ep": 2}),
+    ("gpt", 2, {"ep": 2, **EXCHANGE}),
+    ("gpt", 2, {"ep": 2, "zero": 3, **FULL}),
+    ("gpt", 2, SP),
+    ("gpt", 2, {"tp": 2, "recompute": "selective"}),
+    ("gpt", 2, {"tp": 2, "ep": 2, "etp": 1}),
+    ("gpt", 2, {**SP, "ep": 2, "etp": 1, **EXCHANGE}),
+    ("gpt", 2, {"cp": 2, "ep": 2, **EXCHANGE}),
+    ("gpt", 2, {"pp": 2, "schedule": "zb-h1"}),
+    ("gpt", 4, {"ep": 2, "zero": 1, "micro_batch": 2}),
+    ("llama", 4, {"ep": 4, "zero": 2, **EXCHANGE}),
+    ("llama", 4, {**SP, "ep": 2, "zero": 3}),
+    ("llama", 4, {**SP, "ep": 2, "zero": 1, **EXCHANGE}),
+    ("llama", 4, {**SP, "ep": 2, "etp": 1, "zero": 2, **EXCHANGE}),
+    ("llama", 4, {"tp": 2, "etp": 2, "ep": 2, **EXCHANGE}),
+    ("llama", 4, {"etp": 2, "ep": 2, "zero": 1, **EXCHANGE}),
+    ("llama", 4, {"pp": 2, "chunks": 2, "ep": 2, **FULL}),
+    ("llama", 4, {"cp": 2, "ep": 4, **EXCHANGE}),
+]
+
+
+def named(value: Any) -> str:
+    return "-".join(f"{name}={size}" for name, size in value.items()) if isinstance(value, dict) else str(value)
+
+
+def run(model: str, world: int = 1, **layout: Any) -> RunConfig:
+    values = {**MIXTURES[model], "lr": LR["fp64"], "steps": 10, "mock_data": True, **layout}
+    check(small_options(model, **values), world)
+    return small_run(model, world, **values)
+
+
+@pytest.fixture(scope="module")
+def references(pool: Pool) -> dict[str, list[Snapshot]]:
+    return {model: snapshots(pool, run(model), 1, STEPS) for model in MIXTURES}
+
+
+@pytest.mark.parametrize(("model", "world", "layout"), LAYOUTS, ids=named)
+def test_every_layout_is_one_process(
+    pool: Pool, references: dict[str, list[Snapshot]], model: str, world: int, layout: dict[str, Any]
+) -> None:
+    found = snapshots(pool, run(model, world, **layout), world, STEPS)
+    for difference in compare("fp64", STEPS, references[model], found):
+        assert within("fp64", difference), difference
+    for mine, theirs in zip(references[model], found, strict=True):
+        assert theirs.grad_norm == pytest.approx(mine.grad_norm, rel=1e-10)
