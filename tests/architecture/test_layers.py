@@ -87,12 +87,14 @@ def _both_sides() -> Layer:
     )
 
 
-def test_a_branch_is_one_of_four_forms() -> None:
-    """Another one would leave out a norm, or meet a sum that is not added up yet."""
+def test_a_branch_is_one_of_six_forms() -> None:
+    """Another one would leave out a norm; so would one without any outside a layer that has one for all."""
     branch = _layer_of().branches[0]
-    for changes in ({"before": None}, {"before": None, "onto": "normed"}, {"after": branch.before}):
+    for changes in ({"before": None, "onto": "normed"}, {"after": branch.before}):
         with pytest.raises(AssertionError, match=r"a branch is one of x \+ f\(norm\(x\)\)"):
             replace(branch, **changes)
+    with pytest.raises(AssertionError, match="branches without a norm read that of their layer"):
+        replace(_layer_of(), branches=(replace(branch, before=None),))
 
 
 LAYERS = {
@@ -100,7 +102,10 @@ LAYERS = {
     "onto the normed": _layer_of(post_norm_residual=True),
     "after the sum": _layer_of(norm_placement="post"),
     "both sides": _both_sides(),
+    "after the branch": _layer_of(norm_placement="branch", norm="rmsnorm", qk_norm=True, qk_norm_whole=True),
     "parallel": replace(_layer_of(), parallel=True),
+    "parallel, of one norm": _layer_of(parallel_branches="one-norm"),
+    "multiplied": _layer_of(residual_multiplier=0.25, attention_scale=0.3),
 }
 
 
@@ -127,15 +132,20 @@ def formula(layer: TransformerLayer, x: torch.Tensor, context: ForwardContext) -
     """As a paper writes it, with whole additions."""
 
     def f(branch: Any, x: torch.Tensor) -> torch.Tensor:
-        return branch.mixer.out.biased(branch.mixer.finish(branch.mixer(x, context), context))
+        y: torch.Tensor = branch.mixer.out.biased(branch.mixer.finish(branch.mixer(x, context), context))
+        return branch.value.multiplier * y
 
     def norm(module: Any, x: torch.Tensor) -> torch.Tensor:
         return module(ResidualState(x))[1]
 
+    if layer.before is not None:
+        return x + sum(f(branch, norm(layer.before, x)) for branch in layer.branches)
     if layer.value.parallel:
         return x + sum(f(branch, norm(branch.before, x)) for branch in layer.branches)
     for branch in layer.branches:
-        if branch.before is None:
+        if branch.before is None and branch.value.after_of == "branch":
+            x = x + norm(branch.after, f(branch, x))
+        elif branch.before is None:
             x = norm(branch.after, x + f(branch, x))
         elif branch.after is not None:
             x = x + norm(branch.after, f(branch, norm(branch.before, x)))

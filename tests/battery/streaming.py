@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from mega.core.architecture import inventory
-from mega.core.checkpoint.forms.llama import config_from_model
+from mega.core.checkpoint.forms.families.decoders import config_from_model
 from mega.core.checkpoint.own.container import write_container
 from mega.core.checkpoint.own.layout import planned
 from mega.core.checkpoint.own.pieces import Box, Piece

@@ -15,10 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mega.core.checkpoint.forms import foreign, gpt2, huggingface, llama, meta
+from mega.core.checkpoint.forms import foreign, huggingface, meta
 from mega.core.checkpoint.forms.convert import check_pair, convert
+from mega.core.checkpoint.forms.families.decoders import config_from_model, model_from_config
 from mega.core.checkpoint.forms.form import Given
-from mega.core.checkpoint.forms.llama import config_from_model, model_from_config
 from mega.core.checkpoint.forms.recognise import form_at
 from mega.core.checkpoint.own.layout import ONE, Layout
 from mega.core.checkpoint.own.pieces import CheckpointError
@@ -50,11 +50,10 @@ def test_our_own_config_opens_in_transformers_and_computes_the_same(tmp_path: Pa
     transformers = pytest.importorskip("transformers")
     source = hf_folder(tmp_path / "hf", family)
     given = json.loads((source / "config.json").read_text())
-    form = gpt2 if family == "gpt2" else llama
-    model = form.model_from_config(given, "config.json")
+    model = model_from_config(given, "config.json")
     convert(source, tmp_path / "run")
     convert(tmp_path / "run", tmp_path / "back")
-    (tmp_path / "back" / "config.json").write_text(json.dumps(form.config_from_model(model, "float32")))
+    (tmp_path / "back" / "config.json").write_text(json.dumps(config_from_model(model, "float32")))
     ids = torch.randint(0, 102, (2, 17), generator=torch.Generator().manual_seed(1))
     logits = []
     for folder in (source, tmp_path / "back"):
@@ -197,10 +196,10 @@ def test_a_tied_head_must_equal_the_embedding(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("model_type", "gemma"),
+        ("model_type", "mamba"),
         ("hidden_act", "gelu"),
-        ("attention_bias", True),
-        ("rope_scaling", {"rope_type": "yarn", "factor": 2.0}),
+        ("attention_bias", "yes"),
+        ("rope_scaling", {"rope_type": "wave", "factor": 2.0}),
         ("num_hidden_layers", "2"),
         ("vocab_size", 0),
         ("rms_norm_eps", True),
@@ -208,7 +207,7 @@ def test_a_tied_head_must_equal_the_embedding(tmp_path: Path) -> None:
 )
 def test_configs_without_a_counterpart(key: str, value: object) -> None:
     config = {**SIZES, "model_type": "llama", key: value}
-    with pytest.raises(CheckpointError, match=r"config.json: " + ("rope_type" if "rope" in key else key)):
+    with pytest.raises(CheckpointError, match=r"config.json: " + ("rope_scaling: rope_type" if "rope" in key else key)):
         model_from_config(config, "config.json")
 
 

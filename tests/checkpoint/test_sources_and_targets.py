@@ -22,9 +22,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mega.cli import main
-from mega.core.checkpoint.forms import gpt2, llama
 from mega.core.checkpoint.forms.convert import convert
-from mega.core.checkpoint.forms.llama import config_from_model, model_from_config
+from mega.core.checkpoint.forms.families.decoders import config_from_model, model_from_config
+from mega.core.checkpoint.forms.families.gpt2 import gpt2
+from mega.core.checkpoint.forms.families.llama import llama
 from mega.core.checkpoint.forms.megatron.arguments import arguments_of
 from mega.core.checkpoint.forms.meta import params_from_model
 from mega.core.checkpoint.own.folders import LOCK, filled_folder
@@ -64,7 +65,8 @@ def run(source: Path) -> Path:
     [
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "the same for all layers"),
-        ({"rope_scaling": {"type": "yarn"}, "rope_parameters": {"rope_type": "default"}}, "'yarn'"),
+        ({"rope_scaling": {"type": "wave"}, "rope_parameters": {"rope_type": "default"}}, "'wave'"),
+        ({"rope_scaling": {"type": "yarn"}}, "factor None"),
         ({"rope_scaling": {"type": "linear", "factor": 0.0}}, "rope_interpolation"),
         ({"rope_theta": -5.0}, "rope_base"),
         ({"rms_norm_eps": 0.0}, "norm_eps"),
@@ -93,11 +95,11 @@ DEMANDED = {"sliding_window": 100, "use_sliding_window": True, "max_window_layer
         ("qwen2", {"sliding_window": 100}, 9000, None),  # only where it is asked for
         ("qwen3", {"sliding_window": 100, "use_sliding_window": True}, 9000, None),  # from its 28th layer on
         ("qwen3", DEMANDED, 9000, 100),
-        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, 4096, None),  # in some layers: within it
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, 9000, 4096),  # in some layers
         ("llama", {"sliding_window": 100}, 9000, None),  # it has none
         ("qwen2", {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}, 9000, 4096),
         ("qwen3", {**DEMANDED, "layer_types": ["full_attention"] * 2}, 9000, None),  # whatever max_window_layers says
-        ("qwen3", {**DEMANDED, "layer_types": ["full_attention", "sliding_attention"]}, 100, None),
+        ("qwen3", {**DEMANDED, "layer_types": ["full_attention", "sliding_attention"]}, 9000, 100),
     ],
 )
 def test_windows_as_transformers_understands_them(
@@ -110,18 +112,16 @@ def test_windows_as_transformers_understands_them(
     assert (again.positions, again.window) == (positions, window)
 
 
-def test_positions_that_are_cut_are_said(tmp_path: Path) -> None:
-    """Some layers with a sliding window, others without: the model ends with the window."""
+def test_some_layers_have_a_window(tmp_path: Path) -> None:
+    """And no position is lost for it. A type that is not known is refused, with those that are."""
     window = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1, "max_position_embeddings": 64}
     source = hf_folder(tmp_path / "hf", "qwen2", **window)
-    notes = convert(source, tmp_path / "run").notes
-    assert any("the model is cut from 64 positions to 16" in note for note in notes), notes
-    whole = hf_folder(tmp_path / "whole", "qwen2", max_position_embeddings=64)
-    assert not any("is cut" in note for note in convert(whole, tmp_path / "other").notes)
     config = json.loads((source / "config.json").read_text())
+    model = model_from_config(config, "config.json")
+    assert (model.positions, model.window, model.window_layers) == (64, 16, (0, 1))
     for kind in ("bloom", None, ["llama"]):
         (source / "config.json").write_text(json.dumps({**config, "model_type": kind}))
-        with pytest.raises(CheckpointError, match=r"model_type .*\(valid: gpt2, llama, mistral, qwen2, qwen3, "):
+        with pytest.raises(CheckpointError, match=r"model_type .*valid: gpt2, llama, mistral, qwen2, qwen3, "):
             convert(source, tmp_path / "x")
 
 

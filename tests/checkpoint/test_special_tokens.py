@@ -12,7 +12,7 @@ import torch
 
 from mega.cli import main
 from mega.core.architecture import inventory
-from mega.core.checkpoint.forms.llama import model_from_config
+from mega.core.checkpoint.forms.families.decoders import model_from_config
 from mega.core.checkpoint.own.pieces import Piece
 from mega.core.checkpoint.own.store import CheckpointStore
 from mega.core.config.sections import ModelConfig

@@ -73,7 +73,9 @@ def test_a_resolved_run_passes_as_the_typed_one_does() -> None:
             "--resume step-0000001: excludes",
         ),
         ({"valid_data": ("x",), "mock_data": False}, "--train-data is missing: "),
-        ({"norm": "rmsnorm", "norm_offset": True}, "--norm-offset: needs --norm layernorm"),
+        ({"qk_norm_whole": True}, "--qk-norm-whole: needs --norm rmsnorm"),
+        ({"window_layers": (1, 0)}, "--window-layers 1 0: needs --window"),
+        ({"head_bias": True, "logit_softcap": 3.0}, "--head-bias: excludes --logit-softcap"),
     ],
 )
 def test_bad_runs(values: dict[str, Any], message: str) -> None:

@@ -108,7 +108,7 @@ TRAINS = {"micro_batch": 1, "steps": 4, "lr": 1e-3, "mock_data": True, "vocab": 
 def test_what_an_option_needs_is_checked(name: str) -> None:
     """With it, no line names the option and the other one; without it, one line does."""
     entry = entries()[name]
-    on: Any = {int: 3, float: 3.0, str: entry.choices[-1] if entry.choices else "x"}.get(entry.kind, not entry.default)
+    on: Any = {int: 3, float: 0.5, str: entry.choices[-1] if entry.choices else "x"}.get(entry.kind, not entry.default)
     on = (on,) if entry.many else on
     (other, valid), *_ = entry.option.needs.items()
     absent = None

@@ -62,6 +62,17 @@ CASES: dict[str, dict[str, Any]] = {
     "q and k norms": {"family": "llama", "qk_norm": True, "dtype": "bf16"},
     "relu2, no positions": {**QUIET, "activation": "relu2", "position": "none", "bias": False},
     "norm offset": {**QUIET, "norm_offset": True},
+    "norms on both sides, soft caps": {
+        **{"family": "llama", "norm_placement": "both", "norm_offset": True, "activation": "geglu_tanh"},
+        **{"window": 8, "window_layers": (1, 0), "attention_softcap": 5.0, "logit_softcap": 5.0},
+    },
+    "norms after, and of projections": {
+        **{"family": "llama", "norm_placement": "branch", "qk_norm": True, "qk_norm_whole": True, "dtype": "bf16"},
+    },
+    "parallel, of one norm": {
+        **QUIET,
+        **{"parallel_branches": "one-norm", "head_bias": True, "tied": False, "residual_multiplier": 0.5},
+    },
     "tp 2": {**QUIET, "tp": 2, "dtype": "bf16"},
     "tp 2, sequence": {"tp": 2, "sequence_parallel": True, "dtype": "bf16"},
     "llama tp 2, sequence": {"family": "llama", "tp": 2, "sequence_parallel": True, "dtype": "bf16"},

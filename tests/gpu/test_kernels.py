@@ -132,7 +132,9 @@ def test_added(width: int, residual: bool, bias: bool) -> None:
     assert torch.equal(fast(None, ones, None, drop) == 0, norm.added(None, ones, None, drop) == 0)
 
 
-@pytest.mark.parametrize("kind", ["gelu_tanh", "gelu", "relu2", "silu", "swiglu", "geglu_tanh", "geglu", "reglu2"])
+@pytest.mark.parametrize(
+    "kind", ["gelu_tanh", "gelu", "relu", "relu2", "silu", "swiglu", "geglu_tanh", "geglu", "reglu2"]
+)
 @pytest.mark.parametrize("bias", [False, True])
 def test_activate(kind: str, bias: bool, width: int = 600 if CUDA else 200) -> None:
     inputs = [random(TOKENS, width), random(width) if bias else None]

@@ -61,6 +61,31 @@ FAMILIES = {
     "interpolated": replace(LLAMA, rope_interpolation=2.0, rope_fraction=0.5),
     "mistral": replace(LLAMA, window=7),
     "qwen3": replace(LLAMA, qk_norm=True),
+    "gemma": replace(
+        LLAMA,
+        norm_placement="both",
+        norm_offset=True,
+        activation="geglu_tanh",
+        window=7,
+        window_layers=(1, 0),
+        local_rope_base=100.0,
+        attention_softcap=3.0,
+        logit_softcap=9.0,
+        attention_scale=0.3,
+    ),
+    "olmo": replace(LLAMA, norm_placement="branch", qk_norm=True, qk_norm_whole=True, rope_layers=(1, 0)),
+    "gpt-j": replace(
+        SMALL,
+        position="rope",
+        rope_fraction=0.5,
+        parallel_branches="one-norm",
+        qkv_bias=False,
+        out_bias=False,
+        head_bias=True,
+        tied=False,
+        residual_multiplier=0.5,
+        attention_scale_by_layer=True,
+    ),
 }
 
 

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from mega.core.architecture import inventory
+from mega.core.architecture import inventory, units
 from mega.core.batch import MaskedBatch
+from mega.core.checkpoint.forms import bert
 from mega.core.checkpoint.forms.bert import bert_name
+from mega.core.checkpoint.forms.convert import convert
 from mega.core.config.compose import compose
 from mega.core.config.resolve import resolve
 from mega.core.data.synthetic import masked_batch
 from mega.core.model.bert import BertStage
 from mega.core.parallel.mesh import Mesh
+from mega.core.parallel.region import ALONE
+from mega.core.parallel.weight import ParameterFactory
 from mega.core.training.wire import build_stages
 from tests.model.test_transformers import gradients, load
+from tests.support import hub_families as hub
 from tests.support.ranks import CPU, random
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install mega[hf])")
@@ -36,6 +44,9 @@ THEIRS: dict[str, Any] = {
     "layer_norm_eps": 1e-12,
     "attn_implementation": "eager",
 }
+
+
+KINDS = {"post": "bert", "pre": "megatron-bert"}
 
 
 def stage_of(dtype: str, **values: Any) -> BertStage:
@@ -58,7 +69,9 @@ def their_model(kind: str, stage: BertStage, **values: Any) -> Any:
 
 
 def ours(stage: BertStage, theirs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    names = {tensor.name: bert_name(tensor.name, stage.model.norm_placement) for tensor in inventory(stage.model)}
+    names = {
+        tensor.name: bert_name(tensor.name, KINDS[stage.model.norm_placement]) for tensor in inventory(stage.model)
+    }
     assert set(names.values()) == {name for name in theirs if not name.startswith("cls.predictions.decoder.")}
     return {mine: theirs[name].detach() for mine, name in names.items()}
 
@@ -138,3 +151,32 @@ def test_a_window_reaches_as_far_after_a_token_as_before_it() -> None:
         found.append(stage(batch, outputs=True).outputs[0])
     felt = (found[0] - found[1]).abs().flatten(1).amax(1) > 0
     assert felt.nonzero().flatten().tolist() == list(range(20 - 9, 20 + 10))
+
+
+@pytest.mark.parametrize("kind", ["RobertaForMaskedLM", "RobertaForSequenceClassification"])
+def test_roberta_is_transformers(tmp_path: Path, kind: str) -> None:
+    """From its folder, and into one again: positions begin after the padding's number, and there is one type."""
+    values = {**THEIRS, "max_position_embeddings": 42, "type_vocab_size": 1, "pad_token_id": 1, "num_labels": 3}
+    theirs = getattr(transformers, kind)(transformers.RobertaConfig(**values)).double().train(False)
+    with torch.no_grad():
+        for number, parameter in enumerate(theirs.parameters()):
+            parameter.add_(0.1 * random(*parameter.shape, seed=number))
+    theirs.save_pretrained(tmp_path / "hf")
+    opened = hub.opened(tmp_path / "hf")
+    assert (opened.model.positions, opened.model.position_offset, opened.model.token_types) == (40, 2, 1)
+    stage = BertStage(opened.model, units(opened.model), ParameterFactory({}, torch.float64, CPU), ALONE)
+    load(stage, hub.wholes(opened))
+    batch, asked = padded_rows()
+    asked["input_ids"] = torch.where(asked["attention_mask"].bool(), batch.tokens.clamp(min=2), 1)
+    batch = replace(batch, tokens=asked["input_ids"])
+    logits = theirs(input_ids=asked["input_ids"], attention_mask=asked["attention_mask"]).logits
+    found, real = stage(batch, outputs=True).outputs, asked["attention_mask"].bool()
+    assert found is not None
+    if kind.endswith("MaskedLM"):
+        found, logits = found[real], logits[real]
+    torch.testing.assert_close(found[..., : logits.shape[-1]].detach(), logits.detach(), rtol=1e-11, atol=1e-11)
+    convert(tmp_path / "hf", tmp_path / "run")
+    convert(tmp_path / "run", tmp_path / "back")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
+    assert set(before) == set(after) and all(torch.equal(before[name], after[name]) for name in before)
+    assert bert.config_from_model(opened.model, "float64")["model_type"] == "roberta"

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mega.core.ops import cudnn
 from mega.core.ops import mask as module
 from mega.core.ops.mask import CAUSAL, FULL, AttentionMask
 from tests.support.masks import dense, draw_mask
@@ -98,3 +99,14 @@ def test_nonsense_is_refused(wrong: dict[str, object]) -> None:
 
 def test_examples() -> None:
     assert doctest.testmod(module).failed == 0
+
+
+def test_no_kernel_without_soft_caps_takes_one() -> None:
+    """The kernels of CUDA take any other mask of 16-bit numbers; a soft cap goes to the plain form."""
+    from mega.core.ops.kernels.attention import applies
+
+    x = torch.empty(1, 8, 2, 16, dtype=torch.bfloat16, device="meta")
+    for capped in (AttentionMask(softcap=2.0), AttentionMask(window=2, softcap=2.0)):
+        assert capped.simple_kind(8, 8) is None and "a soft cap" in capped.features
+        assert applies(x, x, replace(capped, softcap=None)) or capped.window is None
+        assert not applies(x, x, capped) and not cudnn.applies(x, x, capped)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Activation = Literal["gelu", "gelu_tanh", "silu", "relu2"]
+Activation = Literal["gelu", "gelu_tanh", "silu", "relu", "relu2"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,34 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """How YaRN scales rotary frequencies (Peng et al. 2023); see ops/rotary.py."""
+
+    factor: float
+    original: int
+    """Positions before the scaling."""
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+    """Whether the first and last frequency that are interpolated in part are rounded outwards."""
+    magnitude: float
+    """What cosines and sines are multiplied by."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongScaling:
+    """How LongRoPE scales rotary frequencies (Ding et al. 2024): each is divided by a factor of its own."""
+
+    short: tuple[float, ...]
+    """Factors for rows of at most `original` tokens."""
+    long: tuple[float, ...]
+    """Factors for longer rows."""
+    original: int
+    magnitude: float
+    """What cosines and sines are multiplied by."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rope:
     """Rotary positions (Su et al. 2021)."""
 
@@ -50,7 +78,7 @@ class Rope:
     """Channels of each head that rotate."""
     interpolation: float = 1.0
     """What positions are divided by."""
-    scaling: RopeScaling | None = None
+    scaling: RopeScaling | YarnScaling | LongScaling | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +128,13 @@ class Attention(_Mixer):
     """How many tokens a token sees, itself included, on the sides that it sees."""
     rope: Rope | None
     q_norm: Norm | None
+    """Of each head, or, where it is as wide as all heads together, over the whole projection."""
     k_norm: Norm | None
     dropout: float
+    score_multiplier: float = 1.0
+    """What scores are multiplied by in addition to 1 / sqrt(head_dim)."""
+    softcap: float | None = None
+    """Scores s become softcap x tanh(s / softcap) before the softmax (Gemma 2)."""
 
     @property
     def width(self) -> int:
@@ -205,8 +238,8 @@ class Branch:
     before, onto "normed":           n + f(n), n = norm(x)
     after alone, of the "sum":       norm(x + f(x))                  Vaswani et al. 2017, BERT
     before and after, of "branch":   x + after(f(before(x)))         Gemma 2 and 3
-
-    Others are refused: the norm before a branch adds up what the one before it left.
+    after alone, of the "branch":    x + after(f(x))                 OLMo 2
+    no norm:                         x + f(x)                        in a parallel layer with a norm of its own
     """
 
     mixer: Mixer
@@ -217,6 +250,8 @@ class Branch:
     """What the branch is added to: its input, or the norm of it."""
     dropout: float
     """Of the branch before it is added."""
+    multiplier: float = 1.0
+    """What the branch is multiplied by before it is added."""
 
     def __post_init__(self) -> None:
         forms = {
@@ -224,9 +259,12 @@ class Branch:
             ("normed", True, None): "n + f(n)",
             ("stream", False, "sum"): "norm(x + f(x))",
             ("stream", True, "branch"): "x + after(f(before(x)))",
+            ("stream", False, "branch"): "x + after(f(x))",
+            ("stream", False, None): "x + f(x)",
         }
         form = (self.onto, self.before is not None, None if self.after is None else self.after_of)
         assert form in forms, f"{form}: a branch is one of {', '.join(forms.values())}"
+        assert self.multiplier == 1.0 or self.after is None, "a norm after the branch would undo the multiplier"
 
     @property
     def site(self) -> str:
@@ -241,6 +279,13 @@ class Layer:
     branches: tuple[Branch, ...]
     parallel: bool = False
     """Whether all branches read the layer's input and are added up (GPT-J, GPT-NeoX)."""
+    before: Norm | None = None
+    """A norm of the layer's input that all parallel branches read, which have none before them then (GPT-J)."""
+
+    def __post_init__(self) -> None:
+        bare = any(branch.before is None and branch.after is None for branch in self.branches)
+        assert bare == (self.before is not None), "branches without a norm read that of their layer"
+        assert self.before is None or self.parallel, "only parallel branches read one norm"
 
     @property
     def auxiliary_losses(self) -> tuple[AuxiliaryLoss, ...]:
@@ -278,9 +323,10 @@ class Layer:
     @property
     def norm(self) -> Norm:
         """Its first norm."""
-        return next(norm for branch in self.branches for norm in (branch.before, branch.after) if norm is not None)
+        norms = (norm for branch in self.branches for norm in (branch.before, branch.after) if norm is not None)
+        return self.before or next(norms)
 
     @property
     def norm_placement(self) -> Literal["pre", "post"]:
         """Whether its norms stand before its branches or after them."""
-        return "post" if self.branches[0].before is None else "pre"
+        return "post" if self.branches[0].before is None and self.before is None else "pre"

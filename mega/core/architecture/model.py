@@ -28,6 +28,8 @@ class Input:
     """What token rows are multiplied by."""
     learned_positions: int
     """Rows of a learned table of positions; 0 is none."""
+    learned_from: int
+    """The row of the first position."""
     sinusoid_from: int | None
     """Number of the first sinusoidal position; None without sinusoids."""
     types: int
@@ -72,6 +74,10 @@ class Words:
     """Whether the output matrix is the input's table."""
     bias: bool
     transform: Transform | None
+    divisor: float = 1.0
+    """What logits are divided by."""
+    softcap: float | None = None
+    """Logits l, after the division, become softcap x tanh(l / softcap) (Gemma 2)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,13 +201,16 @@ class Architecture:
 
     @property
     def cached(self) -> Attention:
-        """The attention of any layer of a model that continues text: all keep keys and values of one shape.
+        """The attention of any layer of a model that continues text: all keep keys and values of one shape, and have
+        one soft cap.
 
         Errors: ValueError where they do not.
         """
-        shapes = {(each.heads, each.kv_heads, each.head_dim): each for each in self.attentions}
+        shapes = {(each.heads, each.kv_heads, each.head_dim, each.softcap): each for each in self.attentions}
         if len(shapes) != 1:
-            raise ValueError(f"a model of --family {self.family}: its layers keep keys and values of several shapes")
+            raise ValueError(
+                f"a model of --family {self.family}: its layers keep keys and values of several shapes or soft caps"
+            )
         return next(iter(shapes.values()))
 
     @property

@@ -30,6 +30,8 @@ def tensors(model: Architecture) -> Iterator[Tensor]:
 
 def layer_tensors(model: Architecture, layer: Layer, unit: Unit) -> Iterator[Tensor]:
     """Those of a layer, by names relative to it. unit: the layer's number, or the unit that it is a part of."""
+    if layer.before is not None:
+        yield from norm(layer.before, unit, "sequence")
     for branch in layer.branches:
         if branch.before is not None:
             yield from norm(branch.before, unit, "sequence")
@@ -87,8 +89,17 @@ def _attention(model: Architecture, attention: Attention, unit: Unit) -> Iterato
         yield from _column(model, f"{name}.{which}_proj", unit, outs, heads, attention.qkv_bias)
     for each in (attention.q_norm, attention.k_norm):
         if each is not None:
-            yield from norm(each, unit, "tp")
+            yield from _head_norm(attention, each, unit)
     yield from _row(model, f"{name}.o_proj", unit, attention.width, attention.heads, attention.out_bias)
+
+
+def _head_norm(attention: Attention, value: Norm, unit: Unit) -> Iterator[Tensor]:
+    """A norm of each head is whole on every rank, one of the whole projection is cut as the heads are."""
+    for tensor in norm(value, unit, "tp"):
+        if value.width == attention.head_dim:
+            yield tensor
+        else:
+            yield replace(tensor, cuts=(Cut(0, "tp", value.width // attention.head_dim),), partial=())
 
 
 def _dense(model: Architecture, dense: Dense, unit: Unit) -> Iterator[Tensor]:

@@ -335,12 +335,27 @@ def _heads(run: RunConfig) -> Problems:
         yield _line(
             run, "head_dim", f"{rotating} rotating dimensions must be even; choose --head-dim or --rope-fraction so"
         )
-    if model.rope_scaling != "none" and model.rope_low_freq_factor >= model.rope_high_freq_factor:
+    if model.head_bias and (model.logit_divisor != 1.0 or model.logit_softcap is not None):
+        other = "logit_softcap" if model.logit_divisor == 1.0 else "logit_divisor"
+        yield _line(run, "head_bias", f"excludes {flag_of(other)}, which would change it too")
+    if model.rope_scaling == "longrope":
+        yield from _long_factors(run)
+    if model.residual_multiplier != 1.0 and model.norm_placement != "pre":
+        yield _line(run, "residual_multiplier", "needs --norm-placement pre: a norm after a branch would undo it")
+    if model.rope_scaling == "llama3" and model.rope_low_freq_factor >= model.rope_high_freq_factor:
         yield _line(
             run, "rope_low_freq_factor", f"must be less than --rope-high-freq-factor {model.rope_high_freq_factor}"
         )
     if model.position == "sinusoidal" and (model.hidden % 2 or model.hidden < 4):
         yield _line(run, "hidden", "must be even and at least 4 for --position sinusoidal")
+
+
+def _long_factors(run: RunConfig) -> Problems:
+    """LongRoPE has a factor for each frequency."""
+    wanted = int(run.model.head_dim * run.model.rope_fraction) // 2
+    for name in ("rope_short_factors", "rope_long_factors"):
+        if len(value_of(run, name)) != wanted:
+            yield _line(run, name, f"must be {wanted} numbers, one for each frequency of a head")
 
 
 def _positions(run: RunConfig) -> Problems:

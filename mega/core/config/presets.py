@@ -106,6 +106,125 @@ def _t5(layers: int, hidden: int, heads: int, head_dim: int, ffn: int, vocab: in
     return {**_gpt(layers, hidden, heads, 512, vocab), "family": "t5", "head_dim": head_dim, "ffn": ffn}
 
 
+NO_DROPOUT: Values = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+
+
+def _pythia(layers: int, hidden: int, heads: int, vocab: int) -> dict[str, Any]:
+    """GPT-NeoX: parallel branches with a norm each, a quarter of each head rotates."""
+    return {
+        **_gpt(layers, hidden, heads, 2048, vocab),
+        "position": "rope",
+        "rope_fraction": 0.25,
+        "parallel_branches": "two-norms",
+        "activation": "gelu",
+        "tied": False,
+        **NO_DROPOUT,
+    }
+
+
+def _olmo2(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> dict[str, Any]:
+    """Norms after each branch, and of whole queries and keys."""
+    rest = {"norm_placement": "branch", "qk_norm": True, "qk_norm_whole": True, "norm_eps": 1e-6, "rope_base": 500000.0}
+    return {**_llama(layers, hidden, heads, kv_heads, ffn, 4096, 100352), **rest}
+
+
+def _olmo3(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> dict[str, Any]:
+    return {
+        **_olmo2(layers, hidden, heads, kv_heads, ffn),
+        "vocab": 100278,
+        "seq_length": 65536,
+        "window": 4096,
+        "window_layers": (1, 1, 1, 0),
+        "local_rope_base": 500000.0,
+        "rope_scaling": "yarn",
+        "rope_scaling_factor": 8.0,
+        "rope_original_positions": 8192,
+    }
+
+
+def _gemma(
+    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, head_dim: int, seq_length: int, vocab: int
+) -> dict[str, Any]:
+    """Norms that count from one, a gated GELU, scaled embeddings."""
+    return {
+        **_llama(layers, hidden, heads, kv_heads, ffn, seq_length, vocab),
+        "head_dim": head_dim,
+        "norm_eps": 1e-6,
+        "norm_offset": True,
+        "activation": "geglu_tanh",
+        "embedding_scale": True,
+        "tied": True,
+    }
+
+
+def _gemma2(
+    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, head_dim: int, scalar: int
+) -> dict[str, Any]:
+    """scalar: scores are divided by its square root."""
+    scale = {} if scalar == head_dim else {"attention_scale": scalar**-0.5}
+    return {
+        **_gemma(layers, hidden, heads, kv_heads, ffn, head_dim, 8192, 256000),
+        "norm_placement": "both",
+        "window": 4096,
+        "window_layers": (1, 0),
+        "attention_softcap": 50.0,
+        "logit_softcap": 30.0,
+        **scale,
+    }
+
+
+def _gemma3(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, window: int) -> dict[str, Any]:
+    return {
+        **_gemma(layers, hidden, heads, kv_heads, ffn, 256, 32768, 262144),
+        "norm_placement": "both",
+        "qk_norm": True,
+        "window": window,
+        "window_layers": (1, 1, 1, 1, 1, 0),
+        "rope_base": 1000000.0,
+        "local_rope_base": 10000.0,
+    }
+
+
+def _starcoder2(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, base: float) -> dict[str, Any]:
+    """GPT's norms, biases and activation with grouped heads and a window."""
+    return {
+        **_gpt(layers, hidden, heads, 16384, 49152),
+        "kv_heads": kv_heads,
+        "ffn": ffn,
+        "position": "rope",
+        "rope_base": base,
+        "window": 4096,
+        **NO_DROPOUT,
+    }
+
+
+def _granite(
+    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, scale: float, divisor: float
+) -> dict[str, Any]:
+    """Embeddings, scores, branches and logits are multiplied by numbers."""
+    return {
+        **_llama(layers, hidden, heads, kv_heads, ffn, 131072, 49155),
+        "rope_base": 5000000.0 if hidden < 4096 else 10000000.0,
+        "tied": True,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_scale": scale,
+        "logit_divisor": divisor,
+    }
+
+
+def _roberta(layers: int, hidden: int, heads: int) -> dict[str, Any]:
+    """BERT without pairs, whose first position has the row after the padding's; samples are Megatron-LM's."""
+    return {
+        **_bert(layers, hidden, heads, 50265),
+        "norm_placement": "post",
+        "activation": "gelu",
+        "binary_head": False,
+        "token_types": 1,
+        "position_offset": 2,
+    }
+
+
 LLAMA31_ROPE: Values = {"rope_base": 500000.0, "rope_scaling": "llama3"}
 """Llama 3.1: the other numbers of its rope scaling are the options' defaults."""
 
@@ -173,6 +292,76 @@ PRESETS: Mapping[str, Values] = {
     "qwen3-8b": _qwen3(36, 4096, 32, 12288, False),
     "qwen3-14b": _qwen3(40, 5120, 40, 17408, False),
     "qwen3-32b": _qwen3(64, 5120, 64, 25600, False),
+    # Biderman et al. 2023, arXiv 2304.01373: GPT-NeoX's layers
+    "pythia-70m": _pythia(6, 512, 8, 50304),
+    "pythia-160m": _pythia(12, 768, 12, 50304),
+    "pythia-410m": _pythia(24, 1024, 16, 50304),
+    "pythia-1b": _pythia(16, 2048, 8, 50304),
+    "pythia-1.4b": _pythia(24, 2048, 16, 50304),
+    "pythia-2.8b": _pythia(32, 2560, 32, 50304),
+    "pythia-6.9b": _pythia(32, 4096, 32, 50432),
+    "pythia-12b": _pythia(36, 5120, 40, 50688),
+    # Black et al. 2022, arXiv 2204.06745
+    "gpt-neox-20b": {**_pythia(44, 6144, 64, 50432), "activation": "gelu_tanh"},
+    # Wang and Komatsuzaki 2021, https://github.com/kingoflolz/mesh-transformer-jax
+    "gpt-j-6b": {
+        **_gpt(28, 4096, 16, 2048, 50400),
+        "position": "rope",
+        "rope_fraction": 0.25,
+        "parallel_branches": "one-norm",
+        "qkv_bias": False,
+        "out_bias": False,
+        "head_bias": True,
+        "tied": False,
+        **NO_DROPOUT,
+    },
+    # OLMo Team 2024, arXiv 2501.00656, and the models' config.json
+    "olmo2-1b": _olmo2(16, 2048, 16, 16, 8192),
+    "olmo2-7b": _olmo2(32, 4096, 32, 32, 11008),
+    "olmo2-13b": _olmo2(40, 5120, 40, 40, 13824),
+    "olmo2-32b": _olmo2(64, 5120, 40, 8, 27648),
+    # OLMo Team 2025, the models' config.json: three layers of four have a window, the others YaRN
+    "olmo3-7b": _olmo3(32, 4096, 32, 32, 11008),
+    "olmo3-32b": _olmo3(64, 5120, 40, 8, 27648),
+    # Gemma Team 2024, arXiv 2403.08295
+    "gemma-2b": _gemma(18, 2048, 8, 1, 16384, 256, 8192, 256000),
+    "gemma-7b": _gemma(28, 3072, 16, 16, 24576, 256, 8192, 256000),
+    # Gemma Team 2024, arXiv 2408.00118
+    "gemma2-2b": _gemma2(26, 2304, 8, 4, 9216, 256, 256),
+    "gemma2-9b": _gemma2(42, 3584, 16, 8, 14336, 256, 256),
+    "gemma2-27b": _gemma2(46, 4608, 32, 16, 36864, 128, 144),
+    # Gemma Team 2025, arXiv 2503.19786, and the models' config.json: the models of text alone
+    "gemma3-270m": _gemma3(18, 640, 4, 1, 2048, 512),
+    "gemma3-1b": _gemma3(26, 1152, 4, 1, 6912, 512),
+    # Abdin et al. 2024, arXiv 2404.14219 and 2412.08905
+    "phi3-mini": {**_llama(32, 3072, 32, 32, 8192, 4096, 32064), "window": 2047},
+    "phi3-medium": {**_llama(40, 5120, 40, 10, 17920, 4096, 32064), "window": 2047},
+    "phi4": {**_llama(40, 5120, 40, 10, 17920, 16384, 100352), "rope_base": 250000.0},
+    # Lozhkov et al. 2024, arXiv 2402.19173
+    "starcoder2-3b": _starcoder2(30, 3072, 24, 2, 12288, 999999.4420358813),
+    "starcoder2-7b": _starcoder2(32, 4608, 36, 4, 18432, 1000000.0),
+    "starcoder2-15b": {**_starcoder2(40, 6144, 48, 4, 24576, 100000.0), "tied": False},
+    # Hugging Face 2025, the model's config.json: every fourth layer has no positions
+    "smollm3-3b": {
+        **_llama(36, 2048, 16, 4, 11008, 65536, 128256),
+        "rope_base": 5000000.0,
+        "rope_layers": (1, 1, 1, 0),
+        "norm_eps": 1e-6,
+        "tied": True,
+    },
+    # IBM Research 2024, the models' config.json
+    "granite3.1-2b": _granite(40, 2048, 32, 8, 8192, 0.015625, 8.0),
+    "granite3.1-8b": {**_granite(40, 4096, 32, 8, 12800, 0.0078125, 16.0), "tied": True},
+    # Bellagente et al. 2024, arXiv 2402.17834
+    "stablelm2-1.6b": {
+        **_llama(24, 2048, 32, 32, 5632, 4096, 100352),
+        "norm": "layernorm",
+        "rope_fraction": 0.25,
+        "qkv_bias": True,
+    },
+    # Liu et al. 2019, arXiv 1907.11692
+    "roberta-125m": _roberta(12, 768, 12),
+    "roberta-355m": _roberta(24, 1024, 16),
     # Devlin et al. 2018, arXiv 1810.04805: BERT base
     "bert-110m": {
         **_bert(12, 768, 12),

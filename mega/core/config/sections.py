@@ -146,9 +146,9 @@ class DenseOptions(Section):
         within=POSITIVE,
         read_with={"position": ("rope",)},
     )
-    rope_scaling: Literal["none", "llama3"] = option(
+    rope_scaling: Literal["none", "llama3", "yarn", "longrope"] = option(
         "none",
-        "scale slow rotary frequencies, as Llama 3.1 does",
+        "scale slow rotary frequencies, as Llama 3.1 does, by YaRN, or each by a factor of its own (LongRoPE)",
         megatron={"--use-rope-scaling": "llama3"},
         needs={"position": ("rope",)},
     )
@@ -157,7 +157,7 @@ class DenseOptions(Section):
         "slow frequencies are divided by this",
         megatron="--rope-scaling-factor",
         within=POSITIVE,
-        read_with={"rope_scaling": ("llama3",)},
+        read_with={"rope_scaling": ("llama3", "yarn")},
     )
     rope_low_freq_factor: float = option(
         1.0,
@@ -172,10 +172,55 @@ class DenseOptions(Section):
         read_with={"rope_scaling": ("llama3",)},
     )
     rope_original_positions: int = option(
-        8192, "positions before the scaling", within=COUNT, read_with={"rope_scaling": ("llama3",)}
+        8192, "positions before the scaling", within=COUNT, read_with={"rope_scaling": ("llama3", "yarn", "longrope")}
+    )
+    rope_beta_fast: float = option(
+        32.0,
+        "more turns than this over the original positions stay as they are (YaRN)",
+        within=POSITIVE,
+        read_with={"rope_scaling": ("yarn",)},
+    )
+    rope_beta_slow: float = option(
+        1.0,
+        "fewer turns than this over the original positions are slow (YaRN)",
+        within=POSITIVE,
+        read_with={"rope_scaling": ("yarn",)},
+    )
+    rope_truncate: bool = option(
+        True, "round the bounds of YaRN outwards to whole frequencies", read_with={"rope_scaling": ("yarn",)}
+    )
+    rope_magnitude: float | None = option(
+        None,
+        "multiply cosines and sines by this [YaRN: 0.1 ln factor + 1; LongRoPE: sqrt(1 + ln of --positions over the "
+        "original ones / ln of these), both at least 1]",
+        within=POSITIVE,
+        read_with={"rope_scaling": ("yarn", "longrope")},
+    )
+    rope_short_factors: tuple[float, ...] = option(
+        (),
+        "what LongRoPE divides each frequency by in rows of at most the original positions",
+        within=POSITIVE,
+        needs={"rope_scaling": ("longrope",)},
+    )
+    rope_long_factors: tuple[float, ...] = option(
+        (),
+        "what LongRoPE divides each frequency by in longer rows",
+        within=POSITIVE,
+        needs={"rope_scaling": ("longrope",)},
+    )
+    rope_layers: tuple[int, ...] = option(
+        (),
+        "layers with rotary positions, 1, and without any, 0, from the first on and again: 1 1 1 0 leaves out every "
+        "fourth [all have them]",
+        within=CHANCE,
+        needs={"position": ("rope",)},
     )
     position_offset: int = option(
-        0, "number of the first sinusoidal position", within=NOT_NEGATIVE, needs={"position": ("sinusoidal",)}
+        0,
+        "number of the first sinusoidal position, or row of the first learned one",
+        within=NOT_NEGATIVE,
+        most=2**16,
+        needs={"position": ("sinusoidal", "learned")},
     )
     window: int | None = option(
         None,
@@ -183,19 +228,46 @@ class DenseOptions(Section):
         within=COUNT,
         most=2**26,
     )
+    window_layers: tuple[int, ...] = option(
+        (),
+        "layers with --window, 1, and those that see all tokens, 0, from the first on and again [all have it]",
+        within=CHANCE,
+        needs={"window": ()},
+    )
+    local_rope_base: float | None = option(
+        None,
+        "rotary base of layers with --window, whose positions are neither divided nor scaled [--rope-base]",
+        within=POSITIVE,
+        needs={"window": (), "position": ("rope",)},
+    )
     embedding_scale: bool = option(False, "multiply token rows by the square root of --hidden")
+    embedding_multiplier: float = option(1.0, "multiply token rows by this", within=POSITIVE)
+    residual_multiplier: float = option(
+        1.0, "multiply what each branch adds to the residual stream by this", within=POSITIVE
+    )
+    logit_divisor: float = option(1.0, "divide logits by this", within=POSITIVE, families=DECODERS)
+    logit_softcap: float | None = option(
+        None, "keep logits within +-this by a hyperbolic tangent [no bound]", within=POSITIVE, families=DECODERS
+    )
+    attention_scale: float | None = option(
+        None, "multiply attention scores by this [1 / square root of --head-dim]", within=POSITIVE
+    )
+    attention_scale_by_layer: bool = option(
+        False, "divide attention scores by the number of the layer too, the first being 1"
+    )
+    attention_softcap: float | None = option(
+        None, "keep attention scores within +-this by a hyperbolic tangent [no bound]", within=POSITIVE
+    )
     norm: Literal["layernorm", "rmsnorm"] = option(
         "layernorm", "normalisation", megatron={"--normalization": {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}}
     )
     norm_eps: float = option(
         1e-5, "epsilon of the norms", megatron={"--norm-epsilon": VALUE, "--layernorm-epsilon": VALUE}, within=POSITIVE
     )
-    norm_offset: bool = option(
-        False, "store norm weights minus one", megatron={"--apply-layernorm-1p": True}, needs={"norm": ("layernorm",)}
-    )
-    activation: Literal["gelu_tanh", "gelu", "swiglu", "relu2"] = option(
+    norm_offset: bool = option(False, "store norm weights minus one", megatron={"--apply-layernorm-1p": True})
+    activation: Literal["gelu_tanh", "gelu", "swiglu", "geglu", "geglu_tanh", "relu", "relu2"] = option(
         "gelu_tanh",
-        "feed-forward activation; gelu is the erf form",
+        "feed-forward activation; gelu is the erf form, swiglu and geglu are gated",
         megatron={
             "--swiglu": "swiglu",
             "--squared-relu": "relu2",
@@ -210,16 +282,28 @@ class DenseOptions(Section):
     qkv_bias: bool | None = option(
         None, "biases of query, key and value [as --bias]", megatron={"--add-qkv-bias": True}
     )
+    out_bias: bool | None = option(None, "biases of attention's output [as --bias]")
+    head_bias: bool = option(False, "a bias of the output layer", families=DECODERS)
     qk_norm: bool = option(False, "normalise queries and keys per head", megatron={"--qk-layernorm": True})
+    qk_norm_whole: bool = option(
+        False, "normalise queries and keys over all heads together", needs={"norm": ("rmsnorm",), "qk_norm": ()}
+    )
     tied: bool = option(
         True,
         "output layer shares the embedding's weights",
         megatron={"--untie-embeddings-and-output-weights": False},
     )
-    norm_placement: Literal["pre", "post"] = option(
+    norm_placement: Literal["pre", "post", "both", "branch"] = option(
         "pre",
-        "norms before each branch, or after its sum as in the original BERT, which has one after the embeddings too",
-        families={"post": ("bert",)},
+        "norms before each branch; after its sum as in the original BERT, which has one after the embeddings too; on "
+        "both sides of the branch itself; or after the branch itself",
+        families={"post": ("bert",), "both": DECODERS, "branch": DECODERS},
+    )
+    parallel_branches: Literal["no", "two-norms", "one-norm"] = option(
+        "no",
+        "attention and feed-forward read the same stream, each with its own norm or both with one",
+        families={"two-norms": DECODERS, "one-norm": DECODERS},
+        needs={"norm_placement": ("pre",)},
     )
     post_norm_residual: bool = option(
         False,
@@ -1128,7 +1212,7 @@ class MaskingConfig(Section):
     )
 
 
-GATED: dict[str, Literal["gelu", "gelu_tanh", "silu", "relu2"]] = {"swiglu": "silu"}
+GATED: dict[str, Literal["gelu", "gelu_tanh", "silu"]] = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
 """Values of --activation that are gated -> the activation of the gate."""
 
 LABELLED: dict[str, tuple[Literal["classification", "choice"], int]] = {

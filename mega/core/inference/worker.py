@@ -27,7 +27,7 @@ from mega.core.inference.step import BEAM, CHOOSE, NOT_FINITE, Step
 from mega.core.model.decode import DecodeStep
 from mega.core.model.forward import rotary_tables
 from mega.core.ops.kept_keys import KeptKeys
-from mega.core.ops.paged_attention import INVARIANT, trusted
+from mega.core.ops.paged_attention import INVARIANT, softcapped, trusted
 from mega.core.ops.rotary import spread
 from mega.core.parallel.collectives import first_problem
 from mega.core.parallel.mesh import Mesh
@@ -66,10 +66,13 @@ class Worker:
         shape = (len(layers), blocks, block, 2, size.kv_heads // mesh.tp.size, size.head_dim)
         tables = rotary_tables(model.ropes, torch.arange(model.positions, device=device), stage.dtype)
         pool, repeats = torch.zeros(shape, dtype=stage.dtype, device=device), size.heads // size.kv_heads
-        keeps = stage.ops.spread and not tile and not any(windows) and pool.element_size() >= 4
+        capped = size.softcap is not None
+        keeps = stage.ops.spread and not (tile or any(windows) or capped) and pool.element_size() >= 4
         attention = stage.ops.paged_attention
         for window in dict.fromkeys(windows):
             attention = INVARIANT if tile else trusted(attention, pool[0], repeats, window)
+        if size.softcap is not None:
+            attention = softcapped(size.softcap, invariant=bool(tile))
         self.cache = PagedCache(
             pool,
             layers[0] if layers else 0,

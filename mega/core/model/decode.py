@@ -20,7 +20,7 @@ from mega.core.model.embedding import Embedding
 from mega.core.model.forward import ForwardContext
 from mega.core.model.layer import NormStep, ResidualBranch, TransformerLayer, branch_function, run_parallel
 from mega.core.model.mixers import FeedForward, SelfAttention
-from mega.core.model.residual import Normalization, ResidualState
+from mega.core.model.residual import Normalization, ProjectionNorm, ResidualState
 from mega.core.ops.activation import GATED
 from mega.core.ops.few_rows import FewRows, NormOf, Place, trusted
 from mega.core.ops.heads import Rotary
@@ -107,7 +107,7 @@ class DecodeStep:
         if self._head is None or self._last_norm is None:
             return x
         normed = self._last_norm(ResidualState(x.index_select(0, wanted)))[1]
-        return logits(normed, self._head.weight, self._head.region, self._head.bias)
+        return logits(normed, self._head.weight, self._head.region, self._head.bias, self._head.shape)
 
 
 def _tried(stage: DecoderStage) -> FewRows | None:
@@ -139,7 +139,8 @@ def _layer(layer: TransformerLayer, parts: _DecodeParts) -> list[StreamFunction]
         for branch, own in zip(layer.branches, factors, strict=True)
     ]
     if layer.value.parallel:
-        return [lambda stream, context: run_parallel(usual, stream.sum(layer.ops), context)]
+        before = None if layer.before is None else _norm(layer.before)
+        return [lambda stream, context: run_parallel(usual, before, stream.sum(layer.ops), context)]
     run = [branch_function(branch) for branch in usual]
     known = [own for own in factors if own is not None]
     if parts.few is None or len(known) < len(factors):
@@ -231,7 +232,7 @@ def _fused(branch: ResidualBranch, usual: DecodeBranch, factors: _Factors, parts
     the sum over tensor ranks. None where more lies between these. usual: for any number of rows."""
     mixer, few, value = cast(Any, branch.mixer), parts.few, branch.value
     first, out, region = _first(branch), branch.mixer.out, branch.mixer.out.region
-    plain = first.gemms.plain and out.gemms.plain and value.onto == "stream"
+    plain = first.gemms.plain and out.gemms.plain and value.onto == "stream" and value.multiplier == 1.0
     if few is None or not plain or branch.before is None or branch.after is not None:
         return None
     if not all(few.takes(1, each) for each in factors):
@@ -271,7 +272,9 @@ def _norm_weight(norm: Normalization) -> torch.Tensor:
     return norm.weight.detach() + 1 if norm.offset else norm.weight.detach()
 
 
-def _norm(norm: Normalization) -> NormStep:
+def _norm(norm: Normalization | ProjectionNorm) -> NormStep:
+    if isinstance(norm, ProjectionNorm):
+        return norm
     add_norm, added = norm.ops.add_norm, norm.ops.added
     weight, bias, eps = _norm_weight(norm), norm.bias, norm.eps
     few = rms_norm_by(weight, eps) if norm.ops.spread and bias is None and weight.element_size() >= 4 else None
@@ -313,22 +316,25 @@ def _attended(
     layer, heads, kv_heads, ops = attention.layer, attention.heads, attention.kv_heads, attention.ops
     q_norm, k_norm = (None if norm is None else _norm(norm) for norm in (attention.q_norm, attention.k_norm))
     rope, few, fused_heads = parts.ropes.index(attention.value.rope), parts.few, heads + 2 * kv_heads
+    multiplier = attention.value.score_multiplier
 
     def run(x: torch.Tensor, context: DecodeContext) -> torch.Tensor:
         fused, cache, rotary = project(x), context.cache, context.rotary[rope]
-        if q_norm is None and few is not None:
+        if q_norm is None and few is not None and multiplier == 1.0:
             return cache.attend_new(layer, fused.view(len(fused), fused_heads, -1), rotary, few.place)
         if q_norm is None and ops.spread:
             fused = fused.view(fused.shape[0], fused_heads, -1)
             if rotary is not None:
                 rotate(fused.narrow(1, 0, heads + kv_heads), *rotary)
+            if multiplier != 1.0:
+                fused.narrow(1, 0, heads).mul_(multiplier)
             return cache(layer, *fused.split_with_sizes([heads, 2 * kv_heads], 1))
         q, k, v = ops.split_heads(fused, None, heads, kv_heads, rotary if q_norm is None else None)
         if q_norm is not None and k_norm is not None:
             q, k = q_norm(ResidualState(q))[1], k_norm(ResidualState(k))[1]
             if rotary is not None:
                 q, k = rotate(q, *rotary), rotate(k, *rotary)
-        return cache(layer, q, torch.cat([k, v], 1))
+        return cache(layer, attention.scaled(q), torch.cat([k, v], 1))
 
     return run
 

@@ -22,7 +22,7 @@ from mega.core.model.objective import Objective, row_log_probabilities
 from mega.core.model.residual import Normalization, ResidualState
 from mega.core.model.stack import Losses, StackStage
 from mega.core.parallel.region import Region
-from mega.core.parallel.vocab import cross_entropy, logits, token_loss
+from mega.core.parallel.vocab import LogitShape, cross_entropy, logits, token_loss
 from mega.core.parallel.weight import ParameterFactory
 
 
@@ -50,6 +50,7 @@ class Head(nn.Module):
         self.norm = Normalization(factory, norm, tensors)
         self.weight = factory(tensors["model.embed_tokens.weight" if words.tied else "lm_head.weight"])
         self.bias = factory(tensors["lm_head.bias"]) if words.bias else None
+        self.shape = LogitShape(words.divisor, words.softcap)
         self.region = region
         self.objective: Objective | None = None
 
@@ -60,12 +61,12 @@ class Head(nn.Module):
         batch."""
         normed = self.norm(stream)[1]
         if batch is None:
-            return logits(normed, self.weight, self.region, self.bias)
+            return logits(normed, self.weight, self.region, self.bias, self.shape)
         if self.objective is not None:
             return Losses(*self.objective(self._nll(normed, batch), cast(DecoderBatch, batch)))
         scale = None if scales is None else scales[0]
         labels, weights = batch.labels.flatten(), batch.loss_weights.flatten()
-        return Losses((token_loss(normed, labels, weights, self.weight, self.region, self.bias, scale),))
+        return Losses((token_loss(normed, labels, weights, self.weight, self.region, self.bias, scale, self.shape),))
 
     def scores(self, stream: ResidualState, batch: DecoderBatch) -> torch.Tensor:
         """Log-probability of each row's trained labels, [b]."""
@@ -73,7 +74,7 @@ class Head(nn.Module):
 
     def _nll(self, normed: torch.Tensor, batch: LabelledTokens) -> torch.Tensor:
         """Negative log-likelihood of every label, [tokens of the whole rows]."""
-        return cross_entropy(normed, batch.labels.flatten(), self.weight, self.region, self.bias)
+        return cross_entropy(normed, batch.labels.flatten(), self.weight, self.region, self.bias, self.shape)
 
 
 class DecoderStage(StackStage[DecoderBatch]):

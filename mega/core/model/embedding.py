@@ -43,7 +43,7 @@ class Embedding(nn.Module):
         self.positions = factory(positions) if positions is not None else None
         self.types = factory(types) if types is not None else None
         self.norm = normalization(factory, value.norm, tensors)
-        self.scale, self.offset = value.scale, value.sinusoid_from
+        self.scale, self.offset, self.first_row = value.scale, value.sinusoid_from, value.learned_from
         self.dropout, self.ops = value.dropout, factory.ops
 
     def forward(
@@ -71,12 +71,13 @@ class Embedding(nn.Module):
         if self.scale != 1.0:
             x = x * self.scale
         if self.positions is not None:
-            x = x + look_up(positions, self.positions)
+            x = x + look_up(positions + self.first_row if self.first_row else positions, self.positions)
         elif self.offset is not None:
             x = x + sinusoid(positions + self.offset, x.shape[-1], x.dtype)
         if self.types is not None:
             assert types is not None
-            x = x + look_up(types, self.types)
+            # RoBERTa has one row for all parts.
+            x = x + look_up(types if self.types.shape[0] > 1 else torch.zeros_like(types), self.types)
         if self.norm is not None:
             x = self.norm(ResidualState(x))[1]
         return x.to(self.residual)

@@ -144,6 +144,7 @@ class ForwardContext:
             q_documents=self.documents,
             k_documents=self.documents,
             dropout=self._attention_dropout(attention, layer, first_head, length),
+            softcap=attention.softcap,
         )
 
     def memory_mask(self, attention: Attention, layer: int, first_head: int) -> AttentionMask:
@@ -152,12 +153,13 @@ class ForwardContext:
         assert memory is not None
         dropout = self._attention_dropout(attention, layer, first_head, memory.documents.shape[1])
         if attention.padding != "masked":
-            return AttentionMask("full", dropout=dropout)
+            return AttentionMask("full", dropout=dropout, softcap=attention.softcap)
         return AttentionMask(
             "full",
             q_documents=memory.readers,
             k_documents=memory.documents,
             dropout=dropout,
+            softcap=attention.softcap,
             covered=memory.covered,
         )
 
@@ -199,7 +201,7 @@ def forward_context(
         keys = region_keys = (row_keys if columns is None else row_keys[:, columns]).flatten()
         if sequence:
             keys = local_shard(keys, tp)
-    tables = rotary_tables(model.ropes, positions.flatten(), dtype)
+    tables = rotary_tables(model.ropes, positions.flatten(), dtype, seq * row_shards)
     cut = sequence and tp.size > 1
     return ForwardContext(
         *(batch_size, seq, documents, tables, keys, row_keys, region_keys, tp, cut, dropout_rule), seq_numbers=columns
@@ -215,6 +217,8 @@ def padding_documents(lengths: torch.Tensor, width: int) -> torch.Tensor:
     return (torch.arange(width, device=lengths.device) >= lengths[:, None]).long()
 
 
-def rotary_tables(ropes: Iterable[Rope], positions: torch.Tensor, dtype: torch.dtype) -> dict[Rope, Rotary]:
-    """cos and sin of positions int64 [n], each [n, R / 2]."""
-    return {rope: rotary_table(positions, rope, dtype) for rope in ropes}
+def rotary_tables(
+    ropes: Iterable[Rope], positions: torch.Tensor, dtype: torch.dtype, length: int | None = None
+) -> dict[Rope, Rotary]:
+    """cos and sin of positions int64 [n], each [n, R / 2]. length: as of `rotary_table`."""
+    return {rope: rotary_table(positions, rope, dtype, length) for rope in ropes}

@@ -8,7 +8,11 @@ only say in which order they go and what is added to what:
     before, onto the normed             n + f(n), n = norm(x)
     after, of the sum                   norm(x + f(x))
     before, and after of the branch     x + after(f(before(x)))
+    after, of the branch                x + after(f(x))
     parallel                            x + f(before_f(x)) + g(before_g(x))
+    parallel, of one norm               x + f(n) + g(n), n = before(x)
+
+What a branch adds to the stream may be multiplied by a number first.
 """
 
 from __future__ import annotations
@@ -62,16 +66,19 @@ def branch_function(steps: BranchSteps[Context]) -> Callable[[ResidualState, Con
     """One branch as a function of the stream. What it is made of is looked up once, which decoding needs."""
     before, mix, add, after, alone = steps.before, steps.mix, steps.add, steps.after, steps.alone
     onto_normed, of_sum = steps.value.onto == "normed", steps.value.after_of == "sum"
+    multiplier = steps.value.multiplier
 
     def run(stream: ResidualState, context: Context) -> ResidualState:
         if before is None:
-            assert stream.branch is None, "a branch without a norm before it cannot add the one that is pending"
-            x = normed = stream.x
+            assert stream.bias is None and stream.drop is None, "only a norm adds a branch with its bias and dropout"
+            x = normed = stream.x if stream.branch is None else stream.x + stream.branch
         else:
             x, normed = before(stream)
         if onto_normed:
             x = normed
         mixed = mix(normed, context)
+        if multiplier != 1.0:
+            return ResidualState(x, alone(mixed, context) * multiplier)
         if after is None:
             return add(x, mixed, context)
         if of_sum:
@@ -81,12 +88,15 @@ def branch_function(steps: BranchSteps[Context]) -> Callable[[ResidualState, Con
     return run
 
 
-def run_parallel(branches: Sequence[BranchSteps[Context]], x: torch.Tensor, context: Context) -> ResidualState:
-    """Branches that all read the stream x, added up."""
-    total = None
+def run_parallel(
+    branches: Sequence[BranchSteps[Context]], before: NormStep | None, x: torch.Tensor, context: Context
+) -> ResidualState:
+    """Branches that all read the stream x, added up. before: a norm that those without one read."""
+    total, shared = None, x if before is None else before(ResidualState(x))[1]
     for steps in branches:
-        normed = x if steps.before is None else steps.before(ResidualState(x))[1]
+        normed = shared if steps.before is None else steps.before(ResidualState(x))[1]
         out = steps.alone(steps.mix(normed, context), context)
+        out = out if steps.value.multiplier == 1.0 else out * steps.value.multiplier
         total = out if total is None else total + out
     return ResidualState(x, total)
 
@@ -133,6 +143,7 @@ class TransformerLayer(nn.Module):
     def __init__(self, factory: ParameterFactory, value: Layer, tensors: Tensors, place: LayerPlace):
         super().__init__()
         self.value, self.ops = value, factory.ops
+        self.before = normalization(factory, value.before, tensors)
         later = [isinstance(each.mixer, Attention) and each.mixer.source != "self" for each in value.branches]
         order = sorted(range(len(later)), key=later.__getitem__)
         self.registered = nn.ModuleList(ResidualBranch(factory, value.branches[at], tensors, place) for at in order)
@@ -145,7 +156,7 @@ class TransformerLayer(nn.Module):
 
     def forward(self, stream: ResidualState, context: ForwardContext) -> ResidualState:
         if self.value.parallel:
-            return run_parallel(self.branches, stream.sum(self.ops), context)
+            return run_parallel(self.branches, self.before, stream.sum(self.ops), context)
         for branch in self.branches:
             stream = branch_function(branch)(stream, context)
         return stream

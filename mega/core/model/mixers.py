@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from mega.core.architecture import Tensor
-from mega.core.architecture.layer import Attention, Dense
+from mega.core.architecture.layer import Attention, Dense, Norm
 from mega.core.model.forward import ForwardContext
-from mega.core.model.residual import ResidualState, Tensors, normalization
+from mega.core.model.residual import Normalization, ProjectionNorm, ResidualState, Tensors, normalization
 from mega.core.ops.activation import gated_kind
 from mega.core.ops.autograd import with_recipe
 from mega.core.ops.dropout import Dropout
@@ -78,8 +78,9 @@ class SelfAttention(MixerModule):
         self.heads, self.kv_heads = value.heads // region.size, value.kv_heads // region.size
         self.first_head = region.axis.index * self.heads
         self.project(factory, tensors, region)
-        self.q_norm = normalization(factory, value.q_norm, tensors)
-        self.k_norm = normalization(factory, value.k_norm, tensors)
+        self.q_norm, self.k_norm = (
+            _head_norm(factory, norm, value, tensors, region) for norm in (value.q_norm, value.k_norm)
+        )
         self.out = _row(factory, tensors, f"{value.name}.o_proj", region)
 
     def project(self, factory: ParameterFactory, tensors: Tensors, region: Region) -> None:
@@ -88,6 +89,10 @@ class SelfAttention(MixerModule):
 
     def column(self, factory: ParameterFactory, tensors: Tensors, region: Region, which: str) -> ColumnLinear:
         return _column(factory, tensors, [f"{self.value.name}.{one}_proj" for one in which], region)
+
+    def scaled(self, q: torch.Tensor) -> torch.Tensor:
+        """Queries that kernels, which divide scores by sqrt(d) themselves, make scores of the right scale with."""
+        return q if self.value.score_multiplier == 1.0 else q * self.value.score_multiplier
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """x [tokens, h] -> [all tokens of the region, heads x d]."""
@@ -98,6 +103,7 @@ class SelfAttention(MixerModule):
             q, k = self.q_norm(ResidualState(q))[1], self.k_norm(ResidualState(k))[1]
             if rotary is not None:
                 q, k = rotate(q, *rotary), rotate(k, *rotary)
+        q = self.scaled(q)
         q, k, v = (x.unflatten(0, (context.batch, context.seq)) for x in (q, k, v))
         mixed = context.attend(self.ops.attention, q, k, v, self.value, self.layer, self.first_head)
         return mixed.reshape(context.batch * context.seq, -1)
@@ -121,7 +127,7 @@ class CrossAttention(SelfAttention):
         k, v = self.kv(memory.tokens, drop).unflatten(1, (2 * self.kv_heads, -1)).chunk(2, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(ResidualState(q))[1], self.k_norm(ResidualState(k))[1]
-        q, k, v = (one.unflatten(0, (context.batch, -1)) for one in (q, k, v))
+        q, k, v = (one.unflatten(0, (context.batch, -1)) for one in (self.scaled(q), k, v))
         mixed = self.ops.attention(q, k, v, context.memory_mask(self.value, self.layer, self.first_head))
         return mixed.reshape(context.batch * context.seq, -1)
 
@@ -153,6 +159,15 @@ def attention(factory: ParameterFactory, value: Attention, tensors: Tensors, pla
     """The module of an attention."""
     kind = SelfAttention if value.source == "self" else CrossAttention
     return kind(factory, value, tensors, place)
+
+
+def _head_norm(
+    factory: ParameterFactory, norm: Norm | None, attention: Attention, tensors: Tensors, region: Region
+) -> Normalization | ProjectionNorm | None:
+    """Of each head, or of all heads together."""
+    if norm is None or norm.width == attention.head_dim:
+        return normalization(factory, norm, tensors)
+    return ProjectionNorm(factory, norm, tensors, region.axis)
 
 
 def _column(factory: ParameterFactory, tensors: Tensors, names: list[str], region: Region) -> ColumnLinear:

@@ -12,7 +12,10 @@ from mega.core.architecture import Tensor
 from mega.core.architecture.layer import Norm
 from mega.core.ops.autograd import with_recipe
 from mega.core.ops.dropout import Dropout
+from mega.core.ops.norm import accurate
 from mega.core.ops.suite import Ops
+from mega.core.parallel.collectives import all_reduce_both_ways
+from mega.core.parallel.mesh import Axis
 from mega.core.parallel.weight import ParameterFactory, Weight
 
 Tensors = Mapping[str, Tensor]
@@ -52,6 +55,25 @@ class Normalization(nn.Module):
             freed = (x.detach(), None, None, None, weight.detach(), self.bias, self.eps)
             with_recipe(normed, lambda: self.ops.add_norm(*freed)[1])
         return x, normed
+
+
+class ProjectionNorm(nn.Module):
+    """RMSNorm over all heads of all tensor ranks together; its weight is cut as the heads are."""
+
+    def __init__(self, factory: ParameterFactory, norm: Norm, tensors: Tensors, axis: Axis):
+        super().__init__()
+        assert norm.kind == "rmsnorm", norm
+        self.weight = factory(tensors[f"{norm.name}.weight"])
+        self.width, self.eps, self.offset, self.axis = norm.width, norm.eps, norm.offset, axis
+
+    def forward(self, stream: ResidualState) -> tuple[torch.Tensor, torch.Tensor]:
+        """Heads [tokens, heads, d], and their norm."""
+        x = stream.x
+        wide = x.flatten(1).to(accurate(x.dtype))
+        squares = all_reduce_both_ways(wide.square().sum(-1, keepdim=True), self.axis)
+        weight = self.weight + 1 if self.offset else self.weight
+        normed = (wide * torch.rsqrt(squares / self.width + self.eps)).to(weight.dtype) * weight
+        return x, normed.view_as(x)
 
 
 def normalization(factory: ParameterFactory, norm: Norm | None, tensors: Tensors) -> Normalization | None:

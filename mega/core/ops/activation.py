@@ -19,7 +19,7 @@ def gated_kind(activation: str) -> str:
 
 
 def activate(x: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
-    """gelu (erf), gelu_tanh, silu, relu2 (squared ReLU), or a kind of `GATED` (activation(gate) x up) of x + bias."""
+    """Of x + bias: gelu (erf), gelu_tanh, silu, relu, relu2 (squared), or a kind of `GATED`: activation(gate) x up."""
     if bias is not None:
         x = x + bias
     if kind in GATED:
@@ -29,6 +29,8 @@ def activate(x: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Ten
         return F.gelu(x, approximate="tanh")
     if kind == "gelu":
         return F.gelu(x)
+    if kind == "relu":
+        return F.relu(x)
     if kind == "relu2":
         return F.relu(x).square()
     assert kind == "silu", kind

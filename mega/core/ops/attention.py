@@ -37,7 +37,7 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask
     """softmax(q k' / sqrt(d)) v, step by step."""
     s, t = q.shape[1], k.shape[1]
     visible = mask.visible(s, t, q.device)
-    found = scores(q, k, visible)
+    found = scores(q, k, visible, mask.softcap)
     weights = found.softmax(-1).to(q.dtype)
     if visible is not None and mask.may_hide_all(s, t):
         weights = weights.masked_fill(~visible, 0.0)  # NaN where a query sees no key
@@ -46,10 +46,14 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask
     return (weights @ expand_heads(v, q.shape[2])).transpose(1, 2)
 
 
-def scores(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
-    """q k' / sqrt(d): [b, heads, s, t] in max(fp32, dtype), -inf where a query does not see."""
+def scores(
+    q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor | None, softcap: float | None = None
+) -> torch.Tensor:
+    """q k' / sqrt(d), within the soft cap: [b, heads, s, t] in max(fp32, dtype), -inf where a query does not see."""
     found = (q.transpose(1, 2) @ expand_heads(k, q.shape[2]).transpose(-1, -2)) / math.sqrt(q.shape[-1])
     found = found.to(accurate(q.dtype))
+    if softcap is not None:
+        found = softcap * torch.tanh(found / softcap)
     return found if visible is None else found.masked_fill(~visible, -math.inf)
 
 

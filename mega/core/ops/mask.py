@@ -27,6 +27,7 @@ class AttentionMask:
     q_offset: position of the first query among the keys; t - s for the last s tokens of a cached row of t. Negative
         where the first query precedes all keys.
     dropout: of the attention weights, or None.
+    softcap: scores s become softcap x tanh(s / softcap) before the softmax.
     covered: whether every query is known to see a key, which is not to be seen of documents without reading them.
     """
 
@@ -36,6 +37,7 @@ class AttentionMask:
     k_documents: torch.Tensor | None = None
     q_offset: int = 0
     dropout: AttentionDropout | None = None
+    softcap: float | None = None
     covered: bool = False
 
     def __post_init__(self) -> None:
@@ -126,7 +128,7 @@ class AttentionMask:
         )
 
 
-_WORDS = {"dropout": "dropout", "q_documents": "documents", "window": "a window"}
+_WORDS = {"dropout": "dropout", "q_documents": "documents", "window": "a window", "softcap": "a soft cap"}
 _POSITIONS = {"kind", "q_offset", "covered"}
 # A field that is added later counts in both, so no kernel that does not know it takes its attention.
 _UNSET = {

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -192,14 +193,16 @@ def _padding(
     return (starts[:, None] + offset).reshape(-1), run * seq + within, bias
 
 
-def padded_attention(q: torch.Tensor, pool: torch.Tensor, pages: list[PaddedRuns]) -> torch.Tensor:
+def padded_attention(
+    q: torch.Tensor, pool: torch.Tensor, pages: list[PaddedRuns], softcap: float | None = None
+) -> torch.Tensor:
     if len(pages) == 1:
-        return _padded(q, pool, pages[0])
+        return _padded(q, pool, pages[0], softcap)
     parts = q.split_with_sizes([runs.tokens.stop - runs.tokens.start for runs in pages])
-    return torch.cat([_padded(part, pool, runs) for part, runs in zip(parts, pages, strict=True)])
+    return torch.cat([_padded(part, pool, runs, softcap) for part, runs in zip(parts, pages, strict=True)])
 
 
-def _padded(q: torch.Tensor, pool: torch.Tensor, runs: PaddedRuns) -> torch.Tensor:
+def _padded(q: torch.Tensor, pool: torch.Tensor, runs: PaddedRuns, softcap: float | None) -> torch.Tensor:
     batch, seq, (_, kv_heads, _, width) = runs.batch, runs.seq, runs.k.shape
     if runs.pad is not None:
         q = q.index_select(0, runs.pad)
@@ -207,11 +210,19 @@ def _padded(q: torch.Tensor, pool: torch.Tensor, runs: PaddedRuns) -> torch.Tens
     # The query heads of a key/value head are rows of one matrix, so keys are read once for all of them.
     if seq == 1:
         q = q.reshape(batch, kv_heads, -1, width)
-        return F.scaled_dot_product_attention(q, runs.k, runs.v, attn_mask=runs.bias).reshape(batch, -1)
+        return _weighted(q, runs, softcap).reshape(batch, -1)
     q = q.reshape(batch, seq, kv_heads, -1, width).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, width)
-    out = F.scaled_dot_product_attention(q, runs.k, runs.v, attn_mask=runs.bias)
+    out = _weighted(q, runs, softcap)
     out = out.view(batch, kv_heads, -1, seq, width).permute(0, 3, 1, 2, 4).reshape(batch * seq, -1)
     return out if runs.back is None else out.index_select(0, runs.back)
+
+
+def _weighted(q: torch.Tensor, runs: PaddedRuns, softcap: float | None) -> torch.Tensor:
+    """Attention of padded queries [batch, kv_heads, rows, d], which torch's kernels know without a soft cap."""
+    if softcap is None:
+        return F.scaled_dot_product_attention(q, runs.k, runs.v, attn_mask=runs.bias)
+    scores = (q @ runs.k.transpose(-1, -2)).to(accurate(q.dtype)) / math.sqrt(q.shape[-1])
+    return (softcap * torch.tanh(scores / softcap) + runs.bias).softmax(-1).to(q.dtype) @ runs.v
 
 
 # -- invariant
@@ -231,7 +242,9 @@ def token_pages(
     return TokenKeys(sent(wide[run, :width], pool.device), positions, (block, *pool.shape[3:]), window)
 
 
-def split_attention(q: torch.Tensor, pool: torch.Tensor, pages: TokenKeys) -> torch.Tensor:
+def split_attention(
+    q: torch.Tensor, pool: torch.Tensor, pages: TokenKeys, softcap: float | None = None
+) -> torch.Tensor:
     """In running sums over splits of SPLIT keys. A split without a visible key changes no bit."""
     tokens, block, kv_heads, width = len(q), *pages.shape
     wide = accurate(q.dtype)
@@ -246,6 +259,8 @@ def split_attention(q: torch.Tensor, pool: torch.Tensor, pages: TokenKeys) -> to
         if pages.window is not None:
             seen &= at > pages.positions[:, None] - pages.window
         scores = (q @ k.transpose(-1, -2)).to(wide) / math.sqrt(width)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
         scores = scores.masked_fill(~seen[:, None, None], -math.inf)
         new = torch.maximum(largest, scores.amax(-1, keepdim=True))
         weights, scale = (scores - new).exp(), (largest - new).exp()
@@ -257,6 +272,13 @@ def split_attention(q: torch.Tensor, pool: torch.Tensor, pages: TokenKeys) -> to
 
 PLAIN = PagedAttention(padded_pages, padded_attention)
 INVARIANT = PagedAttention(token_pages, split_attention)
+
+
+def softcapped(softcap: float, *, invariant: bool) -> PagedAttention:
+    """PLAIN or INVARIANT with scores s that become softcap x tanh(s / softcap) before the softmax."""
+    if invariant:
+        return PagedAttention(token_pages, partial(split_attention, softcap=softcap))
+    return PagedAttention(padded_pages, partial(padded_attention, softcap=softcap))
 
 
 def trusted(attention: PagedAttention, pool: torch.Tensor, repeats: int, window: int | None) -> PagedAttention:

@@ -59,7 +59,7 @@ def _finite(lse: torch.Tensor) -> torch.Tensor:
 def plain_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    found = scores(q, k, mask.visible(q.shape[1], k.shape[1], q.device))
+    found = scores(q, k, mask.visible(q.shape[1], k.shape[1], q.device), mask.softcap)
     lse = found.logsumexp(-1)
     weights = _weights(found, lse).to(q.dtype)
     if mask.dropout is not None:
@@ -80,12 +80,16 @@ def plain_backward(
     # Sum over keys of weight x d(weight), which softmax's gradient subtracts.
     along = (grad.to(wide) * out.to(wide)).sum(-1).transpose(1, 2)
     grad = grad.transpose(1, 2)
-    weights = _weights(scores(q, k, mask.visible(q.shape[1], k.shape[1], q.device)), lse)
+    found = scores(q, k, mask.visible(q.shape[1], k.shape[1], q.device), mask.softcap)
+    weights = _weights(found, lse)
     grad_weights = (grad @ expand_heads(v, heads).transpose(-1, -2)).to(wide)
     dropped = weights.to(grad.dtype)
     if mask.dropout is not None:
         dropped, grad_weights = mask.dropout(dropped), mask.dropout(grad_weights)
-    grad_scores = (weights * (grad_weights - along[..., None]) / math.sqrt(q.shape[-1])).to(q.dtype)
+    grad_found = weights * (grad_weights - along[..., None])
+    if mask.softcap is not None:  # d tanh(x) = 1 - tanh(x)^2; a score that is not seen has no weight
+        grad_found = grad_found * (1 - (found / mask.softcap).clamp(min=-1).square())
+    grad_scores = (grad_found / math.sqrt(q.shape[-1])).to(q.dtype)
     grad_q = grad_scores @ expand_heads(k, heads)
     grad_k = grad_scores.transpose(-1, -2) @ q.transpose(1, 2)
     grad_v = dropped.transpose(-1, -2) @ grad

@@ -6,19 +6,50 @@ import math
 
 import torch
 
-from mega.core.architecture.layer import Rope, RopeScaling
+from mega.core.architecture.layer import LongScaling, Rope, RopeScaling, YarnScaling
 from mega.core.ops.norm import accurate
 
 
-def rotary_table(positions: torch.Tensor, rope: Rope, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, each [tokens, rope.width / 2], in max(fp32, dtype); positions int64 [tokens]."""
-    wide, width = accurate(dtype), rope.width
+def rotary_table(
+    positions: torch.Tensor, rope: Rope, dtype: torch.dtype, length: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin, each [tokens, rope.width / 2], in max(fp32, dtype); positions int64 [tokens].
+
+    length: of the rows that the tokens are of [as many as there are positions]; LongRoPE goes by it.
+    """
+    wide, width, scaling = accurate(dtype), rope.width, rope.scaling
     exponent = torch.arange(0, width, 2, device=positions.device, dtype=torch.float64) / width
     frequency = (rope.base**-exponent) / rope.interpolation
-    if rope.scaling is not None:
-        frequency = scaled(frequency, rope.scaling)
+    if isinstance(scaling, RopeScaling):
+        frequency = scaled(frequency, scaling)
+    elif isinstance(scaling, YarnScaling):
+        frequency = frequency * (1 - (1 - 1 / scaling.factor) * _interpolated(width, rope.base, scaling).to(frequency))
+    elif isinstance(scaling, LongScaling):
+        is_long = (len(positions) if length is None else length) > scaling.original
+        frequency = frequency / frequency.new_tensor(scaling.long if is_long else scaling.short)
     angle = positions.to(torch.float64)[:, None] * frequency[None, :]
-    return angle.cos().to(wide), angle.sin().to(wide)
+    magnitude = 1.0 if scaling is None or isinstance(scaling, RopeScaling) else scaling.magnitude
+    return (angle.cos() * magnitude).to(wide), (angle.sin() * magnitude).to(wide)
+
+
+def _interpolated(width: int, base: float, scaling: YarnScaling) -> torch.Tensor:
+    """How far each of YaRN's width / 2 frequencies is divided by the factor, from 0 to 1 (Peng et al. 2023, section
+    3.2): not at all where it turns more than `beta_fast` times within the original positions, wholly where it turns
+    fewer than `beta_slow` times, and between them in proportion to its index.
+
+    >>> yarn = YarnScaling(factor=4.0, original=64, beta_fast=32.0, beta_slow=1.0, truncate=True, magnitude=1.0)
+    >>> _interpolated(8, 100.0, yarn).tolist()
+    [0.0, 0.3333333333333333, 0.6666666666666666, 1.0]
+    """
+    first, last = (
+        width * math.log(scaling.original / (turns * 2 * math.pi)) / (2 * math.log(base))
+        for turns in (scaling.beta_fast, scaling.beta_slow)
+    )
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
+    last += 0.001 * (first == last)
+    return ((torch.arange(width // 2, dtype=torch.float64) - first) / (last - first)).clamp(0, 1)
 
 
 def scaled(frequency: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:

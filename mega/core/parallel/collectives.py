@@ -198,6 +198,11 @@ def all_to_all(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return conjugate(x, axis, _exchange, _exchange)
 
 
+def all_reduce_both_ways(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The sum over ranks that each of them computes with, so that the gradients of all of them add up too."""
+    return x if axis.size == 1 else conjugate(x, axis, _sum, _sum)
+
+
 def reduce_from_region(x: torch.Tensor, axis: Axis, sequence: bool) -> torch.Tensor:
     """Out of a tensor-parallel region: parts of all ranks add up; under sequence our tokens of the sum stay."""
     if axis.size == 1:

@@ -76,10 +76,27 @@ class VocabEmbedding(nn.Module):
         return reduce_from_region(rows, self.region.axis, self.region.sequence)
 
 
-def logits(x: torch.Tensor, weight: Weight, region: Region, bias: Weight | None = None) -> torch.Tensor:
+class LogitShape(NamedTuple):
+    """What is made of each logit: it is divided, then kept within +-softcap by a hyperbolic tangent."""
+
+    divisor: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        if self.divisor != 1.0:
+            logits = logits / self.divisor
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+UNSHAPED = LogitShape()
+
+
+def logits(
+    x: torch.Tensor, weight: Weight, region: Region, bias: Weight | None = None, shape: LogitShape = UNSHAPED
+) -> torch.Tensor:
     """x [tokens, h] (our tokens under sequence) -> [tokens, ids of this rank], padding at minus infinity."""
     out = column_matmul(x, WeightGemms(weight), region)
-    out = out if bias is None else out + bias
+    out = shape(out if bias is None else out + bias)
     real = weight.segments[0].shard.size[0]
     if real == weight.shape[0]:
         return out
@@ -176,6 +193,7 @@ def token_loss(
     region: Region,
     bias: Weight | None = None,
     scale: torch.Tensor | None = None,
+    shape: LogitShape = UNSHAPED,
 ) -> Term:
     """The sum of `weights` [tokens] times the labels' negative log-likelihood, over their sum; the rest as of
     `cross_entropy`.
@@ -184,24 +202,37 @@ def token_loss(
     whole vocabulary, logits are read once for the loss and its gradient. None: not known.
     """
     if scale is None or region.size > 1:
-        nll = cross_entropy(x, labels, weight, region, bias)
+        nll = cross_entropy(x, labels, weight, region, bias, shape)
         weights = weights.to(nll.dtype)
         return Term((nll * weights).sum(), weights.sum())
-    made = column_matmul(x, WeightGemms(weight), region, None if bias is None else bias.detach())
+    made = _shaped_logits(x, weight, region, bias, shape)
     weights = weights.to(accurate(made.dtype))
     scales = weights * scale.to(weights.dtype)
     nll, root = _WithGradient.apply(made, labels, scales, weight, bias)  # type: ignore[no-untyped-call]
     return Term((nll * weights).sum(), weights.sum(), root)
 
 
+def _shaped_logits(
+    x: torch.Tensor, weight: Weight, region: Region, bias: Weight | None, shape: LogitShape
+) -> torch.Tensor:
+    """Logits whose bias has no gradient of its own: the loss gives it that of the logits, which must be its own."""
+    assert bias is None or shape == UNSHAPED, "a bias is added to logits that stay as they are"
+    return shape(column_matmul(x, WeightGemms(weight), region, None if bias is None else bias.detach()))
+
+
 def cross_entropy(
-    x: torch.Tensor, labels: torch.Tensor, weight: Weight, region: Region, bias: Weight | None = None
+    x: torch.Tensor,
+    labels: torch.Tensor,
+    weight: Weight,
+    region: Region,
+    bias: Weight | None = None,
+    shape: LogitShape = UNSHAPED,
 ) -> torch.Tensor:
     """Negative log-likelihood [tokens] in max(fp32, dtype) under the head `weight`, for the labels int64 [tokens].
 
     x [tokens, h], our tokens under sequence. bias: of the logits, cut like the vocabulary.
     """
-    made = column_matmul(x, WeightGemms(weight), region, None if bias is None else bias.detach())
+    made = _shaped_logits(x, weight, region, bias, shape)
     return _CrossEntropy.apply(made, labels, weight, region.axis, bias)  # type: ignore[no-any-return, no-untyped-call]
 
 

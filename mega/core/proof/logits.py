@@ -6,7 +6,7 @@ Both models run one block at a time in fp32, so of each only one block, and the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from mega.core.architecture import architecture, units
 from mega.core.checkpoint.forms.form import OWN
 from mega.core.checkpoint.forms.huggingface import weights_of
+from mega.core.checkpoint.forms.mapping import Source
 from mega.core.checkpoint.forms.recognise import form_at
 from mega.core.checkpoint.own.container import blocks
 from mega.core.checkpoint.own.model import model_of
@@ -101,48 +102,57 @@ def not_finite(one: Path, other: Path) -> str | None:
 def their_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     """[b, s, vocab] in fp32, computed by transformers from a Hugging Face folder for token ids [b, s].
 
-    The model is made with one block, which then stands at every place and gets the weights of each when it is called.
-    Where blocks are of two kinds it is of the first one's: ids end with the window, within which both see the same.
+    The model is made with one block of each kind; each of its own is then made where it is called, and let go again.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     source = weights_of(folder)
     config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     kinds, count = getattr(config, "layer_types", None), config.num_hidden_layers
-    config.num_hidden_layers = 1
+    few = [None] if kinds is None else list(dict.fromkeys(kinds))
+    config.num_hidden_layers = len(few)
     if kinds is not None:
-        config.layer_types = kinds[:1]
+        config.layer_types = few
     maker: Any = AutoModelForCausalLM
     model = maker.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
     backbone = model.base_model
     stem = "h" if hasattr(backbone, "h") else "layers"
-    (block,) = getattr(backbone, stem)
+    block: Any = type(getattr(backbone, stem)[0])
     config.num_hidden_layers = count
     if kinds is not None:
-        config.layer_types = kinds[:1] * count  # the backbone makes masks only for the kinds that it was made with
-    setattr(backbone, stem, torch.nn.ModuleList([block] * count))
-    prefix = f"{model.base_model_prefix}."
-    here = prefix if any(name.startswith(prefix) for name in source.tensors) else ""
+        config.layer_types = kinds
+    here = _prefix(model, source.tensors)
 
-    def fill(module: torch.nn.Module, names: Iterable[tuple[str, str]]) -> None:
-        tensors = dict(module.named_parameters())
-        for own, theirs in names:
-            shape = source.tensors[theirs][0]
-            tensors[own].copy_(source.read(theirs, whole_box(shape)))
+    def fill(module: torch.nn.Module, stored: Callable[[str], str]) -> None:
+        for name, tensor in module.named_parameters():
+            tensor.copy_(source.read(stored(name), whole_box(source.tensors[stored(name)][0])))
 
-    outside = [name for name, _ in model.named_parameters() if f".{stem}." not in name]
-    fill(model, [(name, here + name.removeprefix(prefix) if name.startswith(prefix) else name) for name in outside])
-    inside = [name for name, _ in block.named_parameters()]
-    numbers = iter(range(count))
+    class OneBlock(torch.nn.Module):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.number, self.attention_type = number, None if kinds is None else kinds[number]
 
-    def next_weights(module: torch.nn.Module, inputs: object) -> None:
-        number = next(numbers)
-        fill(module, [(name, f"{here}{stem}.{number}.{name}") for name in inside])
+        def forward(self, *args: Any, **named: Any) -> Any:
+            made = block(config, self.number).to(torch.float32).eval()
+            fill(made, lambda name: f"{here}{stem}.{self.number}.{name}")
+            return made(*args, **named)
 
-    block.register_forward_pre_hook(next_weights)
+    setattr(backbone, stem, torch.nn.ModuleList(map(OneBlock, range(count))))
+    outside = f"{model.base_model_prefix}."
+    fill(model, lambda name: _stored(here + name.removeprefix(outside) if name.startswith(outside) else name, source))
     found: torch.Tensor = model(ids, use_cache=False).logits
-    assert next(numbers, None) is None, "every block was run"
     return found
+
+
+def _prefix(model: Any, tensors: Collection[str]) -> str:
+    """What the names of a folder begin with: nothing where a model was saved without its head."""
+    prefix = f"{model.base_model_prefix}."
+    return prefix if any(name.startswith(prefix) for name in tensors) else ""
+
+
+def _stored(name: str, source: Source) -> str:
+    """What a tensor is called in a folder: transformers saves GPT-NeoX's head under its former name."""
+    return "embed_out.weight" if name == "lm_head.weight" and "embed_out.weight" in source.tensors else name
 
 
 @torch.no_grad()

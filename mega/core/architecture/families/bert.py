@@ -24,7 +24,7 @@ def bert(options: ModelConfig) -> Architecture:
         "choice": Rows(name="multichoice_head", classes=1, choices=options.classes),
         "lm": Rows(name="binary_head", classes=2, choices=1) if options.binary_head else None,
     }.get(options.head)
-    stack = parts.stack(options, parts.layer(options, causal=False), options.layers)
+    stack = parts.stack(options, lambda number: parts.layer(options, causal=False, number=number), options.layers)
     post = options.norm_placement == "post"
     return parts.architecture(
         options,

@@ -8,13 +8,17 @@ from mega.core.config.sections import ModelConfig
 
 
 def decoder(options: ModelConfig) -> Architecture:
-    """One stack of causal layers, and logits without a bias."""
-    parts.check_depth(options.layers)
-    made = (parts.layer(options, number=number) for number in range(options.layers if options.experts else 1))
-    layers = tuple(made) if options.experts else (next(made),) * options.layers
+    """One stack of causal layers, and logits."""
+    words = Words(
+        tied=options.tied,
+        bias=options.head_bias,
+        transform=None,
+        divisor=options.logit_divisor,
+        softcap=options.logit_softcap,
+    )
     return parts.architecture(
         options,
         input=parts.inputs(options),
-        stacks=(parts.stack(options, layers, options.layers),),
-        output=Output(words=Words(tied=options.tied, bias=False, transform=None), pooler=False, rows=None),
+        stacks=(parts.stack(options, lambda number: parts.layer(options, number=number), options.layers),),
+        output=Output(words=words, pooler=False, rows=None),
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import sqrt
-from typing import Any
+from collections.abc import Callable
+from math import log, sqrt
+from typing import Any, Literal
 
 from mega.core.architecture.families.mixture import experts
 from mega.core.architecture.layer import (
@@ -14,10 +14,12 @@ from mega.core.architecture.layer import (
     Dense,
     Experts,
     Layer,
+    LongScaling,
     Mixer,
     Norm,
     Rope,
     RopeScaling,
+    YarnScaling,
 )
 from mega.core.architecture.model import Adapters, Architecture, Input, Stack
 from mega.core.config.mixture import has_experts
@@ -33,29 +35,64 @@ def norm(options: ModelConfig, name: str, width: int | None = None) -> Norm:
     return Norm(name, options.norm, width, options.norm_eps, options.norm_offset)
 
 
-def rope(options: ModelConfig) -> Rope | None:
-    if options.position != "rope":
+def rope(options: ModelConfig, number: int = 0) -> Rope | None:
+    """Rotary positions of layer `number`."""
+    if options.position != "rope" or not _holds(options.rope_layers, number):
         return None
-    scaling = None
-    if options.rope_scaling != "none":
-        scaling = RopeScaling(
-            options.rope_scaling_factor,
-            options.rope_low_freq_factor,
-            options.rope_high_freq_factor,
-            options.rope_original_positions,
-        )
+    width = int(options.head_dim * options.rope_fraction)
+    if options.local_rope_base is not None and window(options, number) is not None:
+        return Rope(base=options.local_rope_base, width=width)
     return Rope(
-        base=options.rope_base,
-        width=int(options.head_dim * options.rope_fraction),
-        interpolation=options.rope_interpolation,
-        scaling=scaling,
+        base=options.rope_base, width=width, interpolation=options.rope_interpolation, scaling=_rope_scaling(options)
     )
 
 
-def self_attention(options: ModelConfig, *, causal: bool = True) -> Attention:
-    """A layer's attention to its own tokens."""
+def _rope_scaling(options: ModelConfig) -> RopeScaling | YarnScaling | LongScaling | None:
+    factor, original, magnitude = (
+        options.rope_scaling_factor,
+        options.rope_original_positions,
+        options.rope_magnitude,
+    )
+    if options.rope_scaling == "llama3":
+        return RopeScaling(factor, options.rope_low_freq_factor, options.rope_high_freq_factor, original)
+    if options.rope_scaling == "yarn":
+        return YarnScaling(
+            factor=factor,
+            original=original,
+            beta_fast=options.rope_beta_fast,
+            beta_slow=options.rope_beta_slow,
+            truncate=options.rope_truncate,
+            magnitude=max(1.0, 0.1 * log(factor) + 1.0) if magnitude is None else magnitude,
+        )
+    if options.rope_scaling == "longrope":
+        longer = options.positions / original
+        if magnitude is None:
+            magnitude = sqrt(1 + log(longer) / log(original)) if longer > 1 and original > 1 else 1.0
+        factors = {"short": options.rope_short_factors, "long": options.rope_long_factors}
+        for which, each in factors.items():
+            if len(each) != (wanted := int(options.head_dim * options.rope_fraction) // 2):
+                raise ValueError(
+                    f"--rope-{which}-factors: {len(each)} numbers; must be {wanted}, one for each frequency"
+                )
+        return LongScaling(**factors, original=original, magnitude=magnitude)
+    return None
+
+
+def window(options: ModelConfig, number: int) -> int | None:
+    """How many tokens a token of layer `number` sees; None is all."""
+    return options.window if _holds(options.window_layers, number) else None
+
+
+def _holds(pattern: tuple[int, ...], number: int) -> bool:
+    """Whether layer `number` is one of a pattern that begins again where it ends; without one all are."""
+    return not pattern or bool(pattern[number % len(pattern)])
+
+
+def self_attention(options: ModelConfig, *, causal: bool = True, number: int = 0) -> Attention:
+    """Attention of layer `number` to its own tokens."""
     padding = "masked" if causal else options.memory_padding
-    own: dict[str, Any] = {"source": "self", "causal": causal, "padding": padding, "rope": rope(options)}
+    own: dict[str, Any] = {"source": "self", "causal": causal, "padding": padding, "rope": rope(options, number)}
+    own |= {"window": window(options, number), "score_multiplier": _score_multiplier(options, number)}
     return _attention(options, name="self_attn", site="attention", **own)
 
 
@@ -65,19 +102,28 @@ def cross_attention(options: ModelConfig) -> Attention:
     return _attention(options, name=CROSS, site="cross_attention", source="memory", **plain)
 
 
+def _score_multiplier(options: ModelConfig, number: int) -> float:
+    scale = 1.0 if options.attention_scale is None else options.attention_scale * sqrt(options.head_dim)
+    return scale / (number + 1) if options.attention_scale_by_layer else scale
+
+
 def _attention(options: ModelConfig, *, name: str, **values: Any) -> Attention:
-    head_dim = options.head_dim
-    values = {"window": options.window, **values}
+    heads = {"q": options.heads, "k": options.kv_heads}
+    together = heads if options.qk_norm_whole else {"q": 1, "k": 1}
+    norms: dict[str, Any] = {
+        f"{which}_norm": norm(options, f"{name}.{which}_norm", count * options.head_dim) if options.qk_norm else None
+        for which, count in together.items()
+    }
     return Attention(
         name=name,
         heads=options.heads,
         kv_heads=options.kv_heads,
-        head_dim=head_dim,
+        head_dim=options.head_dim,
         qkv_bias=options.qkv_bias,
-        out_bias=options.bias,
-        q_norm=norm(options, f"{name}.q_norm", head_dim) if options.qk_norm else None,
-        k_norm=norm(options, f"{name}.k_norm", head_dim) if options.qk_norm else None,
+        out_bias=options.bias if options.out_bias is None else options.out_bias,
         dropout=options.attention_dropout,
+        softcap=options.attention_softcap,
+        **norms,
         **values,
     )
 
@@ -97,30 +143,47 @@ def feed_forward_of(options: ModelConfig, number: int) -> Dense | Experts:
     return experts(options, network) if has_experts(options, number) else network
 
 
-def branch(options: ModelConfig, mixer: Mixer, before: Norm | None, after: Norm | None = None) -> Branch:
+def branch(
+    options: ModelConfig,
+    mixer: Mixer,
+    before: Norm | None,
+    after: Norm | None = None,
+    of: Literal["sum", "branch"] = "sum",
+) -> Branch:
     return Branch(
         mixer=mixer,
         before=before,
         after=after,
-        after_of="sum",
+        after_of=of,
         onto="normed" if options.post_norm_residual and before is not None else "stream",
         dropout=options.hidden_dropout,
+        multiplier=options.residual_multiplier,
     )
 
 
 def layer(options: ModelConfig, *, number: int = 0, causal: bool = True, memory: bool = False) -> Layer:
-    """Self-attention and feed-forward, each with its norm before or after it; between them, with `memory`, attention to
-    another stack's tokens. number: the layer's, which says whether it has experts."""
-    attention, feed_forward = self_attention(options, causal=causal), feed_forward_of(options, number)
+    """Self-attention and feed-forward of layer `number` with their norms; between them, with `memory`, attention to
+    another stack's tokens."""
+    attention = self_attention(options, causal=causal, number=number)
+    feed_forward = feed_forward_of(options, number)
     first, second = norm(options, "input_layernorm"), norm(options, "post_attention_layernorm")
+    third, last = (norm(options, f"{which}_feedforward_layernorm") for which in ("pre", "post"))
     if options.norm_placement == "post":
-        last = norm(options, "post_feedforward_layernorm")
         return Layer(branches=(branch(options, attention, None, second), branch(options, feed_forward, None, last)))
+    if options.norm_placement == "branch":
+        pairs = (attention, None, second, "branch"), (feed_forward, None, last, "branch")
+        return Layer(branches=tuple(branch(options, *each) for each in pairs))
+    if options.norm_placement == "both":
+        both = (attention, first, second, "branch"), (feed_forward, third, last, "branch")
+        return Layer(branches=tuple(branch(options, *each) for each in both))
+    if options.parallel_branches == "one-norm":
+        alone = branch(options, attention, None), branch(options, feed_forward, None)
+        return Layer(branches=alone, parallel=True, before=first)
     branches = [branch(options, attention, first), branch(options, feed_forward, second)]
     if memory:
         cross = cross_attention(options)
         branches.insert(1, branch(options, cross, norm(options, f"{cross.name}_layernorm")))
-    return Layer(branches=tuple(branches))
+    return Layer(branches=tuple(branches), parallel=options.parallel_branches == "two-norms")
 
 
 def check_depth(depth: int) -> None:
@@ -131,16 +194,18 @@ def check_depth(depth: int) -> None:
 
 def stack(
     options: ModelConfig,
-    each: Layer | Sequence[Layer],
+    each: Callable[[int], Layer],
     depth: int,
     *,
     name: str = "model",
     opens: str = "embedding",
     first: int = 0,
 ) -> Stack:
-    """`depth` layers, equal or these, and a norm after the last."""
+    """`depth` layers, made of their numbers in the stack, and a norm after the last. Layers that are equal are one
+    value."""
     check_depth(depth)
-    layers = (each,) * depth if isinstance(each, Layer) else tuple(each)
+    made: dict[Layer, Layer] = {}
+    layers = tuple(made.setdefault(layer, layer) for layer in map(each, range(depth)))
     return Stack(name=name, opens=opens, first=first, layers=layers, norm=norm(options, f"{name}.norm"))
 
 
@@ -148,8 +213,9 @@ def inputs(options: ModelConfig, *, types: int = 0, normed: bool = False) -> Inp
     return Input(
         vocab=options.vocab,
         vocab_multiple=options.vocab_multiple,
-        scale=options.hidden**0.5 if options.embedding_scale else 1.0,
-        learned_positions=options.positions if options.position == "learned" else 0,
+        scale=(options.hidden**0.5 if options.embedding_scale else 1.0) * options.embedding_multiplier,
+        learned_positions=options.positions + options.position_offset if options.position == "learned" else 0,
+        learned_from=options.position_offset if options.position == "learned" else 0,
         sinusoid_from=options.position_offset if options.position == "sinusoidal" else None,
         types=types,
         norm=norm(options, "model.embed_norm") if normed else None,

@@ -14,13 +14,14 @@ from mega.core.config.sections import ModelConfig
 def t5(options: ModelConfig) -> Architecture:
     """An encoder, which opens at "embedding", and a decoder, which opens at "middle"."""
     first, second = options.stacks
-    encoder = parts.stack(options, parts.layer(options, causal=False), first, name="model.encoder")
-    decoder = parts.stack(
-        options, parts.layer(options, memory=True), second, name="model.decoder", opens="middle", first=first
+    encoder, decoder = parts.layer(options, causal=False), parts.layer(options, memory=True)
+    stacks = (
+        parts.stack(options, lambda _: encoder, first, name="model.encoder"),
+        parts.stack(options, lambda _: decoder, second, name="model.decoder", opens="middle", first=first),
     )
     return parts.architecture(
         options,
         input=parts.inputs(options),
-        stacks=(encoder, decoder),
+        stacks=stacks,
         output=Output(words=Words(tied=True, bias=True, transform=None), pooler=False, rows=None),
     )

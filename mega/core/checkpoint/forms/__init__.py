@@ -5,8 +5,9 @@ recognise   what lies at a path
 convert     whatever it is, into ours and out of it
 mapping     tables that say where every element comes from, read both ways, and the proof that none is lost
 read_back   is a conversion what it was made from
-huggingface Hugging Face's folders; llama, gpt2 and bert their config.json and names; peft adapters next to them
-meta        Llama as Meta releases it; llama2c brings its own files to Meta's names
+huggingface Hugging Face's folders; families/ and bert their config.json and names; peft adapters next to them
+block_scaled fp8 weights with scales of blocks, read as bf16
+meta        Llama as Meta releases it; mistral as Mistral does; llama2c brings its own files to Meta's names
 fairseq     Megatron-11b
 megatron/   Megatron-LM's trees and its distributed checkpoints, with their optimizers
 foreign     tensors in other tools' files, nothing executed; pickles torch files that hold more than tensors

@@ -1,4 +1,5 @@
-"""BERT in Hugging Face's form: "bert" with norms after each branch, and "megatron-bert" with norms before.
+"""BERT in Hugging Face's form: "bert" with norms after each branch, "megatron-bert" with norms before, and "roberta",
+whose positions begin after the padding's number and whose heads are called otherwise.
 
 Knows config.json and tensors' names, no files. Which heads a model has is read off its tensors where they are known:
 released files hold more than their `architectures` says. Source: transformers' BertForPreTraining, BertForMaskedLM,
@@ -8,6 +9,7 @@ BertForSequenceClassification, BertModel, and MegatronBert's.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Literal, TypedDict
 
 from mega.core.architecture import Architecture, architecture, inventory
@@ -18,11 +20,21 @@ from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.config.sections import ModelConfig
 from mega.core.untrusted import Json
 
-TYPES = {"bert": "post", "megatron-bert": "pre"}
-"""`model_type` -> where norms are."""
 
-PREFIX = "bert."
-"""In front of every name but the heads'; a model without heads has none."""
+@dataclass(frozen=True)
+class BertType:
+    """One `model_type`. classes: what its classes begin with. placement: where norms are. prefix: in front of every
+    name but the heads'; a model without heads has none. heads: our modules -> theirs. repeated: ours -> what a folder
+    may hold once more. offset: whether the first position has the row after the padding's.
+    """
+
+    classes: str
+    placement: Literal["post", "pre"]
+    prefix: str
+    heads: Mapping[str, str]
+    repeated: Mapping[str, str]
+    offset: bool = False
+
 
 NAMES = {
     "model.embed_tokens": "embeddings.word_embeddings",
@@ -45,7 +57,7 @@ NORMS = {
     },
     "pre": {"input_layernorm": "attention.ln", "post_attention_layernorm": "ln"},
 }
-HEADS = {
+_HEADS = {
     "lm_head.dense": "cls.predictions.transform.dense",
     "lm_head.norm": "cls.predictions.transform.LayerNorm",
     "lm_head": "cls.predictions",
@@ -55,6 +67,13 @@ HEADS = {
 }
 """Our modules -> theirs."""
 
+_ROBERTA_HEADS = {
+    "lm_head.dense": "lm_head.dense",
+    "lm_head.norm": "lm_head.layer_norm",
+    "lm_head": "lm_head",
+    "pooler.dense": "classifier.dense",
+    "classification_head": "classifier.out_proj",
+}
 CLASSIFIERS = ("ForSequenceClassification", "ForMultipleChoice")
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
@@ -63,23 +82,37 @@ ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
 ENDINGS = {".weight": ".gamma", ".bias": ".beta"}
 """What the norms of the first releases are called."""
 
-REPEATED = {
-    "model.embed_tokens.weight": "cls.predictions.decoder.weight",
-    "lm_head.bias": "cls.predictions.decoder.bias",
+
+def _repeated(decoder: str) -> Mapping[str, str]:
+    return {"model.embed_tokens.weight": f"{decoder}.weight", "lm_head.bias": f"{decoder}.bias"}
+
+
+TYPES: Mapping[str, BertType] = {
+    "bert": BertType("Bert", "post", "bert.", _HEADS, _repeated("cls.predictions.decoder")),
+    "megatron-bert": BertType("MegatronBert", "pre", "bert.", _HEADS, _repeated("cls.predictions.decoder")),
+    "roberta": BertType("Roberta", "post", "roberta.", _ROBERTA_HEADS, _repeated("lm_head.decoder"), offset=True),
 }
-"""Ours -> what a folder may hold once more."""
 
 
-def bert_name(name: str, placement: str, prefix: str = PREFIX) -> str:
-    """Hugging Face's name of a logical tensor.
+def bert_name(name: str, kind: str, prefix: str | None = None, *, pools: bool = True) -> str:
+    """Hugging Face's name of a logical tensor. kind: a `model_type`. pools: whether a pooler is a part of the model,
+    not of its classifier.
 
-    >>> bert_name("model.layers.3.post_attention_layernorm.bias", "post"), bert_name("lm_head.bias", "pre")
+    >>> bert_name("model.layers.3.post_attention_layernorm.bias", "bert"), bert_name("lm_head.bias", "megatron-bert")
     ('bert.encoder.layer.3.attention.output.LayerNorm.bias', 'cls.predictions.bias')
     """
+    known = TYPES[kind]
     module = name.rpartition(".")[0]
-    if module in HEADS:
-        return translated(name, HEADS, "")
-    return prefix + translated(name, NAMES | NORMS[placement], "encoder.layer.{}.")
+    if module in known.heads and not (module == "pooler.dense" and pools):
+        return translated(name, known.heads, "")
+    prefix = known.prefix if prefix is None else prefix
+    return prefix + translated(name, NAMES | NORMS[known.placement], "encoder.layer.{}.")
+
+
+def _kind(model: Architecture) -> str:
+    """The `model_type` of a model."""
+    wanted = (model.block.norm_placement, model.input.learned_from > 0)
+    return next((name for name, each in TYPES.items() if (each.placement, each.offset) == wanted), "bert")
 
 
 def model_from_config(config: Mapping[str, Json], where: str, found: Collection[str] = ()) -> ModelConfig:
@@ -91,6 +124,11 @@ def model_from_config(config: Mapping[str, Json], where: str, found: Collection[
         only(config, key, (False, None), where)
     only(config, "tie_word_embeddings", (True, None), where)
     only(config, "position_embedding_type", ("absolute", None), where)
+    kind = TYPES[str(config["model_type"])]
+    offset = whole_in(config, "pad_token_id", where, 1) + 1 if kind.offset else 0
+    positions = whole_in(config, "max_position_embeddings", where) - offset
+    if positions < 1:
+        raise CheckpointError(f"{where}: max_position_embeddings: must be more than pad_token_id and 1")
     theirs = config.get("hidden_act", "gelu")
     activation = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}.get(str(theirs))
     if activation is None:
@@ -107,11 +145,12 @@ def model_from_config(config: Mapping[str, Json], where: str, found: Collection[
         head_dim=hidden // heads,
         ffn=whole_in(config, "intermediate_size", where),
         vocab=whole_in(config, "vocab_size", where),
-        positions=whole_in(config, "max_position_embeddings", where),
-        norm_placement="post" if TYPES[str(config["model_type"])] == "post" else "pre",
+        positions=positions,
+        position_offset=offset,
+        norm_placement=kind.placement,
         norm_eps=number_in(config, "layer_norm_eps", where, 1e-12),
         activation="gelu" if activation == "gelu" else "gelu_tanh",
-        head_activation="gelu" if activation == "gelu" else "gelu_tanh",
+        head_activation="gelu" if activation == "gelu" or kind.offset else "gelu_tanh",
         qkv_bias=True,
         token_types=whole_in(config, "type_vocab_size", where, 2),
         hidden_dropout=dropout,
@@ -133,13 +172,17 @@ def _heads(config: Mapping[str, Json], where: str, found: Collection[str]) -> _H
     """Which heads a model has, by its tensors, else by the name of its class."""
     named = config.get("architectures")
     architecture = str(named[0]) if named and isinstance(named, list) else "BertModel"
-    words = _any(found, "cls.predictions.") if found else architecture.endswith(("ForPreTraining", "ForMaskedLM"))
+    kind = TYPES[str(config["model_type"])]
+    of_words = architecture.endswith(("ForPreTraining", "ForMaskedLM"))
+    words = _any(found, "cls.predictions.", "lm_head.") if found else of_words
     classes = _any(found, "classifier.") if found else architecture.endswith(CLASSIFIERS)
-    pooled = _any(found, "pooler.", PREFIX + "pooler.") if found else not architecture.endswith("ForMaskedLM")
+    pooled = _any(found, "pooler.", kind.prefix + "pooler.") if found else not architecture.endswith("ForMaskedLM")
     if words and classes:
         raise CheckpointError(
             f"{where}: its tensors are of a head for words and of a classifier; one of the two is read"
         )
+    if classes and kind.offset and found and pooled:
+        raise CheckpointError(f"{where}: {architecture}: only RobertaForSequenceClassification's head is read")
     if classes and architecture.endswith("ForMultipleChoice"):
         return {"head": "choice", "classes": 4}
     if classes:
@@ -160,6 +203,9 @@ def config_from_model(options: ModelConfig, dtype: str) -> dict[str, Json]:
     model = architecture(options)
     if not model.input.types:
         raise CheckpointError("token_types 0: Hugging Face's BERT has at least 1, which tokens always have a row of")
+    rows, kind = model.output.rows, TYPES[_kind(model)]
+    if rows is not None and rows.name not in kind.heads:
+        raise CheckpointError(f"{rows.name}: Hugging Face's {kind.classes} has no such head")
     config = _config(model, dtype)
     check_kept(options, model_from_config(config, "config.json"), "Hugging Face's BERT", unsaid=OF_HEADS)
     return config
@@ -171,15 +217,17 @@ OF_HEADS = ("head", "head_activation", "binary_head", "classes")
 
 def _config(model: Architecture, dtype: str) -> dict[str, Json]:
     attention, feed_forward = model.block.attention, model.block.feed_forward
-    mtype = next(name for name, placement in TYPES.items() if placement == model.block.norm_placement)
+    mtype = _kind(model)
+    offset = model.input.learned_from
     return {
-        "architectures": [{"bert": "Bert", "megatron-bert": "MegatronBert"}[mtype] + _class(model.output)],
+        "architectures": [TYPES[mtype].classes + _class(model.output)],
         "model_type": mtype,
         "hidden_size": model.hidden,
         "num_hidden_layers": len(model.layers),
         "num_attention_heads": attention.heads,
         "intermediate_size": feed_forward.width,
-        "max_position_embeddings": model.positions,
+        "max_position_embeddings": model.positions + offset,
+        **({"pad_token_id": offset - 1} if offset else {}),
         "vocab_size": model.input.vocab,
         "type_vocab_size": model.input.types,
         "hidden_act": ACTIVATIONS.get(feed_forward.activation, "gelu"),
@@ -225,16 +273,19 @@ def table(options: ModelConfig, found: Collection[str] = ()) -> Table:
     """`weights/<name>` of every logical tensor from Hugging Face's. found: names in a folder."""
     model = architecture(options)
     headed = model.output.words is not None or model.output.rows is not None
-    prefix = PREFIX if headed or any(name.startswith(PREFIX) for name in found) else ""
+    kind = _kind(model)
+    prefix = TYPES[kind].prefix if headed or any(name.startswith(TYPES[kind].prefix) for name in found) else ""
+    pools = model.output.rows is None or not TYPES[kind].offset
     targets, copies = [], []
     for tensor in inventory(options):
-        theirs = bert_name(tensor.name, model.block.norm_placement, prefix)
+        theirs = bert_name(tensor.name, kind, prefix, pools=pools)
         for ending, old in ENDINGS.items():
             if theirs not in found and (former := theirs.removesuffix(ending) + old) in found:
                 theirs = former
         target = Target(f"weights/{tensor.name}", tensor.shape, (whole(tensor.shape, theirs),))
         targets.append(target)
-        if REPEATED.get(tensor.name) in found:
-            copies.append((target.name, whole(tensor.shape, REPEATED[tensor.name])))
+        again = TYPES[kind].repeated.get(tensor.name)
+        if again is not None and again in found:
+            copies.append((target.name, whole(tensor.shape, again)))
     ignored = frozenset(name for name in found if name.endswith("embeddings.position_ids"))
     return Table(tuple(targets), copies=tuple(copies), ignored=ignored)

@@ -22,7 +22,7 @@ import torch
 from mega.core.checkpoint.forms.pickle_scan import BYTES, Scan
 from mega.core.checkpoint.own.container import Entry, read_box
 from mega.core.checkpoint.own.disk import opening, parse_json, read_file, read_into
-from mega.core.checkpoint.own.pieces import DTYPES, Box, CheckpointError, Tensors, whole_box
+from mega.core.checkpoint.own.pieces import FOREIGN_DTYPES, Box, CheckpointError, Tensors, whole_box
 from mega.core.untrusted import Json
 
 HEADER_LIMIT = 64 << 20
@@ -37,12 +37,14 @@ class EntrySource:
     """Tensors that lie as plain bytes in files; each is read by rectangles, so memory does not grow with files."""
 
     def __init__(self, entries: Mapping[str, tuple[Path, Entry]]) -> None:
-        self._entries = entries
-        self.tensors: Tensors = {name: (entry.whole, DTYPES[entry.dtype]) for name, (_, entry) in entries.items()}
+        self.entries = entries
+        self.tensors: Tensors = {
+            name: (entry.whole, FOREIGN_DTYPES[entry.dtype]) for name, (_, entry) in entries.items()
+        }
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        path, entry = self._entries[name]
-        tensor = torch.empty(box.size, dtype=DTYPES[entry.dtype])
+        path, entry = self.entries[name]
+        tensor = torch.empty(box.size, dtype=FOREIGN_DTYPES[entry.dtype])
         with opening(path) as (descriptor, _):
             read_box(path, descriptor, entry, box, tensor)
         return tensor
@@ -92,8 +94,8 @@ def read_header(path: Path) -> list[Entry]:
 def _entry(path: Path, name: str, value: object, base: int) -> Entry:
     fields = value if isinstance(value, dict) else {}
     dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if dtype not in DTYPES:
-        raise CheckpointError(f"{path}: {name}: dtype {dtype!r} (valid: {', '.join(DTYPES)})")
+    if dtype not in FOREIGN_DTYPES:
+        raise CheckpointError(f"{path}: {name}: dtype {dtype!r} (valid: {', '.join(FOREIGN_DTYPES)})")
     for numbers, most in ((shape, 8), (offsets, 2)):
         if (
             not isinstance(numbers, list)
@@ -102,7 +104,7 @@ def _entry(path: Path, name: str, value: object, base: int) -> Entry:
         ):
             raise CheckpointError(f"{path}: {name}: shape or offsets are not counts")
     assert isinstance(shape, list) and isinstance(offsets, list)
-    if len(offsets) != 2 or offsets[1] - offsets[0] != prod(shape) * DTYPES[dtype].itemsize:
+    if len(offsets) != 2 or offsets[1] - offsets[0] != prod(shape) * FOREIGN_DTYPES[dtype].itemsize:
         raise CheckpointError(f"{path}: {name}: offsets {offsets} do not hold {dtype} {shape}")
     return Entry(name, dtype, tuple(shape), whole_box(shape), base + offsets[0], "")
 

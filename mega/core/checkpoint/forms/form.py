@@ -255,6 +255,13 @@ FORMS = [
         companions=COMPANIONS,
     ),
     Form(
+        name="mistral",
+        words="a Mistral folder",
+        sign="params.json with consolidated.safetensors (Mistral)",
+        module=_HERE + "mistral",
+        companions=COMPANIONS,
+    ),
+    Form(
         name="peft",
         words="an adapter of peft",
         sign="adapter_config.json (peft)",

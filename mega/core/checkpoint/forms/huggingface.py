@@ -1,20 +1,22 @@
 """Hugging Face's folders: config.json, safetensors or torch files, tokenizer files.
 
-What config.json and tensors are called depends on its `model_type`: llama.py, gpt2.py and bert.py know that.
+What config.json and tensors are called depends on its `model_type`: families/ and bert.py know that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from typing import Protocol, cast
 
 import torch
 
 from mega.core.architecture import architecture
-from mega.core.checkpoint.forms import bert, conversing, gpt2, llama
+from mega.core.checkpoint.forms import bert, conversing
+from mega.core.checkpoint.forms.block_scaled import dequantised, without_scales
 from mega.core.checkpoint.forms.companions import copy_companions
+from mega.core.checkpoint.forms.families.decoders import BY_TYPE, family_of
 from mega.core.checkpoint.forms.foreign import (
     EntrySource,
     TorchSource,
@@ -95,7 +97,7 @@ def unread(files: Attachments) -> str | None:
 
 
 _KINDS_FILES = ("tokenizer_config.json", "added_tokens.json", "config.json")
-_CLASSES = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
+_CLASSES = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer", "roberta": "RobertaTokenizer"}
 """`model_type` -> the class of its vocab.json and merges.txt, where no file says it."""
 
 
@@ -109,35 +111,50 @@ def _lowers(files: Attachments) -> bool:
 def open_form(path: Path, given: Given) -> Opened:
     where = path / "config.json"
     config = read_json(where)
-    if config.get("quantization_config"):
-        raise CheckpointError(f"{where}: quantization_config: quantised weights are not read; dequantise them first")
     if (adapter := path / "adapter_config.json").exists():
         raise CheckpointError(f"{adapter}: an adapter is not read; merge it into the weights, or take its files away")
-    names, source = _names(config, where), weights_of(path)
+    names = _names(config, where)
+    source = dequantised(weights_of(path), config.get("quantization_config"), str(where))
     model = names.model_from_config(config, str(where), source.tensors)
     check_size(model, source.tensors, str(where))
-    return Opened(source, model, names.table(model, source.tensors), notes=_cut_positions(config, model, where))
+    return Opened(source, model, names.table(model, source.tensors))
 
 
-def _names(config: Mapping[str, Json], where: Path) -> ModuleType:
+class Names(Protocol):
+    """What knows the keys and names of a `model_type`: a family of decoders, or bert.py."""
+
+    def model_from_config(self, config: Mapping[str, object], where: str, found: Collection[str] = ...) -> ModelConfig:
+        """The model that a config.json describes. found: names of the tensors along with it."""
+
+    def config_from_model(self, options: ModelConfig, dtype: str) -> dict[str, Json]:
+        """The config.json of a model. dtype: of the weights, in torch's words."""
+
+    def table(self, options: ModelConfig, found: Collection[str] = ...) -> Table:
+        """`weights/<name>` of every logical tensor. found: names in a folder."""
+
+
+BERT = cast(Names, bert)
+TYPES: Mapping[str, Names] = {**BY_TYPE, **dict.fromkeys(bert.TYPES, BERT)}
+"""`model_type` -> what knows it."""
+
+OUTSIDE = {
+    "gemma3": "its vision tower is not read; save its text model alone (gemma3_text)",
+    "deepseek_v2": "its latent attention (MLA) is not computed here",
+    "deepseek_v3": "its latent attention (MLA) is not computed here",
+    "mamba": "its state-space layers are not computed here",
+    "mamba2": "its state-space layers are not computed here",
+    "t5": "its relative positions are not computed here; --family t5 is Megatron-LM's",
+}
+"""`model_type` that users have -> why it is not opened."""
+
+
+def _names(config: Mapping[str, Json], where: Path) -> Names:
     """What knows the names of a `model_type`. Errors: CheckpointError."""
-    known: dict[str, ModuleType] = {"gpt2": gpt2}
-    known |= {row.model_type: llama for row in llama.FAMILIES} | dict.fromkeys(bert.TYPES, bert)
     kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in known:
-        raise CheckpointError(f"{where}: model_type {kind!r} (valid: {', '.join(known)})")
-    return known[kind]
-
-
-def _cut_positions(config: Mapping[str, Json], model: ModelConfig, where: Path) -> tuple[str, ...]:
-    """A line for the user where a model has fewer positions here than there."""
-    there, here = config.get("max_position_embeddings"), architecture(model).positions
-    if not isinstance(there, int) or there <= here:
-        return ()
-    return (
-        f"{where}: some layers have a sliding window of {here}, others none: the model is cut from {there} "
-        f"positions to {here}, up to which all layers compute the same",
-    )
+    if not isinstance(kind, str) or kind not in TYPES:
+        why = f"{OUTSIDE[kind]}; " if isinstance(kind, str) and kind in OUTSIDE else ""
+        raise CheckpointError(f"{where}: model_type {kind!r} ({why}valid: {', '.join(TYPES)})")
+    return TYPES[kind]
 
 
 def export(own: Own, to: str, given: Given) -> Export:
@@ -147,7 +164,7 @@ def export(own: Own, to: str, given: Given) -> Export:
 
 def _export_bert(own: Own, to: str, given: Given) -> Export:
     tokens, unknown = _bert_tokens(own, given)
-    return _folder(own, bert, tokens, (*bert.losses(own.model), *unknown))
+    return _folder(own, BERT, tokens, (*bert.losses(own.model), *unknown))
 
 
 def _export_t5(own: Own, to: str, given: Given) -> Export:
@@ -155,7 +172,8 @@ def _export_t5(own: Own, to: str, given: Given) -> Export:
 
 
 def _export_decoder(own: Own, to: str, given: Given) -> Export:
-    names = gpt2 if architecture(own.model).input.learned_positions else llama
+    attached = own.checkpoint.attachments.get("config.json")
+    names = family_of(own.model, None if attached is None else read_json(attached).get("model_type"))
     tokens, losses = _special_tokens(own, given)
     return _folder(own, names, tokens, losses)
 
@@ -164,10 +182,10 @@ EXPORTS: dict[str, Callable[[Own, str, Given], Export]] = {"bert": _export_bert,
 """Family -> how its folder is written; the others as decoders."""
 
 
-def _folder(own: Own, names: ModuleType, tokens: SpecialTokens, losses: tuple[str, ...]) -> Export:
+def _folder(own: Own, names: Names, tokens: SpecialTokens, losses: tuple[str, ...]) -> Export:
     config = _config(names, own, tokens)
     files, others = conversing.written_files(own.checkpoint, config, tokens)
-    if names is bert:  # which neither continues a text nor converses
+    if names is BERT:  # which neither continues a text nor converses
         files, others = (
             {name: dict(file) for name, file in tokens.files.items() if name not in own.checkpoint.attachments},
             {},
@@ -215,7 +233,7 @@ def _bert_tokens(own: Own, given: Given) -> tuple[SpecialTokens, tuple[str, ...]
         return SpecialTokens({}), (f"no tokenizer: {error}",)
 
 
-def _config(names: ModuleType, own: Own, tokens: SpecialTokens) -> dict[str, Json]:
+def _config(names: Names, own: Own, tokens: SpecialTokens) -> dict[str, Json]:
     """config.json: the one the weights came with, as long as it still says the same; else our own. Both with `tokens`.
 
     A released file may claim another dtype than its weights'. Once they were trained, it must say theirs: transformers
@@ -223,7 +241,7 @@ def _config(names: ModuleType, own: Own, tokens: SpecialTokens) -> dict[str, Jso
     """
     dtype = str(own.source.tensors["weights/model.embed_tokens.weight"][1]).removeprefix("torch.")
     attached = own.checkpoint.attachments.get("config.json")
-    config = {} if attached is None else read_json(attached)
+    config = {} if attached is None else without_scales(read_json(attached))
     try:
         theirs = [target.fragments[0].source for target in names.table(own.model).targets]
         same = names.model_from_config(config, str(attached), theirs) == own.model

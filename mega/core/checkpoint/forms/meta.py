@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from mega.core.architecture import architecture, inventory
-from mega.core.architecture.layer import Rope
+from mega.core.architecture.layer import Rope, RopeScaling
 from mega.core.checkpoint.forms.companions import copy_companions
 from mega.core.checkpoint.forms.foreign import TorchSource, check_not_twice, flat_tensors, inside, read_json
 from mega.core.checkpoint.forms.form import Export, Given, Opened, Own
@@ -289,8 +289,9 @@ def _rope_keys(rope: Rope | None) -> dict[str, Json]:
     """The keys about rotation; none of a model that has none, which is refused as it is read back."""
     if rope is None:
         return {}
-    scaled = rope.scaling and {"use_scaled_rope": True, "rope_scaling_factor": rope.scaling.factor}
-    return {"rope_theta": rope.base, **(scaled or {})}
+    if not isinstance(rope.scaling, RopeScaling):
+        return {"rope_theta": rope.base}
+    return {"rope_theta": rope.base, "use_scaled_rope": True, "rope_scaling_factor": rope.scaling.factor}
 
 
 def losses(options: ModelConfig) -> tuple[str, ...]:

@@ -87,5 +87,5 @@ class ConvertOptions(VerbSection):
     base: Path | None = option(None, "of a peft adapter: the weights it was trained on; the name to write")
     parts: int = option(1, "files of a Meta folder")
     verify: bool = option(
-        False, "Hugging Face's GPT-2 and Llama: run both models on random tokens; others: read back, compare bits"
+        False, "Hugging Face's decoders: run both models on random tokens; others: read back, compare bits"
     )

@@ -14,14 +14,15 @@ from pathlib import Path
 
 import torch
 
-from mega.core.architecture import Architecture, architecture, linears
+from mega.core.architecture import Architecture, architecture, linears, without_adapters
 from mega.core.architecture.adapters import DOWN, UP, with_adapters
 from mega.core.architecture.model import Adapters
 from mega.core.checkpoint.forms import conversing
 from mega.core.checkpoint.forms.companions import copy_companions
+from mega.core.checkpoint.forms.families.decoders import family_of
+from mega.core.checkpoint.forms.families.gpt2 import gpt2
 from mega.core.checkpoint.forms.foreign import TorchSource, read_json, safetensors_source
 from mega.core.checkpoint.forms.form import TOKEN_IDS, Export, Given, Opened, Own, SpecialTokens
-from mega.core.checkpoint.forms.gpt2 import PREFIX, gpt2_name
 from mega.core.checkpoint.forms.keys import number_in, only, whole_in
 from mega.core.checkpoint.forms.mapping import Source, Table, Target, whole, whole_box
 from mega.core.checkpoint.forms.open import open_weights
@@ -83,7 +84,7 @@ def open_adapter(path: Path, base: ModelConfig, where: Path, named: str) -> Open
     described = architecture(base)
     if described.adapters is not None:
         raise CheckpointError(f"{named}: holds adapters itself; must be whole")
-    _check_family(described)
+    _check_family(base, where / "config.json")
     source = safetensors_source([path / WEIGHTS])
     found = {name: source.read(name, whole_box(shape)) for name, (shape, _) in source.tensors.items()}
     config = read_json(path / CONFIG)
@@ -100,7 +101,7 @@ def export(own: Own, to: str, given: Given) -> Export:
     model, named = architecture(own.model), named_base(own.checkpoint)
     if model.adapters is None or named is None:
         raise CheckpointError("holds no adapters; --to peft is for a run with --lora-rank")
-    _check_family(model)
+    _check_family(own.model, own.checkpoint.attachments.get("config.json"))
     held = {key.removeprefix("weights/"): key for key in own.source.tensors}
     ours = {name: own.source.read(key, whole_box(own.source.tensors[key][0])) for name, key in held.items()}
     fused = _is_gpt2(model)
@@ -143,9 +144,18 @@ def _as_it_is(tensors: Tensors) -> Table:
     return Table(tuple(Target(name, shape, (whole(shape, name),)) for name, shape in shapes.items()))
 
 
-def _check_family(model: Architecture) -> None:
+def _check_family(options: ModelConfig, attached: Path | bytes | None) -> None:
+    """attached: the config.json that came with the base, which may name a family whose linears are stored otherwise."""
+    model = architecture(options)
     if model.family not in FAMILIES:
         raise CheckpointError(f"adapters of --family {model.family} have no form in peft here; valid: gpt, llama")
+    said = read_json(attached).get("model_type") if isinstance(attached, Path) and attached.exists() else None
+    stored = family_of(without_adapters(options), said)
+    if stored is not gpt2 and stored.renames_linears:
+        raise CheckpointError(
+            f"adapters of a {stored.model_type} have no form in peft here, whose linears are stored under other names; "
+            "merge them into the weights (--to hf)"
+        )
 
 
 def _is_gpt2(model: Architecture) -> bool:
@@ -227,7 +237,7 @@ def _fused(ours: Tensors, rank: int) -> tuple[Tensors, dict[str, int]]:
     fused: dict[str, list[tuple[str, str]]] = {}
     for name in ours:
         stem, half, _ = name.rsplit(".", 2)
-        linear = PREFIX + gpt2_name(f"{stem}.weight").removesuffix(".weight")
+        linear = gpt2.stored(f"{stem}.weight")[0].removesuffix(".weight")
         if linear.endswith(FUSED):
             fused.setdefault(linear, []).append((stem.split(".")[-1][0], stem))
         else:
@@ -249,7 +259,7 @@ def _fused(ours: Tensors, rank: int) -> tuple[Tensors, dict[str, int]]:
 def _split(found: Tensors, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Our names; the fused linear's adapter as query's, key's and value's, those that are not zero."""
     for name, tensor in found.items():
-        bare = _bare(name).removeprefix(PREFIX)
+        bare = _bare(name).removeprefix(gpt2.prefix)
         _, layer, linear = bare.rsplit(".", 2)[0].split(".", 2)
         half = bare.split(".")[-2]
         if linear != FUSED:

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from mega.core.checkpoint.own.disk import BLOCK, creating, opening, read_into, side_by_side, write_all
-from mega.core.checkpoint.own.pieces import DTYPES, NAMES, Box, CheckpointError, Piece
+from mega.core.checkpoint.own.pieces import FOREIGN_DTYPES, NAMES, Box, CheckpointError, Piece
 
 SMALL_ROW = 16 << 10
 """Stored rows of fewer bytes are read whole and cut in memory: a call a row would cost more."""
@@ -49,7 +49,7 @@ class Entry:
 
     @property
     def bytes(self) -> int:
-        return self.box.elements * DTYPES[self.dtype].itemsize
+        return self.box.elements * FOREIGN_DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def read_box(path: Path, descriptor: int, entry: Entry, box: Box, target: torch.
     if not box.size:
         _read_rows(path, descriptor, entry, Box((), ()), target)
         return
-    row = prod(box.size[1:]) * DTYPES[entry.dtype].itemsize
+    row = prod(box.size[1:]) * FOREIGN_DTYPES[entry.dtype].itemsize
     rows = max(1, BLOCK // row)
     for begin in range(0, box.size[0], rows):
         count = min(rows, box.size[0] - begin)
@@ -174,7 +174,7 @@ def read_box(path: Path, descriptor: int, entry: Entry, box: Box, target: torch.
 
 def _read_rows(path: Path, descriptor: int, entry: Entry, box: Box, target: torch.Tensor) -> None:
     """`read_box` for rows that fit a block: straight into the target, or through a buffer where needed."""
-    dtype = DTYPES[entry.dtype]
+    dtype = FOREIGN_DTYPES[entry.dtype]
     row = prod(entry.box.size[1:]) * dtype.itemsize
     if row < SMALL_ROW and box.size[1:] != entry.box.size[1:]:
         rows = max(1, BLOCK // row)
@@ -209,7 +209,7 @@ def _run_shape(stored: Box, box: Box) -> tuple[int, ...]:
 def _read_runs(path: Path, descriptor: int, entry: Entry, box: Box, target: torch.Tensor) -> None:
     """Fill the memory of `target` (contiguous, the entry's dtype, on the CPU) with the rectangle `box`."""
     view = _memory(target)
-    item = DTYPES[entry.dtype].itemsize
+    item = FOREIGN_DTYPES[entry.dtype].itemsize
     run_shape = _run_shape(entry.box, box)
     run = prod(run_shape) * item
     strides = [prod(entry.box.size[dim + 1 :]) * item for dim in range(len(box.size))]

@@ -24,6 +24,9 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """safetensors' names of the dtypes that a checkpoint may hold."""
 
+FOREIGN_DTYPES = {**DTYPES, "F8_E4M3": torch.float8_e4m3fn}
+"""The same of files of others."""
+
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Tensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]

@@ -16,7 +16,7 @@ TALL, WIDE = 16, 128
 H200."""
 STAGES = 3
 """Tiles whose loads are in flight while one is computed, backward."""
-KINDS = {"gelu_tanh": 0, "gelu": 1, "relu2": 2, "silu": 3}
+KINDS = {"gelu_tanh": 0, "gelu": 1, "relu2": 2, "silu": 3, "relu": 4}
 
 
 @jit
@@ -28,6 +28,8 @@ def value(x, KIND: tl.constexpr):
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif KIND == 3:
         return x * tl.sigmoid(x)
+    elif KIND == 4:
+        return tl.where(x > 0, x, 0.0)
     else:
         tl.static_assert(KIND == 2, "relu2")
         return tl.where(x > 0, x * x, 0.0)
@@ -43,6 +45,8 @@ def _slope(x, KIND: tl.constexpr):
     elif KIND == 3:
         s = tl.sigmoid(x)
         return s * (1.0 + x * (1.0 - s))
+    elif KIND == 4:
+        return tl.where(x > 0, 1.0, 0.0)
     else:
         tl.static_assert(KIND == 2, "relu2")
         return tl.where(x > 0, 2.0 * x, 0.0)

@@ -614,6 +614,7 @@ def applies(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:
         mask.simple_kind(q.shape[1], k.shape[1]) is None
         and q.element_size() == 2
         and q.shape[-1] <= max(PLANS)
+        and mask.softcap is None
         and (mask.dropout is None or mask.dropout.rule == RULE)
     )
 

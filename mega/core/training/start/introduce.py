@@ -100,7 +100,14 @@ def _mask(run: RunConfig, attention: Attention, length: int) -> AttentionMask:
     if attention.dropout:
         dropout = AttentionDropout(numbers, 0, 0, (range(length),), attention.dropout)
     kind: Kind = "causal" if attention.causal else "full"
-    return AttentionMask(kind, attention.window, q_documents=documents, k_documents=documents, dropout=dropout)
+    return AttentionMask(
+        kind,
+        attention.window,
+        q_documents=documents,
+        k_documents=documents,
+        dropout=dropout,
+        softcap=attention.softcap,
+    )
 
 
 def _length(run: RunConfig, data: Datasets, progress: Progress, steps: int) -> str:

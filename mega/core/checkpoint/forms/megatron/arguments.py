@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mega.core.architecture import Architecture, architecture
+from mega.core.architecture.layer import RopeScaling
 from mega.core.checkpoint.forms.foreign import read_json
 from mega.core.checkpoint.forms.keys import check_kept
 from mega.core.checkpoint.forms.megatron.families import FAMILIES
@@ -279,7 +280,7 @@ is given, which is most often GPT-2's."""
 def _of_model(model: Architecture, rope_fraction: float) -> dict[str, object]:
     """`SIZES` and `SAME`."""
     block, rope = model.block, model.block.attention.rope
-    scaling = None if rope is None else rope.scaling
+    scaling = None if rope is None or not isinstance(rope.scaling, RopeScaling) else rope.scaling
     return {
         "num_layers": len(model.stacks[0].layers),
         "hidden_size": model.hidden,

@@ -1,0 +1,88 @@
+"""Weights in fp8 with a scale for each block of a matrix, as DeepSeek releases them, read as bf16.
+
+    NAME.weight             F8_E4M3 [out, in]
+    NAME.weight_scale_inv   F32 [out / 128, in / 128], rounded up: what the elements of a block are multiplied by
+
+Knows config.json's `quantization_config` and tensors, no family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from mega.core.checkpoint.forms.keys import only
+from mega.core.checkpoint.forms.mapping import Source
+from mega.core.checkpoint.own.pieces import Box, CheckpointError, Tensors
+from mega.core.untrusted import Json
+
+SCALE = "_scale_inv"
+"""What the name of a scale ends with, after that of its weight."""
+
+READ = torch.bfloat16
+
+
+def dequantised(source: Source, said: object, where: str) -> Source:
+    """The weights that a `quantization_config` describes, as numbers; those of a config.json without one as they are.
+
+    Errors: CheckpointError naming a key of it that is not read, or a tensor without its scale.
+    """
+    if not said:
+        if scaled := next((name for name, (_, dtype) in source.tensors.items() if dtype == torch.float8_e4m3fn), None):
+            raise CheckpointError(
+                f"{where}: {scaled} is in fp8, and no quantization_config gives the blocks of its scales"
+            )
+        return source
+    if not isinstance(said, Mapping) or said.get("quant_method") != "fp8" or said.get("weight_block_size") is None:
+        raise CheckpointError(
+            f"{where}: quantization_config: only fp8 with weight_block_size is read (DeepSeek's form); dequantise "
+            "other weights first"
+        )
+    only(said, "fmt", ("e4m3", None), where)
+    size = said["weight_block_size"]
+    if not isinstance(size, list) or len(size) != 2 or any(type(each) is not int or each < 1 for each in size):
+        raise CheckpointError(f"{where}: quantization_config.weight_block_size {size!r}: must be two whole numbers")
+    return BlockScaled(source, (size[0], size[1]))
+
+
+class BlockScaled:
+    """A source whose fp8 matrices are read as bf16, by their scales."""
+
+    def __init__(self, source: Source, block: tuple[int, int]) -> None:
+        self._source, self._block = source, block
+        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for name, (shape, dtype) in source.tensors.items():
+            if name.endswith(SCALE) and name.removesuffix(SCALE) in source.tensors:
+                continue
+            if dtype == torch.float8_e4m3fn:
+                self._check(name, shape)
+                dtype = READ
+            found[name] = (shape, dtype)
+        self.tensors: Tensors = found
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        wanted = tuple(-(-size // block) for size, block in zip(shape, self._block))
+        scale = self._source.tensors.get(name + SCALE)
+        if scale is None or len(shape) != 2 or scale[0] != wanted:
+            has = "is missing" if scale is None else f"has shape {scale[0]}"
+            raise CheckpointError(f"{name + SCALE}: {has}; must be {wanted}, a number for each block of {name} {shape}")
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        part = self._source.read(name, box)
+        if part.dtype != torch.float8_e4m3fn:
+            return part
+        ends = tuple(start + size for start, size in zip(box.start, box.size, strict=True))
+        first = tuple(start // block for start, block in zip(box.start, self._block, strict=True))
+        last = tuple(-(-end // block) for end, block in zip(ends, self._block, strict=True))
+        size = tuple(end - start for start, end in zip(first, last, strict=True))
+        scale = self._source.read(name + SCALE, Box(first, size)).float()
+        for dim, block in enumerate(self._block):
+            offset = box.start[dim] - first[dim] * block
+            scale = scale.repeat_interleave(block, dim).narrow(dim, offset, box.size[dim])
+        return (part.float() * scale).to(READ)
+
+
+def without_scales(config: Mapping[str, Json]) -> dict[str, Json]:
+    """A config.json of the weights as they are read."""
+    return {key: value for key, value in config.items() if key != "quantization_config"}

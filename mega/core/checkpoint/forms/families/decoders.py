@@ -1,0 +1,67 @@
+"""Every family of decoders, and which of them a model is written as."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from mega.core.architecture import architecture
+from mega.core.checkpoint.forms.families import gemma, llama, olmo
+from mega.core.checkpoint.forms.families.family import HubFamily
+from mega.core.checkpoint.forms.families.gpt2 import gpt2
+from mega.core.checkpoint.forms.families.gpt_neox import gpt_neox
+from mega.core.checkpoint.forms.families.gptj import gptj
+from mega.core.checkpoint.forms.families.granite import granite
+from mega.core.checkpoint.forms.families.phi3 import phi3
+from mega.core.checkpoint.forms.families.smollm3 import smollm3
+from mega.core.checkpoint.forms.families.stablelm import stablelm
+from mega.core.checkpoint.forms.families.starcoder2 import starcoder2
+from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.config.sections import ModelConfig
+from mega.core.untrusted import Json
+
+DECODERS: tuple[HubFamily, ...] = (
+    gpt2,
+    *llama.FAMILIES,
+    smollm3,
+    granite,
+    *olmo.FAMILIES,
+    *gemma.FAMILIES,
+    phi3,
+    starcoder2,
+    stablelm,
+    gpt_neox,
+    gptj,
+)
+"""In the order in which a model is tried to be written as one of them."""
+
+BY_TYPE: Mapping[str, HubFamily] = {family.model_type: family for family in DECODERS}
+
+
+def model_from_config(config: Mapping[str, object], where: str, found: Collection[str] = ()) -> ModelConfig:
+    """The model that a config.json of any of them describes. Errors: CheckpointError."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in BY_TYPE:
+        raise CheckpointError(f"{where}: model_type {kind!r} (valid: {', '.join(BY_TYPE)})")
+    return BY_TYPE[kind].model_from_config(config, where, found)
+
+
+def config_from_model(options: ModelConfig, dtype: str) -> dict[str, Json]:
+    """A config.json of the first family that a model is of. Errors: CheckpointError."""
+    return family_of(options).config_from_model(options, dtype)
+
+
+def family_of(options: ModelConfig, first: object = None) -> HubFamily:
+    """The first family that has such a model. first: the `model_type` that is tried before all others.
+
+    Errors: CheckpointError naming what the family that is nearest to it does not have.
+    """
+    nearest = gpt2 if architecture(options).input.learned_positions else llama.llama
+    faults: dict[str, CheckpointError] = {}
+    for family in (*filter(None, [BY_TYPE.get(str(first))]), *DECODERS):
+        try:
+            family.config_from_model(options, "float32")
+        except CheckpointError as error:
+            faults[family.model_type] = error
+        else:
+            return family
+    raise faults[nearest.model_type]

@@ -1,0 +1,197 @@
+"""Kinds of keys of a config.json: how a value becomes options of a model, and options a value again.
+
+A key that is absent has transformers' default, which a family states. Knows no family and no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mega.core.checkpoint.forms.keys import number_in, whole_in
+from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.config.sections import ModelConfig
+
+Config = Mapping[str, object]
+Values = dict[str, Any]
+"""Options by name, or keys of a config.json with their values."""
+
+
+class Key(Protocol):
+    """One key, or several that belong together, of which `name` is the first."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Keys of a config.json that it reads besides its own."""
+
+    def read(self, config: Config, name: str, where: str) -> Values:
+        """The options that the key stands for. Errors: CheckpointError naming the key."""
+
+    def write(self, model: ModelConfig, name: str) -> Values:
+        """The keys that say these options of a model."""
+
+
+@dataclass(frozen=True)
+class _Alone:
+    """A key that is read without another one."""
+
+    names = ()
+
+
+@dataclass(frozen=True)
+class Whole(_Alone):
+    """A positive whole number. default: where the key is absent or null, of the others; None: it must be there."""
+
+    option: str
+    default: Callable[[Config], int] | None = None
+
+    def read(self, config: Config, name: str, where: str) -> Values:
+        found = config.get(name) is None and self.default is not None
+        return {self.option: self.default(config) if found and self.default else whole_in(config, name, where)}
+
+    def write(self, model: ModelConfig, name: str) -> Values:
+        return {name: getattr(model, self.option)}
+
+
+@dataclass(frozen=True)
+class Number(_Alone):
+    """A number. optional: null means that there is none."""
+
+    option: str
+    default: float | None = None
+    optional: bool = False
+
+    def read(self, config: Config, name: str, where: str) -> Values:
+        if self.optional and config.get(name, self.default) is None:
+            return {self.option: None}
+        return {self.option: number_in(config, name, where, self.default)}
+
+    def write(self, model: ModelConfig, name: str) -> Values:
+        return {name: getattr(model, self.option)}
+
+
+@dataclass(frozen=True)
+class Flag(_Alone):
+    """True or false, and null as false. on, off: the options that they stand for."""
+
+    default: bool
+    on: Config
+    off: Config
+
+    def read(self, config: Config, name: str, where: str) -> Values:
+        value = config.get(name, self.default)
+        if value not in (True, False, None) or (isinstance(value, int | float) and not isinstance(value, bool)):
+            raise CheckpointError(f"{where}: {name} {value!r}: must be true or false")
+        return dict(self.on if value else self.off)
+
+    def write(self, model: ModelConfig, name: str) -> Values:
+        return {name: all(_held(model, option) == value for option, value in self.on.items())}
+
+
+def flag(option: str, default: bool = False) -> Flag:
+    """A key that an option is called by."""
+    return Flag(default, {option: True}, {option: False})
+
+
+@dataclass(frozen=True)
+class Word(_Alone):
+    """One of several words -> the option's value; of those that mean the same the first is written."""
+
+    option: str
+    values: Mapping[str, str]
+    default: str
+
+    def read(self, config: Config, name: str, where: str) -> Values:
+        value = config.get(name, self.default)
+        if not isinstance(value, str) or value not in self.values:
+            raise CheckpointError(f"{where}: {name} {value!r} (valid: {', '.join(self.values)})")
+        return {self.option: self.values[value]}
+
+    def write(self, model: ModelConfig, name: str) -> Values:
+        ours = getattr(model, self.option)
+        return {name: next((word for word, value in self.values.items() if value == ours), self.default)}
+
+
+@dataclass(frozen=True)
+class Only(_Alone):
+    """A key that may have these values alone; the first is written. absent: it may be absent."""
+
+    values: tuple[Any, ...]
+    absent: bool = True
+
+    def read(self, config: Config, name: str, where: str) -> Values:
+        present = name in config or not self.absent
+        if present and not any(value is config.get(name) or _same(value, config.get(name)) for value in self.values):
+            raise CheckpointError(f"{where}: {name} {config.get(name)!r} (valid: {self.values[0]!r})")
+        return {}
+
+    def write(self, model: ModelConfig, name: str) -> Values:
+        return {} if self.values[0] is None else {name: self.values[0]}
+
+
+@dataclass(frozen=True)
+class Unread(_Alone):
+    """A key that changes nothing of what is computed."""
+
+    def read(self, config: Config, name: str, where: str) -> Values:
+        return {}
+
+    def write(self, model: ModelConfig, name: str) -> Values:
+        return {}
+
+
+def _same(one: object, other: object) -> bool:
+    """Equal, and of one kind: 1 is not True."""
+    return one == other and isinstance(one, bool) == isinstance(other, bool)
+
+
+def _held(model: ModelConfig, option: str) -> Any:
+    """An option of a model, derived where it is open."""
+    value = getattr(model, option)
+    return model.bias if option == "out_bias" and value is None else value
+
+
+NULL = Only((None, False))
+"""A switch that must be off."""
+
+COMMON: Mapping[str, Key] = dict.fromkeys(
+    (
+        *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "use_cache"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id"),
+        *("auto_map", "name_or_path", "initializer_range", "initializer_factor", "return_dict", "output_attentions"),
+        *("output_hidden_states", "return_dict_in_generate", "output_scores", "torchscript", "use_bfloat16"),
+        *(
+            "tf_legacy_loss",
+            "id2label",
+            "label2id",
+            "num_labels",
+            "problem_type",
+            "finetuning_task",
+            "task_specific_params",
+        ),
+        *("tokenizer_class", "prefix", "chunk_size_feed_forward", "max_length", "min_length", "do_sample", "num_beams"),
+        *("num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty"),
+        *("length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "early_stopping"),
+        *("num_return_sequences", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values"),
+        *("exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "attn_implementation"),
+        *("classifier_dropout", "pruned_heads", "cache_implementation", "suppress_tokens", "max_new_tokens"),
+        *(
+            "pretraining_tp",
+            "keys_to_ignore_at_inference",
+            "tie_last_hidden_states",
+            "unsloth_fixed",
+            "unsloth_version",
+        ),
+        *("gradient_checkpointing", "quantization_config", "experts_implementation"),
+    ),
+    Unread(),
+) | {
+    "is_decoder": Unread(),
+    "is_encoder_decoder": NULL,
+    "add_cross_attention": NULL,
+    "cross_attention_hidden_size": NULL,
+    "per_layer_config": Only((None, {})),
+    "use_return_dict": Unread(),
+}
+"""Keys that every config.json may have. What is quantised is the weights' matter, which are opened by what they are."""

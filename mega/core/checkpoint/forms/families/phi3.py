@@ -1,0 +1,61 @@
+"""Phi-3 and Phi-4: Llama with fused linears and LongRoPE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mega.core.checkpoint.forms.families.family import (
+    LLAMA_NAMES,
+    HubFamily,
+    StoredModule,
+    gate_then_up,
+    one_after_another,
+)
+from mega.core.checkpoint.forms.families.keys import Config, Number, Values
+from mega.core.checkpoint.forms.families.layers import Window
+from mega.core.checkpoint.forms.families.llama import ABSENT, LLAMA, VALUES
+from mega.core.checkpoint.forms.families.rope import RopeKeys
+from mega.core.checkpoint.forms.keys import number_in
+from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.config.sections import ModelConfig
+
+
+@dataclass(frozen=True)
+class Dropouts:
+    """Dropouts of the residual stream and of the embedding, which are one option here. others: the other keys."""
+
+    names: tuple[str, ...]
+    default: float = 0.0
+
+    def read(self, config: Config, name: str, where: str) -> Values:
+        first = number_in(config, name, where, self.default)
+        for key in self.names:
+            if number_in(config, key, where, self.default) != first:
+                raise CheckpointError(f"{where}: {key} {config.get(key, self.default)}: must be {name} {first}")
+        return {"hidden_dropout": first}
+
+    def write(self, model: ModelConfig, name: str) -> Values:
+        return dict.fromkeys((name, *self.names), model.hidden_dropout)
+
+
+phi3 = HubFamily(
+    model_type="phi3",
+    architecture="Phi3ForCausalLM",
+    words="Hugging Face's Phi-3",
+    values=VALUES,
+    keys={
+        **LLAMA,
+        **ABSENT,
+        "max_position_embeddings": RopeKeys(
+            partial=True, original=4096, kinds=("default", "longrope"), renamed={"su": "longrope", "yarn": "longrope"}
+        ),
+        "rms_norm_eps": Number("norm_eps", 1e-5),
+        "resid_pdrop": Dropouts(("embd_pdrop",)),
+        "sliding_window": Window(),
+    },
+    names={
+        **LLAMA_NAMES,
+        **{f"self_attn.{which}_proj": StoredModule("self_attn.qkv_proj", one_after_another(which)) for which in "qkv"},
+        **{f"mlp.{which}_proj": StoredModule("mlp.gate_up_proj", gate_then_up(which)) for which in ("gate", "up")},
+    },
+)

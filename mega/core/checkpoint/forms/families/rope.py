@@ -1,0 +1,185 @@
+"""Keys of a config.json about rotary positions: `rope_parameters` of new files, `rope_scaling` and others of old ones.
+
+The old place wins where both are there, as in transformers. Source: its modeling_rope_utils. Knows no family.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mega.core.checkpoint.forms.families.keys import Config, Values
+from mega.core.checkpoint.forms.keys import number_in, only, whole_in
+from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.config.sections import ModelConfig
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+ORIGINAL = "original_max_position_embeddings"
+ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
+
+NUMBERS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        *("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale"),
+        *("mscale_all_dim", "truncate"),
+    ),
+    "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
+}
+"""`rope_type` -> keys next to it."""
+
+KINDS = tuple(NUMBERS)
+
+
+@dataclass(frozen=True)
+class RopeKeys:
+    """All keys about rotation. It is a family's key `max_position_embeddings`, which some of them go by.
+
+    base, fraction: where nothing is said. partial: whether the family's heads may rotate in part. base_key,
+    fraction_key: what old files call them. kinds: values of `rope_type` that the family has. renamed: others that mean
+    one of them.
+    """
+
+    base: float = 10000.0
+    fraction: float = 1.0
+    partial: bool = False
+    base_key: str = "rope_theta"
+    fraction_key: str = "partial_rotary_factor"
+    kinds: tuple[str, ...] = KINDS
+    renamed: Mapping[str, str] = ()  # type: ignore[assignment]
+    original: int | None = None
+    """`original_max_position_embeddings` where nothing is said; None: as many as there are positions."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (
+            *ROPE_KEYS,
+            self.base_key,
+            self.fraction_key,
+            "partial_rotary_factor",
+            "original_max_position_embeddings",
+        )
+
+    def read(self, config: Config, name: str, where: str) -> Values:
+        key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+        rope = config.get(key) or {}
+        if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
+            raise CheckpointError(f"{where}: {key} {rope!r}: must be an object of numbers, the same for all layers")
+        fraction = rope.get("partial_rotary_factor", config.get(self.fraction_key, self.fraction))
+        if not self.partial:
+            only({**config, **rope}, "partial_rotary_factor", (1.0, None), where)
+        both = {"rope_theta": config.get(self.base_key), **rope}
+        positions = whole_in(config, name, where)
+        found: Values = {"positions": positions, "rope_base": number_in(both, "rope_theta", where, self.base)}
+        if self.partial:
+            found["rope_fraction"] = number_in(
+                {"value": fraction}, "value", f"{where}: {self.fraction_key}", self.fraction
+            )
+        return {**found, **self.scaling(rope, config, positions, f"{where}: {key}" if rope else where)}
+
+    def scaling(self, rope: Config, config: Config, positions: int, where: str) -> Values:
+        """The options about scaled frequencies."""
+        said = rope.get("rope_type", rope.get("type", "default"))
+        kind = dict(self.renamed).get(said, said) if isinstance(said, str) else said
+        if kind not in self.kinds:
+            raise CheckpointError(f"{where}: rope_type {said!r} (valid: {', '.join(self.kinds)})")
+        plain = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+        for name, value in rope.items():
+            if name not in (*plain, *NUMBERS[str(kind)]) and value is not None:
+                raise CheckpointError(f"{where}: {name} {value!r}: is not a key of rope_type {said!r}")
+        if kind in ("default", "dynamic"):  # within max_position_embeddings these are one
+            return {}
+        if kind == "linear":
+            return {"rope_interpolation": number_in(rope, "factor", where)}
+        outside = config.get(ORIGINAL, self.original)  # which counts first
+        original = whole_in(rope if outside is None else {ORIGINAL: outside}, ORIGINAL, where, positions)
+        numbers = {"llama3": _llama3, "yarn": _yarn, "longrope": _longrope}[str(kind)](rope, positions, original, where)
+        return {"rope_scaling": kind, "rope_original_positions": original, **numbers}
+
+    def write(self, model: ModelConfig, name: str) -> Values:
+        found: Values = {name: model.positions, self.base_key: model.rope_base, "rope_scaling": written_scaling(model)}
+        if self.partial:
+            found[self.fraction_key] = model.rope_fraction
+        if self.original is not None:
+            found["original_max_position_embeddings"] = model.rope_original_positions
+        return found
+
+
+def _llama3(rope: Config, positions: int, original: int, where: str) -> Values:
+    return {
+        "rope_scaling_factor": number_in(rope, "factor", where),
+        "rope_low_freq_factor": number_in(rope, "low_freq_factor", where),
+        "rope_high_freq_factor": number_in(rope, "high_freq_factor", where),
+    }
+
+
+def _yarn(rope: Config, positions: int, original: int, where: str) -> Values:
+    factor = number_in(rope, "factor", where, positions / original if "factor" in rope else None)
+    magnitude = None
+    if rope.get("attention_factor") is not None:
+        magnitude = number_in(rope, "attention_factor", where)
+    elif rope.get("mscale") and rope.get("mscale_all_dim"):
+        one, other = (number_in(rope, key, where) for key in ("mscale", "mscale_all_dim"))
+        magnitude = 1.0 if factor <= 1 else (0.1 * one * math.log(factor) + 1) / (0.1 * other * math.log(factor) + 1)
+    only(rope, "truncate", (True, False), where)
+    return {
+        "rope_scaling_factor": factor,
+        "rope_beta_fast": number_in(rope, "beta_fast", where, 32.0) or 32.0,
+        "rope_beta_slow": number_in(rope, "beta_slow", where, 1.0) or 1.0,
+        "rope_truncate": rope.get("truncate", True),
+        "rope_magnitude": magnitude,
+    }
+
+
+def _longrope(rope: Config, positions: int, original: int, where: str) -> Values:
+    magnitude = None
+    if rope.get("attention_factor") is not None:
+        magnitude = number_in(rope, "attention_factor", where)
+    elif rope.get("factor") is not None:
+        factor = number_in(rope, "factor", where)
+        magnitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return {
+        "rope_short_factors": _factors(rope, "short_factor", where),
+        "rope_long_factors": _factors(rope, "long_factor", where),
+        "rope_magnitude": magnitude,
+    }
+
+
+def _factors(rope: Config, key: str, where: str) -> tuple[float, ...]:
+    value = rope.get(key)
+    if not isinstance(value, list):
+        raise CheckpointError(f"{where}: {key} {value!r}: must be a list of numbers")
+    return tuple(number_in({key: each}, key, where) for each in value)
+
+
+def written_scaling(model: ModelConfig) -> dict[str, Any] | None:
+    """`rope_scaling` of a config.json."""
+    if model.rope_scaling != "none" and model.rope_interpolation != 1.0:
+        raise CheckpointError("rope_scaling and rope_interpolation together: Hugging Face has one or the other")
+    if model.rope_scaling == "none":
+        linear = {"rope_type": "linear", "factor": model.rope_interpolation}
+        return linear if model.rope_interpolation != 1.0 else None
+    found: dict[str, Any] = {
+        "rope_type": model.rope_scaling,
+        "original_max_position_embeddings": model.rope_original_positions,
+    }
+    if model.rope_scaling == "llama3":
+        low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
+        return {**found, "factor": model.rope_scaling_factor, "low_freq_factor": low, "high_freq_factor": high}
+    magnitude = {} if model.rope_magnitude is None else {"attention_factor": model.rope_magnitude}
+    if model.rope_scaling == "longrope":
+        factors = {"short_factor": list(model.rope_short_factors), "long_factor": list(model.rope_long_factors)}
+        return {**found, **factors, **magnitude}
+    return {
+        **found,
+        "factor": model.rope_scaling_factor,
+        "beta_fast": model.rope_beta_fast,
+        "beta_slow": model.rope_beta_slow,
+        **({} if model.rope_truncate else {"truncate": False}),
+        **magnitude,
+    }

@@ -1,0 +1,201 @@
+"""Every family of decoders that transformers has: its folder opens, computes and learns the same, and comes back whole.
+
+The long form, with 700 tokens, ranks, answers and mutated configurations, is tests/battery/families.py.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+
+from mega.core.architecture import units
+from mega.core.checkpoint.forms.convert import convert
+from mega.core.checkpoint.forms.families.decoders import BY_TYPE, config_from_model, model_from_config
+from mega.core.checkpoint.own.layout import Layout
+from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.config.sections import ModelConfig
+from mega.core.model.decoder import DecoderStage
+from mega.core.parallel.region import ALONE
+from mega.core.parallel.weight import ParameterFactory, weights
+from tests.support import hub_families as hub
+from tests.support.ranks import CPU
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install mega[hf])")
+
+
+def stage_of(model: ModelConfig, wholes: dict[str, torch.Tensor]) -> DecoderStage:
+    """A whole model in fp64 with these weights."""
+    stage = DecoderStage(model, units(model), ParameterFactory({}, torch.float64, CPU), ALONE)
+    left = dict(wholes)
+    with torch.no_grad():
+        for weight in weights(stage):
+            weight.zero_()  # padding too
+            for segment in weight.segments:
+                segment.real(weight).copy_(left.pop(segment.shard.name))
+    assert not left
+    return stage
+
+
+@pytest.mark.parametrize("case", hub.CASES)
+def test_logits_and_gradients_are_transformers(tmp_path: Path, case: str) -> None:
+    """Over 96 tokens, past any window; their gradients are read by the same table as their weights."""
+    theirs = hub.saved(tmp_path / "hf", case)
+    opened = hub.opened(tmp_path / "hf")
+    stage, batch = stage_of(opened.model, hub.wholes(opened)), hub.batch_of(96)
+    with hub.wide():
+        logits = theirs(batch.tokens, use_cache=False).logits
+        nll = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
+        torch.autograd.backward((nll * batch.loss_weights.flatten()).sum() / batch.loss_weights.double().sum())
+    with torch.no_grad():
+        found = stage(batch, outputs=True).outputs
+    assert found is not None
+    torch.testing.assert_close(found[..., : hub.VOCAB], logits.detach(), rtol=1e-10, atol=1e-10)
+    loss = stage(batch).terms["lm"]
+    torch.autograd.backward(loss.total / loss.weight)
+    expected = hub.gradients(opened, theirs)
+    for weight in weights(stage):
+        assert weight.grad is not None
+        for segment in weight.segments:
+            name, ours = segment.shard.name, segment.real(weight.grad)
+            torch.testing.assert_close(ours, expected[name], rtol=1e-9, atol=1e-9, msg=lambda m: f"{name}: {m}")  # noqa: B023
+
+
+@pytest.mark.parametrize("case", hub.CASES)
+def test_a_folder_comes_back_bit_for_bit(tmp_path: Path, case: str) -> None:
+    hub.saved(tmp_path / "hf", case, torch.bfloat16)
+    convert(tmp_path / "hf", tmp_path / "run", layout=Layout(2, 2))
+    convert(tmp_path / "run", tmp_path / "back")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
+    assert set(before) == set(after)
+    for name, tensor in before.items():
+        assert torch.equal(tensor.view(torch.uint8), after[name].view(torch.uint8)), name
+    said = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "back")]
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("case", hub.CASES)
+def test_our_own_config_says_the_same(case: str) -> None:
+    """Read back by us, and every key of transformers' own class understood. A family may be written as one that is the
+    same without what this model does not use."""
+    kind, values = hub.CASES[case]
+    config = getattr(transformers, f"{kind}Config")(**{**hub.TOKENS, **values}).to_dict()
+    model = model_from_config(config, "config.json")
+    written = BY_TYPE[config["model_type"]].config_from_model(model, "float32")
+    assert model_from_config(written, "config.json") == model
+    again = model_from_config(transformers.AutoConfig.for_model(**written).to_dict(), "config.json")
+    assert again == model
+    assert config_from_model(model, "float32")["model_type"] in BY_TYPE
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "words"),
+    [
+        ("llama-mlp-bias", {"rope_thetas": 1e6}, "rope_thetas"),
+        ("llama-mlp-bias", {"rope_parameters": {"rope_type": "default", "factor": 2.0}}, "factor"),
+        ("llama-mlp-bias", {"rope_parameters": {"rope_type": "wave"}}, "rope_type 'wave'"),
+        ("stablelm", {"qk_layernorm": True}, "qk_layernorm"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("olmo3", {"layer_types": ["sliding_attention"]}, "layer_types"),
+        ("qwen2-windows", {"layer_types": ["linear_attention"] * 4}, "layer_types"),
+        ("pythia", {"num_key_value_heads": 2}, "num_key_value_heads"),
+        ("gptj", {"embd_pdrop": 0.5}, "embd_pdrop"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
+    ],
+)
+def test_a_key_that_is_not_understood_is_refused(case: str, changes: dict[str, Any], words: str) -> None:
+    kind, values = hub.CASES[case]
+    config = getattr(transformers, f"{kind}Config")(**{**hub.TOKENS, **values}).to_dict()
+    with pytest.raises(CheckpointError, match=words):
+        model_from_config({**config, **changes}, "config.json")
+
+
+def test_a_base_model_without_a_prefix_opens(tmp_path: Path) -> None:
+    """As `LlamaModel.save_pretrained` writes one; without an output matrix it must be tied."""
+    theirs = hub.theirs("llama-mlp-bias")
+    theirs.model.save_pretrained(tmp_path / "hf")
+    opened = hub.opened(tmp_path / "hf")
+    stage, batch = stage_of(opened.model, hub.wholes(opened)), hub.batch_of(24)
+    with torch.no_grad(), hub.wide():
+        found, logits = stage(batch, outputs=True).outputs, theirs(batch.tokens).logits
+    assert found is not None
+    torch.testing.assert_close(found[..., : hub.VOCAB], logits, rtol=1e-10, atol=1e-10)
+    hub.theirs("mistral").model.save_pretrained(tmp_path / "untied")
+    with pytest.raises(CheckpointError, match=r"lm_head.weight: is missing"):
+        hub.opened(tmp_path / "untied")
+
+
+def test_mistrals_own_files_alone(tmp_path: Path) -> None:
+    """In Meta's names and order of rotary rows, written here by hand; a key that is not known is refused."""
+    theirs = hub.theirs("mistral", sliding_window=None, max_position_embeddings=32768)
+    names = {
+        "model.embed_tokens": "tok_embeddings",
+        "model.norm": "norm",
+        "lm_head": "output",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_proj": "attention.wq",
+        "self_attn.k_proj": "attention.wk",
+        "self_attn.v_proj": "attention.wv",
+        "self_attn.o_proj": "attention.wo",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+    }
+    state = {}
+    for name, tensor in theirs.state_dict().items():
+        module = name.removesuffix(".weight")
+        block, _, within = module.removeprefix("model.layers.").partition(".")
+        inside = module.startswith("model.layers.")
+        if within in ("self_attn.q_proj", "self_attn.k_proj"):  # halves of a head become neighbours
+            tensor = tensor.view(-1, 2, 8, 32).transpose(1, 2).reshape(tensor.shape)
+        theirs_name = f"layers.{block}.{names[within]}" if inside else names[module]
+        state[f"{theirs_name}.weight"] = tensor.contiguous()
+    (tmp_path / "mistral").mkdir()
+    save_file(state, tmp_path / "mistral" / "consolidated.safetensors")
+    params = {"dim": 32, "n_layers": 4, "head_dim": 16, "hidden_dim": 44, "n_heads": 4, "n_kv_heads": 2}
+    params |= {"norm_eps": 1e-6, "vocab_size": hub.VOCAB, "rope_theta": 10000.0}
+    (tmp_path / "mistral" / "params.json").write_text(json.dumps(params))
+    opened = hub.opened(tmp_path / "mistral")
+    for name, tensor in hub.wholes(opened).items():
+        assert torch.equal(tensor, theirs.state_dict()[name]), name
+    assert opened.model == hub.opened_config(theirs)
+    (tmp_path / "mistral" / "params.json").write_text(json.dumps({**params, "moe": {"num_experts": 8}}))
+    with pytest.raises(CheckpointError, match="moe"):
+        hub.opened(tmp_path / "mistral")
+
+
+def test_fp8_with_scales_of_blocks_is_read_as_bf16(tmp_path: Path) -> None:
+    """Blocks of 16 x 8, of matrices that they do not divide; a scale that is missing is named."""
+    hub.saved(tmp_path / "hf", "mistral", torch.bfloat16)
+    state = load_file(tmp_path / "hf" / "model.safetensors")
+    expected = dict(state)
+    for name, tensor in list(state.items()):
+        if tensor.dim() == 2 and "layers" in name:
+            rows, columns = (-(-size // block) for size, block in zip(tensor.shape, (16, 8), strict=True))
+            scale = torch.rand(rows, columns, generator=torch.Generator().manual_seed(rows)) + 0.1
+            whole = torch.kron(scale, torch.ones(16, 8))[: tensor.shape[0], : tensor.shape[1]]
+            state[name] = (tensor.float() / whole).to(torch.float8_e4m3fn)
+            state[f"{name}_scale_inv"] = scale
+            expected[name] = (state[name].float() * whole).bfloat16()
+    save_file(state, tmp_path / "hf" / "model.safetensors")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    said = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [16, 8]}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
+    for name, tensor in hub.wholes(hub.opened(tmp_path / "hf")).items():
+        assert torch.equal(tensor, expected[name]), name
+    convert(tmp_path / "hf", tmp_path / "run")
+    convert(tmp_path / "run", tmp_path / "back")
+    assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
+    del state["model.layers.0.mlp.up_proj.weight_scale_inv"]
+    save_file(state, tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"up_proj.weight_scale_inv: is missing"):
+        hub.opened(tmp_path / "hf")
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="is in fp8, and no quantization_config"):
+        hub.opened(tmp_path / "hf")
