@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 4 -m tests.gpu.host --out rows.jsonl [--only dp,w3]
 
-    dp          8 blocks of Llama-2 7B, 16 sequences a GPU: one GPU alone, then all with ZeRO 1 and with ZeRO 3
+    dp          8 blocks of Llama-2 7B, 16 sequences a GPU: one GPU alone, then all with ZeRO 1 and with ZeRO 3, which
+                exchanges everything with each microbatch
     w3          24 blocks of GPT 22B on all as tensor ranks, without and with dropout, with and without a graph
     pipeline    16 blocks of Llama-2 7B, tp 2 x pp N/2, each schedule with 4 and with 16 microbatches
     context     2 or 4 blocks of Llama-2 7B on 64k and 128k tokens: one GPU alone, then a ring and all-to-all over all
@@ -53,9 +54,9 @@ def dp(measured: Measured, world: int) -> Iterator[Row]:
     eight = {"layers": 8, "micro_batch": 2, "recompute": "none"}
     alone = measured("w2", {**eight, "global_batch": 16, "zero": 0}, world=1)
     yield {"row": "dp 1", **of(alone)}
-    for zero in (1, 3):
-        speed = measured("w2", {**eight, "global_batch": 16 * world, "zero": zero})
-        yield {"row": f"dp {world} zero {zero}", **of(speed), "rate": share(speed, alone)}
+    for zero, micro in ((1, 2), (3, 2), (3, 8)):
+        speed = measured("w2", {**eight, "micro_batch": micro, "global_batch": 16 * world, "zero": zero})
+        yield {"row": f"dp {world} zero {zero}, micro batch {micro}", **of(speed), "rate": share(speed, alone)}
 
 
 def w3(measured: Measured, world: int) -> Iterator[Row]:

@@ -1,16 +1,20 @@
 """Ranks that are killed or stopped under NCCL: who is named, how soon, and whether the run goes on bit for bit.
 
-    python -m tests.gpu.kills --out rows.jsonl [--ranks 4] [--times 2] [--device cpu]
+    python -m tests.gpu.kills --out rows.jsonl [--ranks 4] [--times 2] [--device cpu] [--restarts]
 
 Ranks start as a launcher starts them, by environment variables. A GPT trains to its end once, undisturbed; then one
 rank of it is killed (SIGKILL) or stopped (SIGSTOP) at a step drawn at random. Every other rank must end by itself,
 not with 0, within the time-out and ten seconds, and say which rank it was; then the same command runs again, and its
 last checkpoint must have the bytes of the undisturbed one. One JSON line an item.
+
+--restarts: all ranks are one command's, with --max-restarts, which must name the rank, start again by itself, and end
+with 0 and the same bytes. `recovery`: seconds from the signal to the next step in metrics.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -21,6 +25,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,10 +48,7 @@ SIZES = {
 }
 
 
-def start(ranks: int, device: str, layout: str, save: Path) -> list[subprocess.Popen[str]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def line_of(device: str, layout: str, save: Path) -> list[str]:
     line = [
         *(sys.executable, "-m", "mega", "pretrain", *SIZES[device].split(), *LAYOUTS[layout], "--mock-data"),
         *("--steps", str(STEPS), "--save-interval", str(SAVES), "--save", str(save), "--load", str(save)),
@@ -55,7 +57,14 @@ def start(ranks: int, device: str, layout: str, save: Path) -> list[subprocess.P
     ]
     if not save.exists():
         del line[line.index("--load") : line.index("--load") + 2]
-    processes = []
+    return line
+
+
+def start(ranks: int, device: str, layout: str, save: Path) -> list[subprocess.Popen[str]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    line, processes = line_of(device, layout, save), []
     for rank in range(ranks):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
         where = {**os.environ, **{name: str(value) for name, value in place.items()}, "MASTER_ADDR": "127.0.0.1"}
@@ -127,6 +136,44 @@ def disturbed(
     }
 
 
+def restarted(
+    ranks: int, device: str, layout: str, save: Path, how: signal.Signals, draw: random.Random, expected: str
+) -> dict[str, object]:
+    victim, at = draw.randrange(ranks), draw.randrange(SAVES + 1, STEPS - 10)
+    line = [*line_of(device, layout, save), "--nproc", str(ranks), "--max-restarts", "2"]
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while steps_of(save) < at and process.poll() is None:
+        time.sleep(0.02)
+    os.kill(sorted(local_ranks(process.pid))[victim], how)
+    began, rows, recovery = time.monotonic(), steps_of(save), None
+    shown: list[str] = []
+    reader = threading.Thread(target=lambda: shown.append(process.communicate()[0]))
+    reader.start()
+    while process.poll() is None and time.monotonic() < began + 240:
+        if recovery is None and steps_of(save) < rows:  # cut to the checkpoint, and growing again
+            rows = steps_of(save)
+        elif recovery is None and steps_of(save) > rows + 1:
+            recovery = round(time.monotonic() - began, 1)
+        time.sleep(0.05)
+    process.kill()
+    reader.join()
+    said = next((each for each in shown[0].splitlines() if "restart 1" in each), shown[0][-300:])
+    named, bitwise = f"rank {victim}" in said, process.returncode == 0 and digest(save) == expected
+    row = {"rank": victim, "step": at, "code": process.returncode, "line": said, "recovery": recovery}
+    return {**row, "bitwise": bitwise, "ok": named and bitwise}
+
+
+def local_ranks(launcher: int) -> list[int]:
+    """Processes of the ranks: children of the one that has loaded torch for all of them."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    children = {pid: [child for child, parent in parents.items() if parent == pid] for pid in parents}
+    return max((children[pid] for pid in children[launcher]), key=len)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True)
@@ -134,6 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--times", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", choices=tuple(SIZES), default="cuda")
+    parser.add_argument("--restarts", action="store_true", help="by --max-restarts")
     parser.add_argument("--layouts", nargs="+", choices=tuple(LAYOUTS), default=list(LAYOUTS))
     asked = parser.parse_args(arguments)
     draw, bad = random.Random(asked.seed), 0
@@ -144,7 +192,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for turn in range(asked.times):
                 for how in (signal.SIGKILL, signal.SIGSTOP):
                     save = Path(place) / f"{how.name}-{turn}"
-                    found = disturbed(asked.ranks, asked.device, layout, save, how, draw, expected)
+                    found = (restarted if asked.restarts else disturbed)(
+                        asked.ranks, asked.device, layout, save, how, draw, expected
+                    )
                     append(asked.out, {"ranks": asked.ranks, "layout": layout, "signal": how.name, **found})
                     bad += not found["ok"]
                     shutil.rmtree(save)
