@@ -107,12 +107,22 @@ class Fleet:
                 raise TimeoutError(f"no step {step} within {seconds:.0f} s: {self.lines[-6:]}")
             time.sleep(0.02)
 
+    def wait_spares(self, seconds: float = 240) -> None:
+        """Until those that were started beyond the four have joined."""
+        deadline = time.monotonic() + seconds
+        while sum("is a spare" in line for _, _, line in list(self.lines)) < len(self.jobs) - COUNT:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"a spare did not join within {seconds:.0f} s: {self.lines[-6:]}")
+            time.sleep(0.05)
+
     def restart(self, since: float, seconds: float = 240) -> tuple[float, str]:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             for moment, _, line in list(self.lines):
                 if moment > since and line.startswith("mega: restart "):
                     return moment, line
+            if all(job.poll() is not None for _, job in self.jobs):
+                break
             time.sleep(0.02)
         raise TimeoutError(f"no restart within {seconds:.0f} s: {self.lines[-6:]}")
 
@@ -187,13 +197,14 @@ def play(kind: str, seed: int, made: list[Host] | None) -> Iterator[dict[str, An
     steps, chance = STRETCH * (FAULTS + 1), random.Random(f"{kind} {seed}")
     reference, _ = undisturbed(steps)
     with tempfile.TemporaryDirectory(prefix="mega-restarts-") as folder:
-        minutes = "0.25" if kind == "stop" else "1"
+        minutes = "0.25" if kind == "stop" else "3"
         words = ["--steps", str(steps), "--timeout-minutes", minutes]
         fleet = Fleet(made, Path(folder), words, spares=int(kind in ("host", "cut")))
         try:
             for number in range(TIMES.get(kind, FAULTS)):
                 at = STRETCH * number + chance.randint(3, STRETCH - 3)
                 fleet.wait(at)
+                fleet.wait_spares()
                 began = time.monotonic()
                 name, what = strike(kind, fleet, chance)
                 row: dict[str, Any] = {
