@@ -81,7 +81,7 @@ def _line(run: AnyRun, name: str, rule: str) -> str:
     return _format(name, value_of(run, name), rule)
 
 
-def _format(name: str, value: Any, rule: str) -> str:
+def _format(name: str, value: object, rule: str) -> str:
     """`--flag value: rule`. A switch that is off is shown as it may have been typed, in both spellings.
 
     >>> _format("rampup", (1, 2), "must be three numbers"), _format("masters", False, "needs --dtype bf16")
@@ -90,7 +90,7 @@ def _format(name: str, value: Any, rule: str) -> str:
     return _format_entry(entries()[name], value, rule)
 
 
-def _format_entry(entry: Entry, value: Any, rule: str) -> str:
+def _format_entry(entry: Entry, value: object, rule: str) -> str:
     if value is True:
         return f"{entry.flag}: {rule}"
     if value is False:

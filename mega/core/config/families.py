@@ -8,7 +8,7 @@ family is a mistake, else their command lines would train a GPT. Which flags the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mega.core.config.option import Families
 from mega.core.config.presets import FAMILY_DEFAULTS
@@ -47,7 +47,7 @@ def belongs(families: Sequence[str]) -> str:
     return f"belongs to {models}, which {are} not built yet; valid --family: {', '.join(FAMILY_DEFAULTS)}"
 
 
-def foreign_values(options: Options) -> Iterator[tuple[str, Any, str]]:
+def foreign_values(options: Options) -> Iterator[tuple[str, object, str]]:
     """Name, value and rule of each option that is not at its default and that the run's family does not read."""
     for name, entry in entries().items():
         value = value_of(options, name)
@@ -56,7 +56,7 @@ def foreign_values(options: Options) -> Iterator[tuple[str, Any, str]]:
             yield name, value, belongs(families)
 
 
-def check_typed(options: Options, given: Mapping[str, Any], typed: Sequence[Typed]) -> None:
+def check_typed(options: Options, given: Mapping[str, object], typed: Sequence[Typed]) -> None:
     """That what the user typed is of the run's family, at its default too. given: options that a file or flags name.
 
     Errors: ValueError with a line for each flag of another family.
@@ -78,7 +78,7 @@ def check_typed(options: Options, given: Mapping[str, Any], typed: Sequence[Type
         raise ValueError("\n".join(dict.fromkeys(problems)))
 
 
-def _unusual(family: str, given: Mapping[str, Any], spelled: Mapping[str, str]) -> Iterator[str]:
+def _unusual(family: str, given: Mapping[str, object], spelled: Mapping[str, str]) -> Iterator[str]:
     """A tokenizer is of no family, but a script that names BERT's is one of BERT's until the family is named."""
     for name, value in given.items():
         entry = entries()[name]
@@ -88,7 +88,7 @@ def _unusual(family: str, given: Mapping[str, Any], spelled: Mapping[str, str]) 
             yield f"{shown}: {belongs(families)}; give --family {family} to train that with it"
 
 
-def _those(families: Families, value: Any) -> tuple[str, ...]:
+def _those(families: Families, value: object) -> tuple[str, ...]:
     """The families of an option that holds `value`; () is all."""
     return families.get(value, ()) if isinstance(families, Mapping) else families
 

@@ -28,7 +28,7 @@ Bench = Literal["read", "unused", "host"]
 to measure, which is all that --calibrate takes."""
 
 
-Families = tuple[str, ...] | Mapping[Any, tuple[str, ...]]
+Families = tuple[str, ...] | Mapping[object, tuple[str, ...]]
 """Names of model families, of those too that are not built; or a value of an option -> such names."""
 
 
@@ -66,7 +66,7 @@ class weak:
     `--recompute-activations` means "selective", unless `--recompute-granularity full` is given as well.
     """
 
-    value: Any
+    value: object
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Option:
     """
 
     help: str
-    megatron: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    megatron: Mapping[str, object] = dataclasses.field(default_factory=dict)
     synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
     short: str | None = None
     metavar: str | None = None
@@ -165,13 +165,13 @@ def option(default: Any, help: str, *, megatron: str | Mapping[str, Any] | None 
     return dataclasses.field(default=default, metadata={"option": described})
 
 
-REQUIRED: Any = dataclasses.MISSING
+REQUIRED: object = dataclasses.MISSING
 """The default of an option that must be given."""
 
 
 def like(section: type[Section], name: str, default: Any = REQUIRED, **properties: Any) -> Any:
     """A field as that of another section, with its default, help and spellings, but for what is given here."""
-    field: dataclasses.Field[Any] = next(
+    field: dataclasses.Field[object] = next(
         each
         for each in dataclasses.fields(section)  # type: ignore[arg-type]
         if each.name == name
@@ -180,7 +180,7 @@ def like(section: type[Section], name: str, default: Any = REQUIRED, **propertie
     return dataclasses.field(default=field.default if default is REQUIRED else default, metadata={"option": described})
 
 
-def describe(field: dataclasses.Field[Any], section: type[Section]) -> Option:
+def describe(field: dataclasses.Field[object], section: type[Section]) -> Option:
     """The `Option` of a field of `section`, with nothing left to the section."""
     described: Option = field.metadata["option"]
     return dataclasses.replace(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import starmap
-from typing import Any
 
 from mega.core.config.option import VALUE, Option, Range, Renamed, weak
 from mega.core.config.presets import FAMILY_DEFAULTS, PRESETS
@@ -76,7 +75,7 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def _values(name: str, values: Mapping[str, Any]) -> tuple[str, str]:
+def _values(name: str, values: Mapping[str, object]) -> tuple[str, str]:
     """A name and its options, as TOML writes them."""
     shown = ", ".join(f"`{key} = {format_value(value)}`" for key, value in values.items() if value is not None)
     return f"`{name}`", shown or "those of Megatron-LM"
@@ -108,13 +107,13 @@ def _needed(option: Option) -> Iterator[tuple[str, str]]:
         yield "family", "|".join(option.families)
 
 
-def _default(value: Any) -> str:
+def _default(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return "" if value in (None, ()) else f"`{value}`"
 
 
-def _meaning(stands_for: Any) -> str:
+def _meaning(stands_for: object) -> str:
     """What follows a Megatron-LM spelling.
 
     >>> _meaning(VALUE), _meaning("swiglu"), _meaning(False), _meaning(weak("full")), _meaning({"p2p": "ring"})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -47,7 +47,7 @@ class Batches:
         reset_positions: bool = False,
         reset_attention: bool = False,
         read_ahead: bool = False,
-        collate: Callable[[Sequence[Any], int], Batch] | None = None,
+        collate: Callable[[Sequence[object], int], Batch] | None = None,
     ) -> None:
         if eod is None and (eod_mask_loss or reset_positions or reset_attention):
             raise ValueError(
@@ -60,7 +60,7 @@ class Batches:
         self._loss_eod = eod if eod_mask_loss else None
         self._position_eod = eod if reset_positions else None
         self._attention_eod = eod if reset_attention else None
-        own: Callable[[Sequence[Any], int], Batch] | None = getattr(dataset, "collate", None)
+        own: Callable[[Sequence[object], int], Batch] | None = getattr(dataset, "collate", None)
         self._collate, self._of_tokens = own or collate or self._left_to_right, own is None
         self._threads = ThreadPoolExecutor(1, "read-ahead") if read_ahead else None
         self._ahead: dict[tuple[int, int], Future[list[Batch]]] = {}

@@ -35,6 +35,7 @@ from mega.core.data.tfrecords import record_dataset
 from mega.core.text.chat.format import chat_format, shown
 from mega.core.text.identity import ALLOW, judge, other_files
 from mega.core.text.tokenizer import Tokenizer
+from mega.core.untrusted import Json
 
 _GPT = MaskingConfig()
 _WHOLE = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}
@@ -252,7 +253,7 @@ class _Builder:
         """Split -> samples of one pass over it, but where weights give each corpus passes of its own."""
 
     @property
-    def contents(self) -> dict[str, Any]:
+    def contents(self) -> dict[str, Json]:
         """Prefix -> what its token files hold."""
         return {prefix: corpus.content() for prefix, corpus in self.corpora.items()}
 

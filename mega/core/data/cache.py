@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from mega.core.data.mapped import mapped
 from mega.core.files import whole_file
+from mega.core.untrusted import Json
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -32,7 +33,7 @@ _BLOCK = 1 << 24
 
 
 def cached(
-    directory: Path | None, key: Mapping[str, Any], names: Sequence[str], compute: Callable[[], Arrays]
+    directory: Path | None, key: Mapping[str, object], names: Sequence[str], compute: Callable[[], Arrays]
 ) -> Arrays:
     """The arrays `names` of `compute()`, from `directory` if they are there, and kept there if they can be.
 
@@ -85,7 +86,7 @@ def _load(entry: Path, key: str, names: Sequence[str]) -> Arrays | None:
 
 def _publish(entry: Path, key: str, arrays: Arrays) -> None:
     """Write all arrays, the widest first so that each is aligned, into one file that appears whole or not at all."""
-    header: dict[str, Any] = {"__metadata__": {"format": "np", "key": key}}
+    header: dict[str, Json] = {"__metadata__": {"format": "np", "key": key}}
     in_order = sorted(arrays.items(), key=lambda item: -item[1].itemsize)
     end = 0
     for name, array in in_order:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,7 +90,7 @@ class ChatDataset:
         """One conversation's tokens."""
         return self._texts.whole(number)
 
-    def collate(self, rows: Sequence[ChatRow], first_sample: int) -> Any:
+    def collate(self, rows: Sequence[ChatRow], first_sample: int) -> object:
         """Rows as one microbatch whose first row is global sample `first_sample`."""
         import torch
 
@@ -203,7 +203,7 @@ def labelled(inputs: Sequence[str], chat: ChatFormat) -> Iterator[Labelled]:
     return each_line(inputs, ["messages"], lambda found: chat.labelled(conversation(found)))
 
 
-def each_line(inputs: Sequence[str], keys: Sequence[str], read: Callable[[Any], Found]) -> Iterator[Found]:
+def each_line(inputs: Sequence[str], keys: Sequence[str], read: Callable[[object], Found]) -> Iterator[Found]:
     """What `read` makes of the JSON value of each line. Errors: its ValueErrors, naming file and line."""
     for where, line in lines(inputs, keys):
         try:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mega.core.untrusted import RAW, serve
+from mega.core.untrusted import RAW, Json, serve
 
 _ROWS = 1024
 _BLOCK_BYTES = 1 << 22
@@ -94,7 +94,7 @@ def answer(question: dict[str, Any]) -> Any:
     return None
 
 
-def _next(rows: Rows) -> dict[str, Any] | None:
+def _next(rows: Rows) -> dict[str, Json] | None:
     import orjson
 
     found = next(rows, None)

@@ -46,7 +46,7 @@ class ChainedDataset:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def __getitem__(self, sample: int) -> Any:
+    def __getitem__(self, sample: int) -> object:
         if not 0 <= sample < len(self):
             raise IndexError(f"no sample {sample}, there are {len(self)}")
         place = int(np.searchsorted(self._ends, sample, side="right"))
@@ -64,7 +64,7 @@ class BlendedDataset:
     def __len__(self) -> int:
         return len(self._chosen)
 
-    def __getitem__(self, sample: int) -> Any:
+    def __getitem__(self, sample: int) -> object:
         if not 0 <= sample < len(self):
             raise IndexError(f"no sample {sample}, there are {len(self)}")
         return self._datasets[int(self._chosen[sample])][int(self._numbers[sample])]

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from mega.core.data.indexed import IndexedDataset, bin_path, idx_path, note_path, read_note
 from mega.core.text.identity import judge
 from mega.core.text.tokenizer import Tokenizer, TokenizerIdentity
+from mega.core.untrusted import Json
 
 _BLOCK = 1 << 22
 
@@ -124,7 +124,7 @@ def _sizes(data: IndexedDataset) -> str:
     return f"{data.documents:,} documents, {len(data):,} sequences, {len(data.tokens):,} tokens"
 
 
-def _note(prefix: str) -> dict[str, Any]:
+def _note(prefix: str) -> dict[str, Json]:
     try:
         found = read_note(prefix)
     except FileNotFoundError:

@@ -275,7 +275,7 @@ class LabelledDataset:
         place = int(np.searchsorted(self._ends, number, side="right"))
         return self._sets[place].row(number - (int(self._ends[place - 1]) if place else 0))
 
-    def collate(self, rows: Sequence[LabelledRow], first_sample: int) -> Any:
+    def collate(self, rows: Sequence[LabelledRow], first_sample: int) -> object:
         """Samples as one microbatch whose first is global sample `first_sample`."""
         return labelled_batch(rows, first_sample * len(rows[0].tokens))
 

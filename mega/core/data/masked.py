@@ -72,7 +72,7 @@ class Vocabulary:
         return cls(tokenizer.roles, np.array([tokenizer.continues(i) for i in range(size)]), range(size))
 
 
-def bert_batch(rows: Sequence[BertSample], first_sample: int, most: int | None = None) -> Any:
+def bert_batch(rows: Sequence[BertSample], first_sample: int, most: int | None = None) -> object:
     """BERT samples as one microbatch whose first row is global sample `first_sample`: a `MaskedBatch`.
 
     most: tokens that are masked in a row at the most, where that is known.
@@ -149,7 +149,7 @@ class BertDataset(_Mapped):
             text, lengths, target, self._length, self._vocabulary, generator, self._mask_prob, self._binary_head
         )
 
-    def collate(self, rows: Sequence[BertSample], first_sample: int) -> Any:
+    def collate(self, rows: Sequence[BertSample], first_sample: int) -> object:
         """As `bert_batch`."""
         return bert_batch(rows, first_sample, max(1, ceil(self._mask_prob * self._length)))
 
@@ -177,7 +177,7 @@ class T5Dataset(_Mapped):
         text, _, target, generator = self._read(sample)
         return t5_sample(text, target, *self._lengths, self._vocabulary, generator, self._mask_prob)
 
-    def collate(self, rows: Sequence[T5Sample], first_sample: int) -> Any:
+    def collate(self, rows: Sequence[T5Sample], first_sample: int) -> object:
         """Samples as one microbatch whose first row is global sample `first_sample`: an `EncoderDecoderBatch`."""
         import torch
 

@@ -131,7 +131,7 @@ def pair_dataset(
 def encoded(inputs: Sequence[str], chat: ChatFormat) -> Iterator[tuple[Labelled, Labelled]]:
     """Every pair of the inputs as tokens, chosen first; ValueError naming file and line where one is none."""
 
-    def read(found: Any) -> tuple[Labelled, Labelled]:
+    def read(found: object) -> tuple[Labelled, Labelled]:
         one, other = (conversation(each) for each in conversations(found))
         if _question(one.messages) != _question(other.messages):
             raise ValueError("the answers are to different questions")
@@ -149,7 +149,7 @@ def _question(messages: Sequence[Message]) -> list[Message]:
     return list(takewhile(lambda message: message["role"] != "assistant", messages))
 
 
-def conversations(found: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def conversations(found: object) -> tuple[Mapping[str, object], Mapping[str, object]]:
     """The two conversations of one JSON object, as `conversation` takes them. Errors: ValueError.
 
     >>> conversations({"prompt": "1 + 1", "chosen": "2", "rejected": "3"})[0]["messages"][-1]
@@ -170,16 +170,16 @@ def conversations(found: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     return {"messages": chosen, **tools}, {"messages": rejected, **tools}
 
 
-def _whole(prompt: list[Any], answer: list[Any]) -> list[Any]:
+def _whole(prompt: list[object], answer: list[object]) -> list[object]:
     """An answer after its prompt, which it may begin with itself, as UltraFeedback's do."""
     return answer if answer[: len(prompt)] == prompt else prompt + answer
 
 
-def _listed(found: Mapping[str, Any]) -> str:
+def _listed(found: Mapping[str, object]) -> str:
     return ", ".join(map(repr, list(found)[:8])) or "nothing"
 
 
-def _messages(found: Any, role: str) -> list[Any]:
+def _messages(found: object, role: str) -> list[object]:
     if isinstance(found, str):
         return [{"role": role, "content": found}]
     if isinstance(found, list):

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from mega.core.data.dataset import BlendedDataset, ChainedDataset, Dataset
 from mega.core.data.order import blend_order
+from mega.core.untrusted import Json
 
 
 class BlendPhase(NamedTuple):
@@ -26,7 +27,7 @@ class BlendPhase(NamedTuple):
     asked: int
     blend: Sequence[tuple[float | None, str]]
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Json]:
         """For a checkpoint."""
         return {"until": self.until, "asked": self.asked, "blend": [list(each) for each in self.blend]}
 

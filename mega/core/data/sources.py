@@ -599,14 +599,14 @@ def lines(inputs: Sequence[str | Path], keys: Sequence[str], *, text_lines: bool
 AN_ARRAY = "an array; one object a line is read, which `jq -c '.[]' FILE` makes of it"
 
 
-def not_an_object(found: Any) -> str:
+def not_an_object(found: object) -> str:
     """What a line of JSON is instead of an object, and what helps."""
     if isinstance(found, list):
         return f"this is {AN_ARRAY}"
     return f"this is {json.dumps(found)[:40]}"
 
 
-def keys_there(found: Mapping[str, Any], flag: str) -> str:
+def keys_there(found: Mapping[str, object], flag: str) -> str:
     """Which keys an object has, and the flag that names one."""
     return f"there are {', '.join(map(repr, found)) or 'none'}; name it by {flag}"
 

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal
 
 from mega.core.config.option import COUNT, FROM_0, VALUE, Range, VerbSection, like, option
 from mega.core.config.sections import ParallelConfig, RuntimeConfig, TokenizerConfig
+from mega.core.untrusted import Json
 
 BLOCK = 16
 """Tokens of a cache block."""
@@ -142,7 +143,7 @@ class OtherTokenizer(VerbSection):
         TokenizerConfig, "null_eod_last", help="the last of those ids ends a document; else one more does", common=True
     )
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> dict[str, Json]:
         """Arguments of `text.build`; none: the model's own tokenizer.
 
         Errors: ValueError where a file does not exist, or the kind is missing or another.

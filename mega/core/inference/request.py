@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -53,12 +53,12 @@ class RequestError(ValueError):
         self.field, self.value, self.rule = field, value, rule
 
 
-def _whole(name: str, value: Any, least: int, most: float, rule: str) -> None:
+def _whole(name: str, value: object, least: int, most: float, rule: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise RequestError(name, value, rule)
 
 
-def _real(name: str, value: Any, holds: Callable[[float], bool], rule: str) -> None:
+def _real(name: str, value: object, holds: Callable[[float], bool], rule: str) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or not holds(value):
         raise RequestError(name, value, rule)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from mega.core.text.probes import PROBES
 from mega.core.text.tokenizer import Encoded, flatten, library_errors
+from mega.core.untrusted import Json
 
 Encode = Callable[[Sequence[str]], Encoded]
 
@@ -76,9 +76,9 @@ def byte_level_json(vocab: Mapping[str, int], merges: Sequence[str], words: str 
     split = {"type": "Split", "pattern": {"Regex": words}, "behavior": "Isolated", "invert": False}
     absent = ("truncation", "padding", "normalizer", "post_processor")
     unused = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
-    model: dict[str, Any] = {"type": "BPE", "vocab": vocab, "merges": merges, **dict.fromkeys(unused)}
+    model: dict[str, Json] = {"type": "BPE", "vocab": vocab, "merges": merges, **dict.fromkeys(unused)}
     model |= {"fuse_unk": False, "byte_fallback": False, "ignore_merges": words is not None}
-    whole: dict[str, Any] = {
+    whole: dict[str, object] = {
         "version": "1.0",
         "added_tokens": [],
         "pre_tokenizer": bytewise if words is None else {"type": "Sequence", "pretokenizers": [split, bytewise]},

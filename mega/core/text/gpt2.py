@@ -13,13 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from mega.core.text.fast import Encode, byte_level_json, first_equal
 from mega.core.text.probe import FILE_BYTES
 from mega.core.text.tokenizer import Encoded, Tokenizer, flatten
 from mega.core.text.words import Remembered
-from mega.core.untrusted import read_limited
+from mega.core.untrusted import Json, read_limited
 
 END_OF_TEXT = "<|endoftext|>"
 _WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -83,10 +82,10 @@ class GPT2Tokenizer(Tokenizer):
     def files(self) -> Mapping[str, Path]:
         return dict(self._files)
 
-    def huggingface_files(self) -> dict[str, dict[str, Any]]:
+    def huggingface_files(self) -> dict[str, dict[str, Json]]:
         """A tokenizer.json too: without it each model_type of transformers has rules of its own for these files."""
         whole = json.loads(tokenizer_json(self._vocab, read_merges(self._files["merges.txt"])))
-        named: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        named: dict[str, Json] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         if self.eod is not None:
             plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
             whole["added_tokens"] = [{"id": self.eod, "content": END_OF_TEXT, "special": True, **plain}]

@@ -22,6 +22,7 @@ from mega.core.text.probe import check, hugging_face
 from mega.core.text.sentencepiece_json import unreachable
 from mega.core.text.special import Parsed, Span, sections
 from mega.core.text.tokenizer import Encoded, Tokenizer, flatten, library_errors
+from mega.core.untrusted import Json
 
 # Names of the end of a text, where no file next to tokenizer.json names it.
 _ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
@@ -139,7 +140,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _added(self) -> dict[int, Any]:
-        found: dict[int, Any] = self._library.get_added_tokens_decoder()
+        found: dict[int, object] = self._library.get_added_tokens_decoder()
         return found
 
     @cached_property
@@ -258,7 +259,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def part_for_ids(self, name: str, content: bytes) -> bytes:
         return neighbours.without_template(content) if name == neighbours.CONFIG else content
 
-    def huggingface_files(self) -> dict[str, dict[str, Any]]:
+    def huggingface_files(self) -> dict[str, dict[str, Json]]:
         ids = {"bos_token": self.bos, "eos_token": self.eod, "pad_token": self.pad}
         named = {key: self._library.id_to_token(token) for key, token in ids.items() if token is not None}
         return {"tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", **named}}

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from mega.core.text.fast import Encode, byte_level_json, first_equal
 from mega.core.text.gpt2 import byte_letters
@@ -21,7 +20,7 @@ from mega.core.text.probe import FILE_BYTES
 from mega.core.text.sentencepiece_json import leads_with
 from mega.core.text.tokenizer import Encoded, Tokenizer, flatten
 from mega.core.text.words import Remembered
-from mega.core.untrusted import read_limited
+from mega.core.untrusted import Json, read_limited
 
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
@@ -87,7 +86,7 @@ class Llama3Tokenizer(Tokenizer):
     def files(self) -> Mapping[str, Path]:
         return {"tokenizer.model": self._path}
 
-    def huggingface_files(self) -> dict[str, dict[str, Any]]:
+    def huggingface_files(self) -> dict[str, dict[str, Json]]:
         whole = json.loads(_tokenizer_json(self._ranks))
         plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         added = [{"id": token, "content": name, "special": True, **plain} for name, token in self.controls.items()]

@@ -10,10 +10,10 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mega.core.text.probe import FILE_BYTES
-from mega.core.untrusted import parse_json, read_limited
+from mega.core.untrusted import Json, parse_json, read_limited
 
 CONFIG, SPECIAL_MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -53,7 +53,7 @@ class Neighbours:
     kind: str | None
     named: Mapping[str, str]
     added: Mapping[int, AddedToken]
-    config: Mapping[str, Any]
+    config: Mapping[str, object]
 
 
 def paths(vocabulary: Path) -> dict[str, Path]:
@@ -79,7 +79,7 @@ def read(files: Mapping[str, Path]) -> Neighbours:
     return Neighbours(kind, named, dict(_older(added, special, files.get(ADDED))), config)
 
 
-def _listed(found: Mapping[str, Any], named: Mapping[str, str], file: Path) -> Iterator[tuple[int, AddedToken]]:
+def _listed(found: Mapping[str, object], named: Mapping[str, str], file: Path) -> Iterator[tuple[int, AddedToken]]:
     """tokenizer_config.json's `added_tokens_decoder`."""
     for number, token in found.items():
         text = content(token)
@@ -89,7 +89,7 @@ def _listed(found: Mapping[str, Any], named: Mapping[str, str], file: Path) -> I
         yield int(number), AddedToken(text, bool(token.get("special")) or text in named.values(), **flags)
 
 
-def _older(found: Mapping[str, Any], special: set[str], file: Path | None) -> Iterator[tuple[int, AddedToken]]:
+def _older(found: Mapping[str, object], special: set[str], file: Path | None) -> Iterator[tuple[int, AddedToken]]:
     """added_tokens.json: name -> id; which are special, other files say."""
     for name, number in found.items():
         if type(number) is not int or number < 0:
@@ -97,7 +97,7 @@ def _older(found: Mapping[str, Any], special: set[str], file: Path | None) -> It
         yield number, AddedToken(name, name in special, normalized=name not in special)
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Json]:
     """A JSON object; ValueError naming the file where it is not one."""
     what = f"--tokenizer-model: {path}"
     found = parse_json(read_limited(path, FILE_BYTES, what), what)
@@ -106,7 +106,7 @@ def read_object(path: Path) -> dict[str, Any]:
     return found
 
 
-def prepend_scheme(config: Mapping[str, Any]) -> str:
+def prepend_scheme(config: Mapping[str, object]) -> str:
     """Where SentencePiece's blank is put in front of a text, by a tokenizer_config.json of LlamaTokenizer: before every
     text between two control tokens, before the first alone, or never."""
     if config.get("add_prefix_space") is False:
@@ -122,7 +122,7 @@ def without_template(config: bytes) -> bytes:
     return json.dumps({**found, "chat_template": None}, sort_keys=True).encode()
 
 
-def content(token: Any) -> str | None:
+def content(token: object) -> str | None:
     """A token is written as its text or as {"content": text, ...}."""
     found = token.get("content") if isinstance(token, dict) else token
     return found if isinstance(found, str) else None

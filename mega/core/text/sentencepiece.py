@@ -21,6 +21,7 @@ from mega.core.text.sentencepiece_bpe import faster
 from mega.core.text.sentencepiece_json import described, losses, published
 from mega.core.text.special import Parsed, Span, aligned, sections
 from mega.core.text.tokenizer import Encoded, Roles, Tokenizer, flatten, library_errors
+from mega.core.untrusted import Json
 
 
 def _load(path: Path) -> Any:
@@ -218,7 +219,7 @@ class PlainSentencePiece(Tokenizer):
     def part_for_ids(self, name: str, content: bytes) -> bytes:
         return neighbours.without_template(content) if name == neighbours.CONFIG else content
 
-    def huggingface_files(self) -> dict[str, dict[str, Any]]:
+    def huggingface_files(self) -> dict[str, dict[str, Json]]:
         """A tokenizer.json too, where the model can be written so: transformers turns a tokenizer.model into its own
         form by rules that may cut a text otherwise."""
         ids = {"bos_token": self.bos, "eos_token": self.eod, "pad_token": self.pad}

@@ -13,6 +13,7 @@ from typing import Any
 from mega.core.text import protobuf
 from mega.core.text.fast import Encode, first_equal
 from mega.core.text.probes import PROBES
+from mega.core.untrusted import Json
 
 NORMAL, UNKNOWN, CONTROL, USER, _UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 _BPE = 2
@@ -70,7 +71,7 @@ def _tokenizer_json(pieces: Sequence[tuple[str, float, int]]) -> str:
     return json.dumps(whole | dict.fromkeys(("truncation", "padding", "pre_tokenizer", "post_processor", "decoder")))
 
 
-def merges_json(pieces: Sequence[tuple[str, float, int]], byte_fallback: bool) -> dict[str, Any]:
+def merges_json(pieces: Sequence[tuple[str, float, int]], byte_fallback: bool) -> dict[str, Json]:
     """A BPE as the model of a tokenizer.json: every way to make a piece of two is a merge, best score first."""
     vocab = {piece: token for token, (piece, _, _) in enumerate(pieces)}
     ordinary = {piece for piece, _, kind in pieces if kind == NORMAL}
@@ -83,7 +84,7 @@ def merges_json(pieces: Sequence[tuple[str, float, int]], byte_fallback: bool) -
                     merges.append((-score, vocab[left], vocab[right], f"{left} {right}"))
     merges.sort()
     unknown = next(piece for piece, _, kind in pieces if kind == UNKNOWN)
-    model: dict[str, Any] = {
+    model: dict[str, Json] = {
         "type": "BPE",
         "vocab": vocab,
         "merges": [merge for *_, merge in merges],

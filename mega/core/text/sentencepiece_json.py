@@ -26,6 +26,7 @@ from mega.core.text.sentencepiece_bpe import (
     merges_json,
     pieces_of,
 )
+from mega.core.untrusted import Json
 
 _UNIGRAM, _BPE, _WORD, _CHARACTER = 1, 2, 3, 4
 _KINDS = {_UNIGRAM: "unigram", _BPE: "BPE", _WORD: "word", _CHARACTER: "character"}
@@ -71,7 +72,7 @@ def published(model: Any, lead: bool) -> dict[str, Any] | None:
     users = [piece for piece, _, kind in found.pieces if kind == USER]
     if found.odd or found.kind == _WORD or (users and found.kind != _UNIGRAM) or not _covered(found):
         return None
-    whole: dict[str, Any] = {"version": "1.0", "added_tokens": [], "normalizer": _normalizer(found)}
+    whole: dict[str, object] = {"version": "1.0", "added_tokens": [], "normalizer": _normalizer(found)}
     whole["model"] = _unigram(found) if found.kind == _UNIGRAM else merges_json(found.pieces, found.byte_fallback)
     whole |= dict.fromkeys(("truncation", "padding", "pre_tokenizer", "post_processor", "decoder"))
     if not _same(whole, model, users):
@@ -106,7 +107,7 @@ def losses(model: Any) -> list[str]:
     return lost
 
 
-def leads_with(name: str, token: int) -> dict[str, Any]:
+def leads_with(name: str, token: int) -> dict[str, object]:
     """What puts a token in front of every text, as a tokenizer.json has it."""
     single = [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
     pair = [*single, {"SpecialToken": {"id": name, "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}}]
@@ -114,7 +115,7 @@ def leads_with(name: str, token: int) -> dict[str, Any]:
     return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": known}
 
 
-def unreachable(vocabulary: list[list[Any]], tokens: Collection[int]) -> list[list[Any]]:
+def unreachable(vocabulary: list[list[object]], tokens: Collection[int]) -> list[list[object]]:
     """The vocabulary of a unigram tokenizer.json in which no text has these tokens: their names hold characters that
     no text has. Else the library finds control tokens in raw text, as pieces."""
     hidden = set(tokens)
@@ -124,7 +125,7 @@ def unreachable(vocabulary: list[list[Any]], tokens: Collection[int]) -> list[li
     ]
 
 
-def _normalizer(found: _Model) -> dict[str, Any]:
+def _normalizer(found: _Model) -> dict[str, Json]:
     steps: list[dict[str, Any]] = []
     if found.charsmap:
         # The library looks up a letter with all its marks, and then single characters: it misses those in between.
@@ -146,7 +147,7 @@ def _covered(found: _Model) -> bool:
     return found.kind != _UNIGRAM or all(letter in known for piece in known for letter in piece)
 
 
-def _unigram(found: _Model) -> dict[str, Any]:
+def _unigram(found: _Model) -> dict[str, object]:
     """Symbols of the user's have the score that the library gives them: of their bytes, each as the best piece. The
     name of a byte is worse than its letters, since text never becomes it."""
     scores = [score for _, score, kind in found.pieces if kind == NORMAL]

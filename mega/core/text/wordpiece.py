@@ -168,7 +168,7 @@ class WordPieceTokenizer(Tokenizer):
         usual = rules.strip_accents == rules.lower and rules.chinese
         return {} if usual else {"strip_accents": rules.strip_accents, "chinese": rules.chinese}
 
-    def huggingface_files(self) -> dict[str, dict[str, Any]]:
+    def huggingface_files(self) -> dict[str, dict[str, object]]:
         """transformers lower-cases where nothing is said."""
         rules = self._rules
         settings = {

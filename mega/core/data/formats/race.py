@@ -51,7 +51,7 @@ def asked(question: str, option: str) -> str:
     return clean(question.replace("_", option) if "_" in question else f"{question} {option}")
 
 
-def _text(where: str, passage: Any, name: str) -> str:
+def _text(where: str, passage: object, name: str) -> str:
     if not isinstance(passage, Mapping) or not isinstance(passage.get(name), str):
         raise ValueError(f'{where}: has no "{name}"; a passage is {{"article", "questions", "options", "answers"}}')
     return str(passage[name])

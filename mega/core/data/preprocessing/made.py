@@ -11,14 +11,14 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from mega.core.data.indexed import IndexedDataset, exists
 from mega.core.data.sources import STDIN
 from mega.core.files import whole_file
+from mega.core.untrusted import Json
 
 
-def work_of(settings: Any, inputs: Sequence[Path]) -> str | None:
+def work_of(settings: object, inputs: Sequence[Path]) -> str | None:
     """A hash of settings (of JSON's kinds) and inputs; None where an input is gone once it is read."""
     if STDIN in inputs:
         return None
@@ -81,6 +81,6 @@ class WorkRecord:
         with whole_file(self._path) as file:
             file.write(json.dumps(self._content()).encode() + b"\n")
 
-    def _content(self) -> dict[str, Any]:
+    def _content(self) -> dict[str, Json]:
         hashes = [hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None for path in self._paths]
         return {"work": self._work, "sha256": hashes}

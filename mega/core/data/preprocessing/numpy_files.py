@@ -89,12 +89,12 @@ def _array(path: Path) -> NDArray[np.integer]:
 class _Object:
     """Stands for any object that a pickle names: keeps its name, its arguments and its state, and does nothing."""
 
-    def __init__(self, name: str, arguments: tuple[Any, ...] = ()) -> None:
+    def __init__(self, name: str, arguments: tuple[object, ...] = ()) -> None:
         self.name, self.arguments = name, arguments
-        self.state: Any = None
+        self.state: object = None
 
 
-def _rows(whole: Any) -> list[NDArray[np.integer]]:
+def _rows(whole: object) -> list[NDArray[np.integer]]:
     """The arrays in numpy's description of an array of objects, whose state ends in a list."""
     rows = whole.state[-1] if isinstance(whole, _Object) and isinstance(whole.state, tuple) else None
     if not isinstance(rows, list):
@@ -125,15 +125,15 @@ _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _MARK = object()
 
 
-def _described(file: BinaryIO) -> Any:
+def _described(file: BinaryIO) -> object:
     """What a pickle describes, without making any of it: named things become `_Object`s.
 
     Raises ValueError for an opcode that arrays do not need.
     """
     stack: list[Any] = []
-    memo: dict[int, Any] = {}
+    memo: dict[int, object] = {}
 
-    def since_mark() -> list[Any]:
+    def since_mark() -> list[object]:
         at = len(stack) - 1 - stack[::-1].index(_MARK)
         found = stack[at + 1 :]
         del stack[at:]
@@ -184,7 +184,7 @@ def _described(file: BinaryIO) -> Any:
     raise ValueError("a pickle without an end")
 
 
-def _made(name: str, arguments: tuple[Any, ...]) -> Any:
+def _made(name: str, arguments: tuple[object, ...]) -> object:
     """Bytes travel as text in old pickles; anything else is only noted."""
     if name == "_codecs encode":
         text, encoding = arguments

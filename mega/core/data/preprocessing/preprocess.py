@@ -49,7 +49,7 @@ from mega.core.text.build import build
 from mega.core.text.sentences import splitter
 from mega.core.text.special import Spelled
 from mega.core.text.tokenizer import Tokenizer, flatten
-from mega.core.untrusted import parse_json, read_limited
+from mega.core.untrusted import Json, parse_json, read_limited
 
 OnError = Literal["stop", "skip"]
 
@@ -294,7 +294,7 @@ class _Job:
     parse: bool = False
 
     @property
-    def described(self) -> dict[str, Any]:
+    def described(self) -> dict[str, Json]:
         """What is noted of it; earlier versions knew nothing of `parse`."""
         return {name: value for name, value in asdict(self).items() if name != "parse" or value}
 
@@ -383,7 +383,7 @@ class _Worker:
                 batch, stop = _Batch([], []), begin + _BATCH_BYTES
         yield batch
 
-    def _texts(self, found: Any) -> list[list[str]]:
+    def _texts(self, found: object) -> list[list[str]]:
         """The sentences under each key of a line's value; a plain string is one, unless it is to be cut."""
         if not isinstance(found, dict):
             raise ValueError(f"not a JSON object; {not_an_object(found)}")
@@ -439,7 +439,7 @@ def encoder(tokenizer: Tokenizer, *, append_eod: bool) -> Callable[[Sequence[str
     return lambda texts: worker._finished([worker._documents([[text] for text in texts])])
 
 
-def _sentences(found: dict[str, Any], key: str) -> list[str]:
+def _sentences(found: dict[str, object], key: str) -> list[str]:
     value = found.get(key)
     if isinstance(value, str):
         return [value]
@@ -487,7 +487,7 @@ def _another(tokenizer: Mapping[str, Any], job: _Job) -> Callable[[Read, Buffer]
 
 @contextlib.contextmanager
 def _encoders(
-    made: Tokenizer, tokenizer: Mapping[str, Any], job: _Job, workers: int
+    made: Tokenizer, tokenizer: Mapping[str, object], job: _Job, workers: int
 ) -> Iterator[Callable[[Iterator[Read]], Iterator[tuple[Read, EncodedBlock]]]]:
     """A function that gives every block with what has become of it, in the order of the input."""
     alone = job.worker(made)
@@ -509,7 +509,7 @@ class _Notes:
     identity: all that the output depends on; another call's notes are refused.
     """
 
-    def __init__(self, path: Path, identity: Any, every: float) -> None:
+    def __init__(self, path: Path, identity: object, every: float) -> None:
         self._path, self._every = path, every
         self._identity = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         self._last = time.monotonic()

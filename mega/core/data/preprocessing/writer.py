@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from mega.core.data.indexed import CODES, HEADER, MAGIC, IndexedDataset, bin_path, idx_path, note_path
 from mega.core.files import locked_alone, sync_directory, whole_file
+from mega.core.untrusted import Json
 
 _BLOCK = 1 << 20
 
@@ -47,8 +48,8 @@ class IndexedWriter:
         dtype: np.dtype[np.integer],
         *,
         keep: bool = False,
-        state: Mapping[str, Any] | None = None,
-        noted: Mapping[str, Any] = MappingProxyType({}),
+        state: Mapping[str, object] | None = None,
+        noted: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
         self.prefix = str(prefix)
         self.dtype = np.dtype(dtype)
@@ -95,7 +96,7 @@ class IndexedWriter:
     def _files(self) -> tuple[BinaryIO, BinaryIO, BinaryIO]:
         return self._bin, self._lengths, self._counts
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Json]:
         """How much lies on the disk now, for a later writer; everything written so far is flushed first."""
         with self._named():
             for file in self._files:

@@ -15,7 +15,6 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from mega.core.files import whole_file
 
@@ -23,7 +22,7 @@ from mega.core.files import whole_file
 class AnswerFile:
     """path: of the rows. about: what decides every row. done: rows that an earlier process has written."""
 
-    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, about: Mapping[str, object]) -> None:
         self.path, self._partial = path, Path(f"{path}.partial")
         text = json.dumps(about, sort_keys=True, default=str)
         self._first = json.dumps({"fingerprint": hashlib.sha256(text.encode()).hexdigest()}).encode() + b"\n"
@@ -50,7 +49,7 @@ class AnswerFile:
                 count, end = count + 1, end + len(line)
         return count, end
 
-    def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def add(self, rows: Sequence[Mapping[str, object]]) -> None:
         """Write rows, so that they are on the disk."""
         with open(self._partial, "ab") as file:
             for row in rows:

@@ -39,7 +39,7 @@ from mega.core.processes.connect import connect
 from mega.core.text.build import build
 from mega.core.text.special import Spelled
 from mega.core.text.tokenizer import Tokenizer
-from mega.core.untrusted import parse_json
+from mega.core.untrusted import Json, parse_json
 
 BLOCK = 1024
 """Prompts whose rows are written together."""
@@ -291,7 +291,7 @@ class Speaker:
             file.add(self._rows(prompts[begin : begin + BLOCK], requests[begin : begin + BLOCK], begin))
         file.close()
 
-    def _about(self, prompts: Sequence[AskedText]) -> dict[str, Any]:
+    def _about(self, prompts: Sequence[AskedText]) -> dict[str, Json]:
         """What decides every row, but for rounding."""
         plan, texts = self.plan, hashlib.sha256()
         for prompt in prompts:
@@ -309,7 +309,7 @@ class Speaker:
                 where = f"--input {self.plan.texts.input}:{number + 1}: " if self.plan.texts.input is not None else ""
                 raise ValueError(f"{where}{flag_line(error)}") from None
 
-    def _rows(self, prompts: Sequence[AskedText], requests: Sequence[Request], begin: int) -> list[dict[str, Any]]:
+    def _rows(self, prompts: Sequence[AskedText], requests: Sequence[Request], begin: int) -> list[dict[str, Json]]:
         """The rows of prompts, of which the first has number `begin`."""
         numbers = {self.engine.add(request): number for number, request in enumerate(requests)}
         new: list[list[int]] = [[] for _ in prompts]

@@ -44,7 +44,7 @@ from mega.core.text.build import build
 from mega.core.text.chat.format import ChatFormat
 from mega.core.text.chat.templates import SOURCE_BYTES, TEMPLATES, template_of
 from mega.core.text.tokenizer import Tokenizer, least_vocab
-from mega.core.untrusted import below, read_limited
+from mega.core.untrusted import Json, below, read_limited
 
 FIELDS = {
     "vocab.json": "vocab_file",
@@ -115,7 +115,7 @@ class OpenedModel:
         """The tokenizer that came with the weights. Errors: ValueError where there is none."""
         return load_tokenizer(self)
 
-    def tokenizer_section(self) -> dict[str, Any] | None:
+    def tokenizer_section(self) -> dict[str, Json] | None:
         """The options of a run with that tokenizer; None where there is none."""
         return tokenizer_section(self)
 
@@ -264,7 +264,7 @@ def load_model(
     where = torch.device(device)
     opened = source if isinstance(source, OpenedModel) else opened_checkpoint(source)
     factory = ParameterFactory({}, dtype, where, choose(where, dtype))
-    stage: Any = family(opened.model).stage(opened.model, units(opened.model), factory, ALONE)
+    stage: object = family(opened.model).stage(opened.model, units(opened.model), factory, ALONE)
     fill(stage, opened)
     return stage
 
@@ -303,7 +303,7 @@ def tokenizer_section(source: StoredWeights | OpenedModel) -> dict[str, Any] | N
     kind = str(options.get("tokenizer") or tokenizer_kind(attachments) or "")
     if not kind:
         return None
-    files: dict[str, Any] = {FIELDS[name]: str(path) for name, path in attachments.items() if name in FIELDS}
+    files: dict[str, Json] = {FIELDS[name]: str(path) for name, path in attachments.items() if name in FIELDS}
     if (model := MODELS.get(kind)) in attachments:
         files["tokenizer_model"] = str(attachments[str(model)])
     if "WordPiece" in kind and "vocab_file" not in files and "tokenizer.json" in attachments:

@@ -20,6 +20,7 @@ from mega.core.inference.server.fields import BadField, Field, Fields, read, sch
 from mega.core.inference.server.gate import FAILED, Gate, failure_body
 from mega.core.inference.server.service import Service
 from mega.core.inference.server.session import AnswerFailed, ClientGone, TooLong, until_gone
+from mega.core.untrusted import Json
 
 T = TypeVar("T")
 
@@ -49,11 +50,11 @@ def make_app(service: Service) -> Gate:
     return Gate(app, service, frozenset(route.path for route in app.routes if hasattr(route, "path")))
 
 
-def _body(fields: Fields, *statuses: int, streams: bool = False) -> dict[str, Any]:
+def _body(fields: Fields, *statuses: int, streams: bool = False) -> dict[str, Json]:
     """What OpenAPI is told of a route's body, and of the statuses that it may answer. streams: by events, if asked."""
-    answers: dict[str, Any] = {}
+    answers: dict[str, Json] = {}
     if streams:
-        types: dict[str, Any] = {
+        types: dict[str, Json] = {
             "application/json": {"schema": {}},
             "text/event-stream": {"schema": {"type": "string"}},
         }
@@ -96,7 +97,7 @@ def status_of(error: Exception) -> tuple[int, str]:
     raise error
 
 
-def error_body(error: Exception) -> dict[str, Any]:
+def error_body(error: Exception) -> dict[str, Json]:
     """OpenAI's form of an error."""
     kind = status_of(error)[1]
     code = "model_not_found" if isinstance(error, BadField) and error.status == 404 else None
@@ -164,7 +165,7 @@ def _add_openai(app: Any, service: Service) -> None:
         _log(service, request, body)
         return await answer(request, asked)
 
-    def described(name: str) -> dict[str, Any]:
+    def described(name: str) -> dict[str, object]:
         common = {"object": "model", "created": int(service.started), "owned_by": "mega"}
         return {"id": name, **common, "max_model_len": service.longest}
 

@@ -9,15 +9,16 @@ import http.client
 import json
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
 from urllib.parse import urlsplit
+
+from mega.core.untrusted import Json
 
 MOST_BYTES = 64 << 20
 """Of an answer."""
 WAIT_SECONDS = 600.0
 
 
-def ask(url: str, prompt: str, tokens: int, **fields: Any) -> str:
+def ask(url: str, prompt: str, tokens: int, **fields: object) -> str:
     """The prompt and what follows it. url: HOST:PORT, or the whole address of a server; fields: others of PUT /api.
 
     Errors: ValueError for an address that is not one, and with the server's own text; OSError where none answers.
@@ -29,7 +30,7 @@ def ask(url: str, prompt: str, tokens: int, **fields: Any) -> str:
     return texts[0]
 
 
-def converse(url: str, fields: Mapping[str, Any], read: Callable[[str], str] = input) -> None:
+def converse(url: str, fields: Mapping[str, object], read: Callable[[str], str] = input) -> None:
     """Megatron-LM's text_generation_cli.py: asks for prompts and numbers of tokens until the input ends."""
     while True:
         try:
@@ -44,7 +45,7 @@ def converse(url: str, fields: Mapping[str, Any], read: Callable[[str], str] = i
             print(f"Error {error}", flush=True)
 
 
-def fields_of(sampling: Mapping[str, float], beams: int, length_penalty: float | None) -> dict[str, Any]:
+def fields_of(sampling: Mapping[str, float], beams: int, length_penalty: float | None) -> dict[str, Json]:
     """The flags of `mega generate` that were given as fields of PUT /api, which wants floats to be floats. What was not
     given is the server's to choose.
 
@@ -57,7 +58,7 @@ def fields_of(sampling: Mapping[str, float], beams: int, length_penalty: float |
         return {"beam_width": beams, **({} if length_penalty is None else {"length_penalty": float(length_penalty)})}
     if sampling.get("temperature") == 0:
         return {"top_k": 1}
-    found: dict[str, Any] = {}
+    found: dict[str, Json] = {}
     for name, value in sampling.items():
         if value or name not in ("top_p_decay", "top_p_bound"):  # which that server knows only as more than 0
             found["random_seed" if name == "seed" else name] = float(value) if name.startswith("top_p") else value
@@ -70,7 +71,7 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _put(url: str, body: Mapping[str, Any]) -> Any:
+def _put(url: str, body: Mapping[str, object]) -> object:
     parts = urlsplit(url if "//" in url else f"http://{url}")
     try:
         host, port = parts.hostname, parts.port
@@ -101,7 +102,7 @@ def _put(url: str, body: Mapping[str, Any]) -> Any:
     return found
 
 
-def _message(found: Any) -> str:
+def _message(found: object) -> str:
     """The text of an error, in Flask's, OpenAI's or Megatron-LM's form."""
     if isinstance(found, dict):
         found = found.get("error", found)

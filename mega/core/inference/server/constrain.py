@@ -31,10 +31,10 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
         self._tokenizer, self._vocab = tokenizer, vocab
-        self._library: Any = None
+        self._library: object = None
         self._lock = threading.Lock()
 
-    def compile(self, wanted: Mapping[str, Any]) -> Grammar:
+    def compile(self, wanted: Mapping[str, object]) -> Grammar:
         """The grammar of a response_format. Errors: BadField."""
         source = _source(wanted)
         if importlib.util.find_spec("llguidance") is None:
@@ -100,7 +100,7 @@ class Grammar:
         return allowed
 
 
-def _source(wanted: Mapping[str, Any]) -> str | dict[str, Any]:
+def _source(wanted: Mapping[str, object]) -> str | dict[str, object]:
     """A regular expression, or a JSON schema. Errors: BadField."""
     kind = wanted.get("type")
     known = {"json_object": {"type"}, "json_schema": {"type", "json_schema"}, "regex": {"type", "pattern"}}
@@ -178,7 +178,7 @@ class _Tokens:
         return ids
 
 
-def _library_tokenizer(tokenizer: Tokenizer, vocab: int) -> Any:
+def _library_tokenizer(tokenizer: Tokenizer, vocab: int) -> object:
     from llguidance import LLTokenizer, TokenizerWrapper
 
     return LLTokenizer(TokenizerWrapper(_Tokens(tokenizer, vocab)), n_vocab=vocab)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mega.core.inference.request import MOST_TOP_K, REPETITION_PENALTIES, SEEDS
+from mega.core.untrusted import Json
 
 _PENALTY_LEAST, _PENALTY_MOST = REPETITION_PENALTIES
 
@@ -40,12 +41,12 @@ class Field:
 
     types: str
     help: str
-    default: Any = None
+    default: object = None
     least: float = -math.inf
     most: float = math.inf
-    only: tuple[Any, ...] = ()
+    only: tuple[object, ...] = ()
     required: bool = False
-    shape: Mapping[str, Any] = field(default_factory=dict)
+    shape: Mapping[str, object] = field(default_factory=dict)
 
     def check(self, name: str, value: Any) -> Any:
         """The value. Errors: BadField."""
@@ -73,7 +74,7 @@ class Field:
             return f"at least {self.least}"
         return f"from {self.least} to {self.most}"
 
-    def schema(self) -> dict[str, Any]:
+    def schema(self) -> dict[str, Json]:
         """As JSON schema."""
         kinds = self.types.split("|")
         found: dict[str, Any] = {"type": [*kinds, "null"], "description": self.help}
@@ -100,7 +101,7 @@ def read(body: Any, fields: Fields) -> dict[str, Any]:
     for name in body:
         if name not in fields:
             raise BadField(name[:60], f"{name[:60]!r}: unknown field; valid: {', '.join(fields)}")
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for name, one in fields.items():
         value = body.get(name)
         if value is None and one.required:
@@ -109,7 +110,7 @@ def read(body: Any, fields: Fields) -> dict[str, Any]:
     return found
 
 
-def schema(fields: Fields) -> dict[str, Any]:
+def schema(fields: Fields) -> dict[str, Json]:
     """The table as the JSON schema of a body."""
     return {
         "type": "object",

@@ -13,10 +13,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from mega.core.inference.server.service import Service
+from mega.core.untrusted import Json
 
 Scope = Mapping[str, Any]
-Receive = Callable[[], Awaitable[Mapping[str, Any]]]
-Send = Callable[[Mapping[str, Any]], Awaitable[None]]
+Receive = Callable[[], Awaitable[Mapping[str, object]]]
+Send = Callable[[Mapping[str, object]], Awaitable[None]]
 
 OPEN = ("/", "/index.html", "/health", "/v1/health")
 """What is answered without a token: the page, which holds nothing, and whether the server is ready."""
@@ -105,7 +106,7 @@ def _is_local(host: str) -> bool:
     return True
 
 
-def failure_body(status: int, text: str) -> dict[str, Any]:
+def failure_body(status: int, text: str) -> dict[str, Json]:
     """OpenAI's form of an error."""
     kind = {401: "authentication_error", 503: "server_error", 500: "server_error"}.get(status, "invalid_request_error")
     return {"error": {"message": text, "type": kind, "param": None, "code": None}}

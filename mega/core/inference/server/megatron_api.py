@@ -21,6 +21,7 @@ from mega.core.inference.server.limits import MOST_PROMPTS
 from mega.core.inference.server.service import Service
 from mega.core.inference.server.session import Continuation, all_whole
 from mega.core.text.tokenizer import Tokenizer
+from mega.core.untrusted import Json
 
 FIELDS: Fields = {
     "prompts": Field(
@@ -95,7 +96,7 @@ class MegatronRequest:
 # --- the fields ---------------------------------------------------------------------------------------------------
 
 
-def check(body: Any, *, ignore_unknown: bool = False) -> MegatronRequest:
+def check(body: object, *, ignore_unknown: bool = False) -> MegatronRequest:
     """A body's fields. Errors: Refused with the text of the first check that fails.
 
     >>> check({"prompts": []})
@@ -252,7 +253,7 @@ async def requests(service: Service, given: MegatronRequest) -> tuple[list[Reque
     return made, pair
 
 
-async def answer(service: Service, given: MegatronRequest) -> dict[str, Any]:
+async def answer(service: Service, given: MegatronRequest) -> dict[str, Json]:
     """The body of Megatron-LM's answer. Errors: Refused, QueueFull, EngineLost."""
     asked, pair = await requests(service, given)
     try:
@@ -271,7 +272,7 @@ async def answer(service: Service, given: MegatronRequest) -> dict[str, Any]:
     }
 
 
-def _beam_answer(tokenizer: Tokenizer, done: Continuation) -> dict[str, Any]:
+def _beam_answer(tokenizer: Tokenizer, done: Continuation) -> dict[str, Json]:
     """All beams, best first."""
     whole = [(*done.prompt, *beam.ids) for beam in done.beams]
     return {
@@ -304,7 +305,7 @@ async def _ids(service: Service, text: str, add_bos: bool) -> tuple[int, ...]:
 
 def _sampling(service: Service, given: MegatronRequest, index: int) -> Sampling:
     """top_p 0 is off, as it is where top_k is given."""
-    said: dict[str, Any] = {"temperature": given.temperature, "seed": given.random_seed}
+    said: dict[str, Json] = {"temperature": given.temperature, "seed": given.random_seed}
     if given.top_k is not None or given.top_p is not None:
         said |= {"top_k": given.top_k or 0, "top_p": given.top_p or 1.0}
     said |= {"top_p_decay": given.top_p_decay, "top_p_bound": given.top_p_bound if given.top_p else None}

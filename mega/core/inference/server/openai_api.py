@@ -21,6 +21,7 @@ from mega.core.inference.server.service import Service
 from mega.core.inference.server.session import Continuation, Delta, Scored, all_whole
 from mega.core.inference.text_stream import TextStream
 from mega.core.text.chat.messages import Message
+from mega.core.untrusted import Json
 
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have."""
@@ -49,7 +50,7 @@ _PROMPT = [
     {"type": "array", "minItems": 1, "maxItems": MOST_PROMPTS, "items": _IDS},
 ]
 _STOP = {"type": "string", "minLength": 1, "maxLength": STOP_CHARACTERS}
-_FORMAT: list[dict[str, Any]] = [
+_FORMAT: list[dict[str, object]] = [
     {"properties": {"type": {"enum": ["text", "json_object"]}}},
     {"properties": {"type": {"enum": ["regex"]}, "pattern": {"type": "string"}}, "required": ["type", "pattern"]},
     {"properties": {"type": {"enum": ["json_schema"]}, "json_schema": {"type": "object", "required": ["schema"]}}},
@@ -342,7 +343,7 @@ async def start(service: Service, asked: ParsedRequest) -> list[Continuation]:
     return await service.continuations(asked.requests, stops=asked.stops, end_ids=asked.ends)
 
 
-async def answer(service: Service, asked: ParsedRequest) -> dict[str, Any]:
+async def answer(service: Service, asked: ParsedRequest) -> dict[str, Json]:
     """The whole answer. Errors: as of `start`; AnswerFailed."""
     running = await start(service, asked)
     await all_whole(running)
@@ -352,7 +353,7 @@ async def answer(service: Service, asked: ParsedRequest) -> dict[str, Any]:
 
 async def events(
     service: Service, asked: ParsedRequest, running: Sequence[Continuation]
-) -> AsyncGenerator[dict[str, Any], None]:
+) -> AsyncGenerator[dict[str, Json], None]:
     """The chunks of a streamed answer, those of several sequences as they come."""
     head = _head(service, asked, _id(asked), chunk=True)
     merged: asyncio.Queue[tuple[int, Delta | Exception]] = asyncio.Queue(maxsize=256)
@@ -390,7 +391,7 @@ def _id(asked: ParsedRequest) -> str:
     return f"{'chatcmpl' if asked.chat else 'cmpl'}-{uuid.uuid4().hex}"
 
 
-def _head(service: Service, asked: ParsedRequest, name: str, chunk: bool = False) -> dict[str, Any]:
+def _head(service: Service, asked: ParsedRequest, name: str, chunk: bool = False) -> dict[str, Json]:
     kind = ("chat.completion.chunk" if chunk else "chat.completion") if asked.chat else "text_completion"
     return {
         "id": name,
@@ -405,8 +406,8 @@ def _usage(asked: ParsedRequest, running: Sequence[Continuation]) -> dict[str, i
     return {"prompt_tokens": asked.prompt_tokens, "completion_tokens": new, "total_tokens": asked.prompt_tokens + new}
 
 
-def _choice(service: Service, asked: ParsedRequest, index: int, done: Continuation) -> dict[str, Any]:
-    found: dict[str, Any] = {"index": index, "finish_reason": done.finish}
+def _choice(service: Service, asked: ParsedRequest, index: int, done: Continuation) -> dict[str, Json]:
+    found: dict[str, Json] = {"index": index, "finish_reason": done.finish}
     if asked.chat:
         found["message"] = {"role": "assistant", "content": done.text}
         found["logprobs"] = _chat_logprobs(service, done.scored) if asked.fields["logprobs"] else None
@@ -423,8 +424,8 @@ def _choice(service: Service, asked: ParsedRequest, index: int, done: Continuati
 
 def _chunk(
     service: Service, asked: ParsedRequest, index: int, running: Continuation, delta: Delta, first: bool
-) -> dict[str, Any]:
-    found: dict[str, Any] = {"index": index, "finish_reason": delta.finish, "logprobs": None}
+) -> dict[str, Json]:
+    found: dict[str, Json] = {"index": index, "finish_reason": delta.finish, "logprobs": None}
     if asked.chat:
         found["delta"] = ({"role": "assistant"} if first else {}) | {"content": delta.text}
         if asked.fields["logprobs"]:
@@ -456,7 +457,7 @@ def prompt_scored(service: Service, done: Continuation, prompt: PromptText) -> l
 
 def _logprobs(
     service: Service, prompt: Sequence[Scored], new: Sequence[Scored], shift: int, count: int
-) -> dict[str, Any]:
+) -> dict[str, Json]:
     """OpenAI's form for completions: parallel lists. The likeliest are none where `count` is 0."""
     whole = [*prompt, *(Scored(each.id, each.logprob, each.top, each.offset + shift) for each in new)]
     tops = [_by_text(service, each, count) if each.logprob is not None else None for each in whole]
@@ -478,14 +479,14 @@ def _by_text(service: Service, scored: Scored, count: int) -> dict[str, float]:
     return found
 
 
-def _chat_logprobs(service: Service, tokens: Sequence[Scored]) -> dict[str, Any]:
+def _chat_logprobs(service: Service, tokens: Sequence[Scored]) -> dict[str, Json]:
     """OpenAI's form for chats: a list of objects."""
 
-    def one(token: int, logprob: float | None) -> dict[str, Any]:
+    def one(token: int, logprob: float | None) -> dict[str, Json]:
         data = service.tokenizer.token_bytes(token)
         return {"token": service.token_text(token), "logprob": _real(logprob), "bytes": list(data)}
 
-    def top(likeliest: Top) -> list[dict[str, Any]]:
+    def top(likeliest: Top) -> list[dict[str, Json]]:
         return [one(token, logprob) for token, logprob in likeliest]
 
     return {

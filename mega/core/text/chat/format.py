@@ -59,7 +59,7 @@ class ChatFormat:
         self.variables = dict(tokenizer.named_tokens())
         if own:
             self._check_own(template)
-        self._ask: Callable[[Mapping[str, Any]], dict[str, Any]] = _here if own else self._confined(seconds)
+        self._ask: Callable[[Mapping[str, object]], dict[str, object]] = _here if own else self._confined(seconds)
         frame = self._answer(ask="read")["frame"]
         self.end_names: tuple[str, ...] = tuple(frame["ends"])
         self.ends = frozenset(self.tokens[name] for name in self.end_names)
@@ -77,7 +77,7 @@ class ChatFormat:
                 raise ValueError(f"{self._what}: {kind} has no end of a document; another template may fit it")
             self.variables["eos_token"] = ends[0]
 
-    def _confined(self, seconds: int) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    def _confined(self, seconds: int) -> Callable[[Mapping[str, object]], dict[str, object]]:
         if importlib.util.find_spec("jinja2") is None:
             raise ValueError("--chat-template: a Jinja file needs jinja2; pip install 'mega[data]'")
         module = "mega.core.text.chat.jinja_process"
@@ -150,7 +150,7 @@ class ChatFormat:
         if thought and re.search("reasoning|thinking", self.source) is None:
             raise ValueError(f"{self._what}: does not read what the assistant thought; leave it out")
 
-    def _marked(self, talk: Conversation) -> tuple[list[str], list[Message], Any]:
+    def _marked(self, talk: Conversation) -> tuple[list[str], list[Message], object]:
         """Characters that the conversation does not hold, and it with these around what spells a control token."""
         texts = list(_texts([talk.messages, talk.tools]))
         free = [mark for mark in _MARKS if not any(mark in text for text in texts)][:2]
@@ -248,14 +248,14 @@ def chat_format(name: str, tokenizer: Tokenizer, *, seconds: int = _SECONDS) -> 
     )
 
 
-def _here(question: Mapping[str, Any]) -> dict[str, Any]:
+def _here(question: Mapping[str, object]) -> dict[str, object]:
     """A template of the house needs no other process."""
     from mega.core.text.chat.jinja_process import answer
 
     return answer(question)
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     """Every text in a JSON value, names of keys included."""
     if isinstance(value, str):
         yield value

@@ -60,7 +60,7 @@ def _environment() -> Any:
     return made
 
 
-def _plain_types() -> dict[str, Any]:
+def _plain_types() -> dict[str, object]:
     """`dict` and `namespace` of templates, without names of Python's own."""
     from jinja2.exceptions import SecurityError
     from jinja2.utils import Namespace
@@ -68,14 +68,14 @@ def _plain_types() -> dict[str, Any]:
     class Plain(Namespace):
         """A namespace without names of Python's own."""
 
-        def __init__(*given: Any, **named: Any) -> None:
+        def __init__(*given: object, **named: object) -> None:
             own, *rest = given
             values = dict(*rest, **named)
             for name in values:
                 Plain._check(name)
             Namespace.__init__(own, values)
 
-        def __setitem__(self, name: str, value: Any) -> None:
+        def __setitem__(self, name: str, value: object) -> None:
             Plain._check(name)
             super().__setitem__(name, value)
 
@@ -131,7 +131,7 @@ def _tracking(blocks: list[str], spans: list[Span]) -> Iterator[None]:
         _tracked.pop()
 
 
-def _aliased(message: Mapping[str, Any]) -> dict[str, Any]:
+def _aliased(message: Mapping[str, object]) -> dict[str, object]:
     """A message as templates get it: without what is null, and with what was thought under the names they know."""
     found = {key: value for key, value in message.items() if value is not None}
     thought = next((found[key] for key in REASONING if key in found), None)
@@ -199,7 +199,7 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
 def _quietly(render: Callable[..., Rendered]) -> Callable[..., Rendered | None]:
     """A rendering of what a template may refuse: then there is none."""
 
-    def found(*given: Any) -> Rendered | None:
+    def found(*given: object) -> Rendered | None:
         try:
             return render(*given)
         except Exception:

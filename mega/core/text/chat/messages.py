@@ -18,26 +18,26 @@ class Conversation(NamedTuple):
     """messages, and the functions that the assistant may call, as JSON schemas."""
 
     messages: list[Message]
-    tools: list[dict[str, Any]] | None = None
+    tools: list[dict[str, object]] | None = None
 
     def answered(self, number: int) -> bool:
         return bool(self.messages[number]["role"] == "assistant")
 
 
-Nothings = Mapping[str, tuple[Any, ...]]
+Nothings = Mapping[str, tuple[object, ...]]
 OF_CONVERSATION: Nothings = {"system": (None, ""), "functions": (None, [])}
 OF_MESSAGE: Nothings = {"weight": (None, 1), "function_call": (None,)}
 """Keys of OpenAI's and Hugging Face's files that no template here is given, and their values that ask for nothing."""
 
 
-def check_unread(found: Mapping[str, Any], keys: Nothings = OF_CONVERSATION) -> None:
+def check_unread(found: Mapping[str, object], keys: Nothings = OF_CONVERSATION) -> None:
     """Errors: ValueError where an object asks for something by one of `keys`."""
     for key, nothing in keys.items():
         if found.get(key) not in nothing:
             raise ValueError(f'"{key}" has no effect here, so that something else would be trained; leave it out')
 
 
-def conversation(found: Any) -> Conversation:
+def conversation(found: object) -> Conversation:
     """The conversation of one JSON object; ValueError saying what is wrong with it.
 
     {"messages": [{"role", "content"}, ...]}, {"conversations": [{"from", "value"}, ...]} or {"prompt", "completion"};
@@ -73,7 +73,7 @@ def _check_message(message: Message) -> None:
         raise ValueError(f"the {role}'s tool_calls are not a list of objects")
 
 
-def _tools(found: Any) -> list[dict[str, Any]] | None:
+def _tools(found: object) -> list[dict[str, object]] | None:
     """A list of JSON schemas, which some files keep as a text."""
     if isinstance(found, str) and found.strip():
         found = parse_json(found, '"tools"')
@@ -84,7 +84,7 @@ def _tools(found: Any) -> list[dict[str, Any]] | None:
     return found
 
 
-def _turn(turn: Any, role: str, content: str) -> Message:
+def _turn(turn: object, role: str, content: str) -> Message:
     """A message by its usual keys; what is null, or says nothing, is left out."""
     if not isinstance(turn, dict) or role not in turn or (content not in turn and not turn.get("tool_calls")):
         raise ValueError(f'a message without "{role}" and "{content}"')

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from mega.core.untrusted import parse_json, read_limited
 
@@ -110,7 +109,7 @@ def template_text(file: str) -> str:
         raise ValueError(f"{what}: not UTF-8 ({error})") from None
 
 
-def template_of(config: Mapping[str, Any]) -> str | None:
+def template_of(config: Mapping[str, object]) -> str | None:
     """The template in a tokenizer_config.json; of several, by name, the default."""
     found = config.get("chat_template")
     if isinstance(found, list):

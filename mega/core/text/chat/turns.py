@@ -29,7 +29,7 @@ class Rendered(NamedTuple):
 class Render(Protocol):
     """messages, and whether what begins the assistant's turn follows them."""
 
-    def __call__(self, messages: Sequence[Mapping[str, Any]], reply: bool = False) -> Rendered: ...
+    def __call__(self, messages: Sequence[Mapping[str, object]], reply: bool = False) -> Rendered: ...
 
 
 class Frame(NamedTuple):
@@ -143,7 +143,7 @@ _ENDS_LAST = (
 
 
 def _begin(
-    render: Render, messages: Sequence[Mapping[str, Any]], number: int, text: str, names: Collection[str]
+    render: Render, messages: Sequence[Mapping[str, object]], number: int, text: str, names: Collection[str]
 ) -> int | None:
     """Where turn `number` begins in the text; None where the text does not begin with the messages before it."""
     before = messages[:number]
@@ -168,7 +168,7 @@ def _begin(
 
 
 def _begin_by_content(
-    render: Render, messages: Sequence[Mapping[str, Any]], number: int, text: str, closed: int
+    render: Render, messages: Sequence[Mapping[str, object]], number: int, text: str, closed: int
 ) -> int:
     """The same where nothing is put in front of a turn that is asked for: what the template always writes before the
     message's own text is not trained, but for blanks."""
@@ -181,7 +181,7 @@ def _begin_by_content(
 
 
 def _begin_by_count(
-    render: Render, messages: Sequence[Mapping[str, Any]], number: int, found: Rendered, names: Collection[str]
+    render: Render, messages: Sequence[Mapping[str, object]], number: int, found: Rendered, names: Collection[str]
 ) -> int:
     """The same where turns look otherwise once others follow: by what begins each of them, which no message can spell.
     Errors: ValueError where that is not as often in the text as there are turns."""
@@ -199,7 +199,7 @@ def _begin_by_count(
     return begins[turns.index(number)]
 
 
-def _end(render: Render, messages: Sequence[Mapping[str, Any]], number: int, turn: Turn) -> int | None:
+def _end(render: Render, messages: Sequence[Mapping[str, object]], number: int, turn: Turn) -> int | None:
     """Where turn `number` ends: with the first end after what the message says; a template may end parts of a turn with
     the same token. None where there is no end. Errors: ValueError where it is not before the next message."""
     ends = turn.ends_in(turn.found, len(turn.found.text))
