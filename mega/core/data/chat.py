@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,9 @@ from mega.core.data.sources import STDIN, BadLine, find, lines, not_an_object, p
 from mega.core.text.chat.format import RENDERING, ChatFormat, Labelled
 from mega.core.text.chat.messages import conversation
 from mega.core.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from mega.core.batch import DecoderBatch
 
 Found = TypeVar("Found")
 
@@ -90,7 +93,7 @@ class ChatDataset:
         """One conversation's tokens."""
         return self._texts.whole(number)
 
-    def collate(self, rows: Sequence[ChatRow], first_sample: int) -> object:
+    def collate(self, rows: Sequence[ChatRow], first_sample: int) -> DecoderBatch:
         """Rows as one microbatch whose first row is global sample `first_sample`."""
         import torch
 

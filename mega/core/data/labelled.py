@@ -13,13 +13,16 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mega.core.data.cache import Arrays, cached
 from mega.core.text.tokenizer import Roles, Tokenizer
+
+if TYPE_CHECKING:
+    from mega.core.batch import MaskedBatch
 
 Note = Callable[[str], None]
 NAMES = ("ids", "offsets", "firsts", "seconds", "labels", "uids", "notes")
@@ -275,7 +278,7 @@ class LabelledDataset:
         place = int(np.searchsorted(self._ends, number, side="right"))
         return self._sets[place].row(number - (int(self._ends[place - 1]) if place else 0))
 
-    def collate(self, rows: Sequence[LabelledRow], first_sample: int) -> object:
+    def collate(self, rows: Sequence[LabelledRow], first_sample: int) -> MaskedBatch:
         """Samples as one microbatch whose first is global sample `first_sample`."""
         return labelled_batch(rows, first_sample * len(rows[0].tokens))
 
@@ -289,7 +292,7 @@ def pass_length(questions: int, batch: int, keep_last: bool) -> int:
     return -(-questions // batch) * batch if keep_last else max(questions // batch, 1) * batch
 
 
-def labelled_batch(rows: Sequence[LabelledRow], first_row: int) -> Any:
+def labelled_batch(rows: Sequence[LabelledRow], first_row: int) -> MaskedBatch:
     """Samples as a `MaskedBatch` without masks: a row for each choice, and the classes as `pairs`, int64 [samples]."""
     import torch
 

@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mega.core.data.indexed import IndexedDataset
 from mega.core.text.tokenizer import Roles
+
+if TYPE_CHECKING:
+    from mega.core.batch import EncoderDecoderBatch, MaskedBatch
 
 Ints = NDArray[np.int64]
 
@@ -72,7 +75,7 @@ class Vocabulary:
         return cls(tokenizer.roles, np.array([tokenizer.continues(i) for i in range(size)]), range(size))
 
 
-def bert_batch(rows: Sequence[BertSample], first_sample: int, most: int | None = None) -> object:
+def bert_batch(rows: Sequence[BertSample], first_sample: int, most: int | None = None) -> MaskedBatch:
     """BERT samples as one microbatch whose first row is global sample `first_sample`: a `MaskedBatch`.
 
     most: tokens that are masked in a row at the most, where that is known.
@@ -149,7 +152,7 @@ class BertDataset(_Mapped):
             text, lengths, target, self._length, self._vocabulary, generator, self._mask_prob, self._binary_head
         )
 
-    def collate(self, rows: Sequence[BertSample], first_sample: int) -> object:
+    def collate(self, rows: Sequence[BertSample], first_sample: int) -> MaskedBatch:
         """As `bert_batch`."""
         return bert_batch(rows, first_sample, max(1, ceil(self._mask_prob * self._length)))
 
@@ -177,7 +180,7 @@ class T5Dataset(_Mapped):
         text, _, target, generator = self._read(sample)
         return t5_sample(text, target, *self._lengths, self._vocabulary, generator, self._mask_prob)
 
-    def collate(self, rows: Sequence[T5Sample], first_sample: int) -> object:
+    def collate(self, rows: Sequence[T5Sample], first_sample: int) -> EncoderDecoderBatch:
         """Samples as one microbatch whose first row is global sample `first_sample`: an `EncoderDecoderBatch`."""
         import torch
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, takewhile
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,9 @@ from mega.core.data.chat import TrainedTexts, arrays_of, digest, each_line, fill
 from mega.core.text.chat.format import RENDERING, ChatFormat, Labelled
 from mega.core.text.chat.messages import Message, check_unread, conversation
 from mega.core.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from mega.core.batch import PreferenceBatch
 
 KEYS = ("prompt", "chosen", "rejected")
 JUDGED = 3
@@ -79,7 +82,7 @@ class PairDataset:
         known = None if self.reference is None else self.reference[number]
         return PairRows(text[:, :-1], text[:, 1:], trained[:, 1:], known, longest)
 
-    def collate(self, rows: Sequence[PairRows], first_sample: int) -> Any:
+    def collate(self, rows: Sequence[PairRows], first_sample: int) -> PreferenceBatch:
         """Pairs as one microbatch whose first pair is global sample `first_sample`."""
         import torch
 

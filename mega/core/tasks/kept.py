@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -40,10 +40,14 @@ def check_result(path: Path, digest: str, load: str, usual: str, report: Callabl
     report(f"{difference}, which is replaced")
 
 
+Asked = TypeVar("Asked")
+Answer = TypeVar("Answer")
+
+
 class KeptAnswers:
     """path: a file of JSON lines, the first one about what decides the answers."""
 
-    def __init__(self, path: Path, about: Mapping[str, Any], mesh: Mesh, device: torch.device):
+    def __init__(self, path: Path, about: Mapping[str, object], mesh: Mesh, device: torch.device):
         self.path, self._writes = path, mesh.rank == 0
         text = json.dumps(about, sort_keys=True, default=str)
         self._first = json.dumps({"fingerprint": hashlib.sha256(text.encode()).hexdigest()})
@@ -77,11 +81,11 @@ class KeptAnswers:
     def each(
         self,
         kind: str,
-        requests: Sequence[Any],
-        answer: Callable[[list[Any]], Sequence[Any]],
+        requests: Sequence[Asked],
+        answer: Callable[[list[Asked]], Sequence[Answer]],
         at_once: int,
-        size: Callable[[Any], int],
-    ) -> list[Any]:
+        size: Callable[[Asked], int],
+    ) -> list[Answer]:
         """The answer to each request, in order; those that are missing are asked for, `at_once` of them, the largest
         first. Answers are values of JSON. All ranks call it alike."""
         keys = [hashlib.sha256(json.dumps([kind, each]).encode()).hexdigest() for each in requests]

@@ -240,7 +240,7 @@ def empty_stage(
     return family(model).stage(model, held, factory, region, options)
 
 
-def fill(stage: Any, opened: OpenedModel) -> None:
+def fill(stage: nn.Module, opened: OpenedModel) -> None:
     """Read every weight of a stage of any layout, and put it into evaluation. Errors: CheckpointError."""
     opened.read(weight_pieces(stage))
     _check_finite(stage, opened.path)
@@ -259,12 +259,12 @@ def _check_finite(stage: nn.Module, path: Path) -> None:
 
 def load_model(
     source: StoredWeights | OpenedModel, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
-) -> Any:
+) -> nn.Module:
     """The whole model as one stage, for evaluation. Errors: CheckpointError naming file or tensor."""
     where = torch.device(device)
     opened = source if isinstance(source, OpenedModel) else opened_checkpoint(source)
     factory = ParameterFactory({}, dtype, where, choose(where, dtype))
-    stage: object = family(opened.model).stage(opened.model, units(opened.model), factory, ALONE)
+    stage: nn.Module = family(opened.model).stage(opened.model, units(opened.model), factory, ALONE)
     fill(stage, opened)
     return stage
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import datetime
 import json
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mega import __version__
 from mega.core.inference.server import megatron_api, openai_api
@@ -19,8 +19,11 @@ from mega.core.inference.server.driver import EngineLost, QueueFull
 from mega.core.inference.server.fields import BadField, Field, Fields, read, schema
 from mega.core.inference.server.gate import FAILED, Gate, failure_body
 from mega.core.inference.server.service import Service
-from mega.core.inference.server.session import AnswerFailed, ClientGone, TooLong, until_gone
+from mega.core.inference.server.session import AnswerFailed, ClientGone, Continuation, TooLong, until_gone
 from mega.core.untrusted import Json
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI, Request, Response
 
 T = TypeVar("T")
 
@@ -104,23 +107,23 @@ def error_body(error: Exception) -> dict[str, Json]:
     return {"error": {"message": str(error), "type": kind, "param": getattr(error, "field", None), "code": code}}
 
 
-def _add_errors(app: Any) -> None:
+def _add_errors(app: FastAPI) -> None:
     from fastapi.responses import JSONResponse
 
-    async def handle(request: Any, error: Exception) -> Any:
+    async def handle(request: Request, error: Exception) -> Response:
         headers = {"retry-after": "1"} if isinstance(error, QueueFull) else None
         return JSONResponse(error_body(error), status_of(error)[0], headers=headers)
 
     for kind in (BadField, QueueFull, EngineLost, TooLong, ClientGone, AnswerFailed):
         app.add_exception_handler(kind, handle)
 
-    async def failed(request: Any, error: Exception) -> Any:  # the gate reports it
+    async def failed(request: Request, error: Exception) -> Response:  # the gate reports it
         return JSONResponse(failure_body(500, FAILED), 500)
 
     app.add_exception_handler(Exception, failed)
 
 
-async def _until_gone(service: Service, request: Any, work: Awaitable[T]) -> T:
+async def _until_gone(service: Service, request: Request, work: Awaitable[T]) -> T:
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
@@ -132,7 +135,7 @@ async def _until_gone(service: Service, request: Any, work: Awaitable[T]) -> T:
         raise
 
 
-def _log(service: Service, request: Any, body: Any) -> None:
+def _log(service: Service, request: Request, body: Any) -> None:
     """Megatron-LM's three lines of a request, where they are asked for."""
     if service.options.log_prompts:
         print(f"request IP: {request.client.host if request.client else '-'}")
@@ -143,11 +146,11 @@ def _log(service: Service, request: Any, body: Any) -> None:
 # --- OpenAI's routes ----------------------------------------------------------------------------------------------
 
 
-def _add_openai(app: Any, service: Service) -> None:
+def _add_openai(app: FastAPI, service: Service) -> None:
     from fastapi import Request
     from fastapi.responses import JSONResponse, StreamingResponse
 
-    async def answer(request: Any, asked: openai_api.ParsedRequest) -> Any:
+    async def answer(request: Request, asked: openai_api.ParsedRequest) -> Response:
         if not asked.fields["stream"]:
             return JSONResponse(await _until_gone(service, request, openai_api.answer(service, asked)))
         running = await openai_api.start(service, asked)  # what is refused is refused with its status
@@ -186,11 +189,13 @@ def _add_openai(app: Any, service: Service) -> None:
         "/v1/chat/completions", chat, methods=["POST"], openapi_extra=_body(openai_api.CHAT, 404, streams=True)
     )
     app.add_api_route("/v1/models", models, methods=["GET"])
-    unknown = {404: {"description": _STATUS[404]}}
+    unknown: dict[int | str, dict[str, object]] = {404: {"description": _STATUS[404]}}
     app.add_api_route("/v1/models/{name:path}", one_model, methods=["GET"], responses=unknown)
 
 
-async def _stream(service: Service, asked: openai_api.ParsedRequest, running: Any) -> AsyncIterator[bytes]:
+async def _stream(
+    service: Service, asked: openai_api.ParsedRequest, running: Sequence[Continuation]
+) -> AsyncIterator[bytes]:
     """Server-sent events; an error is the last of them. Closed by the client's leaving, it cancels its sequences."""
     done = False
     try:
@@ -223,7 +228,7 @@ def _last_event(error: Exception) -> bytes:
 # --- Megatron-LM's route ------------------------------------------------------------------------------------------
 
 
-def _add_megatron(app: Any, service: Service) -> None:
+def _add_megatron(app: FastAPI, service: Service) -> None:
     from fastapi import Request
     from fastapi.responses import JSONResponse
 
@@ -247,7 +252,7 @@ def _add_megatron(app: Any, service: Service) -> None:
 # --- tokenizer, health, page --------------------------------------------------------------------------------------
 
 
-def _add_tokenizer(app: Any, service: Service) -> None:
+def _add_tokenizer(app: FastAPI, service: Service) -> None:
     from fastapi import Request
 
     tokenizer = service.tokenizer
@@ -279,7 +284,7 @@ def _add_tokenizer(app: Any, service: Service) -> None:
     app.add_api_route("/tokenizer_info", tokenizer_info, methods=["GET"])
 
 
-def _add_pages(app: Any, service: Service) -> None:
+def _add_pages(app: FastAPI, service: Service) -> None:
     from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 
     page = PAGE.read_text(encoding="utf-8")

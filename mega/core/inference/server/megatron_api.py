@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -122,88 +121,102 @@ def _refuse(wrong: bool, text: str, always: bool = False) -> None:
         raise Refused(text, always)
 
 
-def _prompts(body: Mapping[str, Any]) -> None:
+def _prompts(body: Mapping[str, object]) -> None:
     _refuse("max_len" in body, "max_len is no longer used.  Replace with tokens_to_generate", True)
     _refuse("sentences" in body, "sentences is no longer used.  Replace with prompts", True)
     prompts = body["prompts"]
-    _refuse(not isinstance(prompts, list), "prompts is not a list of strings", True)
+    if not isinstance(prompts, list):
+        raise Refused("prompts is not a list of strings", always=True)
     _refuse(not prompts, "prompts is empty", True)
     _refuse(len(prompts) > MOST_PROMPTS, f"Maximum number of prompts is {MOST_PROMPTS}", True)
     _refuse(not all(isinstance(prompt, str) for prompt in prompts), "prompts is not a list of strings", True)
 
 
-def _tokens(body: Mapping[str, Any]) -> None:
+def _listed(body: Mapping[str, object]) -> list[object]:
+    """The prompts, which `_prompts` has checked."""
+    prompts = body["prompts"]
+    return prompts if isinstance(prompts, list) else []
+
+
+def _tokens(body: Mapping[str, object]) -> None:
     tokens, logprobs = body.get("tokens_to_generate", 64), body.get("logprobs", False)
-    _refuse(type(tokens) is not int, "tokens_to_generate must be an integer greater than 0")
+    if type(tokens) is not int:
+        raise Refused("tokens_to_generate must be an integer greater than 0")
     _refuse(tokens < 0, "tokens_to_generate must be an integer greater than or equal to 0")
     _refuse(type(logprobs) is not bool, "logprobs must be a boolean value")
     _refuse(tokens == 0 and not logprobs, "tokens_to_generate=0 implies logprobs should be True")
 
 
-def _temperature(body: Mapping[str, Any]) -> None:
+def _temperature(body: Mapping[str, object]) -> None:
     value = body.get("temperature", 1.0)
-    bad = type(value) not in (int, float) or not 0 < value <= 100
-    _refuse(bad, "temperature must be a positive number less than or equal to 100.0")
+    if type(value) not in (int, float) or not isinstance(value, int | float) or not 0 < value <= 100:
+        raise Refused("temperature must be a positive number less than or equal to 100.0")
 
 
-def _top_k(body: Mapping[str, Any]) -> None:
+def _top_k(body: Mapping[str, object]) -> None:
     value = body.get("top_k", 0)
     rule = "equal to or greater than 0 and less than or equal to 1000"
-    _refuse(type(value) is not int, f"top_k must be an integer {rule}")
+    if type(value) is not int:
+        raise Refused(f"top_k must be an integer {rule}")
     _refuse(not 0 <= value <= 1000, f"top_k must be {rule}")
 
 
-def _top_p(body: Mapping[str, Any]) -> None:
+def _top_p(body: Mapping[str, object]) -> None:
     value = body.get("top_p", 0.0)
-    _refuse(type(value) is not float, "top_p must be a positive float less than or equal to 1.0")
-    _refuse(value > 0 and body.get("top_k", 0) > 0, "cannot set both top-k and top-p samplings.")
+    if type(value) is not float:
+        raise Refused("top_p must be a positive float less than or equal to 1.0")
+    _refuse(value > 0 and body.get("top_k", 0) != 0, "cannot set both top-k and top-p samplings.")
     _refuse(not 0 <= value <= 1, "top_p must be less than or equal to 1.0")
 
 
-def _top_p_decay(body: Mapping[str, Any]) -> None:
+def _top_p_decay(body: Mapping[str, object]) -> None:
     if "top_p_decay" not in body:
         return
     value = body["top_p_decay"]
-    _refuse(type(value) is not float, "top_p_decay must be a positive float less than or equal to 1.0")
+    if type(value) is not float:
+        raise Refused("top_p_decay must be a positive float less than or equal to 1.0")
     _refuse(body.get("top_p", 0.0) == 0, "top_p_decay cannot be set without top_p")
     _refuse(not 0 <= value <= 1, "top_p_decay must be less than or equal to 1.0")
 
 
-def _top_p_bound(body: Mapping[str, Any]) -> None:
+def _top_p_bound(body: Mapping[str, object]) -> None:
     if "top_p_bound" not in body:
         return
     value, top_p = body["top_p_bound"], body.get("top_p", 0.0)
-    _refuse(type(value) is not float, "top_p_bound must be a positive float less than or equal to top_p")
+    if type(value) is not float or not isinstance(top_p, float):  # _top_p has checked the latter
+        raise Refused("top_p_bound must be a positive float less than or equal to top_p")
     _refuse(top_p == 0, "top_p_bound cannot be set without top_p")
     _refuse(not 0 < value <= top_p, "top_p_bound must be greater than 0 and less than top_p")
 
 
-def _booleans(body: Mapping[str, Any]) -> None:
+def _booleans(body: Mapping[str, object]) -> None:
     _refuse(type(body.get("add_BOS", False)) is not bool, "add_BOS must be a boolean value")
-    empty = any(not prompt for prompt in body["prompts"])
+    empty = any(not prompt for prompt in _listed(body))
     _refuse(empty and not body.get("add_BOS", False), "Empty prompts require add_BOS=true")
     for name in ("stop_on_double_eol", "stop_on_eol", "prevent_newline_after_colon"):
         _refuse(type(body.get(name, False)) is not bool, f"{name} must be a boolean value")
 
 
-def _seed(body: Mapping[str, Any]) -> None:
+def _seed(body: Mapping[str, object]) -> None:
     seed = body.get("random_seed", 0)
-    _refuse(type(seed) is not int, "random_seed must be integer")
+    if type(seed) is not int:
+        raise Refused("random_seed must be integer")
     _refuse(seed < 0, "random_seed must be a positive integer")
     _refuse(type(body.get("no_log", False)) is not bool, "no_log must be a boolean value")
 
 
-def _beams(body: Mapping[str, Any]) -> None:
+def _beams(body: Mapping[str, object]) -> None:
     if "beam_width" in body:
         width = body["beam_width"]
-        _refuse(type(width) is not int, "beam_width must be integer")
+        if type(width) is not int:
+            raise Refused("beam_width must be integer")
         _refuse(width < 1, "beam_width must be an integer > 1")
-        _refuse(len(body["prompts"]) > 1, "When doing beam_search, batch size must be 1")
+        _refuse(len(_listed(body)) > 1, "When doing beam_search, batch size must be 1")
     _refuse(type(body.get("stop_token", 0)) is not int, "stop_token must be an integer")
     _refuse(type(body.get("length_penalty", 1.0)) is not float, "length_penalty must be a float")
 
 
-def _without_effect(body: Mapping[str, Any]) -> None:
+def _without_effect(body: Mapping[str, object]) -> None:
     """Refuse what Megatron-LM would ignore in silence."""
     beams = "beam_width" in body
     for name in (*_SAMPLED, *_SAMPLED_STOPS) if beams else _BEAMS:

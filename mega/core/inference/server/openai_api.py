@@ -156,7 +156,7 @@ class ParsedRequest:
 # --- what is asked ------------------------------------------------------------------------------------------------
 
 
-async def read_completion(service: Service, body: Any) -> ParsedRequest:
+async def read_completion(service: Service, body: object) -> ParsedRequest:
     """Errors: BadField."""
     fields = read(body, COMPLETION)
     if fields["max_tokens"] == 0 and not fields["echo"]:
@@ -174,7 +174,7 @@ async def read_completion(service: Service, body: Any) -> ParsedRequest:
     )
 
 
-async def read_chat(service: Service, body: Any) -> ParsedRequest:
+async def read_chat(service: Service, body: object) -> ParsedRequest:
     """Errors: BadField."""
     fields = read(body, CHAT)
     adapter = service.adapter(fields["model"])
@@ -238,14 +238,13 @@ async def _asked(
 
 
 async def _prompts(
-    service: Service, given: Any, echo: bool, special: bool
+    service: Service, given: str | list[object], echo: bool, special: bool
 ) -> tuple[list[tuple[int, ...]], list[PromptText]]:
     """Prompts as ids, and as text where that is part of the answer. special: tokens stand in them by name.
     Errors: BadField."""
     if isinstance(given, list) and not given:
         raise BadField("prompt", "prompt: must not be empty")
-    several = isinstance(given, list) and not isinstance(given[0], int)
-    prompts = given if several else [given]
+    prompts = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
     if len(prompts) > MOST_PROMPTS:
         raise BadField("prompt", f"{len(prompts)} prompts: at most {MOST_PROMPTS} are accepted in a request")
     if len({type(each) for each in prompts}) != 1 or not isinstance(prompts[0], (str, list)):
@@ -275,7 +274,7 @@ def _note(service: Service, text: str, special: bool) -> str | None:
     return f"the prompt spells special tokens such as {name}, which are {how}"
 
 
-def messages(given: Any, characters: int) -> list[Message]:
+def messages(given: Sequence[object], characters: int) -> list[Message]:
     """The messages of a conversation, `characters` at most together. Errors: BadField.
 
     >>> messages([{"role": "user", "content": [{"type": "text", "text": "Hello"}]}], 100)
@@ -300,7 +299,7 @@ def messages(given: Any, characters: int) -> list[Message]:
     return found
 
 
-def _content(given: Any, where: str) -> str:
+def _content(given: object, where: str) -> str:
     """A text, or parts of type text."""
     if isinstance(given, str):
         return given
@@ -312,14 +311,16 @@ def _content(given: Any, where: str) -> str:
     return "".join(map(str, texts))
 
 
-def _stops(given: Any) -> tuple[str, ...]:
-    stops = () if given is None else (given,) if isinstance(given, str) else tuple(given)
-    if len(stops) > MOST_STOPS:
-        raise BadField("stop", f"stop: {len(stops)} strings, at most {MOST_STOPS}")
-    for stop in stops:
+def _stops(given: str | Sequence[object] | None) -> tuple[str, ...]:
+    listed = () if given is None else (given,) if isinstance(given, str) else given
+    if len(listed) > MOST_STOPS:
+        raise BadField("stop", f"stop: {len(listed)} strings, at most {MOST_STOPS}")
+    stops: list[str] = []
+    for stop in listed:
         if not isinstance(stop, str) or not 1 <= len(stop) <= STOP_CHARACTERS:
             raise BadField("stop", f"stop {repr(stop)[:40]}: must be a string of 1 to {STOP_CHARACTERS} characters")
-    return stops
+        stops.append(stop)
+    return tuple(stops)
 
 
 def _include_usage(fields: Mapping[str, Any]) -> bool:

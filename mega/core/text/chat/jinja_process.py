@@ -19,18 +19,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mega.core.text.chat.turns import Rendered, check_renders, find_turns, frame_of
 from mega.core.text.special import Span
 from mega.core.untrusted import serve
+
+if TYPE_CHECKING:
+    from jinja2 import Environment, Template
+    from jinja2.parser import Parser
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names under which files keep what the assistant thought."""
 
 
 @lru_cache(maxsize=2)
-def _environment() -> Any:
+def _environment() -> Environment:
     from jinja2 import nodes, pass_eval_context
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -40,14 +44,14 @@ def _environment() -> Any:
 
         tags = {"generation"}
 
-        def parse(self, parser: Any) -> Any:
+        def parse(self, parser: Parser) -> nodes.Node:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.CallBlock(self.call_method("_generated"), [], [], body).set_lineno(line)
 
         @pass_eval_context
-        def _generated(self, context: Any, caller: Any) -> str:
-            text: str = caller()
+        def _generated(self, context: object, caller: Callable[[], str]) -> str:
+            text = caller()
             if _tracked:
                 blocks, spans = _tracked[-1]
                 begin = sum(map(len, blocks))
@@ -107,13 +111,17 @@ def _now(form: str) -> str:
 
 
 def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
 ) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 @lru_cache(maxsize=8)
-def _compiled(source: str) -> Any:
+def _compiled(source: str) -> Template:
     from jinja2 import TemplateError
 
     try:
@@ -150,7 +158,7 @@ class _Renderer:
         self._escaped = "".join(f"\\u{ord(mark):04x}|" for mark in question["marks"]).rstrip("|")
         self.tagged = re.search(r"\{%-?\s*generation\s*-?%\}", question["source"]) is not None
 
-    def __call__(self, messages: Sequence[Mapping[str, Any]], reply: bool = False) -> Rendered:
+    def __call__(self, messages: Sequence[Mapping[str, object]], reply: bool = False) -> Rendered:
         """Errors: ValueError, of the template; what jinja2 raises."""
         blocks: list[str] = []
         spans: list[Span] = []
@@ -183,7 +191,7 @@ class _Renderer:
         return Rendered(text, tuple(literal), tuple((place(a), place(b)) for a, b in spans))
 
 
-def answer(question: Mapping[str, Any]) -> dict[str, Any]:
+def answer(question: Mapping[str, Any]) -> dict[str, object]:
     """Errors: ValueError, of the template."""
     render, ask = _Renderer(question), question["ask"]
     if ask == "read":
