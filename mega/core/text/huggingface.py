@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mega.core.text import neighbours
 from mega.core.text.gpt2 import byte_letters
@@ -23,6 +23,9 @@ from mega.core.text.sentencepiece_json import unreachable
 from mega.core.text.special import Parsed, Span, sections
 from mega.core.text.tokenizer import Encoded, Tokenizer, flatten, library_errors
 from mega.core.untrusted import Json
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Library
 
 # Names of the end of a text, where no file next to tokenizer.json names it.
 _ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
@@ -102,7 +105,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return flatten([encoding.ids for encoding in found])
 
     @cached_property
-    def _ordinary(self) -> Any:
+    def _ordinary(self) -> Library:
         """The library for raw text. A unigram model finds its special tokens in text, as pieces: for text they have
         other names."""
         whole = json.loads(self._library.to_str())
@@ -140,8 +143,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _added(self) -> dict[int, Any]:
-        found: dict[int, object] = self._library.get_added_tokens_decoder()
-        return found
+        return dict(self._library.get_added_tokens_decoder())
 
     @cached_property
     def _byte_letters(self) -> dict[str, bytes]:
@@ -198,7 +200,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return spans
 
     @cached_property
-    def _parser(self) -> Any:
+    def _parser(self) -> Library:
         """The library, set to look for all added tokens, and to cut texts as transformers' class does."""
         from tokenizers import Tokenizer as Library
 
@@ -213,7 +215,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return Library.from_str(json.dumps(whole))
 
     @cached_property
-    def _nameless(self) -> Any:
+    def _nameless(self) -> Library:
         """The same without added tokens, but for the characters that stand for them."""
         from tokenizers import AddedToken as Added
         from tokenizers import Tokenizer as Library

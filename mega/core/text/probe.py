@@ -10,10 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mega.core.text.probes import PROBES
 from mega.core.untrusted import Confined, serve
+
+if TYPE_CHECKING:
+    from sentencepiece import SentencePieceProcessor
+    from tokenizers import Tokenizer
 
 FILE_BYTES = 1 << 28
 """Most bytes of a tokenizer's file. The largest vocabularies of today take a tenth."""
@@ -35,7 +39,7 @@ def check(library: str, path: Path) -> None:
     os.environ[_READ] = f"{os.environ.get(_READ, '')} {mark}".strip()
 
 
-def hugging_face(path: Path) -> Any:
+def hugging_face(path: Path) -> Tokenizer:
     """The library's object of a tokenizer.json, set to encode texts as they are."""
     from tokenizers import Tokenizer
 
@@ -46,7 +50,7 @@ def hugging_face(path: Path) -> Any:
     return found
 
 
-def sentencepiece(path: Path) -> Any:
+def sentencepiece(path: Path) -> SentencePieceProcessor:
     """The library's processor of a .model file."""
     import sentencepiece as library
 

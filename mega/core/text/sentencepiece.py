@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mega.core.text import neighbours
 from mega.core.text.fast import Encode
@@ -23,15 +23,18 @@ from mega.core.text.special import Parsed, Span, aligned, sections
 from mega.core.text.tokenizer import Encoded, Roles, Tokenizer, flatten, library_errors
 from mega.core.untrusted import Json
 
+if TYPE_CHECKING:
+    from sentencepiece import SentencePieceProcessor
 
-def _load(path: Path) -> Any:
+
+def _load(path: Path) -> SentencePieceProcessor:
     """The library's processor of a .model file; ValueError where the file is not one."""
     check("sentencepiece", path)
     with library_errors(f"--tokenizer-model {path}: not a SentencePiece model"):
         return sentencepiece(path)
 
 
-def _encoder(model: Any) -> Encode:
+def _encoder(model: SentencePieceProcessor) -> Encode:
     """The model's ids of many texts, by fastokens where it gives the same, else by the library."""
 
     def library(texts: Sequence[str]) -> Encoded:
@@ -49,7 +52,7 @@ def _present(token: int) -> int | None:
     return token if token >= 0 else None
 
 
-def _piece_bytes(model: Any, token: int) -> bytes:
+def _piece_bytes(model: SentencePieceProcessor, token: int) -> bytes:
     """What one of the model's own pieces adds to a text: the mark of a blank is one, <0x0A> is a byte."""
     if model.is_control(token):
         return b""
@@ -219,7 +222,7 @@ class PlainSentencePiece(Tokenizer):
     def part_for_ids(self, name: str, content: bytes) -> bytes:
         return neighbours.without_template(content) if name == neighbours.CONFIG else content
 
-    def huggingface_files(self) -> dict[str, dict[str, Json]]:
+    def huggingface_files(self) -> Mapping[str, Mapping[str, Json]]:
         """A tokenizer.json too, where the model can be written so: transformers turns a tokenizer.model into its own
         form by rules that may cut a text otherwise."""
         ids = {"bos_token": self.bos, "eos_token": self.eod, "pad_token": self.pad}
@@ -231,7 +234,7 @@ class PlainSentencePiece(Tokenizer):
         return {"tokenizer.json": self._published, "tokenizer_config.json": config}
 
     @cached_property
-    def _published(self) -> dict[str, Any] | None:
+    def _published(self) -> dict[str, Json] | None:
         return published(self._model, self._prepend_bos)
 
     def unpublished(self) -> str | None:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mega.core.text import protobuf
 from mega.core.text.fast import Encode, first_equal
 from mega.core.text.probes import PROBES
 from mega.core.untrusted import Json
+
+if TYPE_CHECKING:
+    from sentencepiece import SentencePieceProcessor
 
 NORMAL, UNKNOWN, CONTROL, USER, _UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 _BPE = 2
@@ -22,7 +25,7 @@ BLANK = "\u2581"
 SEAMS = tuple(" " * n + "x" + "\n" * n + "\t" * n + "-" * n for n in range(1, 40))
 
 
-def faster(model: Any, reference: Encode) -> Encode | None:
+def faster(model: SentencePieceProcessor, reference: Encode) -> Encode | None:
     """An `Encode` with the ids of `reference` (the library on `model`, without bos), or None."""
 
     def rewritten() -> str | None:

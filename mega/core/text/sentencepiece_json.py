@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mega.core.text import protobuf
 from mega.core.text.probes import PROBES
@@ -26,7 +26,10 @@ from mega.core.text.sentencepiece_bpe import (
     merges_json,
     pieces_of,
 )
-from mega.core.untrusted import Json
+from mega.core.untrusted import Json, below
+
+if TYPE_CHECKING:
+    from sentencepiece import SentencePieceProcessor
 
 _UNIGRAM, _BPE, _WORD, _CHARACTER = 1, 2, 3, 4
 _KINDS = {_UNIGRAM: "unigram", _BPE: "BPE", _WORD: "word", _CHARACTER: "character"}
@@ -63,7 +66,7 @@ class _Model:
         )
 
 
-def published(model: Any, lead: bool) -> dict[str, Any] | None:
+def published(model: SentencePieceProcessor, lead: bool) -> dict[str, Json] | None:
     """The model as a tokenizer.json that transformers opens as it stands; None where it cannot be written so.
 
     lead: bos is in front of every text. Text between control tokens is encoded as a text of its own.
@@ -72,7 +75,7 @@ def published(model: Any, lead: bool) -> dict[str, Any] | None:
     users = [piece for piece, _, kind in found.pieces if kind == USER]
     if found.odd or found.kind == _WORD or (users and found.kind != _UNIGRAM) or not _covered(found):
         return None
-    whole: dict[str, object] = {"version": "1.0", "added_tokens": [], "normalizer": _normalizer(found)}
+    whole: dict[str, Json] = {"version": "1.0", "added_tokens": [], "normalizer": _normalizer(found)}
     whole["model"] = _unigram(found) if found.kind == _UNIGRAM else merges_json(found.pieces, found.byte_fallback)
     whole |= dict.fromkeys(("truncation", "padding", "pre_tokenizer", "post_processor", "decoder"))
     if not _same(whole, model, users):
@@ -80,23 +83,23 @@ def published(model: Any, lead: bool) -> dict[str, Any] | None:
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     special = [(token, piece) for token, (piece, _, kind) in enumerate(found.pieces) if kind in (UNKNOWN, CONTROL)]
     whole["added_tokens"] = [{"id": token, "content": piece, "special": True, **plain} for token, piece in special]
-    blanks = {"type": "Replace", "pattern": {"String": BLANK}, "content": " "}
-    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * found.prefix
-    steps = [blanks, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]
+    blanks: Json = {"type": "Replace", "pattern": {"String": BLANK}, "content": " "}
+    strip: list[Json] = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * found.prefix
+    steps: list[Json] = [blanks, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]
     whole["decoder"] = {"type": "Sequence", "decoders": steps}
     if lead:
         whole["post_processor"] = leads_with(model.id_to_piece(model.bos_id()), model.bos_id())
     return whole
 
 
-def described(model: Any) -> str:
+def described(model: SentencePieceProcessor) -> str:
     """What kind of model it is, for a message."""
     found = _Model.read(model.serialized_model_proto())
     own = " with symbols of its own" if any(kind == USER for _, _, kind in found.pieces) else ""
     return f"{_KINDS.get(found.kind, 'unknown')} model{own}"
 
 
-def losses(model: Any) -> list[str]:
+def losses(model: SentencePieceProcessor) -> list[str]:
     """What Hugging Face's library does otherwise with what `published` writes. It replaces a letter together with its
     marks, so that loose marks may get lost; and it finds the names of bytes in a text."""
     found = _Model.read(model.serialized_model_proto())
@@ -107,11 +110,11 @@ def losses(model: Any) -> list[str]:
     return lost
 
 
-def leads_with(name: str, token: int) -> dict[str, object]:
+def leads_with(name: str, token: int) -> dict[str, Json]:
     """What puts a token in front of every text, as a tokenizer.json has it."""
-    single = [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-    pair = [*single, {"SpecialToken": {"id": name, "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}}]
-    known = {name: {"id": name, "ids": [token], "tokens": [name]}}
+    single: list[Json] = [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    pair: list[Json] = [*single, {"SpecialToken": {"id": name, "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}}]
+    known: Json = {name: {"id": name, "ids": [token], "tokens": [name]}}
     return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": known}
 
 
@@ -126,7 +129,7 @@ def unreachable(vocabulary: list[list[object]], tokens: Collection[int]) -> list
 
 
 def _normalizer(found: _Model) -> dict[str, Json]:
-    steps: list[dict[str, Any]] = []
+    steps: list[dict[str, Json]] = []
     if found.charsmap:
         # The library looks up a letter with all its marks, and then single characters: it misses those in between.
         steps.append({"type": "NFC"})
@@ -147,7 +150,7 @@ def _covered(found: _Model) -> bool:
     return found.kind != _UNIGRAM or all(letter in known for piece in known for letter in piece)
 
 
-def _unigram(found: _Model) -> dict[str, object]:
+def _unigram(found: _Model) -> dict[str, Json]:
     """Symbols of the user's have the score that the library gives them: of their bytes, each as the best piece. The
     name of a byte is worse than its letters, since text never becomes it."""
     scores = [score for _, score, kind in found.pieces if kind == NORMAL]
@@ -158,16 +161,16 @@ def _unigram(found: _Model) -> dict[str, object]:
             return len(piece.encode()) * best - 0.1
         return _BYTE_NAME * least - 1 if kind == BYTE else score
 
-    vocabulary = [[each[0], score_of(*each)] for each in found.pieces]
+    vocabulary: list[Json] = [[each[0], score_of(*each)] for each in found.pieces]
     unknown = next(token for token, (_, _, kind) in enumerate(found.pieces) if kind == UNKNOWN)
     return {"type": "Unigram", "unk_id": unknown, "vocab": vocabulary, "byte_fallback": found.byte_fallback}
 
 
-def _same(whole: dict[str, Any], model: Any, names: Sequence[str]) -> bool:
+def _same(whole: Mapping[str, Json], model: SentencePieceProcessor, names: Sequence[str]) -> bool:
     """Whether a tokenizer.json without added tokens gives the model's ids on the probes, and around `names`."""
     from tokenizers import Tokenizer as Library
 
-    used = {**whole["model"]}
+    used: dict[str, Any] = below(whole, "model")
     if used["type"] == "Unigram":
         kinds = (model.is_control, model.is_unknown, model.is_unused)
         used["vocab"] = unreachable(used["vocab"], [n for n in range(len(used["vocab"])) if any(k(n) for k in kinds)])

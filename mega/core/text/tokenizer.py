@@ -10,10 +10,11 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.text.special import Parsed, Span, aligned, sections
+from mega.core.untrusted import Json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -185,7 +186,7 @@ class TextEncoder(TokenTable, Protocol):
 class Tokenizer(TextEncoder, Protocol):
     """Text to ids and back, by files: those that made it, which tokenizer it is by them, and what others open it by."""
 
-    def huggingface_files(self) -> dict[str, dict[str, Any]]:
+    def huggingface_files(self) -> Mapping[str, Mapping[str, Json]]:
         """File name -> JSON of what AutoTokenizer of transformers opens this tokenizer by, besides `files`."""
         return {}
 

@@ -15,7 +15,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mega.core.text.probe import FILE_BYTES
 from mega.core.text.tokenizer import Roles, Tokenizer
@@ -168,10 +168,10 @@ class WordPieceTokenizer(Tokenizer):
         usual = rules.strip_accents == rules.lower and rules.chinese
         return {} if usual else {"strip_accents": rules.strip_accents, "chinese": rules.chinese}
 
-    def huggingface_files(self) -> dict[str, dict[str, object]]:
+    def huggingface_files(self) -> Mapping[str, Mapping[str, Json]]:
         """transformers lower-cases where nothing is said."""
         rules = self._rules
-        settings = {
+        settings: dict[str, Json] = {
             "tokenizer_class": "BertTokenizer",
             "do_lower_case": rules.lower,
             "strip_accents": rules.strip_accents,
@@ -251,18 +251,18 @@ def is_bert(whole: Mapping[str, Json]) -> bool:
     return kinds == ("WordPiece", "BertNormalizer", "BertPreTokenizer") and usual and whole_range and known
 
 
-def _settings_of(whole: Mapping[str, Any], settings: Path) -> dict[str, Any]:
+def _settings_of(whole: Mapping[str, Json], settings: Path) -> dict[str, Json]:
     """As a tokenizer_config.json has them: those of a tokenizer.json where a file names a class that goes by it alone,
     else those of transformers' BertTokenizer, which counts where there is no such file."""
     if not settings.is_file():
         return {}
-    rules = whole["normalizer"]
+    rules = below(whole, "normalizer")
     names = {"lowercase": "do_lower_case", "strip_accents": "strip_accents"}
     names["handle_chinese_chars"] = "tokenize_chinese_chars"
     return {theirs: rules.get(name) for name, theirs in names.items()}
 
 
-def _rules(said: Mapping[str, Any] | None, path: Path, kind: str, lower: bool) -> WordRules:
+def _rules(said: Mapping[str, Json] | None, path: Path, kind: str, lower: bool) -> WordRules:
     """Errors: ValueError where the settings contradict the kind that was asked for, or are none."""
     if said is None:
         return WordRules(lower, lower)
@@ -277,7 +277,7 @@ def _rules(said: Mapping[str, Any] | None, path: Path, kind: str, lower: bool) -
             "of vocab.txt without that file"
         )
     strip = found["strip_accents"]
-    return WordRules(lower, lower if strip is None else strip, found["tokenize_chinese_chars"] is not False, True)
+    return WordRules(lower, lower if strip is None else bool(strip), found["tokenize_chinese_chars"] is not False, True)
 
 
 def read_pieces(path: Path) -> dict[str, int]:

@@ -29,7 +29,7 @@ class OpenConnections:
     """All of one server. waiting: those without a request in progress, the one that is idle for longest first."""
 
     limits: ServerLimits
-    waiting: dict[Any, None] = field(default_factory=dict)
+    waiting: dict[BoundedConnection, None] = field(default_factory=dict)
     count: int = 0
 
 

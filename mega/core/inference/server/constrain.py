@@ -10,7 +10,7 @@ import importlib.util
 import json
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +18,9 @@ from mega.core.inference.request import Allowed
 from mega.core.inference.server.fields import BadField
 from mega.core.inference.server.limits import GRAMMAR_BYTES
 from mega.core.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits, LLTokenizer
 
 _FIELD = "response_format"
 _FORMS = (
@@ -31,7 +34,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab: int) -> None:
         self._tokenizer, self._vocab = tokenizer, vocab
-        self._library: object = None
+        self._library: LLTokenizer | None = None
         self._lock = threading.Lock()
 
     def compile(self, wanted: Mapping[str, object]) -> Grammar:
@@ -66,7 +69,7 @@ def _one_line(error: object) -> str:
 class Grammar:
     """A compiled grammar; `start` begins one sequence. Errors: ValueError where it is not one."""
 
-    def __init__(self, library: Any, text: str, vocab: int, end: int) -> None:
+    def __init__(self, library: LLTokenizer, text: str, vocab: int, end: int) -> None:
         from llguidance import LLMatcher
 
         self._first = LLMatcher(library, text, log_level=0, limits=_limits())
@@ -119,7 +122,7 @@ def _source(wanted: Mapping[str, object]) -> str | dict[str, object]:
     return found
 
 
-def _limits() -> Any:
+def _limits() -> LLParserLimits:
     """Work and memory of one grammar; a step of the largest takes a few milliseconds."""
     from llguidance import LLParserLimits
 
@@ -178,7 +181,7 @@ class _Tokens:
         return ids
 
 
-def _library_tokenizer(tokenizer: Tokenizer, vocab: int) -> object:
+def _library_tokenizer(tokenizer: Tokenizer, vocab: int) -> LLTokenizer:
     from llguidance import LLTokenizer, TokenizerWrapper
 
     return LLTokenizer(TokenizerWrapper(_Tokens(tokenizer, vocab)), n_vocab=vocab)

@@ -258,7 +258,7 @@ async def _prompts(
             spans = service.tokenizer.located(prompt, special) if echo and prompt else None
             offsets = [begin for begin, _ in spans] if spans is not None and len(spans) == len(ids[-1]) else None
             texts.append(PromptText(prompt, offsets, _note(service, prompt, special)))
-        else:
+        elif isinstance(prompt, list):
             ids.append(service.checked("prompt", prompt) or (service.start("prompt"),))
             if len(ids[-1]) > service.longest:
                 service.check_room("prompt", ids[-1], 0)

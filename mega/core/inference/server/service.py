@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 from mega.core.inference.loading.load import text_ends
 from mega.core.inference.request import Allowed, Request, RequestError, Sampling
@@ -23,7 +23,10 @@ from mega.core.inference.server.session import Continuation
 from mega.core.text.chat.format import ChatFormat
 from mega.core.text.special import Spelled
 from mega.core.text.tokenizer import Tokenizer
-from mega.core.untrusted import parse_json
+from mega.core.untrusted import Json, parse_json
+
+if TYPE_CHECKING:
+    from fastapi import Request as HttpRequest
 
 T = TypeVar("T")
 
@@ -43,6 +46,10 @@ class Manner:
     chat: ChatFormat | None = None
     no_chat: str = ServerOptions.no_chat
     stop_ids: frozenset[int] = frozenset()
+
+
+Given = TypeVarTuple("Given")
+Result = TypeVar("Result")
 
 
 class Service:
@@ -76,13 +83,13 @@ class Service:
     def ready(self) -> bool:
         return self.driver.failure is None and not self.draining
 
-    async def off_loop(self, work: Any, *given: Any) -> Any:
+    async def off_loop(self, work: Callable[[*Given], Result], *given: *Given) -> Result:
         """`work(*given)` on the thread for texts, so that other requests are answered meanwhile."""
         return await asyncio.get_running_loop().run_in_executor(self._text, work, *given)
 
     # --- bodies ---------------------------------------------------------------------------------------------------
 
-    async def body(self, request: Any) -> Any:
+    async def body(self, request: HttpRequest) -> Json:
         """The JSON of a request, within limits of bytes and time. Errors: BadField with its status."""
         kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
         if kind != "application/json":
@@ -139,14 +146,16 @@ class Service:
             raise BadField(name, f"{name}: {' '.join(str(error).split())[:200]}") from None
         return self.checked(name, ids) if ids else (self.start(name),)
 
-    def checked(self, name: str, ids: Any) -> tuple[int, ...]:
+    def checked(self, name: str, ids: Iterable[object]) -> tuple[int, ...]:
         """Ids of a client's, or of the tokenizer's, as a prompt. Errors: BadField."""
+        found: list[int] = []
         for token in ids:
             if type(token) is not int or not 0 <= token < self.known:
                 raise BadField(
                     name, f"{name}: token {repr(token)[:40]}: must be a whole number from 0 to {self.known - 1}"
                 )
-        return tuple(ids)
+            found.append(token)
+        return tuple(found)
 
     def start(self, name: str) -> int:
         """What begins a document. Errors: BadField."""
@@ -226,7 +235,9 @@ class Service:
         """Tokens after which an answer ends."""
         return frozenset() if ignore else text_ends(self.tokenizer, self.manner(adapter).stop_ids, self.known)
 
-    async def allowed(self, wanted: Any, ends: frozenset[int], count: int) -> list[Allowed | None]:
+    async def allowed(
+        self, wanted: Mapping[str, object] | None, ends: frozenset[int], count: int
+    ) -> list[Allowed | None]:
         """For each of `count` sequences what may follow, as response_format has it. Errors: BadField."""
         if wanted is None or wanted.get("type") == "text":
             return [None] * count
