@@ -13,8 +13,8 @@ All act on dim 0 of [tokens, ...]. On an axis of one rank each is the identity a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,16 @@ from mega.core.parallel.mesh import Axis
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+Value = TypeVar("Value")
+
 Collective = Callable[[torch.Tensor, Axis], torch.Tensor]
+
+
+class InFlight(Protocol):
+    """What is being sent or computed."""
+
+    def wait(self) -> object:
+        """Until it is done, or until the stream of this thread waits for it."""
 
 
 class Finished:
@@ -47,7 +56,7 @@ class Finished:
             self._waited = None
 
 
-def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum", *, wait: bool = True) -> Any:
+def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum", *, wait: bool = True) -> InFlight:
     """Reduce `x` in place over the axis; returns the handle."""
     if axis.size == 1:
         return Finished()
@@ -70,7 +79,7 @@ def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return out
 
 
-def start_all_gather(x: torch.Tensor, axis: Axis, out: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:
+def start_all_gather(x: torch.Tensor, axis: Axis, out: torch.Tensor | None = None) -> tuple[torch.Tensor, InFlight]:
     if axis.size == 1:
         return x, Finished()
     if out is None:
@@ -80,7 +89,7 @@ def start_all_gather(x: torch.Tensor, axis: Axis, out: torch.Tensor | None = Non
     return out, _gather_into(out, x.contiguous(), group=axis.group, async_op=True)
 
 
-def gather_json(value: Any, axis: Axis, device: torch.device) -> list[Any]:
+def gather_json(value: Value, axis: Axis, device: torch.device) -> list[Value]:
     """The plain JSON value that each rank gives, in the order of ranks, on all of them; nothing is pickled."""
     if axis.size == 1:
         return [value]
@@ -104,7 +113,7 @@ def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return out
 
 
-def start_reduce_scatter(x: torch.Tensor, axis: Axis, out: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:
+def start_reduce_scatter(x: torch.Tensor, axis: Axis, out: torch.Tensor | None = None) -> tuple[torch.Tensor, InFlight]:
     if axis.size == 1:
         return x, Finished()
     assert x.shape[0] % axis.size == 0, f"{x.shape[0]} rows over {axis.size} ranks"
@@ -124,7 +133,7 @@ class RingShift:
     def __init__(self, x: torch.Tensor, axis: Axis):
         self._sent = x.contiguous()
         self._arriving = torch.empty_like(self._sent)
-        self._works: list[Any] = []
+        self._works: Sequence[InFlight] = []
         if x.is_meta:
             self._works = [Finished(waited=observe.exchange("shift", x.nbytes, axis.ranks))]
             return

@@ -22,13 +22,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
-from typing import Any
 
 import torch
 from torch import nn
 
 from mega.core.ops.autograd import FunctionContext
-from mega.core.parallel.collectives import all_reduce, start_all_gather, start_reduce_scatter
+from mega.core.parallel.collectives import InFlight, all_reduce, start_all_gather, start_reduce_scatter
 from mega.core.parallel.deferred import WgradQueue
 from mega.core.parallel.layout import BucketRules, BucketSpec, ParameterSpec, plan_buckets
 from mega.core.parallel.mesh import Axis, Mesh
@@ -57,8 +56,8 @@ class Bucket:
         self.counted = (not self.replicated or self.data.tensor.first) and self.holders.first
         self.waiting = 0
         self.ready: Counter[int] = Counter()  # id of a weight -> gradients of this step that arrived
-        self.works: list[tuple[Any, torch.Tensor]] = []
-        self.gathering: Any = None
+        self.works: list[tuple[InFlight, torch.Tensor]] = []
+        self.gathering: InFlight | None = None
         like = self.offsets[0][0]
         self._weights = torch.zeros(spec.length, dtype=like.dtype, device=like.device)
         for weight, begin, stop in self.offsets:

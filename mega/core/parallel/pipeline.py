@@ -17,6 +17,7 @@ import torch.distributed as dist
 from mega.core.activity import ACTIVITY
 from mega.core.batch import Batch, Terms
 from mega.core.ops.autograd import run_backward
+from mega.core.parallel.collectives import InFlight
 from mega.core.parallel.deferred import DeferredWgrad, run_wgrad
 from mega.core.parallel.gradients import GradBuffer
 from mega.core.parallel.mesh import Mesh
@@ -135,9 +136,9 @@ class _Step:
         self.pipeline, self.plan, self.batches, self.scales, self.grads = pipeline, plan, batches, scales, grads
         self.rank, self.ranks = pipeline.mesh.pp.index, pipeline.mesh.pp.ranks
         self.stages = plan.stages * plan.chunks
-        self.received: dict[Key, tuple[Cargo, list[Any]]] = {}
+        self.received: dict[Key, tuple[Cargo, list[InFlight]]] = {}
         self.to_send: dict[Key, Cargo] = {}
-        self.sent: deque[tuple[Any, torch.Tensor]] = deque()
+        self.sent: deque[tuple[InFlight, torch.Tensor]] = deque()
         self.inputs: dict[tuple[int, int], Cargo] = {}
         self.outputs: dict[tuple[int, int], StageOutput] = {}
         self.backwards, self.weights = [0] * plan.chunks, [0] * plan.chunks
@@ -231,6 +232,7 @@ class _Step:
             for tensor in self.to_send.pop((transfer.kind, transfer.microbatch, transfer.chunk)):
                 tensor = tensor.contiguous()
                 work = dist.isend(tensor, self.ranks[transfer.peer], group=self._link(transfer.kind, transfer.peer))
+                assert work is not None, "this rank is in the group of its link"
                 self.sent.append((work, tensor))
         for transfer in act.recvs:
             self._receive(transfer)
@@ -247,8 +249,8 @@ class _Step:
             shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in self.outputs[key].cargo]
         cargo = tuple(torch.empty(shape, dtype=dtype, device=self.pipeline.device) for shape, dtype in shapes)
         group = self._link(transfer.kind, self.rank)
-        works = [dist.irecv(tensor, self.ranks[transfer.peer], group=group) for tensor in cargo]
-        self.received[transfer.kind, *key] = (cargo, works)
+        works = (dist.irecv(tensor, self.ranks[transfer.peer], group=group) for tensor in cargo)
+        self.received[transfer.kind, *key] = (cargo, [work for work in works if work is not None])
 
     def _link(self, kind: str, target: int) -> dist.ProcessGroup | None:
         return self.pipeline.mesh.p2p[kind, target].group

@@ -53,9 +53,9 @@ class SharedMemory:
     def __init__(self, axis: Axis, size: int, device: torch.device):
         self.axis, self._first = axis, size + -size % LINE
         whole = self._first + LINE * axis.size
-        own = [socket.gethostname(), os.getpid(), _made(whole) if axis.first else ""]
+        own = (socket.gethostname(), os.getpid(), _made(whole) if axis.first else "")
         ranks = gather_json(own, axis, device)
-        self.processes = [int(process) for _, process, _ in ranks]
+        self.processes = [process for _, process, _ in ranks]
         path, problem, self._map = ranks[0][2], "", None
         if len({host for host, _, _ in ranks}) > 1:
             problem = "the ranks are on several hosts"
