@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mega.core.config.run import Options, updated
 from mega.core.config.sections import TokenizerConfig
 from mega.core.processes.world import is_first_rank, ranks, supervised_ranks, world_from_env
+
+if TYPE_CHECKING:
+    from mega.core.checkpoint.own.reader import Checkpoint
 
 _UNSET = dataclasses.asdict(TokenizerConfig())
 
@@ -103,7 +106,7 @@ def _as_the_weights(options: Options) -> Options:
     return updated(options, found)
 
 
-def _tokenizer(options: Options, place: str, source: Any) -> tuple[dict[str, Any], list[str]]:
+def _tokenizer(options: Options, place: str, source: Checkpoint) -> tuple[dict[str, Any], list[str]]:
     """The options of the tokenizer that flags name, else of that of the weights at `place`, by name, and lines for the
     user. Flags that name no kind, such as --vocab-extra-ids, change that of the weights. Errors: ValueError where it is
     another one."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeGuard, TypeVar
 
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.config.resolve import lengths
 from mega.core.config.run import RunConfig, entries
 from mega.core.optim.schedule import LearningRate, WeightDecay
+from mega.core.untrusted import Json, below
 
 Part = TypeVar("Part", LearningRate, WeightDecay)
 
@@ -67,22 +68,22 @@ class Schedules:
             ),
         )
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, dict[str, Json]]:
         """Plain values for a checkpoint."""
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_state_dict(cls, state: Any, where: str) -> Schedules:
+    def from_state_dict(cls, state: object, where: str) -> Schedules:
         """The schedules of a `state_dict`. Errors: CheckpointError naming `where` it comes from."""
         try:
-            found = cls(_stored(LearningRate, state["lr"]), _stored(WeightDecay, state["weight_decay"]))
+            found = cls(_stored(LearningRate, below(state, "lr")), _stored(WeightDecay, below(state, "weight_decay")))
             for samples in (0, found.lr.warmup, found.lr.warmup + 1, found.lr.decay):
                 found.lr(samples)
             return found
         except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             raise CheckpointError(f"{where}: its schedule is not one that this version knows ({error})") from None
 
-    def differences(self, other: Schedules) -> Iterator[tuple[str, Any, Any]]:
+    def differences(self, other: Schedules) -> Iterator[tuple[str, object, object]]:
         """(flag, ours, theirs) of every value that matters and differs."""
         ours, theirs = _effective(self), _effective(other)
         for name in sorted(ours.keys() & theirs.keys()):  # what one style alone has differs with the style
@@ -90,7 +91,11 @@ class Schedules:
                 yield _LABELS[name], ours[name], theirs[name]
 
 
-def _stored(kind: Callable[..., Part], fields: Mapping[str, Any]) -> Part:
+def _number(value: Json) -> TypeGuard[int | float]:
+    return type(value) in (int, float)
+
+
+def _stored(kind: Callable[..., Part], fields: Mapping[str, Json]) -> Part:
     """One part of a schedule from plain values. Errors: TypeError, ValueError naming one that cannot be."""
     for name, value in fields.items():
         if name == "style":
@@ -100,13 +105,13 @@ def _stored(kind: Callable[..., Part], fields: Mapping[str, Any]) -> Part:
         elif name in ("warmup", "decay", "total", "anneal"):
             fits = type(value) is int and value >= 0
         else:
-            fits = (name == "batch" and value is None) or (type(value) in (int, float) and abs(value) < 1e30)
+            fits = (name == "batch" and value is None) or (_number(value) and abs(value) < 1e30)
         if not fits:
             raise ValueError(f"{name}: {str(value)[:40]}")
     return kind(**fields)
 
 
-def _effective(schedules: Schedules) -> dict[str, Any]:
+def _effective(schedules: Schedules) -> dict[str, object]:
     """Name -> value, without those that a constant schedule ignores."""
     values = {f"{kind}.{name}": value for kind, part in schedules.state_dict().items() for name, value in part.items()}
     ignored = {"lr.decay", "lr.least"} if schedules.lr.style == "constant" else set()
@@ -116,7 +121,7 @@ def _effective(schedules: Schedules) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in ignored}
 
 
-def resumed_schedules(run: RunConfig, meta: Any, where: str) -> Schedules:
+def resumed_schedules(run: RunConfig, meta: Mapping[str, Json], where: str) -> Schedules:
     """The schedules of a run that resumes from a checkpoint with plain state `meta`, found at `where`.
 
     Errors: CheckpointError naming each flag that differs, unless the run chooses which side counts.

@@ -41,13 +41,15 @@ class Progress:
     """Samples of steps skipped under a loss scale, which the learning rate's schedule does not count."""
 
     @classmethod
-    def from_meta(cls, progress: Mapping[str, int]) -> Progress:
+    def from_meta(cls, progress: Mapping[str, float]) -> Progress:
         """From a checkpoint's meta["progress"], also of one that was written when the last field had another name.
 
         >>> Progress.from_meta({"step": 7, "consumed": 28, "unscheduled": 4}).skipped_samples
         4
         """
-        return cls(**{"skipped_samples" if key == "unscheduled" else key: value for key, value in progress.items()})
+        return cls(
+            **{"skipped_samples" if key == "unscheduled" else key: int(value) for key, value in progress.items()}
+        )
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,13 @@ import math
 import signal
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from types import FrameType
 
 import torch
 
 from mega.core.device import Reading
-from mega.core.parallel.collectives import all_reduce
+from mega.core.parallel.collectives import InFlight, all_reduce
 from mega.core.parallel.mesh import Axis
 from mega.core.processes.connect import silent_ranks
 from mega.core.processes.signals import RepeatedSignal, heeded_signals
@@ -58,7 +59,7 @@ class StopSignal:
         self._wish = 0
         self._signals = RepeatedSignal()
         self._deadline = time.monotonic() + 60 * minutes if minutes else math.inf
-        self._before: dict[int, Any] = {}
+        self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
         self._notice: SignalNotice | None = None
         if on_signal and threading.current_thread() is threading.main_thread():
             self._notice = SignalNotice(
@@ -112,7 +113,7 @@ class StopSignal:
             self._notice.close()
             self._notice = None
 
-    def _note(self, number: int, _: Any) -> None:
+    def _note(self, number: int, _: object) -> None:
         if self._signals.repeats(number):
             if self._notice is not None:
                 self._notice.report_lost()
@@ -123,14 +124,14 @@ class StopSignal:
         self._wish = max(self._wish, _SIGNAL + number)
 
 
-def _deaf(number: int, frame: Any) -> None:
+def _deaf(number: int, frame: object) -> None:
     """As SIG_IGN, but for a signal that has come just before: of that one Python would print a traceback."""
 
 
 class StopFlag:
     """The requests of all ranks, while they are reduced."""
 
-    def __init__(self, stop: StopSignal, flag: torch.Tensor, work: Any):
+    def __init__(self, stop: StopSignal, flag: torch.Tensor, work: InFlight):
         self._stop, self._flag, self._work = stop, flag, work
         self._reading = self._read() if flag.is_cuda else None  # there it is the stream that waits for the others
 

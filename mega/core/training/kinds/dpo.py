@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NoReturn, cast
 
 from mega.core.architecture import architecture
 from mega.core.config.run import RunConfig
@@ -66,7 +66,7 @@ def objective(run: RunConfig) -> Objective:
 def begin(state: TrainState, data: Datasets, point: ResumePoint | None) -> None:
     """Give every dataset its reference. Errors: ValueError where the first weights are not to be had any more."""
     state.reference = _first_weights(state.run, point)
-    held: list[Any] = [each for each in (data.train, *data.named.values()) if each is not None]
+    held = [cast("PairDataset", each) for each in (data.train, *data.named.values()) if each is not None]
     cache = _cache(state.run)
     for dataset in held:
         dataset.unit = _unit(state)
@@ -161,7 +161,7 @@ def _cache(run: RunConfig) -> Path | None:
     return Path(save) / "reference" if save and not url_of(save) else None
 
 
-def _key(state: TrainState, dataset: PairDataset) -> Mapping[str, Any]:
+def _key(state: TrainState, dataset: PairDataset) -> Mapping[str, object]:
     return {
         "kind": "dpo reference",
         "weights": state.reference,
@@ -174,7 +174,7 @@ class _Missing(Exception):
     """Nothing is kept under a key."""
 
 
-def _known(state: TrainState, cache: Path | None, key: Mapping[str, Any], pairs: int) -> NDArray[np.float64] | None:
+def _known(state: TrainState, cache: Path | None, key: Mapping[str, object], pairs: int) -> NDArray[np.float64] | None:
     """What rank 0 finds, given to all."""
     import numpy as np
     import torch
@@ -182,7 +182,7 @@ def _known(state: TrainState, cache: Path | None, key: Mapping[str, Any], pairs:
     from mega.core.data.cache import cached
     from mega.core.parallel.collectives import all_reduce
 
-    def missing() -> Any:
+    def missing() -> NoReturn:
         raise _Missing
 
     found = torch.zeros(2 * pairs + 1, dtype=torch.float64)
@@ -197,7 +197,7 @@ def _known(state: TrainState, cache: Path | None, key: Mapping[str, Any], pairs:
     return found[:-1].view(pairs, 2).cpu().numpy() if bool(found[-1]) else None
 
 
-def _keep(state: TrainState, cache: Path | None, key: Mapping[str, Any], values: NDArray[np.float64]) -> None:
+def _keep(state: TrainState, cache: Path | None, key: Mapping[str, object], values: NDArray[np.float64]) -> None:
     import numpy as np
 
     from mega.core.data.cache import cached

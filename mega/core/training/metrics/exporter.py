@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
-from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
 
@@ -72,7 +71,7 @@ class Exporter:
     def port(self) -> int:
         return int(self._server.server_port)
 
-    def step(self, step: int, row: Mapping[str, Any], speed: Mapping[str, float | None]) -> None:
+    def step(self, step: int, row: Mapping[str, float], speed: Mapping[str, float | None]) -> None:
         """A step's numbers. row: as of `Meters.step`. speed: more figures by name; None is left out."""
         self._productive += float(row["seconds"])
         self._step.set(step)
@@ -88,7 +87,7 @@ class Exporter:
         for name, value in measured.items():
             self._evaluated.labels(split, name).set(value)
 
-    def health(self) -> tuple[int, dict[str, Any]]:
+    def health(self) -> tuple[int, dict[str, object]]:
         """200, or 503 where nothing has moved for too long; a save or an evaluation has a pace of its own."""
         still, phase = self._still(), ACTIVITY.phase
         stands = still > self._still_s and phase not in PATIENT
@@ -133,7 +132,7 @@ class Exporter:
                 self.end_headers()
                 self.wfile.write(body)
 
-            def log_message(self, format: str, *args: Any) -> None:
+            def log_message(self, format: str, *args: object) -> None:
                 """A request is not reported: the log is the run's."""
 
         return Handler

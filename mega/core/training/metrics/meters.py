@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TextIO
 
 from mega.core.config.sections import LogConfig
 from mega.core.files import whole_file
@@ -23,6 +23,9 @@ from mega.core.training.metrics.output import complain, print_line
 from mega.core.training.metrics.trackers import Trackers, held_out_values, training_values
 
 if TYPE_CHECKING:  # needs a package of an extra
+    from rich.progress import Progress, TaskID
+    from torch.utils.tensorboard import SummaryWriter
+
     from mega.core.training.metrics.exporter import Exporter
 
 COLUMNS = 120
@@ -63,7 +66,7 @@ class Meters:
         devices: int,
         peak: float | None,
         replicas: int = 1,
-        settings: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Mapping[str, object]] | None = None,
         terms: Sequence[str] = (),
         fail: Callable[[OSError], None] | None = None,
         still_s: float = math.inf,
@@ -74,7 +77,8 @@ class Meters:
         self._exporter = _exporter(options.metrics_port, steps, still_s)
         last = _last_step(Path(options.metrics)) if start and options.wandb else 0
         self._trackers = Trackers(options, start=start, last=last, settings=settings or {})
-        self._fail, self._rows = fail, _open_rows(Path(options.metrics), start)
+        self._fail = fail
+        self._rows: TextIO | None = _open_rows(Path(options.metrics), start)
         self._board = _board(options.tensorboard_dir, start)
         # Where lines go to a file, or through `tee`, a bar would take them or be mixed with them.
         terminal = sys.stdout.isatty() and sys.stderr.isatty()
@@ -84,7 +88,7 @@ class Meters:
         self._seconds = 0.0
         """Steps, tokens and seconds since the last line."""
 
-    def step(self, step: int, row: Mapping[str, Any], tokens: int, memory: int) -> None:
+    def step(self, step: int, row: Mapping[str, float], tokens: int, memory: int) -> None:
         """Take one step's numbers; every `log_interval` steps, and at the last, report a line.
 
         row: what the step did, "seconds", "loss" and "consumed" samples among it. tokens: of its global batch. memory:
@@ -127,7 +131,7 @@ class Meters:
         rate = tokens / max(seconds, 1e-9) / self.devices
         return rate, rate * self.flops_per_token / 1e12
 
-    def _line(self, step: int, row: Mapping[str, Any], memory: int) -> str:
+    def _line(self, step: int, row: Mapping[str, float], memory: int) -> str:
         each = self._seconds / self._steps
         (rate, tflops), of = self._speed(self._tokens, self._seconds), "/device" if self.devices > 1 else ""
         eta = f"eta {_clock(int((self.steps - step) * each))}" if self._bar is None else ""  # which the bar shows
@@ -188,7 +192,7 @@ class Meters:
             board, self._board = self._board, None
             self._plotting(board.close)
 
-    def _write(self, row: Mapping[str, Any]) -> None:
+    def _write(self, row: Mapping[str, float | str]) -> None:
         if self._rows is None:
             return
         try:
@@ -207,13 +211,13 @@ class Meters:
             with contextlib.suppress(OSError):  # every row was flushed, or its error was reported
                 rows.close()
 
-    def _plot(self, values: Mapping[str, Any], step: int) -> None:
+    def _plot(self, values: Mapping[str, float], step: int) -> None:
         """Scalars for TensorBoard, where it is asked for."""
         for name, value in values.items():
             if self._board is not None and isinstance(value, int | float):
                 self._plotting(partial(self._board.add_scalar, name, value, step))
 
-    def _plotting(self, act: Callable[[], Any]) -> None:
+    def _plotting(self, act: Callable[[], object]) -> None:
         """Without TensorBoard's files, whose numbers are in those of metrics too, a run continues."""
         try:
             act()
@@ -240,7 +244,7 @@ def _shown(how: str, value: float | None) -> str:
     return "" if value is None else how.format(value)
 
 
-def _extras(row: Mapping[str, Any]) -> list[tuple[float, str]]:
+def _extras(row: Mapping[str, float]) -> list[tuple[float, str]]:
     """What only some runs report, most of them because they were asked to, with its rank.
 
     >>> _extras({"loss": 2.0, "params_norm": 12.3456, "zeros": 0.25})
@@ -258,7 +262,7 @@ def _perplexity(loss: float) -> float:
     return math.exp(loss) if not loss > MOST_LOSS else math.inf
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: float | str) -> float | str | None:
     """JSON knows neither nan nor inf, and the gradient norm of a skipped step is one of them."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
@@ -268,7 +272,7 @@ def _clock(seconds: int) -> str:
     return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
 
-def _open_rows(path: Path, start: int) -> Any:
+def _open_rows(path: Path, start: int) -> TextIO:
     """The metrics file, without rows after step `start`; a broken last row (of a kill) goes too.
 
     The file of a run that began again is kept as `.previous`. A link leads to the same file afterwards.
@@ -299,7 +303,7 @@ def _last_step(path: Path) -> int:
     return last
 
 
-def _board(directory: str | None, start: int) -> Any:
+def _board(directory: str | None, start: int) -> SummaryWriter | None:
     """Rows after step `start` there are purged, as rows of metrics are."""
     if directory is None:
         return None
@@ -320,7 +324,7 @@ def _exporter(port: int | None, steps: int, still_s: float) -> Exporter | None:
     return Exporter(port, steps=steps, still_s=still_s)
 
 
-def _bar(start: int, steps: int) -> Any:
+def _bar(start: int, steps: int) -> tuple[Progress, TaskID]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from mega.core.config.sections import LogConfig
 from mega.core.files import whole_file
@@ -48,7 +48,7 @@ class Tracker(Protocol):
 
 
 def training_values(
-    row: Mapping[str, Any], *, tokens: int, devices: int, replicas: int, flops: float, terms: Sequence[str] = ()
+    row: Mapping[str, float], *, tokens: int, devices: int, replicas: int, flops: float, terms: Sequence[str] = ()
 ) -> dict[str, float]:
     """A training step's numbers under the fork's names. tokens: of its global batch. replicas: data-parallel ranks.
     flops: of a token. terms: names of the losses that the loss is made of."""
@@ -68,7 +68,7 @@ def training_values(
     return _finite(values)
 
 
-def held_out_values(split: str, measured: Mapping[str, Any]) -> dict[str, float]:
+def held_out_values(split: str, measured: Mapping[str, float]) -> dict[str, float]:
     """
     >>> held_out_values("valid", {"loss": 2.5})
     {'lm-loss-validation/valid loss': 2.5}
@@ -84,7 +84,7 @@ class Trackers:
     """Those that a run asks for. start: the step that it resumes from. last: the newest step that its metrics held,
     before they were cut back to that one. settings: the run's options, for those who look at it."""
 
-    def __init__(self, options: LogConfig, *, start: int, last: int, settings: Mapping[str, Any]):
+    def __init__(self, options: LogConfig, *, start: int, last: int, settings: Mapping[str, Mapping[str, object]]):
         self._note = Path(options.metrics + ".trackers.json")
         known = _noted(self._note) if start else {}
         self._trackers: dict[str, Tracker] = {}
@@ -137,7 +137,7 @@ def _line(error: Exception) -> str:
 class WandbTracker:
     """One run of Weights & Biases. WANDB_MODE=offline keeps it next to the metrics."""
 
-    def __init__(self, options: LogConfig, known: str | None, last: int, settings: Mapping[str, Any]):
+    def __init__(self, options: LogConfig, known: str | None, last: int, settings: Mapping[str, Mapping[str, object]]):
         wandb = importlib.import_module("wandb")
         self.since = last if known is not None else 0
         self.id = options.wandb_id or known or uuid.uuid4().hex[:8]
@@ -168,7 +168,7 @@ class WandbTracker:
 class MlflowTracker:
     """One run of an MLflow experiment, at a server or in a folder."""
 
-    def __init__(self, options: LogConfig, known: str | None, settings: Mapping[str, Any]):
+    def __init__(self, options: LogConfig, known: str | None, settings: Mapping[str, Mapping[str, object]]):
         mlflow = importlib.import_module("mlflow")
         entities = importlib.import_module("mlflow.entities")
         self._metric, self.since = entities.Metric, 0

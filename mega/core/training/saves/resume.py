@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from mega.core.architecture import architecture, inventory
 from mega.core.architecture.adapters import with_adapters
@@ -31,7 +30,7 @@ from mega.core.ops.counter import OLD_RULE, RULE
 from mega.core.parallel.mesh import Mesh
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.training.state import Progress, TrainState
-from mega.core.untrusted import below, numbers_below
+from mega.core.untrusted import Json, below, numbers_below
 
 
 @dataclass(frozen=True)
@@ -165,11 +164,11 @@ def restore(state: TrainState, point: ResumePoint) -> None:
                 f"{checkpoint.path}: holds no optimizer state ({missing}); give --no-load-optim or --finetune"
             )
         checkpoint.read(wanted, cast=True)
-        state.optimizer.updates = int(_stated(checkpoint, "updates"))
+        state.optimizer.updates = int(numbers_below({"updates": _stated(checkpoint, "updates")})["updates"])
         if state.scaler is not None and (scaler := numbers_below(checkpoint.meta, "scaler")):
             state.scaler.restore(scaler)
     if not point.weights_only:
-        state.progress = Progress.from_meta(_stated(checkpoint, "progress"))
+        state.progress = Progress.from_meta(numbers_below(_stated(checkpoint, "progress")))
         state.dropout_rule = _dropout_rule(point)
 
 
@@ -200,7 +199,7 @@ def new_tensors(run: RunConfig, point: ResumePoint) -> list[str]:
     return [tensor.name for tensor in inventory(run.model) if known.get(tensor.name) != tensor.shape]
 
 
-def _stated(checkpoint: StoredWeights, name: str) -> Any:
+def _stated(checkpoint: StoredWeights, name: str) -> Json:
     """A value of the plain state that a run cannot resume without."""
     if name not in checkpoint.meta:
         raise CheckpointError(
@@ -294,7 +293,7 @@ def _layout(sizes: Mapping[str, float]) -> str:
     return " x ".join(words) or "1 rank"
 
 
-def _reshuffled(run: RunConfig, stored: Mapping[str, Any], data: Datasets) -> str:
+def _reshuffled(run: RunConfig, stored: Mapping[str, object], data: Datasets) -> str:
     """How the length that the data are shuffled for differs, where that gives other samples; else nothing.
 
     One pass is one shuffle, however much of it is read. Several are shuffled for the whole length, as Megatron-LM does.
@@ -308,15 +307,16 @@ def _reshuffled(run: RunConfig, stored: Mapping[str, Any], data: Datasets) -> st
     return f"{now} (was {then})" if several else ""
 
 
-def _length(values: Mapping[str, Any]) -> tuple[str, int]:
+def _length(values: Mapping[str, object]) -> tuple[str, int]:
     """How long a run was asked to be, and in samples."""
-    samples, steps, batch = (values.get(name) for name in ("samples", "steps", "global_batch"))
-    return (
-        (f"--samples {samples}", samples) if samples is not None else (f"--steps {steps}", (steps or 0) * (batch or 0))
-    )
+    found = {name: value for name, value in values.items() if isinstance(value, int)}
+    samples, steps = found.get("samples"), found.get("steps")
+    if samples is not None:
+        return f"--samples {samples}", samples
+    return f"--steps {steps}", (steps or 0) * found.get("global_batch", 0)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return " ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
 
 

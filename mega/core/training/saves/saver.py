@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
@@ -44,6 +43,7 @@ from mega.core.training.guards.finite import check_finite
 from mega.core.training.saves.proving import Proving
 from mega.core.training.schedules import Schedules
 from mega.core.training.state import TrainState
+from mega.core.untrusted import Json, numbers_below
 
 RETRY_PAUSES = (1.0, 30.0)
 """Seconds between two attempts at a save, at first and at last."""
@@ -61,7 +61,7 @@ class Saver:
         report: Callable[[str], None] = lambda line: None,
         sidecar_files: Attachments = MappingProxyType({}),
         corpora: Mapping[str, Mapping[str, str | None]] = MappingProxyType({}),
-        blends: Sequence[Mapping[str, Any]] = (),
+        blends: Sequence[Mapping[str, Json]] = (),
         saved: int | None = None,
     ) -> None:
         """sidecar_files: small files that came with the weights and stay with them; rank 0's count. corpora: what the
@@ -199,10 +199,10 @@ class Saver:
         self._report(f"saved step {step} in {seconds:.1f} s{how} to {self.options.save}")
 
     def _publish(
-        self, pieces: Iterable[Piece], meta: dict[str, Any], agree: Callable[[bool], bool], spared: frozenset[int]
+        self, pieces: Iterable[Piece], meta: dict[str, Json], agree: Callable[[bool], bool], spared: frozenset[int]
     ) -> tuple[int, float]:
         """The step that was saved, and in how many seconds. spared: older steps that are left whatever the limits."""
-        mesh, step = self.state.mesh, int(meta["progress"]["step"])
+        mesh, step = self.state.mesh, int(numbers_below(meta, "progress")["step"])
         kept = list(pieces)
 
         def save() -> SaveReport:
@@ -224,7 +224,7 @@ class Saver:
         if self.options.save_optim:
             yield from self.state.optimizer_pieces(mine=True)
 
-    def _meta(self) -> dict[str, Any]:
+    def _meta(self) -> dict[str, Json]:
         """Plain state of this moment."""
         state = self.state
         return {

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -113,14 +113,14 @@ def _numbers(found: Mapping[str, str]) -> list[int]:
 def _differences(own: Mapping[str, str], everyone: Axis, device: torch.device) -> list[str]:
     """For each name that is not alike: its values and who has them."""
     shown = {name: value[:LONGEST] for name, value in own.items()}
-    met = gather_json([socket.gethostname(), shown], everyone, device)
+    met = gather_json((socket.gethostname(), shown), everyone, device)
     hosts = [host for host, _ in met]
     names = dict.fromkeys(name for _, each in met for name in each)
     values = {name: [each.get(name) for _, each in met] for name in names}
     return [f"{name} {by_rank(found, hosts)}" for name, found in values.items() if len(set(found)) > 1]
 
 
-def by_rank(values: Sequence[Any], hosts: Sequence[str]) -> str:
+def by_rank(values: Sequence[object], hosts: Sequence[str]) -> str:
     """Which ranks have which value; hosts: of the ranks, named where there are several.
 
     >>> by_rank(["a", "a", "b"], ["n1", "n1", "n2"])
@@ -128,7 +128,7 @@ def by_rank(values: Sequence[Any], hosts: Sequence[str]) -> str:
     >>> by_rank([1, 2], ["n1", "n1"])
     '1 of rank 0, 2 of rank 1'
     """
-    ranks: dict[Any, list[int]] = {}
+    ranks: dict[object, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
     several, parts = len(set(hosts)) > 1, []
@@ -147,7 +147,7 @@ def _compare_clocks(everyone: Axis, device: torch.device, report: Callable[[str]
     all_reduce(most, everyone, "max")
     if float(most - least) <= CLOCKS_APART:
         return
-    met = gather_json([socket.gethostname(), float(now)], everyone, device)
+    met = gather_json((socket.gethostname(), float(now)), everyone, device)
     middle = sorted(seen for _, seen in met)[len(met) // 2]
     off = {rank: seen - middle for rank, (_, seen) in enumerate(met) if abs(seen - middle) > CLOCKS_APART / 2}
     words = (f"rank {rank} on {met[rank][0]} {seconds:+.0f} s" for rank, seconds in list(off.items())[:8])

@@ -15,7 +15,7 @@ import os
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mega.core.architecture import inventory, padded
 from mega.core.architecture.adapters import with_adapters
@@ -32,6 +32,7 @@ from mega.core.text.tokenizer import Tokenizer, least_vocab
 from mega.core.training.kinds import kind_of
 
 if TYPE_CHECKING:
+    from mega.core.checkpoint.own.reader import Checkpoint
     from mega.core.data.build import Datasets
 
 
@@ -53,7 +54,7 @@ class ResolvedRun:
     notes: tuple[str, ...] = ()
     tokenizer: Tokenizer | None = None
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return ResolvedRun, (self.run, self.notes)
 
 
@@ -195,7 +196,7 @@ def _with_padding(options: Options, vocab: int) -> int:
     return padded(vocab, options.parallel.tp, options.model.vocab_multiple)
 
 
-def weights_of(options: Options) -> Iterator[tuple[str, Any]]:
+def weights_of(options: Options) -> Iterator[tuple[str, Checkpoint]]:
     """The places of the weights that a run may begin with, the first one first, and what is read of them without their
     tensors. A place with nothing, or nothing that can be read, is left out: that is reported where it is loaded."""
     checkpoint = options.checkpoint
