@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
-from typing import Any
 from urllib.parse import urlsplit
 
 from mega.core.inference.request import Engine, Request, RequestError, Sampling
@@ -81,7 +80,7 @@ class ServingRow:
     between: tuple[float, float]
     whole: float
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, object]:
         """As a row of --json."""
         return {"name": "serve", **asdict(self)}
 

@@ -4,35 +4,35 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from mega.core.config.compose import compose
 from mega.core.config.run import Options
+from mega.core.untrusted import Json
 
 
-def _w1(world: int) -> Mapping[str, Any]:
+def _w1(world: int) -> Mapping[str, object]:
     return {"vocab": 50304, "micro_batch": max(1, min(64, 512 // world)), "global_batch": 512}
 
 
-def _w2(world: int) -> Mapping[str, Any]:
+def _w2(world: int) -> Mapping[str, object]:
     """Alone, memory is short: what is cheap is computed twice. Several ranks share masters and moments out."""
     if world == 1:
         return {"micro_batch": 2, "global_batch": 16, "recompute": "selective"}
     return {"micro_batch": 2, "global_batch": 4 * world, "zero": 1}
 
 
-def _w2_fp8(world: int) -> Mapping[str, Any]:
+def _w2_fp8(world: int) -> Mapping[str, object]:
     return {**_w2(world), "fp8": True}
 
 
-def _w3(world: int) -> Mapping[str, Any]:
+def _w3(world: int) -> Mapping[str, object]:
     """18 bytes a parameter over 8 ranks are 50 GB a rank, over 4 they are 99 GB. A rank's blocks are done sooner than
     its host could ask for them one by one."""
     tensor = {"tp": 4 if world == 4 else 8, "sequence_parallel": True, "tp_overlap": True, "cuda_graph": True}
     return {"micro_batch": 4, "global_batch": 4, **tensor}
 
 
-def _window(world: int) -> Mapping[str, Any]:
+def _window(world: int) -> Mapping[str, object]:
     """8 blocks, rows four times as long as what a token sees."""
     return {"layers": 8, "seq_length": 16384, "micro_batch": 1, "global_batch": 4 * world}
 
@@ -40,17 +40,17 @@ def _window(world: int) -> Mapping[str, Any]:
 _DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 
-def _bert(world: int) -> Mapping[str, Any]:
+def _bert(world: int) -> Mapping[str, object]:
     """With the dropout that it is trained with."""
     return {"micro_batch": max(1, min(64, 256 // world)), "global_batch": 256, **_DROPOUT}
 
 
-def _t5(world: int) -> Mapping[str, Any]:
+def _t5(world: int) -> Mapping[str, object]:
     """512 tokens read and 128 written, with dropout."""
     return {"micro_batch": max(1, min(64, 512 // world)), "global_batch": 512, **_DROPOUT}
 
 
-ROWS: Mapping[str, tuple[str, Callable[[int], Mapping[str, Any]]]] = {
+ROWS: Mapping[str, tuple[str, Callable[[int], Mapping[str, object]]]] = {
     "w1": ("gpt2-345m", _w1),
     "w2": ("llama2-7b", _w2),
     "w2-fp8": ("llama2-7b", _w2_fp8),
@@ -67,7 +67,7 @@ LR = 1e-4
 _EVERY_ROW = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "lr": LR, "dtype": "bf16"}
 
 
-def row(name: str, flags: Mapping[str, Any], world: int) -> Options:
+def row(name: str, flags: Mapping[str, object], world: int) -> Options:
     """The run of a named row on `world` ranks; `flags` are what the user asks for otherwise.
 
     Errors: ValueError for a name that is none.
@@ -81,7 +81,7 @@ def row(name: str, flags: Mapping[str, Any], world: int) -> Options:
     return compose(preset, {**_EVERY_ROW, **values(world)}, flags)
 
 
-def read_rows(flag: str, path: str) -> list[Mapping[str, Any]]:
+def read_rows(flag: str, path: str) -> list[Mapping[str, Json]]:
     """The rows of a file that `out` named. Errors: ValueError with the flag where it holds anything else."""
     try:
         with open(path, encoding="utf-8") as file:

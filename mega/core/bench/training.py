@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -37,6 +36,7 @@ from mega.core.processes.connect import connect, disconnect
 from mega.core.training.state import TrainState
 from mega.core.training.step import StepReport, train_step
 from mega.core.training.wire import build_mesh, build_state
+from mega.core.untrusted import Json, below, numbers_below
 
 SILENCE = 2.0
 """Seconds after which a user wonders whether anything happens."""
@@ -68,7 +68,7 @@ class Speed:
     ops: str
     products: str
     """dtype of the blocks' products: fp8 is a contract of its own."""
-    work: dict[str, Any]
+    work: dict[str, object]
     """What the step computes, in any layout: rows of other work are never compared."""
     micro_batch: int
     global_batch: int
@@ -85,7 +85,7 @@ class Speed:
     phases: dict[str, float] = field(default_factory=dict)
     """Milliseconds of device time of one step by kind of work, `idle` between kernels included."""
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, object]:
         return asdict(self)
 
 
@@ -129,7 +129,7 @@ def bench(
     return 0
 
 
-def compared(speed: Speed, before: Sequence[Mapping[str, Any]], path: str) -> str:
+def compared(speed: Speed, before: Sequence[Mapping[str, Json]], path: str) -> str:
     """`speed` against the last row of `before` that has its name, if both are the same work.
 
     >>> now = Speed("w1", 1, "CPU", "torch", "bf16", {"layers": 24}, 1, 1, 1.0, 0.0, 110.0, 1.0, None, 1.0, 1.0)
@@ -141,17 +141,21 @@ def compared(speed: Speed, before: Sequence[Mapping[str, Any]], path: str) -> st
     row = next((row for row in reversed(before) if row["name"] == speed.name), None)
     if row is None:
         return f"not compared with {path}, which has no row {speed.name}"
-    then, now = row.get("work", {}), speed.work
+    then, now, rate = below(row, "work"), speed.work, numbers_below(row)["tokens_per_second"]
     unlike = [f"{name} {then.get(name)}, here {value}" for name, value in now.items() if then.get(name) != value]
     if unlike:
         return f"not compared with {path}, whose row {speed.name} is other work: {'; '.join(unlike)}"
-    return f"{100 * (speed.tokens_per_second / float(row['tokens_per_second']) - 1):+.1f}% against {path}"
+    return f"{100 * (speed.tokens_per_second / rate - 1):+.1f}% against {path}"
 
 
-def _work(run: RunConfig, world: int) -> dict[str, Any]:
+def _work(run: RunConfig, world: int) -> dict[str, object]:
     """Model, batch, precision and ranks: what two rows must have in common."""
     batch, precision = run.batch, run.precision
-    options: dict[str, Any] = {**asdict(run.model), "seq_length": batch.seq_length, "global_batch": batch.global_batch}
+    options: dict[str, object] = {
+        **asdict(run.model),
+        "seq_length": batch.seq_length,
+        "global_batch": batch.global_batch,
+    }
     if len(run.model.stacks) > 1:
         options["decoder_seq_length"] = run.masking.decoder_seq_length
     options |= {name: getattr(precision, name) for name in ("dtype", "fp8", "grad_dtype", "masters")}

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,7 +89,7 @@ def _read(path: Path, keys: tuple[str, ...]) -> Iterator[str]:
             yield from _found(found, keys)
 
 
-def _found(value: Any, keys: tuple[str, ...]) -> Iterator[str]:
+def _found(value: object, keys: tuple[str, ...]) -> Iterator[str]:
     """All texts under one of the keys, at any depth."""
     if isinstance(value, list):
         for inside in value:
@@ -99,7 +99,7 @@ def _found(value: Any, keys: tuple[str, ...]) -> Iterator[str]:
             yield from _texts(inside) if key in keys else _found(inside, keys)
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):

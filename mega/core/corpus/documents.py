@@ -20,7 +20,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -54,7 +54,7 @@ class CorpusDocument:
     ) -> None:
         self.line, self.key, self.plain, self.part, self.index, self.number = line, key, plain, part, index, number
         self._locate = locate
-        self._fields: dict[str, Any] | None = None
+        self._fields: dict[str, object] | None = None
 
     @property
     def where(self) -> str:
@@ -70,7 +70,7 @@ class CorpusDocument:
             return self.line.decode("utf-8", "replace")
 
     @property
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, object]:
         """All keys and values. Errors: ValueError saying why the line does not hold a document."""
         if self._fields is None:
             self._fields = self._plain_fields() if self.plain else _object(self.line)
@@ -86,35 +86,35 @@ class CorpusDocument:
             raise ValueError(f'"{self.key}" is not a string, but {json.dumps(found)[:40]}')
         raise ValueError(f'no key "{self.key}"; {keys_there(self.fields, "--json-key")}')
 
-    def with_text(self, text: str, **others: Any) -> bytes:
+    def with_text(self, text: str, **others: object) -> bytes:
         """The line of this document with another text, and other values of other keys."""
         if self.plain:
             return text.encode()
         return as_line(self._exact_fields() | {self.key: text} | others)
 
-    def with_fields(self, **others: Any) -> bytes:
+    def with_fields(self, **others: object) -> bytes:
         """The line of this document with other values of some keys."""
         return as_line(self._exact_fields() | others)
 
-    def _exact_fields(self) -> dict[str, Any]:
+    def _exact_fields(self) -> dict[str, object]:
         """The fields with every number as it is written. Looking for such numbers costs more than parsing a line."""
         return json.loads(self.line) if not self.plain and _NOT_EXACT.search(self.line) else self.fields
 
-    def _plain_fields(self) -> dict[str, Any]:
+    def _plain_fields(self) -> dict[str, object]:
         try:
             return {self.key: self.line.decode()}
         except UnicodeDecodeError as error:
             raise ValueError(f"not UTF-8 at byte {error.start}") from None
 
 
-def _object(line: bytes) -> dict[str, Any]:
+def _object(line: bytes) -> dict[str, object]:
     found = parsed(line)
     if not isinstance(found, dict):
         raise ValueError(f"must be a JSON object; {not_an_object(found)}")
     return found
 
 
-def as_line(fields: Mapping[str, Any]) -> bytes:
+def as_line(fields: Mapping[str, object]) -> bytes:
     """One JSON line, without its end. No number is rounded.
 
     >>> as_line({"text": "Ünder", "id": 2**70})

@@ -19,13 +19,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from mega.core.corpus.ledger import StepCounts
 from mega.core.corpus.parts import PART_BYTES
 from mega.core.data.sources import STDIN
 from mega.core.files import check_folder, locked_alone, name_place, whole_file
-from mega.core.untrusted import parse_json, read_limited
+from mega.core.untrusted import Json, parse_json, read_limited
 
 RECORD = ".corpus.json"
 SURVEY = ".survey"
@@ -106,7 +106,7 @@ def check_output(paths: Sequence[Path], options: RunOptions) -> None:
         raise ValueError(f"--output {options.output}: exists; name another, or give --overwrite to replace it")
 
 
-def read_record(path: Path) -> dict[str, Any] | None:
+def read_record(path: Path) -> dict[str, Json] | None:
     """A JSON object that `write_record` wrote; None where it is not there."""
     if not path.is_file():
         return None

@@ -13,7 +13,10 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mega.core.corpus.buckets import DocumentGroups
 from mega.core.corpus.documents import CorpusDocument, Result, Survey, Work, dropped, kept, stage_folder
@@ -55,12 +58,12 @@ def group_pairs(pairs: Path, groups: Path, threshold: float) -> tuple[int, int]:
     return len(members), sum(map(len, members.values()))
 
 
-def _is_overlap(found: Any) -> bool:
+def _is_overlap(found: object) -> bool:
     values = found.values() if isinstance(found, dict) else [None]
     return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 
 
-def _rows(flag: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _rows(flag: str, path: Path) -> Iterator[tuple[str, dict[str, object]]]:
     """Errors: ValueError naming file and line."""
     try:
         with open(path, encoding="utf-8") as file:
@@ -98,7 +101,7 @@ class RemoveGroups:
             for each in ids:  # a later line joins a group that has one of its ids
                 joined.join(owner.setdefault(each, number), number)
 
-        def keys(documents: Iterable[CorpusDocument]) -> Mapping[str, Any]:
+        def keys(documents: Iterable[CorpusDocument]) -> Mapping[str, NDArray[np.generic]]:
             numbers = (owner.get(document.text) for document in documents)
             return {"keys": keys_of(None if each is None else str(joined.root(each)).encode() for each in numbers)}
 

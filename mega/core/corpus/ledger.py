@@ -72,7 +72,7 @@ class StepCounts:
         for name, values in other.measures.items():
             self.measures[name] = _most_common(self.measures.get(name, Counter()) + values)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """As JSON's kinds, sorted, so that equal counts give equal bytes."""
         return {
             **{name: getattr(self, name) for name in _NUMBERS},

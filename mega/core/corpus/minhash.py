@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -223,7 +223,7 @@ def overlap(first: Shingles, second: Shingles, of: Overlap = "union") -> float:
     if not len(first) or not len(second):
         return 0.0
     common = len(first) + len(second) - len(np.union1d(first, second))
-    sizes: dict[str, Any] = {"min": min, "max": max, "union": lambda a, b: a + b - common}
+    sizes: dict[str, Callable[[int, int], int]] = {"min": min, "max": max, "union": lambda a, b: a + b - common}
     return float(common / sizes[of](len(first), len(second)))
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -206,7 +206,7 @@ def _marked(folder: Path, part: str, name: str) -> tuple[int, NDArray[np.bool_]]
         return begin, np.frombuffer(file.read(end - begin), np.bool_)
 
 
-def _write_lines(path: str, lines: Iterable[Mapping[str, Any]]) -> None:
+def _write_lines(path: str, lines: Iterable[Mapping[str, object]]) -> None:
     with whole_file(Path(path)) as file:
         for line in lines:
             file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")

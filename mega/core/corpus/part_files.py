@@ -7,7 +7,8 @@ import gzip
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from types import ModuleType
+from typing import BinaryIO, NamedTuple
 
 from mega.core.corpus.documents import Check, CorpusDocument, Result, Work, check_readable
 from mega.core.corpus.folder import Packing, write_record
@@ -166,7 +167,7 @@ def packed(file: BinaryIO, packing: Packing) -> Iterator[BinaryIO]:
             yield inner
 
 
-def _zstandard() -> Any:
+def _zstandard() -> ModuleType:
     try:
         import zstandard
     except ImportError:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 _OWN = ("input", "output", "step")
 
@@ -57,7 +57,7 @@ def steps(path: Path) -> list[RecipeStep]:
     return found
 
 
-def _flags(given: Mapping[str, Any], where: str) -> Iterator[str]:
+def _flags(given: Mapping[str, object], where: str) -> Iterator[str]:
     for key, value in given.items():
         flag = f"--{key.replace('_', '-')}"
         if isinstance(value, bool):

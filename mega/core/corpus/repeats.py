@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +74,10 @@ def _distribute(folder: Path, parts: Sequence[str], name: str, paths: Sequence[P
             begin += len(keys)
 
 
-def notes(folder: Path, part: str) -> Any:
+def notes(folder: Path, part: str) -> Mapping[str, NDArray[Any]]:
     """The arrays that the survey of a part noted."""
-    return np.load(folder / f"{part}.npz", allow_pickle=False)
+    found: Mapping[str, NDArray[Any]] = np.load(folder / f"{part}.npz", allow_pickle=False)
+    return found
 
 
 def repeats(folder: Path, part: str) -> NDArray[np.bool_]:

@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from mega.core.corpus.documents import Check, CorpusStep, SurveyStep, check_of, stage_folder
+from mega.core.corpus.documents import Check, CorpusStep, SurveyStep, Work, check_of, stage_folder
 from mega.core.corpus.folder import (
     RECORD,
     SURVEY,
@@ -46,6 +46,7 @@ from mega.core.data.preprocessing.made import stamps
 from mega.core.data.sources import find
 from mega.core.data.workers import Buffer, Workers
 from mega.core.files import whole_file
+from mega.core.untrusted import below
 
 VERSION = 1
 """Of what steps do; work of another version is not resumed."""
@@ -104,7 +105,7 @@ def begin(
         return paths, identity, None
     if record.get("identity") == identity:
         tidy(options)
-        return paths, identity, StepOutcome(StepCounts.from_json(record["counts"]), repeated=True)
+        return paths, identity, StepOutcome(StepCounts.from_json(below(record, "counts")), repeated=True)
     raise ValueError(
         f"--output {options.output}: holds the result of other inputs or settings; name another place, or give "
         "--overwrite to replace it"
@@ -135,7 +136,7 @@ def _identity(step: CorpusStep | SurveyStep, paths: Sequence[Path], options: Run
     return hashlib.sha256(json.dumps(work, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _settings(step: object) -> dict[str, Any]:
+def _settings(step: object) -> dict[str, object]:
     """The fields that the result depends on."""
     own = {each.name for each in fields(step) if each.metadata.get("setting", True)}  # type: ignore[arg-type]
     return {name: value for name, value in asdict(step).items() if name in own}  # type: ignore[call-overload]
@@ -254,7 +255,7 @@ class _Judging:
     def check(self) -> Check:
         return check_of(self.step)
 
-    def load(self) -> Callable[..., Any]:
+    def load(self) -> Work:
         return self.step.judge(self.folder)
 
 

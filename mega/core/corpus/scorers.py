@@ -226,7 +226,7 @@ class ServerScorer:
         return checked(scores, self._where)
 
 
-def checked(scores: Any, where: str) -> Scores:
+def checked(scores: object, where: str) -> Scores:
     """Errors: ValueError unless all are numbers of 0 to 1."""
     if scores is None:
         return None

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from mega.core.corpus.documents import CorpusDocument, Result, Survey, Work, dro
 from mega.core.corpus.folder import write_record
 from mega.core.corpus.repeats import notes
 from mega.core.files import whole_file
+from mega.core.untrusted import Json
 
 _MARKS = "selected.npz"
 
@@ -54,7 +55,7 @@ class Select:
 
     def _value(self, document: CorpusDocument) -> float:
         """NaN if the document has none. Errors: ValueError where it is not a number."""
-        found: Any = document.fields
+        found: object = document.fields
         for name in self.by.split("."):
             if not isinstance(found, dict) or found.get(name) is None:
                 return math.nan
@@ -74,17 +75,15 @@ class Select:
         marks[ranked[: min(int(len(values) * self.share), int((~np.isnan(values)).sum()))]] = True
         ends = np.cumsum([len(each) for each in by_part])
         with whole_file(folder / _MARKS) as file:
-            own: dict[str, Any] = {
-                part: marks[end - len(values) : end] for part, values, end in zip(parts, by_part, ends, strict=True)
-            }
-            np.savez(file, **own)
+            own = {part: marks[end - len(values) : end] for part, values, end in zip(parts, by_part, ends, strict=True)}
+            np.savez(file, **own)  # type: ignore[arg-type]  # no part is called allow_pickle
         if self.report:
             write_record(Path(self.report), self._figures(values, marks))
 
-    def _figures(self, values: NDArray[np.float64], marks: NDArray[np.bool_]) -> dict[str, Any]:
+    def _figures(self, values: NDArray[np.float64], marks: NDArray[np.bool_]) -> dict[str, Json]:
         known, chosen = values[~np.isnan(values)], values[marks]
         sets = {"all": known, "above": known[known > self.above], "not above": known[known <= self.above]}
-        found: dict[str, Any] = {
+        found: dict[str, Json] = {
             name: {"documents": len(own), "mean": float(own.mean()), "deviation": float(own.std())}
             for name, own in sets.items()
             if len(own)

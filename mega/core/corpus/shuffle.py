@@ -23,6 +23,7 @@ from mega.core.corpus.minhash import mixed
 from mega.core.corpus.part_files import ReadableDocuments, line_file
 from mega.core.corpus.parts import parts
 from mega.core.corpus.run import StepOutcome, accepted, begin, finish
+from mega.core.untrusted import numbers_below
 
 _BUCKET_BYTES = 1 << 26
 _MOST_BUCKETS = 512
@@ -58,9 +59,11 @@ def shuffle(inputs: Sequence[str | Path], step: Shuffle, options: RunOptions) ->
             _distribute(paths, step, options, folder)
         found = read_record(folder / _DISTRIBUTED) or {}
         counts = StepCounts()
-        for number in range(int(found["buckets"])):
+        for number in range(int(numbers_below(found)["buckets"])):
             if read_record(sidecar := options.folder / f".00000-{number:06}.json") is None:
-                write_record(sidecar, _sort(folder / f"bucket-{number}", options, number, found["plain"]).as_json())
+                write_record(
+                    sidecar, _sort(folder / f"bucket-{number}", options, number, bool(found["plain"])).as_json()
+                )
         write_record(options.folder / f".00000-{found['buckets']:06}.json", found["skipped"])
         return finish(step, paths, options, identity, counts)
 

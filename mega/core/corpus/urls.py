@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mega.core.corpus.documents import CorpusDocument, Result, Survey, Work, dropped, kept, stage_folder
 from mega.core.corpus.repeats import keys_of, mark_repeats, notes, repeats
@@ -130,7 +131,7 @@ class Urls:
         """Notes the outcome of every URL, and a key of each one that passes."""
         test = url_test(self.domains, self.extensions, any_case=self.any_case)
 
-        def survey(documents: Iterable[CorpusDocument]) -> Mapping[str, Any]:
+        def survey(documents: Iterable[CorpusDocument]) -> Mapping[str, NDArray[np.generic]]:
             urls = [document.text.strip() for document in documents]
             outcomes = [test(url) for url in urls]
             passed = (None if outcome else url.encode() for url, outcome in zip(urls, outcomes, strict=True))

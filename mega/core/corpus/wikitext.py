@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mwparserfromhell.nodes import Node, Tag, Wikilink
+    from mwparserfromhell.wikicode import Wikicode
 
 _NAMESPACES = re.compile(
     r"\s*:?\s*(?:(?i:file|image|media|category|template|help|portal|user|talk|special|wikipedia|mediawiki|module|draft|"
@@ -37,20 +41,20 @@ _STANDARD = str.maketrans(
 )
 
 
-def parser() -> Callable[[str], Any]:
+def parser() -> Callable[[str], Wikicode]:
     """Errors: ValueError where mwparserfromhell is not installed."""
     try:
         import mwparserfromhell
     except ImportError:
         raise ValueError("mega corpus wikipedia: needs mwparserfromhell; pip install 'mega[corpus]'") from None
-    parse: Callable[[str], Any] = mwparserfromhell.parse
+    parse: Callable[[str], Wikicode] = mwparserfromhell.parse
     return parse
 
 
 class Article:
     """One article while its text is written."""
 
-    def __init__(self, parse: Callable[[str], Any]) -> None:
+    def __init__(self, parse: Callable[[str], Wikicode]) -> None:
         self._parse = parse
         self._counts: dict[str, int] = {}
 
@@ -58,7 +62,7 @@ class Article:
         """The text: a line for each paragraph and heading."""
         return "\n".join(_paragraphs(self._plain(self._parse(wikitext).nodes)))
 
-    def _plain(self, nodes: Iterable[Any]) -> str:
+    def _plain(self, nodes: Iterable[Node]) -> str:
         return "".join(map(self._node, nodes))
 
     def _node(self, node: Any) -> str:
@@ -79,13 +83,13 @@ class Article:
                 return f"\n{'=' * node.level}{self._plain(node.title.nodes).strip()}{'=' * node.level}\n"
         return ""  # templates, their arguments, comments
 
-    def _link(self, link: Any) -> str:
+    def _link(self, link: Wikilink) -> str:
         title = str(link.title)
         if _NAMESPACES.match(title):
             return ""
         return self._plain(link.text.nodes) if link.text is not None else title.lstrip(":")
 
-    def _tag(self, tag: Any) -> str:
+    def _tag(self, tag: Tag) -> str:
         name = str(tag.tag).strip().lower()
         if tag.wiki_markup and name in ("li", "dt", "dd", "hr"):
             return str(tag.wiki_markup)
@@ -103,9 +107,9 @@ class Article:
         return inside
 
 
-def _is_bold(tag: Any) -> bool:
+def _is_bold(tag: Tag) -> bool:
     """Whether what is in italics is bold as a whole."""
-    nodes = tag.contents.nodes
+    nodes: list[Any] = tag.contents.nodes
     return len(nodes) == 1 and type(nodes[0]).__name__ == "Tag" and str(nodes[0].tag) == "b"
 
 

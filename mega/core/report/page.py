@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from typing import Any
 
 from mega.core.report.chart import Scale, chart, short
 from mega.core.report.corpus import corpus_body
@@ -168,7 +167,7 @@ def _evaluation(record: EvaluationRecord) -> str:
     return "\n".join(parts)
 
 
-def _flat(value: Any, name: str = "") -> Iterable[tuple[str, str]]:
+def _flat(value: object, name: str = "") -> Iterable[tuple[str, str]]:
     """Nested settings as rows, `a.b`."""
     if isinstance(value, Mapping):
         for key, each in value.items():
@@ -186,7 +185,7 @@ def _table(rows: Iterable[tuple[str, str]]) -> str:
     return f"<table>{''.join(made)}</table>"
 
 
-def _numbers(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+def _numbers(heads: Sequence[str], rows: Iterable[Sequence[float | str | None]]) -> str:
     made = ["".join(f"<th>{escape(head)}</th>" for head in heads)]
     for name, *values in rows:
         cells = "".join(f'<td class="n">{"" if v is None or isinstance(v, str) else short(v)}</td>' for v in values)

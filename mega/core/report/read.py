@@ -153,7 +153,7 @@ def _rows(metrics: Path, found: RunRecord) -> Iterable[dict[str, Any]]:
             found.broken += 1
 
 
-def _held_out(rows: list[dict[str, Any]]) -> Iterable[str]:
+def _held_out(rows: list[dict[str, object]]) -> Iterable[str]:
     """The sets that rows are of. Such a row begins with the set's loss; other losses of it may end in `_loss` too."""
     for row in rows:
         first = next((name for name in row if name != "step"), "")

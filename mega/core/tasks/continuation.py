@@ -6,7 +6,6 @@ Each replica of the model has an engine with a cache (inference/): its first ran
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from mega.core.device import Device
 from mega.core.inference.options import EngineOptions
@@ -22,7 +21,7 @@ AT_ONCE = 64
 
 
 def continue_prompts(
-    stage: Any,
+    stage: object,
     mesh: Mesh,
     device: Device,
     prompts: Sequence[Sequence[int]],

@@ -86,7 +86,7 @@ def prepare(options: Options, given: GivenOptions, benchmark: TaskOptions, out: 
 
 def _benchmark(
     evaluation: CheckedEvaluation, opened: OpenedModel, report: Callable[[str], None] = lambda line: None
-) -> tuple[Benchmark[Any], Tokenizer | None]:
+) -> tuple[Benchmark[object], Tokenizer | None]:
     model, run = evaluation.model, evaluation.model.run
     tokenizer = tokenizer_of(run, opened, report)
     unit, mixed = column_unit(run.parallel), run.data.allow_tokenizer_mismatch
@@ -116,7 +116,7 @@ def run_here(
         here.mesh.everyone,
         device.torch,
     )
-    progress = _Progress(evaluation, about["fingerprint"], judged, len(examples), here.mesh, device)
+    progress = _Progress(evaluation, str(about["fingerprint"]), judged, len(examples), here.mesh, device)
     with progress.interruptible():
         found = score(
             here.row_scorer() if isinstance(judged, RowBenchmark) else here.scorer(greedy=judged.greedy),
@@ -142,20 +142,21 @@ def run_here(
 
 def _about(
     evaluation: CheckedEvaluation, here: ModelHere, tokenizer: Tokenizer | None, examples: int
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Every setting that makes a score, and a hash of those that decide it."""
     asked, run = dataclasses.asdict(evaluation.options), here.run
-    decides: dict[str, Any] = {
+    model = model_settings(evaluation.model, here)
+    decides: dict[str, object] = {
         "options": {name: value for name, value in asked.items() if name != "valid_data"},
         "data": {file: _content(Path(file)) for file in evaluation.options.valid_data},
-        "model": model_settings(evaluation.model, here),
+        "model": model,
         "tokenizer": None if tokenizer is None else tokenizer.identity()._asdict(),
         "seq_length": run.batch.seq_length,
         "dtype": run.precision.dtype,
         "ops": run.runtime.ops,
         "examples": examples,
     }
-    text = json.dumps({**decides, "model": {**decides["model"], "path": None}}, sort_keys=True, default=str)
+    text = json.dumps({**decides, "model": {**model, "path": None}}, sort_keys=True, default=str)
     fingerprint = hashlib.sha256(text.encode()).hexdigest()
     return {"task": evaluation.options.task, "fingerprint": fingerprint, "settings": {**decides, **layout_of(run)}}
 
@@ -183,7 +184,7 @@ def _content(path: Path) -> str:
     return found.hexdigest()
 
 
-def _result(judged: Benchmark[Any], found: Mapping[str, Estimate], progress: _Progress) -> dict[str, Any]:
+def _result(judged: Benchmark[object], found: Mapping[str, Estimate], progress: _Progress) -> dict[str, object]:
     done, begun = progress.done, progress.begun
     seconds = max(done.seconds, 1e-9)
     return {
@@ -200,7 +201,7 @@ def _result(judged: Benchmark[Any], found: Mapping[str, Estimate], progress: _Pr
     }
 
 
-def _finite(values: Mapping[str, Any]) -> dict[str, Any]:
+def _finite(values: Mapping[str, object]) -> dict[str, object]:
     """JSON has no NaN: what nothing counts for is null.
 
     >>> _finite({"name": "ppl", "value": math.nan})
@@ -218,7 +219,7 @@ class _Progress:
         self,
         evaluation: CheckedEvaluation,
         fingerprint: str,
-        judged: Benchmark[Any],
+        judged: Benchmark[object],
         total: int,
         mesh: Mesh,
         device: Device,

@@ -96,7 +96,7 @@ def _chat(load: str, opened: OpenedModel, tokenizer: Tokenizer) -> ChatTexts:
     return ChatTexts(template, tokenizer)
 
 
-def _known_tasks(options: HarnessOptions) -> Any:
+def _known_tasks(options: HarnessOptions) -> object:
     """The harness's list of tasks. Errors: ValueError naming one that is not there."""
     from lm_eval.tasks import TaskManager
 
@@ -120,7 +120,7 @@ def evaluate(asked: HarnessRun) -> int:
 
 def run_here(
     asked: HarnessRun, rank: int, world: int, device: Device, groups: Groups | None = None
-) -> Mapping[str, Any] | None:
+) -> Mapping[str, object] | None:
     """One rank's part; the harness's results, which it makes on the first rank of a host, None on others."""
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.utils import make_table
@@ -130,7 +130,7 @@ def run_here(
     tokenizer = tokenizer_of(here.run, here.opened)
     assert tokenizer is not None
     native = _native(asked, here, tokenizer)
-    found: dict[str, Any] | None = simple_evaluate(
+    found: dict[str, object] | None = simple_evaluate(
         model=language_model(native),
         tasks=list(options.tasks),
         num_fewshot=options.num_fewshot,
@@ -157,7 +157,7 @@ def run_here(
     return found
 
 
-def _decides(asked: HarnessRun, here: ModelHere, tokenizer: Tokenizer) -> dict[str, Any]:
+def _decides(asked: HarnessRun, here: ModelHere, tokenizer: Tokenizer) -> dict[str, object]:
     """The settings that every answer depends on."""
     return {
         "model": model_settings(asked.model, here),
@@ -172,7 +172,7 @@ def _decides(asked: HarnessRun, here: ModelHere, tokenizer: Tokenizer) -> dict[s
 def _native(asked: HarnessRun, here: ModelHere, tokenizer: Tokenizer) -> NativeModel:
     """One rank's part of the model, and the answers that an interrupted run has left."""
     about = _decides(asked, here, tokenizer)
-    about["model"] = {**about["model"], "path": None}
+    about["model"] = {**model_settings(asked.model, here), "path": None}
     return NativeModel(
         here,
         here.scorer(greedy=True),
@@ -284,7 +284,7 @@ class NativeModel:
         return [decode(ids[:-1] if ids and ids[-1] in ends else ids) for ids in made]
 
 
-def language_model(native: NativeModel) -> Any:
+def language_model(native: NativeModel) -> object:
     """A model as lm-eval knows one."""
     from lm_eval.api.model import TemplateLM
 
@@ -304,14 +304,16 @@ def language_model(native: NativeModel) -> Any:
         def chat_template(self, chat_template: bool | str = False) -> str:
             return native.chat.template if chat_template and native.chat is not None else ""
 
-        def apply_chat_template(self, chat_history: Any, add_generation_prompt: bool = True) -> str:
+        def apply_chat_template(
+            self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
+        ) -> str:
             assert native.chat is not None
             return native.chat.text(chat_history, add_generation_prompt)
 
-        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
             return native.encode(string, add_special_tokens)
 
-        def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
+        def _loglikelihood_tokens(self, requests: Any, **_: object) -> list[tuple[float, bool]]:
             found = native.log_likelihoods([(context, continuation) for _, context, continuation in requests])
             for (key, _, _), answer in zip(requests, found, strict=True):
                 self.cache_hook.add_partial("loglikelihood", key, answer)
@@ -342,7 +344,7 @@ def rolling(native: NativeModel, texts: Sequence[str]) -> list[float]:
     return sums
 
 
-def generated(native: NativeModel, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+def generated(native: NativeModel, requests: Sequence[tuple[str, Mapping[str, object]]]) -> list[str]:
     """The answer to each prompt; those that ask for it in the same way are generated together."""
     from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 
@@ -355,7 +357,9 @@ def generated(native: NativeModel, requests: Sequence[tuple[str, Mapping[str, An
         how = normalize_gen_kwargs(dict(requests[numbers[0]][1]), MOST_NEW_TOKENS)
         until = [each for each in how["until"] if each]
 
-        def answer(asked: list[tuple[str, int]], how: Any = how, until: Any = until) -> list[str]:
+        def answer(
+            asked: list[tuple[str, int]], how: Mapping[str, Any] = how, until: Sequence[str] = until
+        ) -> list[str]:
             sampling = [_sampling(how, native.here.run.runtime.seed, each) for each in asked]
             prompts = [prompt for prompt, _ in asked]
             texts = native.continuations(prompts, until, int(how["max_gen_toks"]), sampling)

@@ -58,7 +58,7 @@ class KeptAnswers:
             with whole_file(self.path) as file:  # killed now, it still holds what it held
                 file.write("".join(f"{line}\n" for line in lines).encode())
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self) -> dict[str, object]:
         """What an earlier process kept; a line that it was killed in is left out."""
         try:
             first, *lines = self.path.read_text().split("\n")

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -77,7 +77,7 @@ class Labels:
         samples = (first[:, None] + torch.arange(self.form.choices)).flatten()
         return MaskedBatch(**{**made.tensors(), "samples": samples})
 
-    def measure(self, batch: MaskedBatch, scores: Any) -> Terms:
+    def measure(self, batch: MaskedBatch, scores: torch.Tensor) -> Terms:
         """scores: logits of the classes, [questions, classes]."""
         known = (batch.pairs >= 0).double()
         right = (scores.argmax(-1) == batch.pairs).double() * known
@@ -112,7 +112,7 @@ class Labels:
             interval("loss", found["loss"]),
         ]
 
-    def predictions(self, probabilities: torch.Tensor) -> list[dict[str, Any]]:
+    def predictions(self, probabilities: torch.Tensor) -> list[dict[str, object]]:
         """A row for every question, in order. probabilities: [questions, classes]."""
         sets, rows = list(self.sets.items()), []
         for item, shares in zip(self.examples(Path()), probabilities.tolist(), strict=False):
@@ -122,7 +122,7 @@ class Labels:
         return rows
 
 
-def prediction(form: Format, name: str, uid: int, label: int | None, shares: Sequence[float]) -> dict[str, Any]:
+def prediction(form: Format, name: str, uid: int, label: int | None, shares: Sequence[float]) -> dict[str, object]:
     """What is kept of a question. shares: the probability of each class."""
     answer = max(range(len(shares)), key=shares.__getitem__)
     return {

@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from mega.core.activity import ACTIVITY
 from mega.core.architecture import architecture
@@ -86,7 +85,7 @@ class ModelHere:
         return self._load(parallel.sequence_parallel, parallel.tp_overlap)
 
     @cached_property
-    def decoding_stage(self) -> Any:
+    def decoding_stage(self) -> object:
         """This rank's part as an engine takes it: the same, but where tensor ranks share the tokens of a row."""
         parallel = self.run.parallel
         shared = parallel.sequence_parallel or parallel.tp_overlap
@@ -197,7 +196,7 @@ def tokenizer_of(
     return tokenizer
 
 
-def model_settings(checked: CheckedModel, here: ModelHere) -> dict[str, Any]:
+def model_settings(checked: CheckedModel, here: ModelHere) -> dict[str, object]:
     """Which model it is, for the record of a score."""
     return {
         "path": checked.load,
@@ -207,6 +206,6 @@ def model_settings(checked: CheckedModel, here: ModelHere) -> dict[str, Any]:
     }
 
 
-def layout_of(run: RunConfig) -> dict[str, Any]:
+def layout_of(run: RunConfig) -> dict[str, object]:
     """What a score does not depend on but for rounding."""
     return {name: value_of(run, name) for name in ("tp", "cp", "pp", "sequence_parallel", "micro_batch")}

@@ -10,7 +10,7 @@ import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from mega.core.config.compose import nearest
 from mega.core.config.option import COUNT, FROM_0, VerbSection, option
@@ -211,10 +211,10 @@ def task_named(name: str) -> str:
     return name.lower()
 
 
-def benchmark(asked: BenchmarkInputs) -> Benchmark[Any]:
+def benchmark(asked: BenchmarkInputs) -> Benchmark[object]:
     """Errors: ValueError naming the flag."""
     check_read(asked.options)
-    made: Benchmark[Any] = importlib.import_module(TASKS[asked.options.task]).make(asked)
+    made: Benchmark[object] = importlib.import_module(TASKS[asked.options.task]).make(asked)
     return made
 
 

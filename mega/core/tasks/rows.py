@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, overload
+from typing import NamedTuple, TypeAlias, overload
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from mega.core.batch import DecoderBatch, Term, Terms
+from mega.core.data.mapped import Unmapped
 from mega.core.parallel.vocab import TokenScores
+
+TokenIds: TypeAlias = Sequence[int] | NDArray[np.integer] | Unmapped
+"""Ids of a text, in memory or in a file."""
 
 
 class JudgedRow(NamedTuple):
     """ids: of a text. judged: the position of the first one that counts, at least 1; all after it do too."""
 
-    ids: Any
+    ids: Sequence[int] | NDArray[np.integer]
     judged: int
 
 
@@ -29,7 +34,7 @@ class Windows(Sequence[JudgedRow]):
     [([0, 1, 2, 3, 4], 1), ([2, 3, 4, 5, 6], 3), ([4, 5, 6, 7], 3)]
     """
 
-    def __init__(self, ids: Any, length: int, stride: int):
+    def __init__(self, ids: TokenIds, length: int, stride: int):
         assert 1 <= stride <= length, (stride, length)
         self._ids, self._length, self._stride = ids, length, stride
         rest = max(len(ids) - 1 - length, 0)

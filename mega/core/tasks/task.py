@@ -87,10 +87,10 @@ class RowBenchmark(Benchmark[Example], Protocol[Example]):
     @property
     def classes(self) -> int: ...
 
-    def numbers(self, batch: Any) -> torch.Tensor:
+    def numbers(self, batch: object) -> torch.Tensor:
         """Which examples a batch holds, among all: int64 [b]."""
 
-    def predictions(self, probabilities: torch.Tensor) -> list[dict[str, Any]]:
+    def predictions(self, probabilities: torch.Tensor) -> list[dict[str, object]]:
         """What is kept of every example, in order. probabilities: [examples, classes]."""
 
 

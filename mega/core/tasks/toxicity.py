@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -116,7 +116,7 @@ def evaluate(asked: ToxicityRun) -> int:
 
 def run_here(
     asked: ToxicityRun, rank: int, world: int, device: Device, groups: Groups | None = None
-) -> Mapping[str, Any] | None:
+) -> Mapping[str, object] | None:
     """One rank's part: all continue the prompts, rank 0 has them scored. The figures, on rank 0."""
     here, options = open_here(asked.model, rank, world, device, groups), asked.options
     tokenizer = tokenizer_of(here.run, here.opened)
@@ -134,7 +134,7 @@ def run_here(
     scorer = make_scorer(options.scorer)
     scores: list[Scores] = kept.each("score", texts, partial(scored, scorer), AT_ONCE, len)
     found = summary(asked.prompts, _grouped(scores, options.continuations))
-    result: dict[str, Any] = {
+    result: dict[str, object] = {
         "task": "toxicity",
         **found,
         "settings": about | layout_of(here.run),

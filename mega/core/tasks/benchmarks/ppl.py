@@ -20,7 +20,7 @@ from mega.core.data.sources import texts
 from mega.core.parallel.vocab import TokenScores
 from mega.core.tasks.benchmarks.wikitext103 import perplexity
 from mega.core.tasks.options import BenchmarkInputs, flag
-from mega.core.tasks.rows import JudgedRow, Windows, batch_of, nll_terms
+from mega.core.tasks.rows import JudgedRow, TokenIds, Windows, batch_of, nll_terms
 from mega.core.tasks.task import Estimate, Figure, interval
 from mega.core.text.tokenizer import Tokenizer
 
@@ -62,11 +62,11 @@ class CorpusPerplexity:
         }
         return found
 
-    def _windows(self, path: Path, ids: object) -> Windows:
+    def _windows(self, path: Path, ids: TokenIds) -> Windows:
         found = Windows(ids, self.asked.length, self.stride)
         if not len(found):
             raise ValueError(f"--valid-data {path}: needs at least 2 tokens")
-        self.counts = {"tokens": len(ids) - 1}  # type: ignore[arg-type]
+        self.counts = {"tokens": len(ids) - 1}
         return found
 
     def batch(self, examples: Sequence[JudgedRow]) -> DecoderBatch:
