@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Mapping
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -89,7 +90,7 @@ def judged(preset: str | None, flags: dict[str, Any], world: int) -> dict[str, A
 
 def of_preset(name: str) -> dict[str, Any]:
     """The preset on 4 data ranks of the widest layout that it allows."""
-    row = PRESETS[name]
+    row: Mapping[str, Any] = PRESETS[name]
     pp = next(p for p in (8, 7, 4, 2) if row["layers"] % p == 0)
     tp = 8 if row["heads"] % 8 == 0 and row.get("kv_heads", row["heads"]) % 8 == 0 else 2
     return judged(name, {"tp": tp, "pp": pp, "zero": 1, "dtype": "bf16", "sequence_parallel": True}, tp * pp * 4)

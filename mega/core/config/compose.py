@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mega.core.config.presets import FAMILY_DEFAULTS, PRESETS
 from mega.core.config.run import Options, updated
@@ -20,12 +20,12 @@ class GivenOptions(NamedTuple):
     """
 
     preset: str | None
-    values: Mapping[str, Any]
-    own: Mapping[str, Any] = {}
+    values: Mapping[str, object]
+    own: Mapping[str, object] = {}
 
 
 def compose(
-    preset: str | None = None, file: Mapping[str, Any] | None = None, flags: Mapping[str, Any] | None = None
+    preset: str | None = None, file: Mapping[str, object] | None = None, flags: Mapping[str, object] | None = None
 ) -> Options:
     """The run that `preset`, the values of a TOML `file` and those of typed `flags` make together.
 
@@ -39,7 +39,7 @@ def compose(
         )
     row = PRESETS[preset] if preset is not None else {}
     values = {**row, **(file or {}), **(flags or {})}
-    family = values.get("family", "gpt")
+    family = str(values.get("family", "gpt"))
     return updated(Options(), {**FAMILY_DEFAULTS[family].values, **values})
 
 

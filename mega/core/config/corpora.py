@@ -22,10 +22,9 @@ def expand(words: Sequence[str], file: str | None) -> tuple[str, ...]:
     what = f"--corpora {file}"
     tables = loads(read_text(file, what), what)
     try:
-        table = tables["corpora"]
         meant = {
             name: [str(part) for part in ([value] if isinstance(value, str) else value)]
-            for name, value in table.items()
+            for name, value in tables["corpora"].items()
         }
     except (KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"--corpora {file}: must hold a table [corpora] of names and prefixes ({error})") from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-Values = Mapping[str, Any]
+Values = Mapping[str, object]
 
 
 class FamilyDefaults(NamedTuple):
@@ -65,7 +65,7 @@ register_family(
 register_family("t5", {"sample_kind": "t5"}, vocabulary="BertWordPieceLowerCase", stacks=2, unties=False)
 
 
-def _gpt(layers: int, hidden: int, heads: int, seq_length: int, vocab: int | None) -> dict[str, Any]:
+def _gpt(layers: int, hidden: int, heads: int, seq_length: int, vocab: int | None) -> dict[str, object]:
     return {
         "family": "gpt",
         "layers": layers,
@@ -78,30 +78,30 @@ def _gpt(layers: int, hidden: int, heads: int, seq_length: int, vocab: int | Non
 
 def _llama(
     layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, seq_length: int, vocab: int | None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     return {**_gpt(layers, hidden, heads, seq_length, vocab), "family": "llama", "kv_heads": kv_heads, "ffn": ffn}
 
 
 def _qwen25(
     layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, tied: bool, seq_length: int
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Biases of query, key and value only; the larger models' table of tokens has 128 rows more."""
     rest = {"qkv_bias": True, "norm_eps": 1e-6, "rope_base": 1e6, "tied": tied}
     return {**_llama(layers, hidden, heads, kv_heads, ffn, seq_length, 151936 if hidden < 3072 else 152064), **rest}
 
 
-def _qwen3(layers: int, hidden: int, heads: int, ffn: int, tied: bool) -> dict[str, Any]:
+def _qwen3(layers: int, hidden: int, heads: int, ffn: int, tied: bool) -> dict[str, object]:
     """Norms of heads, which are 128 wide whatever the hidden width is."""
     rest = {"head_dim": 128, "qk_norm": True, "norm_eps": 1e-6, "rope_base": 1e6, "tied": tied}
     return {**_llama(layers, hidden, heads, 8, ffn, 32768, 151936), **rest}
 
 
-def _bert(layers: int, hidden: int, heads: int, vocab: int | None = 30524) -> dict[str, Any]:
+def _bert(layers: int, hidden: int, heads: int, vocab: int | None = 30524) -> dict[str, object]:
     """The vocabulary is that of BERT's file of 30,522 pieces with [BOS] and [EOS], as Megatron-LM has it."""
     return {**_gpt(layers, hidden, heads, 512, vocab), "family": "bert", "sample_kind": "bert"}
 
 
-def _t5(layers: int, hidden: int, heads: int, head_dim: int, ffn: int, vocab: int | None = 30624) -> dict[str, Any]:
+def _t5(layers: int, hidden: int, heads: int, head_dim: int, ffn: int, vocab: int | None = 30624) -> dict[str, object]:
     """Encoder and decoder alike. The vocabulary is BERT's with [BOS], [EOS] and 100 sentinels."""
     return {**_gpt(layers, hidden, heads, 512, vocab), "family": "t5", "head_dim": head_dim, "ffn": ffn}
 

@@ -120,7 +120,7 @@ def entries() -> Mapping[str, Entry]:
     return run_schema().entries
 
 
-def options_with(**properties: Any) -> list[str]:
+def options_with(**properties: object) -> list[str]:
     """Names of the options whose properties are these, in the order of sections.
 
     >>> options_with(bench="host")
@@ -134,13 +134,13 @@ def options_with(**properties: Any) -> list[str]:
     ]
 
 
-def updated(options: Options, values: Mapping[str, Any]) -> Options:
+def updated(options: Options, values: Mapping[str, object]) -> Options:
     """`options` with some replaced by field name.
 
     >>> updated(Options(), {"layers": 2, "lr": 1e-4}).model.layers
     2
     """
-    by_section: dict[str, dict[str, Any]] = {}
+    by_section: dict[str, dict[str, object]] = {}
     for name, value in values.items():
         by_section.setdefault(entries()[name].section, {})[name] = value
     return dataclasses.replace(

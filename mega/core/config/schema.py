@@ -10,7 +10,7 @@ import dataclasses
 import types
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from mega.core.config.option import Option, Section, describe
 
@@ -32,7 +32,7 @@ class Entry(NamedTuple):
     """`None`, meaning "derived", is a value."""
     literal: tuple[str, ...]
     """The values of a `Literal`, or ()."""
-    default: Any
+    default: object
     """`dataclasses.MISSING` where a value must be given."""
     option: Option
 
@@ -73,7 +73,7 @@ class Schema(NamedTuple):
     tables: Mapping[str, type[Section]]
     entries: Mapping[str, Entry]
 
-    def value(self, table: str, values: Mapping[str, Any]) -> Any:
+    def value(self, table: str, values: Mapping[str, object]) -> object:
         """The section `table` of the options in `values`, by name; the others are at their defaults."""
         own = {name: value for name, value in values.items() if self.entries[name].section == table}
         return self.tables[table](**own)
@@ -108,7 +108,7 @@ def _entries_of(table: str, cls: type[Section]) -> Iterator[Entry]:
             )
 
 
-def _shape(hint: Any) -> tuple[type, bool, bool, tuple[str, ...]]:
+def _shape(hint: object) -> tuple[type, bool, bool, tuple[str, ...]]:
     """Takes a field's type apart: kind, many, optional, values of a `Literal`."""
     optional = False
     if get_origin(hint) in (Union, types.UnionType):

@@ -39,7 +39,7 @@ def write(run: AnyRun) -> str:
     return write_values(schema, {name: value_of(run, name) for name in schema.entries})
 
 
-def write_values(schema: Schema, values: Mapping[str, Any]) -> str:
+def write_values(schema: Schema, values: Mapping[str, object]) -> str:
     """All options of `schema` as TOML: those in `values`, by name, and the defaults of the others."""
     tables = []
     for table in schema.tables:
@@ -57,12 +57,12 @@ def parse(text: str, source: str = "TOML") -> Options:
     return compose(file=values(text, source))
 
 
-def read(path: str) -> dict[str, Any]:
+def read(path: str) -> dict[str, object]:
     """Option name -> value of the TOML file at `path`; ValueError naming the file for each mistake."""
     return values(read_text(path, f"--config {path}"), path)
 
 
-def read_schemas(path: str, *schemas: Schema) -> tuple[dict[str, Any], ...]:
+def read_schemas(path: str, *schemas: Schema) -> tuple[dict[str, object], ...]:
     """The same for the options of several schemas, whose tables have different names."""
     return schema_values(read_text(path, f"--config {path}"), path, *schemas)
 
@@ -75,7 +75,7 @@ def read_text(path: str | Path, what: str) -> str:
         raise ValueError(f"{what}: must be UTF-8 text; byte {error.start} is not") from None
 
 
-def values(text: str, source: str) -> dict[str, Any]:
+def values(text: str, source: str) -> dict[str, object]:
     """Option name -> value, of a run's TOML `text` that came from `source`.
 
     >>> values('[model]\\nlayers = 2', "run.toml")
@@ -88,10 +88,10 @@ def values(text: str, source: str) -> dict[str, Any]:
     return schema_values(text, source, run_schema())[0]
 
 
-def schema_values(text: str, source: str, *schemas: Schema) -> tuple[dict[str, Any], ...]:
+def schema_values(text: str, source: str, *schemas: Schema) -> tuple[dict[str, object], ...]:
     """Option name -> value of each schema, of TOML `text` that came from `source`. Errors: ValueError."""
     problems: list[str] = []
-    found: tuple[dict[str, Any], ...] = tuple({} for _ in schemas)
+    found: tuple[dict[str, object], ...] = tuple({} for _ in schemas)
     for table, keys in loads(text, source).items():
         index = next((index for index, schema in enumerate(schemas) if table in schema.tables), None)
         if index is None:
@@ -108,7 +108,7 @@ def schema_values(text: str, source: str, *schemas: Schema) -> tuple[dict[str, A
     return found
 
 
-def _take(table: str, keys: Mapping[str, Any], schema: Schema, source: str, found: dict[str, Any]) -> list[str]:
+def _take(table: str, keys: Mapping[str, object], schema: Schema, source: str, found: dict[str, object]) -> list[str]:
     """Puts the values of a table into `found`, and returns its mistakes."""
     problems: list[str] = []
     for key, value in keys.items():
@@ -143,7 +143,7 @@ def _unknown_table(table: str, schemas: Sequence[Schema]) -> str:
     return f"is not a table{nearest(table, tables)}; valid: {', '.join(tables)}"
 
 
-def unfit(table: str, key: str, value: Any, schema: Schema | None = None) -> str | None:
+def unfit(table: str, key: str, value: object, schema: Schema | None = None) -> str | None:
     """Why `value`, of TOML or JSON, cannot stand at `key` of `table`, or None if it can. schema: a run's."""
     entries = (schema or run_schema()).entries
     entry = entries.get(key)
@@ -159,11 +159,11 @@ def unfit(table: str, key: str, value: Any, schema: Schema | None = None) -> str
     if not _is(entry.kind, value):
         return f"{shown(value)} must be {_NAMES[entry.kind]}{_choices(entry)}"
     if entry.choices and value not in entry.choices:
-        return f"{shown(value)} is not a choice{nearest(value, entry.choices)}{_choices(entry)}"
+        return f"{shown(value)} is not a choice{nearest(str(value), entry.choices)}{_choices(entry)}"
     return None
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value as a message shows it, cut where it is long.
 
     >>> shown("a" * 200)[-10:], shown(10**5000)
@@ -188,7 +188,7 @@ def _choices(entry: Entry) -> str:
     return f"; valid: {', '.join(entry.choices)}" if entry.choices else ""
 
 
-def _is(kind: type, value: Any) -> bool:
+def _is(kind: type, value: object) -> bool:
     """Whether a TOML value is of `kind`; true is not a number, and 1 is accepted for 1.0."""
     whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST
     if kind is float:
@@ -196,13 +196,13 @@ def _is(kind: type, value: Any) -> bool:
     return whole if kind is int else type(value) is (str if kind is Path else kind)
 
 
-def _held(entry: Entry, value: Any) -> Any:
+def _held(entry: Entry, value: Any) -> object:
     if entry.many:
         return tuple(entry.kind(item) for item in value)
     return entry.kind(value)
 
 
-def format_value(value: Any) -> str:
+def format_value(value: object) -> str:
     """A Python value as TOML.
 
     >>> format_value((0.5, "a\\tb", True))

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,7 +138,7 @@ class LabelledSet:
         """Tokens of the longest row of these questions, as packed."""
         return min(self.length, int(self._sizes(list(numbers)).max()))
 
-    def _sizes(self, which: Any) -> NDArray[np.integer]:
+    def _sizes(self, which: slice | list[int] | NDArray[np.integer]) -> NDArray[np.integer]:
         """[questions, choices]: tokens of whole rows."""
         sizes: NDArray[np.integer] = np.diff(self._offsets)
         both: NDArray[np.integer] = sizes[self._firsts[which]] + sizes[self._seconds[which]][:, None] + 3

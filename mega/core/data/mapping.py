@@ -8,7 +8,6 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,7 +115,7 @@ def _twisted(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The next 312 words: word i from words i, i + 1 and i + 156, of which the later ones are new already."""
     upper, lower = np.uint64(0xFFFFFFFF80000000), np.uint64(0x7FFFFFFF)
 
-    def mixed(high: Any, low: Any) -> Any:
+    def mixed(high: NDArray[np.uint64], low: NDArray[np.uint64]) -> NDArray[np.uint64]:
         y = (high & upper) | (low & lower)
         return (y >> np.uint64(1)) ^ ((y & np.uint64(1)) * np.uint64(0xB5026F5AA96619E9))
 

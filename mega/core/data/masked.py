@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from mega.core.text.tokenizer import Roles
 
 if TYPE_CHECKING:
     from mega.core.batch import EncoderDecoderBatch, MaskedBatch
+    from mega.core.text.tokenizer import Tokenizer
 
 Ints = NDArray[np.int64]
 
@@ -64,7 +65,7 @@ class Vocabulary:
     ids: Sequence[int]
 
     @classmethod
-    def of(cls, tokenizer: Any, rows: int | None = None) -> Vocabulary:
+    def of(cls, tokenizer: Tokenizer, rows: int | None = None) -> Vocabulary:
         """rows: of the model's table of tokens, where it may have fewer than the tokenizer has tokens.
 
         Raises ValueError for a tokenizer that lacks [CLS], [SEP] and [MASK].

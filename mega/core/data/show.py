@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mega.core.config.sections import DataConfig, MaskingConfig
 from mega.core.data.batches import Batches
@@ -70,7 +70,7 @@ def samples(
         yield from _FORMS[kind](arrays, tokenizer)
 
 
-def _decoder(arrays: dict[str, Any], tokenizer: Tokenizer) -> Iterator[str]:
+def _decoder(arrays: Mapping[str, NDArray[np.number]], tokenizer: Tokenizer) -> Iterator[str]:
     """Trained is a token that is to be predicted from those before it."""
     columns = ["positions", *(["documents"] if "documents" in arrays else [])]
     yield _row("token", "id", "trained", *(name[:-1] for name in columns))
@@ -81,7 +81,7 @@ def _decoder(arrays: dict[str, Any], tokenizer: Tokenizer) -> Iterator[str]:
         yield _row(repr(tokenizer.piece(token)), token, _yes(train), *inputs)
 
 
-def _bert(arrays: dict[str, Any], tokenizer: Tokenizer) -> Iterator[str]:
+def _bert(arrays: Mapping[str, NDArray[np.number]], tokenizer: Tokenizer) -> Iterator[str]:
     pair, masked = int(arrays["pairs"][0]), int(arrays["loss_weights"].sum())
     yield f"{int(arrays['lengths'][0])} tokens, {masked} of them masked; parts in the {('right', 'wrong')[pair]} order"
     yield _row("token", "id", "part", "is to be")
@@ -91,7 +91,7 @@ def _bert(arrays: dict[str, Any], tokenizer: Tokenizer) -> Iterator[str]:
         yield _row(repr(tokenizer.piece(token)), token, int(arrays["types"][place]), label)
 
 
-def _t5(arrays: dict[str, Any], tokenizer: Tokenizer) -> Iterator[str]:
+def _t5(arrays: Mapping[str, NDArray[np.number]], tokenizer: Tokenizer) -> Iterator[str]:
     yield _row("encoder's token", "id")
     for token in arrays["encoder_tokens"][: int(arrays["encoder_lengths"][0])].tolist():
         yield _row(repr(tokenizer.piece(token)), token)

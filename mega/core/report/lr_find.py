@@ -55,7 +55,7 @@ def sweep(options: Options) -> Options:
         raise ValueError(f"--min-lr {first}: must be less than --lr {last}, with which the sweep ends")
     values = {"steps": steps, "samples": None, "lr": last, "min_lr": first, "lr_decay": "range-exponential"}
     schedule = {"lr_decay_steps": steps, "lr_warmup_steps": 0, "lr_warmup_samples": 0, "lr_warmup_fraction": None}
-    unused = {"epochs": None, "lr_decay_samples": None, "save_interval": None}
+    unused: dict[str, object] = {"epochs": None, "lr_decay_samples": None, "save_interval": None}
     unused |= {name: entry.default for name, entry in entries().items() if "save" in entry.option.needs}
     metrics = options.log.metrics or "lr-find.jsonl"
     return updated(options, {**values, **schedule, **unused, "eval_iters": 0, "metrics": metrics})

@@ -33,6 +33,7 @@ from mega.core.tasks.score import RowScorer, TokenScorer
 from mega.core.text.build import build
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.training.wire import build_mesh, chosen_ops
+from mega.core.untrusted import numbers_below
 
 MICRO_BATCH = 4
 """Rows of a microbatch where --micro-batch is not given, as of Megatron-LM's first evaluations."""
@@ -145,7 +146,8 @@ def _model(opened: OpenedModel, given: GivenOptions) -> ModelConfig:
     model, problems = opened.model, []
     said = {**(PRESETS[given.preset] if given.preset is not None else {}), **given.values}
     if not architecture(model).input.learned_positions and said.get("positions"):
-        model = dataclasses.replace(model, positions=said.pop("positions"))
+        model = dataclasses.replace(model, positions=int(numbers_below(said)["positions"]))
+        del said["positions"]
     for name in (*options_with(on_resume="must match"), "positions"):
         if entries()[name].section == "model" and said.get(name) not in (None, getattr(model, name)):
             problems.append(f"{flag_of(name)} {said[name]}: the model at {opened.path} has {getattr(model, name)}")

@@ -170,7 +170,7 @@ def _same(whole: Mapping[str, Json], model: SentencePieceProcessor, names: Seque
     """Whether a tokenizer.json without added tokens gives the model's ids on the probes, and around `names`."""
     from tokenizers import Tokenizer as Library
 
-    used: dict[str, Any] = below(whole, "model")
+    used: dict[str, Any] = {**below(whole, "model")}
     if used["type"] == "Unigram":
         kinds = (model.is_control, model.is_unknown, model.is_unused)
         used["vocab"] = unreachable(used["vocab"], [n for n in range(len(used["vocab"])) if any(k(n) for k in kinds)])

@@ -230,7 +230,7 @@ class IndexedWriter:
             first = int(ends[-1])
 
 
-def _stored(file: Any, dtype: str) -> Iterator[NDArray[np.integer]]:
+def _stored(file: BinaryIO, dtype: str) -> Iterator[NDArray[np.integer]]:
     """The numbers of a spool file from its beginning, in blocks."""
     file.seek(0)
     while data := file.read(_BLOCK * np.dtype(dtype).itemsize):
