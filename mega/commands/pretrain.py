@@ -12,7 +12,7 @@ from mega.core.config.sections import TokenizerConfig
 from mega.core.processes.world import is_first_rank, ranks, supervised_ranks, world_from_env
 
 if TYPE_CHECKING:
-    from mega.core.checkpoint.own.reader import Checkpoint
+    from mega.core.checkpoint.own.source import StoredWeights
 
 _UNSET = dataclasses.asdict(TokenizerConfig())
 
@@ -106,7 +106,7 @@ def _as_the_weights(options: Options) -> Options:
     return updated(options, found)
 
 
-def _tokenizer(options: Options, place: str, source: Checkpoint) -> tuple[dict[str, Any], list[str]]:
+def _tokenizer(options: Options, place: str, source: StoredWeights) -> tuple[dict[str, Any], list[str]]:
     """The options of the tokenizer that flags name, else of that of the weights at `place`, by name, and lines for the
     user. Flags that name no kind, such as --vocab-extra-ids, change that of the weights. Errors: ValueError where it is
     another one."""

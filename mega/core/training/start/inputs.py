@@ -32,7 +32,7 @@ from mega.core.text.tokenizer import Tokenizer, least_vocab
 from mega.core.training.kinds import kind_of
 
 if TYPE_CHECKING:
-    from mega.core.checkpoint.own.reader import Checkpoint
+    from mega.core.checkpoint.own.source import StoredWeights
     from mega.core.data.build import Datasets
 
 
@@ -196,7 +196,7 @@ def _with_padding(options: Options, vocab: int) -> int:
     return padded(vocab, options.parallel.tp, options.model.vocab_multiple)
 
 
-def weights_of(options: Options) -> Iterator[tuple[str, Checkpoint]]:
+def weights_of(options: Options) -> Iterator[tuple[str, StoredWeights]]:
     """The places of the weights that a run may begin with, the first one first, and what is read of them without their
     tensors. A place with nothing, or nothing that can be read, is left out: that is reported where it is loaded."""
     checkpoint = options.checkpoint
