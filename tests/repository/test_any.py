@@ -29,7 +29,7 @@ MOST = {
     "core/model": 7,
     "core/ops": 23,
     "core/parallel": 24,
-    "core/processes": 25,
+    "core/processes": 27,
     "core/proof": 9,
     "core/report": 8,
     "core/tasks": 16,
