@@ -266,7 +266,8 @@ def test_resume_after_a_kill_while_publishing(
     expected = run(tmp_path, plain)
     script = f"""
 import os, sys
-from mega.core.data import preprocess as module, sources, writer
+from mega.core.data import sources
+from mega.core.data.preprocessing import preprocess as module
 sources.BLOCK_BYTES = 5000
 replace, drop, seen = os.replace, module._Notes.drop, []
 def counted(a, b):

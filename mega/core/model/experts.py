@@ -27,6 +27,7 @@ from mega.core.model.mixers import FeedForward, LayerPlace, MixerModule
 from mega.core.model.residual import Tensors
 from mega.core.model.router import ExpertRouter, RoutedTokens
 from mega.core.ops.activation import gated_kind
+from mega.core.ops.autograd import FunctionContext
 from mega.core.ops.grouped import GroupedMatmuls, GroupedRows
 from mega.core.parallel.experts import ExpertRegion, RowExchange, permute, pick, plan_rows, unpermute
 from mega.core.parallel.weight import ParameterFactory, Weight
@@ -36,8 +37,13 @@ class _GroupedMatmul(torch.autograd.Function):
     """x [rows, in] -> [rows, out]; the weight's gradient goes where its layer wants it."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Weight, ends: torch.Tensor) -> torch.Tensor:
-        ctx.weight, ctx.ends, ctx.dtype = weight, ends, x.dtype
+    def forward(
+        ctx: FunctionContext[tuple[Weight, torch.Tensor, torch.dtype]],
+        x: torch.Tensor,
+        weight: Weight,
+        ends: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.state = weight, ends, x.dtype
         if weight.requires_grad:
             ctx.save_for_backward(x)
         matmuls: Any = weight.ops.matmuls
@@ -45,10 +51,12 @@ class _GroupedMatmul(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        weight: Weight = ctx.weight
-        grouped, matmuls = GroupedRows(grad.contiguous(), ctx.ends), weight.ops.matmuls
-        grad_x = matmuls.grouped_dgrad(grouped, weight.to(ctx.dtype))  # type: ignore[attr-defined]
+    def backward(
+        ctx: FunctionContext[tuple[Weight, torch.Tensor, torch.dtype]], grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        weight, ends, dtype = ctx.state
+        grouped, matmuls = GroupedRows(grad.contiguous(), ends), weight.ops.matmuls
+        grad_x = matmuls.grouped_dgrad(grouped, weight.to(dtype))  # type: ignore[attr-defined]
         return grad_x, weight.add_wgrad(grouped, *ctx.saved_tensors) if weight.requires_grad else None, None
 
 

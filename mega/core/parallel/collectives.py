@@ -32,7 +32,7 @@ Value = TypeVar("Value")
 Collective = Callable[[torch.Tensor, Axis], torch.Tensor]
 
 
-class InFlight(Protocol):
+class CollectiveHandle(Protocol):
     """What is being sent or computed."""
 
     def wait(self) -> object:
@@ -56,7 +56,7 @@ class Finished:
             self._waited = None
 
 
-def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum", *, wait: bool = True) -> InFlight:
+def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum", *, wait: bool = True) -> CollectiveHandle:
     """Reduce `x` in place over the axis; returns the handle."""
     if axis.size == 1:
         return Finished()
@@ -79,7 +79,9 @@ def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return out
 
 
-def start_all_gather(x: torch.Tensor, axis: Axis, out: torch.Tensor | None = None) -> tuple[torch.Tensor, InFlight]:
+def start_all_gather(
+    x: torch.Tensor, axis: Axis, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, CollectiveHandle]:
     if axis.size == 1:
         return x, Finished()
     if out is None:
@@ -113,7 +115,9 @@ def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return out
 
 
-def start_reduce_scatter(x: torch.Tensor, axis: Axis, out: torch.Tensor | None = None) -> tuple[torch.Tensor, InFlight]:
+def start_reduce_scatter(
+    x: torch.Tensor, axis: Axis, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, CollectiveHandle]:
     if axis.size == 1:
         return x, Finished()
     assert x.shape[0] % axis.size == 0, f"{x.shape[0]} rows over {axis.size} ranks"
@@ -133,7 +137,7 @@ class RingShift:
     def __init__(self, x: torch.Tensor, axis: Axis):
         self._sent = x.contiguous()
         self._arriving = torch.empty_like(self._sent)
-        self._works: Sequence[InFlight] = []
+        self._works: Sequence[CollectiveHandle] = []
         if x.is_meta:
             self._works = [Finished(waited=observe.exchange("shift", x.nbytes, axis.ranks))]
             return

@@ -14,12 +14,13 @@ where a rank takes some of the rows only. Knows no router and no weights.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from mega.core.ops import observe
+from mega.core.ops.autograd import FunctionContext
 from mega.core.parallel.collectives import Finished, all_gather, all_reduce, conjugate, reduce_scatter
 from mega.core.parallel.mesh import SINGLE, Axis, Mesh
 from mega.core.parallel.region import Region
@@ -126,24 +127,24 @@ def _summed(rows: torch.Tensor, plan: RowPlan) -> torch.Tensor:
 
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, plan: RowPlan) -> torch.Tensor:
-        ctx.plan = plan
+    def forward(ctx: FunctionContext[RowPlan], x: torch.Tensor, plan: RowPlan) -> torch.Tensor:
+        ctx.state = plan
         return _spread(x, plan)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _summed(grad, ctx.plan), None
+    def backward(ctx: FunctionContext[RowPlan], grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _summed(grad, ctx.state), None
 
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, plan: RowPlan) -> torch.Tensor:
-        ctx.plan = plan
+    def forward(ctx: FunctionContext[RowPlan], rows: torch.Tensor, plan: RowPlan) -> torch.Tensor:
+        ctx.state = plan
         return _summed(rows, plan)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _spread(grad, ctx.plan), None
+    def backward(ctx: FunctionContext[RowPlan], grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _spread(grad, ctx.state), None
 
 
 def pick(x: torch.Tensor, plan: RowPlan) -> torch.Tensor:
@@ -221,13 +222,16 @@ def _swapped(counts: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, exchange: RowExchange, forwards: bool) -> torch.Tensor:
-        ctx.exchange, ctx.forwards = exchange, forwards
+    def forward(
+        ctx: FunctionContext[tuple[RowExchange, bool]], x: torch.Tensor, exchange: RowExchange, forwards: bool
+    ) -> torch.Tensor:
+        ctx.state = exchange, forwards
         return exchange.move(x, forwards)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.exchange.move(grad, not ctx.forwards), None, None
+    def backward(ctx: FunctionContext[tuple[RowExchange, bool]], grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        exchange, forwards = ctx.state
+        return exchange.move(grad, not forwards), None, None
 
 
 class ExpertRegion:

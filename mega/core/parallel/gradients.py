@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from mega.core.ops.autograd import FunctionContext
-from mega.core.parallel.collectives import InFlight, all_reduce, start_all_gather, start_reduce_scatter
+from mega.core.parallel.collectives import CollectiveHandle, all_reduce, start_all_gather, start_reduce_scatter
 from mega.core.parallel.deferred import WgradQueue
 from mega.core.parallel.layout import BucketRules, BucketSpec, ParameterSpec, plan_buckets
 from mega.core.parallel.mesh import Axis, Mesh
@@ -56,8 +56,8 @@ class Bucket:
         self.counted = (not self.replicated or self.data.tensor.first) and self.holders.first
         self.waiting = 0
         self.ready: Counter[int] = Counter()  # id of a weight -> gradients of this step that arrived
-        self.works: list[tuple[InFlight, torch.Tensor]] = []
-        self.gathering: InFlight | None = None
+        self.works: list[tuple[CollectiveHandle, torch.Tensor]] = []
+        self.gathering: CollectiveHandle | None = None
         like = self.offsets[0][0]
         self._weights = torch.zeros(spec.length, dtype=like.dtype, device=like.device)
         for weight, begin, stop in self.offsets:

@@ -183,7 +183,7 @@ class _Posted:
             for rank in range(axis.size)
             if rank != axis.index
         }
-        self._going: list[Any] = []
+        self._going: list[tuple[dist.Work | None, torch.Tensor]] = []
 
     def send(self, blocks: torch.Tensor, *turns: range) -> None:
         rows, ranks = self.buffer.shape[1], [rank for ranks in turns for rank in ranks]
@@ -199,7 +199,8 @@ class _Posted:
                 work.wait()
         if not self._coming:
             for sent, _ in self._going:
-                sent.wait()
+                if sent is not None:
+                    sent.wait()
             self._going.clear()
 
 
@@ -221,8 +222,8 @@ class Mapped:
         self._handle: Any = None
         self._begins: list[int] = []
         """Where every rank's memory is mapped here."""
-        self._buffers: dict[tuple[Any, ...], torch.Tensor] = {}
-        self._descriptors: dict[tuple[Any, ...], list[CopyDescriptor]] = {}
+        self._buffers: dict[tuple[object, ...], torch.Tensor] = {}
+        self._descriptors: dict[tuple[object, ...], list[CopyDescriptor]] = {}
         self._waits: dict[tuple[int, range], tuple[int, ...]] = {}
         self._sent: list[list[torch.UntypedStorage]] = [[] for _ in range(BUFFERS)]
         """Memory of blocks by buffer, kept until all ranks have them: when its next exchange begins."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from mega.core.activity import ACTIVITY
 from mega.core.batch import Batch, Terms
 from mega.core.ops.autograd import run_backward
-from mega.core.parallel.collectives import InFlight
+from mega.core.parallel.collectives import CollectiveHandle
 from mega.core.parallel.deferred import DeferredWgrad, run_wgrad
 from mega.core.parallel.gradients import GradBuffer
 from mega.core.parallel.mesh import Mesh
@@ -136,9 +136,9 @@ class _Step:
         self.pipeline, self.plan, self.batches, self.scales, self.grads = pipeline, plan, batches, scales, grads
         self.rank, self.ranks = pipeline.mesh.pp.index, pipeline.mesh.pp.ranks
         self.stages = plan.stages * plan.chunks
-        self.received: dict[Key, tuple[Cargo, list[InFlight]]] = {}
+        self.received: dict[Key, tuple[Cargo, list[CollectiveHandle]]] = {}
         self.to_send: dict[Key, Cargo] = {}
-        self.sent: deque[tuple[InFlight, torch.Tensor]] = deque()
+        self.sent: deque[tuple[CollectiveHandle, torch.Tensor]] = deque()
         self.inputs: dict[tuple[int, int], Cargo] = {}
         self.outputs: dict[tuple[int, int], StageOutput] = {}
         self.backwards, self.weights = [0] * plan.chunks, [0] * plan.chunks

@@ -19,7 +19,7 @@ from types import FrameType
 import torch
 
 from mega.core.device import Reading
-from mega.core.parallel.collectives import InFlight, all_reduce
+from mega.core.parallel.collectives import CollectiveHandle, all_reduce
 from mega.core.parallel.mesh import Axis
 from mega.core.processes.connect import silent_ranks
 from mega.core.processes.signals import RepeatedSignal, heeded_signals
@@ -131,7 +131,7 @@ def _deaf(number: int, frame: object) -> None:
 class StopFlag:
     """The requests of all ranks, while they are reduced."""
 
-    def __init__(self, stop: StopSignal, flag: torch.Tensor, work: InFlight):
+    def __init__(self, stop: StopSignal, flag: torch.Tensor, work: CollectiveHandle):
         self._stop, self._flag, self._work = stop, flag, work
         self._reading = self._read() if flag.is_cuda else None  # there it is the stream that waits for the others
 
