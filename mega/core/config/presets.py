@@ -109,7 +109,7 @@ def _t5(layers: int, hidden: int, heads: int, head_dim: int, ffn: int, vocab: in
 NO_DROPOUT: Values = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 
 
-def _pythia(layers: int, hidden: int, heads: int, vocab: int) -> dict[str, Any]:
+def _pythia(layers: int, hidden: int, heads: int, vocab: int) -> dict[str, object]:
     """GPT-NeoX: parallel branches with a norm each, a quarter of each head rotates."""
     return {
         **_gpt(layers, hidden, heads, 2048, vocab),
@@ -122,13 +122,13 @@ def _pythia(layers: int, hidden: int, heads: int, vocab: int) -> dict[str, Any]:
     }
 
 
-def _olmo2(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> dict[str, Any]:
+def _olmo2(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> dict[str, object]:
     """Norms after each branch, and of whole queries and keys."""
     rest = {"norm_placement": "branch", "qk_norm": True, "qk_norm_whole": True, "norm_eps": 1e-6, "rope_base": 500000.0}
     return {**_llama(layers, hidden, heads, kv_heads, ffn, 4096, 100352), **rest}
 
 
-def _olmo3(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> dict[str, Any]:
+def _olmo3(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> dict[str, object]:
     return {
         **_olmo2(layers, hidden, heads, kv_heads, ffn),
         "vocab": 100278,
@@ -144,7 +144,7 @@ def _olmo3(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> dic
 
 def _gemma(
     layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, head_dim: int, seq_length: int, vocab: int
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Norms that count from one, a gated GELU, scaled embeddings."""
     return {
         **_llama(layers, hidden, heads, kv_heads, ffn, seq_length, vocab),
@@ -159,7 +159,7 @@ def _gemma(
 
 def _gemma2(
     layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, head_dim: int, scalar: int
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """scalar: scores are divided by its square root."""
     scale = {} if scalar == head_dim else {"attention_scale": scalar**-0.5}
     return {
@@ -173,7 +173,7 @@ def _gemma2(
     }
 
 
-def _gemma3(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, window: int) -> dict[str, Any]:
+def _gemma3(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, window: int) -> dict[str, object]:
     return {
         **_gemma(layers, hidden, heads, kv_heads, ffn, 256, 32768, 262144),
         "norm_placement": "both",
@@ -185,7 +185,7 @@ def _gemma3(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, windo
     }
 
 
-def _starcoder2(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, base: float) -> dict[str, Any]:
+def _starcoder2(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, base: float) -> dict[str, object]:
     """GPT's norms, biases and activation with grouped heads and a window."""
     return {
         **_gpt(layers, hidden, heads, 16384, 49152),
@@ -200,7 +200,7 @@ def _starcoder2(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, b
 
 def _granite(
     layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, scale: float, divisor: float
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Embeddings, scores, branches and logits are multiplied by numbers."""
     return {
         **_llama(layers, hidden, heads, kv_heads, ffn, 131072, 49155),
@@ -213,7 +213,7 @@ def _granite(
     }
 
 
-def _roberta(layers: int, hidden: int, heads: int) -> dict[str, Any]:
+def _roberta(layers: int, hidden: int, heads: int) -> dict[str, object]:
     """BERT without pairs, whose first position has the row after the padding's; samples are Megatron-LM's."""
     return {
         **_bert(layers, hidden, heads, 50265),

@@ -23,7 +23,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from mega.core.processes.exit_reports import write_error
 from mega.core.processes.launch import INTERRUPTED, Ending, local_environments, own, run_attempt
@@ -40,7 +39,7 @@ class Job:
     counts. saved: the newest step; 0 is none. memory: whether the ranks are given a folder in memory."""
 
     target: Callable[..., int | None]
-    args: Callable[[bool], tuple[Any, ...]]
+    args: Callable[[bool], tuple[object, ...]]
     saved: Callable[[], int]
     memory: bool = False
 
@@ -150,7 +149,7 @@ def attempt_variables(restarts: Restarts, folder: Path | None) -> dict[str, str]
 def heeding_signals() -> Iterator[None]:
     """Where no rank runs that a signal is passed on to, it raises Stopped."""
 
-    def stop(number: int, _: Any) -> None:
+    def stop(number: int, _: object) -> None:
         raise Stopped(number)
 
     before = {number: signal.signal(number, stop) for number in heeded_signals()}

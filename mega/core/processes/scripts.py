@@ -116,7 +116,7 @@ def _mpi(options: LaunchOptions, words: Sequence[str], supervised: bool) -> str:
     )
 
 
-def _pod(options: LaunchOptions, words: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
+def _pod(options: LaunchOptions, words: Sequence[str], environment: Mapping[str, str]) -> dict[str, object]:
     """What a host of Kubernetes runs. Its log is the container's."""
     if options.image is None:
         raise ValueError("--image is missing: give the container that has mega in it")
@@ -130,7 +130,7 @@ def _pod(options: LaunchOptions, words: Sequence[str], environment: Mapping[str,
     }
     if options.gpus:
         container["resources"] = {"limits": {"nvidia.com/gpu": options.nproc}}
-    volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    volumes: list[dict[str, object]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
     if options.volume:
         volumes.append({"name": "runs", "persistentVolumeClaim": {"claimName": options.volume}})
         container["volumeMounts"].append({"name": "runs", "mountPath": "/runs"})
@@ -163,7 +163,7 @@ def _pytorchjob(options: LaunchOptions, words: Sequence[str], supervised: bool) 
     return _manifest("kubeflow.org/v1", "PyTorchJob", options.name, spec)
 
 
-def _manifest(version: str, kind: str, name: str, spec: Mapping[str, Any]) -> str:
+def _manifest(version: str, kind: str, name: str, spec: Mapping[str, object]) -> str:
     """As JSON, which `kubectl apply -f` takes as it takes YAML."""
     whole = {"apiVersion": version, "kind": kind, "metadata": {"name": name}, "spec": spec}
     return json.dumps(whole, indent=2) + "\n"

@@ -42,7 +42,7 @@ class Wire:
         threading.Thread(target=self._beat, name="wire-beat", daemon=True).start()
         return self
 
-    def send(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Mapping[str, object]) -> None:
         """An end that does not take it is found to be lost by the thread that reads."""
         with self._sending, contextlib.suppress(OSError):
             self.socket.sendall(f"{json.dumps(message)}\n".encode())

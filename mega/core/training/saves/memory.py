@@ -69,7 +69,7 @@ class StateFile:
     def clear(self) -> None:
         self.header.fill_(0)
 
-    def sound(self, header: Mapping[str, Any]) -> bool:
+    def sound(self, header: Mapping[str, object]) -> bool:
         return zlib.crc32(self.state.numpy()) == header["crc"]  # type: ignore[arg-type]
 
 
@@ -272,7 +272,7 @@ def _pieces(state: TrainState) -> Iterator[Piece]:
     yield from state.optimizer_pieces(mine=False)
 
 
-def _moment(state: TrainState) -> dict[str, Any]:
+def _moment(state: TrainState) -> dict[str, object]:
     """Plain state of this moment."""
     return {
         "progress": dataclasses.asdict(state.progress),

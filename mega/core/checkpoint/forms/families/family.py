@@ -53,7 +53,7 @@ class HubFamily:
     model_type: str
     architecture: str
     words: str
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
     keys: Mapping[str, Key]
     names: Mapping[str, str | StoredModule] = field(default_factory=lambda: LLAMA_NAMES)
     prefix: str = "model."
@@ -77,7 +77,7 @@ class HubFamily:
                     f"{where}: {name} {_shown(value)}: is not a known key of model_type {self.model_type!r}; take it "
                     "out if it changes nothing of what the model computes"
                 )
-        values = dict(self.values)
+        values: dict[str, Any] = dict(self.values)
         for name, key in keys.items():
             values |= key.read(config, name, where)
         model = ModelConfig(**values)

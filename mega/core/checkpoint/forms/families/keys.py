@@ -117,7 +117,7 @@ class Word(_Alone):
 class Only(_Alone):
     """A key that may have these values alone; the first is written. absent: it may be absent."""
 
-    values: tuple[Any, ...]
+    values: tuple[object, ...]
     absent: bool = True
 
     def read(self, config: Config, name: str, where: str) -> Values:
@@ -146,7 +146,7 @@ def _same(one: object, other: object) -> bool:
     return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
-def _held(model: ModelConfig, option: str) -> Any:
+def _held(model: ModelConfig, option: str) -> object:
     """An option of a model, derived where it is open."""
     value = getattr(model, option)
     return model.bias if option == "out_bias" and value is None else value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from mega.core.checkpoint.forms.families.family import HubFamily
 from mega.core.checkpoint.forms.families.keys import (
@@ -24,7 +23,7 @@ from mega.core.checkpoint.forms.families.rope import RopeKeys
 from mega.core.checkpoint.forms.keys import only, whole_in
 from mega.core.config.sections import ModelConfig
 
-VALUES: Mapping[str, Any] = {
+VALUES: Mapping[str, object] = {
     "family": "llama",
     "position": "rope",
     "norm": "rmsnorm",

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from mega.core.checkpoint.forms.families.keys import Config, Values
 from mega.core.checkpoint.forms.keys import number_in, only, whole_in
@@ -157,14 +156,14 @@ def _factors(rope: Config, key: str, where: str) -> tuple[float, ...]:
     return tuple(number_in({key: each}, key, where) for each in value)
 
 
-def written_scaling(model: ModelConfig) -> dict[str, Any] | None:
+def written_scaling(model: ModelConfig) -> dict[str, object] | None:
     """`rope_scaling` of a config.json."""
     if model.rope_scaling != "none" and model.rope_interpolation != 1.0:
         raise CheckpointError("rope_scaling and rope_interpolation together: Hugging Face has one or the other")
     if model.rope_scaling == "none":
         linear = {"rope_type": "linear", "factor": model.rope_interpolation}
         return linear if model.rope_interpolation != 1.0 else None
-    found: dict[str, Any] = {
+    found: dict[str, object] = {
         "rope_type": model.rope_scaling,
         "original_max_position_embeddings": model.rope_original_positions,
     }
