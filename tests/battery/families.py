@@ -45,7 +45,7 @@ from tests.support import hub_families as hub
 from tests.support.runs import small_run
 
 CPU = torch.device("cpu")
-PROMPT, ANSWER = 40, 50
+PROMPT, ANSWER = 140, 50
 MUTATIONS = 8
 
 Row = dict[str, Any]
@@ -87,11 +87,12 @@ def gradients(case: str, folder: Path) -> Row:
     loss = stage(batch).terms["lm"]
     torch.autograd.backward(loss.total / loss.weight)
     expected, worst = hub.gradients(opened, theirs), 0.0
+    least = 1e-6 * max(float(one.norm()) for one in expected.values())  # GPT-2's key bias has none in theory
     for weight in weights(stage):
         assert weight.grad is not None
         for segment in weight.segments:
             one = expected[segment.shard.name]
-            off = (segment.real(weight.grad) - one).abs().max() / one.abs().max().clamp(min=1e-30)
+            off = (segment.real(weight.grad) - one).abs().max() / one.abs().max().clamp(min=least)
             worst = max(worst, float(off))
     return {"worst": worst, "passed": worst <= 1e-6}
 
@@ -154,8 +155,8 @@ def mutated(case: str, folder: Path) -> Row:
             counts["refused"] += 1
             continue
         batch = hub.batch_of(96)
-        with torch.no_grad(), hub.wide():
-            try:
+        with torch.no_grad():
+            try:  # with its own fp32 tables: what it initialises while it loads must not be changed
                 model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
                 expected = model.double()(batch.tokens, use_cache=False).logits
             except Exception as error:  # what transformers itself does not take
