@@ -412,11 +412,16 @@ def reduced_run(run: RunConfig, chunk: Chunk) -> tuple[RunConfig, int]:
     stages = [*([before] if any(before) else []), list(chunk.stacks), *([following] if any(following) else [])]
     layers = tuple(sum(stacks) for stacks in stages)
     model = run.model.with_stacks(tuple(sum(counts) for counts in zip(*stages, strict=True)))
+    if model.experts:  # all blocks are taken for equal: those without experts for larger than they are
+        model = replace(model, experts_from=0, experts_every=1, dense_layers=())
     options = Options(
         model=model,
         precision=run.precision,
         parallel=ParallelOptions(
             tp=parallel.tp,
+            ep=parallel.ep,
+            etp=parallel.etp,
+            expert_dispatch=parallel.expert_dispatch,
             cp=parallel.cp,
             cp_comm=parallel.cp_comm,
             pp=len(layers),

@@ -227,7 +227,12 @@ def _parameters(run: RunConfig, chunk: Chunk) -> list[list[ParameterSpec]]:
     bare = Options(
         model=run.model,
         precision=run.precision,
-        parallel=ParallelOptions(tp=run.parallel.tp, ep=run.parallel.ep, etp=run.parallel.etp),
+        parallel=ParallelOptions(
+            tp=run.parallel.tp,
+            ep=run.parallel.ep,
+            etp=run.parallel.etp,
+            sequence_parallel=run.parallel.sequence_parallel,
+        ),
         batch=SMALLEST,
         runtime=RuntimeConfig(device=run.runtime.device, ops="reference"),
     )

@@ -1,0 +1,52 @@
+"""Mistakes in the options of a mixture of experts: one line each, with flag, value, rule and valid values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mega.core.config.check import check
+from mega.core.config.compose import compose
+from mega.core.config.run import updated
+
+TRAINS: dict[str, Any] = {"micro_batch": 1, "steps": 4, "lr": 1e-3, "mock_data": True, "vocab": 100, "global_batch": 8}
+SIGMOID = {"router_score": "sigmoid"}
+GROUPS = {**SIGMOID, "experts": 8, "router_groups": 4}
+
+MISTAKES: list[tuple[dict[str, Any], int, str]] = [
+    ({"experts": 1}, 1, "--experts-chosen 2: must be at most --experts 1"),
+    ({"experts": 4, "experts_chosen": 5}, 1, "--experts-chosen 5: must be at most --experts 4"),
+    ({"experts": 4, "experts_chosen": 1}, 1, "--experts-chosen 1: needs --no-router-normalize"),
+    ({"experts": 4, "ep": 3}, 3, "--ep 3: must divide --experts 4; valid: 1, 2, 4"),
+    ({"experts": 8, "ep": 8}, 4, "--ep 8: times --etp 1 must divide the 4 ranks of a stage; valid: 1, 2, 4"),
+    ({"ep": 2}, 2, "--ep 2: needs --experts"),
+    ({"experts": 4, "tp": 4, "etp": 1, "ep": 2}, 8, "--etp 1: needs --sequence-parallel, or --etp 4"),
+    ({**GROUPS, "router_groups": 3, "router_groups_chosen": 2}, 1, "--router-groups 3: must divide --experts 8"),
+    (GROUPS, 1, "--router-groups 4: needs --router-groups-chosen"),
+    ({**GROUPS, "router_groups_chosen": 5}, 1, "--router-groups-chosen 5: must be at most --router-groups 4"),
+    ({**GROUPS, "experts_chosen": 3, "router_groups_chosen": 1}, 1, "--router-groups-chosen 1: has 2 experts in all"),
+    ({"experts": 4, "drop_policy": "position"}, 1, "--drop-policy position: needs --capacity-factor"),
+    ({"experts": 4, "pad_to_capacity": True}, 1, "--pad-to-capacity: needs --capacity-factor"),
+    ({"experts_chosen": 4}, 1, "--experts-chosen 4: needs --experts at least 2, not 0"),
+    (
+        {"experts": 4, "router_choice": "sinkhorn", "balance_loss": (0.1,)},
+        1,
+        "--balance-loss 0.1: excludes --router",
+    ),
+    ({"experts": 4, "balance": ("sequence", "global")}, 1, "--balance-loss 0.0: must be as many numbers as --balance"),
+    ({"experts": 4, "balance": ("layer",)}, 1, "--balance layer: layer is not a choice; valid: sequence, microbatch,"),
+    ({"experts": 4, "balance_bias": True}, 1, "--balance-bias: needs --router-score sigmoid or sqrt-softplus"),
+    ({"experts": 4, "shared_gate": True}, 1, "--shared-gate: needs --shared-ffn"),
+    ({"experts": 4, "experts_from": 2}, 1, "--experts-from 2: leaves none of the 2 layers with experts"),
+    ({"experts": 4, "dtype": "bf16", "fp8": True}, 1, "--fp8: excludes --experts"),
+    ({"experts": 4, "expert_ffn": 6, "tp": 4}, 4, "--etp 4: must divide the width of an expert, 6; valid: 1, 2, 3, 6"),
+]
+
+
+@pytest.mark.parametrize(("values", "world", "line"), MISTAKES, ids=lambda value: str(value)[:40])
+def test_a_mistake_is_one_line(values: dict[str, Any], world: int, line: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        check(updated(compose("tiny-gpt", flags=TRAINS), values), world)
+    lines = str(caught.value).splitlines()
+    assert [each for each in lines if each.startswith(line)], lines
