@@ -48,7 +48,8 @@ def weight(layer: ExpertLayer, name: str) -> torch.Tensor:
     for module in layer.parameters():
         for segment in module.segments:  # type: ignore[attr-defined]
             if segment.shard.name.endswith(name):
-                return segment.real(module.detach())
+                found: torch.Tensor = segment.real(module.detach())
+                return found
     raise KeyError(name)
 
 
