@@ -145,7 +145,7 @@ def mutated(case: str, folder: Path) -> Row:
 
     hub.saved(folder, case)
     config = json.loads((folder / "config.json").read_text())
-    draw, counts, silent = random.Random(case), dict.fromkeys(("refused", "equal", "silent"), 0), []
+    draw, counts, silent = random.Random(case), dict.fromkeys(("refused", "equal", "unjudged", "silent"), 0), []
     for number in range(MUTATIONS):
         changed, words = mutation(config, draw, number)
         (folder / "config.json").write_text(json.dumps(changed))
@@ -159,9 +159,9 @@ def mutated(case: str, folder: Path) -> Row:
             try:  # with its own fp32 tables: what it initialises while it loads must not be changed
                 model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
                 expected = model.double()(batch.tokens, use_cache=False).logits
-            except Exception as error:  # what transformers itself does not take
-                expected = torch.full((1,), torch.nan)
-                words += f" (transformers: {str(error)[:60]})"
+            except Exception:  # what transformers itself does not take cannot be judged
+                counts["unjudged"] += 1
+                continue
             ours = stage(batch, outputs=True).outputs[..., : hub.VOCAB]
         same = expected.shape == ours.shape and float((ours - expected).abs().max()) < 1e-4
         counts["equal" if same else "silent"] += 1
