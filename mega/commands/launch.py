@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable
 from typing import Annotated
 
@@ -22,31 +24,41 @@ def run(
     checked first, as a run of so many ranks. With --max-restarts in it, each host starts its ranks, also again after a
     failure; without it the scheduler starts each rank. Nothing is started here.
     """
-    from mega.core.processes.scripts import WRITERS, written
+    from mega.core.processes.scripts import WRITERS, process_command, written
 
     if kind not in WRITERS:
         raise ValueError(f"{kind}: is not a kind of launcher; valid: {', '.join(WRITERS)}")
     if line[:1] not in (["pretrain"], ["finetune"]):
         raise ValueError(f"{' '.join(line[:1])}: is not started on several hosts; valid: pretrain, finetune")
-    text = written(kind, launch, line)
-    _check(line, launch)
-    print(text, end="")
+    options = _read(line)
+    if options is None:
+        return 0
+    command = process_command(kind, launch, line, options)
+    with contextlib.redirect_stderr(io.StringIO()):  # notes about what was typed have been printed
+        _check(command, launch)
+    print(written(kind, launch, command, options.supervision.max_restarts), end="")
     return 0
 
 
-def _check(line: list[str], launch: LaunchOptions) -> None:
-    """Check the command as a run of all ranks, far from their files. Errors: ValueError."""
+def _read(line: list[str]) -> Options | None:
+    """What a command means, with the files that it names; None where it asks for --help. Errors: ValueError."""
     from mega.command_line.options import Command, command
-    from mega.core.config.check import check
-    from mega.core.config.run import updated
 
     found: list[Options] = []
     app = typer.Typer(add_completion=False)
     app.command(name=line[0], cls=Command)(command(_reader(found)))
     typer.main.get_command(app)(args=line[1:], prog_name=f"mega {line[0]}", standalone_mode=False)
-    for options in found:  # none where --help was asked for
-        world = launch.hosts * launch.nproc
-        check(updated(options, {"dry_run": True, "world": world}), world)
+    return found[0] if found else None
+
+
+def _check(command: list[str], launch: LaunchOptions) -> None:
+    """Check what each process runs as a run of all ranks, far from their files. Errors: ValueError."""
+    from mega.core.config.check import check
+    from mega.core.config.run import updated
+
+    options, world = _read(command), launch.hosts * launch.nproc
+    assert options is not None
+    check(updated(options, {"dry_run": True, "world": world}), world)
 
 
 def _reader(found: list[Options]) -> Callable[[Options], None]:

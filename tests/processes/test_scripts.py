@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -46,6 +47,31 @@ def test_scripts_are_sound_shell(
     assert found.returncode == 0, found.stdout
 
 
+@pytest.mark.parametrize("how", ["words", "equals", "file"])
+@pytest.mark.parametrize("kind", ["slurm", "torchrun", "mpi"])
+def test_scripts_follow_what_options_mean(
+    kind: str, how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However they are written."""
+    run, config = [*RUN[:-4], "--save-interval", "3"], tmp_path / "run.toml"
+    config.write_text('[checkpoint]\nsave = "runs/a"\n[supervision]\nmax_restarts = 3\n')
+    words = {"words": ["--save", "runs/a", "--max-restarts", "3"], "equals": ["--save=runs/a", "--max-restarts=3"]}
+    code, text, err = launch(
+        capsys, kind, "--hosts", "2", "--nproc", "4", "--", *run, *words.get(how, ["--config", str(config)])
+    )
+    assert code == 0, err
+    ending = "--max-restarts 0" if kind == "torchrun" else "--hosts 2 --nproc 4"
+    assert f" --resume auto {ending}" in text and ("torchrun" not in text or "=4 --max-restarts=3 " in text)
+    assert "-np 8" not in text and "--ntasks-per-node=4" not in text
+
+
+def test_values_are_one_word_of_slurm(capsys: pytest.CaptureFixture[str]) -> None:
+    _, text, _ = launch(capsys, "slurm", "--logs", "my logs", "--name", "a b", "--", *RUN)
+    lines = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
+    assert "--job-name=a b" in [word for line in lines for word in shlex.split(line)]
+    assert all(len(shlex.split(line)) == 1 for line in lines[:-1])
+
+
 def faults(schema: Mapping[str, Any], value: Any, path: str = "") -> list[str]:
     """What a published schema has against a value."""
     kind = schema.get("type")
@@ -71,20 +97,28 @@ def test_manifests_fit_their_schema(kind: str, capsys: pytest.CaptureFixture[str
     code, text, _ = launch(capsys, kind, *hosts, "--", *RUN, "--max-restarts", "3")
     manifest = json.loads(text)
     assert code == 0 and faults(SCHEMAS[kind]["schema"], manifest) == []
+    assert "OnFailure" not in text and '"backoffLimit": 18' in text
     manifest["spec"]["hosts"] = 2
     assert faults(SCHEMAS[kind]["schema"], manifest) == ["spec: hosts is unknown"]
 
 
 def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     two = ["--hosts", "2", "--nproc", "4"]
+    torchrun = ["torchrun", *two, "--", *RUN]
     cases = {
         "serve: is not started on several hosts": ["slurm", "--", "serve"],
         "lsf: is not a kind of launcher; valid: slurm, torchrun": ["lsf", "--", *RUN],
         "--spares 1: needs --max-restarts in the command": ["slurm", *two, "--spares", "1", "--", *RUN],
         "--spares 1: mpirun ends all": ["mpi", *two, "--spares", "1", "--", *RUN, "--max-restarts", "1"],
-        "--nproc: belongs before the command": ["slurm", *two, "--", *RUN, "--nproc", "4"],
+        "--nproc 4: belongs before the command": ["slurm", *two, "--", *RUN, "--nproc", "4"],
         "--image is missing": ["jobset", *two, "--", *RUN],
         "--image x: belongs to jobset and pytorchjob": ["mpi", *two, "--image", "x", "--", *RUN],
+        "--hosts 2: belongs before the command": ["slurm", *two, "--", *RUN, "--nproc=4", "--hosts=2"],
+        "--peer-copy-interval 5: torchrun": [*torchrun, "--max-restarts=3", "--peer-copy-interval=5"],
+        "--name 'a\\n#SBATCH -p x': must be one line": ["slurm", "--name", "a\n#SBATCH -p x", "--", *RUN],
+        "--name My_run: must be lower-case letters": ["jobset", "--name", "My_run", "--image", "x", "--", *RUN],
+        f"--name {'a' * 48}: must be": ["pytorchjob", "--name", "a" * 48, "--image", "x", "--", *RUN],
+        "--warning 300: must be less than --minutes 5; at most 299": ["slurm", "--minutes", "5", "--", *RUN],
         "--global-batch 16: must be a multiple of 12": ["slurm", "--hosts", "3", "--nproc", "4", "--", *RUN],
     }
     for rule, words in cases.items():

@@ -6,30 +6,83 @@ the scheduler starts each rank, which then has a log of its own. Text alone: not
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from mega.core.config.run import Options
 from mega.core.processes.options import LaunchOptions
 
 _FIRST = '"${MASTER_ADDR:?the name of the first host}"'
 
 
-def written(kind: str, options: LaunchOptions, words: Sequence[str]) -> str:
-    """The script, or the manifest, that starts `mega WORDS`. Errors: ValueError for options that `kind` cannot heed."""
-    supervised = "--max-restarts" in words
-    if options.spares and not supervised:
-        raise ValueError(f"--spares {options.spares}: needs --max-restarts in the command, which puts them to use")
-    if clash := [word for word in words if word in ("--hosts", "--nproc")]:
-        raise ValueError(f"{clash[0]}: belongs before the command, which is written for so many hosts and ranks")
+def process_command(kind: str, launch: LaunchOptions, words: Sequence[str], run: Options) -> list[str]:
+    """What each process runs, after `mega`. run: what `words` mean, with the files that they name.
+
+    Errors: ValueError for options that `kind` cannot heed.
+    """
+    supervision = run.supervision
+    given = {"hosts": supervision.hosts, "nproc": run.runtime.nproc, "world": run.runtime.world}
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"--{name} {value}: belongs before the command, which is written for so many ranks")
+    if launch.spares and not supervision.max_restarts:
+        raise ValueError(f"--spares {launch.spares}: needs --max-restarts in the command, which puts them to use")
+    found = list(words)
+    if run.checkpoint.save is not None and run.checkpoint.resume is None:
+        found += ["--resume", "auto"]  # a job that is queued again, or a container, runs the same command
+    if kind == "torchrun":
+        if supervision.peer_copy_interval:
+            interval = f"--peer-copy-interval {supervision.peer_copy_interval}"
+            raise ValueError(f"{interval}: torchrun keeps no memory for its ranks; valid kinds: slurm, mpi, jobset")
+        return [*found, *(["--max-restarts", "0"] if supervision.max_restarts else [])]  # its agent restarts them
+    if supervision.max_restarts or kind in _CONTAINERS:
+        found += ["--hosts", str(launch.hosts), "--nproc", str(launch.nproc)]
+    return found
+
+
+def written(kind: str, options: LaunchOptions, command: Sequence[str], restarts: int) -> str:
+    """The script, or the manifest, that starts `mega COMMAND`. restarts: --max-restarts.
+
+    Errors: ValueError for options that `kind` cannot heed."""
+    _check_values(kind, options)
+    return WRITERS[kind](options, ["mega", *command], restarts)
+
+
+def _check_values(kind: str, options: LaunchOptions) -> None:
+    """Errors: ValueError for a value that the scheduler would not take, or would read as something else."""
     for name, kinds in _ONLY.items():
         if getattr(options, name) is not None and kind not in kinds:
             raise ValueError(f"--{name} {getattr(options, name)}: belongs to {' and '.join(kinds)}, not to {kind}")
-    if "--save" in words and "--resume" not in words:
-        words = [*words, "--resume", "auto"]  # a job that is queued again, or a container, runs the same command
-    return WRITERS[kind](options, words, supervised)
+    for name, value in dataclasses.asdict(options).items():
+        if isinstance(value, str) and not value.isprintable():
+            raise ValueError(f"--{name} {value!r}: must be one line, without control characters")
+    if options.minutes is not None and 60 * options.minutes <= options.warning:
+        most = 60 * options.minutes - 1
+        raise ValueError(f"--warning {options.warning}: must be less than --minutes {options.minutes}; at most {most}")
+    longest = 63 - len(f"-hosts-0-{options.hosts + options.spares - 1}-12345")  # of a pod's name
+    if kind in _CONTAINERS and not (_LABEL.fullmatch(options.name) and len(options.name) <= longest):
+        rule = f"lower-case letters, digits and hyphens between them, a letter first, at most {longest}"
+        raise ValueError(f"--name {options.name}: must be {rule}, as Kubernetes names hosts after it")
 
+
+_CONTAINERS = ("jobset", "pytorchjob")
+
+_AGAIN = 6
+"""Times that Kubernetes starts a host again, on average."""
+
+_RULES = [
+    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+    {"action": "FailJob", "onExitCodes": {"containerName": "pytorch", "operator": "In", "values": [1, 2]}},
+]
+"""A host that Kubernetes takes away does not count; one that has given up, or met a mistake, ends the job. Kubeflow's
+ExitCode does the latter for all codes below 128."""
+
+_LABEL = re.compile("[a-z]([-a-z0-9]*[a-z0-9])?")
+"""What Kubernetes takes as the name of a service."""
 
 _ONLY = {
     "partition": ("slurm",),
@@ -40,15 +93,9 @@ _ONLY = {
 }
 
 
-def _line(options: LaunchOptions, words: Sequence[str], supervised: bool) -> list[str]:
-    """The command of one process."""
-    own = ["--hosts", str(options.hosts), "--nproc", str(options.nproc)] if supervised else []
-    return ["mega", *words, *own]
-
-
-def _slurm(options: LaunchOptions, words: Sequence[str], supervised: bool) -> str:
+def _slurm(options: LaunchOptions, command: Sequence[str], restarts: int) -> str:
     """A job that is told to save before its time is up, and then waits for its turn again."""
-    tasks = 1 if supervised else options.nproc
+    tasks = 1 if restarts else options.nproc
     heads = {
         "job-name": options.name,
         "nodes": options.hosts + options.spares,
@@ -61,11 +108,11 @@ def _slurm(options: LaunchOptions, words: Sequence[str], supervised: bool) -> st
         "output": f"{options.logs}/%x-%j.out",
         "open-mode": "append",
     }
-    lines = ["#!/bin/bash", *(f"#SBATCH --{name}={value}" for name, value in heads.items())]
-    lines += ["#SBATCH --requeue", "#SBATCH --exclusive", *(["#SBATCH --no-kill"] if supervised else [])]
-    each = f"{options.logs}/%x-%j-" + ("%N.log" if supervised else "%t.log")
-    command = ["srun", f"--output={each}", "--open-mode=append", "--cpu-bind=none"]
-    command += ["--no-kill", "--kill-on-bad-exit=0", "--wait=0"] if supervised else ["--kill-on-bad-exit=1"]
+    lines = ["#!/bin/bash", *(f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in heads.items())]
+    lines += ["#SBATCH --requeue", "#SBATCH --exclusive", *(["#SBATCH --no-kill"] if restarts else [])]
+    each = f"{options.logs}/%x-%j-" + ("%N.log" if restarts else "%t.log")
+    srun = ["srun", f"--output={each}", "--open-mode=append", "--cpu-bind=none"]
+    srun += ["--no-kill", "--kill-on-bad-exit=0", "--wait=0"] if restarts else ["--kill-on-bad-exit=1"]
     place = [
         'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         f"MASTER_PORT={options.port}",
@@ -76,54 +123,47 @@ def _slurm(options: LaunchOptions, words: Sequence[str], supervised: bool) -> st
         '    scontrol requeue "$SLURM_JOB_ID"',
         "fi",
     ]
-    run = shlex.join([*command, *_line(options, words, supervised)])
+    run = shlex.join([*srun, *command])
     folder = f"mkdir -p {shlex.quote(options.logs)}  # sbatch does not make it: it has to be there before"
     return _script([*lines, "", folder, *place, "code=0", f"{run} || code=$?", *requeue, 'exit "$code"'])
 
 
-def _torchrun(options: LaunchOptions, words: Sequence[str], supervised: bool) -> str:
-    """To be run on each host; torchrun's own agent restarts the ranks, so the command's --max-restarts goes to it."""
-    rest, restarts = list(words), []
-    if supervised:
-        at = rest.index("--max-restarts")
-        restarts = [f"--max-restarts={''.join(rest[at + 1 : at + 2])}"]
-        del rest[at : at + 2]
-    hosts = f"{options.hosts}:{options.hosts + options.spares}" if options.spares else str(options.hosts)
+def _torchrun(options: LaunchOptions, command: Sequence[str], restarts: int) -> str:
+    """To be run on each host; torchrun's own agent restarts the ranks."""
     if options.spares:
+        hosts = f"{options.hosts}:{options.hosts + options.spares}"
         raise ValueError(f"--spares {options.spares}: torchrun would run on {hosts} hosts; valid kinds: slurm, jobset")
-    where = f"--rdzv-endpoint={_FIRST}:{options.port}"
-    words = [
-        *("torchrun", f"--nnodes={hosts}", f"--nproc-per-node={options.nproc}", *restarts, "--rdzv-backend=c10d"),
-        *(f"--rdzv-id={options.name}", f"--log-dir={options.logs}", "--redirects=3", "--tee=3", "-m", "mega", *rest),
-    ]
-    quoted = [shlex.quote(word) for word in words]
-    at = quoted.index("--rdzv-backend=c10d") + 1
-    return _script(["#!/bin/sh", "exec " + " ".join([*quoted[:at], where, *quoted[at:]])])
+    before = ["torchrun", f"--nnodes={options.hosts}", f"--nproc-per-node={options.nproc}"]
+    before += [f"--max-restarts={restarts}"] if restarts else []
+    before += ["--rdzv-backend=c10d", f"--rdzv-id={options.name}", f"--log-dir={options.logs}"]
+    after = ["--redirects=3", "--tee=3", "-m", *command]
+    line = f"exec {shlex.join(before)} --rdzv-endpoint={_FIRST}:{options.port} {shlex.join(after)}"
+    return _script(["#!/bin/sh", line])
 
 
-def _mpi(options: LaunchOptions, words: Sequence[str], supervised: bool) -> str:
+def _mpi(options: LaunchOptions, command: Sequence[str], restarts: int) -> str:
     """mpirun ends all where one of its processes is lost."""
     if options.spares:
         raise ValueError(f"--spares {options.spares}: mpirun ends all when a host is lost; valid kinds: slurm, jobset")
-    each = 1 if supervised else options.nproc
-    command = ["mpirun", "-np", str(options.hosts * each), "--map-by", f"ppr:{each}:node", "--bind-to", "none"]
-    command += ["--hostfile", options.hostfile] if options.hostfile else []
-    command += ["-x", "MASTER_ADDR", "-x", "MASTER_PORT", "--output-filename", options.logs]
+    each = 1 if restarts else options.nproc
+    mpirun = ["mpirun", "-np", str(options.hosts * each), "--map-by", f"ppr:{each}:node", "--bind-to", "none"]
+    mpirun += ["--hostfile", options.hostfile] if options.hostfile else []
+    mpirun += ["-x", "MASTER_ADDR", "-x", "MASTER_PORT", "--output-filename", options.logs]
     address = f"MASTER_ADDR={_FIRST}"
-    line = shlex.join([*command, *_line(options, words, supervised)])
+    line = shlex.join([*mpirun, *command])
     return _script(
         ["#!/bin/sh", address, f"MASTER_PORT={options.port}", "export MASTER_ADDR MASTER_PORT", f"exec {line}"]
     )
 
 
-def _pod(options: LaunchOptions, words: Sequence[str], environment: Mapping[str, str]) -> dict[str, object]:
+def _pod(options: LaunchOptions, command: Sequence[str], environment: Mapping[str, str]) -> dict[str, object]:
     """What a host of Kubernetes runs. Its log is the container's."""
     if options.image is None:
         raise ValueError("--image is missing: give the container that has mega in it")
     container: dict[str, Any] = {
         "name": "pytorch",
         "image": options.image,
-        "command": _line(options, words, supervised=True),
+        "command": list(command),
         "env": [{"name": name, "value": value} for name, value in environment.items()],
         "ports": [{"containerPort": options.port}],
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
@@ -135,30 +175,34 @@ def _pod(options: LaunchOptions, words: Sequence[str], environment: Mapping[str,
         volumes.append({"name": "runs", "persistentVolumeClaim": {"claimName": options.volume}})
         container["volumeMounts"].append({"name": "runs", "mountPath": "/runs"})
     return {
-        "restartPolicy": "OnFailure",
+        "restartPolicy": "Never",  # the job's own rules start another one
         "terminationGracePeriodSeconds": options.warning,
         "containers": [container],
         "volumes": volumes,
     }
 
 
-def _jobset(options: LaunchOptions, words: Sequence[str], supervised: bool) -> str:
+def _jobset(options: LaunchOptions, command: Sequence[str], restarts: int) -> str:
     count, first = options.hosts + options.spares, f"{options.name}-hosts-0-0.{options.name}"
-    pod = _pod(options, words, {"MASTER_ADDR": first, "MASTER_PORT": str(options.port)})
-    limits = {"activeDeadlineSeconds": 60 * options.minutes} if options.minutes else {}
-    job = {"parallelism": count, "completions": count, "completionMode": "Indexed", "backoffLimit": 6 * count, **limits}
+    pod = _pod(options, command, {"MASTER_ADDR": first, "MASTER_PORT": str(options.port)})
+    limits: dict[str, object] = {"activeDeadlineSeconds": 60 * options.minutes} if options.minutes else {}
+    limits |= {"backoffLimit": _AGAIN * count, "podFailurePolicy": {"rules": _RULES}}
+    job = {"parallelism": count, "completions": count, "completionMode": "Indexed", **limits}
     hosts = {"name": "hosts", "replicas": 1, "template": {"spec": {**job, "template": {"spec": pod}}}}
     spec = {"network": {"enableDNSHostnames": True}, "replicatedJobs": [hosts]}
     return _manifest("jobset.x-k8s.io/v1alpha2", "JobSet", options.name, spec)
 
 
-def _pytorchjob(options: LaunchOptions, words: Sequence[str], supervised: bool) -> str:
+def _pytorchjob(options: LaunchOptions, command: Sequence[str], restarts: int) -> str:
     """The operator sets MASTER_ADDR and MASTER_PORT of each pod."""
-    pod = _pod(options, words, {})
-    policy = pod.pop("restartPolicy")
+    pod = _pod(options, command, {})
+    del pod["restartPolicy"]  # the operator derives it from that of the replicas
     count = {"Master": 1, "Worker": options.hosts + options.spares - 1}
-    pods = {kind: {"replicas": n, "restartPolicy": policy, "template": {"spec": pod}} for kind, n in count.items() if n}
-    limits = {"activeDeadlineSeconds": 60 * options.minutes} if options.minutes else {}
+    pods = {
+        kind: {"replicas": n, "restartPolicy": "ExitCode", "template": {"spec": pod}} for kind, n in count.items() if n
+    }
+    limits: dict[str, object] = {"activeDeadlineSeconds": 60 * options.minutes} if options.minutes else {}
+    limits["backoffLimit"] = _AGAIN * (options.hosts + options.spares)
     spec = {"runPolicy": {"cleanPodPolicy": "None", **limits}, "pytorchReplicaSpecs": pods}
     return _manifest("kubeflow.org/v1", "PyTorchJob", options.name, spec)
 
@@ -173,7 +217,7 @@ def _script(lines: Sequence[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-WRITERS: Mapping[str, Callable[[LaunchOptions, Sequence[str], bool], str]] = {
+WRITERS: Mapping[str, Callable[[LaunchOptions, Sequence[str], int], str]] = {
     "slurm": _slurm,
     "torchrun": _torchrun,
     "mpi": _mpi,
