@@ -102,10 +102,25 @@ class Groups:
         """One group for each of `parts` that has several ranks and no group yet; on our backend or another."""
         for ranks in parts:
             if len(ranks) > 1 and (ranks, purpose) not in self.made:
-                self.made[ranks, purpose] = dist.new_group(list(ranks), self.timeout, backend or self.backend)
+                self.made[ranks, purpose] = dist.new_group(
+                    list(ranks), self.timeout, backend or self.backend, group_desc=_described(ranks, purpose)
+                )
 
     def get(self, ranks: tuple[int, ...], purpose: str = "") -> dist.ProcessGroup | None:
         return self.made.get((ranks, purpose))
+
+
+def _described(ranks: tuple[int, ...], purpose: str) -> str:
+    """A group in the flight recorder, and in messages of the backend.
+
+    >>> _described((0, 2), ""), _described(tuple(range(64)), "weights")
+    ('ranks 0,2', '64 ranks from 0 to 63 (weights)')
+    """
+    if len(ranks) > 8:
+        named = f"{len(ranks)} ranks from {ranks[0]} to {ranks[-1]}"
+    else:
+        named = f"ranks {','.join(map(str, ranks))}"
+    return f"{named} ({purpose})" if purpose else named
 
 
 class Mesh:

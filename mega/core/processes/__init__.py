@@ -7,5 +7,6 @@ scripts, options         what starts a run on several hosts, for schedulers
 hosts, leader, wire      the same on several hosts, with spares: a host's part, the leader's, and their connection
 connect, rendezvous, interface   a rank's way into the group, where ranks meet, and by which network interface
 roll_call, questions, position   which rank the others wait for: asked, put into the store, and answered
+flight                   which exchange they stand in, by torch's flight recorder
 exit_reports             why a rank failed, read once
 """

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from mega.core.device import Device
 from mega.core.parallel.mesh import Groups
+from mega.core.processes import flight
 from mega.core.processes.exit_reports import explain_exchanges_by
 from mega.core.processes.interface import choose_interface, own_addresses
 from mega.core.processes.position import silence
@@ -53,6 +54,7 @@ def connect(
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         if device.backend == "gloo":
             _check_interfaces()
+        flight.record()
         store = meet(world, timeout_minutes)
         choose_interface(store, world)
         with _naming_interface():

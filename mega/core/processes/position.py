@@ -17,6 +17,7 @@ from types import FrameType
 
 import mega
 from mega.core.activity import ACTIVITY, PATIENT
+from mega.core.processes.flight import CalledExchange, own_exchanges
 from mega.core.processes.rendezvous import duration
 from mega.core.words import name_ranks
 
@@ -37,6 +38,8 @@ class Position:
     waits: bool = True
     background: str = ""
     """The place of a thread that saves while the main one trains."""
+    exchanges: tuple[CalledExchange, ...] = ()
+    """The newest that it has called, of each group."""
 
     @property
     def patient(self) -> bool:
@@ -47,7 +50,8 @@ class Position:
 
     @classmethod
     def loads(cls, text: str | bytes) -> Position:
-        return cls(**json.loads(text))
+        values = json.loads(text)
+        return cls(**{**values, "exchanges": tuple(CalledExchange(*each) for each in values["exchanges"])})
 
 
 def own_position(failed_at: str | None = None) -> Position:
@@ -55,11 +59,12 @@ def own_position(failed_at: str | None = None) -> Position:
     frames, doing, phase = sys._current_frames(), str(ACTIVITY), ACTIVITY.phase
     main = _walk(frames.get(threading.main_thread().ident or 0))
     writer = _walk(frames.get(ACTIVITY.writer)) if ACTIVITY.writer is not None else None
+    exchanges = own_exchanges()
     if failed_at is not None:
-        return Position(phase, doing, failed_at, True, writer[0] if writer else "")
+        return Position(phase, doing, failed_at, True, writer[0] if writer else "", exchanges)
     if writer is not None and phase == "saving":
-        return Position(phase, doing, *writer)
-    return Position(phase, doing, *main, writer[0] if writer else "")
+        return Position(phase, doing, *writer, "", exchanges)
+    return Position(phase, doing, *main, writer[0] if writer else "", exchanges)
 
 
 def own_place(frame: FrameType) -> str | None:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from mega.core.activity import ACTIVITY
 from mega.core.processes.exit_reports import LIMIT, ExitReport, report_exit
+from mega.core.processes.flight import missing
 from mega.core.processes.position import Position, named, own_place, own_position, silence, standstill, store_silence
 from mega.core.processes.questions import Questions
 from mega.core.processes.rendezvous import duration
@@ -222,10 +223,12 @@ class RollCall:
 
         def judge() -> str:
             silent = sorted(set(range(self._world)) - set(positions) - self.questions.left())
+            called = missing({rank: each.exchanges for rank, each in positions.items()}, tuple(silent))
+            more = f"; {called}" if called else ""
             if silent:
-                return self.questions.judge(lambda: silence(silent, self.minutes, self.questions.hosts()))
+                return self.questions.judge(lambda: silence(silent, self.minutes, self.questions.hosts()) + more)
             if limit:
-                return self.questions.judge(lambda: standstill(positions, limit, self.questions.hosts()))
+                return self.questions.judge(lambda: standstill(positions, limit, self.questions.hosts()) + more)
             return self.questions.verdict()
 
         return self._in_time(judge, SILENT)
