@@ -7,8 +7,9 @@ and `processes/roll_call.py` reports it to ranks that wait.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 TRAINING = ("starting", "building caches", "loading", "compiling", "training", "evaluating", "saving", "ending")
@@ -23,7 +24,8 @@ class Activity:
     """phase: of TRAINING, or another verb's. step: the newest that was begun. act: of the pipeline's plan,
     the newest that was begun. moves: changes with every step, act and batch. writer: the thread that saves in the
     background, while it does. saved: the newest step that is saved, the seconds that it took, and time.monotonic() when
-    it was."""
+    it was. waited: seconds that the main thread has waited for other ranks, as far as its host does. began: when the
+    process did, time.time()."""
 
     phase: str = "starting"
     step: int = 0
@@ -31,6 +33,8 @@ class Activity:
     moves: int = 0
     writer: int | None = None
     saved: tuple[int, float, float] | None = None
+    waited: float = 0.0
+    began: float = field(default_factory=time.time)
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:

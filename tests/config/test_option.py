@@ -88,7 +88,7 @@ def test_what_a_layout_is() -> None:
 
 
 def test_what_bench_reads() -> None:
-    sections = ("data", "finetuning", "schedule", "evaluation", "checkpoint", "log", "supervision")
+    sections = ("data", "finetuning", "schedule", "evaluation", "checkpoint", "log", "guards", "supervision")
     dropped = {name for name, entry in entries().items() if entry.section in sections}
     assert set(options_with(bench="unused")) == dropped - {"reset_attention"} | {
         *("steps", "samples", "rampup", "phase_timeout_minutes")

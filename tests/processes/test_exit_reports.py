@@ -271,9 +271,11 @@ def test_a_lost_peer_is_reported_where_no_rank_knows_more(outcomes: dict[str, tu
 def test_a_stopped_rank_ends_the_run_in_time_and_is_named(outcomes: dict[str, tuple[int, list[str]]]) -> None:
     """In a group of its own, whose time-out torch does not take from the first."""
     code, (line,) = outcomes["_stopped"]
-    assert code == 1 and line.endswith(
+    stopped = (
         "rank 1 has not answered for 4.8 seconds (--timeout-minutes): it is stopped, or its host cannot be reached"
     )
+    exchange = "exchange 1 of ranks 0,1 (own) (all_reduce of [1]) was called by rank 0; rank 1 does not say"
+    assert code == 1 and line.endswith(f"{stopped}; {exchange}")
 
 
 def test_a_save_may_take_longer_than_an_answer(outcomes: dict[str, tuple[int, list[str]]]) -> None:

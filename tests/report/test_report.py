@@ -23,6 +23,15 @@ ROWS = [
     {"step": 3, "sample": "<script>alert(1)</script> & so on"},
 ]
 
+EVENTS = [
+    {"step": 0, "event": "begin", "at": 100.0},
+    {"step": 0, "event": "started", "at": 101.0, "seconds": 0.5},
+    {"step": 1, "event": "save", "at": 101.2, "seconds": 0.2},
+    {"step": 1, "event": "begin", "at": 104.0, "lost_steps": 2, "lost_seconds": 0.8, "last_at": 102.0},
+    {"step": 2, "event": "spike", "at": 105.0, "policy": "skip", "samples": [8, 16]},
+    {"step": 3, "event": "end", "at": 106.0},
+]
+
 
 class Checked(HTMLParser):
     """Elements that are open and never closed, and everything that a page would fetch."""
@@ -63,6 +72,7 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     verdicts = {"steps": {"3": {"status": "suspect", "reason": "the loss is NaN at step 9"}}}
     (run / "verdicts.json").write_text(json.dumps(verdicts))
     (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, ROWS)) + '\n{"step": 4, "lo')
+    (run / "metrics.events.jsonl").write_text("\n".join(map(json.dumps, EVENTS)) + '\n{"st')
     assert cli.main(["report", str(run)]) == 0
     assert capsys.readouterr().out == f"{run}/report.html\n"
     text = checked(run / "report.html")
@@ -77,6 +87,10 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "layers = 2",
         "4.6, 99.48",
         "lines that are not rows",
+        "<h2>Goodput</h2>",
+        "productive",
+        "a spike: samples 8 to 15 are left out",
+        "resumed; 2 steps were done again",
     ):
         assert said in text, said
 

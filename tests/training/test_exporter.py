@@ -50,7 +50,11 @@ def test_figures_are_those_of_the_last_step(exporter: exporters.Exporter) -> Non
         row = {"loss": 3.0 - step, "lr": 0.1, "grad_norm": None, "consumed": 8 * step, "seconds": 0.001}
         exporter.step(step, row, {"mfu_ratio": None, "memory_bytes": 5.0})
     exporter.evaluation("valid-a.b", {"loss": 1.5})
+    exporter.slowest(3, 1.4)
+    time.sleep(0.6)  # the server looks twice a second
     found = figures(exporter.port)
+    assert (found["mega_slowest_rank"], found["mega_slowest_rank_ratio"]) == (3, 1.4)
+    assert 0.4 < found['mega_phase_seconds{phase="training"}'] < 60 and not found['mega_phase_seconds{phase="saving"}']
     expected = {"step": 2, "steps": 9, "loss": 1, "lr": 0.1, "consumed": 16, "memory_bytes": 5}
     assert {name: found[f"mega_{name}"] for name in expected} == expected
     assert found['mega_evaluation{figure="loss",set="valid-a.b"}'] == 1.5

@@ -118,7 +118,7 @@ def test_samples_for_less_than_a_step_are_refused(run_cli: RunCli) -> None:
 def test_a_skipped_step_changes_nothing_by_when_it_is_noticed(
     tmp_path: Path, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A gradient that is not finite skips step 2, which is read after step 3 unless a save or a stop reads it."""
+    """A gradient that is not finite skips step 2, which is read at once, as the next rate depends on it."""
     finish = GradBuffer.finish
 
     def spoiled(grads: GradBuffer) -> None:
@@ -134,13 +134,15 @@ def test_a_skipped_step_changes_nothing_by_when_it_is_noticed(
     for name, parts in ways.items():
         left = 2
         for steps, *more in parts:
-            place = ["--save", str(tmp_path / name), "--save-interval", "6", "--resume", "auto"]
+            place = ["--save", str(tmp_path / name), "--save-interval", "6", "--resume", "auto", "--on-nan", "skip"]
             code, printed = run_cli(*place, "--lr-decay", "linear", "--lr-decay-steps", "6", "--steps", steps, *more)
             assert code == 0, printed
         rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         found[name] = [(row["step"], row["lr"], row["loss"], row["skipped"]) for row in rows if "lr" in row]
     assert found["straight"] == found["saved"] == found["resumed"]
     assert [skipped for *_, skipped in found["straight"]] == [0, 1, 1, 1, 1, 1]
+    rates = [rate for _, rate, *_ in found["straight"]]
+    assert rates[1] == rates[2] > rates[3], "the schedule has counted a skipped step"
 
 
 def test_a_constant_loss_scale_is_the_runs(tmp_path: Path, run_cli: RunCli) -> None:

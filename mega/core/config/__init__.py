@@ -8,5 +8,6 @@ mixture            options of a mixture of experts, a part of the model's sectio
 check, check_files the rules, all of them at once, before any process starts; unread: flags that change nothing;
                    check_mixture: those of a mixture
 resolve            what options leave out
+faults             damage that a run may be asked for
 corpora            short names for corpora; page: docs/configuration.md
 """

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -18,9 +19,19 @@ from typing import Any
 from mega.core.config.check_files import files
 from mega.core.config.check_mixture import expert_ranks, mixture
 from mega.core.config.families import belongs, foreign_values
+from mega.core.config.faults import SECRET, fault
 from mega.core.config.option import Range
 from mega.core.config.presets import FAMILY_DEFAULTS
-from mega.core.config.resolve import batch_sizes, column_unit, data_parallel, divisors, lengths, microbatches, resolve
+from mega.core.config.resolve import (
+    batch_sizes,
+    column_unit,
+    data_parallel,
+    divisors,
+    lengths,
+    microbatches,
+    profiled_steps,
+    resolve,
+)
 from mega.core.config.run import AnyRun, Options, RunConfig, entries, flag_of, found_with, run_schema, value_of
 from mega.core.config.schema import Entry, Schema
 from mega.core.config.sections import LABELLED, TASKS
@@ -57,7 +68,7 @@ def check(options: Options, world: int) -> None:
     """
     unsized = [*_sizes(options), *_ranges(options)]
     problems = [*_names(options), *unsized, *_missing(options), *_needs(options), *_families(options)]
-    problems += [*_pairs(options), *files(options)]
+    problems += [*_pairs(options), *_guards(options, world), *files(options)]
     if not unsized and None not in (options.model.layers, options.model.hidden, options.model.heads):
         run = resolve(options, world, ANY_VOCABULARY)
         for rule in (_heads, _positions, _stages, _tensor, _columns, _overlap, _fp8, graph, _times):
@@ -554,6 +565,23 @@ def _rampup(run: RunConfig) -> str | None:
     if start > batch.global_batch or (batch.global_batch - start) % increment:
         return f"must reach --global-batch {batch.global_batch} from {start} in whole increments of {increment}"
     return None
+
+
+def _guards(options: Options, world: int) -> Problems:
+    """A rollback needs something to go back to; faults and a profile are read before anything starts."""
+    for name in ("on_nan", "on_spike"):
+        if value_of(options, name) == "rollback" and not (options.checkpoint.save and options.checkpoint.save_interval):
+            yield _line(options, name, "needs --save and --save-interval: it goes back to the newest checkpoint")
+    if options.guards.inject and os.environ.get(SECRET) != "1":
+        yield _line(options, "inject", f"damages the run; where that is wanted, set {SECRET}=1 in the environment too")
+    for text in options.guards.inject:
+        try:
+            if fault(text).rank >= world:
+                yield f"--inject {text}: there are ranks 0 to {world - 1}"
+        except ValueError as error:
+            yield f"--inject {text}: {error}"
+    if options.log.profile is not None and profiled_steps(options.log.profile) is None:
+        yield _line(options, "profile", "must be the first and the last step; valid: for example 10:12")
 
 
 def _times(run: RunConfig) -> Problems:

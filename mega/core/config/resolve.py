@@ -61,9 +61,22 @@ def resolve(options: Options, world: int, vocab: int | None = None) -> RunConfig
         evaluation=replace(evaluation, eval_iters=max(0, evaluation.eval_iters)),
         checkpoint=options.checkpoint,
         log=LogConfig(**_as_typed(options.log, LogConfig), metrics=metrics_file(options)),
+        guards=options.guards,
         runtime=options.runtime,
         supervision=options.supervision,
     )
+
+
+def profiled_steps(text: str) -> range | None:
+    """The steps of --profile; None where the text names none.
+
+    >>> profiled_steps("10:12"), profiled_steps("7"), profiled_steps("3:1")
+    (range(10, 13), range(7, 8), None)
+    """
+    first, _, last = text.partition(":")
+    if not (first.isdecimal() and (last or first).isdecimal()) or not 1 <= int(first) <= int(last or first):
+        return None
+    return range(int(first), int(last or first) + 1)
 
 
 def variant(run: RunConfig, values: Mapping[str, Any]) -> RunConfig:

@@ -35,6 +35,7 @@ from mega.core.config.sections import (
     DataConfig,
     EvaluationConfig,
     FinetuningConfig,
+    GuardConfig,
     LogConfig,
     LogOptions,
     MaskingConfig,
@@ -72,6 +73,7 @@ class Options:
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogOptions = LogOptions()
+    guards: GuardConfig = GuardConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     supervision: SupervisionConfig = SupervisionConfig()
 
@@ -94,6 +96,7 @@ class RunConfig:
     evaluation: EvaluationConfig
     checkpoint: CheckpointConfig
     log: LogConfig
+    guards: GuardConfig
     runtime: RuntimeConfig
     supervision: SupervisionConfig
 

@@ -16,6 +16,7 @@ from typing import ClassVar, Literal
 from mega.core.config.mixture import DECODERS as DECODERS
 from mega.core.config.mixture import MixtureOptions
 from mega.core.config.option import (
+    ABOVE_ONE,
     BELOW_HALF,
     BELOW_ONE,
     CHANCE,
@@ -1520,6 +1521,14 @@ class LogOptions(Section):
     log_params_norm: bool = option(False, "log the parameters' norm", megatron={"--log-params-norm": True})
     log_zeros: bool = option(False, "log the share of zero gradients", megatron={"--log-num-zeros-in-grad": True})
     progress: bool = option(True, "a progress bar on a terminal", evaluated=True)
+    profile: str | None = option(
+        None,
+        "profile these steps, first:last: a trace of each of --profile-ranks next to --metrics, and a table in the log",
+        metavar="FIRST:LAST",
+    )
+    profile_ranks: tuple[int, ...] = option(
+        (0,), "which ranks", megatron="--profile-ranks", read_with={"profile": ()}, within=FROM_0
+    )
 
     @property
     def wandb(self) -> bool:
@@ -1532,6 +1541,40 @@ class LogConfig(LogOptions):
     """What a resolved run reports."""
 
     metrics: str = field()
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardConfig(Section):
+    """What happens where a step is not sound."""
+
+    title: ClassVar[str] = "Guards"
+    bench: ClassVar[Bench] = "unused"
+
+    on_nan: Literal["stop", "skip", "rollback"] = option(
+        "stop",
+        "where a loss, a gradient (unless the loss scale follows it), a weight or a moment is not finite: end; leave "
+        "the batch out; or go back to the newest checkpoint and leave out the batches since",
+    )
+    on_spike: Literal["warn", "skip", "rollback"] = option(
+        "warn", "where the loss or the gradient norm is far above that of the last 128 steps: say so; or as --on-nan"
+    )
+    spike_threshold: float = option(
+        10.0, "how far, in robust standard deviations of the loss and of the norm's logarithm", within=POSITIVE
+    )
+    max_rollbacks: int = option(
+        3,
+        "end where more would be needed",
+        within=COUNT,
+        read_with={"on_nan": ("rollback",), "on_spike": ("rollback",)},
+    )
+    slow_rank: float = option(
+        1.25, "name a rank whose own work takes so many times as long as others'", within=ABOVE_ONE
+    )
+    inject: tuple[str, ...] = option(
+        (),
+        "damage the run on purpose, such as nan:gradient@step=12,rank=3; needs MEGA_INJECT=1 in the environment, too",
+        metavar="FAULT",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1578,7 +1621,7 @@ class RuntimeConfig(Section):
         False, "bitwise the same on every run", megatron={"--deterministic-mode": True}, evaluated=True
     )
     audit_interval: int = option(
-        0,
+        100,
         "compare all copies of weights and moments every so many steps; 0 is never",
         megatron="--check-weight-hash-across-dp-replicas-interval",
         unit="steps",

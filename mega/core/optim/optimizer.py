@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -29,13 +30,19 @@ from mega.core.parallel.gradients import Bucket, GradBuffer
 class Outcome:
     """What one step did; device values, so that the host need not wait for them.
 
-    grad_norm: before clipping. finite: 0 where the gradients were not finite and the step was skipped. tied: of
-    `tied_difference`; where the gradient of a tensor differs between stages, the step was skipped.
+    grad_norm: before clipping. finite: 0 where the step was skipped, as the gradients were not finite.
     """
 
     grad_norm: torch.Tensor
     finite: torch.Tensor
-    tied: torch.Tensor | None = None
+
+
+class GradNorm(NamedTuple):
+    """Of the whole model's gradients, before clipping; NaN where anything is not sound on a rank that holds a part of
+    it. tied: of `tied_difference`."""
+
+    norm: torch.Tensor
+    tied: torch.Tensor | None
 
 
 class Optimizer:
@@ -72,13 +79,29 @@ class Optimizer:
     def updates(self, count: int) -> None:
         self._updates.fill_(count)
 
-    def step(self, lr: float, decay: float, scale: torch.Tensor | None = None) -> Outcome:
-        """One update from the gradients that `grads.finish()` left; `scale` is what losses were multiplied by."""
-        # 1
+    def grad_norm(self, scale: torch.Tensor | None = None, sound: torch.Tensor | None = None) -> GradNorm:
+        """Of the gradients that `grads.finish()` left; `scale` is what losses were multiplied by. sound: bool [],
+        whether this rank has found nothing wrong; else there is no norm on any rank."""
         tied = tied_difference(self.grads)
-        squares = square_sum(self.grads, tied=tied)
-        norm = squares.sqrt() if scale is None else squares.sqrt() / scale
-        finite = torch.isfinite(norm)
+        if tied is not None:
+            sound = tied[0] == 0 if sound is None else sound & (tied[0] == 0)
+        norm = square_sum(self.grads, sound=sound).sqrt()
+        return GradNorm(norm if scale is None else norm / scale, tied)
+
+    def step(
+        self,
+        lr: float,
+        decay: float,
+        scale: torch.Tensor | None = None,
+        norm: torch.Tensor | None = None,
+        allowed: torch.Tensor | None = None,
+    ) -> Outcome:
+        """One update. norm: as of `grad_norm`, where that was asked for before. allowed: bool [], where it is false the
+        step is skipped; the same on all ranks."""
+        # 1
+        if norm is None:
+            norm = self.grad_norm(scale).norm
+        finite = torch.isfinite(norm) if allowed is None else allowed
         self._updates += finite
         # 2
         factor = (self.clip / (norm + 1e-6)).clamp(max=1.0) if self.clip else torch.ones_like(norm)
@@ -89,8 +112,10 @@ class Optimizer:
             self._update_on_device(self._pass, self.rule, finite, factor, lr, decay)
         elif bool(finite):
             self._update(factor if self.clip or scale is not None else None, lr, decay)
+        else:
+            return Outcome(norm, finite)  # weights stay as they are: a damaged copy is still there to be named
         self.grads.start_param_gather()
-        return Outcome(norm, finite, tied)
+        return Outcome(norm, finite)
 
     def _update(self, factor: torch.Tensor | None, lr: float, decay: float) -> None:
         """The update by the rule's own steps."""

@@ -37,13 +37,15 @@ class LossScaler:
         self.clean = torch.tensor(0, device=device)
         self.patience = torch.tensor(hysteresis, device=device)
 
-    def update(self, finite: torch.Tensor) -> None:
-        """Take one step's verdict: whether all gradients of all ranks were finite."""
+    def update(self, finite: torch.Tensor, counts: torch.Tensor | None = None) -> None:
+        """Take one step's verdict: whether all gradients of all ranks were finite. counts: bool [], whether the step
+        is not to be as if it had not been."""
         if self.window is None:
             return
-        self.clean = torch.where(finite, self.clean + 1, 0)
-        self.patience = torch.where(finite, self.patience, self.patience - 1)
-        backs_off = ~finite & (self.patience <= 0)
+        none = torch.zeros_like(finite) if counts is None else ~counts
+        self.clean = torch.where(none, self.clean, torch.where(finite, self.clean + 1, 0))
+        self.patience = torch.where(finite | none, self.patience, self.patience - 1)
+        backs_off = ~finite & ~none & (self.patience <= 0)
         self.scale = torch.where(backs_off, (self.scale / 2).clamp(min=self.least), self.scale)
         grows = self.clean >= self.window  # more, where a run resumes with a shorter window
         self.scale = torch.where(grows, self.scale * 2, self.scale)

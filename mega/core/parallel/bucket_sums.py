@@ -20,19 +20,17 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _EXACT = (1 << 52) - 1
 
 
-def square_sum(grads: GradBuffer, *, weights: bool = False, tied: torch.Tensor | None = None) -> torch.Tensor:
+def square_sum(grads: GradBuffer, *, weights: bool = False, sound: torch.Tensor | None = None) -> torch.Tensor:
     """Sum of squares of the model's gradients, or weights, float64 []. All ranks call it together.
 
-    tied: what `tied_difference` has found, if anything; then the sum is NaN on all ranks.
+    sound: bool []; where it is false on any rank, the sum is NaN on all of them.
     """
     wide = torch.promote_types(grads.dtype, torch.float32)
 
     def squares(buckets: Sequence[Bucket]) -> torch.Tensor:
         return square_sums([bucket.own_weights if weights else bucket.own_grads for bucket in buckets], wide).sum()
 
-    return _model_sum(
-        grads, squares, spoilt=None if tied is None else torch.where(tied[0] > 0, torch.nan, 0.0).double()
-    )
+    return _model_sum(grads, squares, spoilt=None if sound is None else torch.where(sound, 0.0, torch.nan).double())
 
 
 def tied_buckets(grads: GradBuffer) -> list[Bucket]:

@@ -13,12 +13,15 @@ All act on dim 0 of [tokens, ...]. On an axis of one rank each is the identity a
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from mega.core.activity import ACTIVITY
 from mega.core.ops import observe
 from mega.core.ops.autograd import FunctionContext
 from mega.core.parallel.mesh import Axis
@@ -56,6 +59,14 @@ class Finished:
             self._waited = None
 
 
+def wait_for(work: CollectiveHandle) -> None:
+    """Wait for a collective. A host that waits itself adds it to what the main thread has waited for others."""
+    began = time.monotonic()
+    work.wait()
+    if threading.current_thread() is threading.main_thread():
+        ACTIVITY.waited += time.monotonic() - began
+
+
 def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum", *, wait: bool = True) -> CollectiveHandle:
     """Reduce `x` in place over the axis; returns the handle."""
     if axis.size == 1:
@@ -68,14 +79,14 @@ def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum", *, wait: bool = Tru
     kind = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
     work = dist.all_reduce(x, kind, group=axis.group, async_op=True)
     if wait:
-        work.wait()
+        wait_for(work)
     return work
 
 
 def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Blocks of every rank concatenated along dim 0: [n, ...] -> [n x size, ...]."""
     out, work = start_all_gather(x, axis)
-    work.wait()
+    wait_for(work)
     return out
 
 
@@ -111,7 +122,7 @@ def first_problem(problem: str | None, axis: Axis, device: torch.device) -> str 
 def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Our block of the sum over ranks: [n x size, ...] -> [n, ...]."""
     out, work = start_reduce_scatter(x, axis)
-    work.wait()
+    wait_for(work)
     return out
 
 
@@ -151,7 +162,7 @@ class RingShift:
 
     def wait(self) -> torch.Tensor:
         for work in self._works:
-            work.wait()
+            wait_for(work)
         return self._arriving
 
 
@@ -169,7 +180,7 @@ def _exchange(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     if x.is_meta:
         Finished(waited=observe.exchange("all-to-all", x.nbytes, axis.ranks)).wait()
     else:
-        dist.all_to_all_single(out, x, group=axis.group)
+        wait_for(dist.all_to_all_single(out, x, group=axis.group, async_op=True))
     return out
 
 

@@ -27,7 +27,13 @@ import torch
 from torch import nn
 
 from mega.core.ops.autograd import FunctionContext
-from mega.core.parallel.collectives import CollectiveHandle, all_reduce, start_all_gather, start_reduce_scatter
+from mega.core.parallel.collectives import (
+    CollectiveHandle,
+    all_reduce,
+    start_all_gather,
+    start_reduce_scatter,
+    wait_for,
+)
 from mega.core.parallel.deferred import WgradQueue
 from mega.core.parallel.layout import BucketRules, BucketSpec, ParameterSpec, plan_buckets
 from mega.core.parallel.mesh import Axis, Mesh
@@ -154,7 +160,7 @@ class Bucket:
     def wait_param_gather(self) -> None:
         """Wait for the weights that are on their way."""
         if self.gathering is not None:
-            self.gathering.wait()
+            wait_for(self.gathering)
             self.gathering = None
 
     def start_unshard(self, axis: Axis) -> None:
@@ -184,7 +190,7 @@ class GradBuffer:
         3  also: weights are gathered for a unit of the model, while the one before it runs, and let go after it
 
     shared: name of every tensor that several pipeline stages hold -> these stages (`shared_stages`); all ranks give the
-    same.
+    same. before_reduce: is called with a bucket whose gradients are complete here, and not yet added up.
     """
 
     def __init__(
@@ -210,13 +216,13 @@ class GradBuffer:
         self.buckets = [
             bucket
             for chunk in chunks
-            for unit in (_units(chunk) if zero >= 3 else [chunk])
+            for unit in (units_of(chunk) if zero >= 3 else [chunk])
             for bucket in self._buckets(unit, rules)
         ]
         self._bucket_of = {id(weight): bucket for bucket in self.buckets for weight, _, _ in bucket.offsets}
         # Stages that share several tensors must add them up in one order.
         self._tied_last = sorted(self.buckets, key=Bucket.tied_name)
-        self._final = False
+        self._final, self.before_reduce = False, _unobserved
         self._reducing: Bucket | None = None
         self.wgrad = WgradQueue(weight for bucket in self.buckets for weight, _, _ in bucket.offsets)
         for bucket in self.buckets:
@@ -235,7 +241,7 @@ class GradBuffer:
             self._gather_axes = {name: mesh.own_data_axis("weights", name) for name in self._gather_axes}
         if 0 < zero < 3 and overlap_gather and mesh.tokens.size > 1:
             for chunk in chunks:
-                for unit in _units(chunk):
+                for unit in units_of(chunk):
                     unit.register_forward_pre_hook(partial(_wait_param_gather, self.buckets_of(unit)))
 
     # -- construction
@@ -282,6 +288,7 @@ class GradBuffer:
     def _launch_grad_reduce(self, bucket: Bucket) -> None:
         """Start the sum over the bucket's data axis; the backward pass continues meanwhile."""
         data = bucket.data.axis
+        self.before_reduce(bucket)
         if self.zero >= 2:
             _settle(bucket)
             out, work = start_reduce_scatter(bucket.close(), data)
@@ -424,10 +431,14 @@ def _wait_param_gather(buckets: list[Bucket], *_: object) -> None:
         bucket.wait_param_gather()
 
 
+def _unobserved(bucket: Bucket) -> None:
+    """Nobody looks at gradients before they are reduced."""
+
+
 def _settle(bucket: Bucket) -> None:
     """Wait for sums on their way and bring them to the span; under zero 2 add them to what it has."""
     for work, out in bucket.works:
-        work.wait()
+        wait_for(work)
         if bucket.zero >= 2:
             bucket.own_grads.add_(out)
         elif out.data_ptr() != bucket.own_grads.data_ptr():
@@ -435,7 +446,7 @@ def _settle(bucket: Bucket) -> None:
     bucket.works = []
 
 
-def _units(chunk: nn.Module) -> Iterator[nn.Module]:
+def units_of(chunk: nn.Module) -> Iterator[nn.Module]:
     """What is gathered at a time: every block on its own, the embedding, the head."""
     for child in chunk.children():
         if isinstance(child, nn.ModuleList):

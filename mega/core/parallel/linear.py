@@ -25,6 +25,7 @@ from mega.core.parallel.collectives import (
     reduce_scatter,
     start_all_gather,
     start_reduce_scatter,
+    wait_for,
 )
 from mega.core.parallel.gemms import LinearGemms, WeightGemms, defers_wgrad, trained
 from mega.core.parallel.peers import Gather, Scatter
@@ -87,9 +88,9 @@ class _ColumnMatmul(torch.autograd.Function):
         else:
             summing = all_reduce(grad_x, axis, wait=False)
         if gathering is not None:
-            gathering.wait()
+            wait_for(gathering)
         grads = gemms.wgrad(prepared, whole)
-        summing.wait()
+        wait_for(summing)
         return grad_x, None, None, None, None, *grads
 
 

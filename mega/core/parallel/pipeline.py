@@ -17,7 +17,7 @@ import torch.distributed as dist
 from mega.core.activity import ACTIVITY
 from mega.core.batch import Batch, Terms
 from mega.core.ops.autograd import run_backward
-from mega.core.parallel.collectives import CollectiveHandle
+from mega.core.parallel.collectives import CollectiveHandle, wait_for
 from mega.core.parallel.deferred import DeferredWgrad, run_wgrad
 from mega.core.parallel.gradients import GradBuffer
 from mega.core.parallel.mesh import Mesh
@@ -160,7 +160,7 @@ class _Step:
             else:
                 self._weights(act)
         for work, _ in self.sent:
-            work.wait()
+            wait_for(work)
         assert not (self.received or self.to_send or self.outputs), "cargo left over"
         if not self.sums:
             shape = (len(self.batches), len(self.pipeline.names), 2)
@@ -216,7 +216,7 @@ class _Step:
         """Cargo that this compute needs; waits until it is here."""
         cargo, works = self.received.pop((kind, act.microbatch, act.chunk))
         for work in works:
-            work.wait()
+            wait_for(work)
         return cargo
 
     def _give(self, kind: str, act: Compute, cargo: Cargo, to: int) -> None:
@@ -238,7 +238,7 @@ class _Step:
             self._receive(transfer)
         # The host runs ahead of a device and would hold on to every piece of a step; old ones have long been taken.
         while len(self.sent) > MAX_SENDS:
-            self.sent.popleft()[0].wait()
+            wait_for(self.sent.popleft()[0])
 
     def _receive(self, transfer: Transfer) -> None:
         """An activation has the shape that the stage states, a gradient that of what the stage has sent."""

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 from mega.core.words import name_ranks
 
@@ -18,6 +18,24 @@ SIZE = "TORCH_FR_BUFFER_SIZE"
 """The variable of how many exchanges are recorded; torch's default depends on its version."""
 
 EXCHANGES = 200
+
+
+class RecordedExchange(TypedDict, total=False):
+    """Of one entry of a dump, what is read."""
+
+    process_group: list[str]
+    pg_id: int
+    collective_seq_id: int
+    is_p2p: bool
+    profiling_name: str
+    input_sizes: list[list[int]]
+
+
+class Dump(TypedDict, total=False):
+    """What the recorder writes, of which this is read. pg_status: by the number of a group."""
+
+    entries: list[RecordedExchange]
+    pg_status: dict[str, dict[str, int | str]]
 
 
 class CalledExchange(NamedTuple):
@@ -52,7 +70,7 @@ def own_exchanges() -> tuple[CalledExchange, ...]:
     return ()
 
 
-def newest(dump: Mapping[str, Any]) -> list[CalledExchange]:
+def newest(dump: Dump) -> list[CalledExchange]:
     """Of each group of a recorder's dump."""
     found: dict[str, CalledExchange] = {}
     for entry in dump.get("entries", ()):

@@ -65,6 +65,7 @@ def _run(run: RunRecord) -> str:
         part
         for part in (
             _section("Summary", _table(_summary(run))),
+            _section("Goodput", _table(run.goodput.rows())) if run.goodput is not None else "",
             f'<div class="charts">{"".join(_charts(run))}</div>',
             _events("Events", run.events, MOST_EVENTS),
             _events("Samples", run.samples, MOST_SAMPLES),

@@ -5,14 +5,16 @@ Rows that a kill has broken are counted, not shown. It knows the names of rows a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+from mega.core.report.goodput import EventRow, Goodput, StepRow, goodput
 from mega.core.untrusted import read_limited
 
 MOST_BYTES = 1 << 31
@@ -30,7 +32,8 @@ class RunEvent(NamedTuple):
 @dataclass
 class RunRecord:
     """series: name of a row's value -> curve. sets: names of the held-out sets. samples: text that the run has shown,
-    with its step. config: run.toml of its newest checkpoint, or "". broken: lines that are not rows."""
+    with its step. config: run.toml of its newest checkpoint, or "". broken: lines that are not rows. goodput: of a run
+    that kept what happened between its steps."""
 
     name: str
     series: dict[str, Series] = field(default_factory=dict)
@@ -39,6 +42,7 @@ class RunRecord:
     samples: list[RunEvent] = field(default_factory=list)
     config: str = ""
     broken: int = 0
+    goodput: Goodput | None = None
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,9 @@ def _run(metrics: Path, directory: Path) -> RunRecord:
             elif isinstance(value, str):
                 found.samples.append(RunEvent(row["step"], f"{name}: {value}"))
     found.sets = list(dict.fromkeys(_held_out(rows)))
-    found.events = sorted([*_changes(rows), *_saved(directory)], key=lambda event: event.step)
+    happened = list(_happened(metrics))
+    found.goodput = goodput([cast(StepRow, row) for row in rows if "lr" in row], happened)
+    found.events = sorted([*_changes(rows), *_guarded(happened), *_saved(directory)], key=lambda event: event.step)
     if metrics.with_suffix(".jsonl.previous").is_file():
         found.events.insert(0, RunEvent(0, f"the run was started over; the rows before are in {metrics.name}.previous"))
     steps = sorted(directory.glob("step-*/run.toml"))
@@ -151,6 +157,34 @@ def _rows(metrics: Path, found: RunRecord) -> Iterable[dict[str, Any]]:
             yield row
         elif line.strip():
             found.broken += 1
+
+
+def _happened(metrics: Path) -> Iterable[EventRow]:
+    """The events that a run has kept next to its metrics, as training/metrics/meters.py names their file."""
+    path = metrics.with_suffix(f".events{metrics.suffix}")
+    if not path.is_file():
+        return
+    for line in read_limited(path, MOST_BYTES, str(path)).decode("utf-8", "replace").splitlines():
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict) and isinstance(row.get("at"), int | float) and {"step", "event"} <= row.keys():
+                yield cast(EventRow, row)
+
+
+def _guarded(happened: list[EventRow]) -> Iterable[RunEvent]:
+    """What guards found."""
+    for row in happened:
+        if row["event"] in ("nan", "spike"):
+            first, end = row.get("samples", (0, 0))
+            back = f", back at step {row['to']}" if "to" in row else ""
+            done = "" if row.get("policy") == "warn" else f": samples {first:,} to {end - 1:,} are left out{back}"
+            what = "numbers are not finite" if row["event"] == "nan" else "a spike"
+            yield RunEvent(row["step"], f"{what}{done}")
+        elif row["event"] == "slow rank":
+            yield RunEvent(row["step"], f"rank {row.get('rank')} is slow: {row.get('ratio')} times as long as others")
+        elif row["event"] == "begin" and row["step"]:
+            again = f"; {row['lost_steps']} steps were done again" if row.get("lost_steps") else ""
+            yield RunEvent(row["step"], f"resumed{again}")
 
 
 def _held_out(rows: list[dict[str, object]]) -> Iterable[str]:

@@ -6,6 +6,7 @@ Where a request to stop cuts one short, the next begins where it would have begu
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 
 import torch
@@ -56,6 +57,7 @@ class Evaluation:
         """The loss, the mean over `iterations` global batches of a set; none where a request to stop cuts it short."""
         if not self._iterations:
             return None
+        began = time.monotonic()
         with ACTIVITY.during("evaluating"):
             sums = self._sums(held_out, self._begin(held_out))
         if sums is None:
@@ -69,6 +71,7 @@ class Evaluation:
             self._report(f"{where} | no token of its {self._batches(held_out)} batches is trained on")
         if self._meters is not None:
             self._meters.evaluation(step, held_out.name, measured)
+            self._meters.event(step, "evaluation", set=held_out.name, seconds=round(time.monotonic() - began, 3))
         return measured["loss"]
 
     def _batches(self, held_out: HeldOut) -> int:

@@ -8,48 +8,30 @@ for each step:   report = train_step(...)                 device values, read wh
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 from mega.core.activity import ACTIVITY
-from mega.core.architecture import architecture
 from mega.core.config.resolve import global_batch_at, microbatches, text_lengths
-from mega.core.device import Reading, Timestamp
+from mega.core.device import HostArray, Timestamp
 from mega.core.training.evaluation import Evaluation
-from mega.core.training.guards.finite import DIVERGED, broken_tensors, check_tied
+from mega.core.training.guards.stragglers import StepClock, Stragglers
+from mega.core.training.judge import Judge, Pending
 from mega.core.training.kinds.task import Task
 from mega.core.training.metrics.meters import Meters
+from mega.core.training.metrics.profiling import StepProfiler
 from mega.core.training.routines import Routine
-from mega.core.training.saves.proving import LIMIT
 from mega.core.training.saves.saver import Saver
 from mega.core.training.schedules import Schedules
 from mega.core.training.state import TrainState
 from mega.core.training.step import train_step
-from mega.core.training.stop import StopFlag, StopSignal
-
-STUCK = 20
-"""Steps in a row without an update, after which a run that cannot lower its loss scale ends."""
-
-
-@dataclass(frozen=True)
-class Pending:
-    """A step whose numbers have not been read yet."""
-
-    step: int
-    consumed: int
-    lr: float
-    samples: int
-    begun: Timestamp
-    numbers: Reading
-    flag: StopFlag
+from mega.core.training.stop import StopSignal
 
 
 @dataclass
 class Training:
     """One rank's run, from where it starts to its end. steps: the last one. meters: on rank 0. report: prints a line,
-    on rank 0."""
+    on rank 0. stragglers: on rank 0. profiler: of the steps that are profiled, on the ranks that are."""
 
     state: TrainState
     task: Task
@@ -61,10 +43,10 @@ class Training:
     saver: Saver | None
     meters: Meters | None
     report: Callable[[str], None]
-    _stuck: int = 0
-    """Steps in a row that were skipped although the loss scale could not become less."""
-    _limit: float | None = None
-    """The loss from which on a rise is reported."""
+    judge: Judge
+    clock: StepClock
+    stragglers: Stragglers | None = None
+    profiler: StepProfiler | None = None
 
     def play(self) -> int:
         """Train to the last step, then validate and test; always close what reports.
@@ -155,8 +137,10 @@ class Training:
 
     @property
     def _must_read(self) -> bool:
-        """With a loss scale the next learning rate depends on whether this step was skipped."""
-        return self._at_end or self.stop.requested or self.state.scaler is not None
+        """With a loss scale, or a guard, the next learning rate depends on whether this step was skipped. A CPU has
+        done the step by now, and has its gradients still."""
+        depends = self.judge.guard.decides or self.state.scaler is not None
+        return self._at_end or self.stop.requested or depends or not self.state.device.is_cuda
 
     def _step(self, before: Pending | None) -> Pending:
         """Start one step; its numbers are read later. One that is started while the one before runs begins with that
@@ -167,39 +151,34 @@ class Training:
             "finishing the steps that have begun" if device.is_cuda else f"finishing step {progress.step + 1}"
         )
         begun = Timestamp(device.torch) if before is None else before.numbers.moment
+        self.clock.begin()
         size = global_batch_at(run.batch, progress.consumed)
         scheduled = progress.consumed - progress.skipped_samples
         lr, decay = self.schedules.lr(scheduled), self.schedules.weight_decay(scheduled)
         assert self.task.train is not None
         batches = self.task.train.take(progress.consumed, microbatches(run, self.state.mesh.world, size))
         ACTIVITY.step, ACTIVITY.moves = progress.step + 1, ACTIVITY.moves + 1
-        report = train_step(self.state, [batch.to(device.torch) for batch in batches], lr, decay)
+        if self.profiler is not None:
+            self.profiler.before_step(progress.step + 1)
+        if self.state.injector is not None:
+            batches = self.state.injector.before_step(progress.step + 1, batches)
+        batches, limits = [batch.to(device.torch) for batch in batches], self.judge.guard.limits()
+        report = train_step(self.state, batches, lr, decay, self.judge.guard.applied(limits))
         ACTIVITY.phase = "training"
         progress.step += 1
         progress.consumed += size
-        return Pending(progress.step, progress.consumed, lr, size, begun, report.start_reading(), self.stop.poll())
+        numbers, sums = report.start_reading(), None if report.sums is None else HostArray(report.sums)
+        flag = self.stop.poll(self.clock.seconds())
+        return Pending(progress.step, progress.consumed, lr, size, begun, numbers, flag, limits, batches, sums)
 
     def _read(self, pending: Pending | None) -> None:
         """Wait for a step's numbers; report them; learn whether any rank was asked to stop."""
         if pending is None:
             return
         progress, numbers = self.state.progress, pending.numbers.numbers()
-        loss, norm = numbers["loss"], numbers["grad_norm"]
-        applied, tied = bool(numbers.pop("finite")), (int(numbers.pop("tied", 0)), int(numbers.pop("tied_hash", 0)))
-        if not applied:
-            check_tied(self.state, pending.step, *tied)
-            progress.skipped += 1
-            # Without a loss scale the next step has been started by now: a step that the schedule did not count would
-            # be left out one step earlier where this one is read at once, as before a save.
-            if self.state.scaler is not None:
-                progress.skipped_samples += pending.samples
-        if not math.isfinite(loss):
-            self._end_without_loss(pending.step, loss, norm)
-        self._check_stuck(pending.step, applied)
-        self._check_rise(pending, loss)
-        if self.saver is not None:
-            self.saver.saw(pending.step, loss, applied)
+        self.judge.judge(pending, numbers, there=not self.state.device.is_cuda or self._must_read)
         pending.flag.read()
+        self._find_stragglers(pending.step)
         if self.meters is not None:
             row = {
                 "consumed": pending.consumed,
@@ -212,40 +191,17 @@ class Training:
             memory = self.state.device.memory_peak() or self.state.device.resident()
             tokens = pending.samples * sum(text_lengths(self.state.run))
             self.meters.step(pending.step, row, tokens, memory)
+        if self.profiler is not None:
+            self.profiler.after_step(pending.step)
 
-    def _end_without_loss(self, step: int, loss: float, norm: float) -> NoReturn:
-        """Errors: FloatingPointError, which says whether a weight or a moment is the reason."""
-        state = self.state
-        found = broken_tensors(state)
-        numbers = f"step {step}: the loss is {loss}, and the gradient norm {norm}"
-        if found is None:
-            raise FloatingPointError(f"{numbers}, of weights and moments that are all finite: {DIVERGED}")
-        raise FloatingPointError(f"{numbers}: {found}: its memory was damaged, or {DIVERGED}")
-
-    def _check_rise(self, pending: Pending, loss: float) -> None:
-        """Report once where the loss is far above that of guessing and of the first step, as proving.py limits it."""
-        if self._limit is None:
-            self._limit = LIMIT * max(math.log(max(architecture(self.state.run.model).input.vocab, 2)), loss)
-        elif loss > self._limit:
-            self.report(
-                f"step {pending.step}: the loss is {loss:.4g}, more than {LIMIT:g} times that of guessing or of the "
-                f"first step: training diverges; lower --lr (now {pending.lr:.3g}), or give a longer warm-up or "
-                "--clip-grad"
-            )
-            self._limit = math.inf
-
-    def _check_stuck(self, step: int, applied: bool) -> None:
-        """A loss scale that can still become less is looking for its value. Errors: FloatingPointError where it cannot,
-        or there is none, and STUCK steps in a row were skipped: none will be applied any more.
-        """
-        scaler = self.state.scaler
-        self._stuck = 0 if applied or (scaler is not None and not scaler.at_least) else self._stuck + 1
-        if self._stuck == STUCK:
-            held = "" if scaler is None else f" at a loss scale of {float(scaler.scale):g}, which cannot become less"
-            raise FloatingPointError(
-                f"step {step}: the gradients of {STUCK} steps in a row are not finite{held}: no step is applied any "
-                "more. Resume from an earlier checkpoint with a lower --lr, a longer warm-up or --dtype bf16"
-            )
+    def _find_stragglers(self, step: int) -> None:
+        """Name the ranks that others wait for, once a while; on rank 0."""
+        if self.stragglers is None or self.meters is None:
+            return
+        for rank, ratio, words in self.stragglers.saw(step, self.stop.seconds):
+            self.report(words)
+            self.meters.event(step, "slow rank", rank=rank, ratio=round(ratio, 3))
+        self.meters.slowest = self.stragglers.slowest
 
     def _check_applied(self) -> None:
         """Errors: FloatingPointError where a run has come to its end, and not one step was applied."""

@@ -18,6 +18,19 @@ def expert_layers(state: TrainState) -> list[ExpertLayer]:
     return [module for stage in state.stages for module in stage.modules() if isinstance(module, ExpertLayer)]
 
 
+def routing_biases(state: TrainState) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The biases that balance experts, each with what it is before a step."""
+    found = [layer.router.balance for layer in (expert_layers(state) if state.options.mixtures else [])]
+    return [(bias, bias.detach().clone()) for bias in found if bias is not None]
+
+
+def keep_if(biases: list[tuple[torch.Tensor, torch.Tensor]], applied: torch.Tensor) -> None:
+    """Of a step that is not applied, the biases do not stay either."""
+    with torch.no_grad():
+        for bias, before in biases:
+            bias.copy_(torch.where(applied, bias, before))
+
+
 def start_counting(state: TrainState) -> None:
     """Begin a step."""
     for layer in expert_layers(state):

@@ -26,6 +26,8 @@ from mega.core.parallel.gradients import Bucket, GradBuffer
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.pipeline import Pipeline
 from mega.core.parallel.weight import weights
+from mega.core.training.policy import GuardMemory
+from mega.core.training.probes import Damage, Probes, all_finite
 
 
 @dataclass
@@ -38,7 +40,7 @@ class Progress:
     consumed_valid: int = 0
     skipped: int = 0
     skipped_samples: int = 0
-    """Samples of steps skipped under a loss scale, which the learning rate's schedule does not count."""
+    """Samples of skipped steps, which the learning rate's schedule does not count."""
 
     @classmethod
     def from_meta(cls, progress: Mapping[str, float]) -> Progress:
@@ -86,6 +88,11 @@ class TrainState:
     scaler: LossScaler | None
     options: StepOptions
     progress: Progress = field(default_factory=Progress)
+    guard: GuardMemory = field(default_factory=GuardMemory)
+    probes: Probes | None = None
+    """What tells where a step was broken first; None where a state is not trained by a run."""
+    injector: Damage | None = None
+    """What damages this rank on purpose."""
     copy: HostCopy | None = None
     load: ExpertLoad | None = None
     """Of the experts in the last step, where the model has any."""
@@ -119,6 +126,22 @@ class TrainState:
     def dropout_rule(self, rule: int) -> None:
         for stage in self.stages:
             stage.options = replace(stage.options, dropout_rule=rule)
+
+    # -- is it sound
+
+    def flats(self) -> Iterator[torch.Tensor]:
+        """All weights and optimizer state that this rank holds, flat; what several hold is on each of them."""
+        for bucket in self.grads.buckets:
+            yield bucket.own_weights if self.grads.zero else bucket.weights
+        for owned in self.optimizer.shards:
+            yield from (tensor for tensor in owned.tensors() if tensor.numel())
+
+    def sound(self) -> torch.Tensor:
+        """bool [], whether everything here that an update reads is finite, but for the gradients that the norm counts;
+        a device value."""
+        uncounted = (bucket.own_grads for bucket in self.grads.buckets if not bucket.counted)
+        flats = [flat for flat in (*self.flats(), *uncounted) if flat.numel()]
+        return torch.stack([all_finite(flat).to(self.device.torch) for flat in flats]).all()
 
     # -- on disk
 

@@ -4,8 +4,9 @@
 1 weight of the global batch   known before the first backward, so that losses divide by it exactly once
 2 the pipeline plays its plan  ready buckets leave while it runs
 3 gradients become whole
-4 the update
-5 the loss of the global batch
+4 their norm, unless weights or moments are broken
+5 the loss of the global batch, and whether any rank has found something wrong
+6 the update, where all is sound
 """
 
 from __future__ import annotations
@@ -21,8 +22,12 @@ from mega.core.model.experts import ExpertLoad
 from mega.core.parallel.bucket_sums import count_zeros, square_sum
 from mega.core.parallel.collectives import all_reduce
 from mega.core.plan import Plan, plan
-from mega.core.training.routing import finish_counting, start_counting
+from mega.core.training.policy import NO_LIMITS, SpikeLimits
+from mega.core.training.routing import finish_counting, keep_if, routing_biases, start_counting
 from mega.core.training.state import TrainState
+
+SOUND_EVERY = 10
+"""Steps of a GPU between two looks at weights and moments."""
 
 LEAST_WEIGHT = 1e-30
 """What losses are divided by, at the least: a batch may be of prompts alone."""
@@ -34,8 +39,8 @@ class StepReport:
 
     loss: of the global batch. means: of each term and metric, by name. grad_norm: before clipping. finite: 0 if the
     update was skipped. scale: the loss scale that was in force. params_norm, zeros: of the weights after the update,
-    and the share of zero gradients, where the run asks for them. tied: of the optimizer's `Outcome`. load: of a model
-    with experts.
+    and the share of zero gradients, where the run asks for them. tied: of the optimizer's `GradNorm`. load: of a model
+    with experts. broken: whether gradients, weights or moments of any rank are not finite. sums: of `Probes`.
     """
 
     loss: torch.Tensor
@@ -47,10 +52,14 @@ class StepReport:
     zeros: torch.Tensor | None = None
     tied: torch.Tensor | None = None
     load: ExpertLoad | None = None
+    broken: torch.Tensor | None = None
+    sums: torch.Tensor | None = None
 
     def start_reading(self) -> Reading:
         """All that there is, on its way to the host by the names that metrics have."""
         always = {"loss": self.loss, "grad_norm": self.grad_norm, "finite": self.finite}
+        if self.broken is not None:
+            always["broken"] = self.broken
         asked = {"loss_scale": self.scale, "params_norm": self.params_norm, "zeros": self.zeros}
         if self.tied is not None:
             asked |= {"tied": self.tied[0], "tied_hash": self.tied[1]}
@@ -60,30 +69,53 @@ class StepReport:
         return Reading(always | {name: value for name, value in asked.items() if value is not None} | several)
 
 
-def train_step(state: TrainState, batches: Sequence[Batch], lr: float, decay: float) -> StepReport:
-    """One step over this data coordinate's microbatches; every rank of the mesh takes part."""
+def train_step(
+    state: TrainState, batches: Sequence[Batch], lr: float, decay: float, limits: SpikeLimits = NO_LIMITS
+) -> StepReport:
+    """One step over this data coordinate's microbatches; every rank of the mesh takes part. One that is beyond
+    `limits` is not applied."""
+    biases = routing_biases(state)
     sums = backward(state, batches)
     # 4
+    scaler = state.scaler
+    scale = None if scaler is None else scaler.scale
+    norm, tied = state.optimizer.grad_norm(scale, _sound(state))
+    broken, beyond = ~torch.isfinite(norm), norm > limits.grad_norm
+    # 5
+    loss, by_name, (broken, beyond) = _means(state, sums, broken, beyond)
+    spike = beyond | (loss > limits.loss)
+    allowed = ~(broken | spike | ~torch.isfinite(loss))
+    # 6
     if state.copy is not None:
         state.copy.settle()
-    scaler = state.scaler
-    outcome = state.optimizer.step(lr, decay, None if scaler is None else scaler.scale)
-    scale = None if scaler is None else scaler.scale
+    outcome = state.optimizer.step(lr, decay, scale, norm, allowed)
+    keep_if(biases, allowed)
     if scaler is not None:
-        scaler.update(outcome.finite)
-    # 5
-    loss, by_name = means(state, sums)
+        scaler.update(~broken, None if limits is NO_LIMITS else broken | ~spike)
     return StepReport(
         loss,
         by_name,
-        outcome.grad_norm,
+        torch.where(broken, torch.nan, norm),
         outcome.finite,
         scale,
         params_norm=_params_norm(state) if state.options.params_norm else None,
         zeros=_share_of_zeros(state) if state.options.zeros else None,
-        tied=outcome.tied,
         load=state.load,
+        tied=tied,
+        broken=broken,
+        sums=None if state.probes is None else state.probes.sums,
     )
+
+
+def _sound(state: TrainState) -> torch.Tensor:
+    """bool [], whether the batch, weights and moments of this rank are finite; a device value.
+
+    A pass over weights and moments is up to half of a fused update's traffic, so a GPU makes one every so many steps:
+    what is broken in between is found by the loss of the next step, which it has made NaN.
+    """
+    batch = torch.ones((), dtype=torch.bool, device=state.device.torch) if state.probes is None else state.probes.batch
+    looks = not state.device.is_cuda or state.progress.step % SOUND_EVERY == 0
+    return batch & state.sound() if looks else batch
 
 
 def backward(state: TrainState, batches: Sequence[Batch]) -> torch.Tensor:
@@ -92,6 +124,8 @@ def backward(state: TrainState, batches: Sequence[Batch]) -> torch.Tensor:
     state.train()
     state.grads.start()
     start_counting(state)
+    if state.probes is not None:
+        state.probes.start()
     # 0
     batches = [batch.split(mesh.cp.index, mesh.cp.size) for batch in batches]
     # 1
@@ -102,9 +136,13 @@ def backward(state: TrainState, batches: Sequence[Batch]) -> torch.Tensor:
     # 2
     schedule = plan(options.schedule, mesh.pp.size, options.chunks, len(batches))
     sums = state.pipeline.run(schedule, batches, list(scales), state.grads)
+    if state.probes is not None:
+        state.probes.end(factors)
     # 3
     state.grads.finish()
     state.load = finish_counting(state)
+    if state.injector is not None:
+        state.injector.after_backward()
     return _sums_of_step(sums, factors, state)
 
 
@@ -174,8 +212,19 @@ def _forward_only(state: TrainState, batches: Sequence[Batch]) -> tuple[Plan, li
 
 def means(state: TrainState, sums: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss of the global batch from the ranks' sums, and each term and metric; 0 where nothing of one counts."""
+    loss, by_name, _ = _means(state, sums)
+    return loss, by_name
+
+
+def _means(
+    state: TrainState, sums: torch.Tensor, *flags: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[torch.Tensor]]:
+    """As of `means`, and for each flag, bool [], whether it is set on any rank, by the same exchange."""
+    rows = [torch.stack([flag.double(), flag.double()]) for flag in flags]
+    sums = torch.cat([sums, torch.stack(rows)]) if rows else sums
     all_reduce(sums, state.mesh.loss_group)
+    sums, counts = sums[: len(sums) - len(flags)], sums[len(sums) - len(flags) :, 0]
     found = sums[:, 0] / sums[:, 1].clamp(min=LEAST_WEIGHT)
     names, terms = state.pipeline.names, len(state.stages[0].terms)
     loss = found[0] if terms == 1 else _weighed(found[:terms], state).sum()
-    return loss, dict(zip(names, found, strict=True))
+    return loss, dict(zip(names, found, strict=True)), [count > 0 for count in counts]

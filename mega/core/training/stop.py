@@ -16,9 +16,11 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from mega.core.device import Reading
+from mega.core.device import HostArray
 from mega.core.parallel.collectives import CollectiveHandle, all_reduce
 from mega.core.parallel.mesh import Axis
 from mega.core.processes.connect import silent_ranks
@@ -55,6 +57,8 @@ class StopSignal:
         self.code = 0
         """The exit code of a run that was asked to stop: 128 + the signal; 0 where the time is up."""
         self.fault: Exception | None = None
+        self.seconds: NDArray[np.float64] = np.zeros(everyone.size)
+        """Of each rank's own work, as of the newest flag that was read."""
         self._everyone, self._device = everyone, device
         self._wish = 0
         self._signals = RepeatedSignal()
@@ -67,11 +71,14 @@ class StopSignal:
             )
             self._before = {number: signal.signal(number, self._note) for number in heeded_signals()}
 
-    def poll(self) -> StopFlag:
-        """Ask all ranks whether one of them was asked to stop; every rank does so at the same place."""
+    def poll(self, seconds: float = 0.0) -> StopFlag:
+        """Ask all ranks whether one of them was asked to stop; every rank does so at the same place. seconds: of this
+        rank's own work, which all ranks are told of along with it."""
         if not self._wish and time.monotonic() > self._deadline:
             self._wish = _TIME_IS_UP
-        flag = torch.full((), float(self._wish), device=self._device)  # filled, not copied: a GPU's host would wait
+        # Filled, not copied: a GPU's host would wait.
+        flag = torch.zeros(1 + self._everyone.size, device=self._device)
+        flag[0], flag[1 + self._everyone.index] = float(self._wish), seconds
         return StopFlag(self, flag, all_reduce(flag, self._everyone, "max", wait=False))
 
     def fail(self, fault: Exception) -> None:
@@ -85,6 +92,11 @@ class StopSignal:
             raise self.fault
         if self.code == 1:
             raise StoppedByFault("another rank could not continue")
+
+    def heard(self, flag: NDArray[np.float32]) -> None:
+        """What all ranks said together."""
+        self.seconds = flag[1:].astype(np.float64)
+        self.heed(int(flag[0]))
 
     def heed(self, wish: int) -> None:
         """All ranks have learned of a wish; 0 is none."""
@@ -143,8 +155,8 @@ class StopFlag:
     def read(self) -> None:
         """Wait for the others; if any rank was asked to stop, `requested` becomes true on all."""
         self._reading = self._reading or self._read()
-        self._stop.heed(int(max(self._reading.numbers().values())))
+        self._stop.heard(self._reading.numpy())
 
-    def _read(self) -> Reading:
+    def _read(self) -> HostArray:
         self._work.wait()
-        return Reading({"flag": self._flag})
+        return HostArray(self._flag)

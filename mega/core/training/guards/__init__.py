@@ -1,5 +1,7 @@
-"""Whether the numbers of a run can be trusted. Nothing here changes them.
+"""Whether a run can be trusted. What it does where it cannot is judge.py's.
 
-finite   is every number that a checkpoint would keep finite?
-audit    do ranks that hold the same tensor still hold the same bits?
+finite      is every number finite, and if not, whose was the first that was not?
+audit       do ranks that hold the same tensor still hold the same bits?
+stragglers  which rank the others wait for
+inject      damage on purpose, by which all of this is proven
 """

@@ -3,5 +3,6 @@
 meters     a row a step into a file, log lines, a bar on a terminal
 trackers   services that keep them: Weights & Biases, MLflow
 exporter   Prometheus at /metrics, and /health
+profiling  torch's profiler over some steps
 output     lines on stdout, which may break
 """

@@ -58,11 +58,14 @@ class Exporter:
         self._gauge("save_seconds", f"Taken by {saved}").set_function(lambda: _saved(1))
         self._gauge("save_step", f"Number of {saved}").set_function(lambda: _saved(0))
         phase = Gauge("mega_phase", "1 for what the process does", ("phase",), registry=every)
+        spent = Gauge("mega_phase_seconds", "Since the start of this process", ("phase",), registry=every)
+        self._spent, self._looked = dict.fromkeys(TRAINING, 0.0), self._began
         for name in TRAINING:
             phase.labels(name).set_function(partial(_is, name))
+            spent.labels(name).set_function(partial(self._spent.__getitem__, name))
         self._evaluated = Gauge("mega_evaluation", "By the newest evaluation", ("set", "figure"), registry=every)
         try:
-            self._server = _Server(("", port), self._handler(), self._still)
+            self._server = _Server(("", port), self._handler(), self._look)
         except OSError as error:
             raise ValueError(f"--metrics-port {port}: {error.strerror or error}; valid: a free port") from None
         threading.Thread(target=self._server.serve_forever, name="exporter", daemon=True).start()
@@ -102,6 +105,18 @@ class Exporter:
         if name not in self._figures:
             self._figures[name] = Gauge(f"mega_{name}", about, registry=self._registry)
         return self._figures[name]
+
+    def slowest(self, rank: int, ratio: float) -> None:
+        """The rank whose own work takes longest, and how many times as long as that of others."""
+        self._gauge("slowest_rank", "Whose own work takes longest").set(rank)
+        self._gauge("slowest_rank_ratio", "How many times as long as that of the others").set(ratio)
+
+    def _look(self) -> None:
+        """Where the process is; the time since the look before is that phase's."""
+        now, phase = time.monotonic(), ACTIVITY.phase
+        self._spent[phase] = self._spent.get(phase, 0.0) + now - self._looked
+        self._looked = now
+        self._still()
 
     def _still(self) -> float:
         """Seconds since a look that found it elsewhere than the one before; the server looks twice a second."""

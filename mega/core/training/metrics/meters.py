@@ -1,7 +1,8 @@
 """What a run reports: one row of numbers a step, a log line now and then, a bar on a terminal. Knows no ranks.
 
 Rows go to a JSON-lines file, always; to TensorBoard, Weights & Biases and MLflow by flag. A run that resumes cuts off
-the rows after the step that it resumes from, so the file has each step once.
+the rows after the step that it resumes from, so the file has each step once. What happens between steps goes to a file
+next to it, of which nothing is cut.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import json
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from mega.core.activity import ACTIVITY
 from mega.core.config.sections import LogConfig
 from mega.core.files import whole_file
 from mega.core.terminal import stderr_console
@@ -40,6 +43,9 @@ has passed."""
 
 MOST_LOSS, LARGE = 700.0, 1e6
 """Above the one, a perplexity is infinite; from the other on, it is shown by four digits and an exponent."""
+
+SLOW = 1.1
+"""From so many times as long as others', the own work of the slowest rank is in the line."""
 
 LEAST_TFLOPS = 0.01
 """Less is shown as nothing."""
@@ -77,8 +83,10 @@ class Meters:
         self._exporter = _exporter(options.metrics_port, steps, still_s)
         last = _last_step(Path(options.metrics)) if start and options.wandb else 0
         self._trackers = Trackers(options, start=start, last=last, settings=settings or {})
+        before = _before(Path(options.metrics), start)
         self._fail = fail
         self._rows: TextIO | None = _open_rows(Path(options.metrics), start)
+        self._events = _open_events(Path(options.metrics), start)
         self._board = _board(options.tensorboard_dir, start)
         # Where lines go to a file, or through `tee`, a bar would take them or be mixed with them.
         terminal = sys.stdout.isatty() and sys.stderr.isatty()
@@ -87,6 +95,11 @@ class Meters:
         self._steps = self._tokens = 0
         self._seconds = 0.0
         """Steps, tokens and seconds since the last line."""
+        self.slowest: tuple[int, float] | None = None
+        """The rank whose own work takes longest, and how many times as long as others'; None: not known."""
+        self._started, self._last = False, start
+        self._began = max(ACTIVITY.began, before.get("last_at", 0.0))
+        self.event(start, "begin", **{**before, "at": round(self._began, 3)})
 
     def step(self, step: int, row: Mapping[str, float], tokens: int, memory: int) -> None:
         """Take one step's numbers; every `log_interval` steps, and at the last, report a line.
@@ -94,12 +107,18 @@ class Meters:
         row: what the step did, "seconds", "loss" and "consumed" samples among it. tokens: of its global batch. memory:
         bytes of this rank.
         """
+        if not self._started:
+            self._started = True
+            self.event(step - 1, "started", seconds=max(0.0, time.time() - self._began - row["seconds"]))
+        self._last = step
         self._steps += 1
         self._tokens += tokens
         self._seconds += row["seconds"]
         self._write({"step": step, **row})
         if self._exporter is not None:
             self._exporter.step(step, row, self._figures(tokens, row["seconds"], memory))
+            if self.slowest is not None:
+                self._exporter.slowest(*self.slowest)
         if step % self.options.tensorboard_interval == 0:
             self._plot({name.replace("_", "-"): value for name, value in row.items()}, step)
             if self._trackers:
@@ -123,7 +142,8 @@ class Meters:
     def _rate(self, step: int, memory: int) -> None:
         """Keep the speed since the row of speed before; the next one begins here."""
         rate, tflops = self._speed(self._tokens, self._seconds)
-        self._write({"step": step, "tokens_per_second_per_device": rate, "tflops_per_device": tflops, "memory": memory})
+        speed = {"tokens_per_second_per_device": rate, "tflops_per_device": tflops, "memory": memory}
+        self._write({"step": step, **speed})
         self._steps, self._tokens, self._seconds = 0, 0, 0.0
 
     def _speed(self, tokens: int, seconds: float) -> tuple[float, float]:
@@ -148,6 +168,7 @@ class Meters:
                 (4, f"MFU {100 * tflops / self.peak:.1f}%" if self.peak else ""),
                 (2, f"{memory / 2**30:.2f} GiB" if memory else ""),
                 (9, f"skipped {row['skipped']}" if row.get("skipped") else ""),
+                (6.2, "rank {} {:.2f}x".format(*self.slowest) if self.slowest and self.slowest[1] > SLOW else ""),
                 *_extras(row),
                 *((6.1, f"{name} {row[name]:.4f}") for name in self._terms),
                 (ALWAYS, eta),
@@ -170,6 +191,15 @@ class Meters:
         more += "".join(f" | {name} {value:.6f}" for name, value in others.items())
         self.report(f"{split} at step {step} | loss {loss:.6f}{more}")
 
+    def event(self, step: int, what: str, **details: object) -> None:
+        """Keep what happened between or in steps, and when, in a file of its own, of which a resume cuts nothing.
+        report/goodput.py adds up the seconds of those that have them."""
+        details = {name: each for name, each in details.items() if each is not None}
+        if self._events is not None:
+            with contextlib.suppress(OSError), self._events.open("a", encoding="utf-8") as events:
+                row = {"step": step, "event": what, "at": round(time.time(), 3), **details}
+                events.write(json.dumps(row) + "\n")
+
     def text(self, step: int, name: str, text: str) -> None:
         """Keep a text that the model made."""
         self._write({"step": step, name: text})
@@ -182,6 +212,7 @@ class Meters:
             print_line(line)
 
     def close(self) -> None:
+        self.event(self._last, "end")
         self._close_rows()
         self._trackers.close()
         if self._exporter is not None:
@@ -270,6 +301,39 @@ def _plain(value: float | str) -> float | str | None:
 def _clock(seconds: int) -> str:
     """Seconds as h:mm:ss."""
     return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+
+
+def _before(path: Path, start: int) -> dict[str, float]:
+    """What a resume at step `start` loses of the rows that are there: steps, and their seconds; and when the last one
+    was written."""
+    if not start or not path.is_file():
+        return {}
+    steps, seconds = 0, 0.0
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            row = json.loads(line)
+            if row["step"] > start and "lr" in row:
+                steps, seconds = steps + 1, seconds + row["seconds"]
+    return {"lost_steps": steps, "lost_seconds": round(seconds, 3), "last_at": round(path.stat().st_mtime, 3)}
+
+
+def events_file(metrics: str) -> Path:
+    """Next to the file of metrics.
+
+    >>> str(events_file("runs/a/metrics.jsonl"))
+    'runs/a/metrics.events.jsonl'
+    """
+    return Path(metrics).with_suffix(f".events{Path(metrics).suffix}")
+
+
+def _open_events(metrics: Path, start: int) -> Path | None:
+    """That of a run that began again is kept as `.previous`. None where metrics go to a pipe or a device."""
+    if metrics.exists() and not metrics.is_file():
+        return None
+    events = events_file(str(metrics))
+    if start == 0 and events.is_file():
+        os.replace(events, events.with_suffix(events.suffix + ".previous"))
+    return events
 
 
 def _open_rows(path: Path, start: int) -> TextIO:

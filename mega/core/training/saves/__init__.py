@@ -5,4 +5,5 @@ saver     what is kept of a run's state, and how it gets there
 proving   whether a saved step is any good
 memory    copies in the hosts' memory, from which ranks that start again resume
 resume    which checkpoint a run starts from, and how its state is filled
+rollback  the same in the middle of a run
 """

@@ -40,7 +40,7 @@ from mega.core.processes.world import MEMORY_FOLDER, world_from_env
 from mega.core.training.guards.finite import check_finite
 from mega.core.training.state import Progress, TrainState
 
-HEADER = mmap.PAGESIZE
+HEADER = 16 * mmap.PAGESIZE
 """Bytes before the state: JSON, padded with spaces; nothing while the state is being written."""
 
 COPIES = 2
@@ -247,6 +247,7 @@ class PeerCopies:
     def _refill(self, header: Mapping[str, Any]) -> None:
         state = self._state
         state.progress = Progress.from_meta(header["progress"])
+        state.guard.restore(header["guard"])
         state.optimizer.updates = int(header["updates"])
         state.dropout_rule = int(header["dropout_rule"])
         if state.scaler is not None and header["scaler"]:
@@ -276,6 +277,7 @@ def _moment(state: TrainState) -> dict[str, object]:
     """Plain state of this moment."""
     return {
         "progress": dataclasses.asdict(state.progress),
+        "guard": state.guard.as_json(),
         "updates": state.optimizer.updates,
         "dropout_rule": state.dropout_rule,
         "scaler": None if state.scaler is None else state.scaler.state(),

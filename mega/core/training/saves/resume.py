@@ -169,6 +169,7 @@ def restore(state: TrainState, point: ResumePoint) -> None:
             state.scaler.restore(scaler)
     if not point.weights_only:
         state.progress = Progress.from_meta(numbers_below(_stated(checkpoint, "progress")))
+        state.guard.restore(checkpoint.meta.get("guard"))
         state.dropout_rule = _dropout_rule(point)
 
 

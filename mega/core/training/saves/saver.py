@@ -68,6 +68,8 @@ class Saver:
         token files hold that the run reads. blends: former ones of the training set, see data/phases.py. saved: the
         step that the run resumes from on disk, where it has come further in memory."""
         self.state, self.options, self._report = state, state.run.checkpoint, report
+        self.on_saved: Callable[[int, float], None] = lambda step, seconds: None
+        """Is given each step that was saved, and the seconds for which the run stood still."""
         assert self.options.save is not None
         self.store = store_at(self.options.save)
         self._fixed = {
@@ -196,6 +198,7 @@ class Saver:
         self.kept, ACTIVITY.saved = step, (step, seconds, time.monotonic())
         if self._proving is not None:
             self._proving.published(step)
+        self.on_saved(step, self._stalled if how else seconds)
         self._report(f"saved step {step} in {seconds:.1f} s{how} to {self.options.save}")
 
     def _publish(
@@ -220,6 +223,8 @@ class Saver:
         return step, saved.seconds
 
     def _kept(self) -> Iterable[Piece]:
+        if self.state.injector is not None:
+            self.state.injector.before_save(self.state.progress.step)
         yield from self.state.weight_pieces(mine=True)
         if self.options.save_optim:
             yield from self.state.optimizer_pieces(mine=True)
@@ -232,6 +237,7 @@ class Saver:
             **({"base": dict(state.base)} if state.base is not None else {}),
             **({"reference": state.reference} if state.reference is not None else {}),
             "progress": dataclasses.asdict(state.progress),
+            "guard": state.guard.as_json(),
             "updates": state.optimizer.updates,
             "dropout_rule": state.dropout_rule,
             "scaler": None if state.scaler is None else state.scaler.state(),

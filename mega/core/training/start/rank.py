@@ -9,10 +9,11 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from mega.core.activity import ACTIVITY
 from mega.core.checkpoint.own.together import JsonExchange, alone, together
-from mega.core.config.resolve import last_step
+from mega.core.config.resolve import last_step, profiled_steps
 from mega.core.config.run import RunConfig
 from mega.core.data.dataset import Dataset
 from mega.core.device import Device
@@ -21,11 +22,17 @@ from mega.core.parallel.collectives import gather_json
 from mega.core.parallel.mesh import Groups
 from mega.core.processes.connect import connect, disconnect, end_together
 from mega.core.training.evaluation import Evaluation
+from mega.core.training.guards.inject import injector
+from mega.core.training.guards.stragglers import StepClock, Stragglers
+from mega.core.training.judge import Judge
 from mega.core.training.kinds import kind_of
 from mega.core.training.kinds.pretraining import datasets, former_blends
 from mega.core.training.loop import Training
 from mega.core.training.metrics.meters import Meters
 from mega.core.training.metrics.output import print_line
+from mega.core.training.metrics.profiling import StepProfiler
+from mega.core.training.policy import Guard
+from mega.core.training.probes import Probes
 from mega.core.training.routines import routines
 from mega.core.training.sampling import Sampler
 from mega.core.training.saves.memory import peer_copies
@@ -100,7 +107,25 @@ def start(
     sampler = _sampler(inputs, state, meters, report)
     due = routines(state, evaluation if task.validation else None, sampler, saver, copies, steps=steps)
     introduce(inputs, point, state, steps, report, saved)
-    return Training(state, task, schedules, steps, evaluation, tuple(due), stop, saver, meters, report)
+    of_run = state, task, schedules, steps, evaluation, tuple(due), stop, saver, meters, report
+    return Training(*of_run, *_watched(state, saver, meters, report))
+
+
+def _watched(
+    state: TrainState, saver: Saver | None, meters: Meters | None, report: Callable[[str], None]
+) -> tuple[Judge, StepClock, Stragglers | None, StepProfiler | None]:
+    """What looks at each step of a run; its faults on purpose come first, so that nothing sees them from behind."""
+    run, mesh, rank = state.run, state.mesh, state.mesh.rank
+    state.probes = Probes(state.stages, state.grads, mesh, state.device.torch)
+    state.injector = injector(state, run.guards.inject)
+    if saver is not None and meters is not None:
+        saver.on_saved = lambda step, seconds: meters.event(step, "save", seconds=round(seconds, 3))
+    stragglers = Stragglers(mesh, run.guards.slow_rank) if meters is not None and mesh.world > 1 else None
+    steps = None if run.log.profile is None else profiled_steps(run.log.profile)
+    profiler = None
+    if steps is not None and rank in run.log.profile_ranks:
+        profiler = StepProfiler(steps, rank, Path(run.log.metrics).parent, report)
+    return Judge(state, Guard(run.guards, state.guard), saver, meters, report), StepClock(state), stragglers, profiler
 
 
 def _with_former_blends(inputs: Inputs, point: ResumePoint | None, report: Callable[[str], None]) -> Inputs:

@@ -1,0 +1,123 @@
+"""Where a run's time went, over all of its starts: in steps that count, in steps that were done again, in saves,
+evaluations and starts, between a process's end and the next one's begin, and in nothing of these.
+
+From the rows of steps, and from the events next to them (training/meters.py): "begin" (at the start of a process)
+and "end", "started" (the seconds until its first step), "save" and "evaluation" (the seconds that they took).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+
+class StepRow(TypedDict, total=False):
+    """A row of metrics, as far as it is read."""
+
+    skipped: int
+    seconds: float | None
+
+
+class EventRow(TypedDict, total=False):
+    """What a run keeps of an event; which of these there are depends on it."""
+
+    event: str
+    step: int
+    at: float
+    seconds: float
+    lost_steps: int
+    lost_seconds: float
+    last_at: float
+    samples: list[int]
+    to: int
+    policy: str
+    rank: int
+    ratio: float
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Seconds. productive: of steps that were applied and are part of the run. lost: of steps that a resume did again,
+    and of those that were left out. down: between processes. idle: the rest."""
+
+    total: float
+    productive: float
+    lost: float
+    starts: float
+    saves: float
+    evaluations: float
+    down: float
+    restarts: int
+
+    @property
+    def idle(self) -> float:
+        known = self.productive + self.lost + self.starts + self.saves + self.evaluations + self.down
+        return max(0.0, self.total - known)
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """For a table."""
+        yield "time since the begin", _duration(self.total)
+        parts = {
+            "productive": self.productive,
+            "done again, or left out": self.lost,
+            "starting": self.starts,
+            "saving": self.saves,
+            "evaluating": self.evaluations,
+            "between processes": self.down,
+            "idle": self.idle,
+        }
+        for name, seconds in parts.items():
+            yield name, f"{100 * seconds / max(self.total, 1e-9):.1f} %, {_duration(seconds)}"
+        yield "restarts", f"{self.restarts}"
+
+
+def goodput(steps: Sequence[StepRow], events: Sequence[EventRow]) -> Goodput | None:
+    """Of a run's rows of steps and of its events, in the order in which they were written; None without events.
+
+    >>> begin: EventRow = {"event": "begin", "step": 0, "at": 100.0}
+    >>> again: EventRow = {"event": "begin", "step": 1, "at": 120.0, "lost_seconds": 4.0, "last_at": 112.0}
+    >>> save, end = {"event": "save", "step": 1, "seconds": 1.0, "at": 108.0}, {"event": "end", "step": 2, "at": 126.0}
+    >>> found = goodput([{"step": 1, "seconds": 5.0}, {"step": 2, "seconds": 5.0}], [begin, save, again, end])
+    >>> found.total, found.productive, found.lost, found.down, found.idle, found.restarts
+    (26.0, 10.0, 4.0, 8.0, 3.0, 1)
+    """
+    begins = [event for event in events if event["event"] == "begin"]
+    if not begins:
+        return None
+    skipped, productive, left_out = 0, 0.0, 0.0
+    for row in steps:
+        was_skipped = row.get("skipped", 0) > skipped
+        skipped = row.get("skipped", 0)
+        seconds = row.get("seconds") or 0.0
+        productive, left_out = (productive, left_out + seconds) if was_skipped else (productive + seconds, left_out)
+    down, last = 0.0, begins[0]["at"]
+    for event in events:
+        if event["event"] == "begin":
+            last = max(last, event.get("last_at", 0.0))
+            down += max(0.0, event["at"] - last)
+        last = max(last, event["at"])
+
+    def spent(kind: str) -> float:
+        return float(sum(event.get("seconds", 0.0) for event in events if event["event"] == kind))
+
+    return Goodput(
+        total=last - begins[0]["at"],
+        productive=productive,
+        lost=left_out + sum(event.get("lost_seconds", 0.0) for event in begins),
+        starts=spent("started"),
+        saves=spent("save"),
+        evaluations=spent("evaluation"),
+        down=down,
+        restarts=len(begins) - 1,
+    )
+
+
+def _duration(seconds: float) -> str:
+    """
+    >>> _duration(7.25), _duration(754), _duration(12345)
+    ('7.2 s', '12.6 min', '3.4 h')
+    """
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,76 @@
+"""`--profile FIRST:LAST`: torch's profiler over some steps of a run: a trace for a browser, and ten lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from mega.core.files import whole_file
+
+LINES = 10
+
+
+class ProfiledOperation(Protocol):
+    """What torch adds up of the calls of one operation; microseconds."""
+
+    key: str
+    count: int
+    self_device_time_total: float
+    self_cpu_time_total: float
+
+
+class StepProfiler:
+    """On one of the ranks that are profiled.
+
+    directory: in which trace and table are written. report: takes lines; where a rank prints none, they are in the file
+    next to its trace.
+    """
+
+    def __init__(self, steps: range, rank: int, directory: Path, report: Callable[[str], None]):
+        self._steps, self._rank, self._directory, self._report = steps, rank, directory, report
+        self._running: torch.profiler.profile | None = None
+
+    def before_step(self, step: int) -> None:
+        """On a GPU, which may be some steps behind, what is still to be done of the steps before is in the trace."""
+        if step in self._steps and self._running is None:
+            kinds = [torch.profiler.ProfilerActivity.CPU]
+            if torch.profiler.ProfilerActivity.CUDA in torch.profiler.supported_activities():
+                kinds.append(torch.profiler.ProfilerActivity.CUDA)
+            self._running = torch.profiler.profile(activities=kinds, acc_events=True)
+            self._running.start()
+
+    def after_step(self, step: int) -> None:
+        """Its numbers are read. What cannot be written is reported: the run goes on."""
+        if self._running is None or step < self._steps[-1]:
+            return
+        running, self._running = self._running, None
+        running.stop()
+        first, last = self._steps[0], self._steps[-1]
+        place = self._directory / f"profile-steps-{first}-{last}-rank-{self._rank}.json.gz"
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            running.export_chrome_trace(str(place))
+            lines = summary(running.key_averages())
+            with whole_file(place.with_name(place.name.replace(".json.gz", ".txt"))) as file:
+                file.write("\n".join([*lines, ""]).encode())
+        except (OSError, RuntimeError) as error:
+            self._report(f"--profile: {place} cannot be written: {error}")
+            return
+        self._report(f"profile of steps {first} to {last} of rank {self._rank}: {place}")
+        for line in lines:
+            self._report(line)
+
+
+def summary(events: Iterable[ProfiledOperation]) -> list[str]:
+    """The operations that took most time of their own, of the device where there is one. events: `key_averages`."""
+    rows = [(float(each.self_device_time_total), float(each.self_cpu_time_total), each) for each in events]
+    on_device = any(device for device, _, _ in rows)
+    times = sorted(((device if on_device else host, each) for device, host, each in rows), key=lambda row: -row[0])
+    total = sum(time for time, _ in times) or 1.0
+    return [
+        f"  {100 * time / total:5.1f} %  {time / 1e3:10.2f} ms  {each.count:7d} x  {str(each.key)[:70]}"
+        for time, each in times[:LINES]
+    ]

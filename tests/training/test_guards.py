@@ -1,0 +1,218 @@
+"""Guards: what is not finite is found in its step and named; spikes; batches that are left out; rollbacks; profiles."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mega import cli
+from mega.core.checkpoint.own.store import CheckpointStore
+from mega.core.parallel.mesh import Mesh
+from mega.core.processes.pool import Pool
+from mega.core.training.guards.stragglers import REPEAT, WINDOW, Stragglers
+from mega.core.training.loop import Training
+from mega.core.training.policy import GuardMemory, limits
+from tests.support.guarded import guarded, play, published
+
+RunCli = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture(autouse=True)
+def said_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGA_INJECT", "1")
+
+
+@pytest.mark.parametrize(
+    ("fault", "layout", "words"),
+    [
+        ("nan:batch", {"tp": 2}, "the batch's loss_weights of microbatch"),
+        ("inf:activation", {"pp": 2}, "the output of"),
+        ("nan:activation", {"tp": 2, "sequence_parallel": True}, "the output of"),
+        ("nan:gradient", {"zero": 1}, "the own gradient of"),
+        ("inf:gradient", {"tp": 2, "zero": 2}, "the own gradient of"),
+        ("nan:weight", {"zero": 3}, "weights/"),
+        ("inf:moment", {"pp": 2, "zero": 1}, "moment"),
+        ("nan:tied", {"pp": 2}, "copies of the gradient of model.embed_tokens.weight"),
+    ],
+)
+def test_what_is_not_finite_is_named_in_its_step(
+    tmp_path: Path, pool: Pool, fault: str, layout: dict[str, Any], words: str
+) -> None:
+    """On all ranks, before the update; and nothing of it is published."""
+    options = guarded(tmp_path, inject=(f"{fault}@step=5,rank=3,seed=1",), global_batch=4, **layout)
+    found = pool.run(play, options, 4, world=4)
+    assert len({each["error"] for each in found}) == 1 and {each["step"] for each in found} == {5}, found
+    error = found[0]["error"]
+    assert error.startswith("step 5: ") and words in error, error
+    assert "rank 3" in error or "ranks 1 and 3" in error, error
+    assert published(tmp_path) == [2, 4]
+    if "gradient" in fault or words.endswith("/"):
+        assert found[3]["named"][0] in error, (found[3]["named"], error)
+
+
+def without_batch(first: int, count: int, training: Training) -> None:
+    """The training set without samples first, first + 1, ..."""
+    train = training.task.train
+    assert train is not None
+    take = train.take
+    train.take = lambda consumed, n: take(consumed + (count if consumed >= first else 0), n)  # type: ignore[method-assign]
+
+
+def drop_second(training: Training) -> None:
+    without_batch(4, 4, training)
+
+
+@pytest.mark.parametrize(
+    ("fault", "values"),
+    [
+        ("nan:gradient@step=2,rank=1", {"on_nan": "skip", "zero": 1}),
+        ("nan:activation@step=2,rank=0", {"on_nan": "skip", "dtype": "bf16", "hidden_dropout": 0.1}),
+        ("nan:batch@step=2,rank=1", {"on_nan": "skip", "dtype": "fp16", "initial_loss_scale": 1024.0, "pp": 2}),
+    ],
+)
+def test_a_skipped_batch_is_as_if_it_had_not_been_drawn(
+    tmp_path: Path, pool: Pool, fault: str, values: dict[str, Any]
+) -> None:
+    """Weights and moments after 5 steps, one of them skipped, are those of 4 steps on the other batches."""
+    same = {"global_batch": 4, "lr_decay": "linear", "lr_decay_steps": 9, **values}
+    skips = pool.run(play, guarded(tmp_path / "a", steps=5, inject=(fault,), **same), 2, world=2)
+    reference = pool.run(play, guarded(tmp_path / "b", steps=5, exit_interval=4, **same), 2, drop_second, world=2)
+    assert [each["digest"] for each in skips] == [each["digest"] for each in reference]
+    assert skips[0]["left_out"] == [{"step": 2, "reason": "nan", "samples": [4, 8]}]
+    rows = [json.loads(line) for line in (tmp_path / "a" / "m.jsonl").read_text().splitlines()]
+    rates = [row["lr"] for row in rows if "lr" in row]
+    assert rates[1] == rates[2] and rates[2] > rates[3]
+    events = [json.loads(line) for line in (tmp_path / "a" / "m.events.jsonl").read_text().splitlines()]
+    assert [(each["step"], each["samples"]) for each in events if each["event"] == "nan"] == [(2, [4, 8])]
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_a_resume_over_what_was_left_out_is_the_same_run(tmp_path: Path, pool: Pool, policy: str) -> None:
+    values = {"on_nan": policy, "inject": ("nan:gradient@step=3,rank=0",), "global_batch": 4, "zero": 1}
+    straight = pool.run(play, guarded(tmp_path / "a", **values), 2, world=2)
+    pool.run(play, guarded(tmp_path / "b", exit_interval=4, **values), 2, world=2)
+    resumed = pool.run(play, guarded(tmp_path / "b", resume="auto", **values), 2, world=2)
+    assert [each["digest"] for each in straight] == [each["digest"] for each in resumed]
+    assert straight[0]["left_out"] == resumed[0]["left_out"] != []
+    metas = [CheckpointStore(tmp_path / name / "run").open(6).meta["guard"] for name in "ab"]
+    assert metas[0] == metas[1] and len(metas[0]["losses"]) == 5
+
+
+def test_a_rollback_goes_on_with_the_next_batch(tmp_path: Path, pool: Pool) -> None:
+    """What the steps since the save have done is undone, also to a weight that is broken for good."""
+    values = {"global_batch": 4, "tp": 2}
+    found = pool.run(
+        play, guarded(tmp_path / "a", on_nan="rollback", inject=("nan:weight@step=4,rank=1",), **values), 2, world=2
+    )
+    reference = pool.run(play, guarded(tmp_path / "b", exit_interval=4, **values), 2, drop_third_and_fourth, world=2)
+    assert [each["digest"] for each in found] == [each["digest"] for each in reference]
+    assert found[0]["left_out"] == [{"step": 4, "reason": "nan", "samples": [8, 16], "to": 2}]
+
+
+def drop_third_and_fourth(training: Training) -> None:
+    without_batch(8, 8, training)
+
+
+def test_rollbacks_are_bounded(tmp_path: Path, pool: Pool) -> None:
+    values = {"on_nan": "rollback", "max_rollbacks": 2, "global_batch": 4}
+    options = guarded(tmp_path, inject=("nan:batch@step=3,rank=0,steps=3",), **values)
+    error = pool.run(play, options, 1, world=1)[0]["error"]
+    assert error.startswith("step 5: ") and error.endswith("this would be rollback 3, and --max-rollbacks is 2"), error
+    error = pool.run(play, guarded(tmp_path / "b", inject=("nan:batch@step=1",), **values), 1, world=1)[0]["error"]
+    assert error.endswith("nothing was saved yet, so that there is no step to go back to"), error
+
+
+@pytest.mark.parametrize("policy", ["warn", "skip"])
+def test_a_spike_of_a_run_is_found(tmp_path: Path, pool: Pool, policy: str) -> None:
+    options = guarded(
+        tmp_path,
+        steps=45,
+        save_interval=45,
+        on_spike=policy,
+        global_batch=2,
+        inject=("spike:gradient@step=40,rank=1,x=4000",),
+    )
+    found = pool.run(play, options, 2, world=2)[0]
+    assert found["error"] == "" and sum("step 40: " in line for line in found["lines"]) == 1, found["lines"]
+    assert [each["step"] for each in found["left_out"]] == ([40] if policy == "skip" else [])
+
+
+def test_spikes_of_a_noisy_series() -> None:
+    """A short form of the battery's."""
+    dice, memory, found = random.Random(1), GuardMemory(), []
+    for step in range(1, 1001):
+        loss, norm = 2.0 + 3 * step**-0.3 + dice.gauss(0, 0.03), math.exp(dice.gauss(-0.5, 0.15))
+        if step % 200 == 0:
+            loss, norm = loss * 2.3, norm * 4000
+        if limits(memory.losses, memory.norms, 10.0).exceeded(loss, norm):
+            found.append(step)
+        else:
+            memory.add(loss, norm)
+    assert found == [200, 400, 600, 800, 1000]
+
+
+def test_a_slow_rank_is_named_once_and_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two stages of three ranks, of which the second has more work; rank 4 is slow by 30 % from step 100 on."""
+    noise, stragglers = np.random.default_rng(0), Stragglers(Mesh.at(0, dp=3, pp=2), 1.25)
+    named = []
+    for step in range(1, 1101):
+        seconds = np.array([0.1] * 3 + [0.2] * 3) * noise.normal(1, 0.05, 6)
+        seconds[4] *= 1.35 if 100 <= step < 140 else 1.0
+        named += [(step, rank) for rank, _, _ in stragglers.saw(step, seconds)]
+    assert len(named) == 1 and named[0][1] == 4 and 100 < named[0][0] < 100 + 2 * WINDOW < 100 + REPEAT
+
+
+@pytest.fixture
+def run_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunCli:
+    monkeypatch.chdir(tmp_path)
+    flags = (
+        "pretrain --layers 1 --hidden 8 --heads 1 --seq-length 8 --vocab 64 --mock-data --micro-batch 1 --lr 1e-3 "
+        "--eval-iters 0 --steps 4 --device cpu"
+    ).split()
+
+    def run(*more: str) -> tuple[int, str]:
+        code = cli.main([*flags, *more])
+        return code, "".join(capsys.readouterr())
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--inject nan:moon@step=1", "--inject nan:moon@step=1: nan:moon; valid: nan:batch, nan:activation"),
+        ("--inject nan:batch@step=1,rank=2", "there are ranks 0 to 0"),
+        ("--inject nan", "says no step"),
+        ("--on-nan rollback", "--on-nan rollback: needs --save and --save-interval"),
+        ("--profile 9:3", "--profile 9:3: must be the first and the last step"),
+        ("--slow-rank 0.9", "--slow-rank 0.9: must be greater than 1"),
+    ],
+)
+def test_mistakes_are_named_before_anything_starts(run_cli: RunCli, flags: str, words: str) -> None:
+    code, printed = run_cli(*flags.split())
+    assert code == 2 and words in printed, printed
+
+
+def test_a_fault_must_be_said_twice(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEGA_INJECT")
+    code, printed = run_cli("--inject", "nan:batch@step=1")
+    assert code == 2 and "set MEGA_INJECT=1 in the environment too" in printed, printed
+
+
+def test_a_profile_is_a_trace_and_ten_lines(tmp_path: Path, run_cli: RunCli) -> None:
+    code, printed = run_cli("--profile", "2:3", "--metrics", str(tmp_path / "m.jsonl"))
+    trace, table = (tmp_path / f"profile-steps-2-3-rank-0.{end}" for end in ("json.gz", "txt"))
+    assert code == 0 and trace.stat().st_size > 1000 and len(table.read_text().splitlines()) == 10
+    assert f"profile of steps 2 to 3 of rank 0: {trace}" in printed and table.read_text().splitlines()[0] in printed
+
+
+def test_a_save_that_fails_on_purpose_is_named(tmp_path: Path, run_cli: RunCli) -> None:
+    code, printed = run_cli("--save", str(tmp_path / "run"), "--save-interval", "2", "--inject", "fail:save@step=4")
+    assert code == 1 and "no space left on device (--inject)" in printed and published(tmp_path) == [2], printed
