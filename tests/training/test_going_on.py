@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -210,6 +212,24 @@ def test_a_place_is_one_runs_alone(tmp_path: Path, run_cli: RunCli, monkeypatch:
     assert list((tmp_path / "run").iterdir()) == [] and run_cli(*save)[0] == 0
     with CheckpointStore(tmp_path / "run").held():
         """The run gave it back."""
+
+
+def test_a_lost_host_may_hold_the_place_for_a_while(
+    tmp_path: Path, run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lock ends with its lease at the server of files: a rank that was started again waits, and may try again."""
+    monkeypatch.setattr(place, "LOCK_WAIT", 0.1)
+    monkeypatch.setattr(place, "LEASE_WAIT", 0.5)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    save = ["--save", str(tmp_path), "--steps", "2"]
+    with CheckpointStore(tmp_path).held():
+        code, printed = run_cli(*save)
+        assert code == 1 and "another process still writes there" in printed
+    monkeypatch.setattr(place, "LEASE_WAIT", 60.0)
+    with contextlib.ExitStack() as held:
+        held.enter_context(CheckpointStore(tmp_path).held())
+        threading.Timer(0.5, held.pop_all().close).start()
+        assert run_cli(*save)[0] == 0
 
 
 @pytest.mark.parametrize("steps", [30, 70])

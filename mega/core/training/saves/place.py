@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import time
 import uuid
@@ -41,13 +42,19 @@ LOCK_WAIT = 10.0
 """Seconds for which a run waits for another that still holds its directory: one that was stopped may be on its way
 out."""
 
+LEASE_WAIT = 150.0
+"""The same for ranks that were started again: rank 0 may have been on a host that is lost, whose lock a server of files
+keeps until its lease ends; NFS has 90 seconds."""
+
 
 def lock(until: contextlib.ExitStack, place: str | None, mesh: Mesh, device: torch.device) -> None:
     """Hold --save for this run alone, so that no other one replaces its checkpoints, nor `checkpoint clean` what it is
-    writing. All ranks call this together. Errors: ValueError on all where another process has it."""
+    writing. All ranks call this together. Errors: ValueError on all where another process has it; OSError where the one
+    of an attempt before may have it."""
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     free = torch.ones((), device=device)
     if place is not None and url_of(place) is None and mesh.rank == 0:
-        store, deadline = store_at(place), time.monotonic() + LOCK_WAIT
+        store, deadline = store_at(place), time.monotonic() + (LEASE_WAIT if again else LOCK_WAIT)
         with contextlib.suppress(OSError):  # a place that cannot be written to is the saver's to report
             if not store.directory.exists():
                 store.directory.mkdir(parents=True)
@@ -58,6 +65,8 @@ def lock(until: contextlib.ExitStack, place: str | None, mesh: Mesh, device: tor
                     break
                 time.sleep(0.2)
     all_reduce(free, mesh.everyone, "min")
+    if not free and again:
+        raise OSError(f"--save {place}: another process still writes there, after {LEASE_WAIT:.0f} s")
     if not free:
         raise ValueError(
             f"--save {place}: another process is writing there; wait for its end, or give another directory"
