@@ -6,12 +6,16 @@ import itertools
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mega.core.bench import preflight
+from mega.core.bench.options import PreflightOptions
 from mega.core.bench.preflight import judged, rounds
+from mega.core.processes import launch
 
 
 def fleet(**other: Any) -> list[dict[str, Any]]:
@@ -60,3 +64,20 @@ def test_two_ranks_of_this_host(tmp_path: Path) -> None:
         {"matmul", "copy", "link"},
     ]
     assert found["faults"] == [] and not list(tmp_path.iterdir())
+
+
+def printing_slowly(options: PreflightOptions) -> int:
+    show = preflight._show
+
+    def slowly(*rest: Any, **more: Any) -> None:
+        time.sleep(1.5 * launch.PATIENCE)
+        show(*rest, **more)
+
+    preflight._show = slowly
+    return preflight.preflight(options)
+
+
+def test_what_is_off_is_printed_before_any_rank_ends(capfd: pytest.CaptureFixture[str]) -> None:
+    options = PreflightOptions(device="cpu", json=True, least=1.0)
+    assert launch.launch(2, printing_slowly, options) == 1
+    assert json.loads(capfd.readouterr().out)["faults"]

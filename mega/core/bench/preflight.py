@@ -16,6 +16,7 @@ import os
 import platform
 import socket
 import statistics
+import sys
 import time
 import uuid
 from collections import Counter
@@ -55,6 +56,8 @@ def preflight(options: PreflightOptions) -> int:
     faults = list(judged(rows, pairs, clocks, options.least))
     if world.rank == 0:
         _show(rows, pairs, faults, as_json=options.json)
+        sys.stdout.flush()
+    gather_json(None, axis, device.torch)  # a rank that fails ends the others, so all wait until rank 0 has printed
     disconnect()
     return int(bool(faults))
 
