@@ -137,6 +137,16 @@ def test_a_lost_rank_costs_nothing_but_time(
     assert len(folders) == ("--peer-copy-interval" in how) and not any(map(os.path.exists, folders))
 
 
+def test_a_restart_resumes_the_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--no-load-optim is about what the run begins with, not about its own saves."""
+    jobs = list[Job]()
+    monkeypatch.setattr(restarts, "supervise", lambda nproc, limit, job: jobs.append(job) or 0)
+    save = ["--save", str(tmp_path), "--save-interval", "10", "--load", str(tmp_path), "--no-load-optim"]
+    assert main([*RUN, *save]) == 0
+    read = [jobs[0].args(resumes)[0].run.checkpoint for resumes in (False, True)]
+    assert [(each.resume, each.load_optim) for each in read] == [(None, False), ("auto", True)]
+
+
 def _tensors(place: Path) -> dict[str, bytes]:
     """What the last save holds, weights and moments, by file and name."""
     files = sorted((place / "step-0000060").glob("*.safetensors"))

@@ -115,6 +115,8 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         "--image x: belongs to jobset and pytorchjob": ["mpi", *two, "--image", "x", "--", *RUN],
         "--hosts 2: belongs before the command": ["slurm", *two, "--", *RUN, "--nproc=4", "--hosts=2"],
         "--peer-copy-interval 5: torchrun": [*torchrun, "--max-restarts=3", "--peer-copy-interval=5"],
+        "--no-load-optim: would count at each start": ["slurm", "--", *RUN, "--load", "runs/a", "--no-load-optim"],
+        "--max-restarts 1: excludes --no-save-optim": ["slurm", "--", *RUN, "--max-restarts", "1", "--no-save-optim"],
         "--name 'a\\n#SBATCH -p x': must be one line": ["slurm", "--name", "a\n#SBATCH -p x", "--", *RUN],
         "--name My_run: must be lower-case letters": ["jobset", "--name", "My_run", "--image", "x", "--", *RUN],
         f"--name {'a' * 48}: must be": ["pytorchjob", "--name", "a" * 48, "--image", "x", "--", *RUN],

@@ -230,6 +230,8 @@ def _pairs(options: Options) -> Problems:
     yield from _steps_or_samples(options)
     yield from _recompute(options)
     yield from _run_and_checkpoint(options)
+    if options.supervision.max_restarts and not options.checkpoint.save_optim:
+        yield _line(options, "max_restarts", "excludes --no-save-optim, as ranks that start again resume the optimizer")
     schedule, decay = options.schedule, options.optimizer.weight_decay
     ends = (schedule.start_weight_decay, schedule.end_weight_decay)
     if schedule.weight_decay_style == "constant" and any(end not in (None, decay) for end in ends):

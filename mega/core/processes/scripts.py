@@ -33,6 +33,8 @@ def process_command(kind: str, launch: LaunchOptions, words: Sequence[str], run:
         raise ValueError(f"--spares {launch.spares}: needs --max-restarts in the command, which puts them to use")
     found = list(words)
     if run.checkpoint.save is not None and run.checkpoint.resume is None:
+        if not run.checkpoint.load_optim:
+            raise ValueError("--no-load-optim: would count at each start of the job; valid: --finetune")
         found += ["--resume", "auto"]  # a job that is queued again, or a container, runs the same command
     if kind == "torchrun":
         if supervision.peer_copy_interval:
