@@ -69,8 +69,8 @@ def _supervise(options: Options, resolved: Any, size: int) -> int:
     save, nproc, supervision = options.checkpoint.save, options.runtime.nproc or 1, options.supervision
     resumed = resolved
     if save is not None:  # what the run itself has saved is read whole, whatever is read at its beginning
-        again = updated(options, {"resume": "auto", "load_optim": True})
-        resumed = resolve_run(_as_the_weights(again), size)
+        resuming = updated(options, {"resume": "auto", "load_optim": True})
+        resumed = resolve_run(_as_the_weights(resuming), size)
 
     newest = [max(store_at(save).steps(), default=0)] if save is not None else [0]
 

@@ -73,8 +73,8 @@ def _check_values(kind: str, options: LaunchOptions) -> None:
 
 _CONTAINERS = ("jobset", "pytorchjob")
 
-_AGAIN = 6
-"""Times that Kubernetes starts a host again, on average."""
+_STARTS = 6
+"""Failures of a host, on average, after which Kubernetes gives up."""
 
 _RULES = [
     {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
@@ -188,7 +188,7 @@ def _jobset(options: LaunchOptions, command: Sequence[str], restarts: int) -> st
     count, first = options.hosts + options.spares, f"{options.name}-hosts-0-0.{options.name}"
     pod = _pod(options, command, {"MASTER_ADDR": first, "MASTER_PORT": str(options.port)})
     limits: dict[str, object] = {"activeDeadlineSeconds": 60 * options.minutes} if options.minutes else {}
-    limits |= {"backoffLimit": _AGAIN * count, "podFailurePolicy": {"rules": _RULES}}
+    limits |= {"backoffLimit": _STARTS * count, "podFailurePolicy": {"rules": _RULES}}
     job = {"parallelism": count, "completions": count, "completionMode": "Indexed", **limits}
     hosts = {"name": "hosts", "replicas": 1, "template": {"spec": {**job, "template": {"spec": pod}}}}
     spec = {"network": {"enableDNSHostnames": True}, "replicatedJobs": [hosts]}
@@ -204,7 +204,7 @@ def _pytorchjob(options: LaunchOptions, command: Sequence[str], restarts: int) -
         kind: {"replicas": n, "restartPolicy": "ExitCode", "template": {"spec": pod}} for kind, n in count.items() if n
     }
     limits: dict[str, object] = {"activeDeadlineSeconds": 60 * options.minutes} if options.minutes else {}
-    limits["backoffLimit"] = _AGAIN * (options.hosts + options.spares)
+    limits["backoffLimit"] = _STARTS * (options.hosts + options.spares)
     spec = {"runPolicy": {"cleanPodPolicy": "None", **limits}, "pytorchReplicaSpecs": pods}
     return _manifest("kubeflow.org/v1", "PyTorchJob", options.name, spec)
 

@@ -51,10 +51,10 @@ def lock(until: contextlib.ExitStack, place: str | None, mesh: Mesh, device: tor
     """Hold --save for this run alone, so that no other one replaces its checkpoints, nor `checkpoint clean` what it is
     writing. All ranks call this together. Errors: ValueError on all where another process has it; OSError where the one
     of an attempt before may have it."""
-    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     free = torch.ones((), device=device)
     if place is not None and url_of(place) is None and mesh.rank == 0:
-        store, deadline = store_at(place), time.monotonic() + (LEASE_WAIT if again else LOCK_WAIT)
+        store, deadline = store_at(place), time.monotonic() + (LEASE_WAIT if restarted else LOCK_WAIT)
         with contextlib.suppress(OSError):  # a place that cannot be written to is the saver's to report
             if not store.directory.exists():
                 store.directory.mkdir(parents=True)
@@ -65,7 +65,7 @@ def lock(until: contextlib.ExitStack, place: str | None, mesh: Mesh, device: tor
                     break
                 time.sleep(0.2)
     all_reduce(free, mesh.everyone, "min")
-    if not free and again:
+    if not free and restarted:
         raise OSError(f"--save {place}: another process still writes there, after {LEASE_WAIT:.0f} s")
     if not free:
         raise ValueError(
