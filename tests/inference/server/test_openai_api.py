@@ -115,7 +115,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"n": 10**6}, "n 1000000: must be"),
     ({"temperature": -1}, "temperature -1: must be"),
     ({"temperature": True}, "must be of type number"),
-    ({"top_p": 0}, "top_p 0: must be"),
+    ({"top_p": 0}, "top_p 0.0: must be"),
     ({"top_p_bound": 0.5, "top_p": 0.4}, "top_p_bound"),
     ({"stop": [""]}, "1 to 256 characters"),
     ({"stop": ["a"] * 17}, "at most 16"),

@@ -7,7 +7,7 @@ service         what every route needs: the model's name, its tokenizer, templat
 session         text above the engine: stop strings, half characters, who has left
 driver          the thread that calls the engine, and the bounded queue in front of it
 connections     limits of connections: headers, slow clients, how many at a time
-fields          the fields of a request as tables: types, ranges, help; OpenAPI from the same tables
+fields          the fields of a request as models: their checks, their refusals, their OpenAPI
 constrain       answers that match a JSON schema or a regular expression
 limits, metrics figures: what is accepted, what happened
 client          asks such a server, or Megatron-LM's, from a command line

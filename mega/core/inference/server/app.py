@@ -13,10 +13,12 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pydantic import Field
+
 from mega import __version__
 from mega.core.inference.server import megatron_api, openai_api
 from mega.core.inference.server.driver import EngineLost, QueueFull
-from mega.core.inference.server.fields import BadField, Field, Fields, read, schema
+from mega.core.inference.server.fields import BadField, Body, read, schema
 from mega.core.inference.server.gate import FAILED, Gate, failure_body
 from mega.core.inference.server.service import Service
 from mega.core.inference.server.session import AnswerFailed, ClientGone, Continuation, TooLong, until_gone
@@ -29,12 +31,19 @@ T = TypeVar("T")
 
 PAGE = Path(__file__).with_name("page") / "index.html"
 
-TOKENIZE: Fields = {
-    "prompt": Field(types="string", help="a text; the name of a control token on its own is that token", required=True),
-    "add_special_tokens": Field(types="boolean", help="with what the family puts around a text", default=True),
-}
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
-DETOKENIZE: Fields = {"tokens": Field(types="array", help="token ids", required=True, shape=_IDS)}
+
+class Tokenize(Body):
+    """The body of /tokenize."""
+
+    prompt: str = Field(description="a text; the name of a control token on its own is that token")
+    add_special_tokens: bool = Field(True, description="with what the family puts around a text")
+
+
+class Detokenize(Body):
+    """The body of /detokenize."""
+
+    tokens: list[Any] = Field(description="token ids", json_schema_extra={"items": {"type": "integer", "minimum": 0}})
+
 
 _GONE = 499
 """Status for the counters, of a request whose client has left."""
@@ -53,7 +62,7 @@ def make_app(service: Service) -> Gate:
     return Gate(app, service, frozenset(route.path for route in app.routes if hasattr(route, "path")))
 
 
-def _body(fields: Fields, *statuses: int, streams: bool = False) -> dict[str, Json]:
+def _body(kind: type[Body], *statuses: int, streams: bool = False) -> dict[str, Json]:
     """What OpenAPI is told of a route's body, and of the statuses that it may answer. streams: by events, if asked."""
     answers: dict[str, Json] = {}
     if streams:
@@ -65,7 +74,7 @@ def _body(fields: Fields, *statuses: int, streams: bool = False) -> dict[str, Js
     errors = {
         str(status): {"description": _STATUS[status]} for status in (400, 408, 413, 415, 429, 500, 503, *statuses)
     }
-    content = {"application/json": {"schema": schema(fields)}}
+    content = {"application/json": {"schema": schema(kind)}}
     return {"requestBody": {"required": True, "content": content}, "responses": answers | errors}
 
 
@@ -151,7 +160,7 @@ def _add_openai(app: FastAPI, service: Service) -> None:
     from fastapi.responses import JSONResponse, StreamingResponse
 
     async def answer(request: Request, asked: openai_api.ParsedRequest) -> Response:
-        if not asked.fields["stream"]:
+        if not asked.fields.stream:
             return JSONResponse(await _until_gone(service, request, openai_api.answer(service, asked)))
         running = await openai_api.start(service, asked)  # what is refused is refused with its status
         return StreamingResponse(_stream(service, asked, running), media_type="text/event-stream")
@@ -183,10 +192,10 @@ def _add_openai(app: FastAPI, service: Service) -> None:
     for request in (completions, chat):
         request.__annotations__["request"] = Request  # FastAPI reads annotations where this function's names are gone
     app.add_api_route(
-        "/v1/completions", completions, methods=["POST"], openapi_extra=_body(openai_api.COMPLETION, 404, streams=True)
+        "/v1/completions", completions, methods=["POST"], openapi_extra=_body(openai_api.Completion, 404, streams=True)
     )
     app.add_api_route(
-        "/v1/chat/completions", chat, methods=["POST"], openapi_extra=_body(openai_api.CHAT, 404, streams=True)
+        "/v1/chat/completions", chat, methods=["POST"], openapi_extra=_body(openai_api.Chat, 404, streams=True)
     )
     app.add_api_route("/v1/models", models, methods=["GET"])
     unknown: dict[int | str, dict[str, object]] = {404: {"description": _STATUS[404]}}
@@ -246,7 +255,7 @@ def _add_megatron(app: FastAPI, service: Service) -> None:
             return JSONResponse(str(error), status_of(error)[0])
 
     api.__annotations__["request"] = Request
-    app.add_api_route("/api", api, methods=["PUT"], openapi_extra=_body(megatron_api.FIELDS))
+    app.add_api_route("/api", api, methods=["PUT"], openapi_extra=_body(megatron_api.MegatronRequest))
 
 
 # --- tokenizer, health, page --------------------------------------------------------------------------------------
@@ -258,17 +267,17 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
     tokenizer = service.tokenizer
 
     async def tokenize(request: Request) -> Any:
-        given = read(await service.body(request), TOKENIZE)
-        if (control := tokenizer.control(given["prompt"])) is not None:
+        given = read(await service.body(request), Tokenize)
+        if (control := tokenizer.control(given.prompt)) is not None:
             ids = [control]
         else:
-            found = list(await service.encode("prompt", given["prompt"])) if given["prompt"] else tokenizer.encode("")
-            ids = found if given["add_special_tokens"] else found[len(tokenizer.encode("")) :]
+            found = list(await service.encode("prompt", given.prompt)) if given.prompt else tokenizer.encode("")
+            ids = found if given.add_special_tokens else found[len(tokenizer.encode("")) :]
         return {"tokens": ids, "count": len(ids), "max_model_len": service.longest}
 
     async def detokenize(request: Request) -> Any:
-        given = read(await service.body(request), DETOKENIZE)
-        ids = service.checked("tokens", given["tokens"])
+        given = read(await service.body(request), Detokenize)
+        ids = service.checked("tokens", given.tokens)
         return {"prompt": await service.off_loop(tokenizer.decode, ids)}
 
     async def tokenizer_info() -> Any:
@@ -279,8 +288,8 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
 
     for route in (tokenize, detokenize):
         route.__annotations__["request"] = Request
-    app.add_api_route("/tokenize", tokenize, methods=["POST"], openapi_extra=_body(TOKENIZE))
-    app.add_api_route("/detokenize", detokenize, methods=["POST"], openapi_extra=_body(DETOKENIZE))
+    app.add_api_route("/tokenize", tokenize, methods=["POST"], openapi_extra=_body(Tokenize))
+    app.add_api_route("/detokenize", detokenize, methods=["POST"], openapi_extra=_body(Detokenize))
     app.add_api_route("/tokenizer_info", tokenizer_info, methods=["GET"])
 
 

@@ -9,52 +9,46 @@ Source: megatron/text_generation_server.py and megatron/text_generation/ of Mega
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
+from pydantic import Field
 
 from mega.core.inference.request import MOST_LENGTH_PENALTY, Allowed, Request, RequestError, Sampling
-from mega.core.inference.server.fields import BadField, Field, Fields
+from mega.core.inference.server.fields import BadField, Body
 from mega.core.inference.server.limits import MOST_PROMPTS
 from mega.core.inference.server.service import Service
 from mega.core.inference.server.session import Continuation, all_whole
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.untrusted import Json
 
-FIELDS: Fields = {
-    "prompts": Field(
-        types="array",
-        help=f"1 to {MOST_PROMPTS} texts",
-        required=True,
-        shape={"type": "array", "minItems": 1, "maxItems": MOST_PROMPTS, "items": {"type": "string"}},
-    ),
-    "tokens_to_generate": Field(types="integer", help="new tokens; 0 with logprobs scores", default=64, least=0),
-    "logprobs": Field(types="boolean", help="of every token but the first", default=False),
-    "temperature": Field(types="number", help="above 0", most=100, shape={"exclusiveMinimum": 0}),
-    "top_k": Field(types="integer", help="draw from the k likeliest; 1 is greedy; 0 is off", least=0, most=1000),
-    "top_p": Field(types="number", help="a float: draw from the likeliest that make up p; 0.0 is off", least=0, most=1),
-    "top_p_decay": Field(types="number", help="a float: top_p is multiplied by it each token", least=0, most=1),
-    "top_p_bound": Field(
-        types="number", help="a float: top_p does not fall below it", most=1, shape={"exclusiveMinimum": 0}
-    ),
-    "add_BOS": Field(types="boolean", help="put the end of a document in front of each prompt", default=False),
-    "stop_on_double_eol": Field(types="boolean", help="end at an empty line", default=False),
-    "stop_on_eol": Field(types="boolean", help="end at the end of a line", default=False),
-    "prevent_newline_after_colon": Field(types="boolean", help="no newline right after a colon", default=False),
-    "random_seed": Field(types="integer", help="the same seed gives the same text", least=0),
-    "no_log": Field(types="boolean", help="not in the log that --log-prompts asks for", default=False),
-    "beam_width": Field(types="integer", help="beam search, for one prompt", least=1),
-    "stop_token": Field(types="integer", help="of beam search [the end of a document]"),
-    "length_penalty": Field(
-        types="number",
-        help="a float, of beam search",
-        default=1.0,
-        least=-MOST_LENGTH_PENALTY,
-        most=MOST_LENGTH_PENALTY,
-    ),
-}
-"""What OpenAPI is told. The checks are below: their order and texts are Megatron-LM's."""
+
+class MegatronRequest(Body):
+    """The fields, for OpenAPI too, with their defaults: None where a request says nothing. What is checked below is
+    checked in Megatron-LM's order, by its texts."""
+
+    prompts: list[str] = Field(description=f"1 to {MOST_PROMPTS} texts", min_length=1, max_length=MOST_PROMPTS)
+    tokens_to_generate: int = Field(64, ge=0, description="new tokens; 0 with logprobs scores")
+    logprobs: bool = Field(False, description="of every token but the first")
+    temperature: float | None = Field(None, gt=0, le=100, description="above 0")
+    top_k: int | None = Field(None, ge=0, le=1000, description="draw from the k likeliest; 1 is greedy; 0 is off")
+    top_p: float | None = Field(
+        None, ge=0, le=1, description="a float: draw from the likeliest that make up p; 0.0 is off"
+    )
+    top_p_decay: float | None = Field(None, ge=0, le=1, description="a float: top_p is multiplied by it each token")
+    top_p_bound: float | None = Field(None, gt=0, le=1, description="a float: top_p does not fall below it")
+    add_BOS: bool = Field(False, description="put the end of a document in front of each prompt")
+    stop_on_double_eol: bool = Field(False, description="end at an empty line")
+    stop_on_eol: bool = Field(False, description="end at the end of a line")
+    prevent_newline_after_colon: bool = Field(False, description="no newline right after a colon")
+    random_seed: int | None = Field(None, ge=0, description="the same seed gives the same text")
+    no_log: bool = Field(False, description="not in the log that --log-prompts asks for")
+    beam_width: int | None = Field(None, ge=1, description="beam search, for one prompt")
+    stop_token: int | None = Field(None, description="of beam search [the end of a document]")
+    length_penalty: float = Field(
+        1.0, ge=-MOST_LENGTH_PENALTY, le=MOST_LENGTH_PENALTY, description="a float, of beam search"
+    )
+
 
 _SAMPLED = ("logprobs", "temperature", "top_k", "top_p", "top_p_decay", "top_p_bound", "random_seed")
 _SAMPLED_STOPS = ("stop_on_double_eol", "stop_on_eol")
@@ -67,29 +61,6 @@ class Refused(ValueError):
     def __init__(self, text: str, always: bool = False) -> None:
         super().__init__(text)
         self.always = always
-
-
-@dataclass(frozen=True)
-class MegatronRequest:
-    """The fields, checked, with the defaults of `FIELDS`: None where a request says nothing."""
-
-    prompts: Sequence[str]
-    tokens_to_generate: int
-    logprobs: bool
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    top_p_decay: float | None
-    top_p_bound: float | None
-    add_BOS: bool
-    stop_on_double_eol: bool
-    stop_on_eol: bool
-    prevent_newline_after_colon: bool
-    random_seed: int | None
-    no_log: bool
-    beam_width: int | None
-    stop_token: int | None
-    length_penalty: float
 
 
 # --- the fields ---------------------------------------------------------------------------------------------------
@@ -108,12 +79,13 @@ def check(body: object, *, ignore_unknown: bool = False) -> MegatronRequest:
     _prompts(body)
     for step in (_tokens, _temperature, _top_k, _top_p, _top_p_decay, _top_p_bound, _booleans, _seed, _beams):
         step(body)
-    unknown = [name for name in body if name not in FIELDS]
+    known = MegatronRequest.model_fields
+    unknown = [name for name in body if name not in known]
     if unknown and not ignore_unknown:
-        raise Refused(f"{unknown[0][:60]} is not a field; valid: {', '.join(FIELDS)}", always=True)
+        raise Refused(f"{unknown[0][:60]} is not a field; valid: {', '.join(known)}", always=True)
     if not ignore_unknown:
         _without_effect(body)
-    return MegatronRequest(**{name: body.get(name, field.default) for name, field in FIELDS.items()})
+    return MegatronRequest.model_construct(**{name: value for name, value in body.items() if name in known})
 
 
 def _refuse(wrong: bool, text: str, always: bool = False) -> None:

@@ -12,10 +12,13 @@ import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from pydantic import Field
+from pydantic.config import JsonDict, JsonValue
 
 from mega.core.inference.request import Request, RequestError, Top
-from mega.core.inference.server.fields import SAMPLING, BadField, Field, Fields, read
+from mega.core.inference.server.fields import BadField, SamplingFields, read
 from mega.core.inference.server.limits import MOST_MESSAGES, MOST_PROMPTS, MOST_STOPS, STOP_CHARACTERS
 from mega.core.inference.server.service import Service
 from mega.core.inference.server.session import Continuation, Delta, Scored, all_whole
@@ -26,13 +29,13 @@ from mega.core.untrusted import Json
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have."""
 
-_TEXT_PART = {
+_TEXT_PART: JsonDict = {
     "type": "object",
     "properties": {"type": {"enum": ["text"]}, "text": {"type": "string"}},
     "required": ["type", "text"],
     "additionalProperties": False,
 }
-_MESSAGE = {
+_MESSAGE: JsonDict = {
     "type": "object",
     "properties": {
         "role": {"enum": ["system", "developer", "user", "assistant"]},
@@ -42,82 +45,80 @@ _MESSAGE = {
     "required": ["role", "content"],
     "additionalProperties": False,
 }
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
-_PROMPT = [
+_IDS: JsonDict = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_PROMPT: list[JsonValue] = [
     {"type": "string"},
     {"type": "array", "minItems": 1, "maxItems": MOST_PROMPTS, "items": {"type": "string"}},
     {**_IDS, "minItems": 1},
     {"type": "array", "minItems": 1, "maxItems": MOST_PROMPTS, "items": _IDS},
 ]
-_STOP = {"type": "string", "minLength": 1, "maxLength": STOP_CHARACTERS}
-_FORMAT: list[dict[str, object]] = [
+_STOP: JsonDict = {"type": "string", "minLength": 1, "maxLength": STOP_CHARACTERS}
+_FORMAT: list[JsonDict] = [
     {"properties": {"type": {"enum": ["text", "json_object"]}}},
     {"properties": {"type": {"enum": ["regex"]}, "pattern": {"type": "string"}}, "required": ["type", "pattern"]},
     {"properties": {"type": {"enum": ["json_schema"]}, "json_schema": {"type": "object", "required": ["schema"]}}},
 ]
 """What the routes take within fields, for OpenAPI."""
 
-_COMMON: dict[str, Field] = {
-    "model": Field(types="string", help="the served model, or an adapter, by name"),
-    **SAMPLING,
-    "n": Field(types="integer", help="answers to each prompt", default=1, least=1, most=MOST_PROMPTS),
-    "stop": Field(
-        types="string|array",
-        help=f"strings that end the answer, at most {MOST_STOPS}",
-        shape={"anyOf": [_STOP, {"type": "array", "maxItems": MOST_STOPS, "items": _STOP}, {"type": "null"}]},
-    ),
-    "stream": Field(types="boolean", help="answer by server-sent events", default=False),
-    "stream_options": Field(
-        types="object",
-        help='{"include_usage": true}: a last event with the numbers of tokens',
-        shape={"properties": {"include_usage": {"type": "boolean"}}, "additionalProperties": False},
-    ),
-    "ignore_eos": Field(types="boolean", help="the end of the document does not end the answer", default=False),
-    "response_format": Field(
-        types="object",
-        help="text, json_object, json_schema, or regex with its pattern",
-        shape={"anyOf": [*({"type": "object", "required": ["type"], **each} for each in _FORMAT), {"type": "null"}]},
-    ),
-    "presence_penalty": Field(types="number", help="only 0: see repetition_penalty", only=(0,)),
-    "frequency_penalty": Field(types="number", help="only 0: see repetition_penalty", only=(0,)),
-    "logit_bias": Field(types="object", help="only empty", only=({},)),
-    "user": Field(types="string", help="who asks; without effect on the answer"),
-    "metadata": Field(types="object", help="for the client's own records; without effect on the answer"),
-}
 
-COMPLETION: Fields = {
-    "prompt": Field(
-        types="string|array",
-        help="a text, texts, token ids, or lists of token ids",
-        required=True,
-        shape={"type": ["string", "array"], "anyOf": _PROMPT},
-    ),
-    "max_tokens": Field(types="integer", help="most new tokens; 0 with echo scores", default=16, least=0, most=1 << 62),
-    "logprobs": Field(types="integer", help="of each token, and of the n likeliest", least=0, most=20),
-    "echo": Field(types="boolean", help="the prompt is part of the answer", default=False),
-    "parse_special_tokens": Field(
-        types="boolean", help="tokens that the prompt's text spells are tokens, not text [the server's]"
-    ),
-    "best_of": Field(types="integer", help="only 1: see n", only=(1,)),
-    "suffix": Field(types="string", help="only empty", only=("",)),
-    **_COMMON,
-}
+class Common(SamplingFields):
+    """What both routes take."""
 
-CHAT: Fields = {
-    "messages": Field(
-        types="array",
-        help='[{"role": "system" | "user" | "assistant", "content": text}]',
-        required=True,
-        shape={"type": "array", "minItems": 1, "maxItems": MOST_MESSAGES, "items": _MESSAGE},
-    ),
-    "max_tokens": Field(types="integer", help="most new tokens [what fits]", least=1, most=1 << 62),
-    "max_completion_tokens": Field(types="integer", help="the same", least=1, most=1 << 62),
-    "logprobs": Field(types="boolean", help="of each token", default=False),
-    "top_logprobs": Field(types="integer", help="and of the n likeliest; needs logprobs", least=0, most=20),
-    "tools": Field(types="array", help="only empty", only=([],)),
-    "tool_choice": Field(types="string", help="only none", only=("none",)),
-    **_COMMON,
-}
+    model: str | None = Field(None, description="the served model, or an adapter, by name")
+    n: int = Field(1, ge=1, le=MOST_PROMPTS, description="answers to each prompt")
+    stop: str | list[Any] | None = Field(
+        None,
+        description=f"strings that end the answer, at most {MOST_STOPS}",
+        json_schema_extra={"anyOf": [_STOP, {"type": "array", "maxItems": MOST_STOPS, "items": _STOP}]},
+    )
+    stream: bool = Field(False, description="answer by server-sent events")
+    stream_options: dict[str, Any] | None = Field(
+        None,
+        description='{"include_usage": true}: a last event with the numbers of tokens',
+        json_schema_extra={"properties": {"include_usage": {"type": "boolean"}}, "additionalProperties": False},
+    )
+    ignore_eos: bool = Field(False, description="the end of the document does not end the answer")
+    response_format: dict[str, Any] | None = Field(
+        None,
+        description="text, json_object, json_schema, or regex with its pattern",
+        json_schema_extra={"anyOf": [{"type": "object", "required": ["type"], **each} for each in _FORMAT]},
+    )
+    presence_penalty: float | None = Field(None, ge=0, le=0, description="only 0: see repetition_penalty")
+    frequency_penalty: float | None = Field(None, ge=0, le=0, description="only 0: see repetition_penalty")
+    logit_bias: dict[str, Any] | None = Field(None, max_length=0, description="only empty")
+    user: str | None = Field(None, description="who asks; without effect on the answer")
+    metadata: dict[str, Any] | None = Field(None, description="the client's records; without effect on the answer")
+
+
+class Completion(Common):
+    """The body of /v1/completions."""
+
+    prompt: str | list[Any] = Field(
+        description="a text, texts, token ids, or lists of token ids", json_schema_extra={"anyOf": _PROMPT}
+    )
+    max_tokens: int = Field(16, ge=0, le=1 << 62, description="most new tokens; 0 with echo scores")
+    logprobs: int | None = Field(None, ge=0, le=20, description="of each token, and of the n likeliest")
+    echo: bool = Field(False, description="the prompt is part of the answer")
+    parse_special_tokens: bool | None = Field(
+        None, description="tokens that the prompt's text spells are tokens, not text [the server's]"
+    )
+    best_of: int | None = Field(None, ge=1, le=1, description="only 1: see n")
+    suffix: str | None = Field(None, max_length=0, description="only empty")
+
+
+class Chat(Common):
+    """The body of /v1/chat/completions."""
+
+    messages: list[Any] = Field(
+        description='[{"role": "system" | "user" | "assistant", "content": text}]',
+        json_schema_extra={"minItems": 1, "maxItems": MOST_MESSAGES, "items": _MESSAGE},
+    )
+    max_tokens: int | None = Field(None, ge=1, le=1 << 62, description="most new tokens [what fits]")
+    max_completion_tokens: int | None = Field(None, ge=1, le=1 << 62, description="the same")
+    logprobs: bool = Field(False, description="of each token")
+    top_logprobs: int | None = Field(None, ge=0, le=20, description="and of the n likeliest; needs logprobs")
+    tools: list[Any] | None = Field(None, max_length=0, description="only empty")
+    tool_choice: Literal["none"] | None = Field(None, description="only none")
 
 
 class PromptText(NamedTuple):
@@ -133,13 +134,16 @@ class PromptText(NamedTuple):
 class ParsedRequest:
     """A request, read: the engine's requests, n for each prompt, and what is done with their text."""
 
-    fields: Mapping[str, Any]
+    fields: Completion | Chat
     requests: tuple[Request, ...]
     prompts: tuple[PromptText, ...]
     stops: tuple[str, ...]
     ends: frozenset[int]
     usage: bool
-    chat: bool
+
+    @property
+    def chat(self) -> bool:
+        return isinstance(self.fields, Chat)
 
     @property
     def notes(self) -> dict[str, list[str]]:
@@ -150,7 +154,7 @@ class ParsedRequest:
     @property
     def prompt_tokens(self) -> int:
         """Of all prompts, each counted once."""
-        return sum(len(request.prompt) for request in self.requests[:: self.fields["n"]])
+        return sum(len(request.prompt) for request in self.requests[:: self.fields.n])
 
 
 # --- what is asked ------------------------------------------------------------------------------------------------
@@ -158,74 +162,71 @@ class ParsedRequest:
 
 async def read_completion(service: Service, body: object) -> ParsedRequest:
     """Errors: BadField."""
-    fields = read(body, COMPLETION)
-    if fields["max_tokens"] == 0 and not fields["echo"]:
+    fields = read(body, Completion)
+    if fields.max_tokens == 0 and not fields.echo:
         raise BadField("max_tokens", "max_tokens 0: needs echo, since nothing else would be in the answer")
-    if fields["echo"] and fields["response_format"]:
+    if fields.echo and fields.response_format:
         raise BadField("echo", "echo True: excludes response_format, which is about the answer alone")
-    adapter, special = service.adapter(fields["model"]), fields["parse_special_tokens"]
+    adapter, special = service.adapter(fields.model), fields.parse_special_tokens
     special = service.options.parse_special_tokens if special is None else special
-    prompts, texts = await _prompts(service, fields["prompt"], fields["echo"], special)
+    prompts, texts = await _prompts(service, fields.prompt, fields.echo, special)
     for prompt in prompts:
-        service.check_room("max_tokens", prompt, fields["max_tokens"])
-    scored = {"logprobs": fields["logprobs"], "prompt_logprobs": fields["echo"] and fields["logprobs"] is not None}
+        service.check_room("max_tokens", prompt, fields.max_tokens)
+    scored = {"logprobs": fields.logprobs, "prompt_logprobs": fields.echo and fields.logprobs is not None}
     return await _asked(
-        service, fields, prompts, texts, fields["max_tokens"], scored, service.ends(fields["ignore_eos"], adapter)
+        service, fields, prompts, texts, fields.max_tokens, scored, service.ends(fields.ignore_eos, adapter)
     )
 
 
 async def read_chat(service: Service, body: object) -> ParsedRequest:
     """Errors: BadField."""
-    fields = read(body, CHAT)
-    adapter = service.adapter(fields["model"])
+    fields = read(body, Chat)
+    adapter = service.adapter(fields.model)
     manner = service.manner(adapter)
     if (chat := manner.chat) is None:
         raise BadField("messages", f"{manner.no_chat}; start the server with --chat-template")
-    if fields["top_logprobs"] is not None and not fields["logprobs"]:
+    if fields.top_logprobs is not None and not fields.logprobs:
         raise BadField("top_logprobs", "top_logprobs: needs logprobs True")
-    if fields["max_tokens"] is not None and fields["max_completion_tokens"] is not None:
+    if fields.max_tokens is not None and fields.max_completion_tokens is not None:
         raise BadField("max_tokens", "max_tokens: excludes max_completion_tokens, which means the same")
     try:
-        given = messages(fields["messages"], service.characters)
+        given = messages(fields.messages, service.characters)
         prompt = await service.off_loop(chat.prompt, given)
     except BadField:
         raise
     except ValueError as error:
         raise BadField("messages", f"messages: {' '.join(str(error).split())[:300]}") from None
-    asked = fields["max_completion_tokens"] or fields["max_tokens"]
+    asked = fields.max_completion_tokens or fields.max_tokens
     tokens = asked or max(1, service.longest - len(prompt))
     service.check_room("messages", prompt, tokens)
-    scored = {"logprobs": (fields["top_logprobs"] or 0) if fields["logprobs"] else None}
-    ends = frozenset() if fields["ignore_eos"] else service.ends(adapter=adapter) | chat.ends
-    return await _asked(
-        service, fields, [service.checked("messages", prompt)], [PromptText()], tokens, scored, ends, chat=True
-    )
+    scored = {"logprobs": (fields.top_logprobs or 0) if fields.logprobs else None}
+    ends = frozenset() if fields.ignore_eos else service.ends(adapter=adapter) | chat.ends
+    return await _asked(service, fields, [service.checked("messages", prompt)], [PromptText()], tokens, scored, ends)
 
 
 async def _asked(
     service: Service,
-    fields: Mapping[str, Any],
+    fields: Completion | Chat,
     prompts: Sequence[tuple[int, ...]],
     texts: Sequence[PromptText],
     tokens: int,
     scored: Mapping[str, Any],
     ends: frozenset[int],
-    chat: bool = False,
 ) -> ParsedRequest:
-    count = len(prompts) * fields["n"]
+    count = len(prompts) * fields.n
     if count > MOST_PROMPTS:
         raise BadField("n", f"{count} sequences, prompts x n: at most {MOST_PROMPTS} are accepted in a request")
-    stops, usage = _stops(fields["stop"]), _include_usage(fields)
-    adapter = service.adapter(fields["model"])
-    masks = await service.allowed(fields["response_format"], ends, count)
+    stops, usage = _stops(fields.stop), _include_usage(fields)
+    adapter = service.adapter(fields.model)
+    masks = await service.allowed(fields.response_format, ends, count)
     made: list[Request] = []
     try:
         for index, mask in enumerate(masks):
             made.append(
                 Request(
-                    prompt=prompts[index // fields["n"]],
+                    prompt=prompts[index // fields.n],
                     tokens=tokens,
-                    sampling=service.sampling(fields, index),
+                    sampling=service.sampling(vars(fields), index),
                     stop_ids=ends,
                     adapter=adapter,
                     allowed=mask,
@@ -234,7 +235,7 @@ async def _asked(
             )
     except RequestError as error:
         raise BadField(error.field, str(error)) from None
-    return ParsedRequest(fields, tuple(made), tuple(texts), stops, ends, usage, chat)
+    return ParsedRequest(fields, tuple(made), tuple(texts), stops, ends, usage)
 
 
 async def _prompts(
@@ -323,15 +324,11 @@ def _stops(given: str | Sequence[object] | None) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _include_usage(fields: Mapping[str, Any]) -> bool:
-    options = fields["stream_options"]
+def _include_usage(fields: Common) -> bool:
+    options = fields.stream_options
     if options is None:
         return False
-    if (
-        not fields["stream"]
-        or set(options) - {"include_usage"}
-        or type(options.get("include_usage", False)) is not bool
-    ):
+    if not fields.stream or set(options) - {"include_usage"} or type(options.get("include_usage", False)) is not bool:
         raise BadField("stream_options", 'stream_options: must be {"include_usage": true or false}, and needs stream')
     return bool(options.get("include_usage", False))
 
@@ -398,7 +395,7 @@ def _head(service: Service, asked: ParsedRequest, name: str, chunk: bool = False
         "id": name,
         "object": kind,
         "created": int(time.time()),
-        "model": asked.fields["model"] or service.options.name,
+        "model": asked.fields.model or service.options.name,
     }
 
 
@@ -409,17 +406,18 @@ def _usage(asked: ParsedRequest, running: Sequence[Continuation]) -> dict[str, i
 
 def _choice(service: Service, asked: ParsedRequest, index: int, done: Continuation) -> dict[str, Json]:
     found: dict[str, Json] = {"index": index, "finish_reason": done.finish}
-    if asked.chat:
+    fields = asked.fields
+    if isinstance(fields, Chat):
         found["message"] = {"role": "assistant", "content": done.text}
-        found["logprobs"] = _chat_logprobs(service, done.scored) if asked.fields["logprobs"] else None
+        found["logprobs"] = _chat_logprobs(service, done.scored) if fields.logprobs else None
         return found
-    prompt = asked.prompts[index // asked.fields["n"]]
-    echoed = prompt.text if asked.fields["echo"] else ""
+    prompt = asked.prompts[index // fields.n]
+    echoed = prompt.text if fields.echo else ""
     found["text"] = echoed + done.text
     found["logprobs"] = None
-    if asked.fields["logprobs"] is not None:
-        before = prompt_scored(service, done, prompt) if asked.fields["echo"] else []
-        found["logprobs"] = _logprobs(service, before, done.scored, len(echoed), asked.fields["logprobs"])
+    if fields.logprobs is not None:
+        before = prompt_scored(service, done, prompt) if fields.echo else []
+        found["logprobs"] = _logprobs(service, before, done.scored, len(echoed), fields.logprobs)
     return found
 
 
@@ -427,17 +425,18 @@ def _chunk(
     service: Service, asked: ParsedRequest, index: int, running: Continuation, delta: Delta, first: bool
 ) -> dict[str, Json]:
     found: dict[str, Json] = {"index": index, "finish_reason": delta.finish, "logprobs": None}
-    if asked.chat:
+    fields = asked.fields
+    if isinstance(fields, Chat):
         found["delta"] = ({"role": "assistant"} if first else {}) | {"content": delta.text}
-        if asked.fields["logprobs"]:
+        if fields.logprobs:
             found["logprobs"] = _chat_logprobs(service, delta.tokens)
         return found
-    prompt = asked.prompts[index // asked.fields["n"]]
-    echoed = prompt.text if asked.fields["echo"] else ""
+    prompt = asked.prompts[index // fields.n]
+    echoed = prompt.text if fields.echo else ""
     found["text"] = (echoed if first else "") + delta.text
-    if asked.fields["logprobs"] is not None:
-        before = prompt_scored(service, running, prompt) if first and asked.fields["echo"] else []
-        found["logprobs"] = _logprobs(service, before, delta.tokens, len(echoed), asked.fields["logprobs"])
+    if fields.logprobs is not None:
+        before = prompt_scored(service, running, prompt) if first and fields.echo else []
+        found["logprobs"] = _logprobs(service, before, delta.tokens, len(echoed), fields.logprobs)
     return found
 
 
