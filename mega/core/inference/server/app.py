@@ -42,7 +42,7 @@ class Tokenize(Body):
 class Detokenize(Body):
     """The body of /detokenize."""
 
-    tokens: list[Any] = Field(description="token ids", json_schema_extra={"items": {"type": "integer", "minimum": 0}})
+    tokens: list[int] = Field(description="token ids", json_schema_extra={"items": {"type": "integer", "minimum": 0}})
 
 
 _GONE = 499
@@ -144,7 +144,7 @@ async def _until_gone(service: Service, request: Request, work: Awaitable[T]) ->
         raise
 
 
-def _log(service: Service, request: Request, body: Any) -> None:
+def _log(service: Service, request: Request, body: object) -> None:
     """Megatron-LM's three lines of a request, where they are asked for."""
     if service.options.log_prompts:
         print(f"request IP: {request.client.host if request.client else '-'}")

@@ -6,12 +6,13 @@ A field that no model has, or that has no effect with the value it is given, is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from mega.core.inference.request import MOST_TOP_K, REPETITION_PENALTIES, SEEDS
+from mega.core.untrusted import Json
 
 _TYPES = {
     "int_type": "integer",
@@ -41,7 +42,7 @@ class Body(BaseModel):
 Asked = TypeVar("Asked", bound=Body)
 
 
-def read(body: Any, kind: type[Asked]) -> Asked:
+def read(body: object, kind: type[Asked]) -> Asked:
     """A body's fields, with defaults. Errors: BadField."""
     if not isinstance(body, dict):
         raise BadField(None, "the body must be a JSON object")
@@ -77,7 +78,7 @@ def _refused(found: Sequence[ErrorDetails], kind: type[Body]) -> BadField:
     return BadField(name, f"{name} {shown}: must be {rule}")
 
 
-def schema(kind: type[Body]) -> dict[str, Any]:
+def schema(kind: type[Body]) -> dict[str, Json]:
     """The model as the JSON schema of a body."""
     found = kind.model_json_schema()
     for name, one in found["properties"].items():

@@ -66,34 +66,34 @@ class Common(SamplingFields):
 
     model: str | None = Field(None, description="the served model, or an adapter, by name")
     n: int = Field(1, ge=1, le=MOST_PROMPTS, description="answers to each prompt")
-    stop: str | list[Any] | None = Field(
+    stop: str | list[object] | None = Field(
         None,
         description=f"strings that end the answer, at most {MOST_STOPS}",
         json_schema_extra={"anyOf": [_STOP, {"type": "array", "maxItems": MOST_STOPS, "items": _STOP}]},
     )
     stream: bool = Field(False, description="answer by server-sent events")
-    stream_options: dict[str, Any] | None = Field(
+    stream_options: dict[str, object] | None = Field(
         None,
         description='{"include_usage": true}: a last event with the numbers of tokens',
         json_schema_extra={"properties": {"include_usage": {"type": "boolean"}}, "additionalProperties": False},
     )
     ignore_eos: bool = Field(False, description="the end of the document does not end the answer")
-    response_format: dict[str, Any] | None = Field(
+    response_format: dict[str, object] | None = Field(
         None,
         description="text, json_object, json_schema, or regex with its pattern",
         json_schema_extra={"anyOf": [{"type": "object", "required": ["type"], **each} for each in _FORMAT]},
     )
     presence_penalty: float | None = Field(None, ge=0, le=0, description="only 0: see repetition_penalty")
     frequency_penalty: float | None = Field(None, ge=0, le=0, description="only 0: see repetition_penalty")
-    logit_bias: dict[str, Any] | None = Field(None, max_length=0, description="only empty")
+    logit_bias: dict[str, object] | None = Field(None, max_length=0, description="only empty")
     user: str | None = Field(None, description="who asks; without effect on the answer")
-    metadata: dict[str, Any] | None = Field(None, description="the client's records; without effect on the answer")
+    metadata: dict[str, object] | None = Field(None, description="the client's records; without effect on the answer")
 
 
 class Completion(Common):
     """The body of /v1/completions."""
 
-    prompt: str | list[Any] = Field(
+    prompt: str | list[object] = Field(
         description="a text, texts, token ids, or lists of token ids", json_schema_extra={"anyOf": _PROMPT}
     )
     max_tokens: int = Field(16, ge=0, le=1 << 62, description="most new tokens; 0 with echo scores")
@@ -109,7 +109,7 @@ class Completion(Common):
 class Chat(Common):
     """The body of /v1/chat/completions."""
 
-    messages: list[Any] = Field(
+    messages: list[object] = Field(
         description='[{"role": "system" | "user" | "assistant", "content": text}]',
         json_schema_extra={"minItems": 1, "maxItems": MOST_MESSAGES, "items": _MESSAGE},
     )
@@ -117,7 +117,7 @@ class Chat(Common):
     max_completion_tokens: int | None = Field(None, ge=1, le=1 << 62, description="the same")
     logprobs: bool = Field(False, description="of each token")
     top_logprobs: int | None = Field(None, ge=0, le=20, description="and of the n likeliest; needs logprobs")
-    tools: list[Any] | None = Field(None, max_length=0, description="only empty")
+    tools: list[object] | None = Field(None, max_length=0, description="only empty")
     tool_choice: Literal["none"] | None = Field(None, description="only none")
 
 
