@@ -8,6 +8,7 @@ import pytest
 
 from mega.core.config.check import check
 from mega.core.config.compose import compose
+from mega.core.config.resolve import records_graph, resolve
 from mega.core.config.run import updated
 
 TRAINS: dict[str, Any] = {"micro_batch": 1, "steps": 4, "lr": 1e-3, "mock_data": True, "vocab": 100, "global_batch": 8}
@@ -41,6 +42,7 @@ MISTAKES: list[tuple[dict[str, Any], int, str]] = [
     ({"experts": 4, "experts_from": 2}, 1, "--experts-from 2: leaves none of the 2 layers with experts"),
     ({"experts": 4, "dtype": "bf16", "fp8": True}, 1, "--fp8: excludes --experts"),
     ({"experts": 4, "expert_ffn": 6, "tp": 4}, 4, "--etp 4: must divide the width of an expert, 6; valid: 1, 2, 3, 6"),
+    ({"experts": 4, "cuda_graph": True}, 1, "--cuda-graph: excludes --experts; valid there: --no-cuda-graph"),
 ]
 
 
@@ -50,3 +52,8 @@ def test_a_mistake_is_one_line(values: dict[str, Any], world: int, line: str) ->
         check(updated(compose("tiny-gpt", flags=TRAINS), values), world)
     lines = str(caught.value).splitlines()
     assert [each for each in lines if each.startswith(line)], lines
+
+
+def test_a_graph_of_a_mixture_is_not_chosen() -> None:
+    dense, mixture = (resolve(updated(compose("tiny-gpt", flags=TRAINS), {"experts": count}), 1) for count in (0, 4))
+    assert records_graph(dense, 1) and not records_graph(mixture, 1)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from mega.core.config.check import check
 from mega.core.config.run import RunConfig
+from mega.core.parallel.mesh import Mesh
 from mega.core.processes.pool import Pool
 from mega.core.proof.layouts import LR
 from mega.core.proof.parity import Snapshot, compare, snapshots, within
+from mega.core.training.wire import build_grads, build_stages
 from tests.support.runs import small_options, small_run
 
 STEPS = (1, 3)
@@ -46,6 +49,7 @@ LAYOUTS: list[tuple[str, int, dict[str, Any]]] = [
     ("gpt", 2, {"tp": 2, "recompute": "selective"}),
     ("gpt", 2, {"tp": 2, "ep": 2, "etp": 1}),
     ("gpt", 2, {**SP, "ep": 2, "etp": 1, **EXCHANGE}),
+    ("gpt", 2, {**SP, "etp": 1, "zero": 1}),
     ("gpt", 2, {"cp": 2, "ep": 2, **EXCHANGE}),
     ("gpt", 2, {"pp": 2, "schedule": "zb-h1"}),
     ("gpt", 4, {"ep": 2, "zero": 1, "micro_batch": 2}),
@@ -84,3 +88,27 @@ def test_every_layout_is_one_process(
         assert within("fp64", difference), difference
     for mine, theirs in zip(references[model], found, strict=True):
         assert theirs.grad_norm == pytest.approx(mine.grad_norm, rel=1e-10)
+
+
+class Arrives:
+    """Weights on their way."""
+
+    waited = False
+
+    def wait(self) -> None:
+        self.waited = True
+
+
+def test_a_unit_waits_for_experts_that_tensor_ranks_alone_share_out() -> None:
+    config = run("gpt", 2, **SP, etp=1, zero=1)
+    mesh = Mesh.at(0, tp=2, etp=1)
+    stages = build_stages(config, mesh, torch.device("meta"))
+    grads = build_grads(config, mesh, stages)
+    block = stages[0].layers[0]
+    shared = [bucket for bucket in grads.buckets_of(block) if bucket.data.axis.size == 2]
+    arriving = [Arrives() for _ in shared]
+    for bucket, arrives in zip(shared, arriving, strict=True):
+        bucket.gathering = arrives
+    for hook in block._forward_pre_hooks.values():
+        hook(block, ())
+    assert arriving and all(arrives.waited for arrives in arriving)

@@ -492,6 +492,8 @@ def graph(run: RunConfig) -> Problems:
         yield _line(run, "cuda_graph", f"needs --pp 1, not {parallel.pp}; valid there: --no-cuda-graph")
     if parallel.zero > 1:
         yield _line(run, "cuda_graph", f"needs --zero 0 or 1, not {parallel.zero}; valid there: --no-cuda-graph")
+    if run.model.experts:
+        yield _line(run, "cuda_graph", "excludes --experts; valid there: --no-cuda-graph")
 
 
 def _columns(run: RunConfig) -> Problems:

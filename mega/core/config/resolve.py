@@ -229,7 +229,7 @@ def records_graph(run: RunConfig, world: int) -> bool:
     """Whether a resolved run asks a GPU for its microbatches as recorded graphs.
 
     Where it is left open: where that is known to work, and a block is so little work that the device would wait for the
-    host.
+    host. The host itself counts rows of experts and means over microbatches: no graph of a mixture replays that.
 
     >>> from mega.core.config.compose import compose
     >>> runs = (compose("gpt2-345m", flags={"micro_batch": each, "vocab": 50304}) for each in (1, 64))
@@ -240,6 +240,8 @@ def records_graph(run: RunConfig, world: int) -> bool:
         return run.runtime.cuda_graph
     parallel, model, batch = run.parallel, run.model, run.batch
     if parallel.pp > 1 or parallel.zero > 1 or run.runtime.ops != "auto" or run.runtime.device == "cpu":
+        return False
+    if model.experts:
         return False
     shares = data_parallel(run, world) * parallel.cp
     if shares > 1 and microbatches(run, world) == 1:  # its reduction would wait for the whole backward pass

@@ -235,11 +235,12 @@ class GradBuffer:
         self._gather_axes = {name: data.axis for name, data in mesh.data_axes.items()}
         self._overlap_gather = overlap_gather
         self._order = _Order()
-        if zero and overlap_gather and mesh.tokens.size > 1:
+        travels = any(data.axis.size > 1 for data in mesh.data_axes.values())
+        if zero and overlap_gather and travels:
             # The loss's few numbers are added up meanwhile, and must not queue after the weights; nor may the weights
             # of a unit queue after the gradients of another one.
             self._gather_axes = {name: mesh.own_data_axis("weights", name) for name in self._gather_axes}
-        if 0 < zero < 3 and overlap_gather and mesh.tokens.size > 1:
+        if self._gathered and overlap_gather:
             for chunk in chunks:
                 for unit in units_of(chunk):
                     unit.register_forward_pre_hook(partial(_wait_param_gather, self.buckets_of(unit)))
