@@ -13,6 +13,7 @@ from mega.core.config.run import updated
 
 TRAINS: dict[str, Any] = {"micro_batch": 1, "steps": 4, "lr": 1e-3, "mock_data": True, "vocab": 100, "global_batch": 8}
 SIGMOID = {"router_score": "sigmoid"}
+SINKHORN = {"experts": 4, "router_choice": "sinkhorn"}
 GROUPS = {**SIGMOID, "experts": 8, "router_groups": 4}
 
 MISTAKES: list[tuple[dict[str, Any], int, str]] = [
@@ -42,6 +43,12 @@ MISTAKES: list[tuple[dict[str, Any], int, str]] = [
     ({"experts": 4, "experts_from": 2}, 1, "--experts-from 2: leaves none of the 2 layers with experts"),
     ({"experts": 4, "dtype": "bf16", "fp8": True}, 1, "--fp8: excludes --experts"),
     ({"experts": 4, "expert_ffn": 6, "tp": 4}, 4, "--etp 4: must divide the width of an expert, 6; valid: 1, 2, 3, 6"),
+    ({**SINKHORN, "router_scale": 2.5}, 1, "--router-scale 2.5: excludes --router-choice sinkhorn"),
+    (
+        {**SINKHORN, "router_normalize": False},
+        1,
+        "--no-router-normalize (--moe-router-pre-softmax): excludes --router-choice sinkhorn",
+    ),
     ({"experts": 4, "cuda_graph": True}, 1, "--cuda-graph: excludes --experts; valid there: --no-cuda-graph"),
 ]
 

@@ -15,9 +15,9 @@ from mega.core.device import Device
 from mega.core.flops import model_flops_per_token
 from mega.core.model.experts import ExpertLayer
 from mega.core.proof.parity import own_samples, synthetic_batch
-from mega.core.training.routing import expert_layers
+from mega.core.training.routing import balance, expert_layers
 from mega.core.training.state import TrainState
-from mega.core.training.step import backward, means, train_step
+from mega.core.training.step import backward, evaluate_step, means, train_step
 from mega.core.training.wire import build_mesh, build_state
 from tests.support.runs import small_options, small_run
 
@@ -155,6 +155,27 @@ def test_the_bias_moves_towards_an_even_load() -> None:
         even = 8 * 16 * 3 / 8
         expected = [0.25 if count < even else -0.25 if count > even else 0.0 for count in counts.tolist()]
         assert layer.router.balance.tolist() == expected
+
+
+def test_the_bias_stays_where_an_update_is_skipped() -> None:
+    values = {"router_score": "sigmoid", "balance_bias": True, "balance_bias_rate": 0.25}
+    state = state_of(run("llama", **values))
+    backward(state, step(state))
+    biases = [layer.router.balance for layer in expert_layers(state)]
+    assert all(bias is not None and not bias.any() for bias in biases)
+    balance(state, torch.tensor(False))
+    assert all(bias is not None and not bias.any() for bias in biases)
+
+
+def test_a_held_out_set_judges_the_text_alone() -> None:
+    """Whatever was trained on before; of layers' losses nothing is found."""
+    state = state_of(run("gpt", balance=("global",)))
+    fresh = evaluate_step(state, step(state))
+    backward(state, step(state, 1))
+    names = list(state.pipeline.names)
+    assert torch.equal(evaluate_step(state, step(state)), fresh)
+    assert fresh[names.index("lm"), 1] > 0
+    assert not fresh[[number for number, name in enumerate(names) if name != "lm"]].any()
 
 
 def test_parameters_and_operations_are_of_the_active_experts() -> None:

@@ -97,6 +97,12 @@ def test_quantile_balancing() -> None:
     torch.testing.assert_close(beta, torch.tensor(expected["quantile"]))
 
 
+def test_sinkhorn_ends_and_is_finite() -> None:
+    large = torch.tensor([[100.0, 0.0], [200.0, 100.0], [0.0, -300.0]])
+    assert routing.sinkhorn(large).isfinite().all()
+    assert not routing.sinkhorn(torch.full((3, 2), torch.nan)).isfinite().any()
+
+
 @pytest.mark.parametrize(("tokens", "count", "factor", "expected"), CORE["capacity"])
 def test_capacity(tokens: int, count: int, factor: float, expected: int) -> None:
     assert routing.capacity(tokens, 1, count, factor) == expected

@@ -54,6 +54,10 @@ def _router(run: RunConfig, line: Line) -> Iterator[str]:
     if model.router_choice != "largest" and (model.router_groups or model.router_score != "softmax"):
         named = "--router-groups" if model.router_groups else f"--router-score {model.router_score}"
         yield line("router_choice", f"excludes {named}")
+    if model.router_choice == "sinkhorn" and model.router_scale != 1:
+        yield line("router_scale", "excludes --router-choice sinkhorn, whose probabilities are those of the logits")
+    if model.router_choice == "sinkhorn" and not model.router_normalize:
+        yield line("router_normalize", "excludes --router-choice sinkhorn")
     groups = model.router_groups
     if groups is None:
         return

@@ -87,6 +87,8 @@ class ExpertRouter(nn.Module):
         return routing.route(logits, router, k, matrix=own)
 
     def _losses(self, x: torch.Tensor, logits: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        if not self.training:  # a held-out set judges the text alone
+            return x
         router = self.value.router
         totals: dict[str, Callable[[], torch.Tensor]] = {
             SEQUENCE: lambda: self._balance(logits, context, sequences=True),

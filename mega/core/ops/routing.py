@@ -22,6 +22,8 @@ LEAST_SUM = 1e-20
 
 SINKHORN_TOLERANCE = 1e-4
 SINKHORN_EPS = 1e-8
+SINKHORN_ROUNDS = 1000
+"""At the most; a matrix that is not near its end by then is taken as it is."""
 
 
 class Routing(NamedTuple):
@@ -97,14 +99,18 @@ def _by_sinkhorn(logits: torch.Tensor, chosen: int, matrix: torch.Tensor | None)
 
 
 def sinkhorn(logits: torch.Tensor, tolerance: float = SINKHORN_TOLERANCE) -> torch.Tensor:
-    """[t, E] of positive numbers: exp(logits) scaled until every row has the same sum and so has every column."""
-    cost = logits.exp()
+    """[t, E] of positive numbers: exp(logits) scaled until every row has the same sum and so has every column.
+
+    Logits that are no numbers make a matrix that is none, in which a guard of the step finds them.
+    """
+    cost = (logits - logits.amax(1, keepdim=True)).exp()  # rows are scaled anyway
     rows, columns = cost.new_ones(cost.shape[0]), cost.new_ones(cost.shape[1])
-    while True:
+    for _ in range(SINKHORN_ROUNDS):
         rows = 1 / (cost.shape[0] * ((columns * cost).sum(1) + SINKHORN_EPS))
         before, columns = columns, 1 / (cost.shape[1] * ((rows[:, None] * cost).sum(0) + SINKHORN_EPS))
-        if cost.is_meta or float((columns - before).abs().mean()) <= tolerance:
-            return columns * cost * rows[:, None]
+        if cost.is_meta or not float((columns - before).abs().mean()) > tolerance:
+            break
+    return columns * cost * rows[:, None]
 
 
 def quantile(logits: torch.Tensor, balance: torch.Tensor, chosen: int) -> torch.Tensor:

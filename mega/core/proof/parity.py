@@ -20,6 +20,7 @@ from mega.core.config.run import RunConfig
 from mega.core.device import Device
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.processes.pool import Pool
+from mega.core.training.routing import balance
 from mega.core.training.step import backward, means
 from mega.core.training.wire import build_mesh, build_state
 
@@ -120,6 +121,7 @@ def train_layout(
                 for piece in state.gradient_pieces()
             ]
         outcome = state.optimizer.step(lr, run.optimizer.weight_decay)
+        balance(state, outcome.finite)
         loss = means(state, sums)[0]
         if step in steps:
             found.append((float(loss), float(outcome.grad_norm), pieces))

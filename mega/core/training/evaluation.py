@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from mega.core.activity import ACTIVITY
+from mega.core.architecture import architecture
 from mega.core.config.resolve import microbatches
 from mega.core.training.kinds.task import HeldOut, Task
 from mega.core.training.metrics.meters import Meters
@@ -64,8 +65,13 @@ class Evaluation:
             return None
         state, step = self._state, self._state.progress.step
         terms = state.stages[0].terms
-        found = (sums[:, 0] / sums[:, 1]).tolist()
-        measured = self._task.measure(dict(zip(state.pipeline.names, found, strict=True)), terms)
+        found = dict(zip(state.pipeline.names, (sums[:, 0] / sums[:, 1]).tolist(), strict=True))
+        weights = dict(zip(state.pipeline.names, sums[:, 1].tolist(), strict=True))
+        for loss in architecture(state.run.model).auxiliary_losses:
+            if not weights[loss.name]:  # the layers compute it in training alone
+                del found[loss.name]
+        terms = {name: coefficient for name, coefficient in terms.items() if name in found}
+        measured = self._task.measure(found, terms)
         if math.isnan(measured["loss"]) and not sums[: len(terms), 1].all():
             where = f"{held_out.name} at step {step}"
             self._report(f"{where} | no token of its {self._batches(held_out)} batches is trained on")

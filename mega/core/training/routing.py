@@ -18,19 +18,6 @@ def expert_layers(state: TrainState) -> list[ExpertLayer]:
     return [module for stage in state.stages for module in stage.modules() if isinstance(module, ExpertLayer)]
 
 
-def routing_biases(state: TrainState) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The biases that balance experts, each with what it is before a step."""
-    found = [layer.router.balance for layer in (expert_layers(state) if state.options.mixtures else [])]
-    return [(bias, bias.detach().clone()) for bias in found if bias is not None]
-
-
-def keep_if(biases: list[tuple[torch.Tensor, torch.Tensor]], applied: torch.Tensor) -> None:
-    """Of a step that is not applied, the biases do not stay either."""
-    with torch.no_grad():
-        for bias, before in biases:
-            bias.copy_(torch.where(applied, bias, before))
-
-
 def start_counting(state: TrainState) -> None:
     """Begin a step."""
     for layer in expert_layers(state):
@@ -38,10 +25,7 @@ def start_counting(state: TrainState) -> None:
 
 
 def finish_counting(state: TrainState) -> ExpertLoad | None:
-    """The load of the step, and the update of the biases that balance it; None of a model without experts.
-
-    All ranks call it together.
-    """
+    """The load of the step; None of a model without experts. All ranks call it together."""
     mixtures, mesh, own = state.options.mixtures, state.mesh, expert_layers(state)
     if not mixtures:
         return None
@@ -54,15 +38,23 @@ def finish_counting(state: TrainState) -> ExpertLoad | None:
             row[: layer.value.count] += layer.router.load[:-1]
             row[-1] += layer.router.load[-1]
     all_reduce(found, mesh.everyone)
-    for layer in own:
-        if layer.router.balance is not None and layer.router.balance.segments[0].shard.tensor.trainable:
-            _balance(layer, found[numbers.index(layer.layer), : layer.value.count])
     return ExpertLoad(found[:, :-1], found[:, -1])
 
 
-def _balance(layer: ExpertLayer, counts: torch.Tensor) -> None:
+def balance(state: TrainState, finite: torch.Tensor) -> None:
+    """Move the biases that balance the load, with the update of the weights: not where that was skipped."""
+    if state.load is None:
+        return
+    numbers = list(state.options.mixtures)
+    for layer in expert_layers(state):
+        if layer.router.balance is not None and layer.router.balance.segments[0].shard.tensor.trainable:
+            counts = state.load.counts[numbers.index(layer.layer), : layer.value.count]
+            _balance(layer, counts, finite)
+
+
+def _balance(layer: ExpertLayer, counts: torch.Tensor, finite: torch.Tensor) -> None:
     """b += rate x sign(mean of the counts - count)."""
     rate, bias = layer.value.router.balance_rate, layer.router.balance
     assert rate is not None and bias is not None
     with torch.no_grad():
-        bias.add_((rate * (counts.mean() - counts).sign()).to(bias.dtype))
+        bias.add_((rate * (counts.mean() - counts).sign()).to(bias.dtype) * finite)

@@ -23,7 +23,7 @@ from mega.core.parallel.bucket_sums import count_zeros, square_sum
 from mega.core.parallel.collectives import all_reduce
 from mega.core.plan import Plan, plan
 from mega.core.training.policy import NO_LIMITS, SpikeLimits
-from mega.core.training.routing import finish_counting, keep_if, routing_biases, start_counting
+from mega.core.training.routing import balance, finish_counting, start_counting
 from mega.core.training.state import TrainState
 
 SOUND_EVERY = 10
@@ -74,7 +74,6 @@ def train_step(
 ) -> StepReport:
     """One step over this data coordinate's microbatches; every rank of the mesh takes part. One that is beyond
     `limits` is not applied."""
-    biases = routing_biases(state)
     sums = backward(state, batches)
     # 4
     scaler = state.scaler
@@ -89,7 +88,7 @@ def train_step(
     if state.copy is not None:
         state.copy.settle()
     outcome = state.optimizer.step(lr, decay, scale, norm, allowed)
-    keep_if(biases, allowed)
+    balance(state, allowed)
     if scaler is not None:
         scaler.update(~broken, None if limits is NO_LIMITS else broken | ~spike)
     return StepReport(
