@@ -235,8 +235,7 @@ class GradBuffer:
         self._gather_axes = {name: data.axis for name, data in mesh.data_axes.items()}
         self._overlap_gather = overlap_gather
         self._order = _Order()
-        travels = any(data.axis.size > 1 for data in mesh.data_axes.values())
-        if zero and overlap_gather and travels:
+        if zero and overlap_gather and any(data.axis.size > 1 for data in mesh.data_axes.values()):
             # The loss's few numbers are added up meanwhile, and must not queue after the weights; nor may the weights
             # of a unit queue after the gradients of another one.
             self._gather_axes = {name: mesh.own_data_axis("weights", name) for name in self._gather_axes}
