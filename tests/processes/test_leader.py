@@ -16,6 +16,7 @@ from mega.core.processes import leader as module
 from mega.core.processes.launch import Ending
 from mega.core.processes.leader import Leader, Size
 from mega.core.processes.restarts import Restarts
+from mega.core.processes.wire import Wire
 
 SIZE = Size(hosts=2, nproc=1, minutes=1.0, limit=2, version="1")
 
@@ -59,10 +60,15 @@ class Joined:
         self.socket.close()
 
 
-def led(first: Leader | None = None, saved: int = 0) -> Leader:
+def _listening() -> socket.socket:
     server = socket.socket()
     server.bind(("127.0.0.1", 0))
     server.listen()
+    return server
+
+
+def led(first: Leader | None = None, saved: int = 0) -> Leader:
+    server = _listening()
     place = None if first is None else ("127.0.0.1", first.port)
     return Leader(server, SIZE, lambda: (saved, 0), place).start()
 
@@ -165,3 +171,19 @@ def test_one_that_comes_back_goes_where_the_run_is(monkeypatch: pytest.MonkeyPat
     for host in [Joined(second, name) for name in ("b", "c")]:
         host.hears("start")
     assert back.hears("move")["move"] == ["127.0.0.1", second.port]
+
+
+def test_a_host_that_leaves_at_once_ends_no_run() -> None:
+    """It has gone when the leader reads that it joined, so its connection has no addresses any more."""
+    leader, name = Leader(server := _listening(), SIZE, lambda: (0, 0), None), server.getsockname()
+    with socket.create_connection(name, 5.0), server.accept()[0] as accepted:
+        wire = Wire(accepted)
+        wire.close()
+        found = {"name": "c", "port": 1, "meet": 2, "seat": None, "size": asdict(SIZE), "known": UNKNOWN}
+        for message in ({"join": found}, None, {"led": {"port": 1, "runs": True}}):
+            leader._heed(wire, message)
+    leader.start()
+    pair = [Joined(leader, "a"), Joined(leader, "b")]
+    assert [host.hears("start")["start"]["seat"] for host in pair] == [0, 1]
+    for host in pair:
+        host.close()

@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from mega.cli import main
-from mega.core.processes import launch, restarts
+from mega.core.processes import hosts, launch, restarts
 from mega.core.processes.hosts import supervise_hosts
 from mega.core.processes.launch import fork_server, local_environments, run_attempt
 from mega.core.processes.restarts import Job, Restarts, supervise
@@ -191,6 +191,17 @@ def one_host(place: str) -> None:
     sys.exit(supervise_hosts(1, 1, 1, 1.0, job))
 
 
+def test_the_name_of_the_first_host_may_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a pod's own name does in Kubernetes."""
+    with socket.socket() as one:
+        one.bind(("", 0))
+        monkeypatch.setenv("MASTER_PORT", str(one.getsockname()[1]))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    answers = iter([False, False])
+    monkeypatch.setattr(hosts, "is_own", lambda name: next(answers, True))
+    assert supervise_hosts(1, 1, 0, 0.1, Job(ends, lambda resumes: ("0",), lambda: 0)) == 0
+
+
 def test_who_starts_ranks_again_is_the_one_who_started_them() -> None:
     srun = {"SLURM_PROCID": "1", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS_PER_NODE": "4"}
     cases = [
@@ -200,9 +211,9 @@ def test_who_starts_ranks_again_is_the_one_who_started_them() -> None:
     ]
     pods = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "run-master-0", "MASTER_PORT": "23456"}
     assert supervised_ranks(world_from_env(pods), 8, 4, pods) == 32 and "RANK" not in pods
-    for environ, nproc, hosts, rule in cases:
+    for environ, nproc, count, rule in cases:
         with pytest.raises(ValueError, match=rule):
-            supervised_ranks(world_from_env(environ), nproc, hosts, environ)
+            supervised_ranks(world_from_env(environ), nproc, count, environ)
 
 
 def test_restarts_that_bring_nothing_are_counted() -> None:

@@ -19,7 +19,7 @@ import os
 import queue
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from mega import __version__
 from mega.core.processes.exit_reports import write_error
 from mega.core.processes.interface import is_own
 from mega.core.processes.launch import Ending, fork_server, launcher_folder, run_attempt
-from mega.core.processes.leader import Leader, Place, Size
+from mega.core.processes.leader import Leader, Place, Size, listen_first
 from mega.core.processes.rendezvous import HANDSHAKE, duration
 from mega.core.processes.restarts import (
     PATIENCE,
@@ -63,8 +63,14 @@ def supervise_hosts(hosts: int, nproc: int, limit: int, minutes: float, job: Job
         elsewhere = None if server.getsockname()[1] == first[1] else first
         leader = Leader(server, size, lambda: (job.saved(), noted_step(folder)), elsewhere).start()
         host = Supervisor(size, job, folder, leader.port)
+
+        def look() -> None:
+            """A name may resolve to this host only later, as that of a Kubernetes pod does."""
+            if elsewhere is not None and is_own(first[0]) and (there := _bound(first[1])) is not None:
+                listen_first(leader, there)
+
         try:
-            host.join(first, 60 * minutes)
+            host.join(first, 60 * minutes, look)
             return host.play()
         except Stopped as stopped:
             return stopped.code
@@ -75,15 +81,22 @@ def supervise_hosts(hosts: int, nproc: int, limit: int, minutes: float, job: Job
 def _listen(first: Place) -> socket.socket:
     """Where the leader of this host listens: at the address that all hosts know, if that is this host's and free."""
     for port in (first[1], 0) if is_own(first[0]) else (0,):
-        server = socket.socket()
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            server.bind(("", port))
-            server.listen(128)
+        if (server := _bound(port)) is not None:
             return server
-        except OSError:  # a host that shares this machine leads
-            server.close()
     raise OSError("this host has no free port")
+
+
+def _bound(port: int) -> socket.socket | None:
+    """None where a host that shares this machine leads at that port."""
+    server = socket.socket()
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        server.bind(("", port))
+        server.listen(128)
+        return server
+    except OSError:
+        server.close()
+        return None
 
 
 class Supervisor:
@@ -103,8 +116,8 @@ class Supervisor:
         self._attempted = -1
         self._restarts: Restarts | None = None
 
-    def join(self, place: Place, seconds: float) -> None:
-        """Errors: OSError, where no leader answers in time."""
+    def join(self, place: Place, seconds: float, look: Callable[[], None] = lambda: None) -> None:
+        """look: called before each further attempt. Errors: OSError, where no leader answers in time."""
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -116,6 +129,7 @@ class Supervisor:
                         f"{getattr(error, 'strerror', None) or error}"
                     ) from None
             time.sleep(0.2)
+            look()
 
     def _join(self, place: Place) -> None:
         connection = socket.create_connection(place, 2.0)

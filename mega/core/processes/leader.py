@@ -64,7 +64,7 @@ class _Member:
 
     def listens_here(self, port: int) -> bool:
         """Whether it is the host of the leader that listens at `port`."""
-        return self.port == port and self.wire.socket.getsockname()[0] == self.wire.socket.getpeername()[0]
+        return self.port == port and self.wire.here == self.wire.there
 
 
 class Leader:
@@ -114,7 +114,7 @@ class Leader:
                     self._called_by(wire, **message["led"])
                 else:
                     self._join(wire, **message["join"])
-            except (KeyError, TypeError, ValueError):  # not a host's words
+            except (KeyError, TypeError, ValueError, OSError):  # not a host's words, or it has gone already
                 wire.close()
         else:
             member.meet = int(message["meet"])
@@ -126,7 +126,7 @@ class Leader:
         """By another leader, whose run goes on or waits for hosts."""
         wire.send({"come": bool(self._members) and not runs})
         if runs and self._endings is None:
-            self._move((wire.socket.getpeername()[0], port))
+            self._move((wire.there, port))
 
     def _join(self, wire: Wire, size: dict[str, Any], known: dict[str, Any], **found: Any) -> None:
         """Phase 1. known: to a host that had another leader."""
@@ -137,7 +137,7 @@ class Leader:
             return
         if not self._members:
             self._since = time.monotonic()
-        address, here = wire.socket.getpeername()[0], wire.socket.getsockname()[0]
+        address, here = wire.there, wire.here
         if not address.startswith("127."):
             self._reach = here
         self._members[wire] = _Member(wire, address=address, **found)
@@ -263,9 +263,10 @@ class Leader:
     def _call_first(self) -> None:
         """A host that has come back to where hosts join leads nobody: it goes where the run is, or, if it runs nowhere,
         all go to it."""
-        if self._first is not None and self._members and time.monotonic() > self._called + CALL:
-            if _is_to_come(self._first, self.port, self._endings is not None):
-                self._move(self._first)
+        first = self._first
+        if first is not None and self._members and time.monotonic() > self._called + CALL:
+            if _is_to_come(first, self.port, self._endings is not None):
+                self._move(first)
             self._called = time.monotonic()
 
     def _finish(self, code: int, line: str = "") -> None:
@@ -288,13 +289,21 @@ def _spare(member: _Member, restarts: Restarts, hosts: int) -> None:
     member.spare = True
 
 
+def listen_first(leader: Leader, server: socket.socket) -> None:
+    """Listen also where hosts join: that turned out to be here."""
+    leader._first = None
+    threading.Thread(target=_accept, args=(server, leader._events), name="accept-first", daemon=True).start()
+
+
 def _accept(server: socket.socket, events: Events) -> None:
-    while True:
+    while server.fileno() >= 0:
         try:
             connection, _ = server.accept()
-        except OSError:  # this process ends
-            return
-        _listen_to(Wire(connection), events)
+            wire = Wire(connection)
+        except OSError:  # a host that has gone already, or no free descriptor for a moment
+            time.sleep(0.1)
+            continue
+        _listen_to(wire, events)
 
 
 def _listen_to(wire: Wire, events: Events) -> None:

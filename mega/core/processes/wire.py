@@ -26,10 +26,13 @@ _LONGEST = 1 << 20
 
 class Wire:
     """One end of a connection. heard: called with each message, on a thread of the wire's own. lost: called once when
-    the other end has closed it, or was silent for SILENT seconds."""
+    the other end has closed it, or was silent for SILENT seconds. here, there: addresses of both ends, also when it is
+    lost. Errors: OSError where the other end has gone already."""
 
     def __init__(self, connection: socket.socket):
         self.socket = connection
+        self.here: str = connection.getsockname()[0]
+        self.there: str = connection.getpeername()[0]
         limit = struct.pack("ll", int(SILENT), 0)  # a send to an end that was stopped waits for room
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
