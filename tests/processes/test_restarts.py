@@ -216,6 +216,35 @@ def test_who_starts_ranks_again_is_the_one_who_started_them() -> None:
             supervised_ranks(world_from_env(environ), nproc, count, environ)
 
 
+def stays(place: str) -> int:
+    """A rank that heeds nothing."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    Path(place).touch()
+    time.sleep(60)
+    return 0
+
+
+def test_a_signal_while_ranks_are_ended_leaves_none_of_them(tmp_path: Path) -> None:
+    """The first is passed on, or noted, until the ranks have ended; those that follow change nothing."""
+    ready, bell = tmp_path / "ready", multiprocessing.Pipe(duplex=False)
+
+    def ask() -> None:
+        while not ready.exists():
+            time.sleep(0.01)
+        bell[1].send_bytes(b".")
+        for _ in range(3):
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    asking = threading.Thread(target=ask)
+    with restarts.heeding_signals():
+        asking.start()
+        with pytest.raises(restarts.Stopped):
+            run_attempt(local_environments(1), stays, (str(ready),), bell[0], 1.5)
+        asking.join()
+    assert not [each for each in multiprocessing.active_children() if each.name == "rank 0"]
+
+
 def test_restarts_that_bring_nothing_are_counted() -> None:
     restarts = Restarts(limit=2, began=20, saved=20, best=20)
     once = restarts.after(20)

@@ -36,7 +36,7 @@ from mega.core.files import locked_alone
 from mega.core.processes.connect import disconnect
 from mega.core.processes.exit_reports import exit_notes, report_exit, report_of, write_error
 from mega.core.processes.roll_call import LOST
-from mega.core.processes.signals import STOPPING, RepeatedSignal, hear_signals, heeded_signals
+from mega.core.processes.signals import STOPPING, RepeatedSignal, delayed_signals, hear_signals, heeded_signals
 from mega.core.processes.world import LAUNCHER_FILE, MEETING_FILE, MEMORY_FOLDER, world_from_env
 from mega.core.processes.world import ranks as count_ranks
 
@@ -128,7 +128,8 @@ def run_attempt(
             process.start()
         return _supervise(ranks, _Endings(prefix, min(patience, PATIENCE)), bell)
     finally:
-        end_ranks(ranks, patience)
+        with delayed_signals():  # or else ranks would be left, for which multiprocessing waits when this process ends
+            end_ranks(ranks, patience)
         for path in glob.glob(glob.escape(prefix) + "*"):
             with contextlib.suppress(OSError):
                 os.unlink(path)

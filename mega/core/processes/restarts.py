@@ -150,6 +150,8 @@ def heeding_signals() -> Iterator[None]:
     """Where no rank runs that a signal is passed on to, it raises Stopped."""
 
     def stop(number: int, _: object) -> None:
+        for each in before:  # a second one would only break the way out
+            signal.signal(each, lambda *_: None)
         raise Stopped(number)
 
     before = {number: signal.signal(number, stop) for number in heeded_signals()}
@@ -173,4 +175,6 @@ def memory(job: Job) -> Iterator[Path | None]:
     try:
         yield folder
     finally:
+        for number in heeded_signals():  # the run is over
+            signal.signal(number, lambda *_: None)
         shutil.rmtree(folder, ignore_errors=True)

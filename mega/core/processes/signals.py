@@ -5,9 +5,10 @@ What a run does when it is asked is not known here (training/stop.py), nor how r
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """What asks a run to stop: Ctrl-C, a scheduler, SLURM's warning ahead of the end (--signal=USR1@120), and a terminal
@@ -32,6 +33,20 @@ def _interrupt(number: int, _: object) -> None:
     """Ctrl-C, once: a terminal sends it to every process, and the launcher passes it on to ranks that are ending."""
     signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def delayed_signals() -> Iterator[None]:
+    """A signal that comes in this block acts when the block has ended; of several, the first."""
+    came = list[int]()
+    before = {number: signal.signal(number, lambda got, _: came.append(got)) for number in heeded_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for first in came[:1]:
+            signal.raise_signal(first)
 
 
 class RepeatedSignal:
