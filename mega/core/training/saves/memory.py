@@ -240,9 +240,11 @@ class PeerCopies:
             piece.tensor.copy_(there)
         self._refill(header)
 
-    def _check(self, file: StateFile, header: Mapping[str, Any] | None) -> None:
+    @staticmethod
+    def _check(file: StateFile, header: Mapping[str, Any] | None) -> None:
         if header is None or not file.sound(header):
-            raise OSError(f"{file.path}: what it holds in memory is damaged; start the run again from its newest save")
+            file.clear()  # the next restart takes an older step, or the newest save
+            raise OSError(f"{file.path}: what it holds in memory is damaged; it is not read again")
 
     def _refill(self, header: Mapping[str, Any]) -> None:
         state = self._state
