@@ -64,7 +64,7 @@ def copies(state: TrainState) -> Iterator[Copy]:
             yield from _copy(name, factor, mesh.stage)
             yield from _copy(name, factor, bucket.holders)
         for weight, begin, end in bucket.offsets:
-            name = weight.segments[0].shard.name
+            name = ", ".join(segment.shard.name for segment in weight.segments)  # a fused one has one hash
             if zero < 3:
                 whole = bucket.weights[begin:end]
                 yield from _copy(f"weights/{name}", whole, copies)

@@ -105,6 +105,8 @@ class Injector:
     def _element(self, each: Fault, dice: random.Random, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         name, tensor = dice.choice(tensors)
         at = tuple(dice.randrange(size) for size in tensor.shape)
+        if each.kind == "ulp":  # of a small number, the next update would round it away
+            at = tuple(int(index) for index in torch.unravel_index(tensor.abs().argmax(), tensor.shape))
         self.named.append(name)
         with torch.no_grad():
             if each.kind == "ulp":
