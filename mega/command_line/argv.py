@@ -245,7 +245,30 @@ def read(argv: Sequence[str], known: Mapping[str, Meaning]) -> ReadLine:
             line.take(word, words)
         except ValueError as error:
             line.problems.append(str(error))
-    return ReadLine(list(line.settings()), line.others, line.notes, line.typed, line.problems)
+    settings = _as_core_reads({setting.flag: setting for setting in line.settings()}, line)
+    return ReadLine(settings, line.others, line.notes, line.typed, line.problems)
+
+
+def _as_core_reads(settings: dict[str, Setting], line: _Line) -> list[Setting]:
+    """Flags of Megatron core's mixtures that mean something else next to another flag, or without it.
+
+    >>> from mega.core.config.run import entries
+    >>> known = meanings(list(entries().values()), {}, {})
+    >>> read("--moe-router-pre-softmax --moe-router-score-function sigmoid".split(), known).settings[0].flag
+    '--router-score'
+    """
+    kind, coefficient, before = "--moe-router-load-balancing-type", "--moe-aux-loss-coeff", "--moe-router-pre-softmax"
+    typed = {each.spelling: each.values for each in line.typed}
+    score = settings.get("--router-score")
+    if before in typed and score is not None and score.values != ["softmax"] and "--no-router-normalize" not in typed:
+        settings.pop("--router-normalize", None)
+        line.note(before, f"scores of {score.values[0]} are no softmax")
+    if typed.get(kind) == ("none",) and coefficient in typed and "--balance-loss" not in typed:
+        settings.pop("--balance-loss", None)
+        line.note(coefficient, f"{kind} none has no loss")
+    elif coefficient in typed and kind not in typed and "--balance" not in settings:
+        settings["--balance"] = Setting("--balance", ["microbatch"], False)  # core's own
+    return list(settings.values())
 
 
 class _Line:
@@ -270,15 +293,15 @@ class _Line:
         values = _values(word, spelling, meaning, rest)
         self.typed.append(_typed(spelling, meaning, values))
         if isinstance(meaning, Drops):
-            self._note(spelling, meaning.reason)
+            self.note(spelling, meaning.reason)
         elif isinstance(meaning, Sets) and meaning.values == 0 and meaning.constant is None:
             self.others.append(meaning.flag)
         elif isinstance(meaning, Sets | Several):
             parts = meaning.parts if isinstance(meaning, Several) else (meaning,)
             if not any([self._set(spelling, part, values) for part in parts]):
-                self._note(" ".join((spelling, *values)), "the files say it")
+                self.note(" ".join((spelling, *values)), "the files say it")
 
-    def _note(self, what: str, reason: str) -> None:
+    def note(self, what: str, reason: str) -> None:
         self.notes.append(f"{what} is accepted and changes nothing: {reason}")
 
     def _set(self, spelling: str, meaning: Sets, values: Sequence[str]) -> bool:

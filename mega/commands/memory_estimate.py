@@ -105,7 +105,7 @@ def _serving(options: Options, estimate: EstimateOptions, engine: EngineOptions)
     tp, pp, gpu, fp8_weights = options.parallel.tp, options.parallel.pp, estimate.gpu, engine.fp8_weights
     check_ranges(options)
     model = model_alone(options)
-    check_layout(model, tp, pp)
+    check_layout(model, tp, pp, engine)
     if gpu is None:
         kind, room = "cpu", Device.choose("cpu").room()
     else:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from mega.core.config.check import check
+from mega.core.config.check_mixture import reads_alone
 from mega.core.config.compose import compose
 from mega.core.config.resolve import records_graph, resolve
 from mega.core.config.run import updated
@@ -14,6 +15,7 @@ from mega.core.config.run import updated
 TRAINS: dict[str, Any] = {"micro_batch": 1, "steps": 4, "lr": 1e-3, "mock_data": True, "vocab": 100, "global_batch": 8}
 SIGMOID = {"router_score": "sigmoid"}
 SINKHORN = {"experts": 4, "router_choice": "sinkhorn"}
+PADDED = {"experts": 4, "capacity_factor": 1.0, "pad_to_capacity": True, "expert_dispatch": "all-to-all"}
 GROUPS = {**SIGMOID, "experts": 8, "router_groups": 4}
 
 MISTAKES: list[tuple[dict[str, Any], int, str]] = [
@@ -43,6 +45,10 @@ MISTAKES: list[tuple[dict[str, Any], int, str]] = [
     ({"experts": 4, "experts_from": 2}, 1, "--experts-from 2: leaves none of the 2 layers with experts"),
     ({"experts": 4, "dtype": "bf16", "fp8": True}, 1, "--fp8: excludes --experts"),
     ({"experts": 4, "expert_ffn": 6, "tp": 4}, 4, "--etp 4: must divide the width of an expert, 6; valid: 1, 2, 3, 6"),
+    ({"experts": 4, "ep": 2, "optimizer": "lamb"}, 2, "--optimizer lamb: needs --ep 1 and --etp 1 where a model has"),
+    ({"experts": 4, "ep": 2, "optimizer": "adafactor"}, 2, "--optimizer adafactor: needs --ep 1 and --etp 1"),
+    ({"experts": 4, "ep": 2, "task": "dpo", "dpo_data": ("x",)}, 2, "--task dpo: needs --ep times --etp to divide"),
+    ({**PADDED, "etp": 2, "ep": 2}, 4, "--pad-to-capacity: needs an --etp that divides --tp 1"),
     ({**SINKHORN, "router_scale": 2.5}, 1, "--router-scale 2.5: excludes --router-choice sinkhorn"),
     (
         {**SINKHORN, "router_normalize": False},
@@ -59,6 +65,13 @@ def test_a_mistake_is_one_line(values: dict[str, Any], world: int, line: str) ->
         check(updated(compose("tiny-gpt", flags=TRAINS), values), world)
     lines = str(caught.value).splitlines()
     assert [each for each in lines if each.startswith(line)], lines
+
+
+@pytest.mark.parametrize(("values", "line"), [({"ep": 2}, "--ep 2: "), ({"etp": 2}, "--etp 2: ")])
+def test_a_verb_that_trains_nothing_cuts_experts_by_tensor_ranks(values: dict[str, Any], line: str) -> None:
+    mixture = resolve(updated(compose("tiny-gpt", flags=TRAINS), {"experts": 4, **values}), 2)
+    (found,) = reads_alone(mixture)
+    assert found.startswith(line)
 
 
 def test_a_graph_of_a_mixture_is_not_chosen() -> None:

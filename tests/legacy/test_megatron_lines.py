@@ -400,3 +400,21 @@ def test_the_null_tokenizer_counts_as_core_does() -> None:
     assert (old.vocab_size, old.eod) == (258, 257) and (new.vocab_size, new.eod) == (257, 256)
     with pytest.raises(ValueError, match="--vocab-size 1: must be at least 2 with --null-eod-last"):
         build(tokenizer="NullTokenizer", vocab_size=1, null_eod_last=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        ("--moe-router-pre-softmax", {"router_normalize": False}),
+        ("--moe-router-pre-softmax --moe-router-score-function sigmoid", {"router_normalize": True}),
+        ("--moe-aux-loss-coeff 1e-2", {"balance": ("microbatch",), "balance_loss": (0.01,)}),
+        (
+            "--moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type seq_aux_loss",
+            {"balance": ("sequence",), "balance_loss": (0.01,)},
+        ),
+        ("--moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type none", {"balance_loss": (0.0,)}),
+    ],
+)
+def test_flags_of_mixtures_mean_what_core_makes_of_them_together(words: str, values: dict[str, Any]) -> None:
+    options = parsed(f"--num-experts 4 {words}")
+    assert {name: value_of(options, name) for name in values} == values

@@ -13,6 +13,8 @@ from mega.core.config.check import check
 from mega.core.config.run import RunConfig
 from mega.core.device import Device
 from mega.core.flops import model_flops_per_token
+from mega.core.inference.options import EngineOptions
+from mega.core.inference.start import check_layout
 from mega.core.model.experts import ExpertLayer
 from mega.core.proof.parity import own_samples, synthetic_batch
 from mega.core.training.routing import balance, expert_layers
@@ -193,3 +195,11 @@ def test_layers_with_experts() -> None:
     assert [layer.experts is not None for layer in architecture(config.model).layers] == [
         *(False, True, False, False, False, True)
     ]
+
+
+@pytest.mark.parametrize("flag", ["--fp8-weights", "--batch-invariant"])
+def test_an_engine_refuses_what_experts_do_not_do(flag: str) -> None:
+    options = EngineOptions(**{flag[2:].replace("-", "_"): True})
+    check_layout(small_run("gpt", **PLAIN).model, 1, 1, options)
+    with pytest.raises(ValueError, match=f"^{flag}: does nothing for experts"):
+        check_layout(run("gpt").model, 1, 1, options)

@@ -92,7 +92,7 @@ def engine_of_plan(plan: ServingBench, mesh: Mesh, device: Device) -> tuple[Batc
         return start_engine(opened, mesh, device, plan.engine, dtype=asked), plan.load
     model = plan.model
     assert model is not None
-    check_layout(model, plan.tp, plan.pp)
+    check_layout(model, plan.tp, plan.pp, plan.engine)
     layers, dtype = even_layers(len(architecture(model).layers), plan.pp), asked or DTYPES["bf16"]
     ops = forward_only(choose(device.torch, dtype), fp8_weights=plan.engine.fp8_weights)
     stage = empty_stage(model, mesh, device, dtype, ops=ops, stage_layers=layers)

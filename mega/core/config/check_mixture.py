@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from mega.core.config.mixture import BALANCES, has_experts
-from mega.core.config.resolve import divisors
+from mega.core.config.resolve import divisors, gathers_experts
 from mega.core.config.run import RunConfig
 
 Line = Callable[[str, str], str]
@@ -33,6 +33,9 @@ def mixture(run: RunConfig, line: Line) -> Iterator[str]:
         yield line("fp8", "excludes --experts")
     if run.parallel.tp_overlap:
         yield line("tp_overlap", "excludes --experts")
+    rule, parallel = run.optimizer.optimizer, run.parallel
+    if rule in ("lamb", "adafactor") and (parallel.ep > 1 or parallel.etp != parallel.tp):
+        yield line("optimizer", f"needs --ep 1 and --etp {parallel.tp} where a model has experts; valid: adam, sgd")
 
 
 def _router(run: RunConfig, line: Line) -> Iterator[str]:
@@ -111,6 +114,20 @@ def expert_ranks(run: RunConfig, world: int, line: Line) -> Iterator[str]:
     elif tp > 1 and not parallel.sequence_parallel and etp != tp and ep * etp != tp:
         rule = f"needs --sequence-parallel, or --etp {tp}: without it --tp {tp} ranks have the same tokens"
         yield line("etp", rule)
+    if run.finetuning.task == "dpo" and tp % (ep * etp):
+        yield line("task", f"needs --ep times --etp to divide --tp {tp}: data ranks have pairs of other lengths")
+    if model.pad_to_capacity and ep > 1 and tp % etp and not gathers_experts(run):
+        rule = f"needs an --etp that divides --tp {tp}, or --expert-dispatch all-gather; --etp {etp} shares more tokens"
+        yield line("pad_to_capacity", rule)
+
+
+def reads_alone(run: RunConfig) -> Iterator[str]:
+    """Of a verb that trains nothing. Its data ranks have rows, and answers, of their own."""
+    parallel, rule = run.parallel, "belongs to training; a verb that trains nothing cuts experts by --tp and --pp alone"
+    if run.model.experts and parallel.ep > 1:
+        yield f"--ep {parallel.ep}: {rule}"
+    if run.model.experts and parallel.etp != parallel.tp:
+        yield f"--etp {parallel.etp}: {rule}"
 
 
 def _list(numbers: list[int]) -> str:

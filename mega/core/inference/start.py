@@ -55,7 +55,7 @@ def start_engine(
     """
     model, where = opened.model, device.torch
     dtype = dtype or opened.dtype
-    check_layout(model, mesh.tp.size, mesh.pp.size)
+    check_layout(model, mesh.tp.size, mesh.pp.size, options)
     layers = even_layers(len(opened.architecture.layers), mesh.pp.size)
     ops = forward_only(choose(where, dtype), fp8_weights=options.fp8_weights)
     (stage,) = load_stages(opened, mesh, device, dtype=dtype, ops=ops, stage_layers=layers)
@@ -147,9 +147,12 @@ def drafter_of(
     return ModelDrafts(worker, Blocks(blocks, options.block), DRAFT_CHUNK)
 
 
-def check_layout(options: ModelConfig, tp: int, pp: int) -> None:
+def check_layout(options: ModelConfig, tp: int, pp: int, engine: EngineOptions = DEFAULT) -> None:
     """Errors: ValueError naming the flag."""
     model = architecture(options)
+    for name in ("fp8_weights", "batch_invariant"):
+        if model.mixtures and getattr(engine, name):
+            raise ValueError(f"--{name.replace('_', '-')}: does nothing for experts, of which the model has some")
     if family(options).prompt is None:
         raise ValueError(f"--load: a model of --family {model.family} does not continue text")
     kv_heads, layers = model.cached.kv_heads, len(model.layers)

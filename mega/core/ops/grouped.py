@@ -58,14 +58,14 @@ class GroupedMatmuls(Matmuls):
 
     def wgrad(self, grad: GroupedRows, x: torch.Tensor) -> torch.Tensor:
         shape = (len(grad.ends), grad.rows.shape[1], x.shape[1])
-        if fast(x, None):
+        if fast(x, grad.rows):
             return torch._grouped_mm(grad.rows.t(), x, offs=grad.ends).flatten(0, 1)
         out = x.new_zeros(shape)
         self._accumulate(out, grad, x)
         return out.flatten(0, 1)
 
     def accumulate_wgrad(self, main_grad: torch.Tensor, grad: GroupedRows, x: torch.Tensor) -> None:
-        if fast(x, None) or x.is_meta:
+        if fast(x, grad.rows) or x.is_meta:
             main_grad.add_(self.wgrad(grad, x))
         else:
             self._accumulate(main_grad.unflatten(0, (len(grad.ends), -1)), grad, x)
@@ -84,11 +84,11 @@ class GroupedMatmuls(Matmuls):
                 into.add_(grad.rows[rows].t() @ x[rows])
 
 
-def fast(x: torch.Tensor, matrices: torch.Tensor | None) -> bool:
-    """Whether torch's grouped GEMM takes these: bf16 on CUDA, rows of whole 16 bytes."""
+def fast(x: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether torch's grouped GEMM takes these rows and matrices, or other rows: bf16 on CUDA, all of whole 16 bytes."""
     if not x.is_cuda or x.dtype != torch.bfloat16 or not hasattr(torch, "_grouped_mm"):
         return False
-    return x.shape[1] % 8 == 0 and (matrices is None or all(size % 8 == 0 for size in matrices.shape[1:]))
+    return x.shape[1] % 8 == 0 and all(size % 8 == 0 for size in other.shape[1:])
 
 
 def _runs(ends: torch.Tensor) -> Iterator[slice]:

@@ -15,6 +15,7 @@ from functools import cached_property
 from mega.core.activity import ACTIVITY
 from mega.core.architecture import architecture
 from mega.core.config.check import check
+from mega.core.config.check_mixture import reads_alone
 from mega.core.config.compose import GivenOptions
 from mega.core.config.presets import FAMILY_DEFAULTS, PRESETS
 from mega.core.config.resolve import resolve, variant
@@ -138,7 +139,10 @@ def check_model(
     values["micro_batch"] = options.batch.micro_batch or MICRO_BATCH
     asked = updated(Options(model=model), {**values, "load": None, "mock_data": True, "skip_train": True})
     check(asked, world)
-    return CheckedModel(resolve(asked, world), "dtype" in given.values, load), opened
+    run = resolve(asked, world)
+    if problems := list(reads_alone(run)):
+        raise ValueError("\n".join(problems))
+    return CheckedModel(run, "dtype" in given.values, load), opened
 
 
 def _model(opened: OpenedModel, given: GivenOptions) -> ModelConfig:

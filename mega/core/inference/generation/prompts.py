@@ -96,7 +96,7 @@ def open_speech(plan: SpeechPlan) -> Speech:
     Errors: ValueError naming flag, file or line.
     """
     opened = open_model(plan.load)
-    check_layout(opened.model, plan.layout.tp, plan.layout.pp)
+    check_layout(opened.model, plan.layout.tp, plan.layout.pp, plan.engine)
     adapters = open_adapters(plan.adapters, opened)
     tokenizer = build(**plan.tokenizer) if plan.tokenizer else opened.tokenizer()
     if plan.tokenizer:

@@ -39,7 +39,6 @@ from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.peers import peers
 from mega.core.parallel.region import ALONE, Region
 from mega.core.parallel.weight import ParameterFactory, weights
-from mega.core.shard import on_tensor_rank
 from mega.core.text.build import build
 from mega.core.text.chat.format import ChatFormat
 from mega.core.text.chat.templates import SOURCE_BYTES, TEMPLATES, template_of
@@ -228,7 +227,7 @@ def empty_stage(
     """This rank's stage of a model, its weights not set. As of `load_stages`."""
     where = device.torch
     factory = ParameterFactory(
-        on_tensor_rank(mesh.tp.index, mesh.tp.size),
+        {axis.name: (axis.index, axis.size) for axis in (mesh.tp, mesh.etp)},
         dtype,
         where,
         with_context_parallel(ops or choose(where, dtype), mesh.cp, "auto"),

@@ -233,6 +233,9 @@ def differences(
         yield f"not as in the checkpoint: {_layout(sizes)} (was {_layout(layout)}); results differ by rounding"
     elif None not in (threads, before := point.checkpoint.meta.get("threads")) and threads != before:
         yield f"not as in the checkpoint: {threads} CPU threads a rank (was {before}); results differ by rounding"
+    for name in ("ep", "etp") if run.model.experts else ():
+        if (before := stored.get(name)) not in (None, now := value_of(run, name)):
+            yield f"not as in the checkpoint: {name} {now} (was {before}); results differ by rounding"
     noted = []
     for name in options_with(on_resume="noted"):
         value = value_of(run, name)
