@@ -23,7 +23,7 @@ from mega.core.data.build import Datasets
 from mega.core.data.preprocessing.writer import IndexedWriter
 from mega.core.device import Device
 from mega.core.ops.counter import OLD_RULE, RULE
-from mega.core.parallel.mesh import Groups
+from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.processes.pool import Pool
 from mega.core.training.saves.resume import ResumePoint, differences, restore
 from mega.core.training.saves.saver import Saver
@@ -169,6 +169,15 @@ def test_what_changes_samples_sums_or_updates_is_reported(straight: Path) -> Non
         f"{source.meta['threads'] + 1} CPU threads a rank (was {source.meta['threads']}); results differ by rounding",
     ):
         assert part in said, said
+
+
+def test_experts_that_ranks_share_otherwise_are_reported(straight: Path) -> None:
+    source = CheckpointStore(straight).open(12)
+    source.meta["layout"], source.meta["config"]["parallel"] = {"dp": 2}, {"ep": 1, "etp": 1}
+    values = {"micro_batch": 1, "seq_length": 32, "experts": 4, "ep": 2}
+    run = resolve(updated(Options(model=model_of(source.meta, "the checkpoint")), values), 2)
+    said = list(differences(run, ResumePoint(source, weights_only=False), Datasets(), Mesh.at(0, dp=2, ep=2)))
+    assert any("ep 2" in line and "results differ by rounding" in line for line in said), said
 
 
 def test_a_run_that_began_under_the_old_dropout_resumes_under_it(straight: Path, tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def notes(run: RunConfig, world: int, found: Memory, device: Hardware | None, me
             )
         if run.precision.fp8 and "fp8" not in device.peak:
             yield f"--fp8: {device.name} has no fp8 products; timed as emulated in fp32, wide copies not counted"
-    if megatron:
+    if megatron and not run.model.experts:  # its formula is of a dense network
         yield from _megatron_says(run, world)
 
 

@@ -85,7 +85,7 @@ class GroupedMatmuls(Matmuls):
 
 
 def fast(x: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether torch's grouped GEMM takes these rows and matrices, or other rows: bf16 on CUDA, all of whole 16 bytes."""
+    """Whether torch's grouped GEMM takes these rows and matrices, or other rows: bf16 on CUDA, of whole 16 bytes."""
     if not x.is_cuda or x.dtype != torch.bfloat16 or not hasattr(torch, "_grouped_mm"):
         return False
     return x.shape[1] % 8 == 0 and all(size % 8 == 0 for size in other.shape[1:])

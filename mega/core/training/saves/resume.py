@@ -229,13 +229,14 @@ def differences(
     sizes = {name: size for name, size in mesh.sizes.items() if size > 1}
     there = numbers_below(point.checkpoint.meta, "layout") or sizes
     layout = {name: size for name, size in there.items() if size > 1}
+    for name in ("ep", "etp") if run.model.experts else ():
+        now, before = value_of(run, name), stored.get(name)
+        sizes |= {name: now} if now > 1 else {}
+        layout |= {name: before} if isinstance(before, int) and before > 1 else {}
     if layout != sizes:
         yield f"not as in the checkpoint: {_layout(sizes)} (was {_layout(layout)}); results differ by rounding"
     elif None not in (threads, before := point.checkpoint.meta.get("threads")) and threads != before:
         yield f"not as in the checkpoint: {threads} CPU threads a rank (was {before}); results differ by rounding"
-    for name in ("ep", "etp") if run.model.experts else ():
-        if (before := stored.get(name)) not in (None, now := value_of(run, name)):
-            yield f"not as in the checkpoint: {name} {now} (was {before}); results differ by rounding"
     noted = []
     for name in options_with(on_resume="noted"):
         value = value_of(run, name)
