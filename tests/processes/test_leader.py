@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -176,12 +177,12 @@ def test_one_that_comes_back_goes_where_the_run_is(monkeypatch: pytest.MonkeyPat
 def test_a_host_that_leaves_at_once_ends_no_run() -> None:
     """It has gone when the leader reads that it joined, so its connection has no addresses any more."""
     leader, name = Leader(server := _listening(), SIZE, lambda: (0, 0), None), server.getsockname()
-    with socket.create_connection(name, 5.0), server.accept()[0] as accepted:
-        wire = Wire(accepted)
-        wire.close()
-        found = {"name": "c", "port": 1, "meet": 2, "seat": None, "size": asdict(SIZE), "known": UNKNOWN}
-        for message in ({"join": found}, None, {"led": {"port": 1, "runs": True}}):
-            leader._heed(wire, message)
+    with socket.create_connection(name, 5.0) as host:
+        wire = Wire(server.accept()[0])
+        host.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its end resets the connection
+    found = {"name": "c", "port": 1, "meet": 2, "seat": None, "size": asdict(SIZE), "known": UNKNOWN}
+    for message in ({"join": found}, None, {"led": {"port": 1, "runs": True}}):
+        leader._heed(wire, message)
     leader.start()
     pair = [Joined(leader, "a"), Joined(leader, "b")]
     assert [host.hears("start")["start"]["seat"] for host in pair] == [0, 1]
