@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from mega.cli import main
+from mega.core.checkpoint.forms.bert import model_from_config
 from mega.core.checkpoint.forms.huggingface import weights_of
 from mega.core.checkpoint.own.model import model_of
+from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.checkpoint.own.store import locate
 from tests.support.shared import shared
 
@@ -69,6 +71,22 @@ def test_there_and_back(
     opened = getattr(transformers, kind).from_pretrained(back)
     for (name, mine), (_, other) in zip(opened.named_parameters(), theirs.named_parameters(), strict=True):
         assert torch.equal(mine, other), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"layer_norm_epsilon": 1e-5}, "layer_norm_epsilon 1e-05: is not a known key"),
+        ({"problem_type": "regression"}, "problem_type 'regression'"),
+        ({"problem_type": "multi_label_classification"}, "problem_type"),
+    ],
+)
+def test_a_key_that_is_not_understood_is_refused(changes: dict[str, Any], words: str) -> None:
+    released = {"directionality": "bidi", "pooler_type": "first_token_transform", "num_labels": 2}
+    config = {**SIZES, **released, "model_type": "bert", "problem_type": "single_label_classification"}
+    model_from_config(config, "config.json")
+    with pytest.raises(CheckpointError, match=words):
+        model_from_config({**config, **changes}, "config.json")
 
 
 def test_a_published_classifier_keeps_its_head(tmp_path: Path) -> None:

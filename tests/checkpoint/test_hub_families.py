@@ -6,7 +6,9 @@ The long form, with 700 tokens, ranks, answers and mutated configurations, is te
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,17 +16,29 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
-from mega.core.architecture import units
+from mega.core.architecture import architecture, units
+from mega.core.checkpoint.forms import huggingface
 from mega.core.checkpoint.forms.convert import convert
 from mega.core.checkpoint.forms.families.decoders import BY_TYPE, config_from_model, model_from_config
+from mega.core.checkpoint.forms.form import SpecialTokens
 from mega.core.checkpoint.own.layout import Layout
 from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.config.compose import GivenOptions
 from mega.core.config.sections import ModelConfig
+from mega.core.device import Device
+from mega.core.inference.loading.load import open_model
+from mega.core.inference.options import EngineOptions
+from mega.core.inference.start import engine_on
 from mega.core.model.decoder import DecoderStage
+from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.region import ALONE
 from mega.core.parallel.weight import ParameterFactory, weights
+from mega.core.tasks.model import _model
+from mega.core.training.saves.resume import _same_model
 from tests.support import hub_families as hub
 from tests.support.ranks import CPU
+
+SLIDING = ["sliding_attention", "full_attention"] * 2
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install mega[hf])")
 
@@ -106,6 +120,14 @@ def test_our_own_config_says_the_same(case: str) -> None:
         ("pythia", {"num_key_value_heads": 2}, "num_key_value_heads"),
         ("gptj", {"embd_pdrop": 0.5}, "embd_pdrop"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
+        ("smollm3", {"layer_types": SLIDING, "sliding_window": 40}, "use_sliding_window must be true"),
+        ("phi3", {"full_attn_mod": 2}, r"full_attn_mod 2 \(valid: 1\)"),
+        ("phi3", {"interpolate_factor": 2}, "interpolate_factor"),
+        ("phi3", {"lm_head_bias": True}, "lm_head_bias"),
+        ("starcoder2", {"mlp_type": "gated"}, "mlp_type"),
+        ("starcoder2", {"norm_type": "rms_norm"}, "norm_type"),
+        ("gemma3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "objects by kind of layer"),
+        ("olmo3-yarn", {"original_max_position_embeddings": 96}, "original_max_position_embeddings"),
     ],
 )
 def test_a_key_that_is_not_understood_is_refused(case: str, changes: dict[str, Any], words: str) -> None:
@@ -113,6 +135,80 @@ def test_a_key_that_is_not_understood_is_refused(case: str, changes: dict[str, A
     config = getattr(transformers, f"{kind}Config")(**{**hub.TOKENS, **values}).to_dict()
     with pytest.raises(CheckpointError, match=words):
         model_from_config({**config, **changes}, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("case", "changes"),
+    [
+        ("smollm3", {"layer_types": SLIDING}),
+        ("phi3", {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False}),
+        ("starcoder2", {"mlp_type": "default", "norm_type": "layer_norm", "rms_norm_eps": 1e-5}),
+        ("pythia", {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0}),
+        ("gemma", {"hidden_act": "gelu"}),
+    ],
+)
+def test_a_key_of_released_files_changes_nothing(case: str, changes: dict[str, Any]) -> None:
+    """Where transformers does not read it, or this is the only value that it has."""
+    kind, values = hub.CASES[case]
+    config = getattr(transformers, f"{kind}Config")(**{**hub.TOKENS, **values}).to_dict()
+    assert model_from_config({**config, **changes}, "config.json") == model_from_config(config, "config.json")
+
+
+def test_the_first_gemma_has_one_gelu() -> None:
+    """transformers reads "gelu" as the tanh form, so that the other has no word."""
+    kind, values = hub.CASES["gemma"]
+    config = getattr(transformers, f"{kind}Config")(**{**hub.TOKENS, **values}).to_dict()
+    exact = replace(model_from_config(config, "config.json"), activation="geglu")
+    with pytest.raises(CheckpointError, match="activation geglu"):
+        BY_TYPE["gemma"].config_from_model(exact, "float32")
+
+
+def test_longrope_keeps_its_magnitude_at_other_positions() -> None:
+    kind, values = hub.CASES["phi3"]
+    config = getattr(transformers, f"{kind}Config")(**{**hub.TOKENS, **values}).to_dict()
+    model = model_from_config(config, "config.json")
+    longer = architecture(replace(model, positions=8192)).ropes[0].scaling
+    assert longer == architecture(model).ropes[0].scaling
+    theirs = hub.theirs("phi3")
+    assert model.rope_magnitude == theirs.model.rotary_emb.attention_scaling
+
+
+def test_dynamic_positions_are_kept_and_not_exceeded(tmp_path: Path) -> None:
+    """No option holds the factor: a config.json written anew has it still, and more positions are refused."""
+    hub.saved(tmp_path / "hf", "llama-dynamic", torch.bfloat16)
+    opened = open_model(tmp_path / "hf")
+    own = SimpleNamespace(
+        model=replace(opened.model, positions=512),  # so that it is written anew
+        source=SimpleNamespace(tensors=opened.weights.tensors),
+        checkpoint=SimpleNamespace(attachments=opened.attachments, step=0, meta={}),
+    )
+    written = huggingface._config(BY_TYPE["llama"], own, SpecialTokens({}))  # type: ignore[arg-type]
+    assert written["rope_scaling"] == {"rope_type": "dynamic", "factor": 4.0}
+    assert model_from_config(written, "config.json") == own.model
+    _model(opened, GivenOptions(None, {"positions": 96}))
+    with pytest.raises(ValueError, match="--positions 1024: the model at"):
+        _model(opened, GivenOptions(None, {"positions": 1024}))
+    point: Any = SimpleNamespace(checkpoint=opened.weights, weights_only=True)
+    run: Any = SimpleNamespace(
+        model=replace(opened.model, positions=96),
+        finetuning=SimpleNamespace(task="lm"),
+        checkpoint=SimpleNamespace(use_checkpoint_config=False),
+    )
+    _same_model(run, point)
+    run.model = replace(opened.model, positions=1024)
+    with pytest.raises(CheckpointError, match=r"--positions 1024: the checkpoint .* has 768"):
+        _same_model(run, point)
+
+
+def test_what_an_engine_computes_otherwise_is_said(tmp_path: Path) -> None:
+    hub.saved(tmp_path / "hf", "phi3", torch.bfloat16)
+    assert "LongRoPE: short texts too" in open_model(tmp_path / "hf").engine_notes[0]
+    hub.saved(tmp_path / "other", "gemma2", torch.bfloat16)
+    opened = open_model(tmp_path / "other")
+    assert opened.engine_notes == ()
+    stage = SimpleNamespace(architecture=opened.architecture)
+    with pytest.raises(ValueError, match="--cuda-graph: soft-capped"):
+        engine_on(stage, Mesh.at(0), Device(CPU, "gloo"), EngineOptions(cuda_graph=True))
 
 
 def test_a_base_model_without_a_prefix_opens(tmp_path: Path) -> None:
@@ -158,7 +254,7 @@ def test_mistrals_own_files_alone(tmp_path: Path) -> None:
         state[f"{theirs_name}.weight"] = tensor.contiguous()
     (tmp_path / "mistral").mkdir()
     save_file(state, tmp_path / "mistral" / "consolidated.safetensors")
-    params = {"dim": 32, "n_layers": 4, "head_dim": 16, "hidden_dim": 44, "n_heads": 4, "n_kv_heads": 2}
+    params: dict[str, Any] = {"dim": 32, "n_layers": 4, "head_dim": 16, "hidden_dim": 44, "n_heads": 4, "n_kv_heads": 2}
     params |= {"norm_eps": 1e-6, "vocab_size": hub.VOCAB, "rope_theta": 10000.0}
     (tmp_path / "mistral" / "params.json").write_text(json.dumps(params))
     opened = hub.opened(tmp_path / "mistral")
@@ -168,6 +264,12 @@ def test_mistrals_own_files_alone(tmp_path: Path) -> None:
     (tmp_path / "mistral" / "params.json").write_text(json.dumps({**params, "moe": {"num_experts": 8}}))
     with pytest.raises(CheckpointError, match="moe"):
         hub.opened(tmp_path / "mistral")
+    del params["rope_theta"]
+    (tmp_path / "mistral" / "params.json").write_text(json.dumps(params))
+    with pytest.raises(CheckpointError, match="rope_theta: must be there"):
+        hub.opened(tmp_path / "mistral")
+    (tmp_path / "mistral" / "params.json").write_text(json.dumps({**params, "sliding_window": 40}))
+    assert hub.opened(tmp_path / "mistral").model.rope_base == 10000.0
 
 
 def test_fp8_with_scales_of_blocks_is_read_as_bf16(tmp_path: Path) -> None:

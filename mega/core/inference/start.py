@@ -78,6 +78,8 @@ def engine_on(
 
     layers: most blocks of any stage [the model's]. adapters: its own. relay: of an engine before [a new one].
     """
+    if options.cuda_graph and stage.architecture.cached.softcap is not None:
+        raise ValueError("--cuda-graph: soft-capped attention is not recorded; valid here: --no-cuda-graph")
     if options.cuda_graph and not device.is_cuda:
         raise ValueError("--cuda-graph: needs a GPU; valid here: --no-cuda-graph")
     model, size = stage.architecture, options.block

@@ -14,6 +14,7 @@ from functools import cached_property
 
 from mega.core.activity import ACTIVITY
 from mega.core.architecture import architecture
+from mega.core.checkpoint.forms.huggingface import scales_dynamically
 from mega.core.config.check import check
 from mega.core.config.check_mixture import reads_alone
 from mega.core.config.compose import GivenOptions
@@ -150,8 +151,10 @@ def _model(opened: OpenedModel, given: GivenOptions) -> ModelConfig:
     model, problems = opened.model, []
     said = {**(PRESETS[given.preset] if given.preset is not None else {}), **given.values}
     if not architecture(model).input.learned_positions and said.get("positions"):
-        model = dataclasses.replace(model, positions=int(numbers_below(said)["positions"]))
-        del said["positions"]
+        positions = int(numbers_below(said)["positions"])
+        if not (positions > model.positions and scales_dynamically(opened.attachments)):
+            model = dataclasses.replace(model, positions=positions)
+            del said["positions"]
     for name in (*options_with(on_resume="must match"), "positions"):
         if entries()[name].section == "model" and said.get(name) not in (None, getattr(model, name)):
             problems.append(f"{flag_of(name)} {said[name]}: the model at {opened.path} has {getattr(model, name)}")

@@ -14,7 +14,8 @@ from typing import Literal, TypedDict
 
 from mega.core.architecture import Architecture, architecture, inventory
 from mega.core.architecture.model import Output, Rows
-from mega.core.checkpoint.forms.keys import check_kept, number_in, only, translated, whole_in
+from mega.core.checkpoint.forms.families.keys import COMMON
+from mega.core.checkpoint.forms.keys import check_kept, check_known, number_in, only, translated, whole_in
 from mega.core.checkpoint.forms.mapping import Table, Target, whole
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.config.sections import ModelConfig
@@ -74,6 +75,19 @@ _ROBERTA_HEADS = {
     "pooler.dense": "classifier.dense",
     "classification_head": "classifier.out_proj",
 }
+KEYS = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act"),
+    *("hidden_dropout_prob", "attention_probs_dropout_prob", "max_position_embeddings", "type_vocab_size"),
+    *("layer_norm_eps", "tie_word_embeddings", "position_embedding_type"),
+)
+"""What is read of a config.json, besides the keys that any may have."""
+
+WITHOUT_EFFECT = (
+    *("directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head"),
+    *("pooler_type", "output_past"),
+)
+"""Keys of released files that transformers does not read."""
+
 CLASSIFIERS = ("ForSequenceClassification", "ForMultipleChoice")
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
@@ -120,6 +134,8 @@ def model_from_config(config: Mapping[str, Json], where: str, found: Collection[
 
     Errors: CheckpointError naming the key.
     """
+    check_known(config, (*COMMON, *KEYS, *WITHOUT_EFFECT), where)
+    only(config, "problem_type", ("single_label_classification", None), where)
     for key in ("is_decoder", "add_cross_attention"):
         only(config, key, (False, None), where)
     only(config, "tie_word_embeddings", (True, None), where)

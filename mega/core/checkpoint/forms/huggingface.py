@@ -17,6 +17,7 @@ from mega.core.checkpoint.forms import bert, conversing
 from mega.core.checkpoint.forms.block_scaled import dequantised, without_scales
 from mega.core.checkpoint.forms.companions import copy_companions
 from mega.core.checkpoint.forms.families.decoders import BY_TYPE, family_of
+from mega.core.checkpoint.forms.families.rope import dynamic
 from mega.core.checkpoint.forms.foreign import (
     EntrySource,
     TorchSource,
@@ -118,6 +119,12 @@ def open_form(path: Path, given: Given) -> Opened:
     model = names.model_from_config(config, str(where), source.tensors)
     check_size(model, source.tensors, str(where))
     return Opened(source, model, names.table(model, source.tensors))
+
+
+def scales_dynamically(files: Mapping[str, Path]) -> bool:
+    """Whether the config.json that weights came with has rotary positions whose frequencies change beyond the model's
+    positions, which are computed within these alone."""
+    return "config.json" in files and dynamic(read_json(files["config.json"])) is not None
 
 
 class Names(Protocol):
@@ -244,11 +251,13 @@ def _config(names: Names, own: Own, tokens: SpecialTokens) -> dict[str, Json]:
     config = {} if attached is None else without_scales(read_json(attached))
     try:
         theirs = [target.fragments[0].source for target in names.table(own.model).targets]
-        same = names.model_from_config(config, str(attached), theirs) == own.model
+        same = attached is not None and names.model_from_config(config, str(attached), theirs) == own.model
     except CheckpointError:
         same = False
     if not same:
-        return _ended(own, {**names.config_from_model(own.model, dtype), **tokens.ids}, tokens)
+        scaling = dynamic(config)
+        kept = {} if scaling is None else {"rope_scaling": cast(Json, scaling)}
+        return _ended(own, {**names.config_from_model(own.model, dtype), **kept, **tokens.ids}, tokens)
     if own.checkpoint.step:
         config |= {key: dtype for key in ("dtype", "torch_dtype") if key in config}
     return _ended(own, {**tokens.ids, **config}, tokens)

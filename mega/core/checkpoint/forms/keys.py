@@ -72,6 +72,18 @@ def check_kept(model: ModelConfig, read: ModelConfig, whose: str, unsaid: Collec
         raise CheckpointError(f"family {model.family}: {whose} has only {read.family}")
 
 
+def check_known(config: Mapping[str, object], known: Collection[str], where: str) -> None:
+    """Errors: CheckpointError naming a key of the config.json `where` that says something and is not known."""
+    for name, value in config.items():
+        if name not in known and not name.startswith("_") and value is not None:
+            shown = repr(value)
+            shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+            raise CheckpointError(
+                f"{where}: {name} {shown}: is not a known key of model_type {config.get('model_type')!r}; take it out "
+                "if it changes nothing of what the model computes"
+            )
+
+
 def only(config: Mapping[str, object], key: str, valid: tuple[object, ...], where: str) -> None:
     """Errors: CheckpointError where `key` of the file `where` has a value that nothing here corresponds to."""
     if key in config and config[key] not in valid:

@@ -11,6 +11,7 @@ from pathlib import Path
 from mega.core.architecture import architecture, inventory
 from mega.core.architecture.adapters import with_adapters
 from mega.core.checkpoint.forms.direct import SAMPLED
+from mega.core.checkpoint.forms.huggingface import scales_dynamically
 from mega.core.checkpoint.forms.open import open_base, open_weights
 from mega.core.checkpoint.forms.recognise import check_place, foreign_form, form_at
 from mega.core.checkpoint.own.base import describe, named_base
@@ -365,7 +366,8 @@ def _same_model(run: RunConfig, point: ResumePoint) -> None:
     if family(model).stage is family(run.model).stage:  # one kind of model, whose values are compared below
         stored["family"] = ours["family"]
     differ = [name for name in options_with(on_resume="must match") if name in ours and ours[name] != stored[name]]
-    if architecture(run.model).input.learned_positions and stored["positions"] != ours["positions"]:
+    longer = ours["positions"] > stored["positions"] and scales_dynamically(checkpoint.attachments)
+    if longer or (architecture(run.model).input.learned_positions and stored["positions"] != ours["positions"]):
         differ.append("positions")
     if differ:
         advice = "" if run.checkpoint.use_checkpoint_config else " (or give --use-checkpoint-config)"

@@ -13,7 +13,7 @@ from typing import Any
 
 from mega.core.architecture import Tensor, architecture, inventory
 from mega.core.checkpoint.forms.families.keys import COMMON, Key
-from mega.core.checkpoint.forms.keys import check_kept
+from mega.core.checkpoint.forms.keys import check_kept, check_known
 from mega.core.checkpoint.forms.mapping import Fragment, Span, Table, Target, whole
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.config.sections import ModelConfig
@@ -71,12 +71,7 @@ class HubFamily:
         """
         keys = {**COMMON, **self.keys}
         known = {*keys, *(name for key in keys.values() for name in key.names)}
-        for name, value in config.items():
-            if name not in known and not name.startswith("_") and value is not None:
-                raise CheckpointError(
-                    f"{where}: {name} {_shown(value)}: is not a known key of model_type {self.model_type!r}; take it "
-                    "out if it changes nothing of what the model computes"
-                )
+        check_known({**config, "model_type": self.model_type}, known, where)
         values: dict[str, Any] = dict(self.values)
         for name, key in keys.items():
             values |= key.read(config, name, where)
@@ -151,11 +146,6 @@ class HubFamily:
             row += len(run)
         assert row == tensor.shape[0], f"{tensor.name}: {row} rows of {tensor.shape}"
         return Target(f"weights/{tensor.name}", tensor.shape, tuple(fragments))
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 # Rows of fused tensors

@@ -16,6 +16,9 @@ from mega.core.config.sections import ModelConfig
 
 GEMMA_VALUES = {**VALUES, "norm_offset": True, "embedding_scale": True}
 TANH = Word("activation", {"gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh"}, "gelu_pytorch_tanh")
+LEGACY = Word("activation", {**TANH.values, "gelu": "geglu_tanh", "silu": "swiglu"}, "gelu_pytorch_tanh")
+"""Of the first Gemma, whose released files call the tanh form "gelu"; it has no other."""
+
 ERF_TOO = Word("activation", {**TANH.values, "gelu": "geglu", "silu": "swiglu"}, "gelu_pytorch_tanh")
 GEMMA = {
     **LLAMA,
@@ -52,7 +55,7 @@ gemma = HubFamily(
     architecture="GemmaForCausalLM",
     words="Hugging Face's Gemma",
     values=GEMMA_VALUES,
-    keys={**GEMMA, "num_key_value_heads": kv_heads(16), "hidden_act": ERF_TOO, "hidden_activation": Unread()},
+    keys={**GEMMA, "num_key_value_heads": kv_heads(16), "hidden_act": LEGACY, "hidden_activation": Unread()},
 )
 
 GEMMA_2_VALUES = {**GEMMA_VALUES, "norm_placement": "both"}

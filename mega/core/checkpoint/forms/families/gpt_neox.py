@@ -30,6 +30,8 @@ gpt_neox = HubFamily(
         "use_parallel_residual": Flag(True, {"parallel_branches": "two-norms"}, {"parallel_branches": "no"}),
         "hidden_dropout": Number("hidden_dropout", 0.0),
         "classifier_dropout": Unread(),
+        "attention_probs_dropout_prob": Unread(),
+        "hidden_dropout_prob": Unread(),
     },
     names={
         "model.embed_tokens": "embed_in",

@@ -123,7 +123,8 @@ class Only(_Alone):
     def read(self, config: Config, name: str, where: str) -> Values:
         present = name in config or not self.absent
         if present and not any(value is config.get(name) or _same(value, config.get(name)) for value in self.values):
-            raise CheckpointError(f"{where}: {name} {config.get(name)!r} (valid: {self.values[0]!r})")
+            valid = next(value for value in self.values if value is not None)
+            raise CheckpointError(f"{where}: {name} {config.get(name)!r} (valid: {valid!r})")
         return {}
 
     def write(self, model: ModelConfig, name: str) -> Values:

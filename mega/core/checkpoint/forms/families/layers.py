@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mega.core.checkpoint.forms.families.keys import Config, Values
-from mega.core.checkpoint.forms.families.rope import FULL, SLIDING, RopeKeys, written_scaling
+from mega.core.checkpoint.forms.families.rope import FULL, ORIGINAL, SLIDING, RopeKeys, written_scaling
 from mega.core.checkpoint.forms.keys import number_in, whole_in
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.config.sections import ModelConfig
@@ -74,7 +74,7 @@ class Window:
     default: where the key is absent; null always is none. rule: which layers, where `layer_types` is not there. switch:
     the window counts only where `use_sliding_window` is true. listed: whether the family reads `layer_types`. others:
     keys that the rule reads. local: layers with a window have rotary positions of their own, so that it is kept where
-    it hides nothing.
+    it hides nothing. masked_anyway: transformers masks the layers that are listed even where the switch is off.
     """
 
     default: int | None = None
@@ -83,6 +83,7 @@ class Window:
     listed: bool = False
     others: tuple[str, ...] = ()
     local: bool = False
+    masked_anyway: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -91,12 +92,17 @@ class Window:
 
     def read(self, config: Config, name: str, where: str) -> Values:
         layers = whole_in(config, LAYERS, where)
-        kinds = config.get("layer_types") if self.listed else None
+        listed = kinds = config.get("layer_types") if self.listed else None
         if kinds is None:
             kinds = self.rule(config, layers)
         if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (FULL, SLIDING) for kind in kinds):
             raise CheckpointError(f"{where}: layer_types {kinds!r}: must be {FULL} or {SLIDING} for each layer")
         on = not self.switch or bool(config.get("use_sliding_window"))
+        if self.masked_anyway and not on and listed and SLIDING in kinds and config.get(name) is not None:
+            raise CheckpointError(
+                f"{where}: layer_types lists {SLIDING} and {name} is {config[name]!r}: use_sliding_window must be "
+                f"true; without a window take {name} out"
+            )
         if not on or config.get(name, self.default) is None or SLIDING not in kinds:
             return {}
         window = whole_in(config, name, where, self.default)
@@ -135,7 +141,11 @@ class RopeByKind:
 
     def read(self, config: Config, name: str, where: str) -> Values:
         said = config.get("rope_parameters") or {}
-        if not isinstance(said, Mapping) or not any(kind in said for kind in (FULL, SLIDING)):
+        if config.get(ORIGINAL) is not None:
+            raise CheckpointError(f"{where}: {ORIGINAL}: must be among the numbers of its kind of layer, not outside")
+        if not isinstance(said, Mapping) or (said and not any(kind in said for kind in (FULL, SLIDING))):
+            raise CheckpointError(f"{where}: rope_parameters {said!r:.60}: must be objects by kind of layer")
+        if not said:
             found = self.full.read(config, name, where)
             return {**found, "local_rope_base": self._local(config, found, where)}
         if odd := [kind for kind in said if kind not in (FULL, SLIDING)]:

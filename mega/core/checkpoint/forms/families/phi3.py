@@ -11,7 +11,7 @@ from mega.core.checkpoint.forms.families.family import (
     gate_then_up,
     one_after_another,
 )
-from mega.core.checkpoint.forms.families.keys import Config, Number, Values
+from mega.core.checkpoint.forms.families.keys import NULL, Config, Number, Only, Values
 from mega.core.checkpoint.forms.families.layers import Window
 from mega.core.checkpoint.forms.families.llama import ABSENT, LLAMA, VALUES
 from mega.core.checkpoint.forms.families.rope import RopeKeys
@@ -52,6 +52,9 @@ phi3 = HubFamily(
         "rms_norm_eps": Number("norm_eps", 1e-5),
         "resid_pdrop": Dropouts(("embd_pdrop",)),
         "sliding_window": Window(),
+        "full_attn_mod": Only((None, 1)),
+        "interpolate_factor": Only((None, 1)),
+        "lm_head_bias": NULL,
     },
     names={
         **LLAMA_NAMES,

@@ -135,13 +135,28 @@ def _yarn(rope: Config, positions: int, original: int, where: str) -> Values:
     }
 
 
+def dynamic(config: Config) -> dict[str, object] | None:
+    """`rope_scaling` of a config.json that says dynamic, which no option holds: within its positions it changes
+    nothing."""
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = config.get(key)
+        if isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type")) == "dynamic":
+            return {"rope_type": "dynamic", "factor": rope.get("factor")}
+    return None
+
+
+def _longrope_magnitude(factor: float, original: int) -> float:
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
+
+
 def _longrope(rope: Config, positions: int, original: int, where: str) -> Values:
-    magnitude = None
     if rope.get("attention_factor") is not None:
         magnitude = number_in(rope, "attention_factor", where)
     elif rope.get("factor") is not None:
         factor = number_in(rope, "factor", where)
-        magnitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        magnitude = _longrope_magnitude(factor, original)
+    else:  # of the file's positions, which a run may change
+        magnitude = _longrope_magnitude(positions / original, original)
     return {
         "rope_short_factors": _factors(rope, "short_factor", where),
         "rope_long_factors": _factors(rope, "long_factor", where),

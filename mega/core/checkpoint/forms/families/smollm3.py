@@ -19,7 +19,9 @@ smollm3 = HubFamily(
         "max_position_embeddings": RopeKeys(base=2000000.0),
         "tie_word_embeddings": flag("tied", True),
         "mlp_bias": Biases(),
-        "sliding_window": Window(None, full_with_rope, switch=True, listed=True, others=("max_window_layers",)),
+        "sliding_window": Window(
+            None, full_with_rope, switch=True, listed=True, others=("max_window_layers",), masked_anyway=True
+        ),
         "no_rope_layers": WithoutRope(),
     },
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mega.core.checkpoint.forms.families.family import LLAMA_NAMES, HubFamily
-from mega.core.checkpoint.forms.families.keys import Flag, Number, Word, flag
+from mega.core.checkpoint.forms.families.keys import Flag, Number, Only, Unread, Word, flag
 from mega.core.checkpoint.forms.families.layers import Window
 from mega.core.checkpoint.forms.families.llama import SIZES, TRAINED, kv_heads
 from mega.core.checkpoint.forms.families.phi3 import Dropouts
@@ -35,6 +35,9 @@ starcoder2 = HubFamily(
         "use_bias": Flag(True, {"bias": True, "qkv_bias": True}, {"bias": False, "qkv_bias": False}),
         "residual_dropout": Dropouts(("embedding_dropout",)),
         "sliding_window": Window(),
+        "mlp_type": Only((None, "default")),
+        "norm_type": Only((None, "layer_norm")),
+        "rms_norm_eps": Unread(),
     },
     names={**LLAMA_NAMES, "mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
 )
