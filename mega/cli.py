@@ -20,6 +20,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from mega import COMPLETE_VARIABLE, __version__
+from mega.core.terminal import BrokenStdout
 
 if TYPE_CHECKING:  # Typer's own copy of click
     from typer._click.core import Command, Context
@@ -132,7 +133,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcome = app(args=words, prog_name="mega", standalone_mode=False)
         sys.stdout.flush()
     except Exception as error:
-        if isinstance(error, OSError) and (broken := _broken_stdout()) is not None:
+        broken = _broken_stdout() if isinstance(error, OSError) else None
+        if isinstance(error, BrokenStdout):
+            broken = error.reason
+        if broken is not None:
             return (
                 _report(OSError(f"stdout: {broken.strerror or broken}"))
                 if broken.errno != errno.EPIPE

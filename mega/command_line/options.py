@@ -41,6 +41,7 @@ from mega.core.config.presets import PRESETS
 from mega.core.config.run import Options, entries, run_schema, sections
 from mega.core.config.schema import Entry, Schema, schema_of
 from mega.core.processes.world import is_first_rank
+from mega.core.terminal import print_whole
 
 if TYPE_CHECKING:  # Typer's own copy of click
     from typer._click.core import Command as AnyCommand
@@ -210,7 +211,8 @@ def command(function: Callable[..., Result]) -> Callable[..., Result | int]:
             typed[takes.run] = _composed(preset, file, flags, ctx)
         if print_config:
             shown = [toml.write(typed[takes.run])] if takes.run is not None else []
-            print("\n".join([*shown, *([toml.write_values(takes.own, values)] if own else [])]), end="")
+            text = "\n".join([*shown, *([toml.write_values(takes.own, values)] if own else [])])
+            print_whole(text)
             return 0
         _check_given(values, own)
         if takes.given is not None:

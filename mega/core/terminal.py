@@ -63,3 +63,23 @@ def stderr_console() -> Console:
     from rich.console import Console
 
     return Console(file=Steady(sys.stderr))  # type: ignore[arg-type]
+
+
+class BrokenStdout(Exception):
+    """Stdout takes no more. Of one large text it keeps nothing, so a later flush would not show it.
+
+    No OSError, at which Typer would end the process by itself.
+    """
+
+    def __init__(self, reason: OSError):
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+def print_whole(text: str) -> None:
+    """Print a text of any length. Errors: BrokenStdout."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        raise BrokenStdout(error) from None

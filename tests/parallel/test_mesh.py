@@ -19,7 +19,7 @@ from mega.core.training.wire import build_stages
 
 
 def test_worked_examples() -> None:
-    assert doctest.testmod(module, globs={"Mesh": Mesh}).failed == 0
+    assert doctest.testmod(module, globs={**vars(module), "Mesh": Mesh}).failed == 0
 
 
 def test_groups_of_sixteen() -> None:
