@@ -16,6 +16,7 @@ from mega.core.config.unread import unread
 from mega.core.estimate.options import EstimateOptions
 from mega.core.inference.options import EngineOptions
 from mega.core.processes.world import ranks, world_from_env
+from mega.core.terminal import print_whole
 
 if TYPE_CHECKING:
     from mega.core.estimate.duration import Stops
@@ -75,7 +76,7 @@ def _training(options: Options, estimate: EstimateOptions) -> int:
     if estimate.json:
         import json
 
-        print(json.dumps(_document(answer, estimate.megatron, stops)))
+        print_whole(json.dumps(_document(answer, estimate.megatron, stops)) + "\n")
     else:
         _report(answer, estimate.megatron, stops)
     return 0
@@ -119,7 +120,7 @@ def _serving(options: Options, estimate: EstimateOptions, engine: EngineOptions)
         import dataclasses
         import json
 
-        print(json.dumps({**dataclasses.asdict(found), "lines": found.lines(estimate.max_length)}))
+        print_whole(json.dumps({**dataclasses.asdict(found), "lines": found.lines(estimate.max_length)}) + "\n")
     else:
         where = f"{tp * pp} {gpu or 'cpu'} rank{'s' * (tp * pp > 1)}"
         precision = options.precision.dtype + ", weights in fp8" * fp8_weights

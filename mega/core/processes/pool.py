@@ -100,7 +100,7 @@ class Pool:
         for rank in range(self.size):
             ours, theirs = multiprocessing.Pipe()
             process = fork_server().Process(
-                target=_pool_rank, args=(theirs, self.size), name=f"rank {rank}", daemon=True
+                target=_pool_rank, args=(theirs, self.size), name=f"pool rank {rank}", daemon=True
             )
             process.start()
             theirs.close()

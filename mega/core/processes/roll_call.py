@@ -91,8 +91,9 @@ class RollCall:
         self.questions = Questions(store, rank, world, lambda: own_position(self._failed_at), self._look)
         self._failed_at: str | None = None
         self._interval: float | None = None
-        self._lost: Callable[[str], None] = _exit
-        self._heeds_launcher = False
+        self._lost: Callable[[str], None] | None = None
+        """What is called with the reason instead of ending this process."""
+        self._store_is_silent = False
         self._reported = ""
         self._ending = threading.Lock()
         """Taken by the thread that reports."""
@@ -112,7 +113,7 @@ class RollCall:
         """From now on ask all ranks regularly, wherever this one's main thread stands. lost: called once, on the thread
         that asks, with the line about ranks that have not answered, or of which their launcher says that they were
         killed; None: prints it and ends the process."""
-        self._heeds_launcher, self._lost = lost is not None, lost or _exit
+        self._lost = lost
         self._interval = min(INTERVAL, 15 * self.minutes)
 
     # -- what the main thread asks
@@ -120,7 +121,7 @@ class RollCall:
     def explain(self, error: BaseException) -> str:
         """Why an exchange has run out of time; where this rank stood is in its error."""
         if self._reported:
-            if self._closed.is_set() and self._lost in (_exit, _exit_alone):
+            if self._closed.is_set() and self._lost is None:
                 time.sleep(LIMIT)  # the other thread is about to end this process, with the same report
             return self._reported
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -165,7 +166,7 @@ class RollCall:
             while not self._closed.wait(self._look):
                 self._end(self._in_time(self._answer, self._silence))
                 now, moment = self._standing(), time.monotonic()
-                if self._heeds_launcher:
+                if self._lost is not None:
                     self._end(launchers_note())
                 if self._interval is not None:
                     if moment > since + self._interval:
@@ -177,8 +178,7 @@ class RollCall:
                     limit = self._suspect(45 * self.minutes, since)
                     ask = min(time.monotonic() + 15 * self.minutes, max(limit, time.monotonic()))
         except TimeoutError:
-            if self._lost is _exit:
-                self._lost = _exit_alone
+            self._store_is_silent = True
             self._end(self._silent_store())
         except Exception:  # the store has gone; its host's end ends the others too, unless a device keeps them waiting
             if not self._closed.wait(60 * self.minutes):
@@ -237,7 +237,11 @@ class RollCall:
         if line and not self._closed.is_set() and self._ending.acquire(blocking=False):
             self._closed.set()
             self._reported = line
-            self._lost(line)
+            if self._lost is not None:
+                self._lost(line)
+                return
+            # This process, even while its main thread waits. Ranks agree in their store on which of them prints.
+            os._exit(report_exit(ExitReport(1, line, "verdict"), together=not self._store_is_silent))
 
     def _in_time(self, act: Callable[[], Result], seconds: float) -> Result:
         return in_time(act, seconds) if self._remote else act()
@@ -278,16 +282,6 @@ def in_time(act: Callable[[], Result], seconds: float) -> Result:
     if error is not None:
         raise error
     return result  # type: ignore[return-value]
-
-
-def _exit(line: str) -> None:
-    """End this process, even while its main thread waits."""
-    os._exit(report_exit(ExitReport(1, line, "verdict")))
-
-
-def _exit_alone(line: str) -> None:
-    """The same where the store is silent, in which the ranks would agree on who reports."""
-    os._exit(report_exit(ExitReport(1, line, "verdict"), together=False))
 
 
 def launchers_note() -> str:
