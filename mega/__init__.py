@@ -1,9 +1,9 @@
 """mega: large transformers trained on any tensor x pipeline x data layout, from a laptop to a cluster.
 
-cli, options, argv   the command line: its verbs, options of sections as parameters, and Megatron-LM's spellings
-commands             one file a verb
-core                 all that they do
-legacy               what users bring from other programs
+cli             the `mega` command: its verbs, each loaded when it is called, and how a process ends
+command_line    how a line of words is read: our options, and the command lines of other programs
+commands        one file a verb
+core            what the verbs do
 """
 
 __version__ = "0.1.0"

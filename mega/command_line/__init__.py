@@ -1,4 +1,4 @@
-"""A command line as options: how it is read, what its flags are, and what becomes of lines of other programs.
+"""A command line as options: how it is read, what its flags are, and how lines of other programs are translated.
 
 options   a config section becomes a panel of flags
 legacy    command lines, shell scripts and DeepSpeed files of other programs, as ours

@@ -34,7 +34,7 @@ def run(reshard: ReshardOptions, layout: Layout) -> int:
         check_comparable(load, to_ours=reshard.saver == "mega")
     check_flags(form_at(load), writer_of(reshard.saver), {**layout.flags, **reshard.flags})
     vocab = _vocab(reshard)
-    with progress_bar("reshard") as progress:
+    with progress_bar() as progress:
         report = convert(
             load,
             save,

@@ -1,14 +1,16 @@
-"""The parallel model and all that trains, keeps and serves it. It knows no command line.
+"""The parallel model, and what trains, saves and serves it. It knows no command line.
 
-architecture, model, ops    what a model is, its mathematics, and its fast parts
-plan, parallel, processes   schedules as data, the work of ranks, and their life
+architecture, model, ops    what a model is, its mathematics, and its fast kernels
+plan, parallel, processes   pipeline schedules as data, collectives and gradients, and how ranks start and end
 config, data, text, corpus  what a run is, and what it reads
-training, optim, tasks      the loop, its updates, and what scores a model
-checkpoint                  what is kept, ours and others'
-inference                   a model that answers
-estimate, report            what a run needs, and how it went; quickstart: a tour
-proof, bench                whether mega is right, and how fast
+training, optim, tasks      the training loop, its updates, and benchmarks that score a model
+checkpoint                  checkpoints, our format and other programs'
+inference                   generation and serving
+estimate, report            what a run needs, and how it went; quickstart: a first run from nothing
+proof, bench                whether layouts and conversions agree, and how fast machines and mega are
 family                      a model family as one record: the only choice of code by family
-device, files, terminal, untrusted   what a host gives, within limits; activity: what this process is doing
-batch, shard, flops         values that several rooms share; words: how lines name ranks and numbers
+device, files, terminal, untrusted   GPU or CPU, durable writes, output, and input within limits; activity: what this
+            process is doing
+batch       a microbatch's tensors; shard: where a rank's part of a tensor lies; flops: of a step; words: how
+            messages name ranks and numbers
 """

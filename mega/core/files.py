@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import difflib
 import hashlib
+import json
 import os
 import re
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -33,6 +34,11 @@ def url_of(place: Path | str) -> str | None:
     """
     found = _URL.fullmatch(str(place))
     return f"{found[1]}://{found[2]}" if found else None
+
+
+def fingerprint(about: Mapping[str, object]) -> str:
+    """sha256 of values by name, in whatever order: of what decides an answer that is kept in a file."""
+    return hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def sampled_digest(path: Path) -> str:

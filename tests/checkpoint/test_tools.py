@@ -376,7 +376,7 @@ def test_progress_is_shown_on_a_terminal_only(tmp_path: Path) -> None:
     save_model(tmp_path / "a", LLAMA)
     for terminal in (True, False):
         console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
-        with progress_bar("reshard", console) as progress:
+        with progress_bar(console) as progress:
             reshard(tmp_path / "a", tmp_path / str(terminal), Layout(2, 1), progress)
         assert isinstance(console.file, io.StringIO) and ("reshard" in console.file.getvalue()) == terminal
 

@@ -44,7 +44,7 @@ MIXTURE = (
 )
 """What of a mixture of experts may change on resume, with a word."""
 
-# What the lists in training/persist.py, estimate/search.py and commands/bench.py held before the options said it.
+# What a resume may change, what the planner keeps and what bench takes, written out.
 
 
 def test_what_a_resume_accepts_of_the_model() -> None:

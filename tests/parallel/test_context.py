@@ -1,6 +1,6 @@
 """The sequence cut over the context axis: who holds which columns, and attention across the cut in float64.
 
-That whole models train alike is tests/parallel/test_parity.py's; here are the rows that need other batches.
+That whole models train alike is tests/proof/test_parity.py's; here are the rows that need other batches.
 """
 
 from __future__ import annotations

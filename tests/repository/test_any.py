@@ -25,7 +25,7 @@ MOST = {
     "core/corpus": 7,
     "core/data": 36,
     "core/estimate": 7,
-    "core/inference": 42,
+    "core/inference": 35,
     "core/model": 8,
     "core/ops": 24,
     "core/parallel": 21,

@@ -23,7 +23,7 @@ from tests.repository.test_structure import REPOSITORY, sources
 
 OPTIONS = {"ModelOptions", "ModelConfig"}
 """As typed, and as resolved."""
-ALLOWED = ("mega/core/config/", "mega/core/architecture/families/", "mega/core/inventory/")
+ALLOWED = ("mega/core/config/", "mega/core/architecture/families/")
 SPLIT = ("mega/core/architecture/", "mega/core/checkpoint/")
 """Rooms that are counted by their folders."""
 

@@ -1,4 +1,4 @@
-"""How fast mega is on this machine.
+"""What is measured on machines: mega's speed, and what the hardware reaches.
 
 training, rows    a training step, timed and taken apart; the rows that have a name, and files of figures
 calibrate         what this machine can do, for the estimate

@@ -49,7 +49,7 @@ def preflight(options: PreflightOptions) -> int:
     world, device, groups = connect(options.device, options.backend, options.timeout_minutes)
     axis = Mesh(world.rank, dp=world.size, groups=groups).everyone
     found = {"rank": world.rank, "host": socket.gethostname(), "facts": _machine(device)}
-    found["figures"] = dict(_figures(device, world, axis, options))
+    found["figures"] = dict(_figures(device, world, options))
     rows = gather_json(found, axis, device.torch)
     pairs = _pairs(_first_ranks(rows), axis, device)
     clocks = gather_json(time.time(), axis, device.torch)
@@ -67,7 +67,7 @@ def _machine(device: Device) -> dict[str, str]:
     return {"device": device.name, "cores": str(os.cpu_count()), **versions, **device.library_versions()}
 
 
-def _figures(device: Device, world: World, axis: Axis, options: PreflightOptions) -> Iterator[tuple[str, float]]:
+def _figures(device: Device, world: World, options: PreflightOptions) -> Iterator[tuple[str, float]]:
     """Phases 1 and 2, but for pairs of hosts. All ranks measure the same at once, as a run loads them."""
     size = 4096 if device.is_cuda else 512
     one = torch.randn(size, size, device=device.torch, dtype=torch.bfloat16 if device.is_cuda else torch.float32)

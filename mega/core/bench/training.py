@@ -5,7 +5,7 @@
 
 Steps follow each other as in training: one is asked for while the one before runs, and lasts from that one's end to its
 own. Weights that ranks gather from each other are in flight after a step's end, and waited for in the next.
-It measures one row after another in one process group. It knows neither data nor checkpoints.
+It measures one row after another in one process group. It reads no token files and no checkpoints.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""DISK: checkpoints in the project's own format and in foreign forms. Knows no ranks and no model code.
+"""Checkpoints in the project's own format and in forms of other programs, on a disk or in an object store.
+
+It imports nothing of parallel/ or model/: a rank is a number, a model is the list of its tensors.
 
 own     the project's format: saving, publishing, finding, reading in any layout, retention, inspection
 forms   everybody else's: Hugging Face, Meta, Megatron-LM and others, into our format and back

@@ -1,6 +1,6 @@
 """Faults that a run is asked to have, for tests and drills: `--inject nan:gradient@step=12,rank=3`.
 
-A fault is KIND[:TARGET]@step=N and more keys. This file knows what may be asked for; training/inject.py does it.
+A fault is KIND[:TARGET]@step=N and more keys. This file knows what may be asked for; training/guards/inject.py does it.
 """
 
 from __future__ import annotations

@@ -90,7 +90,6 @@ class Range:
 
 
 COUNT = Range("at least 1", lambda value: value >= 1)
-ONE = Range("1", lambda value: value == 1)
 SEVERAL = Range("at least 2", lambda value: value >= 2)
 FROM_0 = Range("at least 0", lambda value: value >= 0)
 MINUTES = Range("greater than 0, at most 35,000", lambda value: 0 < value <= 35_000)

@@ -38,17 +38,17 @@ def keys_of(items: Iterable[bytes | None]) -> Keys:
     return np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
 
 
-def mark_repeats(folder: Path, parts: Sequence[str], name: str = "keys", scratch: str = "keys") -> None:
-    """From the array `name` of the notes of all parts to marks that `repeats` reads. The first of equal keys stays."""
+def mark_repeats(folder: Path, parts: Sequence[str]) -> None:
+    """From the array `keys` of the notes of all parts to marks that `repeats` reads. The first of equal keys stays."""
     begins, total = {}, 0
     for part in parts:
         begins[part] = total
-        total += len(notes(folder, part)[name])
+        total += len(notes(folder, part)["keys"])
     count = min(max(1, -(-total // _KEYS_TOGETHER)), _MOST_FILES)
-    _distribute(folder, parts, name, [folder / f"{scratch}-{i}.tmp" for i in range(count)])
+    _distribute(folder, parts, [folder / f"keys-{i}.tmp" for i in range(count)])
     marks = np.zeros(total, np.bool_)
     for i in range(count):
-        path = folder / f"{scratch}-{i}.tmp"
+        path = folder / f"keys-{i}.tmp"
         found = np.fromfile(path, "<u8").reshape(-1, 3)
         order = np.lexsort((found[:, 1], found[:, 0]))  # stable: equal keys stay in the order of the input
         found = found[order]
@@ -60,12 +60,12 @@ def mark_repeats(folder: Path, parts: Sequence[str], name: str = "keys", scratch
     write_record(folder / _BEGINS, begins | {"": total})
 
 
-def _distribute(folder: Path, parts: Sequence[str], name: str, paths: Sequence[Path]) -> None:
+def _distribute(folder: Path, parts: Sequence[str], paths: Sequence[Path]) -> None:
     with contextlib.ExitStack() as open_now:
         files = [open_now.enter_context(open(path, "wb")) for path in paths]
         begin = 0
         for part in parts:
-            keys = notes(folder, part)[name]
+            keys = notes(folder, part)["keys"]
             numbers = np.arange(begin, begin + len(keys), dtype=np.uint64)
             rows = np.column_stack([keys, numbers])
             owners = keys[:, 0] % np.uint64(len(paths))

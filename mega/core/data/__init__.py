@@ -1,4 +1,4 @@
-"""Token files, read as samples. Of ranks it knows two integers: which share is whose.
+"""Token files, read as samples. Of ranks it knows which of how many data-parallel ranks reads.
 
 indexed, inspect          the files themselves, and what is in them
 preprocessing             from text to token files; datatrove_step: on a cluster

@@ -88,12 +88,12 @@ def set_name(path: str) -> str:
     return f"set-{name}" if name in ("train", "valid", "test") else name
 
 
-def set_names(flag: str, paths: Sequence[str]) -> dict[str, str]:
+def set_names(paths: Sequence[str]) -> dict[str, str]:
     """Name -> path of every set. Errors: ValueError where two have one name."""
     found: dict[str, str] = {}
     for path in paths:
         if found.setdefault(name := set_name(path), path) != path:
-            raise ValueError(f"{flag} {path}: is named {name}, as {found[name]} is; rename one of them")
+            raise ValueError(f"--valid-data {path}: is named {name}, as {found[name]} is; rename one of them")
     return found
 
 

@@ -46,9 +46,7 @@ class PhaseLayout(NamedTuple):
     counts: Sequence[int]
 
 
-def phased_dataset(
-    layouts: Sequence[PhaseLayout], segment: Callable[[str, int, int], Dataset], *, begin: int = 0
-) -> Dataset:
+def phased_dataset(layouts: Sequence[PhaseLayout], segment: Callable[[str, int, int], Dataset]) -> Dataset:
     """All phases as one dataset.
 
     segment: from a prefix, how many samples, and the number of former segments of it, to a dataset of at least as many.
@@ -58,6 +56,7 @@ def phased_dataset(
     used: Counter[str] = Counter()
     chosen: list[NDArray[np.integer]] = []
     numbers: list[NDArray[np.integer]] = []
+    begin = 0
     for layout in layouts:
         for prefix, count in zip(layout.prefixes, layout.counts, strict=True):
             missing = used[prefix] + count - sum(map(len, segments[prefix]))

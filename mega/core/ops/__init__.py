@@ -1,4 +1,5 @@
-"""The fast mathematics: one op a file, each with a plain torch reference; kernels/ has their Triton versions. No ranks.
+"""The fast mathematics: one op a file, each with a plain torch reference; kernels/ has their Triton versions. It starts
+no collective.
 
 norm, activation, dropout, cross_entropy, rotary, sinusoid, heads, matmuls, total, square_sum   the ops of training
 attention, mask, partial_attention   attention, what it sees, and parts of it that add up; cudnn: sliding windows

@@ -15,7 +15,8 @@ from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.gradients import Bucket, GradBuffer
 from mega.core.parallel.mesh import Axis
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integers whose bits are those of an element of so many bytes."""
 
 _EXACT = (1 << 52) - 1
 
@@ -49,7 +50,7 @@ def tied_difference(grads: GradBuffer) -> torch.Tensor | None:
     """
     found = None
     for number, bucket in reversed(list(enumerate(tied_buckets(grads), 1))):
-        bits = bucket.own_grads.detach().view(_BITS[bucket.own_grads.element_size()]).sum(dtype=torch.int64)
+        bits = bucket.own_grads.detach().view(BITS[bucket.own_grads.element_size()]).sum(dtype=torch.int64)
         both = torch.stack([bits, -bits])
         all_reduce(both, bucket.holders, "max")
         differs = (both[0] != -both[1]).long()

@@ -184,7 +184,8 @@ def _exchange(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return out
 
 
-def _sum(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def summed(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """A new tensor, the sum over the ranks of an axis."""
     out = x.clone(memory_format=torch.contiguous_format)
     all_reduce(out, axis)
     return out
@@ -224,12 +225,12 @@ def all_to_all(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 def all_reduce_both_ways(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The sum over ranks that each of them computes with, so that the gradients of all of them add up too."""
-    return x if axis.size == 1 else conjugate(x, axis, _sum, _sum)
+    return x if axis.size == 1 else conjugate(x, axis, summed, summed)
 
 
 def reduce_from_region(x: torch.Tensor, axis: Axis, sequence: bool) -> torch.Tensor:
     """Out of a tensor-parallel region: parts of all ranks add up; under sequence our tokens of the sum stay."""
     if axis.size == 1:
         return x
-    pair = (reduce_scatter, all_gather) if sequence else (_sum, _unchanged)
+    pair = (reduce_scatter, all_gather) if sequence else (summed, _unchanged)
     return conjugate(x, axis, *pair)

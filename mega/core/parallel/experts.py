@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from mega.core.ops import observe
 from mega.core.ops.autograd import FunctionContext
-from mega.core.parallel.collectives import Finished, all_gather, all_reduce, conjugate, reduce_scatter
+from mega.core.parallel.collectives import Finished, all_gather, conjugate, reduce_scatter, summed
 from mega.core.parallel.mesh import SINGLE, Axis, Mesh
 from mega.core.parallel.region import Region
 
@@ -257,7 +257,7 @@ class ExpertRegion:
         """What all ranks that share our tokens have, one after the other, [t, ...]; its gradient is summed."""
         if self._shared.size == 1:
             return x
-        pair = (_unchanged, _total) if self._same else (all_gather, reduce_scatter)
+        pair = (_unchanged, summed) if self._same else (all_gather, reduce_scatter)
         return conjugate(x, self._shared, *pair)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -268,14 +268,8 @@ class ExpertRegion:
         """The sum over the ranks that share our tokens, of which our own stay."""
         if self._shared.size == 1:
             return y
-        pair = (_total, _unchanged) if self._same else (reduce_scatter, all_gather)
+        pair = (summed, _unchanged) if self._same else (reduce_scatter, all_gather)
         return conjugate(y, self._shared, *pair)
-
-
-def _total(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    out = x.clone(memory_format=torch.contiguous_format)
-    all_reduce(out, axis)
-    return out
 
 
 def _unchanged(x: torch.Tensor, axis: Axis) -> torch.Tensor:

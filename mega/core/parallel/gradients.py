@@ -238,7 +238,7 @@ class GradBuffer:
         if zero and overlap_gather and any(data.axis.size > 1 for data in mesh.data_axes.values()):
             # The loss's few numbers are added up meanwhile, and must not queue after the weights; nor may the weights
             # of a unit queue after the gradients of another one.
-            self._gather_axes = {name: mesh.own_data_axis("weights", name) for name in self._gather_axes}
+            self._gather_axes = {name: mesh.own_data_axis(name) for name in self._gather_axes}
         if self._gathered and overlap_gather:
             for chunk in chunks:
                 for unit in units_of(chunk):

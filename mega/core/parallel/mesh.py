@@ -195,10 +195,10 @@ class Mesh:
         """The ranks that differ from us in these axes of one grid only; the first of its order runs fastest."""
         return self._axis("x".join(names), self.slices(*names))
 
-    def own_data_axis(self, purpose: str, data: str) -> Axis:
+    def own_data_axis(self, data: str) -> Axis:
         """The ranks of a data axis on a communicator of their own, so that nothing else queues after its transfers."""
         names, _ = DATA_AXES[data]
-        return self._axis("x".join(names), self.slices(*names), purpose)
+        return self._axis("x".join(names), self.slices(*names), "weights")
 
     def _data_axis(self, data: str) -> DataAxis:
         (names, cut), tensor = DATA_AXES[data], TENSOR_AXES[data]

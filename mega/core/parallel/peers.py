@@ -266,13 +266,14 @@ class Mapped:
         self._sent[number % BUFFERS].append(blocks.untyped_storage())  # not the tensor, which knows what it was made of
 
     def _descriptor(self, ranks: range, number: int, size: int, several: bool) -> CopyDescriptor:
-        to = [(place, rank, self._writer(rank)) for place, rank in enumerate(ranks) if rank != self.axis.index]
+        ours = self.axis.index
+        to = [(place, rank) for place, rank in enumerate(ranks) if rank != ours]
         return CopyDescriptor(
             tuple(
-                (place * size if several else 0, self._begins[rank] + self._place(number, writer, size), size)
-                for place, rank, writer in to
+                (place * size if several else 0, self._begins[rank] + self._place(number, ours, size), size)
+                for place, rank in to
             ),
-            tuple(self._mark(rank, number, writer) for _, rank, writer in to),
+            tuple(self._mark(rank, number, ours) for _, rank in to),
         )
 
     def wait(self, ranks: range, number: int) -> None:
@@ -281,10 +282,6 @@ class Mapped:
             ours = self.axis.index
             self._waits[key] = tuple(self._mark(ours, number, rank) for rank in ranks if rank != ours)
         self._copies.wait(self._waits[key], number)
-
-    def _writer(self, rank: int) -> int:
-        """As whom we write to `rank`."""
-        return self.axis.index
 
     def _place(self, number: int, writer: int, size: int) -> int:
         return number % BUFFERS * self.axis.size * self._bytes + writer * size

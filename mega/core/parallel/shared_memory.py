@@ -81,10 +81,6 @@ class SharedMemory:
         _fence()
         self._marks[self.axis.index * LINE // 8] = number
 
-    def marked(self, rank: int) -> int:
-        """rank: its place on the axis."""
-        return self._marks[rank * LINE // 8]
-
     def wait(self, rank: int, number: int, patience: float | None = PATIENCE) -> None:
         """patience: in seconds; None: as long as it takes. Errors: RuntimeError, as of a collective, where the rank has
         ended or the time is over."""

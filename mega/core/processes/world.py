@@ -103,7 +103,7 @@ def world_from_env(environ: Mapping[str, str] = os.environ) -> World:
         return World(rank=0, size=1, local_rank=0, local_size=1, source="alone")
     inner = stated[0]
     for outer in stated[1:]:
-        if _contradict(inner, outer, environ):
+        if _contradict(inner, outer):
             raise ValueError(f"{inner}: contradicts {outer}; unset those of the launcher that did not start the ranks")
     if inner.world.size == 1 and inner.launcher.source != "torchrun":  # which may start ranks of its own
         return World(rank=0, size=1, local_rank=0, local_size=1, source="alone")
@@ -181,7 +181,7 @@ def _said_by_another(environ: Mapping[str, str], launcher: _Launcher, several: l
     return any(None not in other and (own[0] == other[0] or own[1] == other[1]) for other in others)
 
 
-def _contradict(inner: _Stated, outer: _Stated, environ: Mapping[str, str]) -> bool:
+def _contradict(inner: _Stated, outer: _Stated) -> bool:
     """Whether two launchers cannot both be right: the same world in another order, or one process that mpirun has
     started many of. Worlds of other sizes nest: tasks of srun start ranks of their own."""
     ours, theirs = inner.world, outer.world

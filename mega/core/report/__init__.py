@@ -1,4 +1,4 @@
-"""A run or an evaluation as pictures, without torch.
+"""What the files of a run or an evaluation say afterwards: pages, curves, where the time went. Without torch.
 
 read      what a page is made of; corpus: the steps of a corpus
 page      one self-contained page of HTML

@@ -1,8 +1,8 @@
 """Where a run's time went, over all of its starts: in steps that count, in steps that were done again, in saves,
 evaluations and starts, between a process's end and the next one's begin, and in nothing of these.
 
-From the rows of steps, and from the events next to them (training/meters.py): "begin" (at the start of a process)
-and "end", "started" (the seconds until its first step), "save" and "evaluation" (the seconds that they took).
+From the rows of steps, and from the events next to them (training/metrics/meters.py): "begin" (a process
+starts) and "end", "started" (the seconds until its first step), "save" and "evaluation" (the seconds that they took).
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from mega.core.config.resolve import column_unit
 from mega.core.config.run import Options
 from mega.core.data.labelled import content as folder_content
 from mega.core.device import Device
-from mega.core.files import whole_file
+from mega.core.files import fingerprint, whole_file
 from mega.core.inference.loading.load import OpenedModel
 from mega.core.parallel.collectives import gather_json
 from mega.core.parallel.mesh import Groups, Mesh
@@ -156,9 +156,8 @@ def _about(
         "ops": run.runtime.ops,
         "examples": examples,
     }
-    text = json.dumps({**decides, "model": {**model, "path": None}}, sort_keys=True, default=str)
-    fingerprint = hashlib.sha256(text.encode()).hexdigest()
-    return {"task": evaluation.options.task, "fingerprint": fingerprint, "settings": {**decides, **layout_of(run)}}
+    known_by = fingerprint({**decides, "model": {**model, "path": None}})
+    return {"task": evaluation.options.task, "fingerprint": known_by, "settings": {**decides, **layout_of(run)}}
 
 
 def predictions_path(out: str) -> Path:

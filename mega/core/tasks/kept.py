@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from mega.core.files import whole_file
+from mega.core.files import fingerprint, whole_file
 from mega.core.parallel.collectives import gather_json
 from mega.core.parallel.mesh import Mesh
 
@@ -49,8 +49,7 @@ class KeptAnswers:
 
     def __init__(self, path: Path, about: Mapping[str, object], mesh: Mesh, device: torch.device):
         self.path, self._writes = path, mesh.rank == 0
-        text = json.dumps(about, sort_keys=True, default=str)
-        self._first = json.dumps({"fingerprint": hashlib.sha256(text.encode()).hexdigest()})
+        self._first = json.dumps({"fingerprint": fingerprint(about)})
         own = self._read() if self._writes else {}
         self._known: dict[str, Any] = gather_json(own, mesh.everyone, device)[0]
         if self._writes:

@@ -49,7 +49,7 @@ class Labels:
         options, tokenizer = self.asked.options, self.asked.needs_tokenizer()
         self.name = self.form.name
         self.sets: dict[str, LabelledSet] = {}
-        for name, path in set_names("--valid-data", options.valid_data).items():
+        for name, path in set_names(options.valid_data).items():
             self.sets[name] = labelled_set(
                 "--valid-data",
                 path,

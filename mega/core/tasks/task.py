@@ -1,6 +1,7 @@
 """What a benchmark is, and its score in any layout: examples shared over the data ranks, sums added up over all.
 
-A benchmark is one file: it reads examples, makes batches of them, and judges what the model says. It knows no ranks.
+A benchmark is one file: it reads examples, makes batches of them, and judges what the model says. The benchmark
+knows no ranks; this file does.
 """
 
 from __future__ import annotations

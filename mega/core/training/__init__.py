@@ -1,15 +1,15 @@
 """The loop: state, one step, and what falls due between steps. It knows no family.
 
 state, wire, step, loop   what a run is at a moment, how a rank builds it, one update, and all of them
-routing                   the load of experts in a step, and the bias that balances it
+routing                   how many tokens each expert got in a step, and the bias that balances them
 routines                  what is due between steps; evaluation and sampling are here
 schedules                 rates of a run that resumes
-judge, policy, probes     whether a step was sound, where it broke first, and what is done about it
-stop, notice              requests to end early, and what one who asks is told
+policy, judge, probes     the limit beyond which a loss is a spike; what follows from NaN or a spike; where NaN began
+stop, notice              requests to end early, and what the user is told after a signal
 
-start     all that happens before the first step
+start     what happens before the first step
 kinds     what is trained on, by --task
-saves     where a run saves, what it saves, and how it resumes from that
+saves     the run's directory and copies in memory, and how it resumes from them
 guards    whether a run can be trusted: finite numbers, equal copies, slow ranks
-metrics   what the user is given of them: a file, a log, services that keep them
+metrics   what the user is told while it runs: a file, a log, a progress bar, services
 """

@@ -1,7 +1,7 @@
 """The loop of every training run: a step, then what is due. Written once, for every family, layout and task.
 
 for each step:   report = train_step(...)                 device values, read while the next step runs
-                 due: audit, validate, save, stop         all ranks agree on each, so none waits alone
+                 due: routines.py, then stop              all ranks agree on each, so none waits alone
                                                           a request to stop ends a validation between its batches
 """
 

@@ -1,4 +1,5 @@
-"""What falls due between steps, in order: audit, validate, sample, save. Every rank finds the same due at one step."""
+"""What falls due between steps, in order: audit, validate, sample, copy to peers, save. Every rank finds the same due
+at one step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints in the forms of other programs, into our format and back.
+"""Checkpoints of other programs, into our format and back; our format itself is ../own.
 
 form        what a form is, the one list of forms, which flags mean something for which
 recognise   what lies at a path

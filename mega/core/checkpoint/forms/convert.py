@@ -25,15 +25,11 @@ from mega.core.checkpoint.own.base import MergedSource, named_base
 from mega.core.checkpoint.own.folders import check_fresh, filled_folder, folder_next_to
 from mega.core.checkpoint.own.layout import ONE, Layout, plan_files
 from mega.core.checkpoint.own.ledger import ConversionReport, Ledger
-from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece, Tensors, naming
+from mega.core.checkpoint.own.pieces import NAMES, Box, CheckpointError, Piece, Tensors, naming
 from mega.core.checkpoint.own.reshard import Progress, reshard
 from mega.core.checkpoint.own.source import OwnSource, StoredWeights
 from mega.core.checkpoint.own.store import locate, store_at
-from mega.core.device import DTYPES
 from mega.core.untrusted import Json, below
-
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
-"""Dtypes as --dtype names them."""
 
 
 def convert(

@@ -230,11 +230,11 @@ def _check_headers(stream: IO[bytes], members: list[zipfile.ZipInfo], path: Path
             raise CheckpointError(f"{path}: it is damaged: the header of {record} is not what the archive's list says")
 
 
-def record_at(stream: BytesIO, name: str) -> int | None:
-    """Where a record of a torch file begins; None where it is none of today's, or has no such record."""
+def first_storage_at(stream: BytesIO) -> int | None:
+    """Where the first storage of a torch file begins; None where it is none of today's, or has none."""
     try:
         stream.seek(0)
-        return _records(stream).get_record_offset(name)
+        return _records(stream).get_record_offset("data/0")
     except RuntimeError:
         return None
 

@@ -1,4 +1,4 @@
-"""The project's own checkpoint format.
+"""The project's own checkpoint format; those of other programs are ../forms.
 
 pieces      rectangles of logical tensors, and whether they tile a whole
 disk        durable writes and bounded reads

@@ -28,6 +28,7 @@ FOREIGN_DTYPES = {**DTYPES, "F8_E4M3": torch.float8_e4m3fn}
 """The same of files of others."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""Dtypes as --dtype names them."""
 
 Tensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Name -> shape and dtype."""

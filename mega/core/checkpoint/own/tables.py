@@ -24,7 +24,7 @@ from mega.core.terminal import stderr_console
 
 
 @contextlib.contextmanager
-def progress_bar(what: str, on: Console | None = None) -> Iterator[Callable[[int, int], None]]:
+def progress_bar(on: Console | None = None) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr, called with bytes done and bytes in all; nothing where stderr is not a terminal."""
     bar = Progress(
         TextColumn("{task.description}"),
@@ -39,7 +39,7 @@ def progress_bar(what: str, on: Console | None = None) -> Iterator[Callable[[int
         yield lambda done, total: None
         return
     with bar:
-        task = bar.add_task(what)
+        task = bar.add_task("reshard")
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 

@@ -2,5 +2,5 @@
 
 prompts       prompts as given, from a file or as they are typed, and where the answers go
 generate      texts of an engine
-answer_file   answers that a kill leaves
+answer_file   answers that survive a kill
 """

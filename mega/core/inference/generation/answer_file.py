@@ -8,7 +8,6 @@ It knows no engine and no text.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -16,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mega.core.files import whole_file
+from mega.core.files import fingerprint, whole_file
 
 
 class AnswerFile:
@@ -24,8 +23,7 @@ class AnswerFile:
 
     def __init__(self, path: Path, about: Mapping[str, object]) -> None:
         self.path, self._partial = path, Path(f"{path}.partial")
-        text = json.dumps(about, sort_keys=True, default=str)
-        self._first = json.dumps({"fingerprint": hashlib.sha256(text.encode()).hexdigest()}).encode() + b"\n"
+        self._first = json.dumps({"fingerprint": fingerprint(about)}).encode() + b"\n"
         self.done, end = self._read()
         if self.done:
             print(f"{self._partial}: resuming after {self.done} rows", file=sys.stderr)

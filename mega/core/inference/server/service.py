@@ -28,8 +28,6 @@ from mega.core.untrusted import Json, parse_json
 if TYPE_CHECKING:
     from fastapi import Request as HttpRequest
 
-T = TypeVar("T")
-
 _DISCARDED = 8
 """How many times the most bytes of a body are read, before the connection is closed."""
 _SHORT = 1 << 10

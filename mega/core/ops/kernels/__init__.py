@@ -1,4 +1,5 @@
-"""The ops as Triton kernels: one file each, signatures and shapes of the references in the floor above this folder.
+"""Triton kernels. Most have the name, signature and shapes of a reference in ops/; adamw serves optim, mapped_sum
+parallel (over mapped memory of other GPUs), and language has what kernels share.
 
 They compute in fp32 for tensors of any dtype, keep no more than they need for the backward pass, and add up every
 sum in a fixed order, so that the same inputs give the same bits. Imported on CUDA only.

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
+from mega.core.parallel.bucket_sums import BITS
 from mega.core.parallel.collectives import all_gather, all_reduce
 from mega.core.parallel.mesh import SINGLE, Axis
 from mega.core.training.state import TrainState
 
 BLOCK = 1 << 22
 """Elements hashed at a time: bounded memory."""
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ def bit_hash(tensor: torch.Tensor) -> torch.Tensor:
     >>> bool(bit_hash(a) == bit_hash(a.clone())), bool(bit_hash(a) == bit_hash(b))
     (True, False)
     """
-    bits = tensor.detach().reshape(-1).view(_BITS[tensor.element_size()])
+    bits = tensor.detach().reshape(-1).view(BITS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for begin in range(0, bits.numel(), BLOCK):
         part = bits[begin : begin + BLOCK].to(torch.int64)

@@ -1,7 +1,7 @@
 """What a run is trained on and judged by, by the name that --task gives its kind.
 
-There is one loop; a kind gives it datasets and a `Task`. A kind is imported when a run has it. No torch: a launcher
-opens datasets before any rank starts.
+There is one loop; a kind gives it datasets and a `Task`. A kind is imported when a run has it. No torch is
+imported: a launcher opens datasets before any rank starts.
 
 kind, task     what a kind is, and what the loop is given by it
 pretraining    token files, conversations, random tokens

@@ -1,6 +1,6 @@
 """Labelled rows as a kind of task: --train-data together, every set of --valid-data by its own name and to its end.
 
-What the files hold is a `Format`'s affair (data/labelled.py); a benchmark makes a kind of it.
+What the files hold is said by a `Format` (data/labelled.py), of which kinds/__init__.py makes a kind.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _datasets(form: Format, run: RunConfig, tokenizer: Tokenizer | None) -> Data
         keep = run.finetuning.keep_last_batch
         train = LabelledDataset(sets, samples=samples, batch=batch, seed=run.runtime.seed, keep_last=keep)
         notes.append(f"{train.questions} questions to train on, of which a pass reads {train.passed}")
-    held_out = set_names("--valid-data", run.data.valid_data) if run.evaluation.eval_iters else {}
+    held_out = set_names(run.data.valid_data) if run.evaluation.eval_iters else {}
     named = {}
     for name, path in held_out.items():
         one = _set(form, run, tokenizer, "--valid-data", path, notes)

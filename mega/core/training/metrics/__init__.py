@@ -1,4 +1,4 @@
-"""The numbers of a run while it runs, and who is given them. It knows no ranks, and nothing of how a run trains.
+"""What is told of a run while it runs, and to whom. It knows no ranks, and nothing of how a run trains.
 
 meters     a row a step into a file, log lines, a bar on a terminal
 trackers   services that keep them: Weights & Biases, MLflow

@@ -1,4 +1,4 @@
-"""A run on disk: where it saves, what it saves, and how it resumes from that.
+"""What of a run outlives its processes, on disk and in hosts' memory, and how the run resumes from it.
 
 place     the directory, held by one run at a time
 saver     what is kept of a run's state, and how it gets there

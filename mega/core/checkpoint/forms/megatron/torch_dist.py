@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from mega.core.checkpoint.forms.foreign import inside, read_json, record_at, unpickled
+from mega.core.checkpoint.forms.foreign import first_storage_at, inside, read_json, unpickled
 from mega.core.checkpoint.forms.form import Given, Opened
 from mega.core.checkpoint.forms.mapping import joined
 from mega.core.checkpoint.forms.megatron.state import check_counts, plain_state, state_note, values_of
@@ -262,7 +262,7 @@ class DistributedSource:
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != chunk.box.size:
             raise CheckpointError(f"{path}: {name}: not the tensor of shape {chunk.box.size} that the index promises")
         found = tensor.detach().reshape(-1).view(torch.uint8).view(*tensor.shape, tensor.dtype.itemsize)
-        if (begin := record_at(stream, "data/0")) is not None and found.numel():
+        if (begin := first_storage_at(stream)) is not None and found.numel():
             if chunk.file not in self._mapped:
                 size = path.stat().st_size
                 self._mapped[chunk.file] = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Megatron-LM's trees of `mp_rank_XX[_YYY]/model_optim_rng.pt`, read and written: weights of every family.
+"""Megatron-LM's trees of `mp_rank_XX[_YYY]/model_optim_rng.pt`: weights of every family, read; the table both ways.
 
 The vocabularies of all eras (eras.py) come down to one table; fused query-key-value rows stand in the order that
 `checkpoint_version` says. A tree is read from any tensor and pipeline size, interleaved or not; trees_write.py writes
