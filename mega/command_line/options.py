@@ -31,6 +31,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from mega.command_line.argv import MANY, Meaning, Sets, meanings, translate
+from mega.command_line.help import help_text
 from mega.command_line.legacy import deepspeed
 from mega.command_line.legacy.flags import obsolete_flags
 from mega.core.config import toml
@@ -123,6 +124,10 @@ class Command(TyperCommand):
             elif param.param_type_name == "option":
                 own |= _own_flags(param)
         return meanings(configured, own, obsolete_flags(), self.stated_by)
+
+    def get_help(self, ctx: Context) -> str:
+        """As plain text, in which no flag is cut."""
+        return help_text(self, ctx, self.entries)
 
     def shell_complete(self, ctx: Context, incomplete: str) -> list[CompletionItem]:
         """Common flags first; where none is meant, those that `--help` hides, and Megatron-LM's spellings."""
@@ -368,31 +373,10 @@ def _shown(default: object) -> str:
 
 
 def _show_everything(ctx: typer.Context, asked: bool) -> None:
-    """Prints every option of the command by panel, plainly: a table of them all would cut long flags off."""
-    if not asked:
-        return
-    panels: dict[str, list[Any]] = {}
-    for param in ctx.command.get_params(ctx):
-        if param.param_type_name == "option":
-            panels.setdefault(getattr(param, "rich_help_panel", None) or "Options", []).append(param)
-    lines = [f"Usage: {ctx.command_path} [OPTIONS]", "", inspect.cleandoc(ctx.command.help or "")]
-    for title, params in panels.items():
-        lines += ["", f"{title}:"]
-        for param in params:
-            spellings = " / ".join(", ".join(opts) for opts in (param.opts, param.secondary_opts) if opts)
-            entry = getattr(ctx.command, ENTRIES, {}).get(param.name)
-            lines += [f"  {spellings}{_kind(param, entry)}", "      " + (param.help or "").replace("\\[", "[")]
-    print("\n".join(lines))
-    raise typer.Exit()
-
-
-def _kind(param: Any, entry: Entry | None) -> str:
-    """What follows a flag in help: ` INT`, ` adam|sgd`, ` STR ...`, or nothing for a switch."""
-    if param.is_flag:
-        return ""
-    if entry is None:
-        return " VALUE"
-    return f" {'|'.join(entry.choices) or entry.kind.__name__.upper()}{' ...' if entry.many else ''}"
+    """Prints the help of every option of the command."""
+    if asked:
+        print(help_text(ctx.command, ctx, getattr(ctx.command, ENTRIES, {}), everything=True))
+        raise typer.Exit()
 
 
 def _parameters_of(function: Callable[..., object]) -> list[inspect.Parameter]:

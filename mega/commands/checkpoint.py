@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mega.command_line.options import Command
 from mega.core.files import check_source
 
 if TYPE_CHECKING:
     from mega.core.checkpoint.own.store import Checkpoint
+    from mega.core.untrusted import Json
 
 app = typer.Typer(help="Verify, show, compare and clean up checkpoints.", no_args_is_help=True, add_completion=False)
 
 Directory = Annotated[Path, typer.Argument(help="a run's directory, or one step-NNNNNNN in it")]
 
 
-@app.command()
+@app.command(cls=Command)
 def verify(directory: Directory) -> None:
     """Hash every byte again and compare with what was saved."""
     check_source("DIRECTORY", directory)
@@ -28,22 +30,25 @@ def verify(directory: Directory) -> None:
     inspect.verify(directory, typer.echo)
 
 
-@app.command()
+@app.command(cls=Command)
 def show(
     directory: Directory,
     tensors: Annotated[bool, typer.Option("--tensors", help="list every tensor")] = False,
     meta: Annotated[bool, typer.Option("--meta", help="print the plain state as JSON")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the same as JSON instead")] = False,
 ) -> None:
     """What a checkpoint holds."""
-    if tensors and meta:
-        raise ValueError("--tensors: --meta prints the plain state alone; give one of the two")
+    if meta and (tensors or as_json):
+        raise ValueError(
+            f"--{'tensors' if tensors else 'json'}: --meta prints the plain state alone; give one of the two"
+        )
     check_source("DIRECTORY", directory)
     from mega.core.checkpoint.own.tables import show_checkpoint
 
-    show_checkpoint(directory, tensors, meta, _about)
+    show_checkpoint(directory, tensors, meta, _about, as_json=as_json)
 
 
-def _about(checkpoint: Checkpoint) -> list[str]:
+def _about(checkpoint: Checkpoint) -> dict[str, Json]:
     """The model, what its adapters are of, the layout that wrote it, the loss at that step where the run's metrics are
     still there, the date."""
     from mega.core.architecture import architecture, parameters
@@ -53,38 +58,37 @@ def _about(checkpoint: Checkpoint) -> list[str]:
     from mega.core.untrusted import numbers_below
     from mega.core.words import count_words
 
-    lines = []
+    found: dict[str, Json] = {}
     with suppress(ValueError):  # a checkpoint of tensors alone says nothing of a model
         model = model_of(checkpoint.meta, str(checkpoint.path))
-        lines.append(f"model: {shape_words(architecture(model))}; {count_words(parameters(model))} parameters")
+        found["model"] = f"{shape_words(architecture(model))}; {count_words(parameters(model))} parameters"
         if base := named_base(checkpoint):
-            lines.append(f"adapters of: {base['path']}")
+            found["adapters of"] = base["path"]
     sizes = {name: size for name, size in numbers_below(checkpoint.meta, "layout").items() if size > 1}
-    lines.append(f"layout: {' x '.join(f'{name} {size}' for name, size in sizes.items()) or '1 rank'}")
-    if losses := _losses(checkpoint):
-        lines.append(", ".join(losses))
+    found["layout"] = " x ".join(f"{name} {size}" for name, size in sizes.items()) or "1 rank"
+    found |= _losses(checkpoint)
     manifest = checkpoint.path / "manifest.json"
     if manifest.is_file():
-        lines.append(f"written: {datetime.fromtimestamp(manifest.stat().st_mtime).astimezone():%Y-%m-%d %H:%M:%S %Z}")
-    return lines
+        found["written"] = f"{datetime.fromtimestamp(manifest.stat().st_mtime).astimezone():%Y-%m-%d %H:%M:%S %Z}"
+    return found
 
 
-def _losses(checkpoint: Checkpoint) -> list[str]:
+def _losses(checkpoint: Checkpoint) -> dict[str, Json]:
     """Training and validation loss at its step."""
     from mega.core.report.read import RunRecord, read
 
     try:
         found = read(checkpoint.path.parent)
     except (ValueError, OSError):
-        return []
+        return {}
     if not isinstance(found, RunRecord):
-        return []
+        return {}
     named = {"loss": "loss", **{f"{name}_loss": f"{name} loss" for name in found.sets}}
     at = {words: dict(found.series.get(name, [])).get(checkpoint.step) for name, words in named.items()}
-    return [f"{words}: {value:.6f}" for words, value in at.items() if value is not None]
+    return {words: round(value, 6) for words, value in at.items() if value is not None}
 
 
-@app.command()
+@app.command(cls=Command)
 def diff(
     first: Directory,
     second: Directory,
@@ -99,7 +103,7 @@ def diff(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(cls=Command)
 def clean(
     directory: Annotated[
         Path, typer.Argument(help="a run's directory, while no run saves into it; or where an export was to go")

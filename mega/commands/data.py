@@ -47,7 +47,7 @@ def merge(
     print(f"{files.output_prefix}: {report.documents:,} documents, {report.tokens:,} tokens{_kept(report.kept)}")
 
 
-@app.command()
+@app.command(cls=Command)
 def verify(prefixes: Prefixes) -> None:
     """Check magic, sizes, offsets and documents, and the checksums noted when the pair was written."""
     from mega.core.data import inspect
@@ -87,7 +87,7 @@ def _inspect(
     """Documents, tokens, a histogram of lengths and some sequences, decoded if a tokenizer is given."""
     from mega.core.data import inspect
 
-    inspect.show(prefix, typer.echo, _built(tokenizer), shown.samples)
+    inspect.show(prefix, typer.echo, _built(tokenizer), shown.samples, as_json=shown.json)
 
 
 app.command(name="inspect", cls=Command)(command(_inspect))

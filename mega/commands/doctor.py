@@ -5,12 +5,17 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
+from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
 
 from mega.core.processes.world import cores
+from mega.core.terminal import print_whole
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -19,6 +24,8 @@ if TYPE_CHECKING:
 
 Row = tuple[str, str, str]
 """Name, version or value, and a remark."""
+
+NAMES = ("name", "value", "remark")
 
 
 class Package(NamedTuple):
@@ -64,28 +71,68 @@ PACKAGES = (
 )
 
 
-def run() -> int:
-    """Report what works on this machine, and why the rest does not."""
+def run(
+    everything: Annotated[bool, typer.Option("--all", help="every version, operator and optional part too")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON instead")] = False,
+) -> int:
+    """Report what works on this machine, and why the rest does not: ten lines, or everything by --all."""
+    if as_json:
+        found = {title: [dict(zip(NAMES, row, strict=True)) for row in rows] for title, rows in _tables().items()}
+        print_whole(json.dumps(found, indent=2) + "\n")
+        return 0
+    for line in _summary():
+        print(line)
+    if everything:
+        print()
+        _print_tables()
+    return 0
+
+
+def _tables() -> dict[str, list[Row]]:
+    """Title -> rows. It imports every optional part that is there."""
+    cuda = _cuda_devices()
+    return {
+        "Versions": list(_versions()),
+        "Devices": [*_host(), *cuda],
+        "Backends": list(_backends(bool(cuda))),
+        "Operators of a bf16 run": list(_operators()),
+        "Optional parts": list(_parts(bool(cuda))),
+    }
+
+
+def _summary() -> Iterator[str]:
+    """What most users look for, in ten lines; optional parts are looked for and not imported."""
+    devices = _cuda_devices()
+    versions = {name: value for name, value, _ in _versions()}
+    yield f"mega {versions['mega']}, Python {versions['python']}, {platform.platform()}"
+    yield ", ".join(f"{name} {versions[name]}" for name in REQUIRED)
+    yield f"CPU: {', '.join(value for _, value, _ in _host())}"
+    kinds = Counter(f"{value} ({remark.removeprefix('live; ')})" for _, value, remark in devices)
+    yield f"GPU: {', '.join(f'{count} x {name}' for name, count in kinds.items()) or 'none, so ranks are on the CPU'}"
+    yield f"ranks: {'; '.join(f'{name}: {remark or value}' for name, value, remark in _backends(bool(devices)))}"
+    operators = {name: value for name, value, _ in _operators()}
+    yield f"attention: {operators.get('attention, causal', 'torch is absent')}"
+    yield f"matmuls: {operators.get('matmuls', 'torch is absent')}"
+    there = [part.package for part in PACKAGES if importlib.util.find_spec(part.module) is not None]
+    yield f"optional parts: {', '.join(there) or 'none'}"
+    absent = [part.package for part in PACKAGES if part.package not in there]
+    yield f"absent, and not needed: {', '.join(absent) or 'none'}"
+    yield "more, and how to install what is absent: mega doctor --all"
+
+
+def _print_tables() -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
-    cuda = _cuda_devices()
-    for title, rows in (
-        ("Versions", list(_versions())),
-        ("Devices", [*_host(), *cuda]),
-        ("Backends", list(_backends(bool(cuda)))),
-        ("Operators of a bf16 run", list(_operators())),
-        ("Optional parts", list(_parts(bool(cuda)))),
-    ):
+    for title, rows in _tables().items():
         table = Table(title=title, title_justify="left", title_style="bold", show_header=False)
-        for column in ("name", "value", "remark"):
+        for column in NAMES:
             table.add_column(column, overflow="fold")
         for row in rows:
             # A string would be read as markup: a remark may hold brackets.
             table.add_row(*row[:2], _styled(row[2]))
         console.print(table)
-    return 0
 
 
 def _styled(remark: str) -> Text:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Annotated
 
 import typer
 
 from mega.core.config.presets import PRESETS
+from mega.core.terminal import print_whole
 
 WEIGHTS, TRAINING = 2, 18
 """Bytes a parameter: of bf16 weights; with fp32 gradients, masters and Adam's two moments."""
@@ -20,6 +22,7 @@ SMALL_VOCABULARY = 1024
 
 def run(
     names: Annotated[list[str] | None, typer.Argument(metavar="NAME...", help="only these, or all like them")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print numbers as JSON instead of a table")] = False,
 ) -> int:
     """List the presets of --model: what they are, how many parameters they have, and what these take.
 
@@ -32,6 +35,9 @@ def run(
     for word in names or ():
         if not any(name.startswith(word) for name in PRESETS):
             raise ValueError(f"NAME {word}: no preset begins so{nearest(word, PRESETS)}; mega presets lists all")
+    if as_json:
+        print_whole(json.dumps([_numbers(name) for name in chosen], indent=2) + "\n")
+        return 0
     rows = [HEAD, *(_row(name) for name in chosen)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, family, *numbers in rows:
@@ -41,22 +47,49 @@ def run(
     return 0
 
 
-def _row(name: str) -> list[str]:
-    """A preset's cells."""
+def _numbers(name: str) -> dict[str, str | int | list[int] | None]:
+    """What a preset is, in numbers; bytes of its weights in bf16, and of its training."""
     from mega.core.architecture import architecture, parameters
     from mega.core.config.compose import compose
     from mega.core.config.resolve import model_alone
-    from mega.core.words import count_words
 
     run = compose(name)
-    vocab, options = run.model.vocab, model_alone(run, SMALL_VOCABULARY)
+    options = model_alone(run, SMALL_VOCABULARY)
     model, count = architecture(options), parameters(options)
     attention = model.block.attention
-    grouped = attention.kv_heads != attention.heads
-    heads = f"{attention.heads}/{attention.kv_heads}" if grouped else str(attention.heads)
-    layers = "+".join(str(len(stack.layers)) for stack in model.stacks)
-    sizes = [layers, str(model.hidden), heads, str(run.batch.seq_length), str(vocab or "any")]
-    return [name, model.family, *sizes, count_words(count), *(_gib(count * each) for each in (WEIGHTS, TRAINING))]
+    return {
+        "name": name,
+        "family": model.family,
+        "layers": [len(stack.layers) for stack in model.stacks],
+        "hidden": model.hidden,
+        "heads": attention.heads,
+        "kv_heads": attention.kv_heads,
+        "seq_length": run.batch.seq_length,
+        "vocab": run.model.vocab,
+        "parameters": count,
+        "weights_bytes": count * WEIGHTS,
+        "training_bytes": count * TRAINING,
+    }
+
+
+def _row(name: str) -> list[str]:
+    """A preset's cells."""
+    from mega.core.words import count_words
+
+    found = _numbers(name)
+    grouped = found["kv_heads"] != found["heads"]
+    heads = f"{found['heads']}/{found['kv_heads']}" if grouped else str(found["heads"])
+    layers, count = found["layers"], found["parameters"]
+    assert isinstance(layers, list) and isinstance(count, int)
+    sizes = ["+".join(map(str, layers)), str(found["hidden"]), heads]
+    sizes += [str(found["seq_length"]), str(found["vocab"] or "any")]
+    return [
+        name,
+        str(found["family"]),
+        *sizes,
+        count_words(count),
+        *(_gib(count * each) for each in (WEIGHTS, TRAINING)),
+    ]
 
 
 def _gib(count: int) -> str:

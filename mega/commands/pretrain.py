@@ -7,7 +7,7 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING, Any
 
-from mega.core.config.run import Options, updated
+from mega.core.config.run import Options, RunConfig, updated
 from mega.core.config.sections import TokenizerConfig
 from mega.core.processes.world import is_first_rank, ranks, supervised_ranks, world_from_env
 
@@ -43,19 +43,26 @@ def run(options: Options) -> int:
         return 0
     if supervised or (world.source == "alone" and size > 1):
         open_inputs(resolved)  # a mistake in a file is reported once, before any rank starts
-        from mega.core.estimate.host import crowded
-
-        for line in crowded(resolved.run, runtime.nproc or 1):
-            print(f"mega: {line}", file=sys.stderr)
+        _report_shortage(resolved.run, runtime.nproc or 1)
         if supervised:
             return _supervise(options, resolved, size)
         from mega.core.processes.launch import launch
         from mega.core.training.start.rank import pretrain
 
         return launch(size, pretrain, resolved)
+    if world.source == "alone":
+        _report_shortage(resolved.run, 1)
     from mega.core.training.start.rank import pretrain
 
     return pretrain(resolved)
+
+
+def _report_shortage(run: RunConfig, local_ranks: int) -> None:
+    """Before anything is allocated, on stderr: what this host has too little of."""
+    from mega.core.estimate.host import crowded
+
+    for line in crowded(run, local_ranks):
+        print(f"mega: {line}", file=sys.stderr, flush=True)
 
 
 def _supervise(options: Options, resolved: Any, size: int) -> int:
@@ -95,7 +102,7 @@ def _as_the_weights(options: Options) -> Options:
 
     weights = next(weights_of(options), None)
     if weights is None:
-        return options
+        return _as_the_data(options)
     from mega.core.inference.loading.identity import chosen_template
 
     (place, source), talks = weights, bool(options.data.chat_data or options.finetuning.dpo_data)
@@ -107,6 +114,31 @@ def _as_the_weights(options: Options) -> Options:
     for line in lines if is_first_rank() else ():
         print(f"mega: {line}", file=sys.stderr)
     return updated(options, found)
+
+
+def _as_the_data(options: Options) -> Options:
+    """With the tokenizer that made the token files, where flags name none and no vocabulary, and the files note it."""
+    data, named = options.data, dataclasses.asdict(options.tokenizer)
+    words = data.data_path or data.train_data
+    if not words or named != _UNSET or options.model.vocab is not None or options.checkpoint.use_checkpoint_config:
+        return options
+    from mega.core.config.corpora import expand, is_number
+    from mega.core.data.indexed import exists, noted_tokenizer
+    from mega.core.text.build import missing_file
+
+    prefix = next((word for word in expand(words, data.corpora) if not is_number(word) and exists(word)), None)
+    found = {} if prefix is None else noted_tokenizer(prefix)
+    if not found or not found.keys() <= named.keys():
+        return options
+    kind, gone = found.get("tokenizer"), missing_file(found)
+    if is_first_rank():
+        line = (
+            f"was made with {kind} of {gone}, which is not there any more"
+            if gone
+            else f"its tokenizer is taken, {kind}"
+        )
+        print(f"mega: {prefix}: {line}", file=sys.stderr)
+    return options if gone else updated(options, found)
 
 
 def _tokenizer(options: Options, place: str, source: StoredWeights) -> tuple[dict[str, Any], list[str]]:

@@ -123,7 +123,7 @@ def test_the_table_is_long_enough() -> None:
 
 def test_every_mistake_is_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(f"{GOOD} --heads 5 --min-lr 1 --save x --pp 4 --split x".split()) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 6
+    assert len(capsys.readouterr().err.splitlines()) == 5
 
 
 def test_a_rank_that_finds_no_other_names_itself(

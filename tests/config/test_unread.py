@@ -13,7 +13,7 @@ from mega.core.config.run import entries
 from mega.core.training.start.inputs import resolve_run
 
 TRAINS = {"micro_batch": 1, "steps": 4, "lr": 1e-3, "mock_data": True, "vocab": 100}
-KEEPS_NOTHING = "without --save this run keeps no weights, only ./metrics.jsonl; to keep them give --save DIR and"
+KEEPS_NOTHING = "without --save this run keeps no weights, only ./metrics.jsonl; to keep them give --save DIR,"
 
 
 def notes(**values: Any) -> list[str]:

@@ -323,7 +323,14 @@ def test_bad_data(tmp_path: Path) -> None:
         ({"data_path": (prefix,), "split": "0,1,0"}, "train part of --split .* is empty"),
         ({"data_path": (prefix,), "train_data": (prefix,)}, "cannot be combined with"),
         ({"data_path": (prefix,), "vocab": 78}, "token ids 0 .. 78, but the vocabulary's are 0 .. 77"),
-        ({"data_path": (prefix,), "split": "1", "seq_length": 44}, "has 44 tokens, needs 45"),
+        (
+            {"data_path": (prefix,), "split": "1", "seq_length": 44},
+            "44 tokens, needs 45.*other shares than --split 1",
+        ),
+        (
+            {"data_path": (prefix,), "split": "8,0,1", "samples": (0, 0, 2), "seq_length": 44},
+            "; --split 95,5,0 makes no test",
+        ),
     ]
     for arguments, message in cases:
         with pytest.raises(ValueError, match=message):

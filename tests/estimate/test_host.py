@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mega.core.config.compose import compose
-from mega.core.config.resolve import resolve
+from mega.core.config.resolve import resolve, variant
 from mega.core.config.run import RunConfig
 from mega.core.estimate import host
 
@@ -23,6 +23,14 @@ def test_too_few_cores_and_too_little_memory_are_said(monkeypatch: pytest.Monkey
     few, little = host.crowded(_run(), 8)
     assert few == "--nproc 8: this host has 2 cores for these ranks, which wait for each other at every step"
     assert little.startswith("--nproc 8: these ranks need about 2.8 GiB, and this host has 2.0 GiB: ")
+
+
+def test_one_rank_that_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "available", lambda: 1 << 28)
+    (little,) = host.crowded(variant(_run(), {"tp": 1, "pp": 1}), 1)
+    assert little.startswith(
+        "this run needs about 0.4 GiB, and this host has 0.2 GiB: it may be killed; a smaller model"
+    )
 
 
 def test_enough_is_not_worth_a_word_nor_an_estimate(monkeypatch: pytest.MonkeyPatch) -> None:

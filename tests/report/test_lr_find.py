@@ -13,7 +13,7 @@ from mega.cli import main
 from mega.commands import finetune, lr_find
 from mega.core.config.run import Options, updated
 from mega.core.config.sections import CheckpointConfig
-from mega.core.report.lr_find import read, smoothed, suggest, sweep
+from mega.core.report.lr_find import Point, draw, read, smoothed, suggest, sweep
 
 RUN = (
     "--layers 1 --hidden 32 --heads 2 --vocab 31 --seq-length 16 --global-batch 4 --micro-batch 4 --mock-data "
@@ -63,6 +63,16 @@ def test_what_did_not_end_is_not_a_result(
     monkeypatch.setattr(finetune, "train", ends)
     assert lr_find.run(updated(Options(), {"metrics": str(metrics)})) == code
     assert not metrics.with_suffix(".svg").exists()
+
+
+def test_a_loss_that_blew_up_leaves_the_fall_to_be_seen(tmp_path: Path) -> None:
+    """It is drawn at the upper edge; the frame is of the loss before."""
+    points = [Point(10.0**-k, loss, loss) for k, loss in ((5, 4.0), (4, 3.5), (3, 2.0), (2, 3.0), (1, 1e30))]
+    draw(points, suggest(points), tmp_path / "sweep.svg")
+    picture = xml.etree.ElementTree.parse(tmp_path / "sweep.svg").getroot()
+    line = next(part for part in picture.iter() if part.tag.endswith("polyline"))
+    heights = [float(place.split(",")[1]) for place in line.attrib["points"].split()]
+    assert min(heights) == heights[-1] == 14 and max(heights) == heights[2] == 230 and heights[0] == 122
 
 
 def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,9 +12,11 @@ HOUSE = Path(mega.__file__).parent
 BY_HAND = {
     "cli.py": (1, "--version, of no verb"),
     "command_line/options.py": (8, "what every section brings along: --config, --help-all, --model, DeepSpeed's"),
-    "commands/checkpoint.py": (7, "looks into files and removes some; nothing that a file of options would repeat"),
+    "commands/checkpoint.py": (8, "looks into files and removes some; nothing that a file of options would repeat"),
     "commands/corpus.py": (1, "--dry-run of a recipe, which is a file of options itself"),
+    "commands/doctor.py": (2, "how much is printed, and in which form"),
     "commands/plot.py": (4, "a picture of files; nothing that a file of options would repeat"),
+    "commands/presets.py": (1, "in which form a table is printed"),
     "commands/quickstart.py": (3, "one example"),
     "commands/report.py": (1, "where the page is written"),
 }

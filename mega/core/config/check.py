@@ -207,12 +207,6 @@ def _missing(options: Options) -> Problems:
         yield f"--steps is missing: give the steps to train, or --samples{passes}"
     if trains and options.optimizer.lr is None:
         yield "--lr is missing: give the peak learning rate, such as 1e-4"
-    if (
-        options.checkpoint.save is not None
-        and options.checkpoint.save_interval is None
-        and options.finetuning.epochs is None
-    ):
-        yield _line(options, "save", "needs --save-interval, a number of steps")
 
 
 def _pairs(options: Options) -> Problems:

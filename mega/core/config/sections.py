@@ -1386,7 +1386,7 @@ class CheckpointConfig(Section):
     )
     save_interval: int | None = option(
         None,
-        "save every so many steps",
+        "save every so many steps [at the end alone]",
         megatron="--save-interval",
         common=True,
         unit="steps",

@@ -344,7 +344,11 @@ class _Builder:
         corpus = self._corpus(flag, prefix)
         bounds = split_boundaries(split, self._recipe.units(corpus), core=self._core)
         place = SPLITS.index(name)
-        return CorpusPart(corpus, bounds[place], bounds[place + 1], f"{flag} {prefix}: its {name} part")
+        remedy = ""
+        if flag == "--data-path":
+            without = "; --split 95,5,0 makes no test part" if name == "test" else ""
+            remedy = f", or give other shares than --split {split}{without}"
+        return CorpusPart(corpus, bounds[place], bounds[place + 1], f"{flag} {prefix}: its {name} part", remedy)
 
     def _corpus(self, flag: str, prefix: str) -> IndexedDataset:
         """The checked token files of `prefix`, opened once."""

@@ -70,6 +70,17 @@ def read_note(prefix: str | Path) -> Any:
     return parse_json(read_limited(path, _NOTE_BYTES, str(path)), str(path))
 
 
+def noted_tokenizer(prefix: str | Path) -> dict[str, str | int]:
+    """Arguments of `text.build` for the tokenizer that made a pair, as its note has them; {} where it has none."""
+    try:
+        found = read_note(prefix)
+    except (OSError, ValueError):
+        return {}
+    options = found.get("tokenizer_options") if isinstance(found, dict) else None
+    known = options if isinstance(options, dict) else {}
+    return {str(name): value for name, value in known.items() if isinstance(value, str | int)}
+
+
 def exists(prefix: str | Path) -> bool:
     """Whether both files of the pair are there."""
     return bin_path(prefix).is_file() and idx_path(prefix).is_file()

@@ -73,7 +73,9 @@ def note(prefix: str, report: Print, tokenizer: Tokenizer | None = None) -> None
     report(f"{note_path(prefix)}: written")
 
 
-def show(prefix: str, report: Print, tokenizer: Tokenizer | None = None, samples: int = 3) -> None:
+def show(
+    prefix: str, report: Print, tokenizer: Tokenizer | None = None, samples: int = 3, *, as_json: bool = False
+) -> None:
     """Sizes, the range of ids, a histogram of lengths and, with a tokenizer, the beginning of some sequences."""
     if samples < 0:
         raise ValueError(f"--samples {samples}: must be at least 0")
@@ -81,15 +83,41 @@ def show(prefix: str, report: Print, tokenizer: Tokenizer | None = None, samples
     smallest, largest = data.token_range()
     if tokenizer is not None and len(data.tokens) and largest >= tokenizer.vocab_size:
         raise ValueError(_foreign(prefix, largest, tokenizer))
+    chosen = np.linspace(0, len(data) - 1, min(samples, len(data)), dtype=int).tolist()
+    begins = {number: data.get(number, 0, min(64, int(data.lengths[number]))).tolist() for number in chosen}
+    if as_json:
+        report(json.dumps(_summary(data, begins, tokenizer), indent=2))
+        return
     report(f"{prefix}: {_sizes(data)}, {data.dtype}, ids {smallest} .. {largest}{_made_with(data)}")
     if tokenizer is not None and data.tokenizer is not None and not tokenizer.made(data.tokenizer):
         report(f"the texts below are decoded with another one, {tokenizer.identity()}")
     for line in histogram(data.lengths):
         report(line)
-    for number in np.linspace(0, len(data) - 1, min(samples, len(data)), dtype=int).tolist():
-        ids = data.get(number, 0, min(64, int(data.lengths[number]))).tolist()
+    for number, ids in begins.items():
         text = repr(tokenizer.decode(ids)) if tokenizer is not None else " ".join(map(str, ids))
         report(f"sequence {number}, {int(data.lengths[number])} tokens: {text}")
+
+
+def _summary(data: IndexedDataset, begins: dict[int, list[int]], tokenizer: Tokenizer | None) -> dict[str, Json]:
+    """The same as one JSON object. begins: the first ids of some sequences."""
+    smallest, largest = data.token_range()
+    counts = {f"{low}..{high}": count for low, high, count in _counts(data.lengths)}
+    shown: list[Json] = []
+    for number, ids in begins.items():
+        text = {} if tokenizer is None else {"text": tokenizer.decode(ids)}
+        shown.append({"sequence": number, "tokens": int(data.lengths[number]), "ids": list(ids), **text})
+    return {
+        "prefix": data.prefix,
+        "documents": data.documents,
+        "sequences": len(data),
+        "tokens": len(data.tokens),
+        "dtype": str(data.dtype),
+        "smallest": int(smallest),
+        "largest": int(largest),
+        "tokenizer": None if data.tokenizer is None else dict(data.tokenizer._asdict()),
+        "lengths": {name: count for name, count in counts.items()},
+        "samples": shown,
+    }
 
 
 def histogram(lengths: NDArray[np.integer]) -> list[str]:
@@ -98,15 +126,19 @@ def histogram(lengths: NDArray[np.integer]) -> list[str]:
     >>> histogram(np.array([1, 2, 3, 3]))
     ['      1 ..       1 tokens            1  25.0 %', '      2 ..       3 tokens            3  75.0 %']
     """
+    return [
+        f"{low:7} .. {high:7} tokens {count:12,} {100 * count / len(lengths):5.1f} %"
+        for low, high, count in _counts(lengths)
+    ]
+
+
+def _counts(lengths: NDArray[np.integer]) -> list[tuple[int, int, int]]:
+    """(shortest, longest, sequences) of each power of two that there is."""
     if not len(lengths):
         return []
     powers = np.frexp(np.maximum(lengths, 1))[1] - 1
-    counts = np.bincount(powers)
-    return [
-        f"{1 << power:7} .. {(2 << power) - 1:7} tokens {count:12,} {100 * count / len(lengths):5.1f} %"
-        for power, count in enumerate(counts.tolist())
-        if count
-    ]
+    counts = np.bincount(powers).tolist()
+    return [(1 << power, (2 << power) - 1, count) for power, count in enumerate(counts) if count]
 
 
 def _foreign(prefix: str, largest: int, tokenizer: Tokenizer) -> str:

@@ -57,6 +57,7 @@ class InspectOptions(VerbSection):
     title: ClassVar[str] = "Samples"
 
     samples: int = option(3, "sequences to show")
+    json: bool = option(False, "print the same as JSON instead")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,12 +28,14 @@ from mega.core.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class CorpusPart:
-    """What one split may use of a corpus: units `first` .. `last` - 1. `label` begins a message about it."""
+    """What one split may use of a corpus: units `first` .. `last` - 1. `label` begins a message about it; remedy: what
+    ends one about a part that is too small."""
 
     corpus: IndexedDataset
     first: int
     last: int
     label: str
+    remedy: str = ""
 
 
 class Recipe(Protocol):
@@ -71,6 +73,7 @@ class Gpt:
         tokens, length = self._tokens(part), self.seq_length
         if tokens <= length and not (self.repeat_short and tokens):
             repeat = "; --repeat-short-parts fills it with repeats" if tokens else ""
+            repeat += part.remedy
             raise ValueError(
                 f"{part.label} has {tokens} tokens, needs {length + 1} for one sample of --seq-length {length}{repeat}"
             )

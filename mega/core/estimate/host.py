@@ -41,9 +41,11 @@ def crowded(run: RunConfig, ranks: int) -> Iterator[str]:
     each = ranks // len(found.stages)
     need = sum(stage.peak + stage.slack for stage in found.stages) * each + ranks * PROCESS
     if need > room:
+        which = "this run needs" if ranks == 1 else f"--nproc {ranks}: these ranks need"
+        what, less = ("it", "a smaller model,") if ranks == 1 else ("one", "fewer ranks,")
         yield (
-            f"--nproc {ranks}: these ranks need about {need / GIB:.1f} GiB, and this host has {room / GIB:.1f} GiB: "
-            "one may be killed; fewer ranks, a smaller --micro-batch or --recompute full take less"
+            f"{which} about {need / GIB:.1f} GiB, and this host has {room / GIB:.1f} GiB: "
+            f"{what} may be killed; {less} a smaller --micro-batch or --recompute full take less"
         )
 
 

@@ -123,7 +123,11 @@ class SamplingOptions(VerbSection):
     seed: int | None = option(None, "the same seed gives the same text [0]")
 
     def given(self) -> dict[str, Any]:
-        """What was given, by the names of `Sampling`."""
+        """What was given, by the names of `Sampling`. Errors: ValueError where --greedy excludes it."""
+        if self.greedy and self.temperature:
+            raise ValueError(
+                f"--temperature {self.temperature:g}: excludes --greedy, which draws nothing; give one of them"
+            )
         given = {name: value for name, value in asdict(self).items() if value is not None and name != "greedy"}
         return {**given, "temperature": 0.0} if self.greedy else given
 

@@ -105,11 +105,15 @@ def suggest(points: Sequence[Point]) -> Suggestion:
 
 
 def draw(points: Sequence[Point], found: Suggestion, path: Path) -> None:
-    """The sweep as an SVG: loss over the logarithm of the rate, and the two rates as upright lines."""
-    ends = min(point.smoothed for point in points), max(point.smoothed for point in points)
+    """The sweep as an SVG: loss over the logarithm of the rate, and the two rates as upright lines.
+
+    A loss that has blown up is drawn at the upper edge: its true height would make a flat line of all others.
+    """
+    least, first = min(point.smoothed for point in points), points[0].smoothed
+    ends = least, min(max(point.smoothed for point in points), 2 * first - least)
     curves = {
         "loss": [(point.lr, min(point.loss, ends[1])) for point in points],
-        "smoothed": [(point.lr, point.smoothed) for point in points],
+        "smoothed": [(point.lr, min(point.smoothed, ends[1])) for point in points],
         f"suggested {found.rate:.1e}": [(found.rate, loss) for loss in ends],
         f"lowest {found.least:.1e}": [(found.least, loss) for loss in ends],
     }

@@ -5,7 +5,8 @@ The options that each kind needs are in config (`TOKENIZERS`), where a run is ch
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,6 +75,31 @@ def build(
     return BUILDERS[tokenizer](
         TokenizerFiles(tokenizer, model, vocab, merges, vocab_size, vocab_extra_ids, null_eod_last)
     )
+
+
+_FILES = ("tokenizer_model", "vocab_file", "merge_file")
+
+
+def located(options: Mapping[str, str | int | None]) -> dict[str, str | int]:
+    """Arguments of `build`, without those that are not given, and with files by their absolute names: what token files
+    note, so that training finds the tokenizer that made them.
+
+    >>> located({"tokenizer": "NullTokenizer", "vocab_file": None, "vocab_size": 64, "vocab_extra_ids": 0})
+    {'tokenizer': 'NullTokenizer', 'vocab_size': 64}
+    """
+    given = {name: value for name, value in options.items() if value}
+    return {name: os.path.abspath(str(value)) if name in _FILES else value for name, value in given.items()}
+
+
+def made_by(tokenizer: Tokenizer, options: Mapping[str, str | int | None]) -> dict[str, object]:
+    """What token files note of their tokenizer: which one it is, and how it is built again."""
+    return {"tokenizer": tokenizer.identity()._asdict(), "tokenizer_options": located(options)}
+
+
+def missing_file(options: Mapping[str, object]) -> str | None:
+    """A file of such arguments that is not there any more."""
+    files = (str(options[name]) for name in _FILES if name in options)
+    return next((path for path in files if not os.path.exists(path)), None)
 
 
 def register_tokenizer(kind: str, needs: tuple[str, ...], builder: Builder) -> None:

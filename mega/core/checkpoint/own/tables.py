@@ -20,7 +20,8 @@ from rich.table import Table
 
 from mega.core.checkpoint.own import inspect
 from mega.core.checkpoint.own.store import Checkpoint, locate
-from mega.core.terminal import stderr_console
+from mega.core.terminal import print_whole, stderr_console
+from mega.core.untrusted import Json
 
 
 @contextlib.contextmanager
@@ -43,7 +44,9 @@ def progress_bar(on: Console | None = None) -> Iterator[Callable[[int, int], Non
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def show_checkpoint(path: Path, tensors: bool, meta: bool, about: Callable[[Checkpoint], list[str]]) -> None:
+def show_checkpoint(
+    path: Path, tensors: bool, meta: bool, about: Callable[[Checkpoint], dict[str, Json]], *, as_json: bool = False
+) -> None:
     """Print what a checkpoint holds. about: lines that stand in front, of what those above know. Piped, names are whole
     and nothing wraps."""
     checkpoint = locate(path)
@@ -51,10 +54,13 @@ def show_checkpoint(path: Path, tensors: bool, meta: bool, about: Callable[[Chec
     if meta:
         console.print_json(json.dumps(dict(checkpoint.meta)))
         return
+    if as_json:
+        print_whole(json.dumps(_summary(checkpoint, tensors, about(checkpoint)), indent=2) + "\n")
+        return
     held = f"{checkpoint.world} files, {checkpoint.bytes:,} bytes"
     print(f"{checkpoint.path}: step {checkpoint.step}, {held}, {inspect.verdict_of(checkpoint)}")
-    for line in about(checkpoint):
-        print(line)
+    for name, value in about(checkpoint).items():
+        print(f"{name}: {f'{value:.6f}' if isinstance(value, float) else value}")
     head: tuple[str, ...] = ("tensor", "shape", "dtype") if tensors else ("kind", "tensors", "elements", "dtype")
     rows = list(_tensor_rows(checkpoint) if tensors else _kind_rows(checkpoint))
     if not console.is_terminal:
@@ -66,6 +72,26 @@ def show_checkpoint(path: Path, tensors: bool, meta: bool, about: Callable[[Chec
     for row in rows:
         table.add_row(*row)
     console.print(table)
+
+
+def _summary(checkpoint: Checkpoint, tensors: bool, about: dict[str, Json]) -> dict[str, Json]:
+    """What is printed, as one JSON object."""
+    found: dict[str, Json] = {
+        "path": str(checkpoint.path),
+        "step": checkpoint.step,
+        "files": checkpoint.world,
+        "bytes": checkpoint.bytes,
+        "verdict": inspect.verdict_of(checkpoint),
+        **{name.replace(" ", "_"): value for name, value in about.items()},
+        "kinds": [{**vars(kind), "dtypes": list(kind.dtypes)} for kind in inspect.kinds(checkpoint)],
+        "attachments": list(checkpoint.attachments),
+    }
+    if tensors:
+        found["tensors"] = {
+            key: {"shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
+            for key, (shape, dtype) in sorted(checkpoint.tensors.items(), key=lambda item: _place(item[0]))
+        }
+    return found
 
 
 def _tensor_rows(checkpoint: Checkpoint) -> Iterator[tuple[str, ...]]:

@@ -32,10 +32,12 @@ def merge(prefixes: Sequence[str], output_prefix: str, *, overwrite: bool = Fals
     first = IndexedDataset(prefixes[0])
     report = Report(outputs=[output_prefix])
     tokenizer = _common_tokenizer(prefixes, mixed, report.notes)
-    noted = {} if tokenizer is None else {"tokenizer": tokenizer._asdict()}
+    noted: dict[str, object] = {} if tokenizer is None else {"tokenizer": tokenizer._asdict()}
     work = work_of(["merge", noted], [path(prefix) for prefix in prefixes for path in (bin_path, idx_path)])
     if kept := kept_pairs(output_prefix, [output_prefix], work, overwrite):
         return as_reported(report, kept)
+    if tokenizer is not None and (made_by := first.note.get("tokenizer_options")) is not None:
+        noted["tokenizer_options"] = made_by
     with IndexedWriter(output_prefix, first.dtype, noted={**noted, "work": work}) as writer:
         for prefix in prefixes:
             writer.append(IndexedDataset(prefix))

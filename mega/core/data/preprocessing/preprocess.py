@@ -45,7 +45,7 @@ from mega.core.data.sources import (
 )
 from mega.core.data.workers import Buffer, Workers
 from mega.core.files import check_folder, whole_file
-from mega.core.text.build import build
+from mega.core.text.build import build, made_by
 from mega.core.text.sentences import splitter
 from mega.core.text.special import Spelled
 from mega.core.text.tokenizer import Tokenizer, flatten
@@ -158,7 +158,7 @@ def preprocess(
     job = _Job(tuple(json_keys), eod, dtype, sentences, parse_special_tokens)
     work = job.described | {"dtype": str(dtype), "shard": shard, "text_lines": text_lines, "on_error": on_error}
     identity = [work, made.fingerprint(), stamps(paths)]
-    noted: dict[str, Any] = {"tokenizer": made.identity()._asdict(), "work": work_of(identity[:2], paths)}
+    noted: dict[str, Any] = {**made_by(made, tokenizer), "work": work_of(identity[:2], paths)}
     notes = _Notes(Path(f"{output_prefix}.resume.json"), identity, save_every) if resume else None
     saved = notes.load() if notes else None
     if saved and saved["finished"] and all(_published(prefix) for prefix in report.outputs):

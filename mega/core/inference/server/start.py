@@ -160,10 +160,13 @@ def _lines(plan: ServePlan, opened: OpenedModel, dtype: torch.dtype, about: str,
     layers = max(even_layers(len(model.layers), plan.layout.pp))
     token = cache_bytes(model, dtype.itemsize, tp=plan.layout.tp, layers=layers)
     held = Capacity(limits, weights, (limits.cache + plan.engine.block) * token)
+    asked = plan.options.max_length or 0
+    beyond = f"--max-length {asked}: the model has {limits.longest} positions, so that is the longest"
     chat = "chat by the model's template" if service.chat is not None else "no chat template"
     adapters = server.options.adapters
     return [
         f"{opened.path}: {size_words(model)}, {service.tokenizer.kind} of {service.tokenizer.vocab_size}, {about}",
+        *([beyond] if asked > limits.longest else []),
         *held.lines(service.longest),
         f"{server.options.limits.max_waiting} more may wait; {chat}",
         *([f"adapters, by name as the model: {', '.join(adapters)}"] if adapters else []),

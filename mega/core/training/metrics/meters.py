@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # needs a package of an extra
     from mega.core.training.metrics.exporter import Exporter
 
 COLUMNS = 120
-"""Of a line of the log, at the most."""
+"""Of a line of the log on a terminal, at the most; where lines go to a file they have every field."""
 
 ALWAYS = 100.0
 """The rank of a field that stays in the line, however long it is."""
@@ -57,9 +57,9 @@ class Meters:
     start: the step it resumes from. steps: of the whole run. flops_per_token: of the model, forward and backward.
     devices: how many share the work; replicas: of them, data-parallel ones. peak: TFLOP/s of one device, or None where
     unknown. settings: the run's options. terms: names of the losses that the loss is made of, where there are several.
-    fail: is given the error where the file of metrics takes no more rows, so that
-    the run can save before it ends; None raises it. still_s: how long a step may take before `--metrics-port` says that
-    the run stands still.
+    shown: other numbers of a step that its line has. fail: is given the error where the file of metrics takes no more
+    rows, so that the run can save before it ends; None raises it. still_s: how long a step may take before
+    `--metrics-port` says that the run stands still.
     """
 
     def __init__(
@@ -74,12 +74,13 @@ class Meters:
         replicas: int = 1,
         settings: Mapping[str, Mapping[str, object]] | None = None,
         terms: Sequence[str] = (),
+        shown: Sequence[str] = (),
         fail: Callable[[OSError], None] | None = None,
         still_s: float = math.inf,
     ):
         self.options, self.steps, self.devices = options, steps, devices
         self.flops_per_token, self.peak = flops_per_token, peak
-        self.replicas, self._terms = replicas, tuple(terms)
+        self.replicas, self._terms, self._shown = replicas, tuple(terms), tuple(shown)
         self._exporter = _exporter(options.metrics_port, steps, still_s)
         last = _last_step(Path(options.metrics)) if start and options.wandb else 0
         self._trackers = Trackers(options, start=start, last=last, settings=settings or {})
@@ -170,10 +171,10 @@ class Meters:
                 (9, f"skipped {row['skipped']}" if row.get("skipped") else ""),
                 (6.2, "rank {} {:.2f}x".format(*self.slowest) if self.slowest and self.slowest[1] > SLOW else ""),
                 *_extras(row),
-                *((6.1, f"{name} {row[name]:.4f}") for name in self._terms),
+                *((6.1, f"{name} {row[name]:.4f}") for name in (*self._terms, *self._shown)),
                 (ALWAYS, eta),
             ],
-            COLUMNS if self._bar is None else min(COLUMNS, self._bar[0].console.width),
+            math.inf if self._bar is None else min(COLUMNS, self._bar[0].console.width),
         )
 
     def evaluation(self, step: int, split: str, measured: Mapping[str, float]) -> None:
@@ -258,7 +259,7 @@ class Meters:
             complain(f"{problem}; the run continues without it")
 
 
-def fitting(fields: Sequence[tuple[float, str]], columns: int = COLUMNS) -> str:
+def fitting(fields: Sequence[tuple[float, str]], columns: float = COLUMNS) -> str:
     """The fields as one line of at most so many columns: those of the lowest rank are left out, and empty ones.
 
     >>> fitting([(9, "step 1/10"), (1, "0.30 GiB"), (2, ""), (3, "eta 0:00:09")], columns=24)

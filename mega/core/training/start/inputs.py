@@ -88,8 +88,8 @@ def resolve_run(options: Options, world: int) -> ResolvedRun:
     _check_adapters(options)
     if options.checkpoint.save is None and not options.evaluation.skip_train:
         notes.append(
-            f"without --save this run keeps no weights, only {metrics_file(options)}; to keep them give --save DIR and "
-            "--save-interval STEPS"
+            f"without --save this run keeps no weights, only {metrics_file(options)}; to keep them give --save DIR, "
+            "and --save-interval STEPS to save on the way too"
         )
     tokenizer = _tokenizer(implied_tokenizer(options.tokenizer, options.model.family))
     vocab = _vocabulary(options, tokenizer, notes)

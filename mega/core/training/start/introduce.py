@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from mega.core.architecture import architecture, parameters
+from mega.core.architecture import architecture, inventory, parameters
 from mega.core.architecture.layer import Attention
 from mega.core.architecture.words import shape_words
 from mega.core.config.resolve import data_parallel, lengths, microbatches, records_graph, text_lengths
@@ -66,7 +66,12 @@ def summary(run: RunConfig, device: Device, ops: Ops, world: int) -> Iterator[st
     """The model, how ranks share it, on what it is computed, and a step."""
     yield f"model: {shape_words(architecture(run.model))}; {count_words(parameters(run.model))} parameters"
     if (adapters := architecture(run.model).adapters) is not None:
-        yield f"trained: adapters of rank {adapters.rank} alone"
+        trained, all_of = (
+            sum(tensor.elements for tensor in inventory(run.model) if tensor.trainable or not alone)
+            for alone in (True, False)
+        )
+        share = f"{count_words(trained)} of {count_words(all_of)} parameters, {trained / all_of:.2%}"
+        yield f"trained: adapters of rank {adapters.rank} alone: {share}"
     parallel, dp = run.parallel, data_parallel(run, world)
     sizes = {"tp": parallel.tp, "cp": parallel.cp, "dp": dp, "pp": parallel.pp}
     layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from mega.core.activity import ACTIVITY
+from mega.core.architecture import parameters
 from mega.core.checkpoint.own.together import JsonExchange, alone, together
 from mega.core.config.resolve import last_step, profiled_steps
 from mega.core.config.run import RunConfig
@@ -29,7 +30,7 @@ from mega.core.training.kinds import kind_of
 from mega.core.training.kinds.pretraining import datasets, former_blends
 from mega.core.training.loop import Training
 from mega.core.training.metrics.meters import Meters
-from mega.core.training.metrics.output import print_line
+from mega.core.training.metrics.output import print_line, slowly
 from mega.core.training.metrics.profiling import StepProfiler
 from mega.core.training.policy import Guard
 from mega.core.training.probes import Probes
@@ -47,6 +48,7 @@ from mega.core.training.state import Progress, TrainState
 from mega.core.training.stop import StopSignal
 from mega.core.training.wire import build_mesh, build_state
 from mega.core.untrusted import below
+from mega.core.words import count_words
 
 
 def pretrain(resolved: ResolvedRun) -> int:
@@ -60,8 +62,9 @@ def pretrain(resolved: ResolvedRun) -> int:
     world, device, groups = connect(
         runtime.device, runtime.backend, runtime.timeout_minutes, runtime.phase_timeout_minutes
     )
-    with ACTIVITY.during("building caches"):  # when ranks have met, so that others know of one that takes long
-        inputs = open_inputs(resolved)
+    quiet = world.rank > 0
+    with ACTIVITY.during("building caches"), slowly("opening tokenizer and data", quiet=quiet):
+        inputs = open_inputs(resolved)  # when ranks have met, so that others know of one that takes long
     if runtime.deterministic:
         device.deterministic()
     with contextlib.ExitStack() as held:
@@ -84,8 +87,11 @@ def start(
     lock(held, None if evaluated.skip_train else run.checkpoint.save, mesh, device.torch)
     exchange: JsonExchange = partial(gather_json, axis=mesh.everyone, device=device.torch) if world > 1 else alone
     check_shared(None if evaluated.skip_train else run.checkpoint.save, exchange, rank)
-    state, kind = build_state(run, mesh, device), kind_of(run)
-    point = _resume(state, exchange)
+    made = f"making a model of {count_words(parameters(run.model))} parameters, its gradients and its optimizer's state"
+    with slowly(made, quiet=rank > 0):
+        state, kind = build_state(run, mesh, device), kind_of(run)
+    with slowly("loading weights", quiet=rank > 0):
+        point = _resume(state, exchange)
     if point is not None:
         check_corpora(run, point, inputs.datasets)
     inputs = _with_former_blends(inputs, point, _reporter(rank))
@@ -205,6 +211,7 @@ def _meters(run: RunConfig, state: TrainState, steps: int, fail: Callable[[OSErr
         replicas=state.mesh.dp.size,
         settings=dataclasses.asdict(run),
         terms=tuple(terms) if len(terms := state.stages[0].terms) > 1 else (),
+        shown=state.pipeline.names[len(terms) :][:2],  # of preferences, their accuracy and margin
         fail=fail,
         still_s=60 * run.runtime.timeout_minutes,
     )

@@ -1,0 +1,98 @@
+"""`--help` of a verb as plain text: usage, what it does, its options by panel, and worked examples.
+
+A flag is never shortened or broken, however narrow the terminal is: one that is longer than its column has a line of
+its own. Rich's tables cut it, which is why they are not used here. It knows no verb and no option by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from mega.command_line.examples import EXAMPLES
+from mega.core.config.schema import Entry
+
+if TYPE_CHECKING:  # Typer's own copy of click
+    from typer._click.core import Command, Context, Parameter
+
+COLUMN = 30
+"""Where the explanation of a flag begins."""
+
+WIDEST = 100
+"""Columns that help takes at most, however wide the terminal is."""
+
+
+def help_text(command: Command, ctx: Context, entries: Mapping[str, Entry], *, everything: bool = False) -> str:
+    """The whole help of a verb. everything: with the options that are hidden."""
+    width = min(shutil.get_terminal_size().columns, WIDEST)
+    params = command.get_params(ctx)
+    given = [param for param in params if param.param_type_name == "argument"]
+    usage = " ".join([ctx.command_path, "[OPTIONS]", *map(_argument, given)])
+    blocks = [f"Usage: {usage}", *_paragraphs(inspect.cleandoc(command.help or ""), width)]
+    if given:
+        rows = ((_argument(param), _explained(param)) for param in given)
+        blocks.append("\n".join(["Arguments:", *(_row(*row, width) for row in rows)]))
+    panels: dict[str, list[Parameter]] = {}
+    for param in params:
+        if param.param_type_name == "option" and (everything or not getattr(param, "hidden", False)):
+            panels.setdefault(getattr(param, "rich_help_panel", None) or "Options", []).append(param)
+    for title, members in panels.items():
+        rows = ((_flags(param, entries.get(param.name or "")), _explained(param)) for param in members)
+        blocks.append("\n".join([f"{title}:", *(_row(*row, width) for row in rows)]))
+    blocks += _examples(ctx.command_path)
+    return "\n\n".join(blocks)
+
+
+def _examples(path: str) -> Iterator[str]:
+    found = EXAMPLES.get(path.removeprefix("mega "), ())
+    if found:
+        lines = (f"  {line}\n      {words}" for words, line in found)
+        yield "\n".join(["Examples:", *lines])
+
+
+def _paragraphs(text: str, width: int) -> Iterator[str]:
+    for paragraph in text.split("\n\n"):
+        yield textwrap.fill(" ".join(paragraph.split()), width, break_long_words=False, break_on_hyphens=False)
+
+
+def _row(name: str, explanation: str, width: int) -> str:
+    """
+    >>> print(_row("--steps INT", "optimizer steps to train", 80))
+      --steps INT                 optimizer steps to train
+    """
+    explanation = explanation.replace("[default: ", "[default:\N{NO-BREAK SPACE}")  # is one word
+    lines = textwrap.wrap(explanation, width - COLUMN, break_long_words=False, break_on_hyphens=False)
+    # Many choices break between two of them.
+    head = textwrap.wrap(f"  {name}".replace("|", "| "), width, subsequent_indent=" " * 6, break_on_hyphens=False)
+    head = [line.replace("| ", "|") for line in head] if len(name) > width - 2 else [f"  {name}"]
+    if len(head[-1]) <= COLUMN - 2 and lines:
+        head[-1] = head[-1].ljust(COLUMN) + lines.pop(0)
+    text = "\n".join([*head, *(" " * COLUMN + line for line in lines)])
+    return text.replace("\N{NO-BREAK SPACE}", " ")
+
+
+def _argument(param: Parameter) -> str:
+    name = str(param.metavar or param.name).removesuffix("...").upper() + ("..." if param.nargs != 1 else "")
+    return name if param.required else f"[{name}]"
+
+
+def _explained(param: Parameter) -> str:
+    """The line of help. Of what Typer has by itself, the default too."""
+    text = (getattr(param, "help", None) or "").replace("\\[", "[")
+    default = param.default if getattr(param, "show_default", False) is True else None
+    shown = default is not None and default is not False and not callable(default)
+    return f"{text} [default: {default}]" if shown else text
+
+
+def _flags(param: Parameter, entry: Entry | None) -> str:
+    """Every spelling of a flag and its value: `--lr FLOAT`, `--a / --no-a`."""
+    spellings = " / ".join(", ".join(sorted(names, key=len)) for names in (param.opts, param.secondary_opts) if names)
+    if getattr(param, "is_flag", False) or getattr(param, "count", False):
+        return spellings
+    if param.metavar:
+        return f"{spellings} {param.metavar}"
+    kind = "VALUE" if entry is None else "|".join(entry.choices) or entry.kind.__name__.upper()
+    return f"{spellings} {kind}{' ...' if entry is not None and entry.many else ''}"

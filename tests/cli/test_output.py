@@ -1,0 +1,76 @@
+"""What verbs print for people and for programs: a summary first, JSON on request, and what is taken by itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mega import cli
+from mega.core.data.indexed import noted_tokenizer
+
+RUN = (
+    "pretrain --layers 1 --hidden 8 --heads 2 --seq-length 8 --micro-batch 2 --steps 2 --lr 1e-3 --eval-iters 0 "
+    "--lr-decay constant --device cpu --no-progress"
+).split()
+
+
+def test_doctor_opens_with_ten_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 10 and lines[0].startswith("mega ") and lines[-1].endswith("mega doctor --all")
+
+
+def test_presets_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["presets", "llama2-7b", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["name"], found["layers"], found["parameters"]) == ("llama2-7b", [32], 6_738_415_616)
+
+
+def test_a_run_takes_the_tokenizer_of_its_token_files_and_saves_at_its_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--save alone is enough; the pair, merged, still names what made it."""
+    (tmp_path / "a.txt").write_text("7 3 5 1\n2 6 4 0 1 2 3 4 5 6 7\n" * 20)
+    made = ["preprocess", "--input", str(tmp_path / "a.txt"), "--text-lines", "--output-prefix", str(tmp_path / "a")]
+    assert cli.main([*made, "--tokenizer", "NullTokenizer", "--vocab-size", "8", "--append-eod"]) == 0
+    prefix, run = str(tmp_path / "a_text_document"), tmp_path / "run"
+    assert cli.main(["data", "merge", prefix, prefix, "--output-prefix", str(tmp_path / "both")]) == 0
+    assert noted_tokenizer(tmp_path / "both") == {"tokenizer": "NullTokenizer", "vocab_size": 8}
+    capsys.readouterr()
+    assert cli.main([*RUN, "--data-path", prefix, "--save", str(run)]) == 0
+    said = capsys.readouterr()
+    assert said.err.startswith(f"mega: {prefix}: its tokenizer is taken, NullTokenizer\n")
+    assert "vocabulary 9" in said.out and f"saves: in {run} at the end; " in said.out
+    assert cli.main(["checkpoint", "show", str(run), "--tensors", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["step"] == 2 and found["verdict"] == "good" and found["layout"] == "1 rank" and found["loss"] > 0
+    assert found["tensors"]["weights/model.embed_tokens.weight"] == {"shape": [9, 8], "dtype": "float32"}
+    assert cli.main(["data", "inspect", prefix, "--json", "--samples", "1"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["documents"], found["lengths"]) == (40, {"4..7": 20, "8..15": 20})
+    assert found["samples"] == [{"sequence": 0, "tokens": 5, "ids": [7, 3, 5, 1, 8]}]
+
+
+def test_what_made_token_files_may_be_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for suffix, text in (("idx", ""), ("bin", ""), ("json", '{"tokenizer_options": {"vocab_file": "/no/where"}}')):
+        (tmp_path / f"a.{suffix}").write_text(text)
+    assert cli.main([*RUN, "--data-path", str(tmp_path / "a")]) == 2
+    gone, missing = capsys.readouterr().err.splitlines()
+    assert gone.endswith("of /no/where, which is not there any more") and missing.startswith("mega: --vocab is missing")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            "generate --load . --greedy --temperature 0.9",
+            "--temperature 0.9: excludes --greedy, which draws nothing; give one of them",
+        ),
+        ("checkpoint show . --meta --json", "--json: --meta prints the plain state alone; give one of the two"),
+    ],
+)
+def test_flags_that_exclude_each_other(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(line.split()) == 2
+    assert capsys.readouterr().err == f"mega: {said}\n"
