@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from mega import cli
+from mega.core.activity import ACTIVITY
+from mega.core.checkpoint.own.reader import Checkpoint
 from mega.core.checkpoint.own.store import CheckpointStore
 from mega.core.parallel.mesh import Mesh
 from mega.core.processes.pool import Pool
@@ -105,15 +107,40 @@ def test_a_resume_over_what_was_left_out_is_the_same_run(tmp_path: Path, pool: P
     assert metas[0] == metas[1] and len(metas[0]["losses"]) == 5
 
 
-def test_a_rollback_goes_on_with_the_next_batch(tmp_path: Path, pool: Pool) -> None:
-    """What the steps since the save have done is undone, also to a weight that is broken for good."""
-    values = {"global_batch": 4, "tp": 2}
-    found = pool.run(
-        play, guarded(tmp_path / "a", on_nan="rollback", inject=("nan:weight@step=4,rank=1",), **values), 2, world=2
-    )
+@pytest.mark.parametrize("values", [{"tp": 2}, {"load_optim": False, "zero": 1}, {"save_interval": 1}])
+def test_a_rollback_goes_on_with_the_next_batch(tmp_path: Path, pool: Pool, values: dict[str, Any]) -> None:
+    """What the steps since the save have done is undone, also to a weight that is broken for good. A save that is
+    damaged is passed over. Ranks that read are in a phase that others wait for."""
+    values = {"global_batch": 4, **values}
+    fault = ("nan:weight@step=4,rank=1",)
+    found = pool.run(play, guarded(tmp_path / "a", on_nan="rollback", inject=fault, **values), 2, damage_third, world=2)
     reference = pool.run(play, guarded(tmp_path / "b", exit_interval=4, **values), 2, drop_third_and_fourth, world=2)
     assert [each["digest"] for each in found] == [each["digest"] for each in reference]
     assert found[0]["left_out"] == [{"step": 4, "reason": "nan", "samples": [8, 16], "to": 2}]
+    lines = found[0]["lines"]
+    assert "reading: loading" in lines and any("step 3 is passed over: " in line for line in lines) == (
+        values.get("save_interval") == 1
+    )
+
+
+def damage_third(training: Training) -> None:
+    """Of what is saved, a byte of step 3; and a line with the phase in which a step is read."""
+    saver = training.saver
+    assert saver is not None
+    place, opened = Path(str(training.state.run.checkpoint.save)), saver.store.open
+
+    def damage(step: int, seconds: float) -> None:
+        if step == 3:
+            path = max(place.glob("step-0000003/*.safetensors"), key=lambda file: file.stat().st_size)
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 255
+            path.write_bytes(data)
+
+    def watched(step: int) -> Checkpoint:
+        training.judge.report(f"reading: {ACTIVITY.phase}")
+        return opened(step)
+
+    saver.on_saved, saver.store.open = damage, watched  # type: ignore[method-assign]
 
 
 def drop_third_and_fourth(training: Training) -> None:
@@ -191,6 +218,7 @@ def run_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         ("--inject nan:batch@step=1,rank=2", "there are ranks 0 to 0"),
         ("--inject nan", "says no step"),
         ("--on-nan rollback", "--on-nan rollback: needs --save and --save-interval"),
+        ("--on-nan rollback --save a --save-interval 1 --no-save-optim", "--on-nan rollback: excludes --no-save-optim"),
         ("--profile 9:3", "--profile 9:3: must be the first and the last step"),
         ("--slow-rank 0.9", "--slow-rank 0.9: must be greater than 1"),
     ],

@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 
+from mega.core.checkpoint.own.pieces import CheckpointError, UnreadableError
 from mega.core.checkpoint.own.store import CheckpointStore
+from mega.core.checkpoint.own.together import reason_of, together
 from mega.core.config.compose import compose
 from mega.core.device import Device
 from mega.core.parallel.mesh import Groups
+from mega.core.processes.exit_reports import report_of
 from mega.core.processes.pool import Pool
 from mega.core.training.start.inputs import Inputs, open_inputs, resolve_run
 from mega.core.training.start.rank import start
@@ -137,7 +140,7 @@ def test_ranks_start_from_one_step_or_none(
     errors = {error for error, *_ in found}
     assert len(errors) == 1, errors
     if kind == "unread" and way == "load":  # its bytes are not looked at before they are read
-        assert errors == {f"CheckpointError: rank 1: {name}: Input/output error"}
+        assert errors == {f"UnreadableError: rank 1: {name}: Input/output error"}
         return
     assert errors == {""}
     printed = found[0][1]
@@ -152,6 +155,33 @@ def test_ranks_start_from_one_step_or_none(
     else:
         assert [read for *_, read in found] == [each[4] for each in sums]
         assert [read for *_, read in found] != [each[8] for each in sums]
+
+
+@pytest.mark.parametrize(
+    ("faults", "code"),
+    [
+        ((None, OSError(5, "Input/output error", "a")), 1),
+        ((UnreadableError("a: Stale file handle"), OSError("the connection is gone")), 1),
+        ((None, CheckpointError("a: truncated")), 2),
+        ((OSError(5, "Input/output error", "a"), CheckpointError("a: truncated")), 2),
+    ],
+)
+def test_what_a_machine_does_not_read_may_pass(faults: tuple[Exception | None, ...], code: int) -> None:
+    """Ranks that start again may read it, so that such an end is not final, as one by a mistake is."""
+
+    def act() -> None:
+        if faults[1] is not None:
+            raise faults[1]
+
+    def met(own: Any) -> list[Any]:
+        there = [None if fault is None else reason_of(fault) for fault in faults]
+        passing = [fault is None or isinstance(fault, OSError) for fault in faults]
+        return [{**own, "fault": said or "", "passing": may} for said, may in zip(there, passing, strict=True)]
+
+    with pytest.raises(CheckpointError) as found:
+        together(act, met)
+    report = report_of(found.value)
+    assert report.code == code and report.permanent == (code == 2) and "OSError(" not in report.text
 
 
 @pytest.mark.parametrize("kind", ["missing", "older"])

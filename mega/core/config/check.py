@@ -568,8 +568,12 @@ def _rampup(run: RunConfig) -> str | None:
 def _guards(options: Options, world: int) -> Problems:
     """A rollback needs something to go back to; faults and a profile are read before anything starts."""
     for name in ("on_nan", "on_spike"):
-        if value_of(options, name) == "rollback" and not (options.checkpoint.save and options.checkpoint.save_interval):
+        if value_of(options, name) != "rollback":
+            continue
+        if not (options.checkpoint.save and options.checkpoint.save_interval):
             yield _line(options, name, "needs --save and --save-interval: it goes back to the newest checkpoint")
+        if not options.checkpoint.save_optim:
+            yield _line(options, name, "excludes --no-save-optim, as a rollback reads the optimizer's state")
     if options.guards.inject and os.environ.get(SECRET) != "1":
         yield _line(options, "inject", f"damages the run; where that is wanted, set {SECRET}=1 in the environment too")
     for text in options.guards.inject:

@@ -78,7 +78,7 @@ def report_of(error: BaseException) -> ExitReport:
     >>> report_of(ValueError("--lr -1: must be positive"))
     ExitReport(code=2, text='--lr -1: must be positive', kind='line')
     """
-    code = 2 if isinstance(error, ValueError) else 1
+    code = 2 if isinstance(error, ValueError) and not isinstance(error, OSError) else 1  # what is both may pass
     if _debugging():
         return ExitReport(code, _trace(error), "trace")
     if isinstance(error, UnicodeEncodeError) and not _is_text(error.object):

@@ -133,7 +133,7 @@ class Judge:
         if not self.guard.may_roll_back():
             raise FloatingPointError(f"{what}: this would be rollback {most + 1}, and --max-rollbacks is {most}")
         assert self.saver is not None
-        back = roll_back(state, self.saver)
+        back = roll_back(state, self.saver, self.report)
         if back is None:
             raise FloatingPointError(f"{what}: nothing was saved yet, so that there is no step to go back to")
         return back.consumed, back.step

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from mega.core import untrusted
-from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.checkpoint.own.pieces import CheckpointError, UnreadableError
 from mega.core.untrusted import Json
 
 BLOCK = 4 << 20
@@ -93,8 +93,9 @@ def opening(path: Path) -> Iterator[tuple[int, int]]:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        linked = error.errno == errno.ELOOP
-        raise CheckpointError(f"{path}: {'is a link, which is not followed' if linked else error.strerror}") from error
+        if error.errno == errno.ELOOP:
+            raise CheckpointError(f"{path}: is a link, which is not followed") from error
+        raise UnreadableError.of(path, error) from error
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -103,7 +104,7 @@ def opening(path: Path) -> Iterator[tuple[int, int]]:
     except OSError as error:
         if error.filename is not None:
             raise
-        raise CheckpointError(f"{path}: {error.strerror}") from error  # a read knows no name
+        raise UnreadableError.of(path, error) from error  # a read knows no name
     finally:
         os.close(descriptor)
 

@@ -5,6 +5,7 @@ Knows shapes and dtypes; no file, no rank.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,13 +44,35 @@ class CheckpointError(ValueError):
     elsewhere = False
 
 
+class UnreadableError(CheckpointError, OSError):
+    """A checkpoint that a disk or a file server does not give now: a run that starts again may read it.
+
+    Of what the machine does not read, not of what the user named: an absent file is a `CheckpointError`.
+    """
+
+    @classmethod
+    def of(cls, place: object, error: OSError) -> CheckpointError:
+        """The error of a file, by the kind of what the system reports.
+
+        >>> named, passing = FileNotFoundError(2, "No such file or directory"), OSError(116, "Stale file handle")
+        >>> UnreadableError.of("a", named), UnreadableError.of("a", passing)
+        (CheckpointError('a: No such file or directory'), UnreadableError('a: Stale file handle'))
+        """
+        kind = CheckpointError if isinstance(error, _NAMED) or error.errno in _LINKED else cls
+        return kind(f"{place}: {error.strerror or error}")
+
+
+_NAMED = FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError
+_LINKED = errno.ELOOP, errno.ENAMETOOLONG
+
+
 @contextmanager
 def naming(where: object) -> Iterator[None]:
     """A CheckpointError that is raised within names `where` first."""
     try:
         yield
     except CheckpointError as error:
-        raise CheckpointError(f"{where}: {error}") from None
+        raise type(error)(f"{where}: {error}") from None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch
 from mega.core.checkpoint.own.container import Entry, check_bytes, file_digest, read_box
 from mega.core.checkpoint.own.disk import opening, side_by_side
 from mega.core.checkpoint.own.manifest import MANIFEST, read_manifest
-from mega.core.checkpoint.own.pieces import DTYPES, Box, CheckpointError, Piece
+from mega.core.checkpoint.own.pieces import DTYPES, Box, CheckpointError, Piece, UnreadableError
 
 
 class Checkpoint:
@@ -72,7 +72,7 @@ class Checkpoint:
         try:
             return [entry.name for entry in os.scandir(self.path)]
         except OSError as error:
-            raise CheckpointError(f"{self.path}: {error.strerror}") from error
+            raise UnreadableError.of(self.path, error) from error
 
     @property
     def weights_only(self) -> bool:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from mega.core.checkpoint.own.disk import creating, read_file, write_all
 from mega.core.checkpoint.own.manifest import WEIGHTS_ONLY
-from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.checkpoint.own.pieces import CheckpointError, UnreadableError
 from mega.core.checkpoint.own.reader import Checkpoint
 from mega.core.files import POINTER, SEAL, locked_alone, sync_directory
 
@@ -69,7 +69,7 @@ class StepFolder:
         try:
             linked, there = path.is_symlink(), path.is_dir()
         except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror}") from error
+            raise UnreadableError.of(path, error) from error
         if linked:
             raise CheckpointError(f"{path}: is a link, which is not followed; put the directory here, or name its own")
         if not there:

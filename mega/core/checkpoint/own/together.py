@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypedDict, TypeVar
 
-from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.checkpoint.own.pieces import CheckpointError, UnreadableError
 from mega.core.words import name_ranks
 
 Result = TypeVar("Result")
@@ -23,10 +23,12 @@ class JsonExchange(Protocol):
 
 
 class _Fault(TypedDict):
-    """What a rank tells the others of its error, "" without one. foreseen: it is the user's or the machine's."""
+    """What a rank tells the others of its error, "" without one. foreseen: it is the user's or the machine's. passing:
+    it is the machine's."""
 
     fault: str
     foreseen: bool
+    passing: bool
 
 
 LIMIT = 2000
@@ -41,19 +43,22 @@ def alone(value: Result) -> list[Result]:
 def together(act: Callable[[], Result], exchange: JsonExchange) -> Result:
     """What `act` gives here, where it succeeded on every rank.
 
-    Errors: CheckpointError on all where it failed on any, naming ranks and reasons; what is neither the user's mistake
-    nor the machine's is raised as it is on the rank that met it. Alone, whatever `act` raises.
+    Errors: CheckpointError on all where it failed on any, naming ranks and reasons; where all faults are the machine's,
+    an UnreadableError, which is an OSError too; what is neither the user's mistake nor the machine's is raised as it is
+    on the rank that met it. Alone, whatever `act` raises.
     """
     if exchange is alone:
         return act()
     result, fault = attempt(act)
     foreseen = fault is None or isinstance(fault, ValueError | OSError)
-    met = exchange(_Fault(fault="" if fault is None else reason_of(fault), foreseen=foreseen))
+    passing = fault is None or isinstance(fault, OSError)
+    met = exchange(_Fault(fault="" if fault is None else reason_of(fault), foreseen=foreseen, passing=passing))
     if not any(each["fault"] for each in met):
         return result  # type: ignore[return-value]
     if fault is not None and not foreseen:
         raise fault
-    failure = CheckpointError(describe([each["fault"] for each in met]))
+    kind = UnreadableError if all(each["passing"] for each in met) else CheckpointError
+    failure = kind(describe([each["fault"] for each in met]))
     failure.elsewhere = not all(each["foreseen"] for each in met)
     raise failure from fault
 
@@ -77,11 +82,13 @@ def reason_of(error: Exception) -> str:
 
     >>> reason_of(OSError(116, "Stale file handle", "runs/a"))
     'runs/a: Stale file handle'
+    >>> reason_of(OSError("the disk is full"))
+    'the disk is full'
     """
     if isinstance(error, OSError) and error.filename is not None:
         text = f"{error.filename}: {error.strerror}"
     else:
-        text = str(error) if isinstance(error, ValueError) and str(error) else repr(error)
+        text = str(error) if isinstance(error, ValueError | OSError) and str(error) else repr(error)
     return text if len(text) <= LIMIT else f"{text[:LIMIT]} ..."
 
 

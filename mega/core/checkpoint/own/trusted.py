@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypedDict
 
-from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.checkpoint.own.pieces import CheckpointError, UnreadableError
 from mega.core.checkpoint.own.reader import Checkpoint
 from mega.core.checkpoint.own.steps import StepFolder
 from mega.core.checkpoint.own.together import (
@@ -62,19 +62,20 @@ class TrustedSteps(StepFolder):
         report: is given a line for every one that is passed over, with the ranks and their reasons, and one for a
         pointer that names another one. None only where nothing was ever published.
         Errors: CheckpointError, on all ranks, if there are checkpoints or a pointer, but none can be trusted: a run is
-        never silently started again from nothing. Likewise if a rank cannot list the directory.
+        never silently started again from nothing. Likewise if a rank cannot list the directory. Of these, where one
+        could not be read for now, an UnreadableError.
         """
         # 1
         views = gathered(self._view, exchange)
-        steps, first = sorted({step for view in views for step in view["steps"]}), ""
+        steps, first, kind = sorted({step for view in views for step in view["steps"]}), "", CheckpointError
         suspects = {step: verdict for view in views for step, verdict in view["suspects"].items()}
         if any(view["fault"] for view in views):
             report(f"a step may be suspect without being passed over: {describe([view['fault'] for view in views])}")
         for step in reversed(steps):
             # 2
-            checkpoint, fault = together(partial(self._look, step, verify, suspects.get(str(step))), exchange)
+            checkpoint, fault, passing = together(partial(self._look, step, verify, suspects.get(str(step))), exchange)
             # 3
-            faults, identities = zip(*exchange([fault, _identity(checkpoint)]), strict=True)
+            faults, identities, unread = zip(*exchange([fault, _identity(checkpoint), passing]), strict=True)
             differ = describe(faults) if any(faults) else disagreement(identities)
             if checkpoint is not None and not differ:
                 if (pointer := self._pointer()) != self.path(step).name:
@@ -82,9 +83,9 @@ class TrustedSteps(StepFolder):
                     report(f"{self.place}/{POINTER} {says}; the newest one to trust is step {step}")
                 return checkpoint
             report(f"step {step} is passed over: {differ}")
-            first = first or differ
+            first, kind = first or differ, UnreadableError if any(unread) else kind
         if steps:
-            raise CheckpointError(f"{self.place}: none of the checkpoints {steps} can be trusted: {first}")
+            raise kind(f"{self.place}: none of the checkpoints {steps} can be trusted: {first}")
         if any(view["pointer"] for view in views):
             raise CheckpointError(
                 f"{self.place}/{POINTER} says {self._pointer()!r}, but no checkpoint is there; "
@@ -101,20 +102,21 @@ class TrustedSteps(StepFolder):
         steps = [*self.steps(), *self._linked()]
         return {"steps": steps, "pointer": self._pointer() is not None, "suspects": suspects, "fault": unread}
 
-    def _look(self, step: int, verify: bool, suspect: Sequence[str] | None) -> tuple[Checkpoint | None, str]:
-        """A step, opened, or why it is passed over. suspect: the manifest and the reason of a verdict.
+    def _look(self, step: int, verify: bool, suspect: Sequence[str] | None) -> tuple[Checkpoint | None, str, bool]:
+        """A step, opened, or why it is passed over, and whether it may be read later. suspect: the manifest and the
+        reason of a verdict.
 
         Errors: OSError where an object store cannot be reached, which says nothing of the step.
         """
         try:
             checkpoint = self.open(step)
             if suspect is not None and suspect[0] == checkpoint.digest:
-                return None, f"{suspect[1]} (it is taken where it is named, as {self.path(step).name})"
+                return None, f"{suspect[1]} (it is taken where it is named, as {self.path(step).name})", False
             if verify:
                 checkpoint.verify()
         except CheckpointError as error:
-            return None, reason_of(error)
-        return checkpoint, ""
+            return None, reason_of(error), isinstance(error, UnreadableError)
+        return checkpoint, "", False
 
     def open_named(
         self, step: int, report: Callable[[str], None] = lambda line: None, exchange: JsonExchange = alone

@@ -7,7 +7,7 @@
     4 before one is written over         all ranks have the newer one
     5 ranks that start again             tell each other what their hosts hold, and take the newest step of which every
                                          rank's state is somewhere, if it is newer than the newest save; who does not
-                                         have its own is sent it
+                                         have its own is sent it. A copy whose bytes are damaged does not count
 
 The memory is a folder of files in /dev/shm that the launcher made (processes/restarts.py) and removes. Copies are of
 one layout and one launch; what another layout or a later launch reads is a save (saver.py).
@@ -69,8 +69,10 @@ class StateFile:
     def clear(self) -> None:
         self.header.fill_(0)
 
-    def sound(self, header: Mapping[str, object]) -> bool:
-        return zlib.crc32(self.state.numpy()) == header["crc"]  # type: ignore[arg-type]
+    def sound(self) -> bool:
+        """Whether its bytes are those that were written."""
+        header = self.read()
+        return header is not None and zlib.crc32(self.state.numpy()) == header["crc"]  # type: ignore[arg-type]
 
 
 class HostFiles:
@@ -149,12 +151,13 @@ class PeerCopies:
 
     def restore(self, newest: int) -> bool:
         """Phase 5: fill the state from a step after `newest`, if there is one; whether there is."""
-        held = self._files.steps()
-        met = [{int(owner): steps for owner, steps in each.items()} for each in self._state.exchange(held)]
-        steps = [{step for each in met for step in each.get(owner, ()) if step > newest} for owner in range(len(met))]
-        step = max(set.intersection(*steps), default=None)
-        if step is not None:
-            self._fetch(step, met)
+        while True:
+            held = self._files.steps()
+            met = [{int(owner): steps for owner, steps in each.items()} for each in self._state.exchange(held)]
+            steps = [{n for each in met for n in each.get(owner, ()) if n > newest} for owner in range(len(met))]
+            step = max(set.intersection(*steps), default=None)
+            if step is None or self._fetch(step, met):
+                break  # else a copy of that step was damaged, and is now gone
         for file, header in self._files.headers():
             if header["step"] > (step or newest):
                 file.clear()  # of an attempt that came further on some ranks only
@@ -214,37 +217,51 @@ class PeerCopies:
             assert work is not None
             work.wait()
 
-    def _fetch(self, step: int, met: Sequence[Mapping[int, Sequence[int]]]) -> None:
-        """Every rank's state of a step: from its own host's memory, else from the first rank whose host has it."""
+    def _fetch(self, step: int, met: Sequence[Mapping[int, Sequence[int]]]) -> bool:
+        """Every rank's state of a step: from its own host's memory, else from the first rank whose host has it. Whether
+        all of them are sound; those that are not are removed."""
         rank, local = self._state.mesh.rank, self._world.local_size
         wanted = [owner for owner, each in enumerate(met) if step not in each.get(owner, ())]
         sources = {owner: next(r for r, each in enumerate(met) if step in each.get(owner, ())) for owner in wanted}
         assert all(source // local != owner // local for owner, source in sources.items())
+        sent = {owner: self._files.at(owner, step) for owner, source in sources.items() if source == rank}
         own = self._files.older(rank) if rank in wanted else self._files.at(rank, step)
+        damaged = [file for file in (*sent.values(), *(() if rank in wanted else (own,))) if not file.sound()]
+        for file in damaged:
+            file.clear()
+        if any(self._state.exchange(bool(damaged))):
+            return False
         head = torch.empty(HEADER, dtype=torch.uint8)
-        out, into = [], []
-        for owner, source in sources.items():
-            if source == rank:
-                file = self._files.at(owner, step)
-                out += [(file.state, owner), (file.header.clone(), owner)]
+        out = [(part, owner) for owner, file in sent.items() for part in (file.state, file.header.clone())]
         if rank in wanted:
             own.clear()
-            into = [(own.state, sources[rank]), (head, sources[rank])]
-        self._swap(out, into)
+        self._swap(out, [(own.state, sources[rank]), (head, sources[rank])] if rank in wanted else [])
         if rank in wanted:
             own.header.copy_(head)
-        header = own.read()
-        together(lambda: self._check(own, header), self._state.exchange)
-        assert header is not None
-        for piece, there in zip(self._pieces, self._copy(own).views([p.tensor for p in self._pieces]), strict=True):
-            piece.tensor.copy_(there)
-        self._refill(header)
+        if sources:
+            together(lambda: self._check(own), self._state.exchange)
+        self._fill(own)
+        return True
 
     @staticmethod
-    def _check(file: StateFile, header: Mapping[str, Any] | None) -> None:
-        if header is None or not file.sound(header):
-            file.clear()  # the next restart takes an older step, or the newest save
-            raise OSError(f"{file.path}: what it holds in memory is damaged; it is not read again")
+    def _check(file: StateFile) -> None:
+        if not file.sound():
+            file.clear()
+            raise OSError(f"{file.path}: has come damaged from another host; a restart sends it again")
+
+    def _fill(self, file: StateFile) -> None:
+        """The state from one that was read."""
+        header, views = file.read(), self._copy(file).views([piece.tensor for piece in self._pieces])
+        assert header is not None
+        state, there = self._state, list(zip(self._pieces, views, strict=True))
+        for piece, view in there:
+            if piece.key.startswith("weights/"):
+                piece.tensor.copy_(view)
+        state.optimizer.masters_from_weights()  # one of the weights' own dtype is not among the pieces
+        for piece, view in there:
+            if not piece.key.startswith("weights/"):
+                piece.tensor.copy_(view)
+        self._refill(header)
 
     def _refill(self, header: Mapping[str, Any]) -> None:
         state = self._state

@@ -127,8 +127,9 @@ def sidecar_files(checkpoint: StoredWeights, tokenizer: Tokenizer | None) -> dic
     return found if own.items() <= found.items() else {}
 
 
-def restore(state: TrainState, point: ResumePoint) -> None:
-    """Fill `state` from a checkpoint of any layout.
+def restore(state: TrainState, point: ResumePoint, *, whole: bool = False) -> None:
+    """Fill `state` from a checkpoint of any layout. whole: with the optimizer, also where --no-load-optim begins
+    without it.
 
     Errors: ValueError naming the option that differs, or the tensor that is missing or damaged.
     """
@@ -156,7 +157,7 @@ def restore(state: TrainState, point: ResumePoint) -> None:
     held = list(state.optimizer_pieces(mine=False))
     masters = [piece for piece in held if piece.key.startswith("master/") and piece.key not in new]
     checkpoint.read([piece for piece in masters if piece.key in checkpoint.tensors], cast=True)
-    if not point.weights_only and run.checkpoint.load_optim:
+    if not point.weights_only and (whole or run.checkpoint.load_optim):
         _same_rule(run, checkpoint)
         wanted = [piece for piece in held if not piece.key.startswith("master/")]
         missing = next((piece.key for piece in wanted if piece.key not in checkpoint.tensors), None)
