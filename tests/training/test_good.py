@@ -169,16 +169,26 @@ def test_after_a_finite_blow_up_a_good_step_is_resumed(tmp_path: Path, run_cli: 
     assert max(loss for loss in losses if loss is not None) < 2 * math.log(64)
 
 
-@pytest.mark.parametrize("flags", ["--dtype fp16 --steps 4", "--dtype fp16 --steps 60 --loss-scale 1e30"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--dtype fp16 --steps 4",
+        "--dtype fp16 --steps 60 --initial-loss-scale 1e30 --min-loss-scale 1e30",
+        "--dtype fp16 --steps 9 --loss-scale 1e30",
+        "--dtype fp16 --steps 60 --loss-scale 1e30 --on-nan skip",
+    ],
+)
 def test_a_run_that_trains_nothing_is_no_success(tmp_path: Path, run_cli: RunCli, flags: str) -> None:
-    """The first scale is too large for four steps; a constant one stays so."""
+    """The first scale is too large for four steps; the least one stays so. A constant one follows no overflow."""
     code, printed = run_cli("--save", str(tmp_path), "--save-interval", "99", *flags.split())
     said = printed.splitlines()[-1]
     assert code == 1 and "Traceback" not in printed
     if "60" in flags:
         assert said.startswith(
-            "mega: step 20: the gradients of 20 steps in a row are not finite at a loss scale of 1e+30"
+            "mega: step 20: loss or gradients of 20 steps in a row are not finite at a loss scale of 1e+30"
         )
+    elif "9" in flags:
+        assert said.startswith("mega: step 1: the loss is ") and " at --loss-scale 1e+30: " in said
     else:
         assert (
             said.startswith("mega: step 4: nothing was trained: every step was skipped") and "loss scale is now" in said

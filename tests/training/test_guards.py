@@ -20,7 +20,8 @@ from mega.core.parallel.mesh import Mesh
 from mega.core.processes.pool import Pool
 from mega.core.training.guards.stragglers import REPEAT, WINDOW, Stragglers
 from mega.core.training.loop import Training
-from mega.core.training.policy import GuardMemory, limits
+from mega.core.training.policy import LASTING, GuardMemory, limits
+from mega.core.training.routines import Routine
 from tests.support.guarded import guarded, play, published
 
 RunCli = Callable[..., tuple[int, str]]
@@ -42,6 +43,7 @@ def said_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         ("nan:weight", {"zero": 3}, "weights/"),
         ("inf:moment", {"pp": 2, "zero": 1}, "moment"),
         ("nan:tied", {"pp": 2}, "copies of the gradient of model.embed_tokens.weight"),
+        ("nan:gradient", {"loss_scale": 64.0}, "at --loss-scale 64: the own gradient of"),
     ],
 )
 def test_what_is_not_finite_is_named_in_its_step(
@@ -55,8 +57,14 @@ def test_what_is_not_finite_is_named_in_its_step(
     assert error.startswith("step 5: ") and words in error, error
     assert "rank 3" in error or "ranks 1 and 3" in error, error
     assert published(tmp_path) == [2, 4]
+    if fault != "nan:tied":
+        assert [(each["step"], each["policy"]) for each in events(tmp_path) if each["event"] == "nan"] == [(5, "stop")]
     if "gradient" in fault or words.endswith("/"):
         assert found[3]["named"][0] in error, (found[3]["named"], error)
+
+
+def events(place: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (place / "m.events.jsonl").read_text().splitlines()]
 
 
 def without_batch(first: int, count: int, training: Training) -> None:
@@ -77,22 +85,26 @@ def drop_second(training: Training) -> None:
         ("nan:gradient@step=2,rank=1", {"on_nan": "skip", "zero": 1}),
         ("nan:activation@step=2,rank=0", {"on_nan": "skip", "dtype": "bf16", "hidden_dropout": 0.1}),
         ("nan:batch@step=2,rank=1", {"on_nan": "skip", "dtype": "fp16", "initial_loss_scale": 1024.0, "pp": 2}),
+        ("nan:batch@step=2,rank=1", {"on_nan": "skip", "dtype": "fp16", "initial_loss_scale": 1024.0, "tp": 2}),
     ],
 )
 def test_a_skipped_batch_is_as_if_it_had_not_been_drawn(
     tmp_path: Path, pool: Pool, fault: str, values: dict[str, Any]
 ) -> None:
-    """Weights and moments after 5 steps, one of them skipped, are those of 4 steps on the other batches."""
-    same = {"global_batch": 4, "lr_decay": "linear", "lr_decay_steps": 9, **values}
+    """Weights, moments and loss scale after 5 steps, one of them skipped, are those of 4 steps on the other batches."""
+    same = {"global_batch": 4, "lr_decay": "linear", "lr_decay_steps": 9, "hysteresis": 1, **values}
     skips = pool.run(play, guarded(tmp_path / "a", steps=5, inject=(fault,), **same), 2, world=2)
     reference = pool.run(play, guarded(tmp_path / "b", steps=5, exit_interval=4, **same), 2, drop_second, world=2)
     assert [each["digest"] for each in skips] == [each["digest"] for each in reference]
+    scales = [CheckpointStore(tmp_path / name / "run").open(step).meta["scaler"] for name, step in (("a", 5), ("b", 4))]
+    assert scales[0] == scales[1] and (scales[0] is None) == (values.get("dtype") != "fp16")
     assert skips[0]["left_out"] == [{"step": 2, "reason": "nan", "samples": [4, 8]}]
     rows = [json.loads(line) for line in (tmp_path / "a" / "m.jsonl").read_text().splitlines()]
     rates = [row["lr"] for row in rows if "lr" in row]
     assert rates[1] == rates[2] and rates[2] > rates[3]
-    events = [json.loads(line) for line in (tmp_path / "a" / "m.events.jsonl").read_text().splitlines()]
-    assert [(each["step"], each["samples"]) for each in events if each["event"] == "nan"] == [(2, [4, 8])]
+    assert [(each["step"], each["samples"]) for each in events(tmp_path / "a") if each["event"] == "nan"] == [
+        (2, [4, 8])
+    ]
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
@@ -130,7 +142,7 @@ def damage_third(training: Training) -> None:
     place, opened = Path(str(training.state.run.checkpoint.save)), saver.store.open
 
     def damage(step: int, seconds: float) -> None:
-        if step == 3:
+        if step == 3 and training.state.mesh.rank == 0:
             path = max(place.glob("step-0000003/*.safetensors"), key=lambda file: file.stat().st_size)
             data = bytearray(path.read_bytes())
             data[len(data) // 2] ^= 255
@@ -156,6 +168,33 @@ def test_rollbacks_are_bounded(tmp_path: Path, pool: Pool) -> None:
     assert error.endswith("nothing was saved yet, so that there is no step to go back to"), error
 
 
+def test_what_a_save_finds_broken_is_rolled_back_too(tmp_path: Path, pool: Pool) -> None:
+    """An update may break a weight, which the save after it sees first."""
+    values = {"global_batch": 4, "zero": 1}
+    found = pool.run(play, guarded(tmp_path / "a", on_nan="rollback", **values), 2, break_fourth, world=2)
+    reference = pool.run(play, guarded(tmp_path / "b", exit_interval=4, **values), 2, drop_third_and_fourth, world=2)
+    assert [each["error"] for each in found] == ["", ""]
+    assert [each["digest"] for each in found] == [each["digest"] for each in reference]
+    assert found[0]["left_out"] == [{"step": 4, "reason": "nan", "samples": [8, 16], "to": 2}]
+    assert published(tmp_path / "a") == [2, 4, 6]
+    stopped = pool.run(play, guarded(tmp_path / "c", on_nan="skip", **values), 2, break_fourth, world=2)
+    assert {each["error"].split(":")[0] for each in stopped} == {"step 4 is not saved"}
+
+
+def break_fourth(training: Training) -> None:
+    def damage() -> None:
+        next(training.state.flats())[0] = math.nan
+
+    training.routines = (Routine(lambda step: step == 4, damage), *training.routines)
+
+
+def test_steps_that_are_not_finite_end_a_run_whose_scale_could_become_less(tmp_path: Path, pool: Pool) -> None:
+    """A loss scale does not follow a loss that is not finite, however large it is."""
+    options = guarded(tmp_path, steps=40, on_nan="skip", dtype="fp16", inject=("nan:batch@step=2,steps=50",))
+    (found,) = pool.run(play, options, 1, world=1)
+    assert found["error"].startswith("step 21: loss or gradients of 20 steps in a row are not finite: "), found
+
+
 @pytest.mark.parametrize("policy", ["warn", "skip"])
 def test_a_spike_of_a_run_is_found(tmp_path: Path, pool: Pool, policy: str) -> None:
     options = guarded(
@@ -169,6 +208,28 @@ def test_a_spike_of_a_run_is_found(tmp_path: Path, pool: Pool, policy: str) -> N
     found = pool.run(play, options, 2, world=2)[0]
     assert found["error"] == "" and sum("step 40: " in line for line in found["lines"]) == 1, found["lines"]
     assert [each["step"] for each in found["left_out"]] == ([40] if policy == "skip" else [])
+
+
+def test_spikes_that_last_are_the_new_level(tmp_path: Path, pool: Pool) -> None:
+    """The first ones are left out; then what is usual is learned again. A resume between them is the same run."""
+    values = {"steps": 70, "save_interval": 70, "on_spike": "skip", "inject": ("spike:gradient@step=40,steps=99",)}
+    (straight,) = pool.run(play, guarded(tmp_path / "a", **values), 1, world=1)
+    assert straight["error"] == "" and [each["step"] for each in straight["left_out"]] == list(range(40, 40 + LASTING))
+    assert sum("what is usual is learned again" in line for line in straight["lines"]) == 1
+    pool.run(play, guarded(tmp_path / "b", **values, exit_interval=50), 1, world=1)
+    (resumed,) = pool.run(play, guarded(tmp_path / "b", **values, resume="auto"), 1, world=1)
+    assert resumed["digest"] == straight["digest"]
+    metas = [CheckpointStore(tmp_path / name / "run").open(70).meta["guard"] for name in "ab"]
+    assert metas[0] == metas[1] and len(metas[0]["losses"]) == 70 - 40 - LASTING + 1
+
+
+@pytest.mark.parametrize(("batch", "known"), [(4, 6), (8, 2)])
+def test_a_run_that_resumes_with_another_batch_learns_what_is_usual(
+    tmp_path: Path, pool: Pool, batch: int, known: int
+) -> None:
+    pool.run(play, guarded(tmp_path, steps=4, global_batch=4), 1, world=1)
+    pool.run(play, guarded(tmp_path, steps=6, global_batch=batch, resume="auto", override_schedule=True), 1, world=1)
+    assert len(CheckpointStore(tmp_path / "run").open(6).meta["guard"]["norms"]) == known
 
 
 def test_spikes_of_a_noisy_series() -> None:

@@ -40,7 +40,7 @@ class LossScaler:
     def update(self, finite: torch.Tensor, counts: torch.Tensor | None = None) -> None:
         """Take one step's verdict: whether all gradients of all ranks were finite. counts: bool [], whether the step
         is not to be as if it had not been."""
-        if self.window is None:
+        if self.window is None:  # as `follows` says
             return
         none = torch.zeros_like(finite) if counts is None else ~counts
         self.clean = torch.where(none, self.clean, torch.where(finite, self.clean + 1, 0))
@@ -51,6 +51,11 @@ class LossScaler:
         self.scale = torch.where(grows, self.scale * 2, self.scale)
         self.clean = torch.where(grows, 0, self.clean)
         self.patience = torch.where(grows, self.hysteresis, self.patience)
+
+    @property
+    def follows(self) -> bool:
+        """Whether the scale follows overflows."""
+        return self.window is not None
 
     @property
     def at_least(self) -> bool:

@@ -15,6 +15,7 @@ from mega.core.activity import ACTIVITY
 from mega.core.config.resolve import global_batch_at, microbatches, text_lengths
 from mega.core.device import HostArray, Timestamp
 from mega.core.training.evaluation import Evaluation
+from mega.core.training.guards.finite import NotFiniteError
 from mega.core.training.guards.stragglers import StepClock, Stragglers
 from mega.core.training.judge import Judge, Pending
 from mega.core.training.kinds.task import Task
@@ -106,7 +107,7 @@ class Training:
                 self._read(pending)
                 pending = None
             for routine in itertools.dropwhile(lambda routine: not routine.needs_numbers, due):
-                routine.run()
+                self._healed(routine.run)
             if any(routine.needs_numbers for routine in due):
                 self.stop.poll().read()
             if self.stop.requested or (interval and progress.step % interval == 0):
@@ -121,10 +122,20 @@ class Training:
             self.stop.settle()  # of a signal that reached this rank after another one, while it saved
             self.report(f"stopped at step {progress.step}: {self.stop.reason}")
 
+    def _healed(self, keep: Callable[[], None]) -> None:
+        """Save or copy the state; where it is not finite, that to which a guard goes back. Errors: FloatingPointError
+        where it goes back to none."""
+        try:
+            keep()
+        except NotFiniteError as error:
+            self.judge.heal(error)
+            keep()
+
     def _save_last(self, saver: Saver) -> None:
         """Errors: as `Saver.finish`, and what made the run stop before."""
         try:
-            saver.finish(clean=self._at_end and self.state.progress.skipped < self.state.progress.step)
+            clean = self._at_end and self.state.progress.skipped < self.state.progress.step
+            self._healed(lambda: saver.finish(clean=clean))
         except OSError as error:
             if self.stop.fault is None:
                 raise

@@ -6,6 +6,7 @@ norm.
     after it                  every rank reads the same reduced numbers, so that all decide alike without an exchange
     a skipped step            weights, moments, loss scale, schedule and limits are as if its batch had not been drawn;
                               the step's number and the data position go on
+    many spikes in a row      are no spikes: what is usual has changed, and is learned again
     a rollback                a skip of all steps since the newest checkpoint, whose state comes back
 
 What was left out is kept in checkpoints, so that a resumed run is the same. It knows no ranks and no tensors.
@@ -25,6 +26,10 @@ from mega.core.untrusted import Json, below
 
 WARM_UP = 32
 """Steps before anything is a spike."""
+
+LASTING = 20
+"""Spikes without an applied step between them after which the limits begin anew: the weights were the same all along,
+so it is the batches that have changed, and no later one would be applied either."""
 
 LEAST_SPREAD = 0.005, 0.05
 """Of the loss, as a share of it, and of the norm's logarithm: what a very quiet run is taken to vary by."""
@@ -94,13 +99,17 @@ class LeftOut:
 
 @dataclass
 class GuardMemory:
-    """What is kept in checkpoints. losses, norms: of the newest steps that were applied."""
+    """What is kept in checkpoints. losses, norms: of the newest steps that were applied. level: what these depend on
+    but for the weights; numbers of another one are not restored. spikes: steps that were skipped as such since the
+    newest that was applied."""
 
     window: int = 128
+    level: str = ""
     losses: deque[float] = field(init=False)
     norms: deque[float] = field(init=False)
     left_out: list[LeftOut] = field(default_factory=list)
     rollbacks: int = 0
+    spikes: int = 0
 
     def __post_init__(self) -> None:
         self.losses, self.norms = deque(maxlen=self.window), deque(maxlen=self.window)
@@ -109,6 +118,17 @@ class GuardMemory:
         if math.isfinite(loss) and math.isfinite(norm):
             self.losses.append(loss)
             self.norms.append(norm)
+            self.spikes = 0
+
+    def skip_spike(self) -> bool:
+        """Count a spike that was not applied; whether there have been so many that the limits begin anew."""
+        self.spikes += 1
+        if self.spikes < LASTING:
+            return False
+        self.losses.clear()
+        self.norms.clear()
+        self.spikes = 0
+        return True
 
     def as_json(self) -> dict[str, Json]:
         left_out = [each.as_json() for each in self.left_out[-MOST_LEFT_OUT:]]
@@ -117,15 +137,24 @@ class GuardMemory:
             "norms": list(self.norms),
             "left_out": left_out,
             "rollbacks": self.rollbacks,
+            "level": self.level,
+            "spikes": self.spikes,
         }
 
     def restore(self, stored: object) -> None:
         """Of a checkpoint; None, or {}, of one from before."""
         values = below(stored)
-        self.losses = deque(cast(Sequence[float], values.get("losses", ())), maxlen=self.window)
-        self.norms = deque(cast(Sequence[float], values.get("norms", ())), maxlen=self.window)
+        same = values.get("level", self.level) == self.level
+        self.losses = deque(cast(Sequence[float], values.get("losses", ()) if same else ()), maxlen=self.window)
+        self.norms = deque(cast(Sequence[float], values.get("norms", ()) if same else ()), maxlen=self.window)
+        self.spikes = int(cast(int, values.get("spikes", 0))) if same else 0
         self.rollbacks = int(cast(int, values.get("rollbacks", 0)))
         self.left_out = [LeftOut.from_json(each) for each in cast(Sequence[object], values.get("left_out", ()))]
+
+
+def decides(options: GuardConfig) -> bool:
+    """Whether a run leaves batches out by its guards."""
+    return options.on_nan != "stop" or options.on_spike != "warn"
 
 
 class Guard:
@@ -138,7 +167,7 @@ class Guard:
     @property
     def decides(self) -> bool:
         """Whether the next step depends on what this one was: its numbers are read before the next one is begun."""
-        return self.options.on_nan != "stop" or self.options.on_spike != "warn"
+        return decides(self.options)
 
     def limits(self) -> SpikeLimits:
         """Of the next step."""

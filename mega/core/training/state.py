@@ -57,8 +57,8 @@ class Progress:
 @dataclass(frozen=True)
 class StepOptions:
     """schedule, chunks: the plan's. normalizer: what losses are divided by, the "global" batch's weights or each
-    "microbatch"'s own. params_norm, zeros: whether a step reports them. mixtures: number of each layer with experts ->
-    how many it has.
+    "microbatch"'s own. params_norm, zeros: whether a step reports them. guarded: whether batches are left out for what
+    a step finds, as if they had not been drawn. mixtures: number of each layer with experts -> how many it has.
     """
 
     schedule: str
@@ -66,6 +66,7 @@ class StepOptions:
     normalizer: str = "global"
     params_norm: bool = False
     zeros: bool = False
+    guarded: bool = False
     mixtures: Mapping[int, int] = field(default_factory=dict)
 
 

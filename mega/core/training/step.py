@@ -90,7 +90,7 @@ def train_step(
     outcome = state.optimizer.step(lr, decay, scale, norm, allowed)
     balance(state, allowed)
     if scaler is not None:
-        scaler.update(~broken, None if limits is NO_LIMITS else broken | ~spike)
+        scaler.update(~broken, _counted(state, loss, broken, allowed) if state.options.guarded else None)
     return StepReport(
         loss,
         by_name,
@@ -104,6 +104,16 @@ def train_step(
         broken=broken,
         sums=None if state.probes is None else state.probes.sums,
     )
+
+
+def _counted(state: TrainState, loss: torch.Tensor, broken: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+    """bool [], whether the loss scale follows a step: one that was applied, or whose gradients alone are not finite.
+
+    Tensor ranks compute the loss of each its own copy of the batch, of which one may be damaged.
+    """
+    there = torch.isfinite(loss).double()
+    all_reduce(there, state.mesh.everyone, "min")
+    return allowed | (broken & (there > 0))
 
 
 def _sound(state: TrainState) -> torch.Tensor:

@@ -33,6 +33,7 @@ from mega.core.parallel.region import Region
 from mega.core.parallel.replay import ReplayedPipeline
 from mega.core.parallel.weight import ParameterFactory, initialise, weights
 from mega.core.training.kinds import kind_of
+from mega.core.training.policy import decides
 from mega.core.training.state import StepOptions, TrainState
 
 
@@ -71,6 +72,7 @@ def build_state(run: RunConfig, mesh: Mesh, device: Device) -> TrainState:
         run.batch.loss_normalizer,
         params_norm=run.log.log_params_norm,
         zeros=run.log.log_zeros,
+        guarded=decides(run.guards),
         mixtures={
             number: layer.experts.count
             for number, layer in enumerate(architecture(run.model).layers)

@@ -23,10 +23,18 @@ from mega.core.training.state import TrainState
 DIVERGED = "training has diverged. Resume from an earlier checkpoint with a lower --lr, a longer warm-up or --clip-grad"
 
 
+class NotFiniteError(FloatingPointError):
+    """The state may not be kept. words: the tensor and the rank."""
+
+    def __init__(self, step: int, words: str):
+        super().__init__(f"step {step} is not saved: {words}: {DIVERGED}")
+        self.words = words
+
+
 def check_finite(state: TrainState) -> None:
     """See that the state may be saved; every rank takes part.
 
-    Errors: FloatingPointError on every rank, naming step, tensor and rank.
+    Errors: NotFiniteError on every rank, naming step, tensor and rank.
     """
     kept = [all_finite(flat).to(state.device.torch) for flat in state.flats()]
     finite = torch.stack(kept).all().float()
@@ -35,7 +43,7 @@ def check_finite(state: TrainState) -> None:
         return
     found = broken_tensors(state)
     if found is not None:  # else it is in padding, which is not kept
-        raise FloatingPointError(f"step {state.progress.step} is not saved: {found.words}: {DIVERGED}")
+        raise NotFiniteError(state.progress.step, found.words)
 
 
 def broken_tensors(

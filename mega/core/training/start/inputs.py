@@ -22,7 +22,7 @@ from mega.core.architecture.adapters import with_adapters
 from mega.core.config.check import ANY_VOCABULARY, check
 from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.resolve import implied_tokenizer, metrics_file, model_alone, resolve
-from mega.core.config.run import Options, RunConfig, flag_of, options_with, updated
+from mega.core.config.run import Options, RunConfig, entries, flag_of, options_with, updated, value_of
 from mega.core.config.sections import ModelOptions, TokenizerConfig
 from mega.core.config.unread import unread
 from mega.core.files import check_source, url_of
@@ -72,6 +72,17 @@ class Inputs:
         text = json.dumps(dataclasses.asdict(self.run), sort_keys=True, default=str)
         tokens = self.tokenizer.fingerprint() if self.tokenizer is not None else ""
         return hashlib.sha256(f"{text}\n{tokens}".encode()).hexdigest()
+
+    def level(self) -> str:
+        """Hash of what losses and gradient norms depend on but for the weights: how batches are made, and of which
+        tokens."""
+        names = [name for name in options_with(on_resume="noted") if entries()[name].section in _OF_BATCHES]
+        values = {name: value_of(self.run, name) for name in (*names, "seq_length")}
+        tokens = [[content.get("lengths"), content.get("content")] for content in self.datasets.corpora.values()]
+        return hashlib.sha256(json.dumps([values, tokens], sort_keys=True).encode()).hexdigest()[:16]
+
+
+_OF_BATCHES = "batch", "data", "masking"
 
 
 def resolve_run(options: Options, world: int) -> ResolvedRun:

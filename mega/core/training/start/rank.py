@@ -90,6 +90,7 @@ def start(
     made = f"making a model of {count_words(parameters(run.model))} parameters, its gradients and its optimizer's state"
     with slowly(made, quiet=rank > 0):
         state, kind = build_state(run, mesh, device), kind_of(run)
+    state.guard.level = inputs.level()
     with slowly("loading weights", quiet=rank > 0):
         point = _resume(state, exchange)
     if point is not None:
