@@ -6,6 +6,7 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -13,6 +14,8 @@ import pytest
 from mega import cli
 from mega.core.files import SEAL
 from mega.core.report.chart import chart, thinned
+from mega.core.report.goodput import goodput
+from mega.core.report.read import RunRecord, read
 
 ROWS = [
     {"step": 1, "consumed": 8, "lr": 1e-4, "batch": 8, "skipped": 0, "loss": 5.5, "grad_norm": 2.0, "seconds": 0.5},
@@ -28,7 +31,7 @@ EVENTS = [
     {"step": 0, "event": "started", "at": 101.0, "seconds": 0.5},
     {"step": 1, "event": "save", "at": 101.2, "seconds": 0.2},
     {"step": 1, "event": "begin", "at": 104.0, "lost_steps": 2, "lost_seconds": 0.8, "last_at": 102.0},
-    {"step": 2, "event": "spike", "at": 105.0, "policy": "skip", "samples": [8, 16]},
+    {"step": 3, "event": "spike", "at": 105.0, "policy": "skip", "samples": [8, 16]},
     {"step": 3, "event": "end", "at": 106.0},
 ]
 
@@ -93,6 +96,51 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "resumed; 2 steps were done again",
     ):
         assert said in text, said
+
+
+@pytest.mark.parametrize(
+    ("back", "lost"),
+    [
+        ([{"step": 110, "event": "nan", "to": 100, "samples": [200, 220]}], 10.0),
+        ([{"step": 110, "event": "nan", "to": 100}, {"step": 105, "event": "begin", "lost_seconds": 5.0}], 10.0),
+        ([{"step": 110, "event": "spike", "samples": [218, 220]}], 1.0),
+    ],
+)
+def test_the_steps_of_a_rollback_are_lost(back: list[Any], lost: float) -> None:
+    """All of them, though the rows count one more step as skipped; those that a resume does again are lost once."""
+    steps: list[Any] = [{"step": step, "skipped": int(step >= 110), "seconds": 1.0} for step in range(1, 121)]
+    events: list[Any] = [{"step": 0, "event": "begin"}, *back, {"step": 120, "event": "end"}]
+    if len(back) == 2:  # steps 106 to 110 are those of the process that resumed
+        steps = [{**row, "skipped": int(row["step"] >= 105)} for row in steps]
+    found = goodput(steps, [{"at": 300.0 if event["event"] == "end" else 0.0, **event} for event in events])
+    assert found is not None and (found.lost, found.productive) == (lost, 120.0 - lost + 5.0 * (len(back) == 2))
+
+
+def test_a_run_that_has_not_ended_is_counted_until_its_newest_row() -> None:
+    steps: list[Any] = [{"step": step, "seconds": 1.0} for step in range(1, 51)]
+    begin: Any = {"step": 0, "event": "begin", "at": 1000.0}
+    found = goodput(steps, [begin, {**begin, "event": "started", "at": 1000.3, "seconds": 0.3}], written=1050.5)
+    assert found is not None and (found.total, found.productive) == (50.5, 50.0)
+    end: Any = {**begin, "event": "end", "step": 50, "at": 1051.0}
+    found = goodput(steps, [begin, end], written=9999.0)  # copied afterwards
+    assert found is not None and found.total == 51.0
+
+
+def test_why_a_step_was_skipped_is_said_once(tmp_path: Path) -> None:
+    skipped = [{**ROWS[0], "step": step, "skipped": step - 1} for step in (1, 2, 3, 4)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, skipped)))
+    events = [
+        {"step": 2, "event": "spike", "at": 1.0, "policy": "skip", "samples": [8, 16]},
+        {"step": 4, "event": "nan", "at": 1.0, "policy": "stop", "samples": [24, 32]},
+    ]
+    (tmp_path / "metrics.events.jsonl").write_text("\n".join(map(json.dumps, events)))
+    found = read(tmp_path)
+    assert isinstance(found, RunRecord)
+    assert [(event.step, event.text) for event in found.events] == [
+        (2, "a spike: samples 8 to 15 are left out"),
+        (3, "the update was skipped: gradients are not finite"),
+        (4, "numbers are not finite: the run ends"),
+    ]
 
 
 def test_an_evaluation(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def write(path: Path, start: int, *steps: int, norm: float = 1.0) -> None:
     options = LogConfig(metrics=str(path), progress=False)
     meters = Meters(options, start=start, steps=100, flops_per_token=1.0, devices=1, peak=None)
     for step in steps:
-        meters.step(step, {"consumed": step, "loss": 2.0, "grad_norm": norm, "seconds": 1.0}, 8, 0)
+        meters.step(step, {"consumed": step, "lr": 1e-3, "loss": 2.0, "grad_norm": norm, "seconds": 1.0}, 8, 0)
     meters.close()
 
 
@@ -43,6 +43,23 @@ def test_resuming_reports_each_step_once(tmp_path: Path) -> None:
     write(tmp_path / "m.jsonl", 0, 1, 2, 3)
     write(tmp_path / "m.jsonl", 2, 3, 4)
     assert [row["step"] for row in rows(tmp_path / "m.jsonl")] == [1, 2, 3, 4]
+
+
+def test_ranks_that_start_again_before_the_first_save_keep_the_events(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was done until then is a loss of this run; a run of another launcher is another one."""
+    write(tmp_path / "m.jsonl", 0, 1, 2, 3)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    write(tmp_path / "m.jsonl", 0, 1)
+    begins = [event for event in rows(tmp_path / "m.events.jsonl") if event["event"] == "begin"]
+    assert [event.get("lost_steps") for event in begins] == [None, 3] and begins[1]["lost_seconds"] == 3.0
+    assert [row["step"] for row in rows(tmp_path / "m.jsonl")] == [1]
+    assert not list(tmp_path.glob("*.previous"))
+    monkeypatch.setattr(os, "getppid", lambda: -1)
+    write(tmp_path / "m.jsonl", 0, 1)
+    assert [event["event"] for event in rows(tmp_path / "m.events.jsonl")] == ["begin", "started", "end"]
+    assert [row["step"] for row in rows(tmp_path / "m.jsonl.previous")] == [1]
 
 
 @pytest.mark.parametrize("norm", [float("nan"), float("inf")])
@@ -136,7 +153,7 @@ def test_metrics_by_a_link_to_another_disk(tmp_path: Path) -> None:
     link, there = tmp_path / "metrics.jsonl", tmp_path / "scratch" / "m.jsonl"
     link.symlink_to(there)
     for start in (0, 1):
-        with _open_rows(link, start) as rows:
+        with _open_rows(link, start, bool(start)) as rows:
             rows.write(json.dumps({"step": start + 1}) + "\n")
         with there.open("ab") as torn:
             torn.write(b"\xff\xfe\n")

@@ -1,8 +1,9 @@
 """Where a run's time went, over all of its starts: in steps that count, in steps that were done again, in saves,
 evaluations and starts, between a process's end and the next one's begin, and in nothing of these.
 
-From the rows of steps, and from the events next to them (training/metrics/meters.py): "begin" (a process
-starts) and "end", "started" (the seconds until its first step), "save" and "evaluation" (the seconds that they took).
+From the rows of steps, and from the events next to them (training/metrics/meters.py): "begin" (a process starts) and
+"end", "started" (the seconds until its first step), "save" and "evaluation" (the seconds that they took), and those of
+guards, which say `to` which step a rollback went.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TypedDict
 class StepRow(TypedDict, total=False):
     """A row of metrics, as far as it is read."""
 
+    step: int
     skipped: int
     seconds: float | None
 
@@ -72,8 +74,9 @@ class Goodput:
         yield "restarts", f"{self.restarts}"
 
 
-def goodput(steps: Sequence[StepRow], events: Sequence[EventRow]) -> Goodput | None:
+def goodput(steps: Sequence[StepRow], events: Sequence[EventRow], written: float = 0.0) -> Goodput | None:
     """Of a run's rows of steps and of its events, in the order in which they were written; None without events.
+    written: when the newest row was, which counts where the run has not ended.
 
     >>> begin: EventRow = {"event": "begin", "step": 0, "at": 100.0}
     >>> again: EventRow = {"event": "begin", "step": 1, "at": 120.0, "lost_seconds": 4.0, "last_at": 112.0}
@@ -85,9 +88,9 @@ def goodput(steps: Sequence[StepRow], events: Sequence[EventRow]) -> Goodput | N
     begins = [event for event in events if event["event"] == "begin"]
     if not begins:
         return None
-    skipped, productive, left_out = 0, 0.0, 0.0
+    skipped, productive, left_out, undone = 0, 0.0, 0.0, _undone(events)
     for row in steps:
-        was_skipped = row.get("skipped", 0) > skipped
+        was_skipped = row.get("skipped", 0) > skipped or row.get("step") in undone
         skipped = row.get("skipped", 0)
         seconds = row.get("seconds") or 0.0
         productive, left_out = (productive, left_out + seconds) if was_skipped else (productive + seconds, left_out)
@@ -97,6 +100,8 @@ def goodput(steps: Sequence[StepRow], events: Sequence[EventRow]) -> Goodput | N
             last = max(last, event.get("last_at", 0.0))
             down += max(0.0, event["at"] - last)
         last = max(last, event["at"])
+    if events[-1]["event"] != "end":
+        last = max(last, written)
 
     def spent(kind: str) -> float:
         return float(sum(event.get("seconds", 0.0) for event in events if event["event"] == kind))
@@ -111,6 +116,22 @@ def goodput(steps: Sequence[StepRow], events: Sequence[EventRow]) -> Goodput | N
         down=down,
         restarts=len(begins) - 1,
     )
+
+
+def _undone(events: Sequence[EventRow]) -> set[int]:
+    """The steps that rollbacks have undone, of those that are part of the run.
+
+    >>> begin, back = {"event": "begin", "step": 0, "at": 0.0}, {"event": "nan", "step": 5, "to": 3, "at": 1.0}
+    >>> _undone([begin, back]), _undone([begin, back, {**begin, "step": 4}])
+    ({4, 5}, {4})
+    """
+    undone: set[int] = set()
+    for event in events:
+        if event["event"] == "begin":  # later steps are done again
+            undone = {step for step in undone if step <= event["step"]}
+        elif "to" in event:
+            undone |= set(range(event["to"] + 1, event["step"] + 1))
+    return undone
 
 
 def _duration(seconds: float) -> str:

@@ -137,8 +137,9 @@ def _run(metrics: Path, directory: Path) -> RunRecord:
                 found.samples.append(RunEvent(row["step"], f"{name}: {value}"))
     found.sets = list(dict.fromkeys(_held_out(rows)))
     happened = list(_happened(metrics))
-    found.goodput = goodput([cast(StepRow, row) for row in rows if "lr" in row], happened)
-    found.events = sorted([*_changes(rows), *_guarded(happened), *_saved(directory)], key=lambda event: event.step)
+    found.goodput = goodput([cast(StepRow, row) for row in rows if "lr" in row], happened, metrics.stat().st_mtime)
+    told = [*_changes(rows, happened), *_guarded(happened), *_saved(directory)]
+    found.events = sorted(told, key=lambda event: event.step)
     if metrics.with_suffix(".jsonl.previous").is_file():
         found.events.insert(0, RunEvent(0, f"the run was started over; the rows before are in {metrics.name}.previous"))
     steps = sorted(directory.glob("step-*/run.toml"))
@@ -177,7 +178,8 @@ def _guarded(happened: list[EventRow]) -> Iterable[RunEvent]:
         if row["event"] in ("nan", "spike"):
             first, end = row.get("samples", (0, 0))
             back = f", back at step {row['to']}" if "to" in row else ""
-            done = "" if row.get("policy") == "warn" else f": samples {first:,} to {end - 1:,} are left out{back}"
+            done = f": samples {first:,} to {end - 1:,} are left out{back}"
+            done = {"warn": "", "stop": ": the run ends"}.get(row.get("policy", ""), done)
             what = "numbers are not finite" if row["event"] == "nan" else "a spike"
             yield RunEvent(row["step"], f"{what}{done}")
         elif row["event"] == "slow rank":
@@ -195,14 +197,15 @@ def _held_out(rows: list[dict[str, object]]) -> Iterable[str]:
             yield first.removesuffix("_loss")
 
 
-def _changes(rows: list[dict[str, Any]]) -> Iterable[RunEvent]:
-    """What rows say by differing from the row before."""
+def _changes(rows: list[dict[str, Any]], happened: list[EventRow]) -> Iterable[RunEvent]:
+    """What rows say by differing from the row before, but for what guards have said of the same step."""
     last: dict[str, Any] = {}
+    guarded = {row["step"] for row in happened if row["event"] in ("nan", "spike")}
     for row in rows:
         step = row["step"]
         if "loss" in row and row["loss"] is None:
             yield RunEvent(step, "the loss is not finite")
-        if "skipped" in row and row["skipped"] > last.get("skipped", 0):
+        if "skipped" in row and row["skipped"] > last.get("skipped", 0) and step not in guarded:
             yield RunEvent(step, "the update was skipped: gradients are not finite")
         if "batch" in row and row["batch"] != last.get("batch", row["batch"]):
             yield RunEvent(step, f"the global batch goes from {last['batch']} to {row['batch']}")

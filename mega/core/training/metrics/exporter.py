@@ -25,7 +25,7 @@ FIGURES = {
     "grad_norm": "Norm of the last step's gradient",
     "loss_scale": "Of fp16",
     "consumed": "Samples since the training began",
-    "skipped": "Steps without an update since this process began",
+    "skipped": "Steps without an update since the training began",
 }
 """Of a row of metrics, those that become a gauge each: what it is."""
 

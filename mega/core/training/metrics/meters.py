@@ -2,7 +2,8 @@
 
 Rows go to a JSON-lines file, always; to TensorBoard, Weights & Biases and MLflow by flag. A run that resumes cuts off
 the rows after the step that it resumes from, so the file has each step once. What happens between steps goes to a file
-next to it, of which nothing is cut.
+next to it, of which nothing is cut. A run that begins from nothing leaves both to the one before it, but not to ranks
+that a launcher has started again before their first save.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import json
 import math
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -84,11 +86,12 @@ class Meters:
         self._exporter = _exporter(options.metrics_port, steps, still_s)
         last = _last_step(Path(options.metrics)) if start and options.wandb else 0
         self._trackers = Trackers(options, start=start, last=last, settings=settings or {})
-        before = _before(Path(options.metrics), start)
+        resumes = bool(start) or _started_again(Path(options.metrics))
+        before = _before(Path(options.metrics), start) if resumes else {}
         self._fail = fail
-        self._rows: TextIO | None = _open_rows(Path(options.metrics), start)
-        self._events = _open_events(Path(options.metrics), start)
-        self._board = _board(options.tensorboard_dir, start)
+        self._rows: TextIO | None = _open_rows(Path(options.metrics), start, resumes)
+        self._events = _open_events(Path(options.metrics), resumes)
+        self._board = _board(options.tensorboard_dir, start, resumes)
         # Where lines go to a file, or through `tee`, a bar would take them or be mixed with them.
         terminal = sys.stdout.isatty() and sys.stderr.isatty()
         self._bar = _bar(start, steps) if options.progress and terminal else None
@@ -100,7 +103,7 @@ class Meters:
         """The rank whose own work takes longest, and how many times as long as others'; None: not known."""
         self._started, self._last = False, start
         self._began = max(ACTIVITY.began, before.get("last_at", 0.0))
-        self.event(start, "begin", **{**before, "at": round(self._began, 3)})
+        self.event(start, "begin", **{**before, "at": round(self._began, 3), "launcher": _launcher()})
 
     def step(self, step: int, row: Mapping[str, float], tokens: int, memory: int) -> None:
         """Take one step's numbers; every `log_interval` steps, and at the last, report a line.
@@ -307,7 +310,7 @@ def _clock(seconds: int) -> str:
 def _before(path: Path, start: int) -> dict[str, float]:
     """What a resume at step `start` loses of the rows that are there: steps, and their seconds; and when the last one
     was written."""
-    if not start or not path.is_file():
+    if not path.is_file():
         return {}
     steps, seconds = 0, 0.0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -316,6 +319,24 @@ def _before(path: Path, start: int) -> dict[str, float]:
             if row["step"] > start and "lr" in row:
                 steps, seconds = steps + 1, seconds + row["seconds"]
     return {"lost_steps": steps, "lost_seconds": round(seconds, 3), "last_at": round(path.stat().st_mtime, 3)}
+
+
+def _launcher() -> str:
+    """The process that has started this one, and may start it again."""
+    return f"{socket.gethostname()}:{os.getppid()}"
+
+
+def _started_again(metrics: Path) -> bool:
+    """Whether the events are of ranks that the same launcher has started before these."""
+    if not int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
+        return False
+    launcher = None
+    with contextlib.suppress(OSError):
+        for line in events_file(str(metrics)).read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                event = json.loads(line)
+                launcher = event.get("launcher") if event["event"] == "begin" else launcher
+    return launcher == _launcher()
 
 
 def events_file(metrics: str) -> Path:
@@ -327,17 +348,17 @@ def events_file(metrics: str) -> Path:
     return Path(metrics).with_suffix(f".events{Path(metrics).suffix}")
 
 
-def _open_events(metrics: Path, start: int) -> Path | None:
+def _open_events(metrics: Path, resumes: bool) -> Path | None:
     """That of a run that began again is kept as `.previous`. None where metrics go to a pipe or a device."""
     if metrics.exists() and not metrics.is_file():
         return None
     events = events_file(str(metrics))
-    if start == 0 and events.is_file():
+    if not resumes and events.is_file():
         os.replace(events, events.with_suffix(events.suffix + ".previous"))
     return events
 
 
-def _open_rows(path: Path, start: int) -> TextIO:
+def _open_rows(path: Path, start: int, resumes: bool) -> TextIO:
     """The metrics file, without rows after step `start`; a broken last row (of a kill) goes too.
 
     The file of a run that began again is kept as `.previous`. A link leads to the same file afterwards.
@@ -345,7 +366,7 @@ def _open_rows(path: Path, start: int) -> TextIO:
     if path.is_file() or not path.exists():
         path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_file() and start == 0:
+    if path.is_file() and not resumes:
         os.replace(path, path.with_suffix(path.suffix + ".previous"))
     elif path.is_file():
         kept = []
@@ -368,7 +389,7 @@ def _last_step(path: Path) -> int:
     return last
 
 
-def _board(directory: str | None, start: int) -> SummaryWriter | None:
+def _board(directory: str | None, start: int, resumes: bool) -> SummaryWriter | None:
     """Rows after step `start` there are purged, as rows of metrics are."""
     if directory is None:
         return None
@@ -378,7 +399,7 @@ def _board(directory: str | None, start: int) -> SummaryWriter | None:
         raise ValueError(
             f"--tensorboard-dir {directory}: needs the package tensorboard (pip install tensorboard)"
         ) from None
-    return SummaryWriter(directory, purge_step=start + 1 if start else None)
+    return SummaryWriter(directory, purge_step=start + 1 if resumes else None)
 
 
 def _exporter(port: int | None, steps: int, still_s: float) -> Exporter | None:
