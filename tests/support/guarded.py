@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mega.core.checkpoint.own.store import CheckpointStore
+from mega.core.checkpoint.own.store import CheckpointStore, SaveError
 from mega.core.config.faults import SECRET
 from mega.core.config.run import Options
 from mega.core.device import Device
@@ -65,7 +65,7 @@ def play(
         error = ""
         try:
             training.play()
-        except FloatingPointError as fault:
+        except (FloatingPointError, SaveError) as fault:
             error = str(fault)
     state, damage = training.state, training.state.injector
     named = damage.named if isinstance(damage, Injector) else []

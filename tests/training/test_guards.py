@@ -16,6 +16,8 @@ from mega import cli
 from mega.core.activity import ACTIVITY
 from mega.core.checkpoint.own.reader import Checkpoint
 from mega.core.checkpoint.own.store import CheckpointStore
+from mega.core.config.compose import compose
+from mega.core.config.resolve import records_graph, resolve
 from mega.core.parallel.mesh import Mesh
 from mega.core.processes.pool import Pool
 from mega.core.training.guards.stragglers import REPEAT, WINDOW, Stragglers
@@ -278,6 +280,11 @@ def run_cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         ("--inject nan:moon@step=1", "--inject nan:moon@step=1: nan:moon; valid: nan:batch, nan:activation"),
         ("--inject nan:batch@step=1,rank=2", "there are ranks 0 to 0"),
         ("--inject nan", "says no step"),
+        ("--inject nan:batch@step=5", "--inject nan:batch@step=5: the last step is 4"),
+        ("--inject fail:save@step=1", "--inject fail:save@step=1: needs --save"),
+        ("--inject nan:tied@step=1", "--inject nan:tied@step=1: needs --pp of at least 2"),
+        ("--inject ulp:moment@step=1 --optimizer sgd --sgd-momentum 0", "--optimizer sgd has no moments"),
+        ("--inject nan:activation@step=1 --cuda-graph", "excludes --cuda-graph"),
         ("--on-nan rollback", "--on-nan rollback: needs --save and --save-interval"),
         ("--on-nan rollback --save a --save-interval 1 --no-save-optim", "--on-nan rollback: excludes --no-save-optim"),
         ("--profile 9:3", "--profile 9:3: must be the first and the last step"),
@@ -300,6 +307,36 @@ def test_a_profile_is_a_trace_and_ten_lines(tmp_path: Path, run_cli: RunCli) -> 
     trace, table = (tmp_path / f"profile-steps-2-3-rank-0.{end}" for end in ("json.gz", "txt"))
     assert code == 0 and trace.stat().st_size > 1000 and len(table.read_text().splitlines()) == 10
     assert f"profile of steps 2 to 3 of rank 0: {trace}" in printed and table.read_text().splitlines()[0] in printed
+
+
+@pytest.mark.parametrize(
+    ("flags", "done", "words"),
+    [
+        ("--profile 3:9", "3-4", "--profile 3:9: the run has steps 1 to 4, so that steps 3 to 4 are profiled"),
+        ("--profile 2:3 --exit-interval 2", "2-2", "profile of steps 2 to 2 of rank 0"),
+        ("--profile 7:9", "", "--profile 7:9: the run has steps 1 to 4, so that none is profiled"),
+    ],
+)
+def test_a_profile_that_a_run_does_not_finish_is_written(
+    tmp_path: Path, run_cli: RunCli, flags: str, done: str, words: str
+) -> None:
+    code, printed = run_cli(*flags.split(), "--metrics", str(tmp_path / "m.jsonl"))
+    traces = [path.name for path in tmp_path.glob("*.json.gz")]
+    assert code == 0 and words in printed and traces == ([f"profile-steps-{done}-rank-0.json.gz"] if done else [])
+
+
+@pytest.mark.parametrize("values", [{}, {"async_save": True}])
+def test_a_disk_that_is_full_on_one_rank_ends_all(tmp_path: Path, pool: Pool, values: dict[str, Any]) -> None:
+    """In the write, where ranks agree on what has failed, and where it is tried again."""
+    options = guarded(tmp_path, global_batch=4, inject=("fail:save@step=4,rank=1",), **values)
+    first, second = (each["error"] for each in pool.run(play, options, 2, world=2))
+    assert "step 4 was not saved: another rank failed" in first and "no space left on device (--inject)" in second
+    assert published(tmp_path) == [2]
+
+
+def test_no_graph_is_recorded_where_an_output_is_damaged() -> None:
+    run = compose("gpt2-345m", flags={"micro_batch": 1, "vocab": 50304, "inject": ("nan:activation@step=1",)})
+    assert not records_graph(resolve(run, world=1), world=1)
 
 
 def test_a_save_that_fails_on_purpose_is_named(tmp_path: Path, run_cli: RunCli) -> None:

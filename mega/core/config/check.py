@@ -19,7 +19,7 @@ from typing import Any
 from mega.core.config.check_files import files
 from mega.core.config.check_mixture import expert_ranks, mixture
 from mega.core.config.families import belongs, foreign_values
-from mega.core.config.faults import SECRET, fault
+from mega.core.config.faults import SECRET, Fault, fault
 from mega.core.config.option import Range
 from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.resolve import (
@@ -578,12 +578,30 @@ def _guards(options: Options, world: int) -> Problems:
         yield _line(options, "inject", f"damages the run; where that is wanted, set {SECRET}=1 in the environment too")
     for text in options.guards.inject:
         try:
-            if fault(text).rank >= world:
-                yield f"--inject {text}: there are ranks 0 to {world - 1}"
+            yield from (f"--inject {text}: {problem}" for problem in _without_effect(options, fault(text), world))
         except ValueError as error:
             yield f"--inject {text}: {error}"
     if options.log.profile is not None and profiled_steps(options.log.profile) is None:
         yield _line(options, "profile", "must be the first and the last step; valid: for example 10:12")
+
+
+def _without_effect(options: Options, asked: Fault, world: int) -> Problems:
+    """Why a run does not have what is to be damaged."""
+    steps, optimizer, task = options.batch.steps, options.optimizer, options.finetuning.task
+    if asked.rank >= world:
+        yield f"there are ranks 0 to {world - 1}"
+    if steps is not None and asked.step > steps:
+        yield f"the last step is {steps}"
+    if asked.target == "save" and options.checkpoint.save is None:
+        yield "needs --save"
+    if asked.target == "moment" and optimizer.optimizer == "sgd" and not optimizer.sgd_momentum:
+        yield "--optimizer sgd has no moments without --sgd-momentum"
+    if asked.target == "tied" and options.parallel.pp == 1:
+        yield "needs --pp of at least 2: copies of a tied tensor on several stages"
+    if asked.target == "batch" and task in LABELLED:
+        yield f"--task {task} has labels of whole rows, which nothing damages"
+    if asked.target == "activation" and options.runtime.cuda_graph:
+        yield "excludes --cuda-graph, as a graph runs no Python"
 
 
 def _times(run: RunConfig) -> Problems:

@@ -27,7 +27,7 @@ TARGETS: Mapping[str, tuple[str, ...]] = {
     spike      x times the gradient, or labels that are not those of the tokens
     sleep      the rank waits for `seconds` in each step
     kill stop  SIGKILL, SIGSTOP
-    fail       the next save finds the disk full
+    fail       a save of the step finds the disk full
 """
 
 SECRET = "MEGA_INJECT"

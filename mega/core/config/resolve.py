@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from math import ceil, inf, isqrt, lcm
 from typing import Any
 
+from mega.core.config.faults import fault
 from mega.core.config.option import Section
 from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.run import AnyRun, Options, RunConfig, flag_of, updated
@@ -229,13 +230,16 @@ def records_graph(run: RunConfig, world: int) -> bool:
     """Whether a resolved run asks a GPU for its microbatches as recorded graphs.
 
     Where it is left open: where that is known to work, and a block is so little work that the device would wait for the
-    host. The host itself counts rows of experts and means over microbatches: no graph of a mixture replays that.
+    host. The host itself counts rows of experts and means over microbatches: no graph of a mixture replays that. Nor
+    does one damage the output of a layer, as --inject may ask.
 
     >>> from mega.core.config.compose import compose
     >>> runs = (compose("gpt2-345m", flags={"micro_batch": each, "vocab": 50304}) for each in (1, 64))
     >>> [records_graph(resolve(run, world=1), world=1) for run in runs]
     [True, False]
     """
+    if any(fault(text).target == "activation" for text in run.guards.inject):
+        return False
     if run.runtime.cuda_graph is not None:
         return run.runtime.cuda_graph
     parallel, model, batch = run.parallel, run.model, run.batch

@@ -138,8 +138,8 @@ def _run(metrics: Path, directory: Path) -> RunRecord:
     found.sets = list(dict.fromkeys(_held_out(rows)))
     happened = list(_happened(metrics))
     found.goodput = goodput([cast(StepRow, row) for row in rows if "lr" in row], happened, metrics.stat().st_mtime)
-    told = [*_changes(rows, happened), *_guarded(happened), *_saved(directory)]
-    found.events = sorted(told, key=lambda event: event.step)
+    lines = [*_changes(rows, happened), *_guarded(happened), *_saved(directory)]
+    found.events = sorted(lines, key=lambda event: event.step)
     if metrics.with_suffix(".jsonl.previous").is_file():
         found.events.insert(0, RunEvent(0, f"the run was started over; the rows before are in {metrics.name}.previous"))
     steps = sorted(directory.glob("step-*/run.toml"))

@@ -69,6 +69,8 @@ class Training:
                 self.evaluation.test()
             self.state.grads.wait_param_gather()
         finally:
+            if self.profiler is not None:
+                self.profiler.close()
             self.state.pipeline.close()
             self.stop.close()
             if self.meters is not None:

@@ -43,6 +43,11 @@ class Injector:
         self._units = [unit for stage in state.stages for unit in units_of(stage) if id(unit) not in heads]
         for unit in self._units:  # before the probes look at it
             unit.register_forward_hook(self._output, prepend=True)
+        for each in self._faults:
+            if each.target in ("weight", "moment") and not any(self._tensors(each.target)):
+                raise ValueError(f"--inject {each.kind}:{each.target}: rank {each.rank} holds no {each.target}")
+            if each.target == "tied" and not self._tied():
+                raise ValueError(f"--inject {each.kind}:tied: rank {each.rank} holds no tensor that other stages hold")
 
     def before_step(self, step: int, batches: Sequence[Batch]) -> list[Batch]:
         """The step's microbatches on this rank, as the faults leave them."""
@@ -63,12 +68,11 @@ class Injector:
     def after_backward(self) -> None:
         """Gradients are whole; no norm has been taken."""
         for each in self._now:
-            tied = tied_buckets(self._state.grads) if each.target == "tied" else []
-            if tied:
-                self._element(each, random.Random(each.seed), [(f"grads/{tied[0].tied_name()}", tied[0].own_grads)])
+            if each.target == "tied":
+                self._element(each, random.Random(each.seed), self._tied()[:1])
 
     def before_save(self, step: int) -> None:
-        """Errors: OSError."""
+        """While this rank writes. Errors: OSError."""
         if any(each.target == "save" and each.due(step, each.rank) for each in self._faults):
             raise OSError(errno.ENOSPC, "no space left on device (--inject)")
 
@@ -94,6 +98,10 @@ class Injector:
                 name = weight.segments[0].shard.name
                 self._element(each, random.Random(each.seed), [(name, bucket.grads[begin:end])])
         self._before_reduce(bucket)
+
+    def _tied(self) -> list[tuple[str, torch.Tensor]]:
+        held = [bucket for bucket in tied_buckets(self._state.grads) if bucket.own_grads.numel()]
+        return [(f"grads/{bucket.tied_name()}", bucket.own_grads) for bucket in held]
 
     def _tensors(self, target: str) -> Iterator[tuple[str, torch.Tensor]]:
         state = self._state
@@ -122,6 +130,8 @@ class Injector:
             mixed = labels.flatten()[torch.randperm(labels.numel(), generator=generator)].view_as(labels)
             return replace(batch, labels=mixed)  # type: ignore[type-var]
         named = [(name, tensor) for name, tensor in batch.tensors().items() if tensor.is_floating_point()]
+        if not named:
+            raise ValueError(f"--inject {each.kind}:batch: a {type(batch).__name__} holds whole numbers only")
         name, tensor = dice.choice(named)
         tensor = tensor.clone()
         self._element(each, dice, [(name, tensor)])

@@ -32,6 +32,7 @@ class StepProfiler:
     def __init__(self, steps: range, rank: int, directory: Path, report: Callable[[str], None]):
         self._steps, self._rank, self._directory, self._report = steps, rank, directory, report
         self._running: torch.profiler.profile | None = None
+        self._first = self._last = 0
 
     def before_step(self, step: int) -> None:
         """On a GPU, which may be some steps behind, what is still to be done of the steps before is in the trace."""
@@ -39,16 +40,22 @@ class StepProfiler:
             kinds = [torch.profiler.ProfilerActivity.CPU]
             if torch.profiler.ProfilerActivity.CUDA in torch.profiler.supported_activities():
                 kinds.append(torch.profiler.ProfilerActivity.CUDA)
-            self._running = torch.profiler.profile(activities=kinds, acc_events=True)
+            self._running, self._first = torch.profiler.profile(activities=kinds, acc_events=True), step
             self._running.start()
 
     def after_step(self, step: int) -> None:
         """Its numbers are read. What cannot be written is reported: the run goes on."""
-        if self._running is None or step < self._steps[-1]:
-            return
+        self._last = step
+        if step >= self._steps[-1]:
+            self.close()
+
+    def close(self) -> None:
+        """Write what was profiled, also where the run has ended before the last of these steps."""
         running, self._running = self._running, None
+        if running is None:
+            return
         running.stop()
-        first, last = self._steps[0], self._steps[-1]
+        first, last = self._first, max(self._first, self._last)
         place = self._directory / f"profile-steps-{first}-{last}-rank-{self._rank}.json.gz"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -62,6 +69,22 @@ class StepProfiler:
         self._report(f"profile of steps {first} to {last} of rank {self._rank}: {place}")
         for line in lines:
             self._report(line)
+
+
+def missed(steps: range, first: int, last: int) -> str:
+    """Words about steps to profile that a run, whose own are `first` to `last`, does not have; nothing where it has
+    all.
+
+    >>> missed(range(10, 13), 1, 20), missed(range(10, 13), 1, 11)
+    ('', '--profile 10:12: the run has steps 1 to 11, so that steps 10 to 11 are profiled')
+    >>> missed(range(10, 13), 1, 8)
+    '--profile 10:12: the run has steps 1 to 8, so that none is profiled'
+    """
+    there = range(max(steps[0], first), min(steps[-1], last) + 1)
+    if there == steps:
+        return ""
+    which = f"steps {there[0]} to {there[-1]} are" if there else "none is"
+    return f"--profile {steps[0]}:{steps[-1]}: the run has steps {first} to {last}, so that {which} profiled"
 
 
 def summary(events: Iterable[ProfiledOperation]) -> list[str]:

@@ -19,7 +19,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from types import MappingProxyType
 
@@ -208,9 +208,14 @@ class Saver:
         mesh, step = self.state.mesh, int(numbers_below(meta, "progress")["step"])
         kept = list(pieces)
 
+        def written() -> Iterator[Piece]:
+            if self.state.injector is not None:
+                self.state.injector.before_save(step)
+            yield from kept
+
         def save() -> SaveReport:
             return self.store.save(
-                step, kept, meta, rank=mesh.rank, world=mesh.world, agree=agree, attachments=self._attachments
+                step, written(), meta, rank=mesh.rank, world=mesh.world, agree=agree, attachments=self._attachments
             )
 
         saved = _in_time(save, self.options.save_retry_minutes, agree, mesh.rank, self._report)
@@ -223,8 +228,6 @@ class Saver:
         return step, saved.seconds
 
     def _kept(self) -> Iterable[Piece]:
-        if self.state.injector is not None:
-            self.state.injector.before_save(self.state.progress.step)
         yield from self.state.weight_pieces(mine=True)
         if self.options.save_optim:
             yield from self.state.optimizer_pieces(mine=True)

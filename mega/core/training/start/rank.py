@@ -31,7 +31,7 @@ from mega.core.training.kinds.pretraining import datasets, former_blends
 from mega.core.training.loop import Training
 from mega.core.training.metrics.meters import Meters
 from mega.core.training.metrics.output import print_line, slowly
-from mega.core.training.metrics.profiling import StepProfiler
+from mega.core.training.metrics.profiling import StepProfiler, missed
 from mega.core.training.policy import Guard
 from mega.core.training.probes import Probes
 from mega.core.training.routines import routines
@@ -115,13 +115,14 @@ def start(
     due = routines(state, evaluation if task.validation else None, sampler, saver, copies, steps=steps)
     introduce(inputs, point, state, steps, report, saved)
     of_run = state, task, schedules, steps, evaluation, tuple(due), stop, saver, meters, report
-    return Training(*of_run, *_watched(state, saver, meters, report))
+    return Training(*of_run, *_watched(state, saver, meters, report, steps))
 
 
 def _watched(
-    state: TrainState, saver: Saver | None, meters: Meters | None, report: Callable[[str], None]
+    state: TrainState, saver: Saver | None, meters: Meters | None, report: Callable[[str], None], last: int
 ) -> tuple[Judge, StepClock, Stragglers | None, StepProfiler | None]:
-    """What looks at each step of a run; its faults on purpose come first, so that nothing sees them from behind."""
+    """What looks at each step of a run, up to `last`; its faults on purpose come first, so that nothing sees them from
+    behind."""
     run, mesh, rank = state.run, state.mesh, state.mesh.rank
     state.probes = Probes(state.stages, state.grads, mesh, state.device.torch)
     state.injector = injector(state, run.guards.inject)
@@ -130,6 +131,8 @@ def _watched(
     stragglers = Stragglers(mesh, run.guards.slow_rank) if meters is not None and mesh.world > 1 else None
     steps = None if run.log.profile is None else profiled_steps(run.log.profile)
     profiler = None
+    if steps is not None and (words := missed(steps, state.progress.step + 1, last)):
+        report(words)
     if steps is not None and rank in run.log.profile_ranks:
         profiler = StepProfiler(steps, rank, Path(run.log.metrics).parent, report)
     return Judge(state, Guard(run.guards, state.guard), saver, meters, report), StepClock(state), stragglers, profiler
