@@ -37,7 +37,8 @@ def model_flops_per_token(run: RunConfig) -> float:
     N: elements of the matrices that are trained, each times the share of a sample's tokens that it is multiplied with;
     F: the same of those that are not trained, which get no gradient. L h: layers x heads x head_dim. Attention counts
     the whole square, although half of it is masked, as the published utilisations do (Chowdhery et al. 2022, appendix
-    B). Of an encoder and a decoder: the mean over the tokens of both.
+    B); a layer with a window counts the most keys that one of its tokens sees instead of s. Of an encoder and a
+    decoder: the mean over the tokens of both.
 
     >>> from mega.core.config.compose import compose
     >>> from mega.core.config.resolve import resolve
@@ -53,7 +54,7 @@ def model_flops_per_token(run: RunConfig) -> float:
 def _attention_flops(model: Architecture, lengths: tuple[int, ...]) -> float:
     """Operations of one sample between queries, keys and values. lengths: tokens of each stack."""
     return sum(
-        12.0 * attention.width * length * (length if attention.source == "self" else lengths[0])
+        12.0 * attention.width * length * attention.most_keys(length if attention.source == "self" else lengths[0])
         for stack, length in zip(model.stacks, lengths, strict=True)
         for layer in stack.layers
         for attention in layer.attentions

@@ -60,3 +60,17 @@ def test_the_formula_counts_what_runs(preset: str, flags: dict[str, Any]) -> Non
     plain = {"micro_batch": ROWS, "ops": "reference", "hidden_dropout": 0.0, "attention_dropout": 0.0}
     run = resolve(compose(preset, flags={**plain, **flags, "device": "cpu"}), 1)
     assert model_flops_per_token(run) == pytest.approx(counted(run), rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("preset", "windowed"),
+    [("gemma3-270m", 15), ("olmo2-1b", 0), ("mistral-7b", 32), ("gemma2-2b", 13)],
+)
+def test_a_layer_with_a_window_counts_the_keys_that_it_sees(preset: str, windowed: int) -> None:
+    """12 h s for every layer, in which one with a window has that instead of s."""
+    run = resolve(compose(preset, flags={"micro_batch": 1, "seq_length": 8192}), 1)
+    model, length = run.model, run.batch.seq_length
+    full = resolve(compose(preset, flags={"micro_batch": 1, "seq_length": 8192, "window": 8192}), 1)
+    spared = 12.0 * windowed * model.heads * model.head_dim * (length - (model.window or length))
+    assert model_flops_per_token(full) - model_flops_per_token(run) == pytest.approx(spared)
+    assert (spared > 0) == bool(windowed)

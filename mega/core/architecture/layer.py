@@ -141,6 +141,12 @@ class Attention(_Mixer):
         """Of the queries, and of what the heads give."""
         return self.heads * self.head_dim
 
+    def most_keys(self, length: int) -> int:
+        """The most of `length` keys that one token sees, had it the whole row on the sides that it sees."""
+        if self.window is None:
+            return length
+        return min(length, self.window if self.causal else 2 * self.window - 1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Dense(_Mixer):
