@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mega.core.config.compose import compose
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig
-from mega.core.estimate import trace
+from mega.core.estimate import chunks, trace
 from mega.core.estimate.chunks import Chunk, stage_chunks
 from mega.core.estimate.footprint import Footprint, footprint
 from mega.core.estimate.weights import transient_buckets
@@ -483,3 +483,28 @@ def test_what_fp8_kernels_take_besides(ins: int, outs: int) -> None:
         sizes.append((forward.peak, backward.peak))
     # Three tensors of facts besides, of 32 bytes each.
     assert all(0 <= kernels - frugal <= 96 for frugal, kernels in zip(*sizes, strict=True))
+
+
+MIXED = {
+    "windows": {"family": "llama", "window": 64, "window_layers": (1, 1, 0), "local_rope_base": 5000.0},
+    "positions": {"family": "llama", "rope_layers": (1, 1, 1, 0)},
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_layers_that_differ_are_each_what_they_are(name: str) -> None:
+    """A chunk is traced by the kinds of its blocks; so its operations are those of all of them, in their order."""
+    run = run_of({"device": "cuda", "dtype": "bf16", **QUIET, "pp": 2, "layers": 12, **MIXED[name]})
+    for chunk in stage_chunks(run)[0] + stage_chunks(run)[1]:
+        made = trace.trace(run, chunk)
+        assert len(chunk.kinds) == len(made.forward) - 2 == 6
+        numbers = range(6) if "embedding" in chunk.names else range(6, 12)
+        assert list(chunk.kinds) == [chunks._kinds(run.model)[number] for number in numbers]
+        if "embedding" in chunk.names:  # whose layers are the first ones, so that a reduced run has them
+            whole = trace._traced(*trace.reduced_run(run, chunk._replace(kinds=())), 2)
+            assert made.forward_work[1:-1] == whole.forward_work[1:-1]
+            assert made.backward_work[1:-1] == whole.backward_work[1:-1]
+            table = 2 * 2 * 96 * 8 * 4  # fp32 cosines and sines of 2 rows of 96 tokens, of the other positions
+            assert whole.held - made.held == table * (name == "windows")
+            for way in ("forward", "backward"):
+                assert peak(whole, way) - peak(made, way) == pytest.approx(table * (name == "windows"), abs=1)

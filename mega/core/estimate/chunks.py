@@ -10,19 +10,28 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from mega.core.architecture import Unit, placement, shape
+from mega.core.architecture import Unit, architecture, placement, shape
 from mega.core.config.run import RunConfig
 from mega.core.config.sections import ModelConfig
+
+
+class LayerKind(NamedTuple):
+    """What layers of one stack differ by in what they take. rotates: it has rotary positions."""
+
+    window: int | None
+    rotates: bool
 
 
 class Chunk(NamedTuple):
     """What a rank holds of the model in one piece: names of its units, and its blocks of each of the model's stacks.
 
-    Ranks whose chunks are equal hold equally much, and take equally long.
+    Ranks whose chunks are equal hold equally much, and take equally long. kinds: of each of its blocks, where those of
+    the model are not all alike.
     """
 
     names: tuple[str, ...]
     stacks: tuple[int, ...]
+    kinds: tuple[LayerKind, ...] = ()
 
     @property
     def blocks(self) -> int:
@@ -47,15 +56,25 @@ def stage_chunks(run: RunConfig) -> tuple[tuple[Chunk, ...], ...]:
 def _stage_chunks(
     model: ModelConfig, pp: int, chunks: int, stage_layers: tuple[int, ...]
 ) -> tuple[tuple[Chunk, ...], ...]:
-    stack_of, stacks = shape(model).stack_of, len(model.stacks)
+    stack_of, stacks, kinds = shape(model).stack_of, len(model.stacks), _kinds(model)
     held: dict[tuple[int, int], list[Unit]] = {}
     for unit, place in placement(model, pp, chunks, stage_layers).items():
         held.setdefault(place, []).append(unit)
 
     def chunk(units: Sequence[Unit]) -> Chunk:
-        counts = Counter(stack_of[unit] for unit in units if isinstance(unit, int))
+        blocks = [unit for unit in units if isinstance(unit, int)]
+        counts = Counter(stack_of[block] for block in blocks)
         return Chunk(
-            tuple(unit for unit in units if isinstance(unit, str)), tuple(counts[number] for number in range(stacks))
+            tuple(unit for unit in units if isinstance(unit, str)),
+            tuple(counts[number] for number in range(stacks)),
+            tuple(kinds[block] for block in blocks) if kinds else (),
         )
 
     return tuple(tuple(chunk(held.get((stage, number), [])) for number in range(chunks)) for stage in range(pp))
+
+
+def _kinds(model: ModelConfig) -> list[LayerKind]:
+    """Of each layer; [] where all are of one."""
+    attentions = [layer.attention for layer in architecture(model).layers]
+    kinds = [LayerKind(attention.window, attention.rope is not None) for attention in attentions]
+    return kinds if len(set(kinds)) > 1 else []

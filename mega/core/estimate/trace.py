@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from math import gcd
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ from mega.core.config.sections import (
     RuntimeConfig,
 )
 from mega.core.device import DTYPES
-from mega.core.estimate.chunks import Chunk
+from mega.core.estimate.chunks import Chunk, LayerKind
 from mega.core.estimate.cost import Operation, Units
 from mega.core.estimate.heard import Heard
 from mega.core.family import synthetic_batch
@@ -345,6 +345,8 @@ class _Recorder:
 
 def trace(run: RunConfig, chunk: Chunk) -> Trace:
     """One microbatch of a resolved `run` on a chunk."""
+    if chunk.kinds:
+        return _woven(run, chunk)
     parallel = run.parallel
     key = (
         *(run.model, run.precision, run.memory, run.masking.decoder_seq_length, run.data.reset_attention),
@@ -359,6 +361,35 @@ def trace(run: RunConfig, chunk: Chunk) -> Trace:
 
 _FOUND: dict[object, Trace] = {}
 """Traces by all of a run that matters to them (`reduced_run`), which takes longer to reduce than to look up."""
+
+
+PerUnit = TypeVar("PerUnit")
+"""What a pass has of one unit."""
+
+
+def _woven(run: RunConfig, chunk: Chunk) -> Trace:
+    """Of blocks of several kinds: each as in a chunk of its kind alone, and so are the ends, with their neighbours."""
+    alike = {kind: trace(_of_kind(run, kind), chunk._replace(kinds=())) for kind in dict.fromkeys(chunk.kinds)}
+    units = [alike[kind] for kind in (chunk.kinds[0], *chunk.kinds, chunk.kinds[-1])]
+
+    def each(whole: Callable[[Trace], tuple[PerUnit, ...]]) -> tuple[PerUnit, ...]:
+        return tuple(whole(found)[number] for number, found in enumerate(units))
+
+    return units[0]._replace(
+        forward=each(lambda found: found.forward),
+        backward=each(lambda found: found.backward),
+        forward_work=each(lambda found: found.forward_work),
+        backward_work=each(lambda found: found.backward_work),
+        weight_work=each(lambda found: found.weight_work),
+        given=units[-1].given,
+    )
+
+
+def _of_kind(run: RunConfig, kind: LayerKind) -> RunConfig:
+    """The run with layers of one kind alone."""
+    rope = () if kind.rotates or run.model.position != "rope" else (0,)
+    model = replace(run.model, window=kind.window, window_layers=(), local_rope_base=None, rope_layers=rope)
+    return replace(run, model=model)
 
 
 def _splits(run: RunConfig) -> bool:

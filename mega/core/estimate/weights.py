@@ -236,7 +236,7 @@ def _parameters(run: RunConfig, chunk: Chunk) -> list[list[ParameterSpec]]:
         batch=SMALLEST,
         runtime=RuntimeConfig(device=run.runtime.device, ops="reference"),
     )
-    short = chunk._replace(stacks=tuple(min(count, 1) for count in chunk.stacks))
+    short = chunk._replace(stacks=tuple(min(count, 1) for count in chunk.stacks), kinds=())
     held = iter(unit_parameters(resolve(bare, 1), short))
     parts = [next(held)]
     for count in chunk.stacks:
