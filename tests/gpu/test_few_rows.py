@@ -18,6 +18,7 @@ from mega.core.model.decoder import DecoderStage
 from mega.core.ops import fp8_weights
 from mega.core.ops.few_rows import PLAIN, FewRows, NormOf, trusted
 from mega.core.ops.matmuls import Factor
+from mega.core.ops.norm import NormForm
 from mega.core.ops.paged_attention import PLAIN as PLAIN_ATTENTION
 from mega.core.ops.rotary import rotary_table
 from mega.core.ops.suite import choose, forward_only
@@ -65,7 +66,8 @@ def check_linear(rng: random.Random, sizes: tuple[int, int] = (600, 1100)) -> di
     given_norm = None
     if norm:
         shift = torch.randn(ins, device=DEVICE).to(dtype) if rng.random() < 0.5 else None
-        given_norm = NormOf(torch.randn(ins, device=DEVICE).to(dtype), shift, 1e-5)
+        form = NormForm(offset=rng.random() < 0.5)
+        given_norm = NormOf(torch.randn(ins, device=DEVICE).to(dtype), shift, 1e-5, form)
         x = x + 0.5
     factor = Factor(weight.to(dtype), given_bias)
     if narrow:

@@ -93,7 +93,8 @@ def test_add_norm(width: int, centred: bool, branch: bool, branch_bias: bool, dr
     fast = kernels()["add_norm"]
 
     def run(op: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *given: op(*given[:3], drop, *given[3:], 1e-5)
+        form = norm.NormForm(offset=width == 96, rounds_last=True)
+        return lambda *given: op(*given[:3], drop, *given[3:], 1e-5, form)
 
     compare(run(fast), run(norm.add_norm), inputs)
 

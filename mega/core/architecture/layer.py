@@ -29,6 +29,8 @@ class Norm:
     eps: float
     offset: bool
     """Whether the stored weight is one less than the factor that it stands for."""
+    rounds_last: bool = False
+    """Whether an RMSNorm is rounded to the dtype after the factor (OLMo 2), not before it; with an offset always."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from mega.core.architecture.layer import Activation, Attention, AuxiliaryLoss, Experts, Layer, Norm, Rope
+from mega.core.architecture.layer import Activation, Attention, AuxiliaryLoss, Experts, Layer, LongScaling, Norm, Rope
 from mega.core.architecture.tensor import Tensor, Unit, padded
 
 
@@ -26,6 +26,8 @@ class Input:
     """The table is padded to a multiple of this times the tensor ranks."""
     scale: float
     """What token rows are multiplied by."""
+    rounds_scale: bool
+    """Whether that is rounded to the dtype of the rows first."""
     learned_positions: int
     """Rows of a learned table of positions; 0 is none."""
     learned_from: int
@@ -172,6 +174,12 @@ class Architecture:
     def ropes(self) -> tuple[Rope, ...]:
         """The kinds of rotary positions of its layers."""
         return tuple(dict.fromkeys(attention.rope for attention in self.attentions if attention.rope is not None))
+
+    @property
+    def long_from(self) -> int | None:
+        """Tokens beyond which a text has LongRoPE's long factors; None where no text has them, or no others."""
+        scalings = [rope.scaling for rope in self.ropes if isinstance(rope.scaling, LongScaling)]
+        return scalings[0].original if scalings and scalings[0].original < self.positions else None
 
     @cached_property
     def auxiliary_losses(self) -> dict[AuxiliaryLoss, tuple[int, ...]]:

@@ -153,6 +153,7 @@ def _gemma(
         "norm_offset": True,
         "activation": "geglu_tanh",
         "embedding_scale": True,
+        "embedding_scale_rounded": True,
         "tied": True,
     }
 

@@ -242,6 +242,9 @@ class DenseOptions(Section):
         needs={"window": (), "position": ("rope",)},
     )
     embedding_scale: bool = option(False, "multiply token rows by the square root of --hidden")
+    embedding_scale_rounded: bool = option(
+        False, "round that root to the dtype of the rows first, as Gemma does", needs={"embedding_scale": ()}
+    )
     embedding_multiplier: float = option(1.0, "multiply token rows by this", within=POSITIVE)
     residual_multiplier: float = option(
         1.0, "multiply what each branch adds to the residual stream by this", within=POSITIVE

@@ -25,7 +25,7 @@ from mega.core.ops.activation import GATED
 from mega.core.ops.few_rows import FewRows, NormOf, Place, trusted
 from mega.core.ops.heads import Rotary
 from mega.core.ops.matmuls import Factor
-from mega.core.ops.norm import rms_norm_by
+from mega.core.ops.norm import factor_of, rms_norm_by
 from mega.core.ops.rotary import rotate
 from mega.core.parallel.linear import ColumnLinear, RowLinear
 from mega.core.parallel.mesh import SINGLE
@@ -239,7 +239,8 @@ def _fused(branch: ResidualBranch, usual: DecodeBranch, factors: _Factors, parts
         return None
     inner = replace(factors.inner, bias=_bias(first))
     outer = replace(factors.outer, bias=_bias(out) if region.axis.first else None)
-    norm = NormOf(_norm_weight(branch.before), branch.before.bias, branch.before.eps)
+    first_norm = branch.before
+    norm = NormOf(first_norm.weight.detach(), first_norm.bias, first_norm.eps, first_norm.form)
     linear, added, summed = few.linear, branch.ops.added, parts.sum_ranks or by_group(region.axis)
 
     def before(stream: ResidualState) -> tuple[torch.Tensor, torch.Tensor]:
@@ -268,20 +269,17 @@ def _bias(linear: ColumnLinear | RowLinear) -> torch.Tensor | None:
     return None if linear.bias is None else linear.bias.detach()
 
 
-def _norm_weight(norm: Normalization) -> torch.Tensor:
-    return norm.weight.detach() + 1 if norm.offset else norm.weight.detach()
-
-
 def _norm(norm: Normalization | ProjectionNorm) -> NormStep:
     if isinstance(norm, ProjectionNorm):
         return norm
     add_norm, added = norm.ops.add_norm, norm.ops.added
-    weight, bias, eps = _norm_weight(norm), norm.bias, norm.eps
-    few = rms_norm_by(weight, eps) if norm.ops.spread and bias is None and weight.element_size() >= 4 else None
+    weight, bias, eps, form = norm.weight.detach(), norm.bias, norm.eps, norm.form
+    spread = norm.ops.spread and bias is None and weight.element_size() >= 4
+    few = rms_norm_by(factor_of(weight, weight.dtype, form), eps) if spread else None
 
     def run(stream: ResidualState) -> tuple[torch.Tensor, torch.Tensor]:
         if few is None or stream.x.dtype != weight.dtype:
-            return add_norm(*stream, weight, bias, eps)
+            return add_norm(*stream, weight, bias, eps, form)
         x = added(*stream)
         return x, few(x)
 

@@ -44,6 +44,8 @@ class Embedding(nn.Module):
         self.types = factory(types) if types is not None else None
         self.norm = normalization(factory, value.norm, tensors)
         self.scale, self.offset, self.first_row = value.scale, value.sinusoid_from, value.learned_from
+        if value.rounds_scale:
+            self.scale = float(torch.tensor(self.scale, dtype=self.tokens.weight.dtype))
         self.dropout, self.ops = value.dropout, factory.ops
 
     def forward(

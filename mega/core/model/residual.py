@@ -12,7 +12,7 @@ from mega.core.architecture import Tensor
 from mega.core.architecture.layer import Norm
 from mega.core.ops.autograd import with_recipe
 from mega.core.ops.dropout import Dropout
-from mega.core.ops.norm import accurate
+from mega.core.ops.norm import NormForm, accurate, weighted
 from mega.core.ops.suite import Ops
 from mega.core.parallel.collectives import all_reduce_both_ways
 from mega.core.parallel.mesh import Axis
@@ -44,15 +44,14 @@ class Normalization(nn.Module):
         super().__init__()
         self.weight = factory(tensors[f"{norm.name}.weight"])
         self.bias = factory(tensors[f"{norm.name}.bias"]) if norm.kind == "layernorm" else None
-        self.eps, self.offset = norm.eps, norm.offset
+        self.eps, self.form = norm.eps, NormForm(norm.offset, norm.rounds_last)
         self.ops, self.recompute = factory.ops, factory.recompute
 
     def forward(self, stream: ResidualState) -> tuple[torch.Tensor, torch.Tensor]:
         """The stream with its branch added, and its norm."""
-        weight = self.weight + 1 if self.offset else self.weight
-        x, normed = self.ops.add_norm(*stream, weight, self.bias, self.eps)
+        x, normed = self.ops.add_norm(*stream, self.weight, self.bias, self.eps, self.form)
         if self.recompute:
-            freed = (x.detach(), None, None, None, weight.detach(), self.bias, self.eps)
+            freed = (x.detach(), None, None, None, self.weight.detach(), self.bias, self.eps, self.form)
             with_recipe(normed, lambda: self.ops.add_norm(*freed)[1])
         return x, normed
 
@@ -64,16 +63,16 @@ class ProjectionNorm(nn.Module):
         super().__init__()
         assert norm.kind == "rmsnorm", norm
         self.weight = factory(tensors[f"{norm.name}.weight"])
-        self.width, self.eps, self.offset, self.axis = norm.width, norm.eps, norm.offset, axis
+        self.width, self.eps, self.axis = norm.width, norm.eps, axis
+        self.form = NormForm(norm.offset, norm.rounds_last)
 
     def forward(self, stream: ResidualState) -> tuple[torch.Tensor, torch.Tensor]:
         """Heads [tokens, heads, d], and their norm."""
         x = stream.x
         wide = x.flatten(1).to(accurate(x.dtype))
         squares = all_reduce_both_ways(wide.square().sum(-1, keepdim=True), self.axis)
-        weight = self.weight + 1 if self.offset else self.weight
-        normed = (wide * torch.rsqrt(squares / self.width + self.eps)).to(weight.dtype) * weight
-        return x, normed.view_as(x)
+        normed = wide * torch.rsqrt(squares / self.width + self.eps)
+        return x, weighted(normed, self.weight, self.form).view_as(x)
 
 
 def normalization(factory: ParameterFactory, norm: Norm | None, tensors: Tensors) -> Normalization | None:

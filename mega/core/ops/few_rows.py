@@ -20,7 +20,7 @@ from mega.core.ops.activation import activate
 from mega.core.ops.fp8 import FORWARD
 from mega.core.ops.heads import Rotary
 from mega.core.ops.matmuls import Factor
-from mega.core.ops.norm import add_norm
+from mega.core.ops.norm import USUAL, NormForm, add_norm
 from mega.core.ops.rotary import rotate
 from mega.core.ops.trial import error_of, passes
 
@@ -31,6 +31,7 @@ class NormOf(NamedTuple):
     weight: torch.Tensor
     bias: torch.Tensor | None
     eps: float
+    form: NormForm = USUAL
 
 
 Place = Callable[[torch.Tensor, Rotary | None, torch.Tensor, torch.Tensor, int], None]

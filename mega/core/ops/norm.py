@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -15,17 +16,42 @@ def accurate(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+class NormForm(NamedTuple):
+    """Where norms differ. offset: the weight counts from one, which is added in the wide dtype (Gemma). rounds_last:
+    RMSNorm rounds after the weight (OLMo 2), not before it (Llama); so does one with an offset."""
+
+    offset: bool = False
+    rounds_last: bool = False
+
+
+USUAL = NormForm()
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, form: NormForm = USUAL
+) -> torch.Tensor:
     """x [..., h], weight and bias [h] (Ba et al. 2016)."""
-    wide = accurate(x.dtype)
-    return F.layer_norm(x.to(wide), x.shape[-1:], weight.to(wide), bias.to(wide), eps).to(weight.dtype)
+    wide, factor = accurate(x.dtype), factor_of(weight, x.dtype, form)
+    return F.layer_norm(x.to(wide), x.shape[-1:], factor.to(wide), bias.to(wide), eps).to(weight.dtype)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) rounded to the weight's dtype, times weight [h] (Zhang and Sennrich 2019; rounding as in Llama)."""
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: NormForm = USUAL) -> torch.Tensor:
+    """x / rms(x), times weight [h] (Zhang and Sennrich 2019), in the weight's dtype."""
     wide = x.to(accurate(x.dtype))
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale).to(weight.dtype) * weight
+    return weighted(wide * scale, weight, form)
+
+
+def weighted(normed: torch.Tensor, weight: torch.Tensor, form: NormForm) -> torch.Tensor:
+    """A norm in the wide dtype, times its weight, in the weight's dtype."""
+    if form == USUAL:
+        return normed.to(weight.dtype) * weight
+    return (normed * factor_of(weight, normed.dtype, form)).to(weight.dtype)
+
+
+def factor_of(weight: torch.Tensor, dtype: torch.dtype, form: NormForm) -> torch.Tensor:
+    """What a norm of `dtype` is multiplied by, in max(fp32, dtype) where the weight counts from one."""
+    return weight.to(accurate(dtype)) + 1 if form.offset else weight
 
 
 def rms_norm_by(weight: torch.Tensor, eps: float) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -63,6 +89,7 @@ def add_norm(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     eps: float,
+    form: NormForm = USUAL,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of `added`, and its norm: RMSNorm without a bias.
 
@@ -71,4 +98,4 @@ def add_norm(
     ([[2.0, 2.0]], [[1.0, 1.0]])
     """
     x = added(x, branch, branch_bias, drop)
-    return x, rms_norm(x, weight, eps) if bias is None else layer_norm(x, weight, bias, eps)
+    return x, rms_norm(x, weight, eps, form) if bias is None else layer_norm(x, weight, bias, eps, form)

@@ -15,7 +15,7 @@ import torch
 from mega.core.ops.attention import Attention, fused
 from mega.core.ops.dropout import Dropout
 from mega.core.ops.mask import AttentionMask
-from mega.core.ops.norm import added
+from mega.core.ops.norm import USUAL, NormForm, added
 
 
 def flash_attention(
@@ -36,11 +36,12 @@ def apex_add_norm(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     eps: float,
+    form: NormForm = USUAL,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`norm.add_norm` with the norm by apex; the addition stays torch's."""
     x = added(x, branch, branch_bias, drop)
     apex = import_module("apex.normalization.fused_layer_norm")
-    shape = (x.shape[-1],)
+    shape, weight = (x.shape[-1],), weight + 1 if form.offset else weight
     if bias is None:
         return x, apex.fused_rms_norm_affine(x, weight, shape, eps)
     return x, apex.fused_layer_norm_affine(x, weight, bias, shape, eps)

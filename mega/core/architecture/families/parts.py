@@ -32,7 +32,7 @@ CROSS = "encoder_attn"
 def norm(options: ModelConfig, name: str, width: int | None = None) -> Norm:
     """Over the residual stream, or over `width` channels."""
     width = options.hidden if width is None else width
-    return Norm(name, options.norm, width, options.norm_eps, options.norm_offset)
+    return Norm(name, options.norm, width, options.norm_eps, options.norm_offset, options.norm_placement == "branch")
 
 
 def rope(options: ModelConfig, number: int = 0) -> Rope | None:
@@ -214,6 +214,7 @@ def inputs(options: ModelConfig, *, types: int = 0, normed: bool = False) -> Inp
         vocab=options.vocab,
         vocab_multiple=options.vocab_multiple,
         scale=(options.hidden**0.5 if options.embedding_scale else 1.0) * options.embedding_multiplier,
+        rounds_scale=options.embedding_scale_rounded,
         learned_positions=options.positions + options.position_offset if options.position == "learned" else 0,
         learned_from=options.position_offset if options.position == "learned" else 0,
         sinusoid_from=options.position_offset if options.position == "sinusoidal" else None,

@@ -103,11 +103,16 @@ def _scaled(y, scale_at, bias_at, out, real, SCALED: tl.constexpr, BIAS: tl.cons
 
 
 @jit
-def _normed(x, scale_at, shift_at, part, ins, mean, rstd, EVEN: tl.constexpr, CENTRED: tl.constexpr):
+def _normed(
+    x, scale_at, shift_at, part, ins, mean, rstd, EVEN: tl.constexpr, CENTRED: tl.constexpr, OFFSET: tl.constexpr
+):  # fmt: skip
     """RMSNorm's factor is the same for all inputs, so it comes last, to what they add up to."""
     if CENTRED:
         x = tl.where(part < ins, (x - mean) * rstd, 0.0)
-    x = x * _vector(scale_at, part, ins, EVEN)
+    scale = _vector(scale_at, part, ins, EVEN)
+    if OFFSET:
+        scale += 1.0
+    x = x * scale
     if CENTRED:
         x += _vector(shift_at, part, ins, EVEN)
     return x
@@ -117,7 +122,7 @@ def _normed(x, scale_at, shift_at, part, ins, mean, rstd, EVEN: tl.constexpr, CE
 def _at_once(
     x_at, row_at, up_at, norm_at, shift_at, real, ins, eps,
     CHUNK: tl.constexpr, REST: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr, CENTRED: tl.constexpr,
-    GATE: tl.constexpr, OVERLAP: tl.constexpr,
+    OFFSET: tl.constexpr, GATE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """CHUNK inputs, then REST."""
     # A thread holds 8 neighbours of both weights and x, else Triton moves the weights between threads.
@@ -139,9 +144,9 @@ def _at_once(
         far_x = _vector(x_at, far, ins, EVEN)
     if NORM:
         mean, rstd = _moments_of(x, far_x, part, far, ins, eps, REST, CENTRED)
-        x = _normed(x, norm_at, shift_at, part, ins, mean, rstd, EVEN, CENTRED)
+        x = _normed(x, norm_at, shift_at, part, ins, mean, rstd, EVEN, CENTRED, OFFSET)
         if REST:
-            far_x = _normed(far_x, norm_at, shift_at, far, ins, mean, rstd, EVEN, CENTRED)
+            far_x = _normed(far_x, norm_at, shift_at, far, ins, mean, rstd, EVEN, CENTRED, OFFSET)
     y, up = tl.sum(first.to(tl.float32) * x, 1), tl.sum(second.to(tl.float32) * x, 1)
     if REST:
         y += tl.sum(far_first.to(tl.float32) * far_x, 1)
@@ -156,7 +161,7 @@ def _at_once(
 def _in_chunks(
     x_at, row_at, up_at, norm_at, shift_at, real, ins, eps,
     OUTS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr,
-    CENTRED: tl.constexpr, GATE: tl.constexpr, OVERLAP: tl.constexpr,
+    CENTRED: tl.constexpr, OFFSET: tl.constexpr, GATE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The 8 neighbours that a thread holds it adds up at once: it has registers left for more outputs."""
     if OVERLAP:
@@ -173,7 +178,7 @@ def _in_chunks(
         if NORM:
             if not CENTRED:
                 squares += _by_eights(x * x, 1, CHUNK)
-            x = _normed(x, norm_at, shift_at, part, ins, mean, rstd, EVEN, CENTRED)
+            x = _normed(x, norm_at, shift_at, part, ins, mean, rstd, EVEN, CENTRED, OFFSET)
         first += _by_eights(_weights(row_at, part, real, ins, EVEN).to(tl.float32) * x, OUTS, CHUNK)
         if GATE:
             second += _by_eights(_weights(up_at, part, real, ins, EVEN).to(tl.float32) * x, OUTS, CHUNK)
@@ -194,7 +199,7 @@ def _linear(
     x_at, weight_at, scale_at, bias_at, norm_at, shift_at, y_at, outs, ins, eps,
     OUTS: tl.constexpr, CHUNK: tl.constexpr, REST: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
     EVEN: tl.constexpr, NORM: tl.constexpr, CENTRED: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
-    KIND: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr,
+    KIND: tl.constexpr, OFFSET: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """GATE: the weight has the gates' rows, then as many more. EVEN: tiles end where the weight does."""
     if OVERLAP:
@@ -205,12 +210,13 @@ def _linear(
     up_at = weight_at + (out.to(tl.int64) + outs)[:, None] * ins
     if WHOLE:
         y, up = _at_once(
-            x_at, row_at, up_at, norm_at, shift_at, real, ins, eps, CHUNK, REST, EVEN, NORM, CENTRED, GATE, OVERLAP
+            x_at, row_at, up_at, norm_at, shift_at, real, ins, eps, CHUNK, REST, EVEN, NORM, CENTRED, OFFSET, GATE,
+            OVERLAP,
         )  # fmt: skip
     else:
         y, up = _in_chunks(
-            x_at, row_at, up_at, norm_at, shift_at, real, ins, eps, OUTS, CHUNK, STAGES, EVEN, NORM, CENTRED, GATE,
-            OVERLAP,
+            x_at, row_at, up_at, norm_at, shift_at, real, ins, eps, OUTS, CHUNK, STAGES, EVEN, NORM, CENTRED, OFFSET,
+            GATE, OVERLAP,
         )  # fmt: skip
     y = _scaled(y, scale_at, bias_at, out, real, SCALED, BIAS)
     if GATE:
@@ -286,6 +292,7 @@ def linear(
         CHUNK=chunk, REST=rest, WHOLE=not tile.chunk, STAGES=tile.stages, EVEN=even, NORM=norm is not None,
         CENTRED=norm is not None and norm.bias is not None, SCALED=scale is not None, BIAS=bias is not None,
         KIND=-1 if gate or activation is None else KINDS[activation], GATE=gate, ADD=into is not None,
+        OFFSET=norm is not None and norm.form.offset,
         num_warps=tile.warps, **overlapping(x.device),
     )  # fmt: skip
     return y

@@ -25,9 +25,9 @@ STAGES = 3
 def _norm_forward(
     x_at, branch_at, branch_bias_at, weight_at, bias_at, sum_at, normed_at, mean_at, rstd_at, drop, width, eps,
     BRANCH: tl.constexpr, BRANCH_BIAS: tl.constexpr, CENTRED: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
-    KEPT: tl.constexpr,
+    KEPT: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """KEPT: mean and rstd are, for the backward pass."""
+    """KEPT: mean and rstd are, for the backward pass. OFFSET: the weight counts from one."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     real = at < width
@@ -50,7 +50,10 @@ def _norm_forward(
     rstd = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
     if KEPT:
         tl.store(rstd_at + row, rstd)
-    y = x * rstd * tl.load(weight_at + at, real, 0.0).to(tl.float32)
+    weight = tl.load(weight_at + at, real, 0.0).to(tl.float32)
+    if OFFSET:
+        weight += 1.0
+    y = x * rstd * weight
     if CENTRED:
         y += tl.load(bias_at + at, real, 0.0).to(tl.float32)
     tl.store(normed_at + row * width + at, y.to(normed_at.dtype.element_ty), real)
@@ -61,12 +64,14 @@ def _norm_backward(
     x_at, weight_at, mean_at, rstd_at, grad_sum_at, grad_normed_at, grad_at, grad_branch_at, sums_at, drop, rows, width,
     programs,
     RESIDUAL: tl.constexpr, BRANCH_BIAS: tl.constexpr, CENTRED: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     real = at < width
     weight = tl.load(weight_at + at, real, 0.0).to(tl.float32)
+    if OFFSET:
+        weight += 1.0
     grad_weight = tl.zeros([BLOCK], tl.float32)
     grad_bias = tl.zeros([BLOCK], tl.float32)
     grad_branch = tl.zeros([BLOCK], tl.float32)
@@ -115,6 +120,7 @@ def _forward(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     eps: float,
+    offset: bool,
     mean: torch.Tensor | None = None,
     rstd: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,13 +134,13 @@ def _forward(
         _norm_forward, (x.numel() // width,),
         x, branch, branch_bias, weight, bias, total, normed, mean, rstd, values_of(drop), width, eps,
         BRANCH=branch is not None, BRANCH_BIAS=branch_bias is not None, CENTRED=bias is not None,
-        DROP=drop is not None, BLOCK=block, KEPT=rstd is not None, num_warps=warps,
+        DROP=drop is not None, BLOCK=block, KEPT=rstd is not None, OFFSET=offset, num_warps=warps,
     )  # fmt: skip
     return total, normed
 
 
-_NormState = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, Dropout | None, torch.dtype | None]
-"""Weight, bias, the branch's bias, its dropout and its dtype."""
+_NormState = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, Dropout | None, torch.dtype | None, bool]
+"""Weight, bias, the branch's bias, its dropout and its dtype; whether the weight counts from one."""
 
 
 class _AddNorm(torch.autograd.Function):
@@ -148,12 +154,13 @@ class _AddNorm(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         eps: float,
+        offset: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         mean, rstd = torch.empty(2, x.numel() // x.shape[-1], dtype=torch.float32, device=x.device)
-        total, normed = _forward(x, branch, branch_bias, drop, weight, bias, eps, mean, rstd)
+        total, normed = _forward(x, branch, branch_bias, drop, weight, bias, eps, offset, mean, rstd)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(total, mean, rstd)
-        ctx.state = weight, bias, branch_bias, drop, None if branch is None else branch.dtype
+        ctx.state = weight, bias, branch_bias, drop, None if branch is None else branch.dtype, offset
         return total, normed
 
     @staticmethod
@@ -161,7 +168,7 @@ class _AddNorm(torch.autograd.Function):
         ctx: FunctionContext[_NormState], grad_sum: torch.Tensor | None, grad_normed: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         x, mean, rstd = ctx.saved_tensors
-        weight, bias, branch_bias, drop, branch_dtype = ctx.state
+        weight, bias, branch_bias, drop, branch_dtype, offset = ctx.state
         assert grad_normed is not None, "the norm itself is always used"
         width = x.shape[-1]
         rows = x.numel() // width
@@ -176,10 +183,10 @@ class _AddNorm(torch.autograd.Function):
             x, weight, mean, rstd, None if grad_sum is None else grad_sum.contiguous(), grad_normed.contiguous(),
             grad, grad_branch, sums, values_of(drop), rows, width, programs,
             RESIDUAL=grad_sum is not None, BRANCH_BIAS=branch_bias is not None, CENTRED=bias is not None,
-            DROP=drop is not None, BLOCK=block, STAGES=STAGES, num_warps=warps,
+            DROP=drop is not None, BLOCK=block, STAGES=STAGES, OFFSET=offset, num_warps=warps,
         )  # fmt: skip
         of_weight, of_bias, of_branch_bias = deliver_sums((weight, bias, branch_bias), sums)
-        return grad, grad_branch, of_branch_bias, None, of_weight, of_bias, None
+        return grad, grad_branch, of_branch_bias, None, of_weight, of_bias, None, None
 
 
 def add_norm(
@@ -190,11 +197,13 @@ def add_norm(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     eps: float,
+    form: norm.NormForm = norm.USUAL,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ops.norm.add_norm`; the sum is rounded once, where plain torch rounds after each addition."""
+    """`ops.norm.add_norm`; the sum is rounded once, where plain torch rounds after each addition, and so is the norm,
+    whatever its form."""
     if drop is not None and drop.rule != RULE:
         x, branch, branch_bias, drop = norm.added(x, branch, branch_bias, drop), None, None, None
     x = x.contiguous()
     if not torch.is_grad_enabled():  # what autograd does around a function takes longer than a launch
-        return _forward(x, branch, branch_bias, drop, weight, bias, eps)
-    return _AddNorm.apply(x, branch, branch_bias, drop, weight, bias, eps)  # type: ignore[no-any-return]
+        return _forward(x, branch, branch_bias, drop, weight, bias, eps, form.offset)
+    return _AddNorm.apply(x, branch, branch_bias, drop, weight, bias, eps, form.offset)  # type: ignore[no-any-return]

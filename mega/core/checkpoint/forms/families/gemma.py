@@ -14,7 +14,7 @@ from mega.core.checkpoint.forms.keys import number_in
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.config.sections import ModelConfig
 
-GEMMA_VALUES = {**VALUES, "norm_offset": True, "embedding_scale": True}
+GEMMA_VALUES = {**VALUES, "norm_offset": True, "embedding_scale": True, "embedding_scale_rounded": True}
 TANH = Word("activation", {"gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh"}, "gelu_pytorch_tanh")
 LEGACY = Word("activation", {**TANH.values, "gelu": "geglu_tanh", "silu": "swiglu"}, "gelu_pytorch_tanh")
 """Of the first Gemma, whose released files call the tanh form "gelu"; it has no other."""
