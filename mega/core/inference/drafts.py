@@ -118,6 +118,7 @@ class ModelDrafts:
             tables=np.array([table + [0] * (width - len(table)) for table in tables]),
             sequences=np.array([each.number for each in asked]),
             adapters=np.zeros(len(asked), dtype=np.int64),
+            offsets=np.zeros(len(asked), dtype=np.int64),
             copies=pairs,
             wanted=np.cumsum([len(new) for new in tokens])[:rows] - 1,
             targets=none * 0 + CHOOSE,

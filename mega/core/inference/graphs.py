@@ -185,7 +185,7 @@ class _Parts:
         """What is missing writes to SCRATCH, which is block 0."""
         host, given, wanted = self._upload.array(), len(step.tokens), len(step.wanted)
         columns = host[: 3 * self.tokens].reshape(3, self.tokens)
-        columns[:, :given] = step.tokens, step.positions, step.slots
+        columns[:, :given] = step.tokens, step.table_rows, step.slots
         columns[:, given:] = 0
         rows = host[3 * self.tokens : 3 * self.tokens + self.wanted]
         rows[:wanted], rows[wanted:] = step.wanted, 0

@@ -31,7 +31,8 @@ class PagedCache:
     windows: Sequence[int | None]
     """For each layer of the pool, how many keys a token sees at most; None: all."""
     tables: Mapping[Rope, Rotary]
-    """cos and sin of all positions, each [positions, R / 2] or as of `spread`, for each kind of rotary positions."""
+    """cos and sin of all positions, each [positions, R / 2] or as of `spread`, for each kind of rotary positions; twice
+    as many where sequences of different lengths have different ones."""
     kept: KeptKeys | None = None
     """Of the same pool; takes the steps that it can."""
 

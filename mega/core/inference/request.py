@@ -198,12 +198,14 @@ class Event(NamedTuple):
 @dataclass(frozen=True)
 class Limits:
     """What fits. longest: tokens of one sequence, prompt and answer; cache: tokens of all in flight; requests: rows of
-    one decoding step (a beam search takes one for each beam); more wait. vocab: ids are below this."""
+    one decoding step (a beam search takes one for each beam); more wait. vocab: ids are below this. long_from: of more
+    tokens than this a sequence has LongRoPE's long factors, so that keys of its first tokens are other ones."""
 
     longest: int
     cache: int
     requests: int
     vocab: int
+    long_from: int | None = None
 
 
 class Engine(Protocol):

@@ -61,7 +61,8 @@ class InFlight:
     """A request in flight. adapter: its number, 0 for none. promised: blocks that it may still take. index: by which
     steps find its last token and the ids that it has seen, or -1. group: of those that take turns. new: tokens that it
     has; asked: those that steps choose too. unresolved: wanted rows in steps that are not taken. ended: nothing more
-    is wanted for it."""
+    is wanted for it. long: its keys have LongRoPE's long factors. short_until: a sequence of more tokens than this gets
+    them, and is computed again; None: none will."""
 
     number: int
     request: Request
@@ -77,6 +78,8 @@ class InFlight:
     unresolved: int = 0
     confidence: Confidence | None = None
     ended: bool = False
+    long: bool = False
+    short_until: int | None = None
     failure: str = ""
     prompt_logprobs: list[float | None] = field(default_factory=lambda: [None])
     prompt_top: list[Top] = field(default_factory=lambda: [()])
@@ -102,7 +105,13 @@ class InFlight:
     @property
     def waits(self) -> bool:
         """Whether its next step depends on what the last one finds, but for the id of its token."""
-        return self.unresolved > 0 and (self.search is not None or self.request.allowed is not None or self.guessed)
+        depends = self.search is not None or self.request.allowed is not None or self.guessed or self.outgrown
+        return self.unresolved > 0 and depends
+
+    @property
+    def outgrown(self) -> bool:
+        """Whether its sequences have more tokens than their keys are made for."""
+        return self.short_until is not None and self.sequences[0].length > self.short_until
 
 
 NO_GUESS = -1
@@ -146,6 +155,7 @@ class _Work:
 
     sequences: list[tuple[CachedSequence, int, int, Sequence[int]]] = field(default_factory=list)
     adapters: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
     wanted: list[int] = field(default_factory=list)
     rows: list[WantedRow] = field(default_factory=list)
     tokens: int = 0
@@ -213,6 +223,10 @@ class Scheduler:
         self._check(request)
         seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
         answer = InFlight(self._numbers, request, seed, self._adapters[request.adapter])
+        if (most := self.limits.long_from) is not None:
+            longest = len(request.prompt) + request.tokens
+            answer.long = (longest if request.beams else len(request.prompt)) > most  # beams would not grow together
+            answer.short_until = most if not answer.long and longest > most else None
         self._numbers += 1
         if request.tokens or (request.prompt_logprobs and len(request.prompt) > 1):
             self._waiting.append(answer)
@@ -274,6 +288,8 @@ class Scheduler:
         for answer in self._running:
             if answer.asked == answer.request.tokens > 0 or answer.waits:
                 continue
+            if answer.outgrown:
+                self._begin_again(answer)
             for sequence in answer.sequences:
                 pending = sequence.pending
                 if pending > 1:
@@ -338,6 +354,17 @@ class Scheduler:
         numbers = [_numbers(WantedRow(answer, CHOOSE, None, answer.new + at)) for at in range(count)]
         return Guessed(sequence.number, answer.index, sequence.ids, len(request.prompt) + request.tokens, numbers)
 
+    def _begin_again(self, answer: InFlight) -> None:
+        """Compute all tokens again, with the factors of a long text."""
+        (sequence,) = answer.sequences
+        self._release(answer, sequence)
+        answer.long, answer.short_until = True, None
+        answer.sequences = [CachedSequence(sequence.ids, [], prefix=self._root(answer))]
+
+    def _root(self, answer: InFlight) -> int:
+        """The prefix before its first block: keys of other adapters or factors are others."""
+        return ROOT - answer.adapter - answer.long * len(self._adapters)
+
     def _admit(self, late: list[tuple[InFlight, CachedSequence]], marks: list[tuple[int, int]]) -> bool:
         """Take the next waiting request in, if there is one and it fits."""
         if not self._waiting:
@@ -348,8 +375,8 @@ class Scheduler:
             return False
         # The last token is computed in any case, for its logits; where all are wanted, all are.
         most = 0 if request.prompt_logprobs else (len(request.prompt) - 1) // size
-        shared, prefix = self.blocks.find(request.prompt, most, ROOT - answer.adapter)
-        need = self._need(request) - len(shared)
+        shared, prefix = self.blocks.find(request.prompt, most, self._root(answer))
+        need = self._need(request) - (len(shared) if answer.short_until is None else 0)
         if not self.blocks.admit(shared, need):
             return False
         self._waiting.popleft()
@@ -361,7 +388,8 @@ class Scheduler:
         if answer.penalised:
             marks.append((answer.index, -1))
             marks.extend((answer.index, token) for token in sorted(set(request.prompt)))
-        if self._drafter is not None and not (request.beams or request.allowed or answer.penalised):
+        plain = not (request.beams or request.allowed or answer.penalised or answer.short_until is not None)
+        if self._drafter is not None and plain:
             answer.confidence = Confidence.begin(self._drafter.eager)
         self._running.append(answer)
         late.append((answer, sequence))
@@ -390,7 +418,7 @@ class Scheduler:
     ) -> None:
         self._reserve(sequence, answer, take + len(guesses))
         request, first, end = answer.request, sequence.computed, sequence.computed + take
-        if request.prompt_logprobs and first + 1 < len(request.prompt):
+        if request.prompt_logprobs and first + 1 < len(request.prompt) and not answer.new:
             for at in range(first, min(end, len(request.prompt) - 1)):
                 work.wanted.append(work.tokens + at - first)
                 work.rows.append(WantedRow(answer, request.prompt[at + 1]))
@@ -405,6 +433,7 @@ class Scheduler:
                 self._want(work, answer, work.tokens + take - 1, allowed, guesses)
         work.sequences.append((sequence, take + len(guesses), answer.index, guesses))
         work.adapters.append(answer.adapter)
+        work.offsets.append(self.limits.longest * answer.long)
         work.tokens += take + len(guesses)
 
     @staticmethod
@@ -447,6 +476,7 @@ class Scheduler:
             tables=np.array(tables, dtype=np.int64),
             sequences=np.array([sequence.number for sequence, *_ in work.sequences], dtype=np.int64),
             adapters=np.array(work.adapters, dtype=np.int64),
+            offsets=np.array(work.offsets, dtype=np.int64),
             copies=_pairs(copies),
             wanted=np.array(work.wanted, dtype=np.int64),
             targets=np.array([row.target for row in work.rows], dtype=np.int64),

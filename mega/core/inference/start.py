@@ -100,7 +100,7 @@ def engine_on(
     if relay is not None and not mesh.model.first:
         follow(worker, relay)
         return None
-    limits = Limits(model.positions, (blocks - 1) * size, options.max_requests, vocab)
+    limits = Limits(model.positions, (blocks - 1) * size, options.max_requests, vocab, model.long_from)
     ahead = device.is_cuda + mesh.pp.size - 1 if options.ahead is None else options.ahead
     depth, groups = (1, 1) if options.batch_invariant else (1 + ahead, mesh.pp.size)
     return BatchingEngine(

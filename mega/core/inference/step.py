@@ -43,6 +43,7 @@ class Step:
     counts, lengths: int64 [r], tokens of each run, and of its sequence up to its end. tables: int64 [r, width], blocks.
     sequences: int64 [r], a number that no other sequence has had.
     adapters: int64 [r], number of the adapter that a run goes by, from 1 on; 0 is none.
+    offsets: int64 [r], what is added to positions to find the rows of the rotary tables.
     copies: int64 [c, 2], blocks that are copied (from, to) before anything is computed.
     wanted: int64 [m], tokens whose logits are wanted. targets: int64 [m], the id to be scored, or CHOOSE or BEAM. tops:
     int64 [m], likeliest ids to report; -1: not even the log-probability. seen: int64 [m], which row of seen ids the
@@ -61,6 +62,7 @@ class Step:
     tables: Integers
     sequences: Integers
     adapters: Integers
+    offsets: Integers
     copies: Integers
     wanted: Integers
     targets: Integers
@@ -70,6 +72,11 @@ class Step:
     marks: Integers
     numbers: NDArray[np.float64]
     allowed: NDArray[np.bool_]
+
+    @property
+    def table_rows(self) -> Integers:
+        """int64 [n], rows of the rotary tables."""
+        return self.positions + np.repeat(self.offsets, self.counts) if self.offsets.any() else self.positions
 
     @property
     def report(self) -> int:
@@ -120,6 +127,7 @@ class Step:
                 tables=np.concatenate([tables[part], np.full((missing, tables.shape[1]), SCRATCH)]),
                 sequences=_padded(self.sequences[run][part], missing, -1),
                 adapters=_padded(self.adapters[run][part], missing),
+                offsets=_padded(self.offsets[run][part], missing),
                 wanted=_padded(wanted, rows - len(wanted)),
             )
 
@@ -152,6 +160,7 @@ def scratch_step(counts: Sequence[int], block: int, before: int = 0, free: int =
         tables=tables,
         sequences=rows - 1,
         adapters=rows,
+        offsets=rows,
         copies=pairs,
         wanted=lengths.cumsum() - 1,
         targets=rows + CHOOSE,

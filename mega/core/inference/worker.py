@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from mega.core.architecture import Architecture
+from mega.core.architecture.layer import Rope
 from mega.core.device import HostArray, sent
 from mega.core.inference.graphs import StepGraphs, known
 from mega.core.inference.loading.adapters import AdapterChoice
@@ -26,6 +28,7 @@ from mega.core.inference.schedule import Choice
 from mega.core.inference.step import BEAM, CHOOSE, NOT_FINITE, Step
 from mega.core.model.decode import DecodeStep
 from mega.core.model.forward import rotary_tables
+from mega.core.ops.heads import Rotary
 from mega.core.ops.kept_keys import KeptKeys
 from mega.core.ops.paged_attention import INVARIANT, softcapped, trusted
 from mega.core.ops.rotary import spread
@@ -64,7 +67,7 @@ class Worker:
         size = model.cached
         windows = [model.layers[layer].attention.window for layer in layers]
         shape = (len(layers), blocks, block, 2, size.kv_heads // mesh.tp.size, size.head_dim)
-        tables = rotary_tables(model.ropes, torch.arange(model.positions, device=device), stage.dtype)
+        tables = _tables(model, stage.dtype, device)
         pool, repeats = torch.zeros(shape, dtype=stage.dtype, device=device), size.heads // size.kv_heads
         capped = size.softcap is not None
         keeps = stage.ops.spread and not (tile or any(windows) or capped) and pool.element_size() >= 4
@@ -143,7 +146,7 @@ class Worker:
         return None
 
     def _computed(self, step: Step, cargo: torch.Tensor | None) -> torch.Tensor:
-        arrays = (step.tokens, step.positions, step.slots, step.wanted)
+        arrays = (step.tokens, step.table_rows, step.slots, step.wanted)
         ids, positions, slots, wanted = (sent(array, self.device) for array in arrays)
         if (step.tokens < 0).any():
             ids = known(ids, self._latest)
@@ -294,6 +297,15 @@ class _Arriving:
         self.wait()
         assert self._host is not None
         return self._host.numpy()
+
+
+def _tables(model: Architecture, dtype: torch.dtype, device: torch.device) -> dict[Rope, Rotary]:
+    """cos and sin of all positions; where LongRoPE has two sets of factors, those by the short ones, then the long."""
+    positions = torch.arange(model.positions, device=device)
+    lengths = (None,) if model.long_from is None else (model.long_from, model.positions)
+    parts = [rotary_tables(model.ropes, positions, dtype, length) for length in lengths]
+    both = {rope: zip(*(part[rope] for part in parts), strict=True) for rope in model.ropes}
+    return {rope: (torch.cat(next(pairs)), torch.cat(next(pairs))) for rope, pairs in both.items()}
 
 
 @dataclass(frozen=True)

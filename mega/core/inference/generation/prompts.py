@@ -128,7 +128,6 @@ def _prompt_notes(
     spelled, texts = Spelled(tokenizer.special_tokens()), [each.text for each in prompts] or [plan.texts.prompt or ""]
     if (name := next((found for text in texts if (found := spelled.first_in(text)) is not None), None)) is not None:
         yield f"a prompt spells special tokens such as {name}, which are text; mega serve has parse_special_tokens"
-    yield from opened.engine_notes
     longest = opened.architecture.positions
     asked = plan.texts
     if asked.prompt is not None and not asked.beams and asked.tokens > longest:

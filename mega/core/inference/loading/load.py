@@ -77,17 +77,6 @@ class OpenedModel:
     notes: tuple[str, ...] = ()
 
     @property
-    def engine_notes(self) -> tuple[str, ...]:
-        """Lines on what an engine computes otherwise than scoring does."""
-        original, positions = self.model.rope_original_positions, self.model.positions
-        if self.model.rope_scaling != "longrope" or positions <= original:
-            return ()
-        return (
-            f"LongRoPE: short texts too have the factors of those over {original} tokens: the model has {positions} "
-            "positions, and keys of a cache are not turned again",
-        )
-
-    @property
     def path(self) -> Path:
         return self.weights.path
 

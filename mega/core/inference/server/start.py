@@ -110,7 +110,7 @@ def serve_rank(plan: ServePlan) -> int:
     precision = str(dtype).removeprefix("torch.") + ", weights in fp8" * plan.engine.fp8_weights
     about = f"{precision} on {world.size} {device.torch.type} rank{'s' * (world.size > 1)}"
     about += f"; loaded in {loaded - began:.1f} s{warm}"
-    notes = (*opened.notes, *opened.engine_notes, *(note for each in adapters for note in each.notes))
+    notes = (*opened.notes, *(note for each in adapters for note in each.notes))
     for line in (*notes, *_lines(plan, opened, dtype, about, server)):
         print(line)
     server.run(listening, lambda: print(f"ready: {_address(listening)}", flush=True))
