@@ -1,8 +1,9 @@
 """Adapters in peft's form: adapter_config.json and adapter_model.safetensors, next to weights in Hugging Face's form.
 
-peft keeps what a linear of transformers gets, under its name there. For Llama and its relatives these are our names.
-GPT-2 has query, key and value in one linear, so their adapters are one with a matrix A below another and B on a
-diagonal, of as many times the rank. Source: peft's LoraConfig and get_peft_model_state_dict, 0.21.
+peft keeps what a linear of transformers gets, under its name there. For Llama and its relatives these are our names; a
+family may call them otherwise, in another order of rows, or have several in one linear (GPT-2's query, key and value):
+then their adapters are one with a matrix A below another and B on a diagonal, of as many times the rank. Source: peft's
+LoraConfig and get_peft_model_state_dict, 0.21.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from pathlib import Path
 
 import torch
 
-from mega.core.architecture import Architecture, architecture, linears, without_adapters
+from mega.core.architecture import architecture, inventory, linears, without_adapters
 from mega.core.architecture.adapters import DOWN, UP, with_adapters
 from mega.core.architecture.model import Adapters
 from mega.core.checkpoint.forms import conversing
 from mega.core.checkpoint.forms.companions import copy_companions
 from mega.core.checkpoint.forms.families.decoders import family_of
-from mega.core.checkpoint.forms.families.gpt2 import gpt2
+from mega.core.checkpoint.forms.families.family import HubFamily, StoredModule
 from mega.core.checkpoint.forms.foreign import TorchSource, read_json, safetensors_source
 from mega.core.checkpoint.forms.form import TOKEN_IDS, Export, Given, Opened, Own, SpecialTokens
 from mega.core.checkpoint.forms.keys import number_in, only, whole_in
@@ -37,13 +38,13 @@ from mega.core.untrusted import Json, below
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 WRAPPED = "base_model.model."
 """In front of every name in what peft saves."""
-FUSED = "attn.c_attn"
-"""GPT-2's linear that holds our query, key and value."""
-
 FAMILIES = ("gpt", "llama")
 """Whose linears' names in Hugging Face's form are known here."""
 
 Tensors = dict[str, torch.Tensor]
+
+Linears = dict[str, dict[str, Sequence[range]]]
+"""A linear of the folder -> ours that it holds, in order, each with its rows of it."""
 
 NOTHING: tuple[Json, ...] = (None, False, [], {}, "none")
 UNKNOWN = (
@@ -84,11 +85,11 @@ def open_adapter(path: Path, base: ModelConfig, where: Path, named: str) -> Open
     described = architecture(base)
     if described.adapters is not None:
         raise CheckpointError(f"{named}: holds adapters itself; must be whole")
-    _check_family(base, where / "config.json")
+    family = _family(base, where / "config.json")
     source = safetensors_source([path / WEIGHTS])
     found = {name: source.read(name, whole_box(shape)) for name, (shape, _) in source.tensors.items()}
     config = read_json(path / CONFIG)
-    model, ours = _ours(config, found, base, path, named)
+    model, ours = _ours(config, found, base, family, path, named)
     said = str(config.get("base_model_name_or_path") or where)
     other = (
         () if Path(said).name.lower() == where.name.lower() else (f"{path}: was trained on {said}; here on {where}",)
@@ -101,13 +102,11 @@ def export(own: Own, to: str, given: Given) -> Export:
     model, named = architecture(own.model), named_base(own.checkpoint)
     if model.adapters is None or named is None:
         raise CheckpointError("holds no adapters; --to peft is for a run with --lora-rank")
-    _check_family(own.model, own.checkpoint.attachments.get("config.json"))
+    family = _family(own.model, own.checkpoint.attachments.get("config.json"))
     held = {key.removeprefix("weights/"): key for key in own.source.tensors}
     ours = {name: own.source.read(key, whole_box(own.source.tensors[key][0])) for name, key in held.items()}
-    fused = _is_gpt2(model)
-    theirs, ranks = _fused(ours, model.adapters.rank) if fused else (ours, {})
-    theirs = {f"{WRAPPED}{name}": each.contiguous() for name, each in theirs.items()}
-    config = _config(model.adapters, theirs, ranks, str(given.base or named["path"]), fused)
+    theirs = {f"{WRAPPED}{name}": each.contiguous() for name, each in _joined(ours, _linears(family, own.model))}
+    config = _config(model.adapters, theirs, family, str(given.base or named["path"]))
     files, others, tokens = _tokenizer_files(own, given)
 
     def fill(folder: Path, table: Table, source: Source) -> int:
@@ -144,28 +143,35 @@ def _as_it_is(tensors: Tensors) -> Table:
     return Table(tuple(Target(name, shape, (whole(shape, name),)) for name, shape in shapes.items()))
 
 
-def _check_family(options: ModelConfig, attached: Path | bytes | None) -> None:
-    """attached: the config.json that came with the base, which may name a family whose linears are stored otherwise."""
+def _family(options: ModelConfig, attached: Path | bytes | None) -> HubFamily:
+    """What the base's linears are called by. attached: the config.json that came with the base, which may name a family
+    that stores them otherwise than the first that has such a model."""
     model = architecture(options)
     if model.family not in FAMILIES:
         raise CheckpointError(f"adapters of --family {model.family} have no form in peft here; valid: gpt, llama")
     said = read_json(attached).get("model_type") if isinstance(attached, Path) and attached.exists() else None
-    stored = family_of(without_adapters(options), said)
-    if stored is not gpt2 and stored.renames_linears:
-        raise CheckpointError(
-            f"adapters of a {stored.model_type} have no form in peft here, whose linears are stored under other names; "
-            "merge them into the weights (--to hf)"
-        )
+    return family_of(without_adapters(options), said)
 
 
-def _is_gpt2(model: Architecture) -> bool:
-    return model.input.learned_positions > 0
+def _linears(family: HubFamily, options: ModelConfig) -> Linears:
+    """Of the base's layers."""
+    found: Linears = {}
+    base, known = without_adapters(options), set(linears(options))
+    for tensor in inventory(base):
+        stem, _, kind = tensor.name.rpartition(".")
+        if kind == "weight" and stem.rpartition(".")[2] in known:
+            name, part = family.stored(tensor.name)
+            rows = [range(tensor.shape[0])] if part.rows is None else part.rows(base)
+            found.setdefault(name.removesuffix(".weight"), {})[stem] = rows
+    return found
 
 
-def _config(adapters: Adapters, theirs: Tensors, ranks: Mapping[str, int], base: str, fused: bool) -> dict[str, Json]:
-    """What peft reads; the linears by the ends of their names. fused: they are GPT-2's."""
-    modules = dict.fromkeys(name.removeprefix(WRAPPED).rsplit(".", 2)[0] for name in theirs)
-    ends = [".".join(name.split(".")[-2:]) if fused else name.split(".")[-1] for name in modules]
+def _config(adapters: Adapters, theirs: Tensors, family: HubFamily, base: str) -> dict[str, Json]:
+    """What peft reads; the linears by the ends of their names."""
+    widths = {name: each.shape[0] for name, each in theirs.items() if name.endswith(f"{DOWN}.weight")}
+    ends = {_end(_bare(name).rsplit(".", 2)[0], family): width for name, width in widths.items()}
+    ranks = {end: width for end, width in ends.items() if width != adapters.rank}
+    transposed = any(isinstance(part, StoredModule) and part.transposed for part in family.names.values())
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -174,10 +180,10 @@ def _config(adapters: Adapters, theirs: Tensors, ranks: Mapping[str, int], base:
         "r": adapters.rank,
         "lora_alpha": adapters.alpha,
         "lora_dropout": adapters.dropout,
-        "target_modules": list(dict.fromkeys(ends)),
-        "fan_in_fan_out": fused,
+        "target_modules": list(ends),
+        "fan_in_fan_out": transposed,
         "bias": "none",
-        "rank_pattern": dict(ranks),
+        "rank_pattern": dict[str, Json](ranks),
         "alpha_pattern": {name: adapters.scale * rank for name, rank in ranks.items()},
         "init_lora_weights": True,
         "use_rslora": False,
@@ -186,11 +192,16 @@ def _config(adapters: Adapters, theirs: Tensors, ranks: Mapping[str, int], base:
     }
 
 
+def _end(linear: str, family: HubFamily) -> str:
+    """What it is called in each layer: GPT-2 has a c_proj in both branches."""
+    return ".".join(linear.split(".")[-2 if family.renames_linears else -1 :])
+
+
 # Theirs as ours
 
 
 def _ours(
-    config: Mapping[str, Json], found: Tensors, base: ModelConfig, path: Path, named: str
+    config: Mapping[str, Json], found: Tensors, base: ModelConfig, family: HubFamily, path: Path, named: str
 ) -> tuple[ModelConfig, Tensors]:
     """The model with its adapters, and these by `weights/NAME`. Errors: CheckpointError naming key or tensor."""
     where = str(path / CONFIG)
@@ -200,7 +211,8 @@ def _ours(
     only(config, "init_lora_weights", BEGINNINGS, where)
     rank = whole_in(config, "r", where)
     ranks, alphas = below(config, "rank_pattern"), below(config, "alpha_pattern")
-    if ranks not in ({}, {FUSED: ranks.get(FUSED)}):
+    stored = _linears(family, base)
+    if not set(ranks) <= {_end(name, family) for name, parts in stored.items() if len(parts) > 1}:
         raise CheckpointError(f"{where}: rank_pattern {ranks!r}: one rank for all linears is read; valid: {{}}")
     root = math.sqrt if config.get("use_rslora") else float
     alpha = number_in(config, "lora_alpha", where)
@@ -209,8 +221,7 @@ def _ours(
         theirs = number_in(alphas, end, where, alpha) / root(whole_in(ranks, end, where, rank))
         if not math.isclose(theirs, scale):
             raise CheckpointError(f"{where}: {end} has a scale of {theirs:g}, others {scale:g}: one for all is read")
-    fused = _is_gpt2(architecture(base))
-    named_ours = dict(_split(found, rank) if fused else ((_bare(name), each) for name, each in found.items()))
+    named_ours = dict(_split(found, stored, rank))
     targets = dict.fromkeys(name.split(".")[-3] for name in named_ours)
     of = ModelOptions(
         lora_rank=rank,
@@ -228,73 +239,65 @@ def _bare(name: str) -> str:
     return name.removeprefix(WRAPPED)
 
 
-# GPT-2's fused linear
+# Several linears in one
 
 
-def _fused(ours: Tensors, rank: int) -> tuple[Tensors, dict[str, int]]:
-    """GPT-2's names; what query, key and value have as one adapter. With it the ranks that differ."""
-    theirs: Tensors = {}
-    fused: dict[str, list[tuple[str, str]]] = {}
-    for name in ours:
-        stem, half, _ = name.rsplit(".", 2)
-        linear = gpt2.stored(f"{stem}.weight")[0].removesuffix(".weight")
-        if linear.endswith(FUSED):
-            fused.setdefault(linear, []).append((stem.split(".")[-1][0], stem))
-        else:
-            theirs[f"{linear}.{half}.weight"] = ours[name]
-    parts = 0
-    for linear, stems in fused.items():
-        held = dict(stems)
-        parts = len(held)
-        downs, ups = ([ours[f"{stem}.{half}.weight"] for stem in held.values()] for half in (DOWN, UP))
-        theirs[f"{linear}.{DOWN}.weight"] = torch.cat(downs)
-        up = downs[0].new_zeros(3 * ups[0].shape[0], parts * rank)
-        for number, (part, each) in enumerate(zip(held, ups, strict=True)):
-            row, column = "qkv".index(part) * each.shape[0], number * rank
-            up[row : row + each.shape[0], column : column + rank] = each
-        theirs[f"{linear}.{UP}.weight"] = up
-    return theirs, {FUSED: parts * rank} if parts > 1 else {}
+def _joined(ours: Tensors, stored: Linears) -> Iterator[tuple[str, torch.Tensor]]:
+    """The folder's names; what the linears in one of its own have as one adapter."""
+    for linear, parts in stored.items():
+        held = {stem: rows for stem, rows in parts.items() if f"{stem}.{DOWN}.weight" in ours}
+        if not held:
+            continue
+        downs, ups = ([ours[f"{stem}.{half}.weight"] for stem in held] for half in (DOWN, UP))
+        rank, outs = downs[0].shape[0], sum(len(run) for rows in parts.values() for run in rows)
+        up = ups[0].new_zeros(outs, len(held) * rank)
+        for number, (rows, each) in enumerate(zip(held.values(), ups, strict=True)):
+            up[_numbers(rows), number * rank : (number + 1) * rank] = each
+        yield f"{linear}.{DOWN}.weight", torch.cat(downs)
+        yield f"{linear}.{UP}.weight", up
 
 
-def _split(found: Tensors, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Our names; the fused linear's adapter as query's, key's and value's, those that are not zero."""
+def _split(found: Tensors, stored: Linears, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Our names; the adapter of a linear that holds several as theirs, those that are not zero."""
     for name, tensor in found.items():
-        bare = _bare(name).removeprefix(gpt2.prefix)
-        _, layer, linear = bare.rsplit(".", 2)[0].split(".", 2)
-        half = bare.split(".")[-2]
-        if linear != FUSED:
-            yield f"model.layers.{layer}.{_MODULES.get(linear, linear)}.{half}.weight", tensor
+        linear, _, half = _bare(name).removesuffix(".weight").rpartition(".")
+        down, up = (found.get(f"{WRAPPED}{linear}.{each}.weight") for each in (DOWN, UP))
+        outs = sum(len(_numbers(rows)) for rows in stored.get(linear, {}).values())
+        if down is None or up is None or up.shape[0] != outs:
+            yield _bare(name), tensor  # which is refused by its name
         elif half == UP:
-            down = found[name.replace(f".{UP}.", f".{DOWN}.")]
-            for part, (first, second) in _parts(down, tensor, rank, name):
-                stem = f"model.layers.{layer}.self_attn.{part}_proj"
+            for stem, (first, second) in _parts(down, up, stored[linear], rank, name):
                 yield f"{stem}.{DOWN}.weight", first
                 yield f"{stem}.{UP}.weight", second
 
 
-_MODULES = {"attn.c_proj": "self_attn.o_proj", "mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}
-
-
 def _parts(
-    down: torch.Tensor, up: torch.Tensor, rank: int, name: str
+    down: torch.Tensor, up: torch.Tensor, parts: Mapping[str, Sequence[range]], rank: int, name: str
 ) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """Query, key and value of one adapter: its own columns of a diagonal, or all of them where it is of one rank."""
-    count, rows = down.shape[0] // rank, up.shape[0] // 3
-    if down.shape[0] % rank or count > 3:
-        raise CheckpointError(f"{name}: an adapter of rank {down.shape[0]} is not read; valid: {rank}, {3 * rank}")
-    blocks = [up[number * rows : (number + 1) * rows] for number in range(3)]
+    """Of one adapter: each part's own columns of a diagonal, or all of them where it is of one rank."""
+    count = down.shape[0] // rank
+    if len(parts) > 1 and (down.shape[0] % rank or count > len(parts)):
+        raise CheckpointError(
+            f"{name}: an adapter of rank {down.shape[0]} is not read; valid: {rank}, {len(parts) * rank}"
+        )
     column = 0
-    for part, block in zip("qkv", blocks, strict=True):
-        if count == 1:
-            yield part, (down.clone(), block.clone())
+    for stem, rows in parts.items():
+        block = up[_numbers(rows)]
+        if len(parts) == 1 or count == 1:
+            yield stem, (down.clone(), block)
             continue
         used = _columns(block, rank)
         if used == [column]:
             here = slice(column * rank, (column + 1) * rank)
-            yield part, (down[here].clone(), block[:, here].clone())
+            yield stem, (down[here].clone(), block[:, here].clone())
             column += 1
         elif used:
-            raise CheckpointError(f"{name}: an adapter of rank {down.shape[0]} must be {rank} for each of q, k, v")
+            several = ", ".join(each.rpartition(".")[2] for each in parts)
+            raise CheckpointError(f"{name}: an adapter of rank {down.shape[0]} must be {rank} for each of {several}")
+
+
+def _numbers(rows: Sequence[range]) -> list[int]:
+    return [row for run in rows for row in run]
 
 
 def _columns(block: torch.Tensor, rank: int) -> Sequence[int]:
