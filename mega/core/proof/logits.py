@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from mega.core.architecture import architecture, units
+from mega.core.checkpoint.forms.convert import opened_own
 from mega.core.checkpoint.forms.form import OWN
 from mega.core.checkpoint.forms.huggingface import weights_of
 from mega.core.checkpoint.forms.mapping import Source
 from mega.core.checkpoint.forms.recognise import form_at
 from mega.core.checkpoint.own.container import blocks
 from mega.core.checkpoint.own.model import model_of
-from mega.core.checkpoint.own.pieces import whole_box
+from mega.core.checkpoint.own.pieces import Box, whole_box
 from mega.core.checkpoint.own.source import OwnSource
 from mega.core.checkpoint.own.store import Checkpoint, locate
 from mega.core.config.sections import ModelConfig
@@ -78,12 +79,12 @@ def compare_logits(one: Path, other: Path) -> LogitComparison:
     folder, load = (other, one) if form_at(one) is OWN else (one, other)
     if not (folder / "config.json").exists():
         raise ValueError(f"--verify: neither {one} nor {other} is a Hugging Face folder")
-    checkpoint = locate(load)
-    model = architecture(model_of(checkpoint.meta, str(checkpoint.path)))
+    own = opened_own(load)  # adapters are merged, and rounded, as an export of them is
+    model = architecture(own.model)
     rows, columns = TOKENS
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, model.input.vocab, (rows, min(columns, model.positions)), generator=generator)
-    theirs, ours = their_logits(folder, ids), logits(checkpoint, ids)
+    theirs, ours = their_logits(folder, ids), _logits(own.model, own.source, ids)
     same = (ours.argmax(-1) == theirs.argmax(-1)).float().mean()
     return LogitComparison(float((ours - theirs).abs().max()), float(theirs.abs().max()), float(same))
 
@@ -158,22 +159,26 @@ def _stored(name: str, source: Source) -> str:
 @torch.no_grad()
 def logits(checkpoint: Checkpoint, ids: torch.Tensor) -> torch.Tensor:
     """[b, s, vocab] in fp32 for token ids [b, s]."""
-    model = model_of(checkpoint.meta, str(checkpoint.path))
+    return _logits(model_of(checkpoint.meta, str(checkpoint.path)), OwnSource(checkpoint), ids)
+
+
+def _logits(model: ModelConfig, source: Source, ids: torch.Tensor) -> torch.Tensor:
     prompt = family(model).prompt
     assert prompt is not None, "a family that continues text"
     batch = prompt(ids)
     cargo: tuple[torch.Tensor, ...] = ()
-    for stage in _stages(checkpoint, model):
+    for stage in _stages(model, source):
         out = stage(batch, *cargo, outputs=True)
         cargo = out.cargo
     assert out.outputs is not None, "the last stage has the head"
     return out.outputs[..., : architecture(model).input.vocab]
 
 
-def _stages(checkpoint: Checkpoint, model: ModelConfig) -> Iterator[Any]:
+def _stages(model: ModelConfig, source: Source) -> Iterator[Any]:
     """Each unit as a stage of its own, filled when its turn comes."""
     for unit in units(model):
         factory = ParameterFactory({}, torch.float32, torch.device("cpu"))
         stage = family(model).stage(model, [unit], factory, ALONE).eval()
-        checkpoint.read(weight_pieces(stage), cast=True)
+        for piece in weight_pieces(stage):
+            piece.tensor.copy_(source.read(piece.key, Box(piece.start, tuple(piece.tensor.shape))))
         yield stage
