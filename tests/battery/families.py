@@ -5,7 +5,8 @@ python tests/battery/families.py --out rows.jsonl [case ...]     a JSON line an 
 logits      fp64, over 96 and 700 tokens: the largest difference
 gradients   of one step over 96 tokens, against transformers' autograd: the largest difference, as a part of the
             largest gradient of its tensor
-layout      loss, gradients and weights of two steps at tp 2 x pp 2 against one process
+layout      at tp 2 x pp 2: loss, gradients and weights of two steps against one process; the folder opened in place
+            by four ranks, whose logits in fp64 are those of `logits`
 files       bf16 -> a checkpoint of mega cut for tp 2 x pp 2 -> a folder again: tensors that differ in a bit
 greedy      50 tokens after 40, in fp64, through the engine and its cache: tokens that differ
 mutated     eight configurations, of which a key is renamed, a type unknown, or a size off: refused, equal to what
@@ -33,18 +34,24 @@ from torch.nn import functional as F
 from mega.core.architecture import units
 from mega.core.checkpoint.forms.convert import convert
 from mega.core.checkpoint.own.layout import Layout
+from mega.core.device import Device
+from mega.core.inference.loading.load import load_stages, open_model
 from mega.core.inference.request import Request, Sampling
 from mega.core.model.decoder import DecoderStage
 from mega.core.ops.suite import choose, forward_only
+from mega.core.parallel.mesh import Groups, Mesh
+from mega.core.parallel.pipeline import Pipeline
 from mega.core.parallel.region import ALONE
 from mega.core.parallel.weight import ParameterFactory, weights
+from mega.core.plan import plan
 from mega.core.processes.pool import Pool
-from mega.core.proof.parity import compare, snapshots
+from mega.core.proof.parity import compare, snapshots, within
 from tests.inference.test_engine import answers, engine_of, tokens
 from tests.support import hub_families as hub
 from tests.support.runs import small_run
 
 CPU = torch.device("cpu")
+POOL = Pool(4)
 PROMPT, ANSWER = 140, 50
 MUTATIONS = 8
 
@@ -101,17 +108,25 @@ def layout(case: str, folder: Path) -> Row:
     model = hub.opened_config(hub.theirs(case))
     values = {field.name: getattr(model, field.name) for field in fields(model)}
     values |= {"vocab_multiple": 2, "hidden_dropout": 0.1, "seq_length": 96}
-    with Pool(4) as pool:
-        runs = [small_run("gpt", world, **values, tp=side, pp=side) for world, side in ((1, 1), (4, 2))]
-        one, four = (snapshots(pool, run, world, (1, 2)) for run, world in zip(runs, (1, 4), strict=True))
-    worst = [str(each) for each in compare("fp64", (1, 2), one, four) if not within_fp64(each)]
-    return {"differ": worst[:3], "passed": not worst}
+    runs = [small_run("gpt", world, **values, tp=side, pp=side) for world, side in ((1, 1), (4, 2))]
+    one, four = (snapshots(POOL, run, world, (1, 2)) for run, world in zip(runs, (1, 4), strict=True))
+    worst = [str(each) for each in compare("fp64", (1, 2), one, four) if not within("fp64", each)]
+    theirs, found = hub.saved(folder, case), {}
+    for length in (96, 700):
+        with torch.no_grad(), hub.wide():
+            expected = theirs(hub.batch_of(length).tokens, use_cache=False).logits
+        ours = [each for each in POOL.run(opened_by_ranks, folder, length, world=4) if each is not None]
+        found[str(length)] = float((torch.cat(ours, -1)[..., : hub.VOCAB] - expected).abs().max())
+    return {"differ": worst[:3], **found, "passed": not worst and max(found.values()) < 1e-5}
 
 
-def within_fp64(difference: Any) -> bool:
-    from mega.core.proof.parity import within
-
-    return within("fp64", difference)
+def opened_by_ranks(groups: Groups, rank: int, folder: Path, length: int) -> torch.Tensor | None:
+    """A rank of four: the logits of its ids, on those of the last stage."""
+    mesh, device = Mesh(rank, groups=groups, tp=2, pp=2), Device(CPU, "gloo")
+    stages = load_stages(open_model(folder), mesh, device, dtype=torch.float64)
+    with torch.no_grad():
+        found = Pipeline(stages, mesh, CPU).outputs(plan("forward", 2, 1, 1), [hub.batch_of(length)])
+    return found[0] if found else None
 
 
 def files(case: str, folder: Path) -> Row:
@@ -224,6 +239,7 @@ def main() -> int:
             failed += not row["passed"]
             with given.out.open("a") as out:
                 out.write(json.dumps({"case": case, "item": item, **row}) + "\n")
+    POOL.close()
     return 1 if failed else 0
 
 

@@ -17,24 +17,28 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from mega.core.architecture import architecture, units
-from mega.core.checkpoint.forms import huggingface
+from mega.core.checkpoint.forms import huggingface, peft
 from mega.core.checkpoint.forms.convert import convert
 from mega.core.checkpoint.forms.families.decoders import BY_TYPE, config_from_model, model_from_config
 from mega.core.checkpoint.forms.form import SpecialTokens
 from mega.core.checkpoint.own.layout import Layout
-from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.checkpoint.own.pieces import CheckpointError, whole_box
 from mega.core.config.compose import GivenOptions
 from mega.core.config.sections import ModelConfig
 from mega.core.device import Device
 from mega.core.inference.loading.load import open_model
 from mega.core.inference.options import EngineOptions
+from mega.core.inference.request import Request, Sampling
 from mega.core.inference.start import engine_on
 from mega.core.model.decoder import DecoderStage
+from mega.core.model.residual import ResidualState
+from mega.core.ops.suite import REFERENCE, Ops, choose, forward_only
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.region import ALONE
 from mega.core.parallel.weight import ParameterFactory, weights
 from mega.core.tasks.model import _model
 from mega.core.training.saves.resume import _same_model
+from tests.inference.test_engine import answers, engine_of, tokens
 from tests.support import hub_families as hub
 from tests.support.ranks import CPU
 
@@ -43,9 +47,11 @@ SLIDING = ["sliding_attention", "full_attention"] * 2
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install mega[hf])")
 
 
-def stage_of(model: ModelConfig, wholes: dict[str, torch.Tensor]) -> DecoderStage:
-    """A whole model in fp64 with these weights."""
-    stage = DecoderStage(model, units(model), ParameterFactory({}, torch.float64, CPU), ALONE)
+def stage_of(
+    model: ModelConfig, wholes: dict[str, torch.Tensor], dtype: torch.dtype = torch.float64, ops: Ops = REFERENCE
+) -> DecoderStage:
+    """A whole model with these weights."""
+    stage = DecoderStage(model, units(model), ParameterFactory({}, dtype, CPU, ops), ALONE)
     left = dict(wholes)
     with torch.no_grad():
         for weight in weights(stage):
@@ -200,12 +206,37 @@ def test_dynamic_positions_are_kept_and_not_exceeded(tmp_path: Path) -> None:
         _same_model(run, point)
 
 
-def test_what_an_engine_computes_otherwise_is_said(tmp_path: Path) -> None:
-    hub.saved(tmp_path / "hf", "phi3", torch.bfloat16)
-    assert "LongRoPE: short texts too" in open_model(tmp_path / "hf").engine_notes[0]
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_an_engine_has_longrope_by_the_length_of_each_text(tmp_path: Path, ahead: int) -> None:
+    """Short texts, long ones, and one that grows from the one to the other, of one beginning, all in flight together;
+    transformers computes each token of the whole text before it. The keys of a text that has grown are made again."""
+    theirs = hub.saved(tmp_path, "phi3", num_hidden_layers=2)
+    opened = hub.opened(tmp_path)
+    stage = stage_of(opened.model, hub.wholes(opened), ops=forward_only(choose(CPU, torch.float64))).eval()
+    text = torch.randint(3, hub.VOCAB, (140,), generator=torch.Generator().manual_seed(7))
+    sizes, expected = ((40, 12), (122, 14), (126, 2), (128, 6), (140, 6)), []
+    for length, count in sizes:  # original_max_position_embeddings is 128
+        whole = text[None, :length]
+        with torch.no_grad(), hub.wide():
+            for _ in range(count):
+                whole = torch.cat([whole, theirs(whole, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+        expected.append(whole[0, length:].tolist())
+    asked = [
+        Request(prompt=tuple(text[:length].tolist()), tokens=count, sampling=Sampling(temperature=0.0))
+        for length, count in sizes
+    ]
+    engine = engine_of(stage, block=16, ahead=ahead)
+    for _ in range(2):  # the second time by the keys that are kept of the first
+        assert [tokens(events) for events in answers(engine, asked)] == expected
+    beams = replace(asked[1], sampling=Sampling(), beams=2)
+    (alone,) = answers(engine_of(stage, block=16), [beams])
+    assert answers(engine, [*asked, beams])[-1][-1].beams == alone[-1].beams
+    assert engine._scheduler.blocks.available == engine._scheduler.blocks.count - 1
+
+
+def test_soft_caps_are_not_recorded(tmp_path: Path) -> None:
     hub.saved(tmp_path / "other", "gemma2", torch.bfloat16)
     opened = open_model(tmp_path / "other")
-    assert opened.engine_notes == ()
     stage = SimpleNamespace(architecture=opened.architecture)
     with pytest.raises(ValueError, match="--cuda-graph: soft-capped"):
         engine_on(stage, Mesh.at(0), Device(CPU, "gloo"), EngineOptions(cuda_graph=True))
@@ -301,3 +332,53 @@ def test_fp8_with_scales_of_blocks_is_read_as_bf16(tmp_path: Path) -> None:
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="is in fp8, and no quantization_config"):
         hub.opened(tmp_path / "hf")
+
+
+@pytest.mark.parametrize("case", ["gemma", "gemma2", "gemma3", "olmo2", "mistral", "granite"])
+def test_bf16_rounds_where_transformers_does(tmp_path: Path, case: str) -> None:
+    """Rows of the table as they are scaled, and norms: of an offset in fp32, before the weight or after it."""
+    theirs = hub.saved(tmp_path, case, torch.bfloat16).bfloat16()
+    opened = hub.opened(tmp_path)
+    stage = stage_of(opened.model, hub.wholes(opened), torch.bfloat16)
+    rows, positions = hub.batch_of(24).tokens.flatten(), torch.zeros(48, dtype=torch.int64)
+    inner = theirs.model
+    scale = getattr(theirs.config, "embedding_multiplier", 1.0)
+    assert torch.equal(stage.embedding.look_up(rows, positions), inner.embed_tokens(rows) * scale)
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(3)).bfloat16()
+    assert torch.equal(stage.head.norm(ResidualState(x))[1], inner.norm(x))
+
+
+@pytest.mark.parametrize("case", ["phi3", "pythia", "gptj", "starcoder2", "gpt2", "mistral"])
+def test_adapters_of_linears_that_are_called_or_fused_otherwise(tmp_path: Path, case: str) -> None:
+    """One that peft made on every linear computes the same here; ours become theirs and come back bit for bit."""
+    made = pytest.importorskip("peft", reason="peft is absent: pip install 'mega[peft]'")
+    theirs, folder = hub.saved(tmp_path / "hf", case), tmp_path / "adapter"
+    family, base = BY_TYPE[theirs.config.model_type], hub.opened(tmp_path / "hf")
+    stored = peft._linears(family, base.model)
+    options = made.LoraConfig(
+        r=3,
+        lora_alpha=12,
+        init_lora_weights=False,
+        target_modules=list({peft._end(name, family): None for name in stored}),
+        fan_in_fan_out=case == "gpt2",
+    )
+    adapted = made.get_peft_model(theirs, options, autocast_adapter_dtype=False).double().eval()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(parameter, std=0.2)
+    adapted.save_pretrained(folder)
+    opened = peft.open_adapter(folder, base.model, tmp_path / "hf", "--base")
+    ours = {
+        name.removeprefix("weights/"): opened.source.read(name, whole_box(shape))
+        for name, (shape, _) in opened.source.tensors.items()
+    }
+    stage, batch = stage_of(opened.model, {**hub.wholes(base), **ours}), hub.batch_of(24)
+    with torch.no_grad(), hub.wide():
+        found, logits = stage(batch, outputs=True).outputs, adapted(batch.tokens, use_cache=False).logits
+    assert found is not None
+    torch.testing.assert_close(found[..., : hub.VOCAB], logits, rtol=1e-9, atol=1e-9)
+    some = {name: tensor for name, tensor in ours.items() if "v_proj" not in name or case == "mistral"}
+    joined = {f"{peft.WRAPPED}{name}": tensor for name, tensor in peft._joined(some, stored)}
+    again = dict(peft._split(joined, stored, 3))
+    assert again.keys() == some.keys() and all(torch.equal(again[name], some[name]) for name in some)

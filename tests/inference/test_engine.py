@@ -115,7 +115,8 @@ def engine_of(
 ) -> Any:
     blocks = cache // block + 1
     worker = Worker(stage, Mesh.at(0), device, blocks=blocks, block=block, requests=requests, tile=tile or None)
-    limits = Limits(stage.model.positions, cache, requests, stage.model.vocab)
+    long_from = stage.architecture.long_from
+    limits = Limits(stage.model.positions, cache, requests, stage.model.vocab, long_from)
     return BatchingEngine(
         worker, limits, Blocks(blocks, block), chunk=chunk, depth=1 + ahead, groups=groups, drafter=drafter
     )
