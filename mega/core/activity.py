@@ -7,9 +7,12 @@ and `processes/roll_call.py` reports it to ranks that wait.
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 TRAINING = ("starting", "building caches", "loading", "compiling", "training", "evaluating", "saving", "ending")
@@ -24,8 +27,8 @@ class Activity:
     """phase: of TRAINING, or another verb's. step: the newest that was begun. act: of the pipeline's plan,
     the newest that was begun. moves: changes with every step, act and batch. writer: the thread that saves in the
     background, while it does. saved: the newest step that is saved, the seconds that it took, and time.monotonic() when
-    it was. waited: seconds that the main thread has waited for other ranks, as far as its host does. began: when the
-    process did, time.time()."""
+    it was. waited: seconds (`unqueued_time`) that the main thread has waited for other ranks, as far as its host does.
+    began: when the process did, time.time()."""
 
     phase: str = "starting"
     step: int = 0
@@ -45,6 +48,11 @@ class Activity:
         finally:
             self.phase = before
 
+    def worked(self) -> float:
+        """Seconds, from any moment on, in which the main thread, which calls this, waited neither for other ranks nor
+        for a core."""
+        return unqueued_time() - self.waited
+
     def __str__(self) -> str:
         """
         >>> from mega.core.plan.types import Compute
@@ -61,3 +69,21 @@ class Activity:
 
 
 ACTIVITY = Activity()
+
+
+def unqueued_time() -> float:
+    """time.monotonic() without the time in which this thread could have run and other work had its core.
+
+    The system does not say the latter everywhere; Linux does.
+    """
+    file = _schedule(os.getpid(), threading.get_native_id())
+    queued = 0 if file is None else int(os.pread(file, 100, 0).split()[1])
+    return time.monotonic() - queued / 1e9
+
+
+@cache
+def _schedule(process: int, thread: int) -> int | None:
+    """The kernel's figures of a thread, held open; None where there are none."""
+    with contextlib.suppress(OSError):
+        return os.open(f"/proc/{process}/task/{thread}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+    return None

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -246,6 +250,23 @@ def test_spikes_of_a_noisy_series() -> None:
         else:
             memory.add(loss, norm)
     assert found == [200, 400, 600, 800, 1000]
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="needs Linux's figures of a thread")
+def test_a_core_that_other_work_has_makes_no_rank_slow() -> None:
+    """Own work is counted without the time in which the thread could run and had no core."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:  # on the same core
+            began, worked, used = time.monotonic(), ACTIVITY.worked(), time.thread_time()
+            while time.monotonic() < began + 1.0:
+                pass
+            took, worked, used = time.monotonic() - began, ACTIVITY.worked() - worked, time.thread_time() - used
+            other.kill()
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert worked < 0.8 * took and worked == pytest.approx(used, abs=0.1 * took)
 
 
 def test_a_slow_rank_is_named_once_and_no_other(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from mega.core.activity import ACTIVITY
+from mega.core.activity import ACTIVITY, unqueued_time
 from mega.core.ops import observe
 from mega.core.ops.autograd import FunctionContext
 from mega.core.parallel.mesh import Axis
@@ -61,10 +60,12 @@ class Finished:
 
 def wait_for(work: CollectiveHandle) -> None:
     """Wait for a collective. A host that waits itself adds it to what the main thread has waited for others."""
-    began = time.monotonic()
+    if threading.current_thread() is not threading.main_thread():
+        work.wait()
+        return
+    began = unqueued_time()
     work.wait()
-    if threading.current_thread() is threading.main_thread():
-        ACTIVITY.waited += time.monotonic() - began
+    ACTIVITY.waited += unqueued_time() - began
 
 
 def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum", *, wait: bool = True) -> CollectiveHandle:

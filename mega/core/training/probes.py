@@ -61,7 +61,7 @@ class Probes:
         self.batch: torch.Tensor
         """bool [], whether the weights of the newest step's batch are finite."""
         self.computed: tuple[Timestamp, float] | None = None
-        """When the newest step had its own gradients, and what the rank had waited for others by then."""
+        """When the newest step had its own gradients, and what the rank had worked by then."""
 
     def start(self) -> None:
         """A step begins."""
@@ -71,7 +71,7 @@ class Probes:
         """The gradients of this rank are computed, and not all added up. factors: what losses were multiplied by: 0 for
         weights that are infinite. A stage without a loss does not use them."""
         self.batch = (torch.isfinite(factors) & (factors > 0)).all()
-        self.computed = Timestamp(self.sums.device), ACTIVITY.waited
+        self.computed = Timestamp(self.sums.device), ACTIVITY.worked()
 
     def _gradient(self, bucket: Bucket) -> None:
         assert bucket.grads is not None

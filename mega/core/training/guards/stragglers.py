@@ -2,9 +2,9 @@
 (stop.py), so that it costs no exchange.
 
 Own work is what a rank does from the begin of a step until its gradients are computed: on a CPU without the waits for
-other ranks, on a GPU as the device measures it, waits of tensor and pipeline ranks included, so that there all ranks of
-one replica are named. A rank is compared with those of its pipeline stage, which have the same work; one that is alone
-in its stage with its own past.
+other ranks, and for a core that other work has; on a GPU as the device measures it, waits of tensor and pipeline ranks
+included, so that there all ranks of one replica are named. A rank is compared with those of its pipeline stage, which
+have the same work; one that is alone in its stage with its own past.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ class StepClock:
 
     def begin(self) -> None:
         """A step begins."""
-        self._begun = Timestamp(self._state.device.torch), ACTIVITY.waited
+        self._begun = Timestamp(self._state.device.torch), ACTIVITY.worked()
 
     def seconds(self) -> float:
         """Of the step that was begun; on a GPU of the one before, which need not be waited for. 0: not known."""
         probes = self._state.probes
         if probes is None or probes.computed is None or self._begun is None:
             return 0.0
-        (begun, waited), (computed, waited_then) = self._begun, probes.computed
+        (begun, worked), (computed, worked_then) = self._begun, probes.computed
         if not self._state.device.is_cuda:
-            return max(0.0, begun.seconds_to(computed) - (waited_then - waited))
+            return max(0.0, worked_then - worked)
         before, self._before = self._before, (begun, computed)
         return 0.0 if before is None else before[0].seconds_to(before[1])
 
