@@ -8,8 +8,9 @@ stretch, weights and moments of the save are compared with those of a run that n
 seconds until ranks were started again and until a step was made, the line about the restart, and whether the save is
 bitwise equal; one more a job: processes and files that were left. `kill`: SIGKILL of a random rank. `stop`: SIGSTOP,
 with --timeout-minutes 0.25. `host`: SIGKILL of all processes of a random host, for which a spare is there. `cut`: the
-link of a random host is cut, three times a job. `poisson`: SIGKILL of random ranks at intervals of --mean seconds for
---minutes; goodput is against the undisturbed steps.
+link of a random host is cut, three times a job. `poisson`: SIGKILL of random ranks, of one a host, at intervals of
+--mean seconds for --minutes; goodput is the share of the time that the steps which count would take at the run's own
+median of seconds a step. Ranks that start again import nothing, so it is net of imports of torch and gross.
 Rows that are in --out already are not repeated.
 """
 
@@ -23,6 +24,7 @@ import random
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -45,15 +47,18 @@ RUN = (
 
 PORT = 29617
 
+POISSON = ["--save-interval", "300"]
+"""Of steps of some 30 ms, so that a save is rare beside copies in memory."""
+
 TIMES = {"cut": 3}
 """Faults of a job, where not FAULTS."""
 
 
 class Fleet:
-    """Four hosts, and spares, that run one job. place: of its saves and temporary files."""
+    """Four hosts, and spares, that run one job. place: of its saves and temporary files. nproc: ranks of each."""
 
-    def __init__(self, made: list[Host] | None, place: Path, words: list[str], spares: int = 0):
-        self.made, self.place, self.words = made, place, words
+    def __init__(self, made: list[Host] | None, place: Path, words: list[str], spares: int = 0, nproc: int = NPROC):
+        self.made, self.place, self.words, self.nproc = made, place, words, nproc
         self.first = (made[0].address if made else "127.0.0.1"), PORT
         self.jobs: list[tuple[str, subprocess.Popen[str]]] = []
         self.lines: list[tuple[float, str, str]] = []
@@ -64,7 +69,7 @@ class Fleet:
 
     def start(self, number: int) -> None:
         variables = {"MASTER_ADDR": self.first[0], "MASTER_PORT": str(self.first[1]), "TMPDIR": str(self.place / "tmp")}
-        hosted = ["--nproc", str(NPROC), "--hosts", str(COUNT), "--max-restarts", "3", "--peer-copy-interval", "5"]
+        hosted = ["--nproc", str(self.nproc), "--hosts", str(COUNT), "--max-restarts", "3", "--peer-copy-interval", "5"]
         command = [sys.executable, "-m", "mega", *RUN, *self.words, *hosted, "--save", str(self.place / "run")]
         variables["OMP_NUM_THREADS"] = "1"
         if self.made:
@@ -92,7 +97,7 @@ class Fleet:
         return found
 
     def running(self) -> list[tuple[str, subprocess.Popen[str]]]:
-        return [(name, job) for name, job in self.jobs if job.poll() is None and len(self.ranks(job)) == NPROC]
+        return [(name, job) for name, job in self.jobs if job.poll() is None and len(self.ranks(job)) == self.nproc]
 
     def step(self) -> int:
         with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
@@ -156,12 +161,12 @@ def tensors(place: Path, step: int) -> dict[str, bytes]:
     return {f"{path.name} {name}": array.tobytes() for path in files for name, array in load_file(path).items()}
 
 
-def undisturbed(steps: int) -> tuple[Path, float]:
-    """The saves of a run of eight ranks on one host, made once; and its seconds a step."""
-    place = Path(tempfile.gettempdir()) / f"mega-undisturbed-{steps}-{os.getuid()}"
+def undisturbed(steps: int, ranks: int = COUNT * NPROC) -> tuple[Path, float]:
+    """The saves of a run of so many ranks on one host, made once; and its seconds a step."""
+    place = Path(tempfile.gettempdir()) / f"mega-undisturbed-{steps}-{ranks}-{os.getuid()}"
     if not (place / f"step-{steps:07}").exists():
         shutil.rmtree(place, ignore_errors=True)
-        command = [sys.executable, "-m", "mega", *RUN, "--steps", str(steps), "--nproc", str(COUNT * NPROC)]
+        command = [sys.executable, "-m", "mega", *RUN, "--steps", str(steps), "--nproc", str(ranks)]
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         subprocess.run([*command, "--save", str(place)], check=True, capture_output=True, env=environ)
     rows = [json.loads(row) for row in (place / "metrics.jsonl").read_text().splitlines()]
@@ -181,7 +186,7 @@ def strike(kind: str, fleet: Fleet, chance: random.Random) -> tuple[str, str]:
         for pid in lost:
             _kill(pid)
         return name, "all of it"
-    place = chance.randrange(NPROC)
+    place = chance.randrange(fleet.nproc)
     _kill(fleet.ranks(job)[place], signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
     return name, f"local rank {place}"
 
@@ -249,9 +254,9 @@ def _moved(fleet: Fleet, since: float) -> float:
 def poisson(minutes: float, mean: float, seed: int, made: list[Host] | None) -> dict[str, Any]:
     """Goodput under kills at random times."""
     steps, chance = 100_000, random.Random(f"poisson {seed}")
-    _, usual = undisturbed(STRETCH * (FAULTS + 1))
     with tempfile.TemporaryDirectory(prefix="mega-restarts-") as folder:
-        fleet = Fleet(made, Path(folder), ["--steps", str(steps), "--timeout-minutes", "1", "--keep-last", "2"])
+        words = ["--steps", str(steps), "--timeout-minutes", "1", "--keep-last", "2", *POISSON]
+        fleet = Fleet(made, Path(folder), words, nproc=1)
         try:
             fleet.wait(10)
             began, first, kills = time.monotonic(), fleet.step(), 0
@@ -262,10 +267,14 @@ def poisson(minutes: float, mean: float, seed: int, made: list[Host] | None) -> 
                     strike("kill", fleet, chance)
                     kills += 1
             seconds, made_steps = time.monotonic() - began, fleet.step() - first
+            rows = [json.loads(row) for row in (Path(folder) / "run/metrics.jsonl").read_text().splitlines()]
+            usual = statistics.median(row["seconds"] for row in rows if "seconds" in row)
+            restarts = sum(line.startswith("mega: restart ") for _, _, line in fleet.lines) // COUNT
         finally:
             fleet.close()
     figures = {"kind": "poisson", "job": seed, "number": 0, "minutes": minutes, "mean": mean, "kills": kills}
-    return {**figures, "steps": made_steps, "goodput": round(made_steps * usual / seconds, 3)}
+    figures |= {"restarts": restarts, "steps": made_steps, "usual": round(usual, 4), "load": os.getloadavg()[0]}
+    return {**figures, "goodput": round(made_steps * usual / seconds, 3)}
 
 
 @contextlib.contextmanager
