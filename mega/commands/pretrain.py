@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mega.core.config.run import Options, RunConfig, updated
@@ -42,10 +43,12 @@ def run(options: Options) -> int:
             dry_run(open_inputs(resolved), size)
         return 0
     if supervised or (world.source == "alone" and size > 1):
-        open_inputs(resolved)  # a mistake in a file is reported once, before any rank starts
+        inputs = open_inputs(resolved)  # a mistake in a file is reported once, before any rank starts
         _report_shortage(resolved.run, runtime.nproc or 1)
         if supervised:
-            return _supervise(options, resolved, size)
+            from mega.core.training.start.equal import alike
+
+            return _supervise(options, resolved, alike(options, inputs), size)
         from mega.core.processes.launch import launch
         from mega.core.training.start.rank import pretrain
 
@@ -65,8 +68,8 @@ def _report_shortage(run: RunConfig, local_ranks: int) -> None:
         print(f"mega: {line}", file=sys.stderr, flush=True)
 
 
-def _supervise(options: Options, resolved: Any, size: int) -> int:
-    """Run the ranks of this host, again after a failure that may pass."""
+def _supervise(options: Options, resolved: Any, alike: Mapping[str, str], size: int) -> int:
+    """Run the ranks of this host, again after a failure that may pass. alike: on all hosts."""
     from mega.core.checkpoint.own.store import store_at
     from mega.core.processes.hosts import supervise_hosts
     from mega.core.processes.restarts import Job, supervise
@@ -87,7 +90,7 @@ def _supervise(options: Options, resolved: Any, size: int) -> int:
         return newest[-1]
 
     args, copies = lambda resumes: (resumed if resumes else resolved,), bool(supervision.peer_copy_interval)
-    job = Job(pretrain, args, saved, copies)
+    job = Job(pretrain, args, saved, copies, alike)
     if supervision.hosts is None:
         return supervise(nproc, supervision.max_restarts, job)
     minutes = options.runtime.timeout_minutes

@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -52,6 +52,15 @@ class Joined:
         for line in self.lines:
             if key in (message := json.loads(line)):
                 return dict(message)
+        raise AssertionError(f"closed before {key}")
+
+    def hears_until(self, key: str) -> list[dict[str, Any]]:
+        """All messages up to one that has it."""
+        messages = []
+        for line in self.lines:
+            messages.append(json.loads(line))
+            if key in messages[-1]:
+                return messages
         raise AssertionError(f"closed before {key}")
 
     def close(self) -> None:
@@ -131,6 +140,31 @@ def test_it_gives_up_without_progress(pair: tuple[Leader, Joined, Joined]) -> No
         if _ < SIZE.limit:
             assert [host.hears("start")["start"]["seat"] for host in (a, b)] == [0, 1]
     assert "gave up after 2 restarts in a row" in a.hears("finish")["said"]
+
+
+@pytest.mark.parametrize("code", [143, 2], ids=["signal", "mistake"])
+def test_ranks_that_end_by_themselves_are_not_ended(
+    code: int, pair: tuple[Leader, Joined, Joined], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that were asked to stop have a save to end; those with a mistake say so within a moment."""
+    monkeypatch.setattr(module, "REPORTING", 60.0)
+    leader, a, b = pair
+    b.ends(Ending(code, final=True))
+    leader.outlast(0.5)  # a's ranks run for longer
+    a.ends(Ending(code, final=True))
+    heard = a.hears_until("finish")
+    assert heard[-1]["finish"] == code and not any("stop" in message for message in heard)
+    leader.outlast(60.0)
+
+
+def test_a_host_with_other_flags_is_refused() -> None:
+    """As a spare it would end the run when it is needed."""
+    one = replace(SIZE, alike={"--lr": "0.1", "--seed": "1"})
+    leader = Leader(_listening(), one, lambda: (0, 0), None).start()
+    for alike, differ in (({**one.alike, "--lr": "0.2"}, "--lr 0.2, here 0.1"), ({}, "--lr None, here 0.1; --seed")):
+        other = Joined(leader, "a", size=replace(one, alike=alike))
+        assert f"must be started alike: {differ}" in other.hears("refused")["refused"]
+        other.close()
 
 
 def test_hosts_of_another_size_are_refused() -> None:

@@ -10,18 +10,23 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.numpy import load_file
 
 from mega.cli import main
+from mega.core.parallel.mesh import Mesh
 from mega.core.processes import hosts, launch, restarts
-from mega.core.processes.hosts import supervise_hosts
+from mega.core.processes.hosts import Supervisor, supervise_hosts
 from mega.core.processes.launch import fork_server, local_environments, run_attempt
+from mega.core.processes.leader import Size
 from mega.core.processes.restarts import Job, Restarts, supervise
-from mega.core.processes.world import supervised_ranks, world_from_env
+from mega.core.processes.world import LAUNCHED, supervised_ranks, world_from_env
+from mega.core.training.stop import StopSignal
 
 RUN = (
     "pretrain --layers 1 --hidden 8 --heads 1 --seq-length 8 --vocab 64 --mock-data --micro-batch 1 --global-batch 2 "
@@ -145,6 +150,7 @@ def test_a_restart_resumes_the_optimizer(tmp_path: Path, monkeypatch: pytest.Mon
     assert main([*RUN, *save]) == 0
     read = [jobs[0].args(resumes)[0].run.checkpoint for resumes in (False, True)]
     assert [(each.resume, each.load_optim) for each in read] == [(None, False), ("auto", True)]
+    assert jobs[0].alike["--lr"] == "0.001" and "the version of mega" in jobs[0].alike
 
 
 def _tensors(place: Path) -> dict[str, bytes]:
@@ -246,6 +252,109 @@ def test_a_signal_while_ranks_are_ended_leaves_none_of_them(tmp_path: Path) -> N
     while left := [each for each in multiprocessing.active_children() if each.name == "rank 0"]:
         assert time.monotonic() < until, left
         time.sleep(0.1)
+
+
+class Elsewhere(OSError):
+    """What a rank is told of another one's end."""
+
+    elsewhere = True
+
+
+def saves_when_asked(place: str, ends: str) -> int:
+    """A rank that saves for a while when it is asked to stop."""
+    asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    Path(place).touch()
+    while not asked.wait(0.05):  # no signal acts in a wait without end
+        pass
+    time.sleep(0.8)
+    if ends == "alone":
+        raise Elsewhere("lost another rank")
+    return 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("ends", ["well", "alone"])
+def test_ranks_that_were_asked_to_stop_save_whatever_other_hosts_do(ends: str, tmp_path: Path) -> None:
+    """The run is not started again: it was to stop."""
+    ready, bell = tmp_path / "ready", multiprocessing.Pipe(duplex=False)
+    before = signal.getsignal(signal.SIGTERM)
+
+    def ask() -> None:
+        while not ready.exists() or signal.getsignal(signal.SIGTERM) == before:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.3)
+        bell[1].send_bytes(b".")
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    ending = run_attempt(local_environments(1), saves_when_asked, (str(ready), ends), bell[0], 0.2)
+    asking.join()
+    assert ending is not None and (ending.code, ending.final) == (143, True)
+
+
+class Gone:
+    """A connection to a leader that welcomes a host and is lost in the same moment."""
+
+    def __init__(self, connection: socket.socket):
+        self.closed = False
+        connection.close()
+
+    def start(self, heard: Callable[[dict[str, object]], None], lost: Callable[[], None]) -> None:
+        heard({"welcome": ["a"]})
+        self.closed = True
+        lost()
+
+    def send(self, message: object) -> None:
+        pass
+
+
+def test_a_leader_that_is_lost_as_a_host_joins_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host goes to another one; or ends, where its ranks were asked to stop."""
+    monkeypatch.setattr(hosts, "Wire", Gone)
+    host = Supervisor(Size(1, 1, 1.0, 1, ""), Job(ends, lambda resumes: ("0",), lambda: 0), None, 1)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        host.join(server.getsockname(), 0.0)
+    host._final = 143
+    assert host.play() == 143
+
+
+def notes_its_launch(place: str) -> int:
+    with open(place, "a") as notes:
+        notes.write(os.environ[LAUNCHED] + "\n")
+    return 3
+
+
+def test_a_restart_counts_minutes_from_the_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes, before = tmp_path / "notes", time.monotonic()
+    assert supervise(1, 1, Job(notes_its_launch, lambda resumes: (str(notes),), lambda: 0)) == 3
+    first, second = map(float, notes.read_text().split())
+    assert before <= first == second
+    there = Restarts.heard(Restarts(1, launched=first).sent())  # on a host with a clock of its own
+    assert first <= there.launched < first + 1.0
+    monkeypatch.setenv(LAUNCHED, str(time.monotonic() - 90))
+    everyone, device = Mesh.at(0).everyone, torch.device("cpu")
+    for minutes, over in ((1, True), (2, False)):
+        stop = StopSignal(everyone, device, on_signal=False, minutes=minutes, speaks=False)
+        stop.poll().read()
+        assert stop.requested == over
+
+
+def test_folders_of_others_are_left(tmp_path: Path) -> None:
+    """Anyone may put a pipe there, which waits for who writes into it, or a link."""
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / launch._MARK)
+    for name in ("link", "own"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "own" / launch._MARK).write_text(socket.gethostname())
+    (tmp_path / "link" / launch._MARK).symlink_to(tmp_path / "own" / launch._MARK)
+    tidying = threading.Thread(target=launch._remove_abandoned, args=(str(tmp_path),), daemon=True)
+    tidying.start()
+    tidying.join(60)
+    assert not tidying.is_alive()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe"]
 
 
 def test_restarts_that_bring_nothing_are_counted() -> None:

@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import queue
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -28,7 +29,7 @@ from mega import __version__
 from mega.core.processes.exit_reports import write_error
 from mega.core.processes.interface import is_own
 from mega.core.processes.launch import Ending, fork_server, launcher_folder, run_attempt
-from mega.core.processes.leader import Leader, Place, Size, listen_first
+from mega.core.processes.leader import ENDING, Leader, Place, Size, listen_first
 from mega.core.processes.rendezvous import HANDSHAKE, duration
 from mega.core.processes.restarts import (
     PATIENCE,
@@ -36,6 +37,7 @@ from mega.core.processes.restarts import (
     Restarts,
     Stopped,
     attempt_variables,
+    exit_code,
     heeding_signals,
     memory,
     noted_step,
@@ -56,7 +58,7 @@ def supervise_hosts(hosts: int, nproc: int, limit: int, minutes: float, job: Job
     minutes: to wait for hosts. Errors: OSError where the leader is not reached; ValueError where it refuses this host.
     """
     first = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    size = Size(hosts, nproc, minutes, limit, __version__)
+    size = Size(hosts, nproc, minutes, limit, __version__, job.alike)
     with heeding_signals(), memory(job) as folder:
         fork_server(job.target.__module__)  # imports torch while this host waits, as a spare too
         server = _listen(first)
@@ -73,6 +75,8 @@ def supervise_hosts(hosts: int, nproc: int, limit: int, minutes: float, job: Job
             host.join(first, 60 * minutes, look)
             return host.play()
         except Stopped as stopped:
+            host.close()
+            leader.outlast(ENDING)
             return stopped.code
         finally:
             host.close()
@@ -109,12 +113,14 @@ class Supervisor:
         self._leaders: list[Place] = []
         self._orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._bell, self._ring = multiprocessing.Pipe(duplex=False)
-        """Has one byte for each order, so that who waits for ranks hears of it."""
+        """Has one byte for each order, which a wait for ranks hears of."""
         self._moved: dict[str, Any] | None = None
         """What the leader knew that has sent this host to another one, while it goes there."""
         self._seat: int | None = None
         self._attempted = -1
         self._restarts: Restarts | None = None
+        self._final: int | None = None
+        """The exit code of ranks that are not to be started again, wherever the leader is."""
 
     def join(self, place: Place, seconds: float, look: Callable[[], None] = lambda: None) -> None:
         """look: called before each further attempt. Errors: OSError, where no leader answers in time."""
@@ -141,7 +147,14 @@ class Supervisor:
                 welcome.put(message)
             self._hear(message)
 
-        wire.start(heard, lambda: self._order({"lost": True}) if wire is self._wire else None)
+        first = threading.Lock()
+
+        def lost() -> None:
+            """Of a leader that this host has joined; once."""
+            if wire is self._wire and first.acquire(blocking=False):
+                self._order({"lost": True})
+
+        wire.start(heard, lost)
         name = socket.gethostname()
         found = {"name": name, "port": self._port, "meet": _free_port(), "seat": self._seat}
         wire.send({"join": {**found, "size": asdict(self._size), "known": self._known()}})
@@ -153,12 +166,14 @@ class Supervisor:
         if "refused" in answer:
             raise ValueError(answer["refused"])
         self._wire, self._leader, self._leader_name = wire, place, answer["welcome"][0]
+        if wire.closed:  # since it was welcome
+            lost()
 
     def _known(self) -> dict[str, Any]:
         """What another leader is to know."""
         if self._moved is not None:
             return self._moved
-        restarts = None if self._restarts is None else asdict(self._restarts)
+        restarts = None if self._restarts is None else self._restarts.sent()
         reason = f"host {self._leader_name}, which led the others, was lost"
         return {"restarts": restarts, "failed": True, "reason": reason}
 
@@ -169,7 +184,7 @@ class Supervisor:
         if "leaders" in message:
             self._leaders = [(address, port) for address, port in message["leaders"]]
         elif "restarts" in message:
-            self._restarts = Restarts(**message["restarts"])
+            self._restarts = Restarts.heard(message["restarts"])
         elif ORDERS & set(message):
             self._order(message)
 
@@ -185,6 +200,8 @@ class Supervisor:
             if "finish" in order:
                 return int(order["finish"])
             if "lost" in order:
+                if self._final is not None:
+                    return self._final
                 self._go_on()
             elif "move" in order:
                 self._move(order["known"], tuple(order["move"]))
@@ -193,7 +210,7 @@ class Supervisor:
 
     def _attempt(self, seat: int, address: str, port: int, restarts: Mapping[str, Any]) -> None:
         """Phases 2 and 3."""
-        self._seat, self._restarts = seat, Restarts(**restarts)
+        self._seat, self._restarts = seat, Restarts.heard(restarts)
         if self._folder is not None and self._restarts.number != self._attempted + 1:
             for path in self._folder.glob("rank-*"):  # of an attempt before the last one, which others have gone beyond
                 path.unlink()
@@ -209,9 +226,12 @@ class Supervisor:
             LAUNCHER_FILE: prefix,
         }
         ranks = [{**shared, "LOCAL_RANK": str(local), "RANK": str(seat * nproc + local)} for local in range(nproc)]
-        ending = run_attempt(ranks, self._job.target, self._job.args(self._restarts.resumes), self._bell, PATIENCE)
+        args = self._job.args(self._restarts.resumes)
+        ending = run_attempt(ranks, self._job.target, args, self._bell, PATIENCE) or Ending(1)
+        if ending.final and ending.code:
+            self._final = exit_code(ending)
         assert self._wire is not None
-        self._wire.send({"ended": asdict(ending or Ending(1)), "meet": _free_port()})
+        self._wire.send({"ended": asdict(ending), "meet": _free_port()})
 
     def _go_on(self) -> None:
         """Phase 6: try the leader again, then the others, this host's own among them. Errors: OSError."""

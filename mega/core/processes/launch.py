@@ -2,7 +2,7 @@
 
     launch       run a function on N new local ranks; a failure of one ends all
     run_ranks    the same on those of a launcher, where there is one
-    run_attempt  the same in given environments, for who may start them again (restarts.py)
+    run_attempt  the same in given environments; restarts.py may start the ranks again
 
 New ranks are forked from a small server process that has torch imported already, so eight of them start as fast as
 one. Ranks of one host meet in a file, not on a port, so nothing can be taken twice.
@@ -65,7 +65,7 @@ _UNKNOWN = 255
 INTERRUPTED = 254
 """Exit code of a rank that Ctrl-C ended where it stood, as before the first step: its peers would wait in vain."""
 
-_STOPPED = tuple(128 + number for number in STOPPING)
+STOPPED = tuple(128 + number for number in STOPPING)
 """Exit codes of ranks that have stopped together, as they were asked."""
 
 _ADVICE: dict[int, str] = {
@@ -205,10 +205,18 @@ def own(folder: str) -> None:
 def _remove_abandoned(place: str) -> None:
     """Remove the folders of launchers of this host that have died. Nothing depends on it, so errors do not count."""
     for mark in glob.glob(os.path.join(glob.escape(place), "*", _MARK)):
-        with contextlib.suppress(OSError, UnicodeDecodeError), open(mark) as file:
+        with contextlib.suppress(OSError, UnicodeDecodeError), open(mark, opener=_open_at_once) as file:
+            folder = os.path.dirname(mark)
+            if {os.fstat(file.fileno()).st_uid, os.lstat(folder).st_uid} != {os.getuid()}:
+                continue  # anyone may put anything into a folder for temporary files
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if file.read() == socket.gethostname():
-                shutil.rmtree(os.path.dirname(mark))
+                shutil.rmtree(folder)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Neither by a link nor waiting for who writes into a pipe."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def rank_environment(rank: int, size: int, directory: str, meeting: str) -> dict[str, str]:
@@ -257,7 +265,8 @@ def _follow_parent() -> None:
 
 
 def _supervise(ranks: list[BaseProcess], found: _Endings, bell: Connection | None) -> Ending | None:
-    """Wait until all have ended well, or the first has not, or `bell` has something to read.
+    """Wait until all have ended well, or the first has not, or `bell` has something to read. After a signal was passed
+    on, the bell does not count: ranks save then, whatever becomes of other hosts.
 
     A rank that fails has reported why (exit_reports.py). For one that was killed this process reports, before its
     peers, which it leaves in the middle of an exchange; then they have PATIENCE seconds to report errors of their own.
@@ -275,9 +284,11 @@ def _supervise(ranks: list[BaseProcess], found: _Endings, bell: Connection | Non
                     _kill(ranks)
                     return Ending(1, gone, cause=True, here=True)
                 found.add(process)
-            if bell in ready and not found.failed:
+            if bell in ready and asked.number:
+                bell = None
+            elif bell in ready and not found.failed:
                 return None
-            if bell in ready:
+            elif bell in ready:
                 break
     return found.ending(asked.number)
 
@@ -301,7 +312,7 @@ class _Endings:
         if code == INTERRUPTED:
             self._interrupted, self.deadline = True, min(self.deadline, time.monotonic() + PATIENCE)
             return
-        if code in _STOPPED:  # its peers stop likewise, at the same step
+        if code in STOPPED:  # its peers stop likewise, at the same step
             self._stopped = code
             return
         if code and code not in _REPORTED and (ending := _ending(code)) not in [each for _, each in self._killed]:
@@ -314,7 +325,8 @@ class _Endings:
             self.deadline = time.monotonic() + (self._patience if code < 0 else PATIENCE)
 
     def ending(self, asked: int) -> Ending:
-        """asked: the signal that this process passed on; ranks that fail after it were to stop anyway."""
+        """asked: the signal that this process passed on; ranks that fail after it were to stop anyway, and end by it
+        where what failed was another one."""
         if self._interrupted and not self.failed:
             return Ending(INTERRUPTED, "interrupted", final=True)
         if not self.failed:
@@ -330,7 +342,8 @@ class _Endings:
         last = report.text.rstrip().splitlines()[-1] if report.text.strip() else ""
         line = last if report.kind == "verdict" else f"rank {rank}: {last}"
         final, cause = bool(asked) or report.permanent, report.kind != "consequence"
-        return Ending(self.failed, line, cause, cause and report.kind != "verdict", final)
+        code = 128 + asked if asked and not cause else self.failed
+        return Ending(code, line, cause, cause and report.kind != "verdict", final)
 
 
 def _server_ending() -> str | None:

@@ -12,11 +12,11 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mega.core.processes.launch import Ending
+from mega.core.processes.launch import STOPPED, Ending
 from mega.core.processes.rendezvous import duration
 from mega.core.processes.restarts import Restarts, at_launch, exit_code
 from mega.core.processes.wire import BEAT, Wire
@@ -24,8 +24,14 @@ from mega.core.processes.wire import BEAT, Wire
 ENDING = 30.0
 """Seconds in which a host ends its ranks; beyond it, the host counts as lost."""
 
+REPORTING = 1.0
+"""Seconds in which ranks of other hosts end by themselves, and say why, when the run ends with a failure."""
+
 LEAVING = 3.0
 """Seconds in which the other hosts read that all is over."""
+
+SHOWN = 5
+"""Differences of a host that are named."""
 
 CALL = 5.0
 """Seconds between two looks at the place where hosts join, of a leader that is not there."""
@@ -38,13 +44,14 @@ Events = queue.Queue[tuple[Wire, dict[str, Any] | None]]
 
 @dataclass(frozen=True)
 class Size:
-    """hosts: that run; nproc: ranks of each. minutes: to wait for hosts. limit: of restarts in a row."""
+    """hosts: that run; nproc: ranks of each. minutes: to wait for hosts. limit: of restarts in a row. alike: Job's."""
 
     hosts: int
     nproc: int
     minutes: float
     limit: int
     version: str
+    alike: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -85,6 +92,9 @@ class Leader:
         """Of the attempt that runs, with the names of hosts; None while none runs."""
         self._since = time.monotonic()
         """When the hosts that are there began to wait, or were asked to end their ranks."""
+        self._launched = time.monotonic()
+        self._stop_at: float | None = None
+        """When the hosts whose ranks run are asked to end them."""
         self._stopping = self._over = self._takes_over = False
         self._reach = ""
         """An address of this host by which another one has reached it."""
@@ -131,7 +141,7 @@ class Leader:
     def _join(self, wire: Wire, size: dict[str, Any], known: dict[str, Any], **found: Any) -> None:
         """Phase 1. known: to a host that had another leader."""
         own = asdict(self._size)
-        differ = [f"{name} {size[name]}, here {own[name]}" for name in own if size[name] != own[name]]
+        differ = _differ(size.get("alike", {}), own["alike"]) or _differ(size, own)
         if differ:
             wire.send({"refused": f"the hosts of a run must be started alike: {'; '.join(differ)}"})
             return
@@ -143,7 +153,7 @@ class Leader:
         self._members[wire] = _Member(wire, address=address, **found)
         restarts = known["restarts"]
         if restarts is not None and (self._restarts is None or restarts["number"] > self._restarts.number):
-            self._restarts, self._takes_over, self._reason = Restarts(**restarts), known["failed"], known["reason"]
+            self._restarts, self._takes_over, self._reason = Restarts.heard(restarts), known["failed"], known["reason"]
         line = ""
         if self._takes_over:
             now = f"MASTER_ADDR {here} MASTER_PORT {self.port}"
@@ -162,19 +172,24 @@ class Leader:
         _send_leaders(self._members.values(), self._reach)
 
     def _ended(self, name: str, ending: Ending) -> None:
-        """Phase 3."""
+        """Phase 3. Ranks that were asked to stop do so together: no host ends those of another one before they have
+        saved."""
         assert self._endings is not None
         self._endings.append((name, ending))
-        if ending.code and not self._stopping:
-            self._stopping, self._since = True, time.monotonic()
-            for member in self._members.values():
-                if member.running:
-                    member.wire.send({"stop": ""})
+        asked = any(each.final and each.code in STOPPED for _, each in self._endings)
+        if asked and not self._stopping:
+            self._stop_at = None
+        elif ending.code and self._stop_at is None:
+            self._stop_at = time.monotonic() + (REPORTING if ending.final else 0.0)
 
     def _advance(self) -> None:
         """What is due now."""
         running = [member for member in self._members.values() if member.running]
         if self._endings is not None:
+            if self._stop_at is not None and not self._stopping and time.monotonic() >= self._stop_at:
+                self._stopping, self._since = True, time.monotonic()
+                for member in running:
+                    member.wire.send({"stop": ""})
             if running and self._stopping and time.monotonic() > self._since + ENDING:
                 for member in running:
                     member.wire.close()
@@ -196,7 +211,7 @@ class Leader:
 
     def _decide(self, endings: list[tuple[str, Ending]]) -> None:
         """Phase 5."""
-        self._endings, self._stopping, self._since = None, False, time.monotonic()
+        self._endings, self._stop_at, self._stopping, self._since = None, None, False, time.monotonic()
         failed = [(name, ending) for name, ending in endings if ending.code]
         final = [ending for _, ending in failed if ending.final]
         if not failed or final:
@@ -231,7 +246,7 @@ class Leader:
             free.discard(member.seat)
         seated = [member for member in self._members.values() if member.seat is not None]
         first = next(member for member in seated if member.seat == 0)
-        place = {"address": _reached(first, self._reach), "port": first.meet, "restarts": asdict(restarts)}
+        place = {"address": _reached(first, self._reach), "port": first.meet, "restarts": restarts.sent()}
         line = restarts.restart(self._reason) if restarts.number else ""
         self._endings = []
         for member in self._members.values():
@@ -244,7 +259,7 @@ class Leader:
     def _first_restarts(self) -> Restarts | None:
         """That of the attempt that begins; None where all is over."""
         if self._restarts is None:
-            return at_launch(self._size.limit, self._saved()[0])
+            return at_launch(self._size.limit, self._saved()[0], self._launched)
         if not self._takes_over:
             return self._restarts
         self._takes_over = False
@@ -255,19 +270,28 @@ class Leader:
 
     def _move(self, place: Place) -> None:
         """All members go to another leader, which begins with what is known here."""
-        restarts = None if self._restarts is None else asdict(self._restarts)
+        restarts = None if self._restarts is None else self._restarts.sent()
         known = {"restarts": restarts, "failed": self._takes_over, "reason": self._reason}
         for member in self._members.values():
             member.wire.send({"move": place, "known": known})
 
     def _call_first(self) -> None:
-        """A host that has come back to where hosts join leads nobody: it goes where the run is, or, if it runs nowhere,
-        all go to it."""
+        """A host that has come back to where hosts join has no members: it goes where the run is, or, if it runs
+        nowhere, all go to it."""
         first = self._first
         if first is not None and self._members and time.monotonic() > self._called + CALL:
             if _is_to_come(first, self.port, self._endings is not None):
                 self._move(first)
             self._called = time.monotonic()
+
+    def outlast(self, seconds: float) -> None:
+        """Wait until no other host that is led here runs ranks, `seconds` at most: without a leader they would start
+        again elsewhere what has been asked to stop."""
+        deadline = time.monotonic() + seconds
+        while any(member.running and not member.listens_here(self.port) for member in list(self._members.values())):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
 
     def _finish(self, code: int, line: str = "") -> None:
         """Tell all hosts that all is over; this one, which ends with its leader, last."""
@@ -285,8 +309,15 @@ class Leader:
 
 def _spare(member: _Member, restarts: Restarts, hosts: int) -> None:
     line = "" if member.spare else f"this host is a spare; --hosts {hosts} others have come before it"
-    member.wire.send({"said": line, "restarts": asdict(restarts)})
+    member.wire.send({"said": line, "restarts": restarts.sent()})
     member.spare = True
+
+
+def _differ(there: Mapping[str, object], here: Mapping[str, object]) -> list[str]:
+    """What is not the same on two hosts; of many, the first ones."""
+    names = [name for name in {**here, **there} if name != "alike" and there.get(name) != here.get(name)]
+    parts = [f"{name} {there.get(name)}, here {here.get(name)}" for name in names[:SHOWN]]
+    return [*parts, f"and {len(names) - SHOWN} more"] if len(names) > SHOWN else parts
 
 
 def listen_first(leader: Leader, server: socket.socket) -> None:

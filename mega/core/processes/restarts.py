@@ -19,15 +19,17 @@ import contextlib
 import shutil
 import signal
 import tempfile
+import time
 import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from mega.core.processes.exit_reports import write_error
 from mega.core.processes.launch import INTERRUPTED, Ending, local_environments, own, run_attempt
 from mega.core.processes.signals import heeded_signals
-from mega.core.processes.world import MEMORY_FOLDER
+from mega.core.processes.world import LAUNCHED, MEMORY_FOLDER
 
 PATIENCE = 0.2
 """Seconds that ranks whose peers have gone are given to end, before they are killed: nothing of theirs is wanted."""
@@ -36,18 +38,21 @@ PATIENCE = 0.2
 @dataclass(frozen=True)
 class Job:
     """What the ranks do. args: of `target`; resumes: whether a step was saved since the launch, so that the newest one
-    counts. saved: the newest step; 0 is none. memory: whether the ranks are given a folder in memory."""
+    counts. saved: the newest step; 0 is none. memory: whether the ranks are given a folder in memory. alike: what must
+    be the same on all hosts, by names that a user knows."""
 
     target: Callable[..., int | None]
     args: Callable[[bool], tuple[object, ...]]
     saved: Callable[[], int]
     memory: bool = False
+    alike: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Restarts:
     """The restarts of a job so far. limit: in a row without a newer save. began, saved: the steps that were saved at
-    the launch, and at the newest restart. best: that, or what peers had in memory then."""
+    the launch, and at the newest restart. best: that, or what peers had in memory then. launched: time.monotonic() of
+    this host at the launch."""
 
     limit: int
     began: int = 0
@@ -55,6 +60,7 @@ class Restarts:
     best: int = 0
     number: int = 0
     in_vain: int = 0
+    launched: float = 0.0
 
     def after(self, saved: int, held: int = 0) -> Restarts | None:
         """The restarts of the next attempt; None where the limit is reached. held: in memory.
@@ -69,6 +75,14 @@ class Restarts:
             return None
         best = max(newest, self.best)
         return replace(self, saved=saved, best=best, number=self.number + 1, in_vain=in_vain + 1)
+
+    @classmethod
+    def heard(cls, words: Mapping[str, Any]) -> Restarts:
+        """From what another host has sent, whose clock is another one."""
+        return cls(**{**words, "launched": time.monotonic() - words["launched"]})
+
+    def sent(self) -> dict[str, Any]:
+        return {**asdict(self), "launched": time.monotonic() - self.launched}
 
     @property
     def resumes(self) -> bool:
@@ -88,9 +102,9 @@ class Restarts:
         return f"gave up after {self.limit} restarts in a row in which {since} (--max-restarts): {reason}"
 
 
-def at_launch(limit: int, saved: int) -> Restarts:
+def at_launch(limit: int, saved: int, launched: float) -> Restarts:
     """At the launch."""
-    return Restarts(limit, saved, saved, saved)
+    return Restarts(limit, saved, saved, saved, launched=launched)
 
 
 def note_step(folder: Path, step: int) -> None:
@@ -116,9 +130,10 @@ class Stopped(Exception):
 
 def supervise(nproc: int, limit: int, job: Job) -> int:
     """Run a job on `nproc` local ranks, again after a failure that may pass; the exit code."""
+    launched = time.monotonic()
     with heeding_signals(), memory(job) as folder:
         try:
-            restarts = at_launch(limit, job.saved())
+            restarts = at_launch(limit, job.saved(), launched)
             while True:
                 environments = [each | attempt_variables(restarts, folder) for each in local_environments(nproc)]
                 ending = run_attempt(environments, job.target, job.args(restarts.resumes), patience=PATIENCE)
@@ -140,8 +155,9 @@ def exit_code(ending: Ending) -> int:
 
 
 def attempt_variables(restarts: Restarts, folder: Path | None) -> dict[str, str]:
-    """What ranks know of restarts, in torchrun's words."""
+    """What ranks know of restarts, mostly in torchrun's words."""
     found = {"TORCHELASTIC_RUN_ID": "mega", "TORCHELASTIC_RESTART_COUNT": str(restarts.number)}
+    found[LAUNCHED] = repr(restarts.launched)
     return found if folder is None else {**found, MEMORY_FOLDER: str(folder)}
 
 

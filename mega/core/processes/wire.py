@@ -57,6 +57,11 @@ class Wire:
         with contextlib.suppress(OSError):
             self.socket.close()
 
+    @property
+    def closed(self) -> bool:
+        """Here, or by the other end."""
+        return self._closed.is_set()
+
     def wait_closed(self, seconds: float) -> None:
         self._closed.wait(seconds)
 

@@ -20,6 +20,9 @@ MEETING_FILE = "MEGA_MEETING_FILE"
 MEMORY_FOLDER = "MEGA_PEER_MEMORY"
 """Environment variable: the folder, in this host's memory, that outlives the ranks of an attempt."""
 
+LAUNCHED = "MEGA_LAUNCHED"
+"""Environment variable: when a run that is started again was launched, in time.monotonic() of this host."""
+
 LAUNCHER_FILE = "MEGA_LAUNCHER_FILE"
 """Environment variable: how the names of files begin by which --nproc and its ranks tell each other how ranks ended."""
 

@@ -51,7 +51,8 @@ from mega.core.tasks.options import BenchmarkInputs, TaskOptions, benchmark
 from mega.core.tasks.show import Bar, show
 from mega.core.tasks.task import Benchmark, Done, Estimate, RowBenchmark, Sums, score
 from mega.core.text.tokenizer import Tokenizer
-from mega.core.training.start.consistency import Comparable, check_consistent, code
+from mega.core.training.start.consistency import Comparable, check_consistent
+from mega.core.training.start.equal import code
 
 SAVE_SECONDS = 5.0
 HASHED_BYTES = 1 << 30

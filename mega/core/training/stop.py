@@ -10,6 +10,7 @@ It knows neither steps nor validation: what the user is told of them at once is 
 from __future__ import annotations
 
 import math
+import os
 import signal
 import threading
 import time
@@ -25,6 +26,7 @@ from mega.core.parallel.collectives import CollectiveHandle, all_reduce
 from mega.core.parallel.mesh import Axis
 from mega.core.processes.connect import silent_ranks
 from mega.core.processes.signals import RepeatedSignal, heeded_signals
+from mega.core.processes.world import LAUNCHED
 from mega.core.training.notice import Outlook, SignalNotice
 
 _TIME_IS_UP, _SIGNAL, _FAULT = 1, 128, 512
@@ -44,8 +46,8 @@ class StoppedByFault(OSError):
 class StopSignal:
     """What may end this run before its last step.
 
-    on_signal: heed what a terminal or a scheduler sends. minutes: how long the run may take, from now. speaks: whether
-    this rank tells the user at once that a signal has come.
+    on_signal: heed what a terminal or a scheduler sends. minutes: how long the run may take, from now on, or from the
+    launch of ranks that may be started again. speaks: whether this rank tells the user at once that a signal has come.
     """
 
     def __init__(self, everyone: Axis, device: torch.device, *, on_signal: bool, minutes: int | None, speaks: bool):
@@ -62,7 +64,8 @@ class StopSignal:
         self._everyone, self._device = everyone, device
         self._wish = 0
         self._signals = RepeatedSignal()
-        self._deadline = time.monotonic() + 60 * minutes if minutes else math.inf
+        launched = float(os.environ.get(LAUNCHED, time.monotonic()))
+        self._deadline = launched + 60 * minutes if minutes else math.inf
         self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
         self._notice: SignalNotice | None = None
         if on_signal and threading.current_thread() is threading.main_thread():

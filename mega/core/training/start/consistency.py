@@ -16,18 +16,14 @@ import platform
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-import mega
-from mega.core.config.run import RunConfig, entries, flag_of, value_of
 from mega.core.device import Device
-from mega.core.files import sampled_digest
 from mega.core.parallel.collectives import all_reduce, gather_json
 from mega.core.parallel.mesh import Axis
+from mega.core.training.start.equal import code, contents, flags
 from mega.core.training.start.inputs import Inputs
 from mega.core.words import name_ranks
 
@@ -47,36 +43,7 @@ class Comparable(NamedTuple):
 
 def comparable(inputs: Inputs, device: Device) -> Comparable:
     """This rank's."""
-    return Comparable({**code(), **_flags(inputs.run), **_contents(inputs)}, _machine(device))
-
-
-def code() -> dict[str, str]:
-    return {"the version of mega": f"{mega.__version__} ({_source()[:8]})"}
-
-
-@cache
-def _source() -> str:
-    """Hash of our own source files, by their paths inside the package."""
-    root, found = Path(mega.__file__).parent, hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        found.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
-    return found.hexdigest()
-
-
-def _flags(run: RunConfig) -> dict[str, str]:
-    return {flag_of(name): str(value_of(run, name)) for name in entries()}
-
-
-def _contents(inputs: Inputs) -> dict[str, str]:
-    """Digests of the tokenizer and of all files of data that the run names."""
-    found = {"the tokenizer": inputs.tokenizer.fingerprint()} if inputs.tokenizer is not None else {}
-    for prefix, content in inputs.datasets.corpora.items():
-        found[f"the content of {prefix}"] = hashlib.sha256(json.dumps(dict(content)).encode()).hexdigest()
-    words = [value_of(inputs.run, name) for name, entry in entries().items() if entry.section == "data"]
-    for word in (each for value in words for each in (value if isinstance(value, tuple) else (value,))):
-        if isinstance(word, str) and word not in inputs.datasets.corpora and Path(word).is_file():
-            found[f"the content of {word}"] = sampled_digest(Path(word))
-    return {name: digest[:12] for name, digest in found.items()}
+    return Comparable({**code(), **flags(inputs.run), **contents(inputs)}, _machine(device))
 
 
 def _machine(device: Device) -> dict[str, str]:

@@ -1,0 +1,51 @@
+"""What must be equal wherever a run is started, by names that a user knows: code, flags, tokenizer, data. No torch.
+
+Ranks compare it before the first step (consistency.py), hosts when they join a run (processes/leader.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import cache
+from pathlib import Path
+
+import mega
+from mega.core.config.run import Options, RunConfig, entries, flag_of, value_of
+from mega.core.files import sampled_digest
+from mega.core.training.start.inputs import Inputs
+
+
+def code() -> dict[str, str]:
+    return {"the version of mega": f"{mega.__version__} ({_source()[:8]})"}
+
+
+@cache
+def _source() -> str:
+    """Hash of our own source files, by their paths inside the package."""
+    root, found = Path(mega.__file__).parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        found.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return found.hexdigest()
+
+
+def flags(run: RunConfig | Options) -> dict[str, str]:
+    return {flag_of(name): str(value_of(run, name)) for name in entries()}
+
+
+def alike(options: Options, inputs: Inputs) -> dict[str, str]:
+    """Of a host that joins a run. Its flags are those that were typed: what they resolve to may depend on what the run
+    has saved by then."""
+    return {**code(), **flags(options), **contents(inputs)}
+
+
+def contents(inputs: Inputs) -> dict[str, str]:
+    """Digests of the tokenizer and of all files of data that the run names."""
+    found = {"the tokenizer": inputs.tokenizer.fingerprint()} if inputs.tokenizer is not None else {}
+    for prefix, content in inputs.datasets.corpora.items():
+        found[f"the content of {prefix}"] = hashlib.sha256(json.dumps(dict(content)).encode()).hexdigest()
+    words = [value_of(inputs.run, name) for name, entry in entries().items() if entry.section == "data"]
+    for word in (each for value in words for each in (value if isinstance(value, tuple) else (value,))):
+        if isinstance(word, str) and word not in inputs.datasets.corpora and Path(word).is_file():
+            found[f"the content of {word}"] = sampled_digest(Path(word))
+    return {name: digest[:12] for name, digest in found.items()}
