@@ -291,6 +291,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("kinds", nargs="*", default=["kill", "stop", "host"])
     parser.add_argument("--times", type=int, help="jobs of each kind [kill 5, stop 2, host 1]")
+    parser.add_argument("--first", type=int, default=0, help="number of the first job")
     parser.add_argument("--loopback", action="store_true", help="no namespaces")
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--mean", type=float, default=180)
@@ -302,7 +303,7 @@ def main() -> None:
         there = [json.loads(row) for row in arguments.out.read_text().splitlines()]
     with fleet_of(not arguments.loopback) as made, arguments.out.open("a") as out:
         for kind in arguments.kinds:
-            for seed in range(arguments.times or {"kill": 5, "stop": 2}.get(kind, 1)):
+            for seed in range(arguments.first, arguments.times or {"kill": 5, "stop": 2}.get(kind, 1)):
                 done = sum(row["kind"] == kind and row["job"] == seed for row in there)
                 if done > TIMES.get(kind, FAULTS) or (kind == "poisson" and done):
                     continue

@@ -15,7 +15,7 @@ import pytest
 
 from mega.core.processes import leader as module
 from mega.core.processes.launch import Ending
-from mega.core.processes.leader import Leader, Size
+from mega.core.processes.leader import Leader, Size, outlast
 from mega.core.processes.restarts import Restarts
 from mega.core.processes.wire import Wire
 
@@ -150,11 +150,11 @@ def test_ranks_that_end_by_themselves_are_not_ended(
     monkeypatch.setattr(module, "REPORTING", 60.0)
     leader, a, b = pair
     b.ends(Ending(code, final=True))
-    leader.outlast(0.5)  # a's ranks run for longer
+    outlast(leader, 0.5)  # a's ranks run for longer
     a.ends(Ending(code, final=True))
     heard = a.hears_until("finish")
     assert heard[-1]["finish"] == code and not any("stop" in message for message in heard)
-    leader.outlast(60.0)
+    outlast(leader, 60.0)
 
 
 def test_a_host_with_other_flags_is_refused() -> None:

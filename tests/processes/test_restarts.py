@@ -332,7 +332,7 @@ def test_a_restart_counts_minutes_from_the_launch(tmp_path: Path, monkeypatch: p
     assert supervise(1, 1, Job(notes_its_launch, lambda resumes: (str(notes),), lambda: 0)) == 3
     first, second = map(float, notes.read_text().split())
     assert before <= first == second
-    there = Restarts.heard(Restarts(1, launched=first).sent())  # on a host with a clock of its own
+    there = Restarts.heard(**Restarts(1, launched=first).sent())  # on a host with a clock of its own
     assert first <= there.launched < first + 1.0
     monkeypatch.setenv(LAUNCHED, str(time.monotonic() - 90))
     everyone, device = Mesh.at(0).everyone, torch.device("cpu")

@@ -29,7 +29,7 @@ from mega import __version__
 from mega.core.processes.exit_reports import write_error
 from mega.core.processes.interface import is_own
 from mega.core.processes.launch import Ending, fork_server, launcher_folder, run_attempt
-from mega.core.processes.leader import ENDING, Leader, Place, Size, listen_first
+from mega.core.processes.leader import ENDING, Leader, Place, Size, listen_first, outlast
 from mega.core.processes.rendezvous import HANDSHAKE, duration
 from mega.core.processes.restarts import (
     PATIENCE,
@@ -76,7 +76,7 @@ def supervise_hosts(hosts: int, nproc: int, limit: int, minutes: float, job: Job
             return host.play()
         except Stopped as stopped:
             host.close()
-            leader.outlast(ENDING)
+            outlast(leader, ENDING)
             return stopped.code
         finally:
             host.close()
@@ -184,7 +184,7 @@ class Supervisor:
         if "leaders" in message:
             self._leaders = [(address, port) for address, port in message["leaders"]]
         elif "restarts" in message:
-            self._restarts = Restarts.heard(message["restarts"])
+            self._restarts = Restarts.heard(**message["restarts"])
         elif ORDERS & set(message):
             self._order(message)
 
@@ -210,7 +210,7 @@ class Supervisor:
 
     def _attempt(self, seat: int, address: str, port: int, restarts: Mapping[str, Any]) -> None:
         """Phases 2 and 3."""
-        self._seat, self._restarts = seat, Restarts.heard(restarts)
+        self._seat, self._restarts = seat, Restarts.heard(**restarts)
         if self._folder is not None and self._restarts.number != self._attempted + 1:
             for path in self._folder.glob("rank-*"):  # of an attempt before the last one, which others have gone beyond
                 path.unlink()

@@ -153,7 +153,11 @@ class Leader:
         self._members[wire] = _Member(wire, address=address, **found)
         restarts = known["restarts"]
         if restarts is not None and (self._restarts is None or restarts["number"] > self._restarts.number):
-            self._restarts, self._takes_over, self._reason = Restarts.heard(restarts), known["failed"], known["reason"]
+            self._restarts, self._takes_over, self._reason = (
+                Restarts.heard(**restarts),
+                known["failed"],
+                known["reason"],
+            )
         line = ""
         if self._takes_over:
             now = f"MASTER_ADDR {here} MASTER_PORT {self.port}"
@@ -284,15 +288,6 @@ class Leader:
                 self._move(first)
             self._called = time.monotonic()
 
-    def outlast(self, seconds: float) -> None:
-        """Wait until no other host that is led here runs ranks, `seconds` at most: without a leader they would start
-        again elsewhere what has been asked to stop."""
-        deadline = time.monotonic() + seconds
-        while any(member.running and not member.listens_here(self.port) for member in list(self._members.values())):
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.1)
-
     def _finish(self, code: int, line: str = "") -> None:
         """Tell all hosts that all is over; this one, which ends with its leader, last."""
         self._over = True
@@ -324,6 +319,16 @@ def listen_first(leader: Leader, server: socket.socket) -> None:
     """Listen also where hosts join: that turned out to be here."""
     leader._first = None
     threading.Thread(target=_accept, args=(server, leader._events), name="accept-first", daemon=True).start()
+
+
+def outlast(leader: Leader, seconds: float) -> None:
+    """Wait until no other host that is led here runs ranks, `seconds` at most: without a leader they would start again
+    elsewhere what has been asked to stop."""
+    deadline = time.monotonic() + seconds
+    while any(member.running and not member.listens_here(leader.port) for member in list(leader._members.values())):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
 
 
 def _accept(server: socket.socket, events: Events) -> None:

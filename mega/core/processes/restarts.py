@@ -24,7 +24,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from mega.core.processes.exit_reports import write_error
 from mega.core.processes.launch import INTERRUPTED, Ending, local_environments, own, run_attempt
@@ -77,11 +76,11 @@ class Restarts:
         return replace(self, saved=saved, best=best, number=self.number + 1, in_vain=in_vain + 1)
 
     @classmethod
-    def heard(cls, words: Mapping[str, Any]) -> Restarts:
+    def heard(cls, *, launched: float, **counts: int) -> Restarts:
         """From what another host has sent, whose clock is another one."""
-        return cls(**{**words, "launched": time.monotonic() - words["launched"]})
+        return cls(**counts, launched=time.monotonic() - launched)
 
-    def sent(self) -> dict[str, Any]:
+    def sent(self) -> dict[str, float]:
         return {**asdict(self), "launched": time.monotonic() - self.launched}
 
     @property

@@ -2,6 +2,7 @@
 
 inputs         a run checked and resolved once, its tokenizer and its data
 consistency    what ranks must agree on
+equal          of that, what hosts that join a run must have too
 introduce      what the user reads before the first step
 rank           one rank's start, put together of these
 dry_run        a trial of any layout, without ranks
