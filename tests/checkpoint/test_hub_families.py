@@ -382,3 +382,16 @@ def test_adapters_of_linears_that_are_called_or_fused_otherwise(tmp_path: Path, 
     joined = {f"{peft.WRAPPED}{name}": tensor for name, tensor in peft._joined(some, stored)}
     again = dict(peft._split(joined, stored, 3))
     assert again.keys() == some.keys() and all(torch.equal(again[name], some[name]) for name in some)
+
+
+def test_numbered_files_need_no_index(tmp_path: Path) -> None:
+    """Their headers name the tensors. One that is missing is named."""
+    hub.theirs("mistral").save_pretrained(tmp_path, max_shard_size="40KB")
+    expected = hub.wholes(hub.opened(tmp_path))
+    (tmp_path / "model.safetensors.index.json").unlink()
+    found = hub.wholes(hub.opened(tmp_path))
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    first, *_ = sorted(tmp_path.glob("model-*.safetensors"))
+    first.rename(tmp_path / "first")
+    with pytest.raises(CheckpointError, match=f"holds no index, and {first.name} is missing"):
+        hub.opened(tmp_path)

@@ -303,7 +303,8 @@ def _write_shards(folder: Path, table: Table, source: Source) -> int:
 
 
 def weights_of(folder: Path) -> EntrySource | TorchSource:
-    """The weights of a Hugging Face folder: safetensors if there, else `.bin`; alone or with an index.
+    """The weights of a Hugging Face folder: safetensors if there, else `.bin`; alone or with an index. All numbered
+    files of safetensors are read without one too, which transformers does not: each names its tensors.
 
     Where a folder has several, it is the one that transformers opens.
     """
@@ -324,7 +325,23 @@ def weights_of(folder: Path) -> EntrySource | TorchSource:
             where = "in the index only" if odd in weights else "not in the index"
             raise CheckpointError(f"{folder / index}: {odd} is {where}")
         return source
+    if numbered := _numbered(folder):
+        return safetensors_source(numbered)
     raise CheckpointError(f"{folder}: holds neither model.safetensors nor pytorch_model.bin, nor an index of either")
+
+
+def _numbered(folder: Path) -> list[Path]:
+    """model-00001-of-00003.safetensors and the others. Errors: CheckpointError naming the first that is missing."""
+    found = sorted(path.name for path in folder.glob("model-?????-of-?????.safetensors"))
+    if not found:
+        return []
+    count = found[-1][len("model-00001-of-") :].removesuffix(".safetensors")
+    last = int(count) if count.isdecimal() else 0
+    names = [f"model-{number:05d}-of-{count}.safetensors" for number in range(1, last + 1)]
+    if odd := sorted(set(found) ^ set(names)):
+        fault = "is missing" if odd[0] in names else f"is not one of {count}"
+        raise CheckpointError(f"{folder}: holds no index, and {odd[0]} {fault}")
+    return [inside(folder, name) for name in names]
 
 
 def _merged(paths: list[Path]) -> dict[str, torch.Tensor]:
