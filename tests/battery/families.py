@@ -9,6 +9,8 @@ layout      at tp 2 x pp 2: loss, gradients and weights of two steps against one
             by four ranks, whose logits in fp64 are those of `logits`
 files       bf16 -> a checkpoint of mega cut for tp 2 x pp 2 -> a folder again: tensors that differ in a bit
 greedy      50 tokens after 40, in fp64, through the engine and its cache: tokens that differ
+drawn       six models of other sizes: odd numbers of heads, layers and words, tied or not, in shards, without an index,
+            in three dtypes; fp64 logits over 96 tokens, and the way back: tensors that differ in a bit
 mutated     eight configurations, of which a key is renamed, a type unknown, or a size off: refused, equal to what
             transformers makes of them, or silent
 """
@@ -21,6 +23,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -54,6 +57,7 @@ CPU = torch.device("cpu")
 POOL = Pool(4)
 PROMPT, ANSWER = 140, 50
 MUTATIONS = 8
+DRAWN = 6
 
 Row = dict[str, Any]
 
@@ -184,6 +188,57 @@ def mutated(case: str, folder: Path) -> Row:
     return {**counts, "which": silent, "passed": not silent}
 
 
+def drawn(case: str, folder: Path) -> Row:
+    draw, worst, differ = random.Random(f"drawn {case}"), 0.0, []
+    for number in range(DRAWN):
+        here, values = folder / str(number), sizes(case, draw)
+        dtype = draw.choice((torch.bfloat16, torch.float16, torch.float32))
+        shards = {"max_shard_size": "8KB"} if draw.random() < 0.7 else {}
+        theirs = hub.theirs(case, **values)
+        deepcopy(theirs).to(dtype).save_pretrained(here / "hf", **shards)
+        with torch.no_grad():
+            for parameter in theirs.parameters():  # the rounded weights, but not rounded tables of positions
+                parameter.copy_(parameter.to(dtype))
+        if shards and draw.random() < 0.5:
+            (here / "hf" / "model.safetensors.index.json").unlink(missing_ok=True)
+        stage, batch = stage_of(here / "hf"), hub.batch_of(96, vocab=values["vocab_size"])
+        with torch.no_grad(), hub.wide():
+            expected = theirs(batch.tokens, use_cache=False).logits
+            ours = stage(batch, outputs=True).outputs[..., : values["vocab_size"]]
+        worst = max(worst, float((ours - expected).abs().max()))
+        convert(here / "hf", here / "run", layout=Layout(1, 1 + (theirs.config.num_hidden_layers % 2 == 0)))
+        convert(here / "run", here / "back")
+        before, after = (held(here / name) for name in ("hf", "back"))
+        odd = before.keys() != after.keys() or any(not torch.equal(before[name], after[name]) for name in before)
+        differ += [str(values)] if odd else []
+    return {"worst": worst, "differ": differ, "passed": worst < 1e-5 and not differ}
+
+
+def held(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: one for path in folder.glob("*.safetensors") for name, one in load_file(path).items()}
+
+
+def sizes(case: str, draw: random.Random) -> Row:
+    """Of another model of a case, by the keys of its configuration."""
+    _, given = hub.CASES[case]
+    gpt = "n_embd" in given
+    heads, width, layers = draw.choice((1, 3, 5)), draw.choice((8, 16)), draw.choice((1, 2, 3, 5))
+    named = ("n_embd", "n_head", "n_layer", "n_inner") if gpt else HUB_SIZES
+    numbers = (heads * width, heads, layers, draw.choice((13, 37, 40)))
+    found: Row = {**dict(zip(named, numbers, strict=True)), "vocab_size": draw.choice((89, 97, 128))}
+    if "head_dim" in given:
+        found |= {"head_dim": width, "hidden_size": heads * draw.choice((6, 10))}
+    if "num_key_value_heads" in given:
+        found["num_key_value_heads"] = draw.choice((1, heads))
+    if case.startswith("phi3") and "rope_parameters" in given and "short_factor" in given["rope_parameters"]:
+        found |= {"hidden_size": heads * 8}
+    if "layer_types" in given:
+        found["layer_types"] = [draw.choice(("sliding_attention", "full_attention")) for _ in range(layers)]
+    found["tie_word_embeddings"] = draw.random() < 0.5
+    return found
+
+
+HUB_SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size")
 NOT_READ = ("architectures", "dtype", "transformers_version", "bos_token_id", "eos_token_id", "use_cache")
 
 
@@ -213,6 +268,7 @@ ITEMS: dict[str, Callable[[str, Path], Row]] = {
     "gradients": gradients,
     "files": files,
     "greedy": greedy,
+    "drawn": drawn,
     "mutated": mutated,
     "layout": layout,
 }
