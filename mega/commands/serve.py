@@ -47,9 +47,11 @@ def run(
     from mega.core.processes.launch import run_ranks
 
     check_host(listen.host, token)
-    name, adapters = answers.name or path.resolve().name, adapter_paths(model.adapter)
-    if name in adapters:
-        raise ValueError(f"--adapter {name}={adapters[name]}: {name} is the model itself; give it another name")
+    own = answers.name or next(iter(answers.served_model_name), path.resolve().name)
+    adapters = adapter_paths(model.adapter)
+    for name in (own, *answers.served_model_name):
+        if name in adapters:
+            raise ValueError(f"--adapter {name}={adapters[name]}: {name} is the model itself; give it another name")
     engine.check_speculation()
     plan = ServePlan(
         path=str(path),
@@ -57,7 +59,7 @@ def run(
         model=model,
         layout=layout,
         engine=engine,
-        options=dataclasses.replace(answers, name=name, adapters=tuple(adapters), token=token, limits=limits),
+        options=dataclasses.replace(answers, name=own, adapters=tuple(adapters), token=token, limits=limits),
         adapters=adapters,
     )
     return run_ranks(layout.tp * layout.pp, serve_rank, plan)

@@ -390,6 +390,7 @@ def draws_of(groups: Groups, rank: int, tp: int, pp: int) -> list[list[int]] | N
     if engine is None:
         return None
     how = Sampling(seed=11, temperature=1.2, top_p=0.9, top_p_decay=0.97, min_p=0.01, repetition_penalty=1.3)
+    how = replace(how, presence_penalty=0.5, frequency_penalty=-0.25, logit_bias=((5, 1.5), (9, -100.0)))
     asked = [Request(prompt=prompt, tokens=30, sampling=how) for prompt in prompts(3, 512)]
     said = [tokens(events) for events in answers(engine, asked)]
     engine.close()
@@ -495,6 +496,20 @@ def test_only_what_is_allowed_follows() -> None:
         (events,) = answers(engine, [request])
         said = list(events[-1].beams[0].ids) if events[-1].beams else tokens(events)
         assert [token % 2 for token in said] == [1, 0] * 7 + [1]
+
+
+def test_what_a_request_names_is_forced_or_banned() -> None:
+    """Beside a request that names nothing, and again after it."""
+    engine = engine_of(made(FAMILIES["gpt"]))
+    plain = Request(prompt=(1, 2, 3), tokens=6, sampling=GREEDY)
+    free = tokens(answers(engine, [plain])[0])
+    banned = replace(GREEDY, logit_bias=tuple((token, -100.0) for token in sorted(set(free))))
+    forced = replace(GREEDY, logit_bias=((7, 100.0),))
+    once = replace(forced, presence_penalty=2.0, frequency_penalty=2.0, logit_bias=((7, 1.0),))
+    asked = [replace(plain, sampling=how) for how in (banned, forced, once, GREEDY)]
+    for _ in range(2):
+        without, sevens, _, again = (tokens(each) for each in answers(engine, asked))
+        assert not set(without) & set(free) and sevens == [7] * 6 and again == free
 
 
 def test_the_penalty_is_that_of_others() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from mega.core.inference.beam import BeamSearch
 from mega.core.inference.request import Request, RequestError, Sampling
-from mega.core.inference.sampling import draw, penalised, probabilities, uniform
+from mega.core.inference.sampling import SeenIds, draw, penalised, probabilities, uniform
 
 LOGITS = torch.tensor([0.1, 0.5, 0.15, 0.25]).log()
 
@@ -84,6 +84,20 @@ def test_each_row_is_filtered_alone() -> None:
 def test_the_penalty_makes_what_was_seen_less_likely() -> None:
     seen = torch.tensor([[True, True, False]])
     assert penalised(torch.tensor([[2.0, -2.0, 1.0]]), seen, torch.tensor([[2.0]])).tolist() == [[1.0, -4.0, 1.0]]
+
+
+def test_what_an_answer_holds_and_what_a_request_names_change_logits() -> None:
+    """Once by presence, by each time it is there by frequency; the prompt's ids count in neither."""
+    ids = SeenIds(2, 3, torch.device("cpu"))
+    ids.seen[1, 2] = True  # of the prompt
+    ids.add(torch.tensor([1]), torch.tensor([0]))
+    ids.add(torch.tensor([1]), torch.tensor([0]))
+    ids.favour(torch.tensor([[1, 1]]), torch.tensor([5.0]))
+    one, presence, frequency = torch.ones(2, 1), torch.full((2, 1), 0.5), torch.full((2, 1), 0.25)
+    found = ids.adjusted(torch.zeros(2, 3), torch.tensor([1, -1]), one, presence, frequency)
+    assert found.tolist() == [[-1.0, 5.0, 0.0], [0.0, 0.0, 0.0]]
+    ids.clear(torch.tensor([1]))
+    assert not ids.counts.any() and not ids.seen.any() and not ids.bias.any()
 
 
 def test_a_share_that_was_rounded_away_is_not_drawn() -> None:

@@ -126,6 +126,7 @@ class ModelDrafts:
             seen=none,
             requests=np.array([each.request for each in asked[:rows]], dtype=np.int64),
             marks=pairs,
+            biases=np.zeros((0, 3)),
             numbers=np.array(numbers, dtype=np.float64).reshape(-1, len(NUMBERS)),
             allowed=np.zeros((0, 0), dtype=np.bool_),
         )

@@ -36,6 +36,9 @@ MOST_TEMPERATURE = 1e30
 REPETITION_PENALTIES = (1e-3, 1e3)
 """The least and the greatest: logits stay finite in fp32."""
 
+MOST_PENALTY, MOST_BIAS = 2.0, 100.0
+"""Either way, as OpenAI has them: of a token that is there, and of one that a request names."""
+
 Top = tuple[tuple[int, float], ...]
 """The likeliest ids and their log-probabilities, likeliest first."""
 
@@ -72,6 +75,8 @@ class Sampling:
         does not fall below the bound.
     min_p: keeps tokens of at least this share of the likeliest one's probability.
     repetition_penalty: logits of ids in the prompt or the answer are divided by it where positive, else multiplied.
+    presence_penalty, frequency_penalty: are taken from the logits of ids in the answer, the one once, the other as
+        often as the id is there. logit_bias: (id, what is added to its logit), in the order of ids.
     seed: the same seed gives the same answer in any batch and layout; None: a new one for each request.
 
     Errors: RequestError naming the field.
@@ -84,6 +89,9 @@ class Sampling:
     top_p_bound: float = 0.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -98,8 +106,19 @@ class Sampling:
         least, most = REPETITION_PENALTIES
         rule = f"must be from {least:g} to {most:g} (1 is off)"
         _real("repetition_penalty", self.repetition_penalty, lambda x: least <= x <= most, rule)
+        for name in ("presence_penalty", "frequency_penalty"):
+            rule = f"must be from {-MOST_PENALTY:g} to {MOST_PENALTY:g} (0 is off)"
+            _real(name, getattr(self, name), lambda x: abs(x) <= MOST_PENALTY, rule)
+        for _, bias in self.logit_bias:
+            _real("logit_bias", bias, lambda x: abs(x) <= MOST_BIAS, f"must be from {-MOST_BIAS:g} to {MOST_BIAS:g}")
         if self.seed is not None:
             _whole("seed", self.seed, *SEEDS, f"must be a whole number from {SEEDS[0]} to {SEEDS[1]}")
+
+    @property
+    def penalised(self) -> bool:
+        """Whether logits depend on the text so far, or on ids that the request names."""
+        penalties = self.presence_penalty or self.frequency_penalty or self.logit_bias
+        return self.repetition_penalty != 1 or bool(penalties)
 
     @property
     def greedy(self) -> bool:

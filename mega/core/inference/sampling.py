@@ -74,6 +74,48 @@ def penalised(logits: torch.Tensor, seen: torch.Tensor, penalty: torch.Tensor) -
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
+class SeenIds:
+    """What the logits of requests in flight are adjusted by, a row each: whether an id was in the text, how often it is
+    in the answer, and what the request adds to its logit; the last from the first request on that does."""
+
+    def __init__(self, requests: int, vocab: int, device: torch.device) -> None:
+        self.seen = torch.zeros(requests, vocab, dtype=torch.bool, device=device)
+        self.counts = torch.zeros(requests, vocab, dtype=torch.float32, device=device)
+        self.bias: torch.Tensor | None = None
+
+    def clear(self, rows: torch.Tensor) -> None:
+        for each in (self.seen, self.counts, self.bias):
+            if each is not None:
+                each[rows] = 0
+
+    def favour(self, pairs: torch.Tensor, bias: torch.Tensor) -> None:
+        """pairs [b, 2]: row and id. bias [b]."""
+        if self.bias is None:
+            self.bias = torch.zeros_like(self.counts)
+        self.bias[pairs[:, 0], pairs[:, 1]] = bias.float()
+
+    def add(self, rows: torch.Tensor, ids: torch.Tensor) -> None:
+        """New tokens of answers."""
+        self.seen[rows, ids] = True
+        self.counts[rows, ids] += 1
+
+    def adjusted(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        penalty: torch.Tensor,
+        presence: torch.Tensor,
+        frequency: torch.Tensor,
+    ) -> torch.Tensor:
+        """logits [m, vocab]. rows [m]: of these tables, below 0 for one that is left as it is. penalty, presence,
+        frequency [m, 1]: as of `Sampling` (OpenAI's API reference has the last two)."""
+        mine, at = (rows >= 0)[:, None], rows.clamp(min=0)
+        counts = self.counts[at] * mine
+        logits = penalised(logits, self.seen[at] & mine, penalty)
+        logits = logits - (counts > 0) * presence - counts * frequency
+        return logits if self.bias is None else logits + self.bias[at] * mine
+
+
 def likeliest(logits: torch.Tensor) -> torch.Tensor:
     """Of each row of [m, vocab] the first id of the largest, [m]."""
     if logits.is_cpu:  # numpy's takes a fifth of the time of torch's

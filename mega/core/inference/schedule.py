@@ -30,7 +30,7 @@ from mega.core.inference.speculate import SURE, TOKENS, Confidence, Drafter, Gue
 from mega.core.inference.step import BEAM, CHOOSE, NOT_FINITE, NUMBERS, Step, from_request
 from mega.core.ops.paged_attention import Integers
 
-NEUTRAL = (1.0, 0.0, 1.0, 0.0, 1.0, 0.0)
+NEUTRAL = (1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0)
 """NUMBERS of a row that draws nothing."""
 
 
@@ -90,7 +90,7 @@ class InFlight:
 
     @cached_property
     def penalised(self) -> bool:
-        return self.request.sampling.repetition_penalty != 1 and not self.request.beams
+        return self.request.sampling.penalised and not self.request.beams
 
     @cached_property
     def tops(self) -> int:
@@ -210,6 +210,7 @@ class Scheduler:
         self._running: list[InFlight] = []
         self._ended: list[Event] = []
         self._copies: list[tuple[int, int]] = []
+        self._biases: list[tuple[int, int, float]] = []
         self._indices = list(range(limits.requests))
         self._rows: deque[list[WantedRow]] = deque()
         self._numbers = 0
@@ -239,6 +240,9 @@ class Scheduler:
         bad = next((token for token in request.prompt if not 0 <= token < limits.vocab), None)
         if bad is not None:
             raise RequestError("prompt", f"token {bad}", f"ids of this model are from 0 to {limits.vocab - 1}")
+        beyond = [token for token, _ in request.sampling.logit_bias if not 0 <= token < limits.vocab]
+        if beyond:
+            raise RequestError("logit_bias", beyond[0], f"ids of this model are from 0 to {limits.vocab - 1}")
         if longest > limits.longest:
             raise RequestError(
                 "tokens", request.tokens, f"with the prompt's {len(request.prompt)} at most {limits.longest} fit"
@@ -388,6 +392,7 @@ class Scheduler:
         if answer.penalised:
             marks.append((answer.index, -1))
             marks.extend((answer.index, token) for token in sorted(set(request.prompt)))
+            self._biases.extend((answer.index, *each) for each in request.sampling.logit_bias)
         plain = not (request.beams or request.allowed or answer.penalised or answer.short_until is not None)
         if self._drafter is not None and plain:
             answer.confidence = Confidence.begin(self._drafter.eager)
@@ -453,6 +458,7 @@ class Scheduler:
             sequence.awaited += len(ends)
 
     def _step(self, work: _Work, copies: Sequence[tuple[int, int]], marks: Sequence[tuple[int, int]]) -> Step:
+        biases, self._biases = self._biases, []
         size, tokens, positions, stored, lengths = self.blocks.size, list[int](), list[int](), list[int](), list[int]()
         for sequence, take, index, guesses in work.sequences:
             at, blocks = sequence.computed, sequence.blocks
@@ -486,6 +492,7 @@ class Scheduler:
                 [row.answer.index if self._ahead and row.followed else -1 for row in work.rows], dtype=np.int64
             ),
             marks=_pairs(marks),
+            biases=np.array(biases, dtype=np.float64).reshape(-1, 3),
             numbers=np.array([_numbers(row) for row in work.rows], dtype=np.float64).reshape(-1, len(NUMBERS)),
             allowed=_masks(work.rows, self.limits.vocab),
         )
@@ -671,10 +678,11 @@ def _numbers(row: WantedRow) -> tuple[float, ...]:
     how, new = row.answer.request.sampling, row.number
     if row.target != CHOOSE:
         return NEUTRAL
+    there = how.presence_penalty, how.frequency_penalty
     if how.greedy:
-        return (0.0, 0.0, 1.0, 0.0, how.repetition_penalty, 0.0)
+        return (0.0, 0.0, 1.0, 0.0, how.repetition_penalty, 0.0, *there)
     chance = uniform(row.answer.seed, new)
-    return (how.temperature, how.top_k, top_p_after(how, new), how.min_p, how.repetition_penalty, chance)
+    return (how.temperature, how.top_k, top_p_after(how, new), how.min_p, how.repetition_penalty, chance, *there)
 
 
 def _pairs(pairs: Iterable[tuple[int, int]]) -> Integers:

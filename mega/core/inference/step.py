@@ -21,7 +21,7 @@ CHOOSE, BEAM = -1, -2
 NOT_FINITE = -1
 """In the place of a chosen id: the logits hold a NaN or an infinity."""
 
-NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "uniform")
+NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "uniform", "presence", "frequency")
 """Columns of `Step.numbers`; uniform: in [0, 1), what a draw goes by."""
 
 
@@ -51,6 +51,7 @@ class Step:
     request whose last token is what is chosen, or -1. numbers:
     float64 [m, NUMBERS].
     marks: int64 [p, 2], (row of seen ids, id to add to it), with id -1 to clear it first.
+    biases: float64 [b, 3], (row of seen ids, id, what is added to its logit), after `marks`.
     allowed: bool [m, vocab], or [0, 0] where everything is.
     """
 
@@ -70,6 +71,7 @@ class Step:
     seen: Integers
     requests: Integers
     marks: Integers
+    biases: NDArray[np.float64]
     numbers: NDArray[np.float64]
     allowed: NDArray[np.bool_]
 
@@ -141,7 +143,7 @@ def scratch_step(counts: Sequence[int], block: int, before: int = 0, free: int =
     runs = len(counts)
     lengths = np.array(counts, dtype=np.int64)
     none, pairs = np.zeros(int(lengths.sum()), dtype=np.int64), np.zeros((0, 2), dtype=np.int64)
-    rows, drawn = np.zeros(runs, dtype=np.int64), (1.0, 0.0, 1.0, 0.0, 1.0, 0.5)
+    rows, drawn = np.zeros(runs, dtype=np.int64), (1.0, 0.0, 1.0, 0.0, 1.0, 0.5, 0.0, 0.0)
     width = -(-(int(lengths.max()) + before) // block)
     tables = 1 + np.arange(runs * width).reshape(runs, width)
     if runs * width > free:
@@ -168,6 +170,7 @@ def scratch_step(counts: Sequence[int], block: int, before: int = 0, free: int =
         seen=rows - 1,
         requests=rows - 1,
         marks=pairs,
+        biases=np.zeros((0, 3)),
         numbers=np.array([drawn] * runs, dtype=np.float64),
         allowed=np.zeros((0, 0), dtype=np.bool_),
     )
@@ -177,7 +180,7 @@ def _padded(array: Integers, missing: int, value: int = 0) -> Integers:
     return np.concatenate([array, np.full(missing, value)]) if missing else array
 
 
-_FLAT = {field.name for field in fields(Step)} - {"tables", "copies", "marks", "numbers", "allowed"}
+_FLAT = {field.name for field in fields(Step)} - {"tables", "copies", "marks", "biases", "numbers", "allowed"}
 
 
 def _as_integers(array: NDArray[Any]) -> Integers:
@@ -194,4 +197,4 @@ def _length(name: str, elements: int) -> int:
 def _from_integers(name: str, array: Integers, elements: int) -> NDArray[np.generic]:
     if name == "allowed":
         return np.unpackbits(array.view(np.uint8), count=elements).astype(np.bool_)
-    return array.view(np.float64) if name == "numbers" else array
+    return array.view(np.float64) if name in ("numbers", "biases") else array

@@ -23,7 +23,7 @@ from mega.core.device import HostArray, sent
 from mega.core.inference.graphs import StepGraphs, known
 from mega.core.inference.loading.adapters import AdapterChoice
 from mega.core.inference.paged_cache import PagedCache
-from mega.core.inference.sampling import Filters, draw, likeliest, penalised
+from mega.core.inference.sampling import Filters, SeenIds, draw, likeliest
 from mega.core.inference.schedule import Choice
 from mega.core.inference.step import BEAM, CHOOSE, NOT_FINITE, Step
 from mega.core.model.decode import DecodeStep
@@ -94,7 +94,7 @@ class Worker:
             agree, ends = partial(first_problem, axis=mesh.tp, device=device), (mesh.pp.first, mesh.pp.last)
             width = -(-model.positions // block)
             self.graphs = StepGraphs(self._decode, self.cache, width, self._latest, ends, requests, most, agree=agree)
-        self._seen: torch.Tensor | None = None
+        self._seen: SeenIds | None = None
 
     @property
     def chooses(self) -> bool:
@@ -111,7 +111,7 @@ class Worker:
         if len(step.copies):
             self.cache.copy(*sent(step.copies, self.device).unbind(1))
         if len(step.marks) and self.chooses:
-            self._mark(step.marks)
+            self._mark(step.marks, step.biases)
         parts = [step] if self.tile is None else step.tiles(self.tile)
         logits: list[torch.Tensor] = []
         for part in parts:
@@ -198,12 +198,12 @@ class Worker:
             none = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
             return none, torch.zeros(len(logits), 1, device=logits.device)
         penalties, drawn = (step.seen >= 0).any(), chosen & (step.numbers[:, 0] > 0)
-        _, _, _, _, penalty, uniform = step.numbers.T[..., None]
+        _, _, _, _, penalty, uniform, presence, frequency = step.numbers.T[..., None]
         if penalties:
             assert self._seen is not None
+            amounts = (sent(each.astype(np.float32), self.device) for each in (penalty, presence, frequency))
             rows = sent(step.seen, self.device)
-            seen = self._seen[rows.clamp(min=0)] & (rows >= 0)[:, None]
-            logits = penalised(logits, seen, sent(penalty.astype(np.float32), self.device))
+            logits = self._seen.adjusted(logits, rows, *amounts)
         if allowed is not None:
             logits = logits.masked_fill(~allowed, -torch.inf)
         if not drawn.any():
@@ -218,17 +218,17 @@ class Worker:
         if penalties:
             assert self._seen is not None
             there = sent(np.flatnonzero(step.seen >= 0), self.device)
-            self._seen[rows[there], ids[there]] = True
+            self._seen.add(rows[there], ids[there])
         return ids, share
 
-    def _mark(self, marks: NDArray[np.int64]) -> None:
-        """Add ids to rows of seen ids, or clear such a row."""
+    def _mark(self, marks: NDArray[np.int64], biases: NDArray[np.float64]) -> None:
+        """Add ids to rows of seen ids, or clear such a row; set the biases of rows."""
         if self._seen is None:
-            self._seen = torch.zeros(self.requests, self.vocab, dtype=torch.bool, device=self.device)
-        cleared = marks[:, 1] < 0
-        self._seen[sent(marks[cleared, 0], self.device)] = False
-        rows, ids = sent(marks[~cleared], self.device).unbind(1)
-        self._seen[rows, ids] = True
+            self._seen = SeenIds(self.requests, self.vocab, self.device)
+        self._seen.clear(sent(marks[marks[:, 1] < 0, 0], self.device))
+        self._seen.seen[*sent(marks[marks[:, 1] >= 0], self.device).unbind(1)] = True
+        if len(biases):
+            self._seen.favour(sent(biases[:, :2].astype(np.int64), self.device), sent(biases[:, 2].copy(), self.device))
 
     def _deliver(self, result: torch.Tensor | None, step: Step) -> Launched:
         """What the last stage found, on its way to rank 0; nothing elsewhere."""
@@ -322,7 +322,7 @@ class Launched:
 
 def _filters(numbers: NDArray[np.float64], device: torch.device) -> Filters:
     """What no row asks for is left out."""
-    temperature, top_k, top_p, min_p, _, _ = numbers.T[..., None]
+    temperature, top_k, top_p, min_p, *_ = numbers.T[..., None]
 
     def there(column: NDArray[np.float64]) -> torch.Tensor:
         return sent(column.astype(np.float32), device)

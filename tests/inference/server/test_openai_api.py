@@ -121,8 +121,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["a"] * 17}, "at most 16"),
     ({"logprobs": 21}, "logprobs 21"),
     ({"stream_options": {"include_usage": True}}, "needs stream"),
-    ({"presence_penalty": 1.5}, "not supported"),
-    ({"logit_bias": {"5": 1}}, "not supported"),
+    ({"presence_penalty": 2.5}, "from -2.0 to 2.0"),
+    ({"logit_bias": {"x": 1}}, "logit_bias x: must be a token id"),
+    ({"logit_bias": {"5": 101}}, "logit_bias 101"),
+    ({"stop_token_ids": [900]}, "stop_token_ids: token 900"),
+    ({"include_stop_str_in_output": True}, "not supported; valid: False"),
+    ({"min_tokens": 3}, "unknown field"),
     ({"best_of": 2}, "not supported"),
     ({"suffix": "b"}, "not supported"),
     ({"chat_template": "{{ 1 }}"}, "unknown field"),
@@ -201,7 +205,7 @@ def test_a_chat_is_rendered_by_the_servers_template_alone(server: Running, engin
     [
         {"messages": []},
         {"messages": "hi"},
-        {"messages": [{"role": "tool", "content": "x"}]},
+        {"messages": [{"role": "function", "content": "x"}]},
         {"messages": [{"role": "user"}]},
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         {"messages": [{"role": "user", "content": "x", "name": 5}]},
@@ -218,6 +222,24 @@ def test_a_bad_chat_is_refused(server: Running, fields: dict[str, Any]) -> None:
     talk = {"messages": [{"role": "user", "content": "x"}]}
     reply = server.ask("POST", "/v1/chat/completions", {**talk, **fields})
     assert reply.status == 400, reply
+
+
+def test_what_the_schema_takes_is_taken(server: Running, engine: FakeEngine) -> None:
+    """Whole numbers such as 16.0 too; penalties and biases reach the engine, scores of a prompt the client."""
+    body = {"prompt": [72.0, 105], "max_tokens": 2.0, "presence_penalty": -1, "frequency_penalty": 0.5, "top_k": -1}
+    reply = server.ask("POST", "/v1/completions", {**body, "logit_bias": {"9": 5, "5": -1.5}, "prompt_logprobs": 1})
+    assert reply.status == 200, reply
+    request = engine.seen[-1]
+    assert (request.prompt, request.tokens, request.sampling.top_k) == ((72, 105), 2, 0)
+    assert request.sampling.logit_bias == ((5, -1.5), (9, 5.0)) and request.sampling.presence_penalty == -1
+    (choice,) = reply.json["choices"]
+    assert choice["logprobs"] is None
+    assert choice["prompt_logprobs"] == [None, {"105": {"logprob": -0.5, "rank": 1, "decoded_token": "i"}}]
+    assert server.ask("POST", "/detokenize", {"tokens": [72.0]}).json == {"prompt": "H"}
+    for body in ({"top_p_decay": 0.5}, {"top_p_bound": 0.5}):
+        assert server.ask("POST", "/v1/completions", {"prompt": "a", **body}).status == 200
+    reply = server.ask("POST", "/tokenize", {"prompt": None})
+    assert reply.status == 400 and "prompt" in reply.json["error"]["message"]
 
 
 def test_the_tokenizer_is_served_as_a_harness_asks_for_it(server: Running) -> None:
@@ -271,7 +293,7 @@ def test_an_adapter_is_asked_for_as_a_model(server: Running, engine: FakeEngine)
 def test_the_page_of_options_and_the_counters(server: Running) -> None:
     paths = server.ask("GET", "/openapi.json").json["paths"]
     chat = paths["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert chat["properties"]["messages"]["items"]["properties"]["role"]["enum"][-1] == "assistant"
+    assert chat["properties"]["messages"]["items"]["properties"]["role"]["enum"][-1] == "tool"
     for path, method, kind in (("/v1/completions", "post", "text/event-stream"), ("/metrics", "get", "text/plain")):
         assert kind in paths[path][method]["responses"]["200"]["content"]
     wanted = {

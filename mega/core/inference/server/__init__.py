@@ -8,6 +8,7 @@ session         text above the engine: stop strings, half characters, who has le
 driver          the thread that calls the engine, and the bounded queue in front of it
 connections     limits of connections: headers, slow clients, how many at a time
 fields          the fields of a request as models: their checks, their refusals, their OpenAPI
+tools           functions that a model may call: from a request to a prompt, from a text to calls; reasoning
 constrain       answers that match a JSON schema or a regular expression
 limits, metrics figures: what is accepted, what happened
 client          asks such a server, or Megatron-LM's, from a command line

@@ -182,8 +182,7 @@ def _add_openai(app: FastAPI, service: Service) -> None:
         return {"id": name, **common, "max_model_len": service.longest}
 
     async def models() -> Any:
-        names = (service.options.name, *service.options.adapters)
-        return {"object": "list", "data": [described(name) for name in names]}
+        return {"object": "list", "data": [described(name) for name in service.names]}
 
     async def one_model(name: str) -> Any:
         service.adapter(name)

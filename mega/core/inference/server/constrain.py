@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +20,7 @@ from mega.core.inference.server.limits import GRAMMAR_BYTES
 from mega.core.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from llguidance import LLParserLimits, LLTokenizer
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 _FIELD = "response_format"
 _FORMS = (
@@ -40,26 +40,32 @@ class Grammars:
     def compile(self, wanted: Mapping[str, object]) -> Grammar:
         """The grammar of a response_format. Errors: BadField."""
         source = _source(wanted)
+
+        def text(matcher: type[LLMatcher]) -> str:
+            if isinstance(source, str):
+                return matcher.grammar_from_regex(source)
+            return matcher.grammar_from_json_schema(json.dumps(source), overrides={"whitespace_pattern": "[ ]?"})
+
+        return self._made(_FIELD, text)
+
+    def lark(self, wanted: str) -> Grammar:
+        """The grammar of a call of functions (tools.py). Errors: BadField naming `tools`."""
+        return self._made("tools", lambda matcher: matcher.grammar_from_lark(wanted))
+
+    def _made(self, field: str, text: Callable[[type[LLMatcher]], str]) -> Grammar:
         if importlib.util.find_spec("llguidance") is None:
-            raise BadField(
-                _FIELD, f"{_FIELD}: this server cannot constrain answers; it needs pip install 'mega[serve]'"
-            )
+            rule = "this server cannot constrain answers; it needs llguidance, of the extra serve"
+            raise BadField(field, f"{field}: {rule}")
         if self._tokenizer.eod is None:
-            raise BadField(_FIELD, f"{_FIELD}: the model's tokenizer has no token that ends an answer")
+            raise BadField(field, f"{field}: the model's tokenizer has no token that ends an answer")
         from llguidance import LLMatcher
 
         with self._lock:
             self._library = self._library or _library_tokenizer(self._tokenizer, self._vocab)
         try:
-            text = (
-                LLMatcher.grammar_from_regex(source)
-                if isinstance(source, str)
-                else LLMatcher.grammar_from_json_schema(json.dumps(source), overrides={"whitespace_pattern": "[ ]?"})
-            )
-            made = Grammar(self._library, text, self._vocab, self._tokenizer.eod)
+            return Grammar(self._library, text(LLMatcher), self._vocab, self._tokenizer.eod)
         except (ValueError, RecursionError) as error:
-            raise BadField(_FIELD, f"{_FIELD}: {_one_line(error)}") from None
-        return made
+            raise BadField(field, f"{field}: {_one_line(error)}") from None
 
 
 def _one_line(error: object) -> str:

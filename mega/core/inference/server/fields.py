@@ -6,7 +6,7 @@ A field that no model has, or that has no effect with the value it is given, is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
@@ -50,10 +50,23 @@ def read(body: object, kind: type[Asked]) -> Asked:
         if name not in kind.model_fields:
             own_first = sorted(kind.model_fields, key=lambda valid: valid not in kind.__annotations__)
             raise BadField(name[:60], f"{name[:60]!r}: unknown field; valid: {', '.join(own_first)}")
+    given = {name: _whole(value, kind, name) for name, value in body.items() if value is not None}
     try:
-        return kind.model_validate({name: value for name, value in body.items() if value is not None})
+        return kind.model_validate(given)
     except ValidationError as error:
         raise _refused(error.errors(), kind) from None
+
+
+def _whole(value: object, kind: type[Body], name: str) -> object:
+    """A number such as 16.0 in the place of a whole one is that, as JSON schema has it."""
+    takes = (kind.model_fields[name].annotation, *get_args(kind.model_fields[name].annotation))
+
+    def whole(one: object) -> object:
+        return int(one) if isinstance(one, float) and one.is_integer() else one
+
+    if int not in takes or float in takes:
+        return value
+    return [whole(each) for each in value] if isinstance(value, list) else whole(value)
 
 
 def _refused(found: Sequence[ErrorDetails], kind: type[Body]) -> BadField:
@@ -92,7 +105,7 @@ class SamplingFields(Body):
 
     temperature: float | None = Field(None, ge=0, le=100, description="0 takes the likeliest token")
     top_p: float | None = Field(None, ge=0, le=1, description="draw from the likeliest that make up p; 1 is off")
-    top_k: int | None = Field(None, ge=0, le=MOST_TOP_K, description="draw from the k likeliest; 0 is off")
+    top_k: int | None = Field(None, ge=-1, le=MOST_TOP_K, description="draw from the k likeliest; 0 and -1 are off")
     min_p: float | None = Field(
         None, ge=0, le=1, description="keep tokens of this share of the likeliest's probability"
     )

@@ -13,6 +13,9 @@ MOST_PROMPTS = 128
 MOST_STOPS, STOP_CHARACTERS = 16, 256
 """Stop strings of a request, and characters of one."""
 
+MOST_BIASES = 1024
+"""Tokens of a request's logit_bias."""
+
 MOST_MESSAGES = 1024
 """Messages of a conversation."""
 

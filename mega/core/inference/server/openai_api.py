@@ -11,17 +11,29 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 from pydantic.config import JsonDict, JsonValue
 
-from mega.core.inference.request import Request, RequestError, Top
+from mega.core.inference.request import MOST_BIAS, MOST_PENALTY, Request, RequestError, Top
 from mega.core.inference.server.fields import BadField, SamplingFields, read
-from mega.core.inference.server.limits import MOST_MESSAGES, MOST_PROMPTS, MOST_STOPS, STOP_CHARACTERS
+from mega.core.inference.server.limits import MOST_BIASES, MOST_MESSAGES, MOST_PROMPTS, MOST_STOPS, STOP_CHARACTERS
 from mega.core.inference.server.service import Service
 from mega.core.inference.server.session import Continuation, Delta, Scored, all_whole
+from mega.core.inference.server.tools import (
+    MARKERS,
+    MOST_TOOLS,
+    THINK,
+    AnswerReader,
+    CallRules,
+    form_of,
+    grammar,
+    read_tools,
+    thinks,
+    told_messages,
+)
 from mega.core.inference.text_stream import TextStream
 from mega.core.text.chat.messages import Message
 from mega.core.untrusted import Json
@@ -35,14 +47,30 @@ _TEXT_PART: JsonDict = {
     "required": ["type", "text"],
     "additionalProperties": False,
 }
+_CALL: JsonDict = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string"},
+        "type": {"enum": ["function"]},
+        "function": {
+            "type": "object",
+            "properties": {"name": {"type": "string"}, "arguments": {"type": "string"}},
+            "required": ["name", "arguments"],
+        },
+    },
+    "required": ["function"],
+}
 _MESSAGE: JsonDict = {
     "type": "object",
     "properties": {
-        "role": {"enum": ["system", "developer", "user", "assistant"]},
+        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
         "content": {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": _TEXT_PART}]},
         "name": {"type": ["string", "null"], "description": "for a template that reads it"},
+        "tool_calls": {"type": "array", "items": _CALL, "description": "the assistant's; content may be null"},
+        "tool_call_id": {"type": "string", "description": "of a tool's answer"},
+        "reasoning_content": {"type": "string", "description": "what the assistant thought"},
     },
-    "required": ["role", "content"],
+    "required": ["role"],
     "additionalProperties": False,
 }
 _IDS: JsonDict = {"type": "array", "items": {"type": "integer", "minimum": 0}}
@@ -52,6 +80,8 @@ _PROMPT: list[JsonValue] = [
     {**_IDS, "minItems": 1},
     {"type": "array", "minItems": 1, "maxItems": MOST_PROMPTS, "items": _IDS},
 ]
+_BIAS: JsonDict = {"type": "number", "minimum": -MOST_BIAS, "maximum": MOST_BIAS}
+_ID_NAME: JsonDict = {"pattern": "^(0|[1-9][0-9]*)$"}
 _STOP: JsonDict = {"type": "string", "minLength": 1, "maxLength": STOP_CHARACTERS}
 _FORMAT: list[JsonDict] = [
     {"properties": {"type": {"enum": ["text", "json_object"]}}},
@@ -83,9 +113,26 @@ class Common(SamplingFields):
         description="text, json_object, json_schema, or regex with its pattern",
         json_schema_extra={"anyOf": [{"type": "object", "required": ["type"], **each} for each in _FORMAT]},
     )
-    presence_penalty: float | None = Field(None, ge=0, le=0, description="only 0: see repetition_penalty")
-    frequency_penalty: float | None = Field(None, ge=0, le=0, description="only 0: see repetition_penalty")
-    logit_bias: dict[str, object] | None = Field(None, max_length=0, description="only empty")
+    presence_penalty: float | None = Field(
+        None, ge=-MOST_PENALTY, le=MOST_PENALTY, description="is taken from the logits of ids that are in the answer"
+    )
+    frequency_penalty: float | None = Field(
+        None, ge=-MOST_PENALTY, le=MOST_PENALTY, description="the same, as often as the id is there"
+    )
+    logit_bias: dict[str, object] | None = Field(
+        None,
+        description=f"token id -> what is added to its logit, at most {MOST_BIASES}",
+        json_schema_extra={"maxProperties": MOST_BIASES, "additionalProperties": _BIAS, "propertyNames": _ID_NAME},
+    )
+    stop_token_ids: list[object] | None = Field(
+        None, description="tokens that end the answer, too", json_schema_extra={**_IDS, "maxItems": MOST_STOPS}
+    )
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=20, description="of each token of the prompt, and of the n likeliest in its place"
+    )
+    skip_special_tokens: Literal[True] | None = Field(None, description="only true: control tokens have no text")
+    include_stop_str_in_output: Literal[False] | None = Field(None, description="only false")
+    cache_prompt: bool | None = Field(None, description="prompts are kept anyhow; without effect on the answer")
     user: str | None = Field(None, description="who asks; without effect on the answer")
     metadata: dict[str, object] | None = Field(None, description="the client's records; without effect on the answer")
 
@@ -117,8 +164,15 @@ class Chat(Common):
     max_completion_tokens: int | None = Field(None, ge=1, le=1 << 62, description="the same")
     logprobs: bool = Field(False, description="of each token")
     top_logprobs: int | None = Field(None, ge=0, le=20, description="and of the n likeliest; needs logprobs")
-    tools: list[object] | None = Field(None, max_length=0, description="only empty")
-    tool_choice: Literal["none"] | None = Field(None, description="only none")
+    tools: list[object] | None = Field(
+        None,
+        description='functions that the model may call: [{"type": "function", "function": {"name", "parameters"}}]',
+        json_schema_extra={"maxItems": MOST_TOOLS, "items": {"type": "object"}},
+    )
+    tool_choice: str | dict[str, object] | None = Field(
+        None, description='none, auto, required, or {"type": "function", "function": {"name"}}'
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false: the first call alone is in the answer")
 
 
 class PromptText(NamedTuple):
@@ -140,6 +194,7 @@ class ParsedRequest:
     stops: tuple[str, ...]
     ends: frozenset[int]
     usage: bool
+    calls: CallRules = field(default_factory=CallRules)
 
     @property
     def chat(self) -> bool:
@@ -189,9 +244,14 @@ async def read_chat(service: Service, body: object) -> ParsedRequest:
         raise BadField("top_logprobs", "top_logprobs: needs logprobs True")
     if fields.max_tokens is not None and fields.max_completion_tokens is not None:
         raise BadField("max_tokens", "max_tokens: excludes max_completion_tokens, which means the same")
+    tools, form = read_tools(fields.tools, fields.tool_choice), form_of(chat.source)
+    if tools.offered and form is None:
+        raise BadField("tools", "tools: the model's chat template has no place for functions")
+    if tools.forced and fields.response_format:
+        raise BadField("tool_choice", "tool_choice: excludes response_format, which is about an answer in words")
     try:
-        given = messages(fields.messages, service.characters)
-        prompt = await service.off_loop(chat.prompt, given)
+        given = told_messages(messages(fields.messages, service.characters))
+        prompt = await service.off_loop(chat.prompt, given, tools.offered)
     except BadField:
         raise
     except ValueError as error:
@@ -201,7 +261,15 @@ async def read_chat(service: Service, body: object) -> ParsedRequest:
     service.check_room("messages", prompt, tokens)
     scored = {"logprobs": (fields.top_logprobs or 0) if fields.logprobs else None}
     ends = frozenset() if fields.ignore_eos else service.ends(adapter=adapter) | chat.ends
-    return await _asked(service, fields, [service.checked("messages", prompt)], [PromptText()], tokens, scored, ends)
+    rules = CallRules(
+        form=form if tools.offered else None,
+        tools=tools,
+        markers=_markers(service) if tools.offered else {},
+        reasons=thinks(chat.source),
+        thinking=service.tokenizer.decode(prompt[-4:]).rstrip().endswith(THINK),
+    )
+    checked = [service.checked("messages", prompt)]
+    return await _asked(service, fields, checked, [PromptText()], tokens, scored, ends, rules)
 
 
 async def _asked(
@@ -212,13 +280,22 @@ async def _asked(
     tokens: int,
     scored: Mapping[str, Any],
     ends: frozenset[int],
+    rules: CallRules | None = None,
 ) -> ParsedRequest:
+    rules = rules or CallRules()
     count = len(prompts) * fields.n
     if count > MOST_PROMPTS:
         raise BadField("n", f"{count} sequences, prompts x n: at most {MOST_PROMPTS} are accepted in a request")
     stops, usage = _stops(fields.stop), _include_usage(fields)
     adapter = service.adapter(fields.model)
-    masks = await service.allowed(fields.response_format, ends, count)
+    ends |= frozenset(service.checked("stop_token_ids", fields.stop_token_ids or ()))
+    if rules.form is not None and (forced := rules.tools.forced):
+        masks = await service.calling(grammar(rules.form, forced), ends, count)
+    else:
+        masks = await service.allowed(fields.response_format, ends, count)
+    if fields.prompt_logprobs is not None:
+        scored = {"logprobs": max(scored.get("logprobs") or 0, fields.prompt_logprobs), "prompt_logprobs": True}
+    given = {**vars(fields), "logit_bias": _biases(fields.logit_bias)}
     made: list[Request] = []
     try:
         for index, mask in enumerate(masks):
@@ -226,7 +303,7 @@ async def _asked(
                 Request(
                     prompt=prompts[index // fields.n],
                     tokens=tokens,
-                    sampling=service.sampling(vars(fields), index),
+                    sampling=service.sampling(given, index),
                     stop_ids=ends,
                     adapter=adapter,
                     allowed=mask,
@@ -235,7 +312,25 @@ async def _asked(
             )
     except RequestError as error:
         raise BadField(error.field, str(error)) from None
-    return ParsedRequest(fields, tuple(made), tuple(texts), stops, ends, usage)
+    return ParsedRequest(fields, tuple(made), tuple(texts), stops, ends, usage, rules)
+
+
+def _biases(given: Mapping[str, object] | None) -> tuple[tuple[int, float], ...]:
+    """Errors: BadField."""
+    found: list[tuple[int, float]] = []
+    if len(given or {}) > MOST_BIASES:
+        raise BadField("logit_bias", f"logit_bias: {len(given or {})} tokens, at most {MOST_BIASES}")
+    for token, bias in (given or {}).items():
+        if not token.isdecimal() or not isinstance(bias, int | float) or isinstance(bias, bool):
+            raise BadField("logit_bias", f"logit_bias {token[:40]}: must be a token id, and its value a number")
+        found.append((int(token[:20]), float(bias)))
+    return tuple(sorted(found))
+
+
+def _markers(service: Service) -> dict[int, str]:
+    """Control tokens that a call consists of, which decoding leaves out."""
+    found = {service.tokenizer.control(name): name for name in MARKERS}
+    return {token: name for token, name in found.items() if token is not None and not service.tokenizer.decode([token])}
 
 
 async def _prompts(
@@ -245,7 +340,7 @@ async def _prompts(
     Errors: BadField."""
     if isinstance(given, list) and not given:
         raise BadField("prompt", "prompt: must not be empty")
-    prompts = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+    prompts = given if isinstance(given, list) and not isinstance(given[0], int | float) else [given]
     if len(prompts) > MOST_PROMPTS:
         raise BadField("prompt", f"{len(prompts)} prompts: at most {MOST_PROMPTS} are accepted in a request")
     if len({type(each) for each in prompts}) != 1 or not isinstance(prompts[0], (str, list)):
@@ -286,17 +381,42 @@ def messages(given: Sequence[object], characters: int) -> list[Message]:
     found: list[Message] = []
     for index, each in enumerate(given):
         where = f"messages[{index}]"
-        if not isinstance(each, dict) or set(each) - {"name"} != {"role", "content"}:
-            raise BadField("messages", f"{where}: must be an object with role and content, and nothing else")
-        if not isinstance(each.get("name"), (str, type(None))):
-            raise BadField("messages", f"{where}: name must be a string")
+        if isinstance(each, dict):  # as clients send an answer back
+            each = {key: value for key, value in each.items() if value is not None}
+        if not isinstance(each, dict) or "role" not in each or set(each) - set(_KEYS):
+            raise BadField("messages", f"{where}: must be an object with role and content; valid: {', '.join(_KEYS)}")
         role = {"developer": "system"}.get(str(each["role"]), each["role"])
-        if role not in ("system", "user", "assistant"):
-            raise BadField("messages", f"{where}: role must be system, developer, user or assistant")
-        name = {} if each.get("name") is None else {"name": each["name"]}
-        found.append({"role": role, "content": _content(each["content"], where), **name})
-    if sum(len(text) for each in found for text in each.values()) > characters:
+        if role not in ("system", "user", "assistant", "tool"):
+            raise BadField("messages", f"{where}: role must be system, developer, user, assistant or tool")
+        said = {key: each[key] for key in _TEXTS if key in each}
+        for key, text in said.items():
+            if not isinstance(text, str):
+                raise BadField("messages", f"{where}: {key} must be a string")
+        calls = _called(each["tool_calls"], where) if each.get("tool_calls") else []
+        if calls and role != "assistant":
+            raise BadField("messages", f"{where}: tool_calls are the assistant's, and not of role {role}")
+        content = "" if calls and each.get("content") is None else _content(each.get("content"), where)
+        found.append({"role": role, "content": content, **said, **({"tool_calls": calls} if calls else {})})
+    if sum(len(str(part)) for each in found for part in each.values()) > characters:
         raise BadField("messages", f"messages: must be at most {characters} characters together")
+    return found
+
+
+_TEXTS = ("name", "tool_call_id", "reasoning_content")
+_KEYS = ("role", "content", "tool_calls", *_TEXTS)
+
+
+def _called(given: object, where: str) -> list[dict[str, object]]:
+    """The calls of an assistant's message, as templates read them. Errors: BadField."""
+    found: list[dict[str, object]] = []
+    for call in given if isinstance(given, list) else [None]:
+        function = call.get("function") if isinstance(call, dict) else None
+        texts = [function.get(key) for key in ("name", "arguments")] if isinstance(function, dict) else [None]
+        if not all(isinstance(text, str) for text in texts) or not isinstance(call, dict):
+            raise BadField(
+                "messages", f'{where}: tool_calls must be [{{"id", "type", "function": {{name, arguments}}}}]'
+            )
+        found.append({"id": str(call.get("id", "")), "type": "function", "function": function})
     return found
 
 
@@ -364,6 +484,7 @@ async def events(
         except Exception as error:
             await merged.put((index, error))
 
+    readers = [asked.calls.reader() for _ in running]
     tasks = [asyncio.create_task(forward(index, each)) for index, each in enumerate(running)]
     first = [True] * len(running)
     left = len(running)
@@ -373,7 +494,11 @@ async def events(
             if isinstance(delta, Exception):
                 raise delta
             notes = asked.notes if all(first) else {}
-            yield {**head, "choices": [_chunk(service, asked, index, running[index], delta, first[index])], **notes}
+            if asked.chat:
+                choice = _chat_chunk(service, asked, index, delta, first[index], readers[index])
+            else:
+                choice = _chunk(service, asked, index, running[index], delta, first[index])
+            yield {**head, "choices": [choice], **notes}
             first[index] = False
             left -= delta.finish is not None
         if asked.usage:
@@ -407,9 +532,19 @@ def _usage(asked: ParsedRequest, running: Sequence[Continuation]) -> dict[str, i
 def _choice(service: Service, asked: ParsedRequest, index: int, done: Continuation) -> dict[str, Json]:
     found: dict[str, Json] = {"index": index, "finish_reason": done.finish}
     fields = asked.fields
+    if fields.prompt_logprobs is not None:
+        found["prompt_logprobs"] = _prompt_logprobs(service, done, fields.prompt_logprobs)
     if isinstance(fields, Chat):
-        found["message"] = {"role": "assistant", "content": done.text}
-        found["logprobs"] = _chat_logprobs(service, done.scored) if fields.logprobs else None
+        piece = asked.calls.reader().push(asked.calls.marked(done.text, done.scored, 0), end=True)
+        calls = piece.calls[:1] if fields.parallel_tool_calls is False else piece.calls
+        message: dict[str, Json] = {"role": "assistant", "content": piece.content or (None if calls else "")}
+        if piece.reasoning:
+            message["reasoning_content"] = piece.reasoning.strip("\n")
+        if calls:
+            message["tool_calls"] = [call.as_json() for call in calls]
+            found["finish_reason"] = "tool_calls" if done.finish == "stop" else done.finish
+        found["message"] = message
+        found["logprobs"] = _chat_logprobs(service, done.scored, fields.top_logprobs or 0) if fields.logprobs else None
         return found
     prompt = asked.prompts[index // fields.n]
     echoed = prompt.text if fields.echo else ""
@@ -426,17 +561,56 @@ def _chunk(
 ) -> dict[str, Json]:
     found: dict[str, Json] = {"index": index, "finish_reason": delta.finish, "logprobs": None}
     fields = asked.fields
-    if isinstance(fields, Chat):
-        found["delta"] = ({"role": "assistant"} if first else {}) | {"content": delta.text}
-        if fields.logprobs:
-            found["logprobs"] = _chat_logprobs(service, delta.tokens)
-        return found
+    assert isinstance(fields, Completion)
     prompt = asked.prompts[index // fields.n]
     echoed = prompt.text if fields.echo else ""
     found["text"] = (echoed if first else "") + delta.text
     if fields.logprobs is not None:
         before = prompt_scored(service, running, prompt) if first and fields.echo else []
         found["logprobs"] = _logprobs(service, before, delta.tokens, len(echoed), fields.logprobs)
+    return found
+
+
+def _chat_chunk(
+    service: Service, asked: ParsedRequest, index: int, delta: Delta, first: bool, reader: AnswerReader
+) -> dict[str, Json]:
+    """A call is in one chunk, when it is whole."""
+    found: dict[str, Json] = {"index": index, "finish_reason": delta.finish, "logprobs": None}
+    fields = asked.fields
+    assert isinstance(fields, Chat)
+    before = reader.called
+    marked = asked.calls.marked(delta.text, delta.tokens, reader.read)
+    reader.read += len(delta.text)
+    piece = reader.push(marked, end=delta.finish is not None)
+    calls = piece.calls[: max(0, 1 - before)] if fields.parallel_tool_calls is False else piece.calls
+    said: dict[str, Json] = {"role": "assistant"} if first else {}
+    said |= {"content": piece.content} if piece.content or not (calls or piece.reasoning) else {}
+    said |= {"reasoning_content": piece.reasoning} if piece.reasoning else {}
+    if calls:
+        said["tool_calls"] = [call.as_json(before + at) for at, call in enumerate(calls)]
+    found["delta"] = said
+    if delta.finish == "stop" and reader.called:
+        found["finish_reason"] = "tool_calls"
+    if fields.logprobs:
+        found["logprobs"] = _chat_logprobs(service, delta.tokens, fields.top_logprobs or 0)
+    return found
+
+
+def _prompt_logprobs(service: Service, done: Continuation, count: int) -> list[Json]:
+    """For each token of the prompt: id -> log-probability, of it and of the likeliest; as vLLM has them."""
+    found: list[Json] = []
+    tops = done.prompt_top or ((),) * len(done.prompt)
+    for token, logprob, top in zip(done.prompt, done.prompt_logprobs, tops, strict=True):
+        if logprob is None:
+            found.append(None)
+            continue
+        ranked = {one: (each, rank) for rank, (one, each) in enumerate(top[:count], 1)}
+        found.append(
+            {
+                str(one): {"logprob": _real(each), "rank": rank, "decoded_token": service.token_text(one)}
+                for one, (each, rank) in {token: (logprob, None), **ranked}.items()
+            }
+        )
     return found
 
 
@@ -479,7 +653,7 @@ def _by_text(service: Service, scored: Scored, count: int) -> dict[str, float]:
     return found
 
 
-def _chat_logprobs(service: Service, tokens: Sequence[Scored]) -> dict[str, Json]:
+def _chat_logprobs(service: Service, tokens: Sequence[Scored], count: int) -> dict[str, Json]:
     """OpenAI's form for chats: a list of objects."""
 
     def one(token: int, logprob: float | None) -> dict[str, Json]:
@@ -487,7 +661,7 @@ def _chat_logprobs(service: Service, tokens: Sequence[Scored]) -> dict[str, Json
         return {"token": service.token_text(token), "logprob": _real(logprob), "bytes": list(data)}
 
     def top(likeliest: Top) -> list[dict[str, Json]]:
-        return [one(token, logprob) for token, logprob in likeliest]
+        return [one(token, logprob) for token, logprob in likeliest[:count]]
 
     return {
         "content": [{**one(each.id, each.logprob), "top_logprobs": top(each.top)} for each in tokens],

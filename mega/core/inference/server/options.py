@@ -70,6 +70,7 @@ class ServerOptions(VerbSection):
     title: ClassVar[str] = "Answers"
 
     name: str = option("", "the model's name for clients [its directory's]")
+    served_model_name: tuple[str, ...] = option((), "the same, and other names that clients may give it")
     max_length: int | None = option(None, "prompt and answer [the model's]", megatron="--out-seq-length", within=COUNT)
     max_tokens_to_oom: int = option(
         12000, "tokens of one PUT /api, padded", megatron="--max-tokens-to-oom", within=COUNT

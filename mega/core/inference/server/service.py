@@ -148,6 +148,8 @@ class Service:
         """Ids of a client's, or of the tokenizer's, as a prompt. Errors: BadField."""
         found: list[int] = []
         for token in ids:
+            if isinstance(token, float) and token.is_integer():  # which JSON schema takes for a whole number
+                token = int(token)
             if type(token) is not int or not 0 <= token < self.known:
                 raise BadField(
                     name, f"{name}: token {repr(token)[:40]}: must be a whole number from 0 to {self.known - 1}"
@@ -188,6 +190,8 @@ class Service:
         own = {name: getattr(self.options, name) for name in ("temperature", "top_k", "top_p", "seed")}
         said = {name: given[name] for name in Sampling.__dataclass_fields__ if given.get(name) is not None}
         merged = own | said
+        if merged["top_k"] == -1:
+            merged["top_k"] = 0
         if merged["seed"] is not None and index:
             merged["seed"] = (merged["seed"] + index) % 2**64
         try:
@@ -197,12 +201,18 @@ class Service:
 
     def adapter(self, model: str | None) -> str | None:
         """The adapter that `model` names. Errors: BadField for a name that is not served."""
-        if model is None or model == self.options.name:
+        if model is None or model == self.options.name or model in self.options.served_model_name:
             return None
         if model in self.options.adapters:
             return model
-        names = ", ".join((self.options.name, *self.options.adapters))
+        names = ", ".join(self.names)
         raise BadField("model", f"model {model[:60]!r}: is not served here; valid: {names}", 404)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the model, the first one, its aliases and its adapters."""
+        options = self.options
+        return tuple(dict.fromkeys((options.name, *options.served_model_name, *options.adapters)))
 
     def manner(self, adapter: str | None) -> Manner:
         """An adapter's own manner, else the model's."""
@@ -240,4 +250,9 @@ class Service:
         if wanted is None or wanted.get("type") == "text":
             return [None] * count
         grammar = await self.off_loop(self.grammars.compile, wanted)
+        return [grammar.start(ends) for _ in range(count)]
+
+    async def calling(self, wanted: str, ends: frozenset[int], count: int) -> list[Allowed | None]:
+        """The same by a grammar of tools.py. Errors: BadField."""
+        grammar = await self.off_loop(self.grammars.lark, wanted)
         return [grammar.start(ends) for _ in range(count)]

@@ -92,9 +92,10 @@ class ChatFormat:
 
     # --- what is asked ------------------------------------------------------------------------------------------------
 
-    def prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The ids of a conversation as the prompt for its next turn. Errors: ValueError where the template refuses."""
-        found = self._rendered(Conversation(list(messages)), ask="text", reply=True)
+    def prompt(self, messages: Sequence[Message], tools: list[dict[str, object]] | None = None) -> tuple[int, ...]:
+        """The ids of a conversation as the prompt for its next turn. tools: that the assistant may call. Errors:
+        ValueError where the template refuses."""
+        found = self._rendered(Conversation(list(messages), tools), ask="text", reply=True)
         return tuple(self._parsed(found).ids)
 
     def text(self, messages: Sequence[Message]) -> str:
