@@ -1,6 +1,6 @@
 # mega as an image: docker build -t mega . ; on NVIDIA GPUs: docker build --build-arg TORCH=cuda -t mega .
 # What is installed is locked by hashes (constraints/). Work on /work: docker run --rm -it -v "$PWD:/work" mega doctor
-# Extras are installed on top, in an image FROM this one: RUN pip install 'mega[serve]'
+# Extras are installed on top, in an image FROM this one, from a clone: RUN pip install '/clone[serve]'
 FROM python:3.12-slim
 
 ARG TORCH=cpu

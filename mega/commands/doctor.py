@@ -244,7 +244,7 @@ def _parts(cuda: bool) -> Iterator[Row]:
     for part in PACKAGES:
         version = _version(part.package)
         state = _state(part, cuda)
-        how = f": pip install 'mega[{part.extra}]'" if part.extra and state == "absent" else ""
+        how = f": pip install '.[{part.extra}]' in a clone" if part.extra and state == "absent" else ""
         yield part.package, version or "-", f"{state} ({part.use}){how}"
 
 

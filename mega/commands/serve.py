@@ -69,7 +69,7 @@ def _check_extra() -> None:
     """Errors: ValueError naming the extra."""
     for library in ("fastapi", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(library) is None:
-            raise ValueError(f"mega serve: needs {library}; pip install 'mega[serve]'")
+            raise ValueError(f"mega serve: needs {library}; pip install '.[serve]' in a clone")
 
 
 def _place(checkpoint: Path | None, load: Path | None) -> Path:

@@ -44,7 +44,9 @@ from tests.support.ranks import CPU
 
 SLIDING = ["sliding_attention", "full_attention"] * 2
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install mega[hf])")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed (pip install '.[hf]' in a clone)"
+)
 
 
 def stage_of(

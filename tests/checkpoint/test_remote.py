@@ -172,5 +172,5 @@ def test_a_package_that_is_missing_is_ours_to_name(monkeypatch: pytest.MonkeyPat
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
-    with pytest.raises(ValueError, match=re.escape("s3://b/run: needs s3fs; pip install 'mega[remote]'")):
+    with pytest.raises(ValueError, match=re.escape("s3://b/run: needs s3fs; pip install '.[remote]' in a clone")):
         store_at("s3://b/run")

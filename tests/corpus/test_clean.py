@@ -34,7 +34,7 @@ def golden() -> list[dict[str, Any]]:
 
 
 def test_decisions_are_megatrons() -> None:
-    pytest.importorskip("ftfy", reason="ftfy is not installed: pip install 'mega[corpus]'")
+    pytest.importorskip("ftfy", reason="ftfy is not installed: pip install '.[corpus]' in a clone")
     rows = [row for row in golden() if "non_english" not in row["task"]]
     assert len(rows) == 66
     for row in rows:
@@ -52,7 +52,7 @@ def test_short_text_in_other_languages_goes_as_in_megatrons_script() -> None:
 
 
 def test_ours_does_all_tasks_after_a_repair() -> None:
-    pytest.importorskip("ftfy", reason="ftfy is not installed: pip install 'mega[corpus]'")
+    pytest.importorskip("ftfy", reason="ftfy is not installed: pip install '.[corpus]' in a clone")
     tasks: tuple[CleanTask, ...] = ("ftfy_fix_text", "general_cleaning")
     text = "two  blanks in a schÃ¶n line\nof text"
     assert cleaned(text, *tasks) == ("two blanks in a schön line of text", None)
@@ -62,7 +62,7 @@ def test_ours_does_all_tasks_after_a_repair() -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.sampled_from([*"aé<&\r\n\t\x1b\x7f“ﬁ ", "&amp;", "&lt;", "Ã¶", "â€™", "word ", "\ud83d", "\u2028"])))
 def test_a_repair_is_ftfys(pieces: list[str]) -> None:
-    ftfy = pytest.importorskip("ftfy", reason="ftfy is not installed: pip install 'mega[corpus]'")
+    ftfy = pytest.importorskip("ftfy", reason="ftfy is not installed: pip install '.[corpus]' in a clone")
     text = "".join(pieces)
     assert fixer()(text) == ftfy.fix_text(text)
 
@@ -90,7 +90,7 @@ def test_tokens_are_counted_by_the_tokenizer_or_guessed() -> None:
 
 def test_the_command_counts_by_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for library in ("ftfy", "py3langid"):
-        pytest.importorskip(library, reason=f"{library} is not installed: pip install 'mega[corpus]'")
+        pytest.importorskip(library, reason=f"{library} is not installed: pip install '.[corpus]' in a clone")
     texts = [LONG, LONG[:100], "Le soir, les enfants couraient sur le quai pour les voir. " * 30, LONG + " schÃ¶n"]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     line = ["corpus", "clean", "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]

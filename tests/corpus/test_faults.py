@@ -28,9 +28,9 @@ PACKED = {"cut .zst": "zstandard", "cut .parquet": "pyarrow"}
 def test_a_fault_is_one_line_and_nothing_is_lost(step: str, fault: str, tmp_path: Path) -> None:
     for package in (NEEDS.get(step), PACKED.get(fault)):
         if package is not None:
-            pytest.importorskip(package, reason="is not installed: pip install 'mega[corpus]'")
+            pytest.importorskip(package, reason="is not installed: pip install '.[corpus]' in a clone")
     if step == "clean":
-        pytest.importorskip("py3langid", reason="is not installed: pip install 'mega[corpus]'")
+        pytest.importorskip("py3langid", reason="is not installed: pip install '.[corpus]' in a clone")
     walk(step, fault, tmp_path / "case")
 
 
@@ -82,7 +82,7 @@ def test_lines_of_text_have_no_place_for_scores(tmp_path: Path) -> None:
 
 
 def test_a_language_that_is_not_known(tmp_path: Path) -> None:
-    pytest.importorskip("py3langid", reason="is not installed: pip install 'mega[corpus]'")
+    pytest.importorskip("py3langid", reason="is not installed: pip install '.[corpus]' in a clone")
     (tmp_path / "a.jsonl").write_text('{"text": "two"}\n')
     line = ["--input", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "out"), "--tasks", "language"]
     assert "--language english: must be of ace af" in mistake("clean", *line, "--language", "english")

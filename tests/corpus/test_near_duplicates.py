@@ -22,7 +22,7 @@ from tests.support.shared import shared
 
 
 def words_or_skip() -> WordShingles:
-    pytest.importorskip("rensa", reason="rensa is not installed: pip install 'mega[corpus]'")
+    pytest.importorskip("rensa", reason="rensa is not installed: pip install '.[corpus]' in a clone")
     return WordShingles()
 
 

@@ -20,7 +20,7 @@ from tests.support.shared import shared
 
 
 def split_tokenizer() -> Any:
-    pytest.importorskip("datatrove", reason="datatrove is not installed: pip install 'mega[datatrove]'")
+    pytest.importorskip("datatrove", reason="datatrove is not installed: pip install '.[datatrove]' in a clone")
     from datatrove.utils.word_tokenizers import WordTokenizer
 
     class Split(WordTokenizer):
@@ -139,7 +139,7 @@ def test_repeated_paragraphs(tmp_path: Path) -> None:
 
 
 def test_a_step_in_datatroves_pipeline(tmp_path: Path) -> None:
-    pytest.importorskip("datatrove", reason="datatrove is not installed: pip install 'mega[datatrove]'")
+    pytest.importorskip("datatrove", reason="datatrove is not installed: pip install '.[datatrove]' in a clone")
     from datatrove.data import Document
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.writers import JsonlWriter

@@ -15,7 +15,7 @@ from mega.core.corpus.run import process
 from mega.core.corpus.urls import DOMAINS, EXTENSIONS, MEGATRON_EXTENSIONS, REASONS, Urls, url_test
 from tests.support.shared import shared
 
-pytest.importorskip("tldextract", reason="tldextract is not installed: pip install 'mega[corpus]'")
+pytest.importorskip("tldextract", reason="tldextract is not installed: pip install '.[corpus]' in a clone")
 
 
 @cache

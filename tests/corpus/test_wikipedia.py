@@ -15,7 +15,7 @@ from mega.core.corpus.run import process
 from mega.core.corpus.wikipedia import Wikipedia
 from mega.core.corpus.wikitext import Article, parser, standard_punctuation
 
-pytest.importorskip("mwparserfromhell", reason="mwparserfromhell is not installed: pip install 'mega[corpus]'")
+pytest.importorskip("mwparserfromhell", reason="mwparserfromhell is not installed: pip install '.[corpus]' in a clone")
 
 HARBOUR = """{{Short description|A place}}
 {{Infobox place
@@ -170,7 +170,7 @@ def test_punctuation_and_sentences(tmp_path: Path) -> None:
         standard_punctuation("\u201cIt\u2019s \u00ab3\u20134\u00bb\u2026\u201d \u2014\u00a0yes")
         == '"It\'s "3-4"..." - yes'
     )
-    pytest.importorskip("sentencex", reason="sentencex is not installed: pip install 'mega[data]'")
+    pytest.importorskip("sentencex", reason="sentencex is not installed: pip install '.[data]' in a clone")
     step = Wikipedia(sentences="english", splitter="sentencex")
     process([dump(tmp_path)], step, RunOptions(output=tmp_path / "out.jsonl"))
     first = json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0])["text"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from mega.cli import main
 from mega.core.data.batches import Batches
-from mega.core.data.chat import ChatDataset, chat_dataset, labelled, pack
+from mega.core.data.chat import ChatDataset, chat_dataset, each_line, labelled, pack
 from mega.core.text.build import build
 from mega.core.text.chat.format import Labelled, chat_format, shown
 from mega.core.text.chat.messages import Conversation, Message, conversation
@@ -339,3 +340,43 @@ def test_packed_rows_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureF
     assert shown[0] == "sample 0" and shown[1].split() == ["token", "id", "trained", "position", "document"]
     packed = [line.split()[0] for line in shown if "yes" in line.split()]
     assert sorted(packed) == sorted(alone) and {line.split()[-1] for line in shown[2:-1]} == set("01234")
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (
+            {"instruction": "Add.", "input": "1, 2", "output": "3"},
+            [said("user", "Add.\n\n1, 2"), said("assistant", "3")],
+        ),
+        (
+            {"instruction": "So?", "output": "Yes.", "system": "Be brief.", "history": [["a", "b"]]},
+            [said("system", "Be brief."), *map(said, ("user", "assistant") * 2, ("a", "b", "So?", "Yes."))],
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "S"},
+            [said("system", "S"), said("user", "a"), said("assistant", "b")],
+        ),
+    ],
+    ids=["alpaca", "history", "sharegpt"],
+)
+def test_data_as_users_have_it(row: dict[str, Any], expected: list[Any]) -> None:
+    assert conversation(row).messages == expected
+
+
+def test_an_array_a_table_and_lines_are_read_alike(tmp_path: Path) -> None:
+    rows = [{"instruction": f"Say {n}.", "input": "", "output": str(n)} for n in range(3)]
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=2))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = [str(tmp_path / "a.json"), str(tmp_path / "a.jsonl")]
+    if importlib.util.find_spec("pyarrow") is not None:
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+        files.append(str(tmp_path / "a.parquet"))
+    for file in files:
+        assert list(each_line([file], conversation)) == [conversation(row) for row in rows]
+    (tmp_path / "b.json").write_text(json.dumps([*rows, {"text": "a"}]))
+    with pytest.raises(ValueError, match=r"b\.json: item 4: neither"):
+        list(each_line([str(tmp_path / "b.json")], conversation))

@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
         not CUDA or cudnn.version() is None,
-        reason="needs a CUDA device and nvidia-cudnn-frontend (pip install 'mega[cudnn]')",
+        reason="needs a CUDA device and nvidia-cudnn-frontend (pip install '.[cudnn]' in a clone)",
     ),
 ]
 CASES = int(os.environ.get("MEGA_CASES", "40"))

@@ -28,7 +28,9 @@ from tests.model.test_transformers import gradients, load
 from tests.support import hub_families as hub
 from tests.support.ranks import CPU, random
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install mega[hf])")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed (pip install '.[hf]' in a clone)"
+)
 
 VOCAB, LENGTH, ROWS = 97, 24, 4
 SIZES: dict[str, Any] = {"layers": 3, "hidden": 32, "heads": 4, "ffn": 56, "vocab": VOCAB, "vocab_multiple": 1}

@@ -20,7 +20,9 @@ from mega.core.parallel.weight import weights
 from mega.core.training.wire import build_stages
 from tests.support.ranks import CPU, random
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install mega[hf])")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed (pip install '.[hf]' in a clone)"
+)
 
 VOCAB, LENGTH, ROWS = 97, 24, 3
 SIZES: dict[str, Any] = {"layers": 3, "hidden": 32, "heads": 4, "vocab": VOCAB, "vocab_multiple": 1}

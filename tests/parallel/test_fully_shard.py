@@ -22,7 +22,9 @@ from tests.model.test_transformers import from_gpt2
 from tests.support.ranks import CPU
 from tests.support.runs import small_run
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install mega[hf])")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed (pip install '.[hf]' in a clone)"
+)
 
 STEPS, RANKS, LR, DECAY = 3, 2, 1e-2, 0.1
 VALUES: dict[str, Any] = {

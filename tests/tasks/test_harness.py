@@ -256,4 +256,4 @@ def test_the_extra_is_named_where_it_is_absent(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
     assert cli.main(["eval", "--tasks", "hellaswag", "--load", str(model), "--device", "cpu"]) == 2
-    assert "--tasks: needs lm-eval (pip install 'mega[lm-eval]')" in capsys.readouterr().err
+    assert "--tasks: needs lm-eval (pip install '.[lm-eval]' in a clone)" in capsys.readouterr().err

@@ -94,7 +94,7 @@ def test_an_absent_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     absent = "prometheus_client"
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name == absent else find(name, *more))
     assert main("pretrain --steps 1 --metrics-port 9400".split()) == 2
-    assert "--metrics-port 9400: needs prometheus_client; pip install 'mega[track]'" in capsys.readouterr().err
+    assert "--metrics-port 9400: needs prometheus_client; pip install '.[track]' in a clone" in capsys.readouterr().err
 
 
 def test_a_run_answers_while_it_trains(tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def test_an_adapter_of_peft_speaks_with_the_tokenizer_of_its_base(tmp_path: Path
 
 
 def test_peft_computes_the_same(places: tuple[Path, Path], tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft", reason="peft is absent: pip install 'mega[peft]'")
+    peft = pytest.importorskip("peft", reason="peft is absent: pip install '.[peft]' in a clone")
     transformers = pytest.importorskip("transformers")
     base, tuned = places
     folder, adapter, theirs, back = (tmp_path / name for name in ("hf", "adapter", "theirs", "back"))

@@ -54,7 +54,7 @@ def check(found: Mapping[str, float]) -> None:
 
 
 def test_packed_conversations_train_pefts_adapter(model: Path) -> None:
-    pytest.importorskip("peft", reason="peft is absent: pip install 'mega[peft]'")
+    pytest.importorskip("peft", reason="peft is absent: pip install '.[peft]' in a clone")
     data, base = model.parent / "talks.jsonl", model.parent / "base"
     talks: list[Talk] = [
         [("user", SAY[at % 5 : at % 5 + 1]), ("assistant", SAY[at : at + 1 + at * 3 % 7])] for at in range(20)

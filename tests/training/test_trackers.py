@@ -58,7 +58,7 @@ def test_an_extra_that_is_absent_is_named_before_the_run(
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == library else find(name))
     assert main([*RUN, "--steps", "2", "--save", "runs/x", flag, "here"]) == 2
-    assert capsys.readouterr().err == f"mega: {flag} here: needs {library}; pip install 'mega[{library}]'\n"
+    assert capsys.readouterr().err == f"mega: {flag} here: needs {library}; pip install '.[{library}]' in a clone\n"
 
 
 def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,7 +219,7 @@ def _trackers(options: Options) -> Problems:
     for name, (library, extra) in asked.items():
         wanted = value_of(options, name) is not None and not options.runtime.dry_run
         if wanted and importlib.util.find_spec(library) is None:
-            yield f"{flag_of(name)} {value_of(options, name)}: needs {library}; pip install 'mega[{extra}]'"
+            yield f"{flag_of(name)} {value_of(options, name)}: needs {library}; pip install '.[{extra}]' in a clone"
 
 
 def _output_folders(options: Options) -> Problems:

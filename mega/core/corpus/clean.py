@@ -51,7 +51,7 @@ def fixer() -> Callable[[str], str]:
     try:
         import ftfy
     except ImportError:
-        raise ValueError("--tasks ftfy_fix_text: needs ftfy; pip install 'mega[corpus]'") from None
+        raise ValueError("--tasks ftfy_fix_text: needs ftfy; pip install '.[corpus]' in a clone") from None
     escaped = ftfy.TextFixerConfig()
     kept = ftfy.TextFixerConfig(unescape_html=False)
     untouched = _UNTOUCHED.fullmatch

@@ -9,7 +9,7 @@
     steps = [JsonlReader("raw"), CorpusFilter(Clean(language="de")), JsonlWriter("clean")]
     SlurmPipelineExecutor(steps, tasks=64, time="10:00:00", partition="cpu").run()
 
-Nothing here imports this file, since it needs datatrove: pip install 'mega[datatrove]'.
+Nothing here imports this file, since it needs datatrove: pip install '.[datatrove]' in a clone.
 """
 
 from __future__ import annotations

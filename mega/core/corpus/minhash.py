@@ -75,7 +75,7 @@ class WordShingles:
         try:
             import rensa  # noqa: F401
         except ImportError:
-            raise ValueError("mega corpus near-duplicates: needs rensa; pip install 'mega[corpus]'") from None
+            raise ValueError("mega corpus near-duplicates: needs rensa; pip install '.[corpus]' in a clone") from None
 
     def shingles(self, text: str) -> Shingles:
         """The shingles of a text."""

@@ -171,5 +171,5 @@ def _zstandard() -> ModuleType:
     try:
         import zstandard
     except ImportError:
-        raise ValueError("--compress zst: needs zstandard; pip install 'mega[corpus]'") from None
+        raise ValueError("--compress zst: needs zstandard; pip install '.[corpus]' in a clone") from None
     return zstandard

@@ -91,7 +91,7 @@ def _registered_label(any_case: bool) -> Callable[[str], str]:
         import tldextract
         from tldextract.remote import lenient_netloc
     except ImportError:
-        raise ValueError("mega corpus urls: needs tldextract; pip install 'mega[corpus]'") from None
+        raise ValueError("mega corpus urls: needs tldextract; pip install '.[corpus]' in a clone") from None
     extract = tldextract.TLDExtract(suffix_list_urls=(), cache_dir=None)
     extract("http://example.com")  # reads the list
 

@@ -46,7 +46,7 @@ def parser() -> Callable[[str], Wikicode]:
     try:
         import mwparserfromhell
     except ImportError:
-        raise ValueError("mega corpus wikipedia: needs mwparserfromhell; pip install 'mega[corpus]'") from None
+        raise ValueError("mega corpus wikipedia: needs mwparserfromhell; pip install '.[corpus]' in a clone") from None
     parse: Callable[[str], Wikicode] = mwparserfromhell.parse
     return parse
 

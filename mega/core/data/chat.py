@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -19,11 +21,15 @@ from mega.core.data.sources import STDIN, BadLine, find, lines, not_an_object, p
 from mega.core.text.chat.format import RENDERING, ChatFormat, Labelled
 from mega.core.text.chat.messages import conversation
 from mega.core.text.tokenizer import Tokenizer
+from mega.core.untrusted import parse_json, read_limited
 
 if TYPE_CHECKING:
     from mega.core.batch import DecoderBatch
 
 Found = TypeVar("Found")
+
+MOST_ARRAY = 1 << 30
+"""Bytes of a file that is one JSON array, which is read as a whole."""
 
 
 class ChatRow(NamedTuple):
@@ -203,14 +209,15 @@ def pack(lengths: NDArray[np.int64], room: int, samples: int, seed: int) -> Arra
 
 def labelled(inputs: Sequence[str], chat: ChatFormat) -> Iterator[Labelled]:
     """Every conversation of the inputs as tokens; ValueError naming file and line where one is none."""
-    return each_line(inputs, ["messages"], lambda found: chat.labelled(conversation(found)))
+    return each_line(inputs, lambda found: chat.labelled(conversation(found)))
 
 
-def each_line(inputs: Sequence[str], keys: Sequence[str], read: Callable[[object], Found]) -> Iterator[Found]:
-    """What `read` makes of the JSON value of each line. Errors: its ValueErrors, naming file and line."""
-    for where, line in lines(inputs, keys):
+def each_line(inputs: Sequence[str], read: Callable[[object], Found]) -> Iterator[Found]:
+    """What `read` makes of the JSON value of each line, of each item of a file that is one array, or of each row of a
+    table. Errors: its ValueErrors, naming file and line."""
+    for where, value in chain.from_iterable(map(_values, find(inputs))):
         try:
-            found = parsed(line)
+            found = value()
             if not isinstance(found, dict):
                 raise ValueError(f"not a JSON object; {not_an_object(found)}")
             yield read(found)
@@ -218,6 +225,27 @@ def each_line(inputs: Sequence[str], keys: Sequence[str], read: Callable[[object
             if str(error).startswith("--"):
                 raise
             raise BadLine(f"{where}: {error}") from None
+
+
+def _values(path: Path) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Where each value of a file is, and what reads it."""
+    if (items := _array(path)) is not None:
+        for number, item in enumerate(items, 1):
+            yield f"{path}: item {number}", partial(lambda found: found, item)
+        return
+    for where, line in lines([path], []):
+        yield where, partial(parsed, line)
+
+
+def _array(path: Path) -> list[object] | None:
+    """The items of a .json that is one array, as alpaca_data.json is; None of any other file. Errors: ValueError."""
+    if path.suffix != ".json":
+        return None
+    with path.open("rb") as file:
+        if not file.read(64).lstrip().startswith(b"["):
+            return None
+    found = parse_json(read_limited(path, MOST_ARRAY, str(path)), str(path))
+    return list(found) if isinstance(found, list) else None
 
 
 def arrays_of(found: Iterable[Labelled], none: str) -> Arrays:

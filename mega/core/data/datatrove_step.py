@@ -8,7 +8,7 @@
     SlurmPipelineExecutor([JsonlReader("corpus"), TokenFiles("tokens/corpus", options, append_eod=True)], tasks=64, ...)
 
 Then `mega data merge tokens --output-prefix corpus_text_document`. Nothing here imports this file, since it needs
-datatrove: pip install 'mega[datatrove]'.
+datatrove: pip install '.[datatrove]' in a clone.
 """
 
 from __future__ import annotations

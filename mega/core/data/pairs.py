@@ -144,7 +144,7 @@ def encoded(inputs: Sequence[str], chat: ChatFormat) -> Iterator[tuple[Labelled,
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
         return chat.labelled(one, shared), chat.labelled(other, shared)
 
-    return each_line(inputs, KEYS, read)
+    return each_line(inputs, read)
 
 
 def _question(messages: Sequence[Message]) -> list[Message]:

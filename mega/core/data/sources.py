@@ -439,7 +439,7 @@ def _from_zstandard(stored: BinaryIO) -> BinaryIO:
     try:
         import zstandard
     except ImportError:
-        raise ValueError("needs zstandard; pip install 'mega[data]'") from None
+        raise ValueError("needs zstandard; pip install '.[data]' in a clone") from None
     library = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES)
 
     def pieces() -> Iterator[bytes]:
@@ -521,7 +521,7 @@ def _columns(memory: int) -> Confined:
 def _ask_columns(path: Path, /, **question: Any) -> Any:
     """What that process answers about a file. It may take more for a larger one, whose row groups are larger."""
     if find_spec("pyarrow") is None:
-        raise ValueError(f"{path}: cannot be read: needs pyarrow; pip install 'mega[data]'")
+        raise ValueError(f"{path}: cannot be read: needs pyarrow; pip install '.[data]' in a clone")
     memory = _COLUMNS_BYTES
     while memory < 4 * path.stat().st_size:
         memory *= 2

@@ -149,7 +149,7 @@ def attention_advice(ops: Ops, mask: AttentionMask, dtype: torch.dtype, length: 
     x = torch.empty(1, length, 1, width, dtype=dtype, device="meta")
     if ops.name != "triton" or not cudnn.fits(x, x, mask) or cudnn.version() is not None:
         return None
-    return "attention with a window is 1.5 times as fast by cuDNN: pip install 'mega[cudnn]'"
+    return "attention with a window is 1.5 times as fast by cuDNN: pip install '.[cudnn]' in a clone"
 
 
 def forward_only(ops: Ops, *, fp8_weights: bool = False) -> Ops:

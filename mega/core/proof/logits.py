@@ -60,7 +60,7 @@ def check_transformers() -> None:
     try:
         from transformers import AutoConfig, AutoModelForCausalLM  # noqa: F401
     except ImportError as error:
-        needs = "needs transformers for a Hugging Face folder (pip install 'mega[hf]')"
+        needs = "needs transformers for a Hugging Face folder (pip install '.[hf]' in a clone)"
         raise ValueError(f"--verify: {needs}: {' '.join(str(error).split())}") from None
 
 

@@ -120,7 +120,7 @@ def png(charts: Charts, path: Path, log: bool = False) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError(
-            f"--out {path}: a .png needs matplotlib (pip install 'mega[track]'); a .svg needs nothing"
+            f"--out {path}: a .png needs matplotlib (pip install '.[track]' in a clone); a .svg needs nothing"
         ) from None
     figure = Figure(figsize=(7.5, 3.4 * len(charts)), layout="constrained")
     for axes, (name, curves) in zip(figure.subplots(len(charts), squeeze=False)[:, 0], charts.items(), strict=True):

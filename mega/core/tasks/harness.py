@@ -70,7 +70,7 @@ def check_harness() -> None:
         import lm_eval  # noqa: F401
     except ImportError as error:
         raise ValueError(
-            f"--tasks: needs lm-eval (pip install 'mega[lm-eval]'): {' '.join(str(error).split())}"
+            f"--tasks: needs lm-eval (pip install '.[lm-eval]' in a clone): {' '.join(str(error).split())}"
         ) from None
 
 

@@ -40,7 +40,7 @@ def _sentencex(language: str) -> Callable[[str], list[str]]:
     try:
         from sentencex import segment
     except ImportError:
-        raise ValueError("--sentence-splitter sentencex: needs sentencex; pip install 'mega[data]'") from None
+        raise ValueError("--sentence-splitter sentencex: needs sentencex; pip install '.[data]' in a clone") from None
     code = _CODES.get(language, language)
     return lambda text: list(segment(code, text))
 
@@ -49,7 +49,7 @@ def _punkt(language: str, keep_newlines: bool) -> Callable[[str], list[str]]:
     try:
         from nltk.tokenize import punkt
     except ImportError:
-        raise ValueError("--sentence-splitter punkt: needs nltk; pip install 'mega[data]'") from None
+        raise ValueError("--sentence-splitter punkt: needs nltk; pip install '.[data]' in a clone") from None
     try:
         model: Any = punkt.PunktTokenizer(language)
     except (LookupError, OSError, ValueError):

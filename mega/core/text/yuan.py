@@ -113,7 +113,7 @@ class YuanTokenizer(Tokenizer):
         try:
             import jieba
         except ImportError:
-            raise ValueError("--tokenizer EncDecTokenizer: needs jieba; pip install 'mega[yuan]'") from None
+            raise ValueError("--tokenizer EncDecTokenizer: needs jieba; pip install '.[yuan]' in a clone") from None
         jieba.setLogLevel("WARNING")
         return jieba.Tokenizer()
 

@@ -63,7 +63,7 @@ class RemoteSteps(TrustedSteps):
             files, self._root = url_to_fs(url)
         except ImportError as error:
             if missing := next((name for name in ("fsspec", "s3fs") if name in str(error)), None):
-                raise ValueError(f"{url}: needs {missing}; pip install 'mega[remote]'") from None
+                raise ValueError(f"{url}: needs {missing}; pip install '.[remote]' in a clone") from None
             raise ValueError(f"{url}: cannot be reached: {error}") from None
         except ValueError as error:
             raise ValueError(f"{url}: cannot be reached: {error}") from None

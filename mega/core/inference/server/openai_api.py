@@ -30,9 +30,9 @@ from mega.core.inference.server.tools import (
     CallRules,
     form_of,
     grammar,
+    parsed_messages,
     read_tools,
     thinks,
-    told_messages,
 )
 from mega.core.inference.text_stream import TextStream
 from mega.core.text.chat.messages import Message
@@ -250,7 +250,7 @@ async def read_chat(service: Service, body: object) -> ParsedRequest:
     if tools.forced and fields.response_format:
         raise BadField("tool_choice", "tool_choice: excludes response_format, which is about an answer in words")
     try:
-        given = told_messages(messages(fields.messages, service.characters))
+        given = parsed_messages(messages(fields.messages, service.characters))
         prompt = await service.off_loop(chat.prompt, given, tools.offered)
     except BadField:
         raise

@@ -179,18 +179,18 @@ class CallRules:
         return text
 
 
-def told_messages(given: Sequence[Message]) -> list[Message]:
+def parsed_messages(given: Sequence[Message]) -> list[Message]:
     """Messages as templates read them: a call's arguments are an object. Errors: BadField."""
     found: list[Message] = []
     for message in given:
         calls = message.get("tool_calls")
         if calls is not None:
-            message = {**message, "tool_calls": [_told(call) for call in calls]}
+            message = {**message, "tool_calls": [_parsed_call(call) for call in calls]}
         found.append(message)
     return found
 
 
-def _told(call: Mapping[str, object]) -> dict[str, object]:
+def _parsed_call(call: Mapping[str, object]) -> dict[str, object]:
     function = call.get("function")
     assert isinstance(function, dict)
     arguments = function.get("arguments")

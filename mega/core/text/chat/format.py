@@ -79,7 +79,7 @@ class ChatFormat:
 
     def _confined(self, seconds: int) -> Callable[[Mapping[str, object]], dict[str, object]]:
         if importlib.util.find_spec("jinja2") is None:
-            raise ValueError("--chat-template: a Jinja file needs jinja2; pip install 'mega[data]'")
+            raise ValueError("--chat-template: a Jinja file needs jinja2; pip install '.[data]' in a clone")
         module = "mega.core.text.chat.jinja_process"
         child = Confined(module, self._what, seconds=seconds, memory=_MEMORY, answer_bytes=_MOST_TEXT)
         return child.ask

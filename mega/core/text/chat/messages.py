@@ -25,7 +25,7 @@ class Conversation(NamedTuple):
 
 
 Nothings = Mapping[str, tuple[object, ...]]
-OF_CONVERSATION: Nothings = {"system": (None, ""), "functions": (None, [])}
+OF_CONVERSATION: Nothings = {"functions": (None, [])}
 OF_MESSAGE: Nothings = {"weight": (None, 1), "function_call": (None,)}
 """Keys of OpenAI's and Hugging Face's files that no template here is given, and their values that ask for nothing."""
 
@@ -40,8 +40,12 @@ def check_unread(found: Mapping[str, object], keys: Nothings = OF_CONVERSATION) 
 def conversation(found: object) -> Conversation:
     """The conversation of one JSON object; ValueError saying what is wrong with it.
 
-    {"messages": [{"role", "content"}, ...]}, {"conversations": [{"from", "value"}, ...]} or {"prompt", "completion"};
-    with the first two "tools" too.
+    {"messages": [{"role", "content"}, ...]}, ShareGPT's {"conversations": [{"from", "value"}, ...]}, Alpaca's
+    {"instruction", "input", "output"} or {"prompt", "completion"}; with the first two "tools" too. "system" is a
+    message before all others.
+
+    >>> conversation({"instruction": "Add.", "input": "1, 2", "output": "3"}).messages[0]["content"]
+    'Add.\\n\\n1, 2'
     """
     if not isinstance(found, dict):
         raise ValueError("not a JSON object")
@@ -53,13 +57,37 @@ def conversation(found: object) -> Conversation:
         turns = [_turn(turn, "role", "content") for turn in found["messages"]]
     elif isinstance(found.get("conversations"), list):
         turns = [_turn(turn, "from", "value") for turn in found["conversations"]]
+    elif "instruction" in found and "output" in found:
+        turns = _alpaca(found)
     else:
-        raise ValueError('neither "messages", "conversations" nor "prompt" and "completion"')
+        raise ValueError(
+            'neither "messages", "conversations", "instruction" and "output" nor "prompt" and "completion"'
+        )
+    if (system := found.get("system")) not in (None, ""):
+        if turns and turns[0]["role"] == "system":
+            raise ValueError('"system" has a text, and the first message is of role system too; leave one out')
+        turns.insert(0, _turn({"role": "system", "content": system}, "role", "content"))
     for message in turns:
         _check_message(message)
     if not any(message["role"] == "assistant" for message in turns):
         raise ValueError("no message is the assistant's, so there is nothing to train on")
     return Conversation(turns, _tools(found.get("tools")))
+
+
+def _alpaca(found: Mapping[str, object]) -> list[Message]:
+    """The input follows the instruction after a blank line. "history": pairs of earlier questions and answers."""
+    texts = [found["instruction"], *([found["input"]] if found.get("input") else [])]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError('"instruction" and "input" must be strings')
+    turns = [_turn({"role": "user", "content": "\n\n".join(map(str, texts))}, "role", "content")]
+    turns.append(_turn({"role": "assistant", "content": found["output"]}, "role", "content"))
+    earlier = found.get("history") or []
+    for pair in earlier if isinstance(earlier, list) else [None]:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise ValueError('"history" must be pairs of a question and an answer')
+    said = [text for pair in earlier for text in pair] if isinstance(earlier, list) else []
+    roles = ("user", "assistant")
+    return [_turn({"role": roles[at % 2], "content": text}, "role", "content") for at, text in enumerate(said)] + turns
 
 
 def _check_message(message: Message) -> None:
@@ -89,7 +117,7 @@ def _turn(turn: object, role: str, content: str) -> Message:
     if not isinstance(turn, dict) or role not in turn or (content not in turn and not turn.get("tool_calls")):
         raise ValueError(f'a message without "{role}" and "{content}"')
     check_unread(turn, OF_MESSAGE)
-    others = {"human": "user", "gpt": "assistant"}
+    others = {"human": "user", "gpt": "assistant", "observation": "tool"}
     named = others.get(str(turn[role]), str(turn[role]))
     rest = {key: value for key, value in turn.items() if key not in (role, content, *OF_MESSAGE) and value is not None}
     rest = {key: value for key, value in rest.items() if not (key == "tool_calls" and value == [])}
