@@ -38,6 +38,8 @@ def run(
     Takes the flags of pretrain. Memory is counted as the trainer allocates it, for each pipeline stage, on
     --world ranks. With --fit or --gpus the layout is searched for. No device is needed.
     """
+    if options.model.retriever:
+        raise ValueError("--retriever: what a model takes that reads neighbours cannot be estimated yet")
     if estimate.serve:
         for name in changed(estimate):
             if name not in SERVED:

@@ -6,7 +6,7 @@ Tensors only; where they come from is data's affair, and how a loss is made of t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
@@ -72,7 +72,7 @@ class _Tensors:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Those that it has, by field."""
-        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        named = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value for name, value in named.items() if value is not None}
 
 
@@ -129,6 +129,22 @@ class PreferenceBatch(DecoderBatch):
 
     def split(self, index: int, size: int) -> PreferenceBatch:
         assert size == 1, "an answer's log-probability is a sum over its whole row"
+        return self
+
+
+@dataclass(frozen=True)
+class NeighbourBatch(DecoderBatch):
+    """Rows whose chunks have neighbours, other texts that were found for them.
+
+    Fields as of `DecoderBatch`. neighbours: int64 [b, l, k, r], tokens of the k neighbours of each of the l chunks of a
+    row. found: bool [b, l, k], which of them there are; None: all.
+    """
+
+    neighbours: torch.Tensor = field(kw_only=True)
+    found: torch.Tensor | None = None
+
+    def split(self, index: int, size: int) -> NeighbourBatch:
+        assert size == 1, "chunks are of whole rows"
         return self
 
 

@@ -23,6 +23,7 @@ from mega.core.data import synthetic
 from mega.core.model.bert import BertStage
 from mega.core.model.decoder import DecoderStage
 from mega.core.model.encoder_decoder import EncoderDecoderStage
+from mega.core.model.retriever import RetrieverStage
 from mega.core.model.stage import StageOptions
 from mega.core.parallel.pipeline import Stage
 from mega.core.parallel.region import Region
@@ -95,14 +96,15 @@ class Family:
 DECODER = Family(DecoderStage, synthetic.decoder_batch, synthetic.decoder_prompt)
 BERT = Family(BertStage, synthetic.masked_batch, collate=synthetic.masked_rows)
 T5 = Family(EncoderDecoderStage, synthetic.encoder_decoder_batch, collate=synthetic.copied_rows, decodes=True)
+RETRIEVER = Family(RetrieverStage, synthetic.neighbour_batch, collate=synthetic.neighbour_rows)
 
 FAMILIES: dict[str, Family] = {"gpt": DECODER, "llama": DECODER, "bert": BERT, "t5": T5}
 """Family -> its record."""
 
 
 def family(model: ModelConfig) -> Family:
-    """The record of a model's family."""
-    return FAMILIES[model.family]
+    """The record of a model's family, or of those with a retriever."""
+    return RETRIEVER if model.retriever else FAMILIES[model.family]
 
 
 def synthetic_batch(
@@ -116,7 +118,8 @@ def synthetic_batch(
 def collate(run: RunConfig) -> Callable[[Sequence[Any], int], Batch] | None:
     """How rows of token ids become a run's batches; None: they are read from left to right."""
     found = family(run.model).collate
-    return None if found is None else partial(found, **_second_length(run))
+    more = {"model": run.model} if run.model.retriever else _second_length(run)
+    return None if found is None else partial(found, **more)
 
 
 def _second_length(run: RunConfig) -> dict[str, Any]:

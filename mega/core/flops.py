@@ -11,6 +11,8 @@ from functools import lru_cache
 
 from mega.core.architecture import Architecture, Tensor, architecture, inventory
 from mega.core.architecture.families.parts import CROSS
+from mega.core.architecture.families.retriever import ATTENTION
+from mega.core.architecture.layer import NeighbourAttention
 from mega.core.config.resolve import predicted_tokens, text_lengths
 from mega.core.config.run import RunConfig
 from mega.core.config.sections import ModelConfig
@@ -58,7 +60,18 @@ def _attention_flops(model: Architecture, lengths: tuple[int, ...]) -> float:
         for stack, length in zip(model.stacks, lengths, strict=True)
         for layer in stack.layers
         for attention in layer.attentions
-    )
+    ) + sum(_neighbour_flops(layer.neighbours, lengths[0]) for layer in model.layers if layer.neighbours is not None)
+
+
+def _neighbour_flops(mixer: NeighbourAttention, length: int) -> float:
+    """The same of one sample's attention to neighbours, and of their encoder."""
+    chunks, near = length // mixer.chunk, mixer.neighbours * mixer.width
+    found = 12.0 * mixer.attention.width * length * near
+    for layer in mixer.encoder:
+        for attention in layer.attentions:
+            keys = mixer.width if attention.source == "self" else mixer.chunk
+            found += 12.0 * attention.width * chunks * near * keys
+    return found
 
 
 @lru_cache(maxsize=16)
@@ -78,6 +91,12 @@ def _tokens(model: Architecture, tensor: Tensor, lengths: tuple[int, ...], predi
         return 1
     if unit == "head":
         return predicted
+    of_memory = tensor.name.endswith((f"{ATTENTION}.k_proj.weight", f"{ATTENTION}.v_proj.weight"))
+    if isinstance(unit, int) and (reading := model.layers[unit].neighbours) is not None:
+        encodes = f".{reading.prefix}." in tensor.name
+        if encodes != of_memory:
+            return lengths[0] // reading.chunk * reading.neighbours * reading.width
+        return lengths[0]
     if f"{CROSS}.k_proj" in tensor.name or f"{CROSS}.v_proj" in tensor.name:  # of the memory
         return lengths[0]
     # A norm between two stacks belongs to the unit that opens the second one, but acts on the first one's tokens.

@@ -44,12 +44,15 @@ MIXTURE = (
 )
 """What of a mixture of experts may change on resume, with a word."""
 
+RETRIEVER = ("retro_encoder_hidden_dropout", "retro_encoder_attention_dropout", "retro_gate")
+"""The same of what reads neighbours."""
+
 # What a resume may change, what the planner keeps and what bench takes, written out.
 
 
 def test_what_a_resume_accepts_of_the_model() -> None:
     free = {"hidden_dropout", "attention_dropout", "lora_dropout", "init_std", "vocab_multiple", "positions"}
-    free |= {"mask_padded_vocab", "memory_padding"} | set(MIXTURE) | {"pad_to_capacity"}
+    free |= {"mask_padded_vocab", "memory_padding"} | {*MIXTURE, *RETRIEVER} | {"pad_to_capacity"}
     must = set(options_with(on_resume="must match"))
     assert must == FIELDS - free | {"optimizer", "task"}
 
@@ -65,6 +68,7 @@ def test_what_a_resume_notes() -> None:
         *("adafactor_relative", "adafactor_clip", "adafactor_decay", "mask_padded_vocab", "rampup", "chat_template"),
         *("sample_kind", "mask_prob", "short_seq_prob"),
         *MIXTURE,
+        *RETRIEVER,
         *(
             "fp8",
             "memory_padding",

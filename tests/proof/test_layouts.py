@@ -71,13 +71,19 @@ def test_an_encoders_and_a_decoders_layouts() -> None:
     assert {one.zero for one in listed} == {0, 1, 2, 3} and any(one.zb and one.split for one in listed)
 
 
+def test_layouts_of_a_model_that_reads_neighbours() -> None:
+    listed = layouts_of("gpt-retriever")
+    assert len(listed) == len(set(listed)) >= 40 and {one.cp for one in listed} == {1}
+
+
 def test_every_case_can_be_run() -> None:
     """Each family in each layout, tied and untied ones where stages share an embedding."""
     cases = list(every_case())
     assert {model for model, _ in cases} == set(MODELS)
     for model, layout in cases:
         run = layout.run(model, "fp64")
-        assert run.model.tied == (model not in ("llama", "gpt-untied", "llama-experts", "llama-experts-dropping"))
+        untied = ("llama", "gpt-untied", "llama-experts", "llama-experts-dropping", "llama-retriever")
+        assert run.model.tied == (model not in untied)
         assert (run.batch.micro_batch, run.model.blocks) == (layout.mbs, layout.blocks)
 
 

@@ -118,8 +118,9 @@ class Attention(_Mixer):
     head_dim: int
     qkv_bias: bool
     out_bias: bool
-    source: Literal["self", "memory"]
-    """Where keys and values come from: the layer's own tokens, or what another stack made of its tokens."""
+    source: Literal["self", "memory", "neighbours", "reader"]
+    """Where keys and values come from: the layer's own tokens; what another stack made of its tokens; what an encoder
+    made of the neighbours of a token's chunk; or, in that encoder, the chunk whose neighbour it reads."""
     causal: bool
     """Whether a token sees only those before it."""
     padding: Literal["masked", "uniform", "zero"]
@@ -234,7 +235,32 @@ class Experts(_Mixer):
         return self.router.losses
 
 
-Mixer = Attention | Dense | Experts
+@dataclass(frozen=True, kw_only=True)
+class NeighbourAttention(_Mixer):
+    """Chunked cross attention (Borgeaud et al. 2022): the text is cut into chunks, each of which has neighbours, other
+    texts. From the last token of a chunk to the last but one of the next, tokens attend to the neighbours of that
+    chunk; those before get nothing."""
+
+    attention: Attention
+    chunk: int
+    """Tokens of one."""
+    neighbours: int
+    """Of each chunk."""
+    width: int
+    """Tokens of a neighbour."""
+    encoder: tuple[Layer, ...]
+    """Layers that read the neighbours first, each by itself, and of the text its chunk; () where those of an earlier
+    layer have done so."""
+    prefix: str
+    """What the names of the encoder's tensors begin with."""
+
+    @property
+    def site(self) -> str:
+        """Names the branch's dropout."""
+        return self.attention.site
+
+
+Mixer = Attention | Dense | Experts | NeighbourAttention
 """What a branch computes of its input."""
 
 
@@ -308,6 +334,11 @@ class Layer:
     def attention(self) -> Attention:
         """Its attention to its own tokens."""
         return next(attention for attention in self.attentions if attention.source == "self")
+
+    @property
+    def neighbours(self) -> NeighbourAttention | None:
+        """What reads neighbours, where it does."""
+        return next((branch.mixer for branch in self.branches if isinstance(branch.mixer, NeighbourAttention)), None)
 
     @property
     def experts(self) -> Experts | None:

@@ -173,7 +173,20 @@ class Architecture:
     @cached_property
     def ropes(self) -> tuple[Rope, ...]:
         """The kinds of rotary positions of its layers."""
-        return tuple(dict.fromkeys(attention.rope for attention in self.attentions if attention.rope is not None))
+        layers = dict.fromkeys((*self.layers, *self.encoder))
+        ropes = (attention.rope for layer in layers for attention in layer.attentions)
+        return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
+
+    @cached_property
+    def reading(self) -> tuple[int, ...]:
+        """Numbers of the layers that read neighbours."""
+        return tuple(number for number, layer in enumerate(self.layers) if layer.neighbours is not None)
+
+    @cached_property
+    def encoder(self) -> tuple[Layer, ...]:
+        """The layers that read neighbours of the text; () where none do."""
+        first = self.layers[self.reading[0]].neighbours if self.reading else None
+        return () if first is None else first.encoder
 
     @property
     def long_from(self) -> int | None:
@@ -203,9 +216,11 @@ class Architecture:
     def drops(self) -> bool:
         """Whether anything is random in training."""
         rates = [self.input.dropout, 0.0 if self.adapters is None else self.adapters.dropout]
-        rates += [branch.dropout for layer in dict.fromkeys(self.layers) for branch in layer.branches]
+        layers = dict.fromkeys((*self.layers, *self.encoder))
+        rates += [branch.dropout for layer in layers for branch in layer.branches]
         rates += [experts.router.jitter for experts in self.mixtures]
-        return any((*rates, *(attention.dropout for attention in self.attentions)))
+        rates += [layer.neighbours.attention.dropout for layer in layers if layer.neighbours is not None]
+        return any((*rates, *(attention.dropout for layer in layers for attention in layer.attentions)))
 
     @property
     def cached(self) -> Attention:

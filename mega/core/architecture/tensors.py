@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mega.core.architecture.layer import Attention, Dense, Experts, Layer, Norm
+from mega.core.architecture.layer import Attention, Dense, Experts, Layer, NeighbourAttention, Norm
 from mega.core.architecture.model import Architecture, Output
 from mega.core.architecture.tensor import Cut, Init, Member, Partial, Tensor, Unit
 
@@ -40,6 +40,8 @@ def layer_tensors(model: Architecture, layer: Layer, unit: Unit) -> Iterator[Ten
             yield from _attention(model, mixer, unit)
         elif isinstance(mixer, Dense):
             yield from _dense(model, mixer, unit)
+        elif isinstance(mixer, NeighbourAttention):
+            yield from _neighbour_attention(model, mixer, unit)
         else:
             yield from _experts(model, mixer, unit)
         if branch.after is not None:
@@ -91,6 +93,14 @@ def _attention(model: Architecture, attention: Attention, unit: Unit) -> Iterato
         if each is not None:
             yield from _head_norm(attention, each, unit)
     yield from _row(model, f"{name}.o_proj", unit, attention.width, attention.heads, attention.out_bias)
+
+
+def _neighbour_attention(model: Architecture, mixer: NeighbourAttention, unit: Unit) -> Iterator[Tensor]:
+    """Of the encoder's layers, then as of any attention."""
+    for number, layer in enumerate(mixer.encoder):
+        for tensor in layer_tensors(model, layer, unit):
+            yield replace(tensor, name=f"{mixer.prefix}.layers.{number}.{tensor.name}")
+    yield from _attention(model, mixer.attention, unit)
 
 
 def _head_norm(attention: Attention, value: Norm, unit: Unit) -> Iterator[Tensor]:

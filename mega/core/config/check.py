@@ -32,6 +32,7 @@ from mega.core.config.resolve import (
     profiled_steps,
     resolve,
 )
+from mega.core.config.retriever import retriever
 from mega.core.config.run import AnyRun, Options, RunConfig, entries, flag_of, found_with, run_schema, value_of
 from mega.core.config.schema import Entry, Schema
 from mega.core.config.sections import LABELLED, TASKS
@@ -74,7 +75,7 @@ def check(options: Options, world: int) -> None:
         for rule in (_heads, _positions, _stages, _tensor, _columns, _overlap, _fp8, graph, _times):
             problems += rule(run)
         line = partial(_line, run)
-        problems += mixture(run, line)
+        problems += [*mixture(run, line), *retriever(run, line)]
         problems += (
             _world(run, world) if world % _cells(run) else [*_batch(run, world), *expert_ranks(run, world, line)]
         )

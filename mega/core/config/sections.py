@@ -39,6 +39,7 @@ from mega.core.config.option import (
     weak,
 )
 from mega.core.config.presets import FAMILY_DEFAULTS
+from mega.core.config.retriever import RetrieverOptions
 from mega.core.plan.kinds import SCHEDULES
 
 Dtype = Literal["fp32", "bf16", "fp16", "fp64"]
@@ -385,8 +386,8 @@ class DenseOptions(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(MixtureOptions, DenseOptions):
-    """A model as typed. Everything `architecture` needs, and nothing else; options of a mixture come last."""
+class ModelOptions(RetrieverOptions, MixtureOptions, DenseOptions):
+    """A model as typed. Everything `architecture` needs, and nothing else; options of parts that few have come last."""
 
     title: ClassVar[str] = "Model"
     on_resume: ClassVar[OnResume] = "must match"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mega.core.architecture import architecture
-from mega.core.batch import DecoderBatch, EncoderDecoderBatch, MaskedBatch
+from mega.core.batch import DecoderBatch, EncoderDecoderBatch, MaskedBatch, NeighbourBatch
 from mega.core.config.sections import ModelConfig
 from mega.core.ops.counter import key, mix
 
@@ -38,6 +38,38 @@ def packed(batch: DecoderBatch, shortest: int = 200, longest: int = 2000) -> Dec
     ends = (shortest + (bits & 0x7FFFFFFF) % (longest - shortest + 1)).cumsum(1)
     documents = torch.searchsorted(ends, torch.arange(length).repeat(rows, 1), right=True)
     return replace(batch, documents=documents.to(batch.tokens.device))
+
+
+def neighbour_batch(
+    model: ModelConfig, length: int, samples: torch.Tensor, *, seed: int, ragged: bool = True, documents: bool = False
+) -> NeighbourBatch:
+    """Rows of `length` random tokens whose chunks have random neighbours. samples: int64 [b].
+
+    ragged: as of `decoder_batch`, and about every fifth neighbour is missing. documents: changes nothing, a row is one.
+    """
+    text = decoder_batch(model, length, samples, seed=seed, ragged=ragged)
+    chunks, each = length // model.retro_chunk_length, model.retro_neighbours
+    width = model.retro_chunk_length * model.retro_retrieved_chunks
+    columns = torch.arange(chunks * each * width, device=samples.device)
+    bits = _bits(samples, columns, seed, "synthetic neighbours").view(-1, chunks, each, width)
+    found = (bits[..., 0] >> 32) % 5 != 0 if ragged else None
+    return NeighbourBatch(**text.tensors(), neighbours=_ids(bits, model), found=found)
+
+
+def neighbour_rows(samples: Sequence[Any], first: int, *, model: ModelConfig | None = None) -> NeighbourBatch:
+    """Rows of token ids, int64 [seq_length + 1] each, each of whose chunks is its own neighbour, again and again."""
+    text = torch.stack([torch.from_numpy(row) for row in samples])
+    tokens = text[:, :-1].contiguous()
+    assert model is not None
+    chunks = tokens.view(len(tokens), -1, 1, model.retro_chunk_length)
+    return NeighbourBatch(
+        tokens=tokens,
+        labels=text[:, 1:].contiguous(),
+        loss_weights=torch.ones(tokens.shape),
+        positions=torch.arange(tokens.shape[1]).expand_as(tokens),
+        samples=torch.arange(first, first + len(samples)),
+        neighbours=chunks.repeat(1, 1, model.retro_neighbours, model.retro_retrieved_chunks),
+    )
 
 
 def decoder_prompt(ids: torch.Tensor) -> DecoderBatch:

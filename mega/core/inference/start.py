@@ -156,7 +156,8 @@ def check_layout(options: ModelConfig, tp: int, pp: int, engine: EngineOptions =
         if model.mixtures and getattr(engine, name):
             raise ValueError(f"--{name.replace('_', '-')}: does nothing for experts, of which the model has some")
     if family(options).prompt is None:
-        raise ValueError(f"--load: a model of --family {model.family} does not continue text")
+        kind = "with --retriever" if options.retriever else f"of --family {model.family}"
+        raise ValueError(f"--load: a model {kind} does not continue text")
     kv_heads, layers = model.cached.kv_heads, len(model.layers)
     if kv_heads % tp:
         raise ValueError(f"--tp {tp}: must divide the model's {kv_heads} key/value heads")

@@ -36,6 +36,37 @@ class MemoryTokens:
     """int64 [all memory tokens of the region], dropout keys for adapters; None where none drops."""
 
 
+@dataclass
+class Neighbours:
+    """Neighbours of the chunks of a text on their way through a stage: l chunks of each row of the text have k of r
+    tokens each, which are the rows [b l k, r]. The layer that has their encoder sets `encoded`."""
+
+    tokens: torch.Tensor
+    """[b l k r, h], ours under sequence parallelism: what the stage was given, or has embedded."""
+    context: ForwardContext
+    """What they mean to the layers of their encoder."""
+    found: torch.Tensor | None
+    """bool [b, l, k]: which of them there are; None: all."""
+    shape: tuple[int, int, int]
+    """l, k and r."""
+    chunk: int
+    """Tokens of one."""
+    encoded: torch.Tensor | None = None
+    text: torch.Tensor | None = None
+    """[b s, h]: what their encoder reads of the text."""
+
+    @property
+    def read(self) -> torch.Tensor:
+        """What the layers of the text attend to."""
+        return self.tokens if self.encoded is None else self.encoded
+
+    def readers(self, columns: int) -> torch.Tensor:
+        """bool [b, columns], or [1, columns] for all rows: the tokens of the text that read a neighbour."""
+        number = (torch.arange(columns, device=self.tokens.device) + 1) // self.chunk - 1
+        seen = (number >= 0)[None]
+        return seen if self.found is None else self.found.any(2)[:, number.clamp(min=0)] & seen
+
+
 @dataclass(frozen=True)
 class ForwardContext:
     """One microbatch on its way through a stage. Tokens are rows of [tokens, h], batch-major."""
@@ -58,6 +89,7 @@ class ForwardContext:
     rule: int = RULE
     """How dropout is decided, of ops/counter.py."""
     memory: MemoryTokens | None = field(default=None, kw_only=True)
+    neighbours: Neighbours | None = field(default=None, kw_only=True)
     auxiliary: AuxiliarySums | None = field(default=None, kw_only=True)
     """Takes the losses of layers; None where none is asked for."""
     seq_numbers: torch.Tensor | None = field(default=None, kw_only=True)
@@ -167,10 +199,18 @@ class ForwardContext:
         self, attention: Attention, layer: int, first_head: int, length: int
     ) -> AttentionDropout | None:
         """length: of the keys' whole rows."""
-        if self.row_keys is None or not attention.dropout:
+        return (
+            None if self.row_keys is None else self.weight_dropout(self.row_keys, attention, layer, first_head, length)
+        )
+
+    def weight_dropout(
+        self, queries: torch.Tensor, attention: Attention, layer: int, first_head: int, length: int
+    ) -> AttentionDropout | None:
+        """Dropout of the weights that queries give to `length` keys. queries: int64 [rows, s], their keys."""
+        if not attention.dropout:
             return None
         site = site_key(layer, attention.site, self.rule)
-        return AttentionDropout(self.row_keys, site, first_head, (range(length),), attention.dropout, self.rule)
+        return AttentionDropout(queries, site, first_head, (range(length),), attention.dropout, self.rule)
 
 
 def forward_context(

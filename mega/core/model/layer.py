@@ -23,10 +23,11 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from mega.core.architecture.layer import Attention, Branch, Dense, Experts, Layer, Mixer
+from mega.core.architecture.layer import Attention, Branch, Dense, Experts, Layer, Mixer, NeighbourAttention
 from mega.core.model.experts import ExpertLayer
 from mega.core.model.forward import ForwardContext
-from mega.core.model.mixers import FeedForward, LayerPlace, MixerModule, attention
+from mega.core.model.mixers import CrossAttention, FeedForward, LayerPlace, MixerModule, SelfAttention
+from mega.core.model.neighbours import ChunkAttention, ReaderAttention
 from mega.core.model.residual import ResidualState, Tensors, normalization
 from mega.core.parallel.weight import ParameterFactory
 
@@ -101,7 +102,38 @@ def run_parallel(
     return ResidualState(x, total)
 
 
-MODULES: dict[type, Callable[..., MixerModule]] = {Attention: attention, Dense: FeedForward, Experts: ExpertLayer}
+ATTENTIONS: dict[str, type[SelfAttention]] = {
+    "self": SelfAttention,
+    "memory": CrossAttention,
+    "reader": ReaderAttention,
+}
+"""Source of keys and values -> the module."""
+
+
+def _attention(factory: ParameterFactory, value: Attention, tensors: Tensors, place: LayerPlace) -> SelfAttention:
+    return ATTENTIONS[value.source](factory, value, tensors, place)
+
+
+def _neighbours(
+    factory: ParameterFactory, value: NeighbourAttention, tensors: Tensors, place: LayerPlace
+) -> ChunkAttention:
+    """Layers of an encoder are numbered from -2 down: no other layer has their sites of dropout."""
+
+    def encoding(number: int, layer: Layer) -> TransformerLayer:
+        prefix = f"{value.prefix}.layers.{number}."
+        own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        return TransformerLayer(factory, layer, own, place._replace(layer=-2 - number))
+
+    encoder = nn.ModuleList(encoding(number, layer) for number, layer in enumerate(value.encoder))
+    return ChunkAttention(factory, value, tensors, place, encoder)
+
+
+MODULES: dict[type, Callable[..., MixerModule]] = {
+    Attention: _attention,
+    Dense: FeedForward,
+    Experts: ExpertLayer,
+    NeighbourAttention: _neighbours,
+}
 """Kind of mixer -> what makes its module."""
 
 
@@ -148,6 +180,11 @@ class TransformerLayer(nn.Module):
         order = sorted(range(len(later)), key=later.__getitem__)
         self.registered = nn.ModuleList(ResidualBranch(factory, value.branches[at], tensors, place) for at in order)
         self._running = [order.index(at) for at in range(len(order))]
+
+    @property
+    def encodes(self) -> bool:
+        """Whether it has the encoder of the text's neighbours."""
+        return self.value.neighbours is not None and bool(self.value.neighbours.encoder)
 
     @property
     def branches(self) -> list[Any]:

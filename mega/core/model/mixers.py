@@ -118,16 +118,23 @@ class CrossAttention(SelfAttention):
         self.q = self.column(factory, tensors, region, "q")
         self.kv = self.column(factory, tensors, region, "kv")
 
+    def projected(
+        self, x: torch.Tensor, memory: torch.Tensor, context: ForwardContext, of_memory: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries of x, keys and values of the memory, each [all tokens of the region, heads, d]."""
+        q = self.q(x, self.adapter_dropout(context, "q_adapter")).unflatten(1, (self.heads, -1))
+        drop = self.adapter_dropout(of_memory, "kv_adapter")
+        k, v = self.kv(memory, drop).unflatten(1, (2 * self.kv_heads, -1)).chunk(2, dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(ResidualState(q))[1], self.k_norm(ResidualState(k))[1]
+        return self.scaled(q), k, v
+
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """x [tokens, h] -> [all tokens of the region, heads x d]."""
         memory = context.memory
         assert memory is not None
-        q = self.q(x, self.adapter_dropout(context, "q_adapter")).unflatten(1, (self.heads, -1))
-        drop = self.adapter_dropout(context.of_memory(), "kv_adapter")
-        k, v = self.kv(memory.tokens, drop).unflatten(1, (2 * self.kv_heads, -1)).chunk(2, dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(ResidualState(q))[1], self.k_norm(ResidualState(k))[1]
-        q, k, v = (one.unflatten(0, (context.batch, -1)) for one in (self.scaled(q), k, v))
+        found = self.projected(x, memory.tokens, context, context.of_memory())
+        q, k, v = (one.unflatten(0, (context.batch, -1)) for one in found)
         mixed = self.ops.attention(q, k, v, context.memory_mask(self.value, self.layer, self.first_head))
         return mixed.reshape(context.batch * context.seq, -1)
 
@@ -153,12 +160,6 @@ class FeedForward(MixerModule):
             freed = wide.detach()
             with_recipe(active, lambda: self.ops.activate(freed, bias, self.activation))
         return active
-
-
-def attention(factory: ParameterFactory, value: Attention, tensors: Tensors, place: LayerPlace) -> SelfAttention:
-    """The module of an attention."""
-    kind = SelfAttention if value.source == "self" else CrossAttention
-    return kind(factory, value, tensors, place)
 
 
 def _head_norm(

@@ -222,12 +222,15 @@ class StackStage(nn.Module, Generic[B]):
         self, layers: Iterable[nn.Module], stream: ResidualState, context: ForwardContext, unshard: bool = True
     ) -> ResidualState:
         for layer in layers:
-            if self.with_full_params is None or not unshard:
-                stream = layer(stream, context)
-            else:
-                run = partial(self._from_sum, [layer], context, unshard=False)
-                stream = ResidualState(self.with_full_params(layer, run, stream.sum(self.ops)))
+            whole = self.with_full_params is None or not unshard
+            stream = layer(stream, context) if whole else self.unit(layer, stream, context)
         return stream
+
+    def unit(self, layer: nn.Module, stream: ResidualState, context: ForwardContext) -> ResidualState:
+        """A layer, with its whole weights here meanwhile."""
+        assert self.with_full_params is not None
+        run = partial(self._from_sum, [layer], context, unshard=False)
+        return ResidualState(self.with_full_params(layer, run, stream.sum(self.ops)))
 
     def _from_sum(
         self, layers: Sequence[nn.Module], context: ForwardContext, x: torch.Tensor, unshard: bool = True

@@ -69,6 +69,7 @@ _SIGMOID: dict[str, Any] = {
     "balance_loss": (0.1,),
 }
 """A mixture as DeepSeek-V3's, in all layers but the first."""
+_RETRIEVER: dict[str, Any] = {"retriever": True, "retro_layers": (1, 2), "retro_chunk_length": 2}
 _BERT: dict[str, Any] = {"family": "bert", "sample_kind": "bert"}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {},
@@ -80,6 +81,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "t5": {"family": "t5", "sample_kind": "t5", "decoder_seq_length": 12},
     "gpt-experts": {"experts": 4, "expert_ffn": 32, "balance_loss": (0.5,), "z_loss": 0.01},
     "gpt-experts-dropping": {"experts": 4, "expert_ffn": 32, "capacity_factor": 0.75, "drop_policy": "position"},
+    "gpt-retriever": _RETRIEVER,
+    "llama-retriever": {**_LLAMA, **_RETRIEVER},
     "llama-experts": {**_LLAMA, **_SIGMOID},
     "llama-experts-dropping": {**_LLAMA, **_SIGMOID, "capacity_factor": 0.75, "pad_to_capacity": True},
 }
@@ -477,7 +480,22 @@ NORMS = _named(
 DRAWN = 32
 """Layouts of each of the models with experts."""
 
-SOME = {"gpt-untied": TIES, "llama-tied": TIES, "bert-post": NORMS}
+NEIGHBOURS = _named(
+    "tp2sp",
+    "tp4",
+    "pp2-uneven",
+    "pp4-zb",
+    "pp2-chunks2-full1",
+    "dp2-zero3",
+    "dp2-full2-zero3",
+    "tp2pp2dp2sp-zero1",
+    "tp2-full2-share",
+    "tp2sp-selective",
+    "tp1-mbs8",
+)
+"""Where neighbours are cut, travel, or are read twice, with other blocks than GPT's."""
+
+SOME = {"gpt-untied": TIES, "llama-tied": TIES, "bert-post": NORMS, "llama-retriever": NEIGHBOURS}
 """Models of a family that are proven in some layouts only."""
 
 Case = tuple[str, ParityLayout]
@@ -493,8 +511,11 @@ def every_case() -> Iterator[Case]:
 
 def layouts_of(model: str) -> list[ParityLayout]:
     """Those that one of `MODELS` is proven in."""
+    whole_rows = [layout for layout in every_layout() if layout.cp == 1]
     if _decodes(model):  # an encoder and a decoder share no context axis
-        return [layout for layout in every_layout() if layout.cp == 1] + SPLIT_RANKS
+        return whole_rows + SPLIT_RANKS
+    if model == "gpt-retriever":
+        return whole_rows
     if "experts" in MODELS[model]:
         return drawn_mixtures(model, DRAWN)
     return list(SOME.get(model, every_layout()))

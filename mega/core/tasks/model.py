@@ -130,7 +130,8 @@ def check_model(
     if task in LABELLED:
         check_head(opened.path, opened.model, task)
     elif family(opened.model).prompt is None:
-        raise ValueError(f"--load {load}: is a model of --family {opened.model.family}, which does not continue text")
+        kind = "with --retriever" if opened.model.retriever else f"of --family {opened.model.family}"
+        raise ValueError(f"--load {load}: is a model {kind}, which does not continue text")
     model = _model(opened, given)
     values = {name: value_of(options, name) for name in options_with(evaluated=True)}
     values["sample_kind"] = FAMILY_DEFAULTS[model.family].values.get("sample_kind", "gpt")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from mega.core.architecture.families import parts
+from mega.core.architecture.families.retriever import layer
 from mega.core.architecture.model import Architecture, Output, Words
 from mega.core.config.sections import ModelConfig
 
 
 def decoder(options: ModelConfig) -> Architecture:
-    """One stack of causal layers, and logits."""
+    """One stack of causal layers, of which some may read neighbours, and logits."""
     words = Words(
         tied=options.tied,
         bias=options.head_bias,
@@ -19,6 +20,6 @@ def decoder(options: ModelConfig) -> Architecture:
     return parts.architecture(
         options,
         input=parts.inputs(options),
-        stacks=(parts.stack(options, lambda number: parts.layer(options, number=number), options.layers),),
+        stacks=(parts.stack(options, lambda number: layer(options, number), options.layers),),
         output=Output(words=words, pooler=False, rows=None),
     )

@@ -17,7 +17,8 @@ def logits(stage: Any, ids: torch.Tensor) -> torch.Tensor:
     """ids int64 [b, s] -> [b, s, vocab], without the vocabulary's padding."""
     prompt, model = family(stage.model).prompt, stage.architecture
     if prompt is None:
-        raise ValueError(f"--load: a model of --family {model.family} does not continue text")
+        kind = "with --retriever" if stage.model.retriever else f"of --family {model.family}"
+        raise ValueError(f"--load: a model {kind} does not continue text")
     found: torch.Tensor = stage(prompt(ids), outputs=True).outputs
     return found[..., : model.input.vocab]
 

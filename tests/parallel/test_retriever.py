@@ -1,0 +1,57 @@
+"""A model that reads neighbours is one model in every layout: gradients, losses and norms are one process's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mega.core.architecture import inventory
+from mega.core.config.check import check
+from mega.core.config.run import RunConfig
+from mega.core.processes.pool import Pool
+from mega.core.proof.layouts import LR
+from mega.core.proof.parity import Snapshot, compare, snapshots, within
+from tests.support.runs import small_options, small_run
+
+STEPS = (1, 3)
+SP = {"tp": 2, "sequence_parallel": True}
+FULL = {"recompute": "full", "recompute_method": "uniform", "recompute_layers": 2}
+RETRIEVER = {"retriever": True, "retro_layers": (1, 2), "retro_chunk_length": 4}
+LAYOUTS: list[tuple[str, int, dict[str, Any]]] = [
+    ("gpt", 1, {**FULL, "micro_batch": 4}),
+    ("gpt", 2, {"zero": 3, **FULL}),
+    ("gpt", 4, {**SP, "pp": 2, "zero": 1}),
+    ("llama", 2, {"tp": 2, "recompute": "selective"}),
+    ("llama", 4, {"pp": 4, "schedule": "zb-h1", "micro_batch": 2}),
+    ("llama", 4, {**SP, "zero": 3}),
+]
+
+
+def run(model: str, world: int = 1, **layout: Any) -> RunConfig:
+    values = {**RETRIEVER, "lr": LR["fp64"], "steps": 10, "mock_data": True, **layout}
+    check(small_options(model, **values), world)
+    return small_run(model, world, **values)
+
+
+@pytest.fixture(scope="module")
+def references(pool: Pool) -> dict[str, list[Snapshot]]:
+    return {model: snapshots(pool, run(model), 1, STEPS) for model in ("gpt", "llama")}
+
+
+@pytest.mark.parametrize(("model", "world", "layout"), LAYOUTS, ids=str)
+def test_every_layout_is_one_process(
+    pool: Pool, references: dict[str, list[Snapshot]], model: str, world: int, layout: dict[str, Any]
+) -> None:
+    found = snapshots(pool, run(model, world, **layout), world, STEPS)
+    for difference in compare("fp64", STEPS, references[model], found):
+        assert within("fp64", difference), difference
+    for mine, theirs in zip(references[model], found, strict=True):
+        assert theirs.grad_norm == pytest.approx(mine.grad_norm, rel=1e-10)
+
+
+def test_every_tensor_is_trained(references: dict[str, list[Snapshot]]) -> None:
+    first = references["gpt"][0]
+    assert set(first.gradients) == {f"grads/{tensor.name}" for tensor in inventory(run("gpt").model)}
+    still = [name for name, one in first.gradients.items() if float(one.abs().max()) < 1e-9 * first.grad_norm]
+    assert not [name for name in still if "k_proj.bias" not in name]
