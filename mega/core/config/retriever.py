@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mega.core.config.mixture import DECODERS
 from mega.core.config.option import BELOW_ONE, COUNT, NOT_NEGATIVE, Section, option
@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from mega.core.config.run import RunConfig
 
 
-def _retro(default: Any, help: str, **properties: Any) -> Any:
-    """An option that only a model with a retriever has."""
-    return option(default, help, needs={"retriever": ()}, **properties)
+_NEEDS = {"retriever": ()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,58 +30,74 @@ class RetrieverOptions(Section):
         megatron={"--retro-add-retriever": True},
         families=DECODERS,
     )
-    retro_layers: tuple[int, ...] = _retro(
+    retro_layers: tuple[int, ...] = option(
         (),
         "numbers of the layers that read neighbours, the first layer being 0 [5, or 8 of more than 15 layers, and "
         "every third after it]",
         within=NOT_NEGATIVE,
+        needs=_NEEDS,
     )
-    retro_chunk_length: int = _retro(
+    retro_chunk_length: int = option(
         64,
         "tokens of a chunk",
         megatron="--retro-gpt-chunk-length",
         within=COUNT,
         most=2**20,
+        needs=_NEEDS,
     )
-    retro_neighbours: int = _retro(
-        2, "neighbours of a chunk that are read", megatron="--retro-num-neighbors", within=COUNT, most=2**10
+    retro_neighbours: int = option(
+        2,
+        "neighbours of a chunk that are read",
+        megatron="--retro-num-neighbors",
+        within=COUNT,
+        most=2**10,
+        needs=_NEEDS,
     )
-    retro_retrieved_chunks: int = _retro(
+    retro_retrieved_chunks: int = option(
         2,
         "chunks of a neighbour: the one that was found and those that follow it",
         megatron="--retro-num-retrieved-chunks",
         within=COUNT,
         most=2**10,
+        needs=_NEEDS,
     )
-    retro_encoder_layers: int = _retro(
-        2, "layers of the neighbours' encoder", megatron="--retro-encoder-layers", within=COUNT, most=2**10
+    retro_encoder_layers: int = option(
+        2,
+        "layers of the neighbours' encoder",
+        megatron="--retro-encoder-layers",
+        within=COUNT,
+        most=2**10,
+        needs=_NEEDS,
     )
-    retro_encoder_hidden_dropout: float = _retro(
+    retro_encoder_hidden_dropout: float = option(
         0.1,
         "dropout of the encoder's residual stream",
         megatron="--retro-encoder-hidden-dropout",
         within=BELOW_ONE,
         on_resume="noted",
+        needs=_NEEDS,
     )
-    retro_encoder_attention_dropout: float = _retro(
+    retro_encoder_attention_dropout: float = option(
         0.1,
         "dropout of the encoder's attention weights",
         megatron="--retro-encoder-attention-dropout",
         within=BELOW_ONE,
         on_resume="noted",
+        needs=_NEEDS,
     )
-    retro_gate: float = _retro(
+    retro_gate: float = option(
         1.0,
         "multiply what layers read of neighbours by this; 0 reads nothing of them",
         megatron="--retro-attention-gate",
         within=NOT_NEGATIVE,
         on_resume="noted",
+        needs=_NEEDS,
     )
     retro_rope: bool = option(
         True,
         "rotary positions inside each neighbour; Megatron-LM has none, so that a neighbour is a bag of tokens there",
         megatron={"--retro-add-retriever": False},
-        needs={"retriever": ()},
+        needs=_NEEDS,
         read_with={"position": ("rope",)},
     )
 

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from mega.core.architecture import architecture
 from mega.core.batch import DecoderBatch, EncoderDecoderBatch, MaskedBatch, NeighbourBatch
@@ -56,7 +58,9 @@ def neighbour_batch(
     return NeighbourBatch(**text.tensors(), neighbours=_ids(bits, model), found=found)
 
 
-def neighbour_rows(samples: Sequence[Any], first: int, *, model: ModelConfig | None = None) -> NeighbourBatch:
+def neighbour_rows(
+    samples: Sequence[NDArray[np.int64]], first: int, *, model: ModelConfig | None = None
+) -> NeighbourBatch:
     """Rows of token ids, int64 [seq_length + 1] each, each of whose chunks is its own neighbour, again and again."""
     text = torch.stack([torch.from_numpy(row) for row in samples])
     tokens = text[:, :-1].contiguous()

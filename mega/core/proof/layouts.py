@@ -69,7 +69,7 @@ _SIGMOID: dict[str, Any] = {
     "balance_loss": (0.1,),
 }
 """A mixture as DeepSeek-V3's, in all layers but the first."""
-_RETRIEVER: dict[str, Any] = {"retriever": True, "retro_layers": (1, 2), "retro_chunk_length": 2}
+_RETRIEVER: dict[str, object] = {"retriever": True, "retro_layers": (1, 2), "retro_chunk_length": 2}
 _BERT: dict[str, Any] = {"family": "bert", "sample_kind": "bert"}
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {},
