@@ -4,7 +4,7 @@ option, schema     what a field of a section is, and all of them as one table
 sections           the sections of a run; families: which flags belong to which model
 presets, compose   rows of values, and one run out of defaults, preset, TOML file and flags
 run                `Options` as typed, `RunConfig` as resolved; toml: both as files
-mixture            options of a mixture of experts, a part of the model's section
+mixture, retriever options of a mixture of experts, and of what reads neighbours: parts of the model's section
 check, check_files the rules, all of them at once, before any process starts; unread: flags that change nothing;
                    check_mixture: those of a mixture
 resolve            what options leave out
