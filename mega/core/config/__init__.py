@@ -6,7 +6,7 @@ presets, compose   rows of values, and one run out of defaults, preset, TOML fil
 run                `Options` as typed, `RunConfig` as resolved; toml: both as files
 mixture, retriever options of a mixture of experts, and of what reads neighbours: parts of the model's section
 check, check_files the rules, all of them at once, before any process starts; unread: flags that change nothing;
-                   check_mixture: those of a mixture
+                   check_mixture, check_retriever: those of a mixture, and of what reads neighbours
 resolve            what options leave out
 faults             damage that a run may be asked for
 corpora            short names for corpora; page: docs/configuration.md

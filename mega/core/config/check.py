@@ -18,6 +18,7 @@ from typing import Any
 
 from mega.core.config.check_files import files
 from mega.core.config.check_mixture import expert_ranks, mixture
+from mega.core.config.check_retriever import retriever
 from mega.core.config.families import belongs, foreign_values
 from mega.core.config.faults import SECRET, Fault, fault
 from mega.core.config.option import Range
@@ -32,7 +33,6 @@ from mega.core.config.resolve import (
     profiled_steps,
     resolve,
 )
-from mega.core.config.retriever import retriever
 from mega.core.config.run import AnyRun, Options, RunConfig, entries, flag_of, found_with, run_schema, value_of
 from mega.core.config.schema import Entry, Schema
 from mega.core.config.sections import LABELLED, TASKS

@@ -37,7 +37,7 @@ class MemoryTokens:
 
 
 @dataclass
-class Neighbours:
+class NeighbourStates:
     """Neighbours of the chunks of a text on their way through a stage: l chunks of each row of the text have k of r
     tokens each, which are the rows [b l k, r]. The layer that has their encoder sets `encoded`."""
 
@@ -89,7 +89,7 @@ class ForwardContext:
     rule: int = RULE
     """How dropout is decided, of ops/counter.py."""
     memory: MemoryTokens | None = field(default=None, kw_only=True)
-    neighbours: Neighbours | None = field(default=None, kw_only=True)
+    neighbours: NeighbourStates | None = field(default=None, kw_only=True)
     auxiliary: AuxiliarySums | None = field(default=None, kw_only=True)
     """Takes the losses of layers; None where none is asked for."""
     seq_numbers: torch.Tensor | None = field(default=None, kw_only=True)

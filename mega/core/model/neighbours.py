@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from mega.core.architecture.layer import NeighbourAttention
-from mega.core.model.forward import ForwardContext, Neighbours
+from mega.core.model.forward import ForwardContext, NeighbourStates
 from mega.core.model.mixers import CrossAttention, LayerPlace
 from mega.core.model.residual import ResidualState, Tensors
 from mega.core.ops.mask import AttentionMask
@@ -61,14 +61,14 @@ class ChunkAttention(CrossAttention):
         after = context.seq - before - q.shape[1]
         return F.pad(mixed, (0, 0, 0, 0, before, after)).reshape(context.batch * context.seq, -1)
 
-    def encode(self, near: Neighbours, x: torch.Tensor) -> torch.Tensor:
+    def encode(self, near: NeighbourStates, x: torch.Tensor) -> torch.Tensor:
         """What the encoder makes of the neighbours of the text x."""
         stream, context = ResidualState(near.tokens), replace(near.context, neighbours=replace(near, text=x))
         for layer in self.encoder:
             stream = layer(stream, context)
         return stream.sum(self.ops)
 
-    def mask(self, near: Neighbours, context: ForwardContext, size: int) -> AttentionMask:
+    def mask(self, near: NeighbourStates, context: ForwardContext, size: int) -> AttentionMask:
         """What tokens [b l, m] see of the neighbours [b l, k r] that they read. size: of all chunks of a row."""
         _, each, width = near.shape
         dropout = None
@@ -102,16 +102,17 @@ class ReaderAttention(CrossAttention):
         near = context.neighbours
         assert near is not None and near.text is not None
         chunks, each, width = near.shape
-        rows = context.batch // (chunks * each)
+        batch = context.batch // (chunks * each)
         q, k, v = self.projected(x, near.text, context, context)
         size = chunks * near.chunk
         k, v = (
-            one.unflatten(0, (rows, -1))[:, :size].reshape(rows * chunks, near.chunk, *one.shape[1:]) for one in (k, v)
+            one.unflatten(0, (batch, -1))[:, :size].reshape(batch * chunks, near.chunk, *one.shape[1:])
+            for one in (k, v)
         )
         dropout = None
         if context.row_keys is not None:
-            keys = context.row_keys.reshape(rows * chunks, each * width)
+            keys = context.row_keys.reshape(batch * chunks, each * width)
             dropout = context.weight_dropout(keys, self.value, self.layer, self.first_head, near.chunk)
         mask = AttentionMask("full", dropout=dropout, softcap=self.value.softcap)
-        mixed = self.ops.attention(q.unflatten(0, (rows * chunks, each * width)), k, v, mask)
+        mixed = self.ops.attention(q.unflatten(0, (batch * chunks, each * width)), k, v, mask)
         return mixed.reshape(context.batch * context.seq, -1)

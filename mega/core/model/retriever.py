@@ -20,7 +20,7 @@ from mega.core.batch import DecoderBatch, NeighbourBatch
 from mega.core.model.auxiliary import AuxiliarySums
 from mega.core.model.decoder import DecoderStage
 from mega.core.model.embedding import Embedding
-from mega.core.model.forward import ForwardContext, Neighbours, forward_context
+from mega.core.model.forward import ForwardContext, NeighbourStates, forward_context
 from mega.core.model.layer import TransformerLayer
 from mega.core.model.residual import ResidualState
 from mega.core.parallel.weight import ParameterFactory, weights
@@ -67,13 +67,13 @@ class RetrieverStage(DecoderStage):
             return (stream,)
         return stream, near.read
 
-    def _neighbours(self, batch: NeighbourBatch, *cargo: torch.Tensor) -> Neighbours:
+    def _neighbours(self, batch: NeighbourBatch, *cargo: torch.Tensor) -> NeighbourStates:
         """As they come to this stage: those of the batch, embedded, or the cargo."""
-        rows, chunks, each, width = batch.neighbours.shape
+        size, chunks, each, width = batch.neighbours.shape
         numbers = torch.arange(chunks * each, device=batch.samples.device)
         # Dropout of samples with numbers below 0, which no text has.
         samples = -1 - (batch.samples[:, None] * (chunks * each) + numbers).flatten()
-        positions = torch.arange(width, device=batch.samples.device).expand(rows * chunks * each, width)
+        positions = torch.arange(width, device=batch.samples.device).expand(size * chunks * each, width)
         context = forward_context(
             self.architecture,
             samples,
@@ -91,7 +91,7 @@ class RetrieverStage(DecoderStage):
             tokens = self.embedded(self.embedding, text, context)
             if torch.is_grad_enabled() and not tokens.requires_grad:
                 tokens.requires_grad_()
-        return Neighbours(tokens, context, batch.found, (chunks, each, width), batch.tokens.shape[1] // chunks)
+        return NeighbourStates(tokens, context, batch.found, (chunks, each, width), batch.tokens.shape[1] // chunks)
 
     def unit(self, layer: nn.Module, stream: ResidualState, context: ForwardContext) -> ResidualState:
         """The layer that has the encoder gives two tensors, which are one to those who bring its weights here."""
