@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from mega.core.config.mixture import DECODERS
 from mega.core.config.option import BELOW_ONE, COUNT, NOT_NEGATIVE, Section, option
 
-
 _NEEDS = {"retriever": ()}
 
 
