@@ -31,6 +31,7 @@ VERBS = {
     "corpus": "Make a corpus from raw text: clean, deduplicate, decontaminate, filter",
     "preprocess": "Turn text into token files",
     "data": "Merge, verify, inspect and split corpora",
+    "retro": "Find neighbours of a corpus's chunks, for models that read them",
     "pretrain": "Train a model from scratch, or resume",
     "finetune": "Train a model towards a task",
     "launch": "Print a script that starts a run on several hosts",

@@ -35,8 +35,7 @@ def retriever(run: RunConfig, line: Line) -> Iterator[str]:
         yield line("positions", f"must be at least {longest}, the tokens of a neighbour")
     if model.norm_placement != "pre" or model.parallel_branches != "no":
         yield line("retriever", "needs --norm-placement pre and --parallel-branches no")
-    if not run.data.mock_data:
-        yield line("retriever", "needs --mock-data: neighbours of token files cannot be read yet")
+    yield from _neighbours(run, line)
     for name, excluded in (
         ("experts", model.experts),
         ("cp", parallel.cp > 1),
@@ -50,6 +49,25 @@ def retriever(run: RunConfig, line: Line) -> Iterator[str]:
             yield line(name, _EXCLUDED.get(name, "excludes --retriever"))
     if run.finetuning.task not in ("lm",):
         yield line("task", "excludes --retriever; valid there: lm")
+
+
+def _neighbours(run: RunConfig, line: Line) -> Iterator[str]:
+    """Where neighbours come from. Those of other samples than a token file's blend were not looked for."""
+    data, masking = run.data, run.masking
+    if data.retro is None:
+        if not data.mock_data and not run.runtime.dry_run:
+            yield line("retriever", "needs --retro, the folder of the neighbours, or --mock-data")
+        return
+    for name, excluded in (
+        ("mock_data", data.mock_data),
+        ("chat_data", data.chat_data),
+        ("valid_sets", data.valid_sets),
+        ("valid_by_corpus", run.evaluation.valid_by_corpus),
+        ("fim_data", data.fim_data),
+        ("sample_kind", masking.sample_kind != "gpt"),
+    ):
+        if excluded:
+            yield line(name, "excludes --retro, which has neighbours of the samples of token files")
 
 
 _EXCLUDED = {

@@ -1049,6 +1049,15 @@ class DataConfig(Section):
         "a corpus's part of fewer tokens than a sample is repeated to fill it, as Megatron-LM 23.06 does; else refused",
     )
     mock_data: bool = option(False, "random tokens instead of files", megatron={"--mock-data": True})
+    retro: str | None = option(
+        None,
+        "database of neighbours, and those of all samples, which mega retro has made",
+        megatron={"--retro-workdir": VALUE, "--retro-project-dir": VALUE},
+        metavar="<path>",
+        on_resume="noted",
+        needs={"retriever": ()},
+        families=DECODERS,
+    )
     order: Literal["single", "core", "cyclic"] = option(
         "single",
         "sample order: single is that of Megatron-LM 23.06; core the same with the splits and blends of Megatron-core "

@@ -30,7 +30,7 @@ from mega.core.data.order import (
     split_shares,
 )
 from mega.core.data.phases import BlendPhase, PhaseLayout, phased_dataset
-from mega.core.data.recipes import CorpusPart, Recipe, recipe
+from mega.core.data.recipes import CorpusPart, Gpt, Recipe, description, recipe
 from mega.core.data.tfrecords import record_dataset
 from mega.core.text.chat.format import chat_format, shown
 from mega.core.text.identity import ALLOW, judge, other_files
@@ -62,6 +62,8 @@ class Datasets:
     one_pass: int | None = None
     phases: tuple[BlendPhase, ...] = ()
     """Former blends of the training set."""
+    described: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Split -> what decides the samples of each corpus of its blend."""
 
 
 def samples_requested(
@@ -140,6 +142,7 @@ def build_datasets(
     named = _named(builder, data, samples[2], by_corpus)
     repeats, whole = "train" in builder.repeated, builder.one_pass.get("train")
     about: dict[str, Any] = {"notes": builder.reported, "corpora": builder.contents, "phases": builder.phases}
+    about["described"] = builder.described
     return Datasets(**made, named=named, repeats=repeats, one_pass=whole, **about)
 
 
@@ -249,6 +252,7 @@ class _Builder:
         self.notes: list[str] = []
         self.repeated: set[str] = set()
         """Splits that read a corpus more than once."""
+        self.described: dict[str, tuple[str, ...]] = {}
         self.one_pass: dict[str, int] = {}
         """Split -> samples of one pass over it, but where weights give each corpus passes of its own."""
 
@@ -290,10 +294,12 @@ class _Builder:
         if len(given) == 1 or all(weight is None for weight, _ in given):
             self.one_pass[name] = sum(self._recipe.once(part) for _, _, part in parts)
         if len(given) == 1:
+            self._describe(name, parts, [samples], split)
             return self._dataset(*parts[0][1:], samples, name)
         # Without weights each corpus has its own size, so that all end together.
         shares = blend_shares([self._recipe.once(part) if weight is None else weight for weight, _, part in parts])
         counts = blend_samples(shares, samples, core=self._core)
+        self._describe(name, parts, counts, split)
         datasets = [
             self._dataset(prefix, part, count, name) for (_, prefix, part), count in zip(parts, counts, strict=True)
         ]
@@ -310,6 +316,16 @@ class _Builder:
         key = {"kind": "blend", "shares": shares, "size": size, "lengths": lengths}
         arrays = cached(self._directory(parts[0][1]), key, ("chosen", "numbers"), compute)
         return BlendedDataset(datasets, arrays["chosen"], arrays["numbers"])
+
+    def _describe(
+        self, name: str, parts: Sequence[tuple[float | None, str, CorpusPart]], counts: Sequence[int], split: str
+    ) -> None:
+        if isinstance(self._recipe, Gpt):
+            length, seed = self._recipe.seq_length, self._recipe.seed
+            each = zip(parts, counts, strict=True)
+            self.described[name] = tuple(
+                description(prefix, name, count, length, seed, split) for (_, prefix, _), count in each
+            )
 
     def _phased(self, flag: str, phases: Sequence[BlendPhase], split: str) -> Dataset:
         """The training set of a blend that has changed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -68,3 +68,9 @@ class BlendedDataset:
         if not 0 <= sample < len(self):
             raise IndexError(f"no sample {sample}, there are {len(self)}")
         return self._datasets[int(self._chosen[sample])][int(self._numbers[sample])]
+
+    def documents(self, sample: int) -> frozenset[tuple[int, int]]:
+        """(number of the dataset, document in it) of all documents that a sample has tokens of."""
+        number, inner = int(self._chosen[sample]), int(self._numbers[sample])
+        own: Callable[[int], frozenset[tuple[int, int]]] = getattr(self._datasets[number], "documents")  # noqa: B009
+        return frozenset((number, document) for _, document in own(inner))

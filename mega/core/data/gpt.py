@@ -42,6 +42,12 @@ class GPTDataset:
         found[filled:] = self._corpus.get(last, offset, last_offset + 1 - offset)
         return found
 
+    def documents(self, sample: int) -> frozenset[tuple[int, int]]:
+        """(0, sequence) of all sequences that a sample has tokens of."""
+        row = int(self._order.shuffle[sample])
+        first, last = self._order.samples[row : row + 2, 0].tolist()
+        return frozenset((0, sequence) for sequence in self._order.documents[first : last + 1].tolist())
+
 
 def loss_weights(tokens: NDArray[np.int64], eod: int | None) -> NDArray[np.float32]:
     """1 for every input token, 0 where it is `eod`: what follows a document's end is not to be predicted.

@@ -198,3 +198,11 @@ def recipe(
     if tokenizer is None:
         raise ValueError(f"--sample-kind {masking.sample_kind}: needs a tokenizer; give --tokenizer and its files")
     return Masked(masking, Vocabulary.of(tokenizer, vocab), seq_length, seed, pairs)
+
+
+def description(prefix: str, split_name: str, samples: int, seq_length: int, seed: int, split: str) -> str:
+    """What decides the samples of one corpus, as Megatron-LM 23.06 writes it."""
+    return (
+        f"GPT Dataset\n\nData prefix {prefix}\nDataset name {split_name}\nNumber of samples {samples}\n"
+        f"Sequence length {seq_length}\nRandom seed {seed}\nSplit {split}\n"
+    )

@@ -19,7 +19,14 @@ if TYPE_CHECKING:
 
 
 def datasets(run: RunConfig, tokenizer: Tokenizer | None, phases: Sequence[BlendPhase] = ()) -> Datasets:
-    """What --data-path and its neighbours name; phases: former blends. Errors: ValueError naming flag and file."""
+    """What --data-path and its like name, with the neighbours of its chunks where the run reads them; phases: former
+    blends. Errors: ValueError naming flag and file."""
+    found = plain_datasets(run, tokenizer, phases)
+    return found if run.data.retro is None else _retrieving(run, found, tokenizer)
+
+
+def plain_datasets(run: RunConfig, tokenizer: Tokenizer | None, phases: Sequence[BlendPhase] = ()) -> Datasets:
+    """The same without neighbours."""
     from mega.core.data.build import build_datasets
 
     batch = run.batch
@@ -34,6 +41,20 @@ def datasets(run: RunConfig, tokenizer: Tokenizer | None, phases: Sequence[Blend
         pairs=run.model.binary_head,
         by_corpus=run.evaluation.valid_by_corpus,
         phases=phases,
+    )
+
+
+def _retrieving(run: RunConfig, found: Datasets, tokenizer: Tokenizer | None) -> Datasets:
+    """With the neighbours of their chunks. Errors: ValueError as of `with_neighbours`."""
+    from pathlib import Path
+
+    from mega.core.data.neighbours import with_neighbours
+
+    model = run.model
+    sizes = {"each": model.retro_neighbours, "retrieved": model.retro_retrieved_chunks}
+    folder = Path(run.data.retro or "")
+    return with_neighbours(
+        found, folder, tokenizer, length=model.retro_chunk_length, eod_loss=run.data.eod_mask_loss, **sizes
     )
 
 
@@ -102,7 +123,7 @@ def task(run: RunConfig, data: Datasets, tokenizer: Tokenizer | None, mesh: Mesh
             collate=collate(run),
         )
 
-    held_out = [] if data.valid is None else [HeldOut("valid", batches(data.valid), continues=True)]
+    held_out = [] if data.valid is None else [HeldOut("valid", batches(data.valid), continues=run.data.retro is None)]
     return Task(
         None if data.train is None else batches(data.train),
         (*held_out, *(HeldOut(name, batches(dataset)) for name, dataset in data.named.items())),

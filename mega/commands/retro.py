@@ -1,0 +1,58 @@
+"""`mega retro build | query | inspect`: a database of neighbours, and those of a run's samples."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import typer
+
+from mega.command_line.options import Command, command
+from mega.core.config.run import Options
+from mega.core.config.sections import TokenizerConfig
+from mega.core.retro.options import DatabaseOptions, LookOptions, QueryOptions
+
+if TYPE_CHECKING:
+    from mega.core.retro.stages import Share
+
+app = typer.Typer(help="Make what a model with a retriever reads.", no_args_is_help=True, add_completion=False)
+
+
+@app.command(cls=Command)
+@command
+def build(database: DatabaseOptions, tokenizer: TokenizerConfig) -> None:
+    """Cut a corpus into chunks and embed them. What is there is kept, so that it resumes."""
+    from mega.core.retro.database import build_database
+    from mega.core.text.build import build as made
+
+    words = made(**dataclasses.asdict(tokenizer))
+    build_database(database, words, _share(database.shard), typer.echo)
+
+
+@app.command(cls=Command)
+@command
+def query(run: Options, search: QueryOptions) -> None:
+    """Find the neighbours of all samples that a run will read. Give the run's flags, and --retro."""
+    from mega.core.retro.database import query_run
+
+    query_run(run, search, _share(search.shard), typer.echo)
+
+
+@app.command(cls=Command)
+@command
+def inspect(run: Options, shown: LookOptions) -> None:
+    """Show a database: how many chunks, a chunk's text, or a sample's chunks with their neighbours."""
+    from mega.core.retro.database import look
+
+    for line in look(run, shown):
+        typer.echo(line)
+
+
+def _share(text: str) -> Share:
+    """2/8 -> the second of eight."""
+    from mega.core.retro.stages import Share
+
+    index, _, count = text.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
+        raise ValueError(f"--shard {text}: must be i/N with 1 <= i <= N, such as 2/8")
+    return Share(int(index) - 1, int(count))

@@ -1,0 +1,223 @@
+"""The chunks of a corpus in which neighbours are looked for (Retro): cut from token files block by block.
+
+    db/individual/NAME/FIRST-LAST.safetensors   of a block of documents: chunks_valid, chunks_invalid uint32 [n, 4]
+                                                (document, first token, end, length in the embedder's tokens) and
+                                                doc_offsets uint64 [documents, 2] (document, chunks up to its end)
+    db/merged/{train,valid}.safetensors         chunks uint32 [n, 5], the corpus's number before them, and doc_offsets
+                                                uint64 [documents, 3]; a chunk's number is its row in train
+    db/indexed_dataset_infos.json               the corpora, and how many documents and chunks each has
+
+Names and arrays are those of Megatron-LM 23.06, whose files are HDF5. A document is a sequence of token files. A block
+is a function of the corpus alone, so that any number of processes write the same bytes. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
+
+from mega.core.data.indexed import IndexedDataset
+from mega.core.files import whole_file
+from mega.core.text.tokenizer import Tokenizer
+from mega.core.untrusted import parse_json, read_limited
+
+Arrays = Mapping[str, NDArray[np.generic]]
+INFOS = "db/indexed_dataset_infos.json"
+_MOST_BYTES = 1 << 24
+
+
+class Block(NamedTuple):
+    """A run of rows that one file holds."""
+
+    first: int
+    last: int
+    name: str
+
+    @property
+    def rows(self) -> int:
+        return self.last - self.first
+
+
+def blocks(rows: int, size: int, suffix: str) -> list[Block]:
+    """
+    >>> [block.name for block in blocks(14, 5, ".npy")]
+    ['000-005.npy', '005-010.npy', '010-014.npy']
+    """
+    digits = math.ceil(math.log10(rows)) + 1 if rows else 1
+    ends = ((first, min(first + size, rows)) for first in range(0, rows, size))
+    return [Block(first, last, f"{first:0{digits}}-{last:0{digits}}{suffix}") for first, last in ends]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A corpus of the database; its share of a blend, and what was counted of it. Field names are the file's."""
+
+    ratio: float
+    prefix: str
+    name: str
+    n_docs: int
+    n_docs_train: int
+    n_chunks: int
+    n_chunks_train: int
+    n_chunks_invalid: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """A corpus to be cut: number of the documents that neighbours may come from, the first ones."""
+
+    ratio: float
+    prefix: str
+    corpus: IndexedDataset
+    training: int
+
+    @property
+    def name(self) -> str:
+        return Path(self.prefix).name
+
+
+def sources(blend: Sequence[tuple[float | None, str]], split: str) -> list[Source]:
+    """Opened. split: of which the first number says how many documents are the training's, in order.
+
+    Errors: ValueError naming the file, or two corpora of one name.
+    """
+    shares = [float(part) for part in split.split(",")]
+    share, found = shares[0] / sum(shares), list[Source]()
+    for weight, prefix in blend:
+        corpus = IndexedDataset(prefix)
+        found.append(Source(1.0 if weight is None else weight, prefix, corpus, int(share * len(corpus))))
+    names = [source.name for source in found]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"--data-path: two corpora are called {repeated[0]}; link one of them to another name")
+    return found
+
+
+def cut_block(
+    source: Source, block: Block, length: int, tokenizer: Tokenizer, embedded_length: Callable[[str], int]
+) -> Arrays:
+    """The chunks of a block of documents, without the token at their end. One of no tokens to the embedder is invalid.
+
+    embedded_length: of a text, in tokens of the embedder.
+    """
+    valid, invalid, offsets = list[tuple[int, ...]](), list[tuple[int, ...]](), list[tuple[int, int]]()
+    for document in range(block.first, block.last):
+        tokens = source.corpus.get(document)
+        end = len(tokens) - (len(tokens) > 0 and tokens[-1] == tokenizer.eod)
+        for first in range(0, end, length):
+            last = min(first + length, end)
+            size = embedded_length(tokenizer.decode(tokens[first:last].tolist()))
+            (valid if size else invalid).append((document, first, last, size))
+        offsets.append((document, len(valid)))
+    return {
+        "chunks_valid": np.array(valid, np.uint32).reshape(-1, 4),
+        "chunks_invalid": np.array(invalid, np.uint32).reshape(-1, 4),
+        "doc_offsets": np.array(offsets, np.uint64).reshape(-1, 2),
+    }
+
+
+def write_arrays(path: Path, arrays: Arrays) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as file:
+        file.write(save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
+
+
+def read_arrays(path: Path, names: Sequence[str]) -> dict[str, NDArray[np.generic]]:
+    """Errors: ValueError naming the file where it is absent, torn, or lacks an array."""
+    try:
+        found = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path}: cannot be read ({error}); delete it and build it again") from None
+    if missing := [name for name in names if name not in found]:
+        raise ValueError(f"{path}: has no {missing[0]}; delete it and build it again")
+    return {name: found[name] for name in names}
+
+
+def individual(folder: Path, source: Source, size: int) -> Iterator[tuple[Block, Path]]:
+    """The blocks of a corpus, and their files."""
+    for block in blocks(len(source.corpus), size, ".safetensors"):
+        yield block, folder / "db" / "individual" / source.name / block.name
+
+
+def merge(folder: Path, corpora: Sequence[Source], size: int) -> list[Corpus]:
+    """The database of all blocks, which must be there. Errors: ValueError naming a file that is not, or is torn."""
+    parts: dict[str, list[NDArray[np.generic]]] = {"train": [], "valid": []}
+    offsets, infos, before = list[NDArray[np.generic]](), list[Corpus](), 0
+    for number, source in enumerate(corpora):
+        chunks, ends, invalid = _joined(folder, source, size)
+        first = int(ends[source.training - 1]) if source.training else 0
+        numbered = np.insert(chunks, 0, number, axis=1)
+        parts["train"].append(numbered[:first])
+        parts["valid"].append(numbered[first:])
+        documents = np.arange(source.training, dtype=np.uint64)
+        rows = (np.full_like(documents, number), documents, ends[: source.training] + np.uint64(before))
+        offsets.append(np.stack(rows, 1))
+        before += first
+        sizes = (len(source.corpus), source.training, len(chunks), first, invalid)
+        infos.append(Corpus(source.ratio, source.prefix, source.name, *sizes))
+    merged = {name: {"chunks": np.concatenate(each).astype(np.uint32)} for name, each in parts.items()}
+    merged["train"]["doc_offsets"] = np.concatenate(offsets).astype(np.uint64)
+    for name, arrays in merged.items():
+        write_arrays(folder / "db" / "merged" / f"{name}.safetensors", arrays)
+    with whole_file(folder / INFOS) as file:
+        file.write(json.dumps([asdict(info) for info in infos], indent=4).encode())
+    return infos
+
+
+def _joined(folder: Path, source: Source, size: int) -> tuple[NDArray[np.uint32], NDArray[np.uint64], int]:
+    """The valid chunks of a corpus, how many there are up to the end of each document, and how many are invalid."""
+    chunks, ends, before, invalid = list[NDArray[np.uint32]](), list[NDArray[np.uint64]](), 0, 0
+    for _, path in individual(folder, source, size):
+        found = read_arrays(path, ("chunks_valid", "chunks_invalid", "doc_offsets"))
+        chunks.append(found["chunks_valid"].astype(np.uint32))
+        ends.append(found["doc_offsets"][:, 1].astype(np.uint64) + np.uint64(before))
+        before, invalid = before + len(chunks[-1]), invalid + len(found["chunks_invalid"])
+    return np.concatenate(chunks), np.concatenate(ends), invalid
+
+
+class ChunkDatabase:
+    """The chunks that neighbours are. `tokens(chunk)` is int64 [length], padded with the end of a document.
+
+    Errors: ValueError naming a file that is absent, torn, or of other corpora.
+    """
+
+    def __init__(self, folder: Path, length: int, eod: int) -> None:
+        self.folder, self.length, self.eod = folder, length, eod
+        text = read_limited(folder / INFOS, _MOST_BYTES, str(folder / INFOS))
+        self.corpora = [
+            Corpus(**{name: entry[name] for name in Corpus.__annotations__})
+            for entry in parse_json(text, str(folder / INFOS))
+        ]
+
+    @cached_property
+    def chunks(self) -> NDArray[np.uint32]:
+        """[n, 5], as of the file."""
+        found = read_arrays(self.folder / "db" / "merged" / "train.safetensors", ("chunks",))["chunks"]
+        return found.astype(np.uint32)
+
+    @cached_property
+    def _files(self) -> list[IndexedDataset]:
+        return [IndexedDataset(corpus.prefix) for corpus in self.corpora]
+
+    def __len__(self) -> int:
+        return len(self.chunks)
+
+    def ids(self, chunk: int) -> NDArray[np.integer]:
+        """The tokens of a chunk, without padding."""
+        corpus, document, first, last, _ = self.chunks[chunk].tolist()
+        return self._files[corpus].get(document, first, last - first)
+
+    def tokens(self, chunk: int) -> NDArray[np.int64]:
+        found, ids = np.full(self.length, self.eod, np.int64), self.ids(chunk)
+        found[: len(ids)] = ids
+        return found

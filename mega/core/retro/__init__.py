@@ -1,0 +1,8 @@
+"""From a corpus to a model that reads neighbours (Retro): its stages, each of blocks that can be built again alone.
+
+stages     the database of chunks, their vectors, and the neighbours of a run's samples
+embed      texts as vectors, by a BERT
+search     the nearest of many vectors, exactly
+database   the verbs: what is checked first, and which stages follow
+options    what the verbs are given
+"""

@@ -1,0 +1,154 @@
+"""The verbs of `mega retro`: what is checked before a stage begins, and which stages follow one another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import cast
+
+from mega.core.config.corpora import expand
+from mega.core.config.run import Options, RunConfig
+from mega.core.data.build import parse_blend
+from mega.core.data.chunks import INFOS, ChunkDatabase, sources
+from mega.core.data.indexed import IndexedDataset
+from mega.core.data.neighbours import DocumentedDataset, Manifest, NeighbourDataset, md5, query_name
+from mega.core.data.order import split_shares
+from mega.core.device import Device
+from mega.core.retro.embed import BertEmbedder
+from mega.core.retro.options import DatabaseOptions, LookOptions, QueryOptions
+from mega.core.retro.stages import Share, begin, build_chunks, build_vectors, find_neighbours
+from mega.core.text.tokenizer import Tokenizer
+from mega.core.training.kinds.pretraining import datasets, plain_datasets
+from mega.core.training.start.inputs import resolve_run
+
+Report = Callable[[str], None]
+
+
+def build_database(options: DatabaseOptions, tokenizer: Tokenizer, share: Share, report: Report) -> None:
+    """Chunks, then vectors. A process of several makes vectors once the chunks have been joined.
+
+    Errors: ValueError naming flag or file; CheckpointError.
+    """
+    folder = Path(options.directory)
+    if tokenizer.eod is None:
+        raise ValueError(
+            f"--tokenizer {tokenizer.kind}: has no token that ends a document, with which chunks are filled"
+        )
+    split_shares(options.split)
+    found = sources(parse_blend("--data-path", options.data_path), options.split)
+    device = Device.choose(options.device).torch
+    embedder = BertEmbedder(
+        options.embedder, batch=options.embed_batch, length=options.embed_length, device=str(device)
+    )
+    manifest = Manifest(
+        chunk_length=options.chunk_length,
+        block_size=options.block_size,
+        doc_block_size=options.doc_block_size,
+        split=options.split,
+        tokenizer=tokenizer.identity(),
+        eod=tokenizer.eod,
+        pad_chunks=options.pad_chunks,
+        embedder=embedder.digest,
+        corpora=tuple((source.ratio, source.prefix, _digest(source.corpus)) for source in found),
+    )
+    begin(folder, manifest)
+    joined = (folder / INFOS).exists()
+    if not joined:
+        build_chunks(folder, manifest, found, tokenizer, embedder, share, report)
+    if share.whole or joined:
+        build_vectors(folder, manifest, tokenizer, embedder, share, report)
+
+
+def _digest(corpus: IndexedDataset) -> str:
+    return ":".join(str(value)[:16] for name, value in corpus.content().items() if name != "tokens")
+
+
+def query_run(options: Options, search: QueryOptions, share: Share, report: Report) -> None:
+    """The neighbours of a run's training, validation and test samples. Errors: as of `build_database`."""
+    run, tokenizer, folder = _opened(options)
+    manifest = Manifest.read(folder)
+    _check_run(run, tokenizer, manifest)
+    device = Device.choose(run.runtime.device).torch
+    length = int(manifest.embedder.rpartition(" ")[2])
+    embedder = BertEmbedder(search.embedder, batch=128, length=length, device=str(device))
+    if embedder.digest != manifest.embedder:
+        raise ValueError(f"--embedder {search.embedder}: is not the one that made the vectors of {folder}")
+    data = plain_datasets(run, tokenizer)
+    for name, hashes in data.described.items():
+        dataset = getattr(data, name)
+        if dataset is not None:
+            find_neighbours(
+                folder,
+                manifest,
+                query_name(name, [md5(one) for one in hashes]),
+                cast(DocumentedDataset, dataset),
+                tokenizer,
+                embedder,
+                candidates=search.candidates,
+                saved=search.saved,
+                share=share,
+                report=report,
+                device=device,
+            )
+
+
+def _opened(options: Options) -> tuple[RunConfig, Tokenizer, Path]:
+    """A run, its tokenizer and its database. Errors: ValueError naming the flag."""
+    if options.data.retro is None:
+        raise ValueError("--retro is missing: give the folder that mega retro build has made")
+    resolved = resolve_run(options, 1)
+    if resolved.tokenizer is None:
+        raise ValueError("--tokenizer is missing: chunks are embedded as text")
+    return resolved.run, resolved.tokenizer, Path(options.data.retro)
+
+
+def _check_run(run: RunConfig, tokenizer: Tokenizer, manifest: Manifest) -> None:
+    """That a run reads the corpora of the database as they were read. Errors: ValueError naming the flag."""
+    folder = run.data.retro
+    if not tokenizer.made(manifest.tokenizer):
+        rule = f"the database of {folder} was made with {manifest.tokenizer}"
+        raise ValueError(f"--tokenizer {tokenizer.identity()}: {rule}")
+    if run.model.retro_chunk_length != manifest.chunk_length:
+        rule = f"the database has chunks of {manifest.chunk_length}"
+        raise ValueError(f"--retro-chunk-length {run.model.retro_chunk_length}: {rule}")
+    words = expand(run.data.data_path, run.data.corpora)
+    if not words:
+        raise ValueError("--data-path is missing: neighbours are of the samples of the corpora of the database")
+    digests = [_digest(IndexedDataset(prefix)) for _, prefix in parse_blend("--data-path", words)]
+    if digests != [digest for _, _, digest in manifest.corpora]:
+        named = ", ".join(prefix for _, prefix, _ in manifest.corpora)
+        raise ValueError(f"--data-path {' '.join(words)}: must be the corpora of the database in their order: {named}")
+    if split_shares(run.data.split) != split_shares(manifest.split):
+        raise ValueError(f"--split {run.data.split}: the database was made with {manifest.split}")
+
+
+def look(options: Options, shown: LookOptions) -> Iterator[str]:
+    """Lines about a database. Errors: ValueError naming flag or file."""
+    run, tokenizer, folder = _opened(options)
+    manifest = Manifest.read(folder)
+    database = ChunkDatabase(folder, manifest.chunk_length, manifest.eod)
+    yield f"{folder}: {len(database):,} chunks of {manifest.chunk_length} tokens from {len(database.corpora)} corpora"
+    for corpus in database.corpora:
+        documents = f"{corpus.n_docs_train:,} of {corpus.n_docs:,} documents"
+        yield f"{corpus.prefix}: {documents}, {corpus.n_chunks:,} chunks, {corpus.n_chunks_invalid:,} left out"
+    if shown.chunk is not None:
+        if shown.chunk >= len(database):
+            raise ValueError(f"--chunk {shown.chunk}: must be below {len(database)}")
+        yield f"chunk {shown.chunk}: {_text(tokenizer, database.ids(shown.chunk).tolist())}"
+    if shown.sample is not None:
+        yield from _sample(run, tokenizer, shown.sample, shown.of)
+
+
+def _sample(run: RunConfig, tokenizer: Tokenizer, number: int, of: str) -> Iterator[str]:
+    dataset = cast(NeighbourDataset | None, getattr(datasets(run, tokenizer), of))
+    if dataset is None or number >= len(dataset):
+        raise ValueError(f"--sample {number}: must be below {0 if dataset is None else len(dataset)}")
+    sample, length = dataset[number], run.model.retro_chunk_length
+    for chunk, near in enumerate(sample.neighbours):
+        yield f"chunk {chunk}: {_text(tokenizer, sample.tokens[chunk * length : (chunk + 1) * length].tolist())}"
+        for rank, (ids, found) in enumerate(zip(near.tolist(), sample.found[chunk], strict=True)):
+            yield f"  neighbour {rank}: {_text(tokenizer, ids) if found else 'none'}"
+
+
+def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    return repr(tokenizer.decode(ids))

@@ -1,0 +1,86 @@
+"""Texts as vectors, by a BERT: the mean of its last states over the tokens of the text, without those around it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Protocol, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mega.core.batch import MaskedBatch
+from mega.core.inference.loading.load import load_model, load_tokenizer, open_model
+from mega.core.model.bert import BertHead, BertStage
+
+
+class Embedder(Protocol):
+    """digest: tells its vectors from another's."""
+
+    @property
+    def digest(self) -> str: ...
+    def tokens(self, text: str) -> int:
+        """How many tokens a text is to it."""
+
+    def __call__(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """[texts, width]"""
+
+
+class BertEmbedder:
+    """A BERT checkpoint, or a Hugging Face folder of one.
+
+    batch: texts that are embedded together. length: tokens that are read of a text, without those around it.
+    Errors: ValueError where it is not a BERT, or has no tokenizer with it; CheckpointError.
+    """
+
+    def __init__(self, load: str, *, batch: int, length: int, device: str) -> None:
+        self._opened, self._batch, self._device = open_model(load), batch, torch.device(device)
+        if self._opened.model.family != "bert":
+            raise ValueError(f"--embedder {load}: is a model of --family {self._opened.model.family}; must be bert")
+        self._tokenizer = load_tokenizer(self._opened)
+        self._length = min(length, self._opened.model.positions - 2)
+
+    @property
+    def digest(self) -> str:
+        return f"{self._opened.digest} {self._length}"
+
+    @cached_property
+    def _stage(self) -> BertStage:
+        return cast(BertStage, load_model(self._opened, self._device))
+
+    def tokens(self, text: str) -> int:
+        return len(self._tokenizer.encode(text))
+
+    @torch.no_grad()
+    def __call__(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Texts of about one length are read together; the result does not depend on their order in the file."""
+        ids = [self._tokenizer.encode(text)[: self._length] for text in texts]
+        order = sorted(range(len(ids)), key=lambda number: (len(ids[number]), number))
+        found = np.empty((len(ids), self._opened.model.hidden), np.float32)
+        for first in range(0, len(order), self._batch):
+            part = order[first : first + self._batch]
+            found[part] = self._embedded([ids[number] for number in part])
+        return found
+
+    def _embedded(self, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+        batch, stage = self._batch_of(texts), self._stage
+        (stream,) = stage.stream(batch, None)
+        head = cast(BertHead, stage.head)
+        states = head.normed(stream).view(*batch.tokens.shape, -1).float()
+        columns = torch.arange(batch.tokens.shape[1], device=self._device)
+        inner = ((columns > 0) & (columns < batch.lengths[:, None] - 1)).float()
+        return np.asarray(((states * inner[..., None]).sum(1) / inner.sum(1, keepdim=True)).cpu().numpy())
+
+    def _batch_of(self, texts: Sequence[Sequence[int]]) -> MaskedBatch:
+        """Each text between the tokens that open and close one; one without any is a single pad."""
+        roles = self._tokenizer.roles
+        assert roles is not None
+        rows = [[roles.cls, *(text or [roles.pad]), roles.sep] for text in texts]
+        lengths = torch.tensor([len(row) for row in rows])
+        tokens = torch.full((len(rows), int(lengths.max())), roles.pad)
+        for row, ids in zip(tokens, rows, strict=True):
+            row[: len(ids)] = torch.tensor(ids)
+        zeros, samples = torch.zeros_like(tokens), torch.arange(len(rows))
+        batch = MaskedBatch(tokens, zeros, zeros.float(), zeros, lengths, torch.full_like(samples, -1), samples)
+        return batch.to(self._device)

@@ -1,0 +1,154 @@
+"""`mega retro` and a run that reads what it has made: blocks, resuming, what is shown, what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mega.cli import main
+from mega.core.data.indexed import token_dtype
+from mega.core.data.preprocessing.writer import IndexedWriter
+from mega.core.text.build import build
+from tests.support.shared import shared
+
+SIZES = "--layers 2 --hidden 16 --heads 2 --micro-batch 2 --global-batch 2 --lr 1e-3 --device cpu"
+QUERY = "--candidates 40 --saved 4"
+
+
+def gpt() -> list[str]:
+    files = shared("gpt2/gpt2-vocab.json"), shared("gpt2/gpt2-merges.txt")
+    return f"--tokenizer GPT2BPETokenizer --vocab-file {files[0]} --merge-file {files[1]}".split()
+
+
+def write_corpora(folder: Path, texts: Sequence[str]) -> None:
+    files = shared("gpt2/gpt2-vocab.json"), shared("gpt2/gpt2-merges.txt")
+    words = build(tokenizer="GPT2BPETokenizer", vocab_file=str(files[0]), merge_file=str(files[1]))
+    assert words.eod is not None
+    for name, part in (("a", texts[:14]), ("b", texts[14:])):
+        with IndexedWriter(folder / name, token_dtype(words.vocab_size)) as writer:
+            for text in part:
+                writer.add([[*words.encode(text), words.eod]])
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two corpora, a BERT that two steps have trained, a database, and the neighbours of a run's samples."""
+    folder = tmp_path_factory.mktemp("retro")
+    write_corpora(folder, json.loads(shared("golden/retro/retro_data.json").read_text())["docs"])
+    bert = f"--tokenizer BertWordPieceLowerCase --vocab-file {shared('bert/bert-base-uncased-vocab.txt')}"
+    train = f"pretrain --family bert --mock-data {SIZES} --seq-length 64 --steps 1 --eval-iters 0 {bert}"
+    assert main([*train.split(), "--save", str(folder / "bert"), "--save-interval", "1"]) == 0
+    assert main(building(folder)) == 0
+    assert main(querying(folder)) == 0
+    return folder
+
+
+def building(folder: Path, *more: str) -> list[str]:
+    words = f"retro build --directory {folder / 'db'} --embedder {folder / 'bert'} --split 80,20,0 --chunk-length 16"
+    blend = ["--data-path", "3", str(folder / "a"), "1", str(folder / "b")]
+    return [*words.split(), "--block-size", "90", "--doc-block-size", "8", "--device", "cpu", *blend, *gpt(), *more]
+
+
+def running(folder: Path, *more: str) -> list[str]:
+    words = f"--retriever --retro {folder / 'db'} --retro-layers 1 --retro-chunk-length 16 --seq-length 32 {SIZES}"
+    blend = ["--data-path", "3", str(folder / "a"), "1", str(folder / "b"), "--split", "80,20,0"]
+    return [*words.split(), "--steps", "3", "--eval-interval", "3", "--eval-iters", "1", *blend, *gpt(), *more]
+
+
+def querying(folder: Path, *more: str) -> list[str]:
+    return ["retro", "query", *running(folder), *QUERY.split(), "--embedder", str(folder / "bert"), *more]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_a_run_is_judged_with_and_without_neighbours(place: Path, tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    assert main(["pretrain", *running(place, "--metrics", str(metrics))]) == 0
+    found = {name: value for line in metrics.read_text().splitlines() for name, value in json.loads(line).items()}
+    assert found["valid_loss"] != found["valid-without-neighbours_loss"]
+
+
+def test_what_is_lost_is_made_again_by_any_number_of_processes(place: Path) -> None:
+    whole = files(place / "db")
+    again = place / "db"
+    lost = [path for path in again.rglob("*") if path.suffix in (".npy", ".safetensors")]
+    for path in lost:
+        path.unlink()
+    os.remove(again / "db" / "indexed_dataset_infos.json")
+    for share in ("2/2", "1/2"):
+        assert main(building(place, "--shard", share)) == 0
+    assert main(building(place)) == 0
+    for share in ("2/2", "1/2"):
+        assert main(querying(place, "--shard", share)) == 0
+    assert files(again) == whole
+
+
+def test_what_is_shown(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["retro", "inspect", *running(place), "--chunk", "3", "--sample", "0"]) == 0
+    shown = capsys.readouterr().out
+    assert "208 chunks of 16 tokens from 2 corpora" in shown
+    assert "chunk 3: '-looking child ever seen. It '" in shown and shown.count("  neighbour ") == 4
+
+
+def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1, error
+    return error
+
+
+def test_a_database_of_other_settings_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = files(place / "db")
+    assert "chunk length 16, not 8" in refused(building(place, "--chunk-length", "8"), capsys)
+    assert "was made with split" in refused(building(place, "--split", "50,50,0"), capsys)
+    assert "--retro-chunk-length 8: " in refused(querying(place, "--retro-chunk-length", "8"), capsys)
+    assert "--split 50,50,0: the database was made with" in refused(querying(place, "--split", "50,50,0"), capsys)
+    places = {str(place / "a"): str(place / "b"), str(place / "b"): str(place / "a")}
+    swapped = [places.get(word, word) for word in querying(place)]
+    assert "must be the corpora of the database" in refused(swapped, capsys)
+    assert files(place / "db") == before
+
+
+def test_a_run_of_other_samples_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = {"--steps": "2", "--seed": "7", "--split": "70,30,0"}
+    for flag, value in other.items():
+        assert "has no neighbours of this run's train samples" in refused(
+            ["pretrain", *running(place, flag, value)], capsys
+        )
+    assert "--retro-neighbours 5: " in refused(["pretrain", *running(place, "--retro-neighbours", "5")], capsys)
+    assert "is not a database" in refused(["pretrain", *running(place, "--retro", str(place))], capsys)
+
+
+@pytest.mark.parametrize("fault", ["missing", "torn", "beyond", "width"])
+def test_a_damaged_block_is_named(
+    place: Path, fault: str, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    folder = place / "db" / ("index" if fault == "width" else "query")
+    path = next(iter(sorted(folder.rglob("*.npy"))))
+    whole = path.read_bytes()
+    request.addfinalizer(lambda: path.write_bytes(whole))
+    array = np.load(path)
+    if fault == "missing":
+        path.unlink()
+    elif fault == "torn":
+        path.write_bytes(whole[:200])
+    elif fault == "beyond":
+        np.save(path, np.where(array == array.max(), 208, array))
+    else:
+        np.save(path, array[:, :8])
+        lost = next(iter((place / "db" / "query").rglob("*.npy")))
+        kept = lost.read_bytes()
+        request.addfinalizer(lambda: lost.write_bytes(kept))
+        lost.unlink()
+    words = querying(place) if fault == "width" else ["pretrain", *running(place)]
+    error = refused(words, capsys)
+    assert str(path.parent) in error and "Traceback" not in error
