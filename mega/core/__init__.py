@@ -7,6 +7,7 @@ training, optim, tasks      the training loop, its updates, and benchmarks that 
 checkpoint                  checkpoints, our format and other programs'
 inference                   generation and serving
 estimate, report            what a run needs, and how it went; quickstart: a first run from nothing
+retro                       databases of texts that a model reads along with its own
 proof, bench                whether layouts and conversions agree, and how fast machines and mega are
 family                      a model family as one record: the only choice of code by family
 device, files, terminal, untrusted   GPU or CPU, durable writes, output, and input within limits; activity: what this

@@ -68,7 +68,7 @@ def test_what_a_resume_notes() -> None:
         *("adafactor_relative", "adafactor_clip", "adafactor_decay", "mask_padded_vocab", "rampup", "chat_template"),
         *("sample_kind", "mask_prob", "short_seq_prob"),
         *MIXTURE,
-        *RETRIEVER,
+        *("retro", *RETRIEVER),
         *(
             "fp8",
             "memory_padding",

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from mega.core.config.sections import DataConfig
 from mega.core.data import chunks
 from mega.core.data.build import build_datasets, parse_blend
-from mega.core.data.chunks import ChunkDatabase, Source, read_arrays, sources
+from mega.core.data.chunks import ChunkDatabase, ChunkSource, read_arrays, sources
 from mega.core.data.indexed import token_dtype
-from mega.core.data.neighbours import Manifest, NeighbourDataset, NeighbourTable, query_name
+from mega.core.data.neighbours import DatabaseManifest, NeighbourDataset, NeighbourTable, query_name
 from mega.core.data.preprocessing.writer import IndexedWriter
 from mega.core.data.recipes import description
 from mega.core.retro.stages import Share, begin, build_chunks, build_vectors, find_neighbours
@@ -58,7 +58,7 @@ class CountsOfBytes:
 
 
 @pytest.fixture(scope="module")
-def corpora(tmp_path_factory: pytest.TempPathFactory) -> list[Source]:
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> list[ChunkSource]:
     folder, (gpt, _) = tmp_path_factory.mktemp("corpora"), tokenizers()
     assert gpt.eod is not None
     texts = golden()["docs"]
@@ -73,7 +73,7 @@ def blend(folder: Path) -> list[str]:
     return ["3", str(folder / NAMES[0]), "1", str(folder / NAMES[1])]
 
 
-def manifest(**changes: Any) -> Manifest:
+def manifest(**changes: Any) -> DatabaseManifest:
     gpt, _ = tokenizers()
     assert gpt.eod is not None
     values: dict[str, Any] = {
@@ -87,11 +87,11 @@ def manifest(**changes: Any) -> Manifest:
         "pad_chunks": True,
         "corpora": (),
     }
-    return Manifest(**{**values, **changes})
+    return DatabaseManifest(**{**values, **changes})
 
 
 @pytest.fixture(scope="module")
-def built(corpora: list[Source], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(corpora: list[ChunkSource], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, (gpt, _), lines = tmp_path_factory.mktemp("retro"), tokenizers(), list[str]()
     begin(folder, manifest())
     for share in (Share(1, 2), Share(0, 2), Share()):
@@ -116,7 +116,7 @@ def test_the_database(built: Path) -> None:
         }
 
 
-def test_neighbours_and_samples(built: Path, corpora: list[Source]) -> None:
+def test_neighbours_and_samples(built: Path, corpora: list[ChunkSource]) -> None:
     wanted, (gpt, _) = golden(), tokenizers()
     folder = Path(corpora[0].prefix).parent
     data = DataConfig(data_path=tuple(blend(folder)), split="80,20,0")

@@ -141,9 +141,7 @@ def build_datasets(
     }
     named = _named(builder, data, samples[2], by_corpus)
     repeats, whole = "train" in builder.repeated, builder.one_pass.get("train")
-    about: dict[str, Any] = {"notes": builder.reported, "corpora": builder.contents, "phases": builder.phases}
-    about["described"] = builder.described
-    return Datasets(**made, named=named, repeats=repeats, one_pass=whole, **about)
+    return Datasets(**made, named=named, repeats=repeats, one_pass=whole, **builder.about)
 
 
 def _named(builder: _Builder, data: DataConfig, samples: int, by_corpus: bool) -> dict[str, Dataset]:
@@ -260,6 +258,12 @@ class _Builder:
     def contents(self) -> dict[str, Json]:
         """Prefix -> what its token files hold."""
         return {prefix: corpus.content() for prefix, corpus in self.corpora.items()}
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Fields of `Datasets` that say how they were made."""
+        known = {"corpora": self.contents, "phases": self.phases, "described": self.described}
+        return {"notes": self.reported, **known}
 
     @property
     def reported(self) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from safetensors.numpy import load_file, save
 from mega.core.data.indexed import IndexedDataset
 from mega.core.files import whole_file
 from mega.core.text.tokenizer import Tokenizer
-from mega.core.untrusted import parse_json, read_limited
+from mega.core.untrusted import Json, below, parse_json, read_limited
 
 Arrays = Mapping[str, NDArray[np.generic]]
 INFOS = "db/indexed_dataset_infos.json"
@@ -59,7 +59,7 @@ def blocks(rows: int, size: int, suffix: str) -> list[Block]:
 
 
 @dataclass(frozen=True)
-class Corpus:
+class ChunkedCorpus:
     """A corpus of the database; its share of a blend, and what was counted of it. Field names are the file's."""
 
     ratio: float
@@ -73,7 +73,7 @@ class Corpus:
 
 
 @dataclass(frozen=True)
-class Source:
+class ChunkSource:
     """A corpus to be cut: number of the documents that neighbours may come from, the first ones."""
 
     ratio: float
@@ -86,16 +86,16 @@ class Source:
         return Path(self.prefix).name
 
 
-def sources(blend: Sequence[tuple[float | None, str]], split: str) -> list[Source]:
+def sources(blend: Sequence[tuple[float | None, str]], split: str) -> list[ChunkSource]:
     """Opened. split: of which the first number says how many documents are the training's, in order.
 
     Errors: ValueError naming the file, or two corpora of one name.
     """
     shares = [float(part) for part in split.split(",")]
-    share, found = shares[0] / sum(shares), list[Source]()
+    share, found = shares[0] / sum(shares), list[ChunkSource]()
     for weight, prefix in blend:
         corpus = IndexedDataset(prefix)
-        found.append(Source(1.0 if weight is None else weight, prefix, corpus, int(share * len(corpus))))
+        found.append(ChunkSource(1.0 if weight is None else weight, prefix, corpus, int(share * len(corpus))))
     names = [source.name for source in found]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"--data-path: two corpora are called {repeated[0]}; link one of them to another name")
@@ -103,7 +103,7 @@ def sources(blend: Sequence[tuple[float | None, str]], split: str) -> list[Sourc
 
 
 def cut_block(
-    source: Source, block: Block, length: int, tokenizer: Tokenizer, embedded_length: Callable[[str], int]
+    source: ChunkSource, block: Block, length: int, tokenizer: Tokenizer, embedded_length: Callable[[str], int]
 ) -> Arrays:
     """The chunks of a block of documents, without the token at their end. One of no tokens to the embedder is invalid.
 
@@ -143,16 +143,16 @@ def read_arrays(path: Path, names: Sequence[str]) -> dict[str, NDArray[np.generi
     return {name: found[name] for name in names}
 
 
-def individual(folder: Path, source: Source, size: int) -> Iterator[tuple[Block, Path]]:
+def individual(folder: Path, source: ChunkSource, size: int) -> Iterator[tuple[Block, Path]]:
     """The blocks of a corpus, and their files."""
     for block in blocks(len(source.corpus), size, ".safetensors"):
         yield block, folder / "db" / "individual" / source.name / block.name
 
 
-def merge(folder: Path, corpora: Sequence[Source], size: int) -> list[Corpus]:
+def merge(folder: Path, corpora: Sequence[ChunkSource], size: int) -> list[ChunkedCorpus]:
     """The database of all blocks, which must be there. Errors: ValueError naming a file that is not, or is torn."""
     parts: dict[str, list[NDArray[np.generic]]] = {"train": [], "valid": []}
-    offsets, infos, before = list[NDArray[np.generic]](), list[Corpus](), 0
+    offsets, infos, before = list[NDArray[np.generic]](), list[ChunkedCorpus](), 0
     for number, source in enumerate(corpora):
         chunks, ends, invalid = _joined(folder, source, size)
         first = int(ends[source.training - 1]) if source.training else 0
@@ -164,7 +164,7 @@ def merge(folder: Path, corpora: Sequence[Source], size: int) -> list[Corpus]:
         offsets.append(np.stack(rows, 1))
         before += first
         sizes = (len(source.corpus), source.training, len(chunks), first, invalid)
-        infos.append(Corpus(source.ratio, source.prefix, source.name, *sizes))
+        infos.append(ChunkedCorpus(source.ratio, source.prefix, source.name, *sizes))
     merged = {name: {"chunks": np.concatenate(each).astype(np.uint32)} for name, each in parts.items()}
     merged["train"]["doc_offsets"] = np.concatenate(offsets).astype(np.uint64)
     for name, arrays in merged.items():
@@ -174,7 +174,7 @@ def merge(folder: Path, corpora: Sequence[Source], size: int) -> list[Corpus]:
     return infos
 
 
-def _joined(folder: Path, source: Source, size: int) -> tuple[NDArray[np.uint32], NDArray[np.uint64], int]:
+def _joined(folder: Path, source: ChunkSource, size: int) -> tuple[NDArray[np.uint32], NDArray[np.uint64], int]:
     """The valid chunks of a corpus, how many there are up to the end of each document, and how many are invalid."""
     chunks, ends, before, invalid = list[NDArray[np.uint32]](), list[NDArray[np.uint64]](), 0, 0
     for _, path in individual(folder, source, size):
@@ -185,6 +185,16 @@ def _joined(folder: Path, source: Source, size: int) -> tuple[NDArray[np.uint32]
     return np.concatenate(chunks), np.concatenate(ends), invalid
 
 
+def _counted(found: Json, path: Path) -> ChunkedCorpus:
+    """An entry of the file of the corpora. Errors: ValueError naming it where it is damaged."""
+    entry = below(found)
+    match [entry.get(name) for name in ChunkedCorpus.__annotations__]:
+        case [int() | float() as ratio, str(prefix), str(name), *counts] if all(isinstance(n, int) for n in counts):
+            documents, training, chunks, usable, invalid = (int(str(count)) for count in counts)
+            return ChunkedCorpus(float(ratio), prefix, name, documents, training, chunks, usable, invalid)
+    raise ValueError(f"{path}: is damaged; delete it and build again")
+
+
 class ChunkDatabase:
     """The chunks that neighbours are. `tokens(chunk)` is int64 [length], padded with the end of a document.
 
@@ -193,11 +203,9 @@ class ChunkDatabase:
 
     def __init__(self, folder: Path, length: int, eod: int) -> None:
         self.folder, self.length, self.eod = folder, length, eod
-        text = read_limited(folder / INFOS, _MOST_BYTES, str(folder / INFOS))
-        self.corpora = [
-            Corpus(**{name: entry[name] for name in Corpus.__annotations__})
-            for entry in parse_json(text, str(folder / INFOS))
-        ]
+        path = folder / INFOS
+        found = parse_json(read_limited(path, _MOST_BYTES, str(path)), str(path))
+        self.corpora = [_counted(entry, path) for entry in (found if isinstance(found, list) else [found])]
 
     @cached_property
     def chunks(self) -> NDArray[np.uint32]:
@@ -215,7 +223,7 @@ class ChunkDatabase:
     def ids(self, chunk: int) -> NDArray[np.integer]:
         """The tokens of a chunk, without padding."""
         corpus, document, first, last, _ = self.chunks[chunk].tolist()
-        return self._files[corpus].get(document, first, last - first)
+        return np.asarray(self._files[corpus].get(document, first, last - first))
 
     def tokens(self, chunk: int) -> NDArray[np.int64]:
         found, ids = np.full(self.length, self.eod, np.int64), self.ids(chunk)

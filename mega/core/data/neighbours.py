@@ -24,7 +24,7 @@ from mega.core.data.chunks import Block, ChunkDatabase, blocks
 from mega.core.data.dataset import Dataset
 from mega.core.data.gpt import loss_weights
 from mega.core.text.tokenizer import Tokenizer, TokenizerIdentity
-from mega.core.untrusted import Json, parse_json, read_limited
+from mega.core.untrusted import Json, below, parse_json, read_limited
 
 if TYPE_CHECKING:
     from mega.core.batch import NeighbourBatch
@@ -42,7 +42,7 @@ def md5(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class DatabaseManifest:
     """Of what a database was made: what a run that reads it is held against."""
 
     NAME: ClassVar[str] = "retro.json"
@@ -69,30 +69,26 @@ class Manifest:
         }
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest:
+    def read(cls, folder: Path) -> DatabaseManifest:
         """Errors: ValueError where the folder is not a database, or its file is damaged."""
         path = folder / cls.NAME
         if not path.is_file():
             raise ValueError(f"{folder}: is not a database of neighbours (no {cls.NAME}); mega retro build makes one")
-        found = parse_json(read_limited(path, _MOST_BYTES, str(path)), str(path))
-        try:
-            identity = TokenizerIdentity.read(found["tokenizer"])
-            corpora = tuple((float(ratio), str(prefix), str(digest)) for ratio, prefix, digest in found["corpora"])
-            sizes = {name: int(found[name]) for name in ("chunk_length", "block_size", "doc_block_size", "eod")}
-            if identity is None or min(sizes["chunk_length"], sizes["block_size"], sizes["doc_block_size"]) < 1:
-                raise ValueError
-            return cls(
-                pad_chunks=found["pad_chunks"] is True,
-                **sizes,
-                split=str(found["split"]),
-                embedder=str(found["embedder"]),
-                tokenizer=identity,
-                corpora=corpora,
-            )
-        except (KeyError, TypeError, ValueError):
-            raise ValueError(f"{path}: is damaged; build the database again") from None
+        found = below(parse_json(read_limited(path, _MOST_BYTES, str(path)), str(path)))
+        identity, corpora = TokenizerIdentity.read(found.get("tokenizer")), found.get("corpora")
+        sizes = [found.get(name) for name in ("chunk_length", "block_size", "doc_block_size", "eod")]
+        words = [found.get(name) for name in ("split", "embedder")]
+        match (sizes, words, identity, corpora):
+            case [int(length), int(size), int(documents), int(eod)], [str(split), str(embedder)], TokenizerIdentity(), [
+                *_
+            ]:
+                if min(length, size, documents) > 0 and eod >= 0:
+                    read = tuple(map(_corpus, corpora if isinstance(corpora, list) else []))
+                    padded = found.get("pad_chunks") is True
+                    return cls(length, size, documents, split, identity, eod, padded, embedder, read)
+        raise ValueError(f"{path}: is damaged; build the database again")
 
-    def check(self, other: Manifest, folder: Path) -> None:
+    def check(self, other: DatabaseManifest, folder: Path) -> None:
         """Errors: ValueError naming the first thing in which two differ."""
         for name in self.__annotations__:
             mine, theirs = getattr(self, name, None), getattr(other, name, None)
@@ -100,6 +96,14 @@ class Manifest:
                 raise ValueError(
                     f"{folder}: was made with {name.replace('_', ' ')} {mine}, not {theirs}; name another folder"
                 )
+
+
+def _corpus(found: Json) -> tuple[float, str, str]:
+    """One of a manifest's corpora; of nothing that is known where it is damaged."""
+    match found:
+        case [int() | float() as ratio, str(prefix), str(digest)]:
+            return float(ratio), prefix, digest
+    return 0.0, "", ""
 
 
 class DocumentedDataset(Protocol):
@@ -146,7 +150,7 @@ class NeighbourTable:
             raise ValueError(f"{path}: is {found.dtype} {list(found.shape)}, must be int64 [{block.rows}, neighbours]")
         if found.size and (found.min() < -1 or found.max() >= self._chunks):
             raise ValueError(f"{path}: names chunk {found.max()}, but the database has {self._chunks}")
-        return found
+        return np.asarray(found)
 
     @cached_property
     def saved(self) -> int:
@@ -242,7 +246,7 @@ def with_neighbours(
     length: tokens of a chunk. each, retrieved: as of `NeighbourDataset`. eod_loss: nothing is to be predicted after the
     end of a document. Errors: ValueError naming flag or file.
     """
-    manifest = Manifest.read(folder)
+    manifest = DatabaseManifest.read(folder)
     if manifest.chunk_length != length:
         raise ValueError(f"--retro-chunk-length {length}: {folder} has chunks of {manifest.chunk_length} tokens")
     if tokenizer is None or not tokenizer.made(manifest.tokenizer):
@@ -269,7 +273,6 @@ def with_neighbours(
             raise ValueError(f"--retro-neighbours {each}: {query} has {table.saved} of each chunk")
         return NeighbourDataset(documented, database, table, each=each, retrieved=retrieved, loss_eod=loss_eod)
 
-    found = {name: read(name, getattr(data, name)) for name in ("train", "valid", "test")}
-    valid = found["valid"]
-    named = {} if valid is None else {"valid-without-neighbours": valid.alone()}
-    return replace(data, **found, named={**data.named, **named})
+    train, valid, test = (read(name, getattr(data, name)) for name in ("train", "valid", "test"))
+    alone: dict[str, Dataset] = {} if valid is None else {"valid-without-neighbours": valid.alone()}
+    return replace(data, train=train, valid=valid, test=test, named={**data.named, **alone})

@@ -11,7 +11,7 @@ from mega.core.config.run import Options, RunConfig
 from mega.core.data.build import parse_blend
 from mega.core.data.chunks import INFOS, ChunkDatabase, sources
 from mega.core.data.indexed import IndexedDataset
-from mega.core.data.neighbours import DocumentedDataset, Manifest, NeighbourDataset, md5, query_name
+from mega.core.data.neighbours import DatabaseManifest, DocumentedDataset, NeighbourDataset, md5, query_name
 from mega.core.data.order import split_shares
 from mega.core.device import Device
 from mega.core.retro.embed import BertEmbedder
@@ -40,7 +40,7 @@ def build_database(options: DatabaseOptions, tokenizer: Tokenizer, share: Share,
     embedder = BertEmbedder(
         options.embedder, batch=options.embed_batch, length=options.embed_length, device=str(device)
     )
-    manifest = Manifest(
+    manifest = DatabaseManifest(
         chunk_length=options.chunk_length,
         block_size=options.block_size,
         doc_block_size=options.doc_block_size,
@@ -66,7 +66,7 @@ def _digest(corpus: IndexedDataset) -> str:
 def query_run(options: Options, search: QueryOptions, share: Share, report: Report) -> None:
     """The neighbours of a run's training, validation and test samples. Errors: as of `build_database`."""
     run, tokenizer, folder = _opened(options)
-    manifest = Manifest.read(folder)
+    manifest = DatabaseManifest.read(folder)
     _check_run(run, tokenizer, manifest)
     device = Device.choose(run.runtime.device).torch
     length = int(manifest.embedder.rpartition(" ")[2])
@@ -102,7 +102,7 @@ def _opened(options: Options) -> tuple[RunConfig, Tokenizer, Path]:
     return resolved.run, resolved.tokenizer, Path(options.data.retro)
 
 
-def _check_run(run: RunConfig, tokenizer: Tokenizer, manifest: Manifest) -> None:
+def _check_run(run: RunConfig, tokenizer: Tokenizer, manifest: DatabaseManifest) -> None:
     """That a run reads the corpora of the database as they were read. Errors: ValueError naming the flag."""
     folder = run.data.retro
     if not tokenizer.made(manifest.tokenizer):
@@ -125,7 +125,7 @@ def _check_run(run: RunConfig, tokenizer: Tokenizer, manifest: Manifest) -> None
 def look(options: Options, shown: LookOptions) -> Iterator[str]:
     """Lines about a database. Errors: ValueError naming flag or file."""
     run, tokenizer, folder = _opened(options)
-    manifest = Manifest.read(folder)
+    manifest = DatabaseManifest.read(folder)
     database = ChunkDatabase(folder, manifest.chunk_length, manifest.eod)
     yield f"{folder}: {len(database):,} chunks of {manifest.chunk_length} tokens from {len(database.corpora)} corpora"
     for corpus in database.corpora:

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from mega.core.batch import MaskedBatch
+from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.inference.loading.load import load_model, load_tokenizer, open_model
 from mega.core.model.bert import BertHead, BertStage
 
@@ -36,8 +37,8 @@ class BertEmbedder:
 
     def __init__(self, load: str, *, batch: int, length: int, device: str) -> None:
         self._opened, self._batch, self._device = open_model(load), batch, torch.device(device)
-        if self._opened.model.family != "bert":
-            raise ValueError(f"--embedder {load}: is a model of --family {self._opened.model.family}; must be bert")
+        if not FAMILY_DEFAULTS[self._opened.model.family].classifies:
+            raise ValueError(f"--embedder {load}: is a model of --family {self._opened.model.family}; must be a BERT")
         self._tokenizer = load_tokenizer(self._opened)
         self._length = min(length, self._opened.model.positions - 2)
 
@@ -65,7 +66,7 @@ class BertEmbedder:
 
     def _embedded(self, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
         batch, stage = self._batch_of(texts), self._stage
-        (stream,) = stage.stream(batch, None)
+        stream, *_ = stage.stream(batch, None)
         head = cast(BertHead, stage.head)
         states = head.normed(stream).view(*batch.tokens.shape, -1).float()
         columns = torch.arange(batch.tokens.shape[1], device=self._device)

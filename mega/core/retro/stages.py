@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mega.core.data.chunks import Block, ChunkDatabase, Source, blocks, cut_block, individual, merge, write_arrays
-from mega.core.data.neighbours import DocumentedDataset, Manifest, without_own
+from mega.core.data.chunks import Block, ChunkDatabase, ChunkSource, blocks, cut_block, individual, merge, write_arrays
+from mega.core.data.neighbours import DatabaseManifest, DocumentedDataset, without_own
 from mega.core.files import whole_file
 from mega.core.retro.embed import Embedder
 from mega.core.retro.search import nearest
@@ -45,11 +45,11 @@ class Share:
         return [each for each in found[self.index :: self.count] if not each[1].exists()]
 
 
-def begin(folder: Path, manifest: Manifest) -> None:
+def begin(folder: Path, manifest: DatabaseManifest) -> None:
     """Note of what a database is made, or compare it with what is noted. Errors: ValueError naming what differs."""
-    path = folder / Manifest.NAME
+    path = folder / DatabaseManifest.NAME
     if path.exists():
-        Manifest.read(folder).check(manifest, folder)
+        DatabaseManifest.read(folder).check(manifest, folder)
         return
     folder.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
@@ -58,8 +58,8 @@ def begin(folder: Path, manifest: Manifest) -> None:
 
 def build_chunks(
     folder: Path,
-    manifest: Manifest,
-    corpora: Sequence[Source],
+    manifest: DatabaseManifest,
+    corpora: Sequence[ChunkSource],
     tokenizer: Tokenizer,
     embedder: Embedder,
     share: Share,
@@ -83,7 +83,7 @@ def vector_blocks(folder: Path, chunks: int, size: int) -> list[tuple[Block, Pat
 
 
 def build_vectors(
-    folder: Path, manifest: Manifest, tokenizer: Tokenizer, embedder: Embedder, share: Share, report: Report
+    folder: Path, manifest: DatabaseManifest, tokenizer: Tokenizer, embedder: Embedder, share: Share, report: Report
 ) -> None:
     """The vectors of all chunks that can be found. Errors: ValueError where the chunks have not been joined."""
     database = ChunkDatabase(folder, manifest.chunk_length, manifest.eod)
@@ -118,7 +118,7 @@ def read_vectors(folder: Path, chunks: int, size: int) -> Iterator[tuple[int, ND
 
 def find_neighbours(
     folder: Path,
-    manifest: Manifest,
+    manifest: DatabaseManifest,
     name: str,
     dataset: DocumentedDataset,
     tokenizer: Tokenizer,
