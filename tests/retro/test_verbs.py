@@ -90,6 +90,23 @@ def test_what_is_lost_is_made_again_by_any_number_of_processes(place: Path) -> N
     assert files(again) == whole
 
 
+def test_a_plain_model_gets_a_retriever(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its weights are kept: with the gate shut the first step has the plain model's loss."""
+    both, undropped = running(place), ["--attention-dropout", "0", "--hidden-dropout", "0"]
+    plain = both[both.index("--seq-length") :]
+    load = ["--load", str(tmp_path / "plain"), "--finetune", *undropped]
+    assert main(["pretrain", *plain, "--save", str(tmp_path / "plain"), "--save-interval", "3"]) == 0
+    losses = []
+    for words in ([*plain, *load], [*both, *load, "--retro-gate", "0"]):
+        metrics = tmp_path / f"{len(losses)}.jsonl"
+        capsys.readouterr()
+        assert main(["pretrain", *words, "--metrics", str(metrics)]) == 0
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+        losses.append(next(row["loss"] for row in rows if "loss" in row))
+    assert losses[0] == losses[1]
+    assert "initial values: model.layers.1.inter_attn_layernorm.weight" in "".join(capsys.readouterr())
+
+
 def test_what_is_shown(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert main(["retro", "inspect", *running(place), "--chunk", "3", "--sample", "0"]) == 0

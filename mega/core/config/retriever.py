@@ -6,7 +6,8 @@ be given. Rules about them are in check_retriever.py. No torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import TypeVar
 
 from mega.core.config.mixture import DECODERS
 from mega.core.config.option import BELOW_ONE, COUNT, NOT_NEGATIVE, Section, option
@@ -105,3 +106,11 @@ def reading_layers(options: RetrieverOptions, layers: int) -> tuple[int, ...]:
     if not options.retriever:
         return ()
     return tuple(sorted(options.retro_layers)) or tuple(range(5 if layers <= 15 else 8, layers, 3))
+
+
+Model = TypeVar("Model", bound=RetrieverOptions)
+
+
+def with_retriever(model: Model, of: RetrieverOptions) -> Model:
+    """`model` with the retriever that another one has."""
+    return replace(model, **{field.name: getattr(of, field.name) for field in fields(RetrieverOptions)})

@@ -21,6 +21,7 @@ from mega.core.checkpoint.own.source import StoredWeights
 from mega.core.checkpoint.own.store import CheckpointStore, locate, store_at
 from mega.core.checkpoint.own.together import JsonExchange, alone, together
 from mega.core.config.resolve import with_head
+from mega.core.config.retriever import with_retriever
 from mega.core.config.run import RunConfig, flag_of, options_with, value_of
 from mega.core.config.sections import LABELLED
 from mega.core.data.build import Datasets
@@ -189,14 +190,15 @@ def _check_beginning(run: RunConfig, point: ResumePoint) -> None:
 
 
 def new_tensors(run: RunConfig, point: ResumePoint) -> list[str]:
-    """Those of a head that the checkpoint has none of, or one for other classes: they begin at their initial values.
+    """Those of a head that the checkpoint has none of, or one for other classes, and of a retriever that it is without:
+    they begin at their initial values.
 
     Only where weights alone are loaded; a run that resumes must find everything.
     """
     if not point.weights_only:
         return []
     stored = model_of(point.checkpoint.meta, str(point.checkpoint.path))
-    if architecture(stored).output == architecture(run.model).output:
+    if architecture(stored).output == architecture(run.model).output and stored.retriever >= run.model.retriever:
         return []
     known = {tensor.name: tensor.shape for tensor in inventory(stored)}
     return [tensor.name for tensor in inventory(run.model) if known.get(tensor.name) != tensor.shape]
@@ -361,6 +363,8 @@ def _same_model(run: RunConfig, point: ResumePoint) -> None:
     model = model_of(checkpoint.meta, str(checkpoint.path))
     if point.weights_only:
         model = with_head(model, run.finetuning.task)
+        if run.model.retriever and not model.retriever:  # what reads neighbours begins here
+            model = with_retriever(model, run.model)
     if named_base(checkpoint) is None:  # adapters of these weights begin here
         model = with_adapters(model, run.model)
     stored, ours = dataclasses.asdict(model), dataclasses.asdict(run.model)

@@ -22,6 +22,7 @@ from mega.core.architecture.adapters import with_adapters
 from mega.core.config.check import ANY_VOCABULARY, check
 from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.resolve import implied_tokenizer, metrics_file, model_alone, resolve
+from mega.core.config.retriever import with_retriever
 from mega.core.config.run import Options, RunConfig, entries, flag_of, options_with, updated, value_of
 from mega.core.config.sections import ModelOptions, TokenizerConfig
 from mega.core.config.unread import unread
@@ -240,6 +241,8 @@ def _with_checkpoint_model(options: Options, notes: list[str]) -> Options:
     model, default = model_of(source.meta, load), ModelOptions()
     if not model.lora_rank:
         model = with_adapters(model, typed)
+    if typed.retriever and not model.retriever:
+        model = with_retriever(model, typed)
     given = {
         field.name: value
         for field in dataclasses.fields(ModelOptions)

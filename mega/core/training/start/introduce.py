@@ -26,6 +26,9 @@ from mega.core.training.state import Progress, TrainState
 from mega.core.training.wire import chosen_ops
 from mega.core.words import count_words
 
+MOST_NAMES = 8
+"""Tensors that a line lists."""
+
 
 def introduce(
     inputs: Inputs,
@@ -54,7 +57,8 @@ def introduce(
     else:
         report(f"resuming from {point.checkpoint.path} at step {state.progress.step if saved is None else saved}")
     if new := new_tensors(run, point):
-        report(f"not in the checkpoint, begin at their initial values: {', '.join(new)}")
+        named = ", ".join(new if len(new) <= MOST_NAMES else [*new[:3], f"and {len(new) - 3} more"])
+        report(f"not in the checkpoint, begin at their initial values: {named}")
     if not point.weights_only:
         for line in differences(run, point, inputs.datasets, state.mesh, state.device.threads):
             report(line)
