@@ -28,6 +28,10 @@ LAYOUTS: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
+def named(value: Any) -> str:
+    return "-".join(f"{name}={size}" for name, size in value.items()) if isinstance(value, dict) else str(value)
+
+
 def run(model: str, world: int = 1, **layout: Any) -> RunConfig:
     values = {**RETRIEVER, "lr": LR["fp64"], "steps": 10, "mock_data": True, **layout}
     check(small_options(model, **values), world)
@@ -39,7 +43,7 @@ def references(pool: Pool) -> dict[str, list[Snapshot]]:
     return {model: snapshots(pool, run(model), 1, STEPS) for model in ("gpt", "llama")}
 
 
-@pytest.mark.parametrize(("model", "world", "layout"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(("model", "world", "layout"), LAYOUTS, ids=named)
 def test_every_layout_is_one_process(
     pool: Pool, references: dict[str, list[Snapshot]], model: str, world: int, layout: dict[str, Any]
 ) -> None:

@@ -73,6 +73,16 @@ DECODER = {
 }
 """Our modules -> the common ones, where they are not GPT's; of T5's decoder its own stack's."""
 
+RETRIEVER = {
+    "inter_attn_layernorm": "post_attention_norm",
+    "inter_attn.q_proj": "inter_attention.query",
+    "inter_attn.k_proj": "inter_attention.key_value",
+    "inter_attn.v_proj": "inter_attention.key_value",
+    "inter_attn.o_proj": "inter_attention.dense",
+    "post_attention_layernorm": "post_inter_attention_norm",
+}
+"""The same of layers that read neighbours, and of the first layer of the neighbours' encoder."""
+
 CORE_DECODER = {
     "post_attention_norm.": "pre_cross_attn_layernorm.",
     "post_inter_attention_norm.": "pre_mlp_layernorm.",
@@ -240,8 +250,8 @@ def stack_of(name: str) -> tuple[str, str]:
 
 
 def has_two_stacks(names: Collection[str]) -> bool:
-    """Whether names of a tree are of a model whose decoder reads an encoder."""
-    return any(".inter_attention." in name or ".cross_attention." in name for name in names)
+    """Whether names of a tree are of a model whose decoder reads an encoder. A retriever's layers are an encoder's."""
+    return any(re.search(r"decoder\.layers\..*\.(inter|cross)_attention\.", name) for name in names)
 
 
 def common_head(name: str) -> str:
@@ -266,6 +276,20 @@ def legacy_name(name: str, layer: int | None = None) -> str:
     stack, name = stack_of(name)
     modules = LEGACY | (BERT if stack == "encoder" else DECODER)
     return common_head(translated(name, modules, f"{stack}.layers.{{}}.", layer))
+
+
+def retriever_name(name: str, layer: int) -> str:
+    """The common name of a tensor of a layer that reads neighbours, as of `legacy_name`.
+
+    >>> retriever_name("model.layers.5.retriever.layers.0.inter_attn.k_proj.weight", 5)
+    'encoder.layers.5.retriever.layers.0.inter_attention.key_value.weight'
+    """
+    match = re.fullmatch(r"model\.layers\.\d+\.(?:retriever\.layers\.(\d+)\.)?(.+)\.(weight|bias)", name)
+    assert match is not None, name
+    encoder, module, kind = match.groups()
+    modules = LEGACY if encoder not in (None, "0") else LEGACY | RETRIEVER
+    inside = "" if encoder is None else f"retriever.layers.{encoder}."
+    return f"encoder.layers.{layer}.{inside}{modules[module]}.{kind}"
 
 
 def common_name(name: str, two_stacks: bool = False) -> str:

@@ -184,6 +184,10 @@ def of_family(model: ModelConfig, values: Mapping[str, object], tensors: Tensors
         if (said := values.get("decoder_num_layers")) not in (None, depth):
             raise CheckpointError(f"{where}: args.decoder_num_layers {said!r}: the files hold {depth} of its blocks")
         return dataclasses.replace(model, family="t5", decoder_layers=depth)
+    if reading := _numbers(shapes, r"encoder\.layers\.(\d+)\.inter_attention\..*"):
+        return _with_retriever(
+            model, values, reading, len(_numbers(shapes, r".*\.retriever\.layers\.(\d+)\..*")), where
+        )
     heads: dict[str, Literal["lm", "classification", "choice"]] = {
         "lm_head.dense": "lm",
         "classification_head": "classification",
@@ -203,4 +207,33 @@ def of_family(model: ModelConfig, values: Mapping[str, object], tensors: Tensors
         binary_head=judges,
         token_types=None if types == 2 * judges else types,
         head_activation="gelu_tanh" if values.get("openai_gelu") else "gelu",
+    )
+
+
+def _numbers(names: Collection[str], pattern: str) -> tuple[int, ...]:
+    """The numbers of layers whose names match, ascending."""
+    return tuple(sorted({int(match[1]) for name in names if (match := re.fullmatch(pattern, name))}))
+
+
+def _with_retriever(
+    model: ModelConfig, values: Mapping[str, object], reading: tuple[int, ...], encoder: int, where: str
+) -> ModelConfig:
+    """A model that reads neighbours, which have no rotary positions. Arguments say neither of which layers it does, nor
+    always how long a chunk is.
+
+    Errors: CheckpointError where an argument is no number.
+    """
+    said = {
+        "retro_chunk_length": ("retro_gpt_chunk_length", 64),
+        "retro_neighbours": ("retro_num_neighbors", 2),
+        "retro_retrieved_chunks": ("retro_num_retrieved_chunks", 2),
+    }
+    sizes = {ours: values.get(theirs, otherwise) for ours, (theirs, otherwise) in said.items()}
+    sizes = {ours: said[ours][1] if value is None else value for ours, value in sizes.items()}
+    for ours, value in sizes.items():
+        if type(value) is not int or value < 1:
+            raise CheckpointError(f"{where}: args.{said[ours][0]} {value!r:.40}: must be a positive whole number")
+    found = {ours: value for ours, value in sizes.items() if isinstance(value, int)}
+    return dataclasses.replace(
+        model, retriever=True, retro_layers=reading, retro_encoder_layers=encoder, retro_rope=False, **found
     )

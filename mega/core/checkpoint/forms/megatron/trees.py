@@ -34,6 +34,7 @@ from mega.core.checkpoint.forms.megatron.eras import (
     era_of,
     has_two_stacks,
     legacy_name,
+    retriever_name,
 )
 from mega.core.checkpoint.forms.megatron.families import (
     Stages,
@@ -287,7 +288,10 @@ def table(options: ModelConfig, tp: int, stages: Stages, rows: int, version: int
     for tensor in inventory(options):
         name = f"weights/{tensor.name}"
         stage, layer = stages.place(model, tensor.units[0])
-        held_at = (f"{stage}/{legacy_name(tensor.name, layer)}", *stages.copies.get(tensor.name, ()))
+        unit = tensor.units[0]
+        reads = isinstance(unit, int) and model.layers[unit].neighbours is not None
+        theirs = retriever_name(tensor.name, layer) if reads and layer is not None else legacy_name(tensor.name, layer)
+        held_at = (f"{stage}/{theirs}", *stages.copies.get(tensor.name, ()))
         here, *others = [[f"{t}.{place}" for t in range(tp)] for place in held_at]
         cut = tensor.cut()
         if cut is not None and cut.multiple:  # a vocabulary
@@ -317,7 +321,7 @@ def _runs(block: Layer, tensor: Tensor, share: int, version: int) -> list[range]
     heads, kv_heads = attention.heads // share, attention.kv_heads // share
     if (part := module.removesuffix("_proj")[-1]) in "qkv" and module.endswith(f"self_attn.{part}_proj"):
         return fused_rows(part, heads, kv_heads, attention.head_dim, version)
-    if part in "kv" and module.endswith(f"encoder_attn.{part}_proj"):
+    if part in "kv" and module.endswith((f"encoder_attn.{part}_proj", f"inter_attn.{part}_proj")):
         return pair_rows(part, heads, attention.head_dim, version)
     if feed_forward.gated and module.endswith(("mlp.gate_proj", "mlp.up_proj")):
         rows = feed_forward.width // share
