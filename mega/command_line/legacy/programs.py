@@ -134,7 +134,7 @@ def is_program(word: str, *, known: bool = False) -> bool:
 def _task(words: Sequence[str]) -> Program:
     """tasks/main.py, or tools/retro/main.py. Errors: ValueError where no --task that is known is given."""
     if _value(words, "--retro-tasks") is not None:
-        return programs()["pretrain_retro.py"][0]
+        return programs()["tools/retro/main.py"][0]
     task = _value(words, "--task")
     if task is None:
         raise ValueError("main.py: names no --task, which says what it does")
