@@ -33,15 +33,16 @@ class Work:
     """The commands of one folder."""
 
     def __init__(self, shared: Path, folder: Path) -> None:
-        gpt = [f"--{name}-file={shared / 'gpt2' / file}" for name, file in FILES.items()]
-        self.gpt, self.folder = ["--tokenizer", "GPT2BPETokenizer", *gpt], folder
+        self.files = str(shared / "gpt2" / "gpt2-vocab.json"), str(shared / "gpt2" / "gpt2-merges.txt")
+        flags = "--vocab-file", self.files[0], "--merge-file", self.files[1]
+        self.gpt, self.folder = ["--tokenizer", "GPT2BPETokenizer", *flags], folder
         self.blend = ["--data-path", "3", str(folder / "a"), "1", str(folder / "b"), "--split", "80,20,0"]
         self.bert = ["--tokenizer", "BertWordPieceLowerCase", "--vocab-file"]
         self.bert.append(str(shared / "bert" / "bert-base-uncased-vocab.txt"))
 
     def prepare(self, texts: Sequence[str]) -> None:
         """Corpora, and a BERT of one step."""
-        words = build(tokenizer="GPT2BPETokenizer", **{k: v.split("=")[1] for k, v in self._files()})
+        words = build(tokenizer="GPT2BPETokenizer", vocab_file=self.files[0], merge_file=self.files[1])
         assert words.eod is not None
         for name, part in (("a", texts[:14]), ("b", texts[14:])):
             with IndexedWriter(self.folder / name, token_dtype(words.vocab_size)) as writer:
@@ -50,9 +51,6 @@ class Work:
         sizes = "--family bert --mock-data --layers 2 --hidden 16 --heads 2 --micro-batch 2 --global-batch 2 --lr 1e-3"
         more = ["--seq-length", "64", "--steps", "1", "--save-interval", "1", "--eval-iters", "0", "--device", "cpu"]
         run("pretrain", *sizes.split(), *more, *self.bert, "--save", str(self.folder / "bert"))
-
-    def _files(self) -> list[tuple[str, str]]:
-        return [(f"{name}_file", flag) for name, flag in zip(FILES, self.gpt[2:], strict=True)]
 
     def building(self, db: Path) -> list[str]:
         sizes = "--chunk-length 16 --block-size 9 --doc-block-size 2 --device cpu".split()
@@ -69,9 +67,6 @@ class Work:
     @property
     def embedder(self) -> list[str]:
         return ["--embedder", str(self.folder / "bert")]
-
-
-FILES = {"vocab": "gpt2-vocab.json", "merge": "gpt2-merges.txt"}
 
 
 def run(*words: str) -> None:

@@ -96,7 +96,7 @@ def test_a_plain_model_gets_a_retriever(place: Path, tmp_path: Path, capsys: pyt
     plain = both[both.index("--seq-length") :]
     load = ["--load", str(tmp_path / "plain"), "--finetune", *undropped]
     assert main(["pretrain", *plain, "--save", str(tmp_path / "plain"), "--save-interval", "3"]) == 0
-    losses = []
+    losses: list[float] = []
     for words in ([*plain, *load], [*both, *load, "--retro-gate", "0"]):
         metrics = tmp_path / f"{len(losses)}.jsonl"
         capsys.readouterr()

@@ -223,17 +223,21 @@ def _with_retriever(
 
     Errors: CheckpointError where an argument is no number.
     """
-    said = {
-        "retro_chunk_length": ("retro_gpt_chunk_length", 64),
-        "retro_neighbours": ("retro_num_neighbors", 2),
-        "retro_retrieved_chunks": ("retro_num_retrieved_chunks", 2),
-    }
-    sizes = {ours: values.get(theirs, otherwise) for ours, (theirs, otherwise) in said.items()}
-    sizes = {ours: said[ours][1] if value is None else value for ours, value in sizes.items()}
-    for ours, value in sizes.items():
+
+    def size(name: str, otherwise: int) -> int:
+        value = values.get(name)
+        value = otherwise if value is None else value
         if type(value) is not int or value < 1:
-            raise CheckpointError(f"{where}: args.{said[ours][0]} {value!r:.40}: must be a positive whole number")
-    found = {ours: value for ours, value in sizes.items() if isinstance(value, int)}
+            raise CheckpointError(f"{where}: args.{name} {value!r:.40}: must be a positive whole number")
+        return value
+
     return dataclasses.replace(
-        model, retriever=True, retro_layers=reading, retro_encoder_layers=encoder, retro_rope=False, **found
+        model,
+        retriever=True,
+        retro_layers=reading,
+        retro_encoder_layers=encoder,
+        retro_rope=False,
+        retro_chunk_length=size("retro_gpt_chunk_length", 64),
+        retro_neighbours=size("retro_num_neighbors", 2),
+        retro_retrieved_chunks=size("retro_num_retrieved_chunks", 2),
     )
