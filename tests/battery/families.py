@@ -95,8 +95,10 @@ def gradients(case: str, folder: Path) -> Row:
     with hub.wide():
         nll = F.cross_entropy(theirs(batch.tokens).logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
         torch.autograd.backward((nll * batch.loss_weights.flatten()).sum() / batch.loss_weights.double().sum())
-    loss = stage(batch).terms["lm"]
-    torch.autograd.backward(loss.total / loss.weight)
+    scales = (1 / batch.loss_weights.double().sum()).expand(len(stage.terms))
+    root = stage(batch, scales=scales).terms["lm"].root
+    assert root is not None
+    torch.autograd.backward(root, torch.empty_like(root))
     expected, worst = hub.gradients(opened, theirs), 0.0
     least = 1e-6 * max(float(one.norm()) for one in expected.values())  # GPT-2's key bias has none in theory
     for weight in weights(stage):

@@ -37,6 +37,7 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 768,
 }
 GPT: dict[str, Any] = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 768}
+MIXTURE: dict[str, Any] = {**LLAMA, "num_experts_per_tok": 2, "experts_implementation": "eager"}
 TOKENS = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 192, "rope_theta": 5000.0}
 SHORT, LONG = [1.0, 1.1, 1.3, 1.7], [1.0, 2.5, 7.0, 30.0]
@@ -155,6 +156,32 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt2-unscaled": ("GPT2", {**GPT, "scale_attn_weights": False}),
+    "mixtral": ("Mixtral", {**MIXTURE, "num_local_experts": 4, "sliding_window": 40}),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {
+            **MIXTURE,
+            "num_experts": 4,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 28,
+            "use_sliding_window": True,
+            "sliding_window": 40,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            **MIXTURE,
+            "num_experts": 8,
+            "moe_intermediate_size": 20,
+            "norm_topk_prob": True,
+            "head_dim": 16,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [0, 3],
+        },
+    ),
+    "olmoe": ("Olmoe", {**MIXTURE, "num_experts": 8, "norm_topk_prob": True, "attention_bias": True}),
 }
 """Name -> class of transformers' configuration, without its ending, and what it is given."""
 
@@ -236,11 +263,28 @@ def batch_of(length: int, rows: int = 2, vocab: int = VOCAB) -> DecoderBatch:
 
 def gradients(found: Opened, model: Any) -> dict[str, torch.Tensor]:
     """Those of transformers' parameters as ours: every row where the table says its weight is from."""
-    theirs = {name: parameter.grad for name, parameter in model.named_parameters()}
+    theirs = dict(_as_saved(model.config.model_type, {n: p.grad for n, p in model.named_parameters()}))
     if "lm_head.weight" in theirs:  # GPT-NeoX's, as it is saved
         theirs["embed_out.weight"] = theirs["lm_head.weight"]
     targets = [(target.name.removeprefix("weights/"), target) for target in found.table.targets]
     return {name: assemble(target, whole_box(target.shape), TorchSource(theirs)) for name, target in targets}
+
+
+def _as_saved(kind: str, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Experts that transformers stacks in memory, by the names of its files."""
+    linears = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+    if kind == "mixtral":
+        linears = {"gate": "w1", "up": "w3", "down": "w2"}
+    for name, tensor in tensors.items():
+        stem, _, which = name.rpartition(".")
+        named = f"{stem}.{which}".replace(".mlp.", ".block_sparse_moe.") if kind == "mixtral" else name
+        stem = named.rpartition(".")[0]
+        if not stem.endswith(".experts"):
+            yield named, tensor
+            continue
+        for number, one in enumerate(tensor):
+            parts = {"down": one} if which == "down_proj" else dict(zip(("gate", "up"), one.chunk(2), strict=True))
+            yield from ((f"{stem}.{number}.{linears[each]}.weight", part) for each, part in parts.items())
 
 
 def opened_config(model: Any) -> ModelConfig:

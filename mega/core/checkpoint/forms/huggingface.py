@@ -17,6 +17,7 @@ from mega.core.checkpoint.forms import bert, conversing
 from mega.core.checkpoint.forms.block_scaled import dequantised, without_scales
 from mega.core.checkpoint.forms.companions import copy_companions
 from mega.core.checkpoint.forms.families.decoders import BY_TYPE, family_of
+from mega.core.checkpoint.forms.families.mixtures import unstacked
 from mega.core.checkpoint.forms.families.rope import dynamic
 from mega.core.checkpoint.forms.foreign import (
     EntrySource,
@@ -98,7 +99,8 @@ def unread(files: Attachments) -> str | None:
 
 
 _KINDS_FILES = ("tokenizer_config.json", "added_tokens.json", "config.json")
-_CLASSES = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer", "roberta": "RobertaTokenizer"}
+_QWEN = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+_CLASSES = {**dict.fromkeys(_QWEN, "Qwen2Tokenizer"), "roberta": "RobertaTokenizer"}
 """`model_type` -> the class of its vocab.json and merges.txt, where no file says it."""
 
 
@@ -115,7 +117,7 @@ def open_form(path: Path, given: Given) -> Opened:
     if (adapter := path / "adapter_config.json").exists():
         raise CheckpointError(f"{adapter}: an adapter is not read; merge it into the weights, or take its files away")
     names = _names(config, where)
-    source = dequantised(weights_of(path), config.get("quantization_config"), str(where))
+    source = unstacked(dequantised(weights_of(path), config.get("quantization_config"), str(where)))
     model = names.model_from_config(config, str(where), source.tensors)
     check_size(model, source.tensors, str(where))
     return Opened(source, model, names.table(model, source.tensors))
@@ -148,6 +150,7 @@ OUTSIDE = {
     "gemma3": "its vision tower is not read; save its text model alone (gemma3_text)",
     "deepseek_v2": "its latent attention (MLA) is not computed here",
     "deepseek_v3": "its latent attention (MLA) is not computed here",
+    "gpt_oss": "its attention sinks are not computed here",
     "mamba": "its state-space layers are not computed here",
     "mamba2": "its state-space layers are not computed here",
     "t5": "its relative positions are not computed here; --family t5 is Megatron-LM's",

@@ -10,7 +10,11 @@ from mega.core.architecture import architecture
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.config.sections import ModelConfig
 
-TRAINING = ("vocab_multiple", "hidden_dropout", "attention_dropout", "init_std")
+TRAINING = (
+    *("vocab_multiple", "hidden_dropout", "attention_dropout", "init_std"),
+    *("balance", "balance_loss", "balance_bias_rate", "z_loss", "router_jitter", "router_dtype"),
+    *("capacity_factor", "drop_policy", "pad_to_capacity"),
+)
 """Options of a model that change nothing of what its weights compute."""
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
@@ -61,14 +65,16 @@ def check_kept(model: ModelConfig, read: ModelConfig, whose: str, unsaid: Collec
     """
     theirs = dataclasses.asdict(read)
     left = {name: theirs.pop(name) for name in (*TRAINING, *unsaid)}
+    kept = architecture(dataclasses.replace(model, **left))
+    if dataclasses.replace(kept, family=read.family) == architecture(read):
+        return
     for name, ours in dataclasses.asdict(model).items():
         if name == "family" or ours == theirs.get(name, ours):
             continue
         if architecture(dataclasses.replace(model, **{name: theirs[name]})) != architecture(model):
             has = "none" if theirs[name] is None else f"only {theirs[name]}"
             raise CheckpointError(f"{name} {ours}: {whose} has {has}")
-    kept = architecture(dataclasses.replace(model, **left))
-    if "family" not in left and dataclasses.replace(kept, family=read.family) != architecture(read):
+    if "family" not in left:
         raise CheckpointError(f"family {model.family}: {whose} has only {read.family}")
 
 

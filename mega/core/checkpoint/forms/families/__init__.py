@@ -4,6 +4,6 @@ family      what a family is: keys of its config.json, values, names of its tens
             Llama's); both ways
 keys        kinds of keys; rope, layers: keys that several options are read off
 decoders    the one list of families, and which of them a model is written as
-gpt2, gpt_neox, gptj, llama, smollm3, granite, olmo, gemma, phi3, starcoder2, stablelm
+gpt2, gpt_neox, gptj, llama, smollm3, granite, olmo, gemma, phi3, starcoder2, stablelm, mixtures
             families: rows of values, of keys and of names. A new one is one such file and its line in the list
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from mega.core.architecture import architecture
-from mega.core.checkpoint.forms.families import gemma, llama, olmo
+from mega.core.checkpoint.forms.families import gemma, llama, mixtures, olmo
 from mega.core.checkpoint.forms.families.family import HubFamily
 from mega.core.checkpoint.forms.families.gpt2 import gpt2
 from mega.core.checkpoint.forms.families.gpt_neox import gpt_neox
@@ -31,6 +31,7 @@ DECODERS: tuple[HubFamily, ...] = (
     stablelm,
     gpt_neox,
     gptj,
+    *mixtures.FAMILIES,
 )
 """In the order in which a model is tried to be written as one of them."""
 
@@ -56,6 +57,8 @@ def family_of(options: ModelConfig, first: object = None) -> HubFamily:
     Errors: CheckpointError naming what the family that is nearest to it does not have.
     """
     nearest = gpt2 if architecture(options).input.learned_positions else llama.llama
+    if options.experts:
+        nearest = mixtures.mixtral if options.shared_ffn is None else mixtures.qwen2_moe
     faults: dict[str, CheckpointError] = {}
     for family in (*filter(None, [BY_TYPE.get(str(first))]), *DECODERS):
         try:

@@ -7,8 +7,9 @@ does not know is refused. Knows no files.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mega.core.architecture import Tensor, architecture, inventory
@@ -32,6 +33,12 @@ class StoredModule:
     transposed: bool = False
 
 
+EXPERT = re.compile(r"(?<=\.experts)\.(\d+)\.")
+"""The number of an expert in the name of one of its modules."""
+
+FUSED = ".gate_up_proj.weight"
+"""What the name of an expert's gate and up ends with, where they are one matrix."""
+
 LLAMA_NAMES: Mapping[str, str | StoredModule] = {
     "model.embed_tokens": "embed_tokens",
     "model.norm": "norm",
@@ -46,8 +53,9 @@ class HubFamily:
 
     architecture: its class in transformers. words: for messages. values: options that all its models have. keys: of its
     config.json, besides those that any may have. names: our modules -> stored ones, of a layer by names within it;
-    those that are left out are called as ours. prefix, layer: what names begin with, and then those of a layer.
-    outside: stored modules without the prefix. buffers: ends of names of tensors that hold no parameters.
+    those that are left out are called as ours; {} is the number of an expert. fused: those of a folder whose experts
+    are stacked (mixtures.py). prefix, layer: what names begin with, and then those of a layer. outside: stored modules
+    without the prefix. buffers: ends of names of tensors that hold no parameters.
     """
 
     model_type: str
@@ -56,6 +64,7 @@ class HubFamily:
     values: Mapping[str, object]
     keys: Mapping[str, Key]
     names: Mapping[str, str | StoredModule] = field(default_factory=lambda: LLAMA_NAMES)
+    fused: Mapping[str, str | StoredModule] | None = None
     prefix: str = "model."
     layer: str = "layers.{}."
     outside: Collection[str] = ("lm_head",)
@@ -111,10 +120,13 @@ class HubFamily:
         if module.startswith("model.layers."):
             number, _, within = module.removeprefix("model.layers.").partition(".")
             before = prefix + self.layer.format(number)
+        expert = EXPERT.search(within)
+        within = within if expert is None else EXPERT.sub(".{}.", within)
         part = self.names.get(within, within)
         part = part if isinstance(part, StoredModule) else StoredModule(part)
         before = "" if part.module in self.outside else before
-        return f"{before}{part.module}.{kind}", part
+        module = part.module if expert is None else part.module.format(expert[1])
+        return f"{before}{module}.{kind}", part
 
     @property
     def renames_linears(self) -> bool:
@@ -123,6 +135,8 @@ class HubFamily:
 
     def table(self, options: ModelConfig, found: Collection[str] = ()) -> Table:
         """`weights/<name>` of every logical tensor. found: names in a folder, where they may lack the prefix."""
+        if self.fused is not None and any(name.endswith(FUSED) for name in found):
+            return replace(self, names=self.fused, fused=None).table(options, found)
         prefixed = not found or any(name.startswith(self.prefix) for name in found)
         prefix = self.prefix if prefixed else ""
         targets = [self._target(options, tensor, prefix) for tensor in inventory(options)]

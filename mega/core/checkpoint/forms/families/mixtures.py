@@ -1,0 +1,243 @@
+"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE, whose layers are Llama's but for a router and experts.
+
+Files hold each expert's matrices alone. transformers from version 5 on has those of a layer stacked in memory, gate
+above up, and writes them so with `save_original_format=False`; `unstacked` reads such files by an expert's names. The
+balance loss of transformers is of all layers and sequences together, which no option says: `router_aux_loss_coef` is
+not read.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from mega.core.checkpoint.forms.families.family import LLAMA_NAMES, HubFamily, Rows, StoredModule
+from mega.core.checkpoint.forms.families.keys import NULL, Config, Flag, Number, Only, Unread, Values, Whole, flag
+from mega.core.checkpoint.forms.families.layers import LAYERS, Window
+from mega.core.checkpoint.forms.families.llama import ATTENTION_BIAS, LLAMA, VALUES, kv_heads
+from mega.core.checkpoint.forms.families.rope import FULL, SLIDING, RopeKeys
+from mega.core.checkpoint.forms.keys import whole_in
+from mega.core.checkpoint.forms.mapping import Source
+from mega.core.checkpoint.own.pieces import Box, CheckpointError, Tensors
+from mega.core.config.mixture import has_experts
+from mega.core.config.sections import ModelConfig
+
+# Keys
+
+
+def counted(option: str, default: int) -> Whole:
+    return Whole(option, lambda config: default)
+
+
+@dataclass(frozen=True)
+class ExpertWidth:
+    """`intermediate_size` of a family whose layers are all mixtures."""
+
+    names = ()
+
+    def read(self, config: Config, name: str, where: str) -> Values:
+        return {"ffn": whole_in(config, name, where)}
+
+    def write(self, model: ModelConfig, name: str) -> Values:
+        return {name: model.expert_ffn or model.ffn}
+
+
+@dataclass(frozen=True)
+class Renamed(Whole):
+    """A number that new files have under another name."""
+
+    other: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (self.other,)
+
+    def read(self, config: Config, name: str, where: str) -> Values:
+        return super().read(config, self.other if config.get(name) is None and self.other in config else name, where)
+
+
+@dataclass(frozen=True)
+class SparseLayers:
+    """`decoder_sparse_step`, of which every n-th layer is a mixture, and `mlp_only_layers`, which are dense anyway."""
+
+    names = ("mlp_only_layers",)
+
+    def read(self, config: Config, name: str, where: str) -> Values:
+        step, dense = whole_in(config, name, where, 1), config.get("mlp_only_layers") or []
+        if not isinstance(dense, list) or any(type(each) is not int or each < 0 for each in dense):
+            raise CheckpointError(f"{where}: mlp_only_layers {dense!r}: must be numbers of layers")
+        layers = whole_in(config, LAYERS, where)
+        here = tuple(sorted({number for number in dense if number < layers}))
+        return {"experts_from": step - 1, "experts_every": step, "dense_layers": here}
+
+    def write(self, model: ModelConfig, name: str) -> Values:
+        if model.experts_from == model.experts_every - 1:
+            return {name: model.experts_every, "mlp_only_layers": list(model.dense_layers)}
+        dense = [number for number in range(model.layers) if not has_experts(model, number)]
+        return {name: 1, "mlp_only_layers": dense}
+
+
+def alternating(config: Config, layers: int) -> list[str]:
+    """Qwen2-MoE's: of the first `max_window_layers` every second has the window."""
+    bound = config.get("max_window_layers", 28)
+    if type(bound) is not int or bound < 0:
+        raise CheckpointError(f"config.json: max_window_layers {bound!r}: must be a whole number of at least 0")
+    return [SLIDING if number % 2 == 0 and number < bound else FULL for number in range(layers)]
+
+
+ROUTER = {"router_aux_loss_coef": Unread(), "output_router_logits": Unread()}
+NORMALIZED = flag("router_normalize")
+
+# Names
+
+
+def gate_then_up(which: str) -> Rows:
+    """Of an expert's gate and up, "gate" or "up", in a matrix of the one above the other."""
+    place = ("gate", "up").index(which)
+
+    def rows(model: ModelConfig) -> list[range]:
+        width = model.expert_ffn or model.ffn
+        return [range(place * width, (place + 1) * width)]
+
+    return rows
+
+
+STACKED = {
+    **LLAMA_NAMES,
+    **{
+        f"mlp.experts.{{}}.{which}_proj": StoredModule("mlp.experts.{}.gate_up_proj", gate_then_up(which))
+        for which in ("gate", "up")
+    },
+}
+"""As `unstacked` calls them."""
+
+_STACK = re.compile(r"(.*\.mlp\.experts\.)(gate_up_proj|down_proj)")
+
+
+def unstacked(source: Source) -> Source:
+    """Weights with a matrix for each expert. Errors: CheckpointError naming a matrix that is there twice."""
+    stacks = [
+        found for name, (shape, _) in source.tensors.items() if (found := _STACK.fullmatch(name)) and len(shape) == 3
+    ]
+    return Unstacked(source, stacks) if stacks else source
+
+
+class Unstacked:
+    """A source whose stacks [experts, out, in] are read as matrices, each under the name of its expert."""
+
+    def __init__(self, source: Source, stacks: list[re.Match[str]]) -> None:
+        self._source = source
+        self._within: dict[str, tuple[str, int]] = {}
+        found = dict(source.tensors)
+        for stack in stacks:
+            (experts, *shape), dtype = found.pop(stack[0])
+            for number in range(experts):
+                name = f"{stack[1]}{number}.{stack[2]}.weight"
+                if name in source.tensors:
+                    raise CheckpointError(f"{name}: is there twice, alone and in {stack[0]}")
+                found[name] = (tuple(shape), dtype)
+                self._within[name] = (stack[0], number)
+        self.tensors: Tensors = found
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        if name not in self._within:
+            return self._source.read(name, box)
+        stack, number = self._within[name]
+        return self._source.read(stack, Box((number, *box.start), (1, *box.size)))[0]
+
+
+# Families
+
+mixtral = HubFamily(
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    words="Hugging Face's Mixtral",
+    values=VALUES,
+    keys={
+        **LLAMA,
+        **ROUTER,
+        "num_key_value_heads": kv_heads(8),
+        "intermediate_size": ExpertWidth(),
+        "max_position_embeddings": RopeKeys(base=1e6),
+        "rms_norm_eps": Number("norm_eps", 1e-5),
+        "sliding_window": Window(),
+        "num_local_experts": counted("experts", 8),
+        "num_experts_per_tok": counted("experts_chosen", 2),
+        "router_jitter_noise": Only((0.0, None)),
+    },
+    names={
+        **LLAMA_NAMES,
+        "mlp.gate": "block_sparse_moe.gate",
+        **{
+            f"mlp.experts.{{}}.{which}_proj": f"block_sparse_moe.experts.{{}}.{theirs}"
+            for which, theirs in (("gate", "w1"), ("down", "w2"), ("up", "w3"))
+        },
+    },
+    fused=STACKED,
+)
+
+qwen3_moe = HubFamily(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    words="Hugging Face's Qwen3-MoE",
+    values={**VALUES, "qk_norm": True},
+    keys={
+        **LLAMA,
+        **ROUTER,
+        "num_key_value_heads": kv_heads(4),
+        "attention_bias": ATTENTION_BIAS,
+        "mlp_bias": Only((False, None)),
+        "sliding_window": Window(4096, switch=True, others=("max_window_layers",)),
+        "num_experts": Renamed("experts", lambda config: 128, "num_local_experts"),
+        "num_experts_per_tok": counted("experts_chosen", 8),
+        "moe_intermediate_size": counted("expert_ffn", 768),
+        "norm_topk_prob": NORMALIZED,
+        "decoder_sparse_step": SparseLayers(),
+    },
+    fused=STACKED,
+)
+
+qwen2_moe = HubFamily(
+    model_type="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    words="Hugging Face's Qwen2-MoE",
+    values={**VALUES, "shared_gate": True},
+    keys={
+        **LLAMA,
+        **ROUTER,
+        "num_key_value_heads": kv_heads(16),
+        "qkv_bias": Flag(True, {"qkv_bias": True}, {"qkv_bias": False}),
+        "sliding_window": Window(4096, alternating, switch=True, listed=True, others=("max_window_layers",)),
+        "num_experts": counted("experts", 60),
+        "num_experts_per_tok": counted("experts_chosen", 4),
+        "moe_intermediate_size": counted("expert_ffn", 1408),
+        "shared_expert_intermediate_size": counted("shared_ffn", 5632),
+        "norm_topk_prob": NORMALIZED,
+        "decoder_sparse_step": SparseLayers(),
+    },
+    fused=STACKED,
+)
+
+olmoe = HubFamily(
+    model_type="olmoe",
+    architecture="OlmoeForCausalLM",
+    words="Hugging Face's OLMoE",
+    values={**VALUES, "qk_norm": True, "qk_norm_whole": True},
+    keys={
+        **LLAMA,
+        **ROUTER,
+        "intermediate_size": ExpertWidth(),
+        "attention_bias": ATTENTION_BIAS,
+        "mlp_bias": Only((False, None)),
+        "rms_norm_eps": Number("norm_eps", 1e-5),
+        "clip_qkv": NULL,
+        "num_experts": counted("experts", 64),
+        "num_experts_per_tok": counted("experts_chosen", 8),
+        "norm_topk_prob": NORMALIZED,
+    },
+    fused=STACKED,
+)
+
+FAMILIES = (mixtral, qwen3_moe, qwen2_moe, olmoe)
