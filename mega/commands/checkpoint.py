@@ -51,17 +51,16 @@ def show(
 def _about(checkpoint: Checkpoint) -> dict[str, Json]:
     """The model, what its adapters are of, the layout that wrote it, the loss at that step where the run's metrics are
     still there, the date."""
-    from mega.core.architecture import architecture, parameters
-    from mega.core.architecture.words import shape_words
+    from mega.core.architecture import architecture
+    from mega.core.architecture.words import parameter_words, shape_words
     from mega.core.checkpoint.own.base import named_base
     from mega.core.checkpoint.own.model import model_of
     from mega.core.untrusted import numbers_below
-    from mega.core.words import count_words
 
     found: dict[str, Json] = {}
     with suppress(ValueError):  # a checkpoint of tensors alone says nothing of a model
         model = model_of(checkpoint.meta, str(checkpoint.path))
-        found["model"] = f"{shape_words(architecture(model))}; {count_words(parameters(model))} parameters"
+        found["model"] = f"{shape_words(architecture(model))}; {parameter_words(model)}"
         if base := named_base(checkpoint):
             found["adapters of"] = base["path"]
     sizes = {name: size for name, size in numbers_below(checkpoint.meta, "layout").items() if size > 1}

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from mega.core.architecture import parameters
+from mega.core.architecture import active_parameters, parameters
 from mega.core.config.compose import compose
 from mega.core.config.presets import PRESETS
 from mega.core.config.resolve import model_alone
@@ -60,6 +60,11 @@ EXACT = (
     Published("qwen3-8b", 8_190_735_360, "hub Qwen/Qwen3-8B"),
     Published("qwen3-14b", 14_768_307_200, "hub Qwen/Qwen3-14B"),
     Published("qwen3-32b", 32_762_123_264, "hub Qwen/Qwen3-32B"),
+    Published("qwen3-30b-a3b", 30_532_122_624, "hub Qwen/Qwen3-30B-A3B"),
+    Published("qwen3-235b-a22b", 235_093_634_560, "hub Qwen/Qwen3-235B-A22B"),
+    Published("mixtral-8x7b", 46_702_792_704, "hub mistralai/Mixtral-8x7B-v0.1"),
+    Published("mixtral-8x22b", 140_620_634_112, "hub mistralai/Mixtral-8x22B-v0.1"),
+    Published("olmoe-1b-7b", 6_919_161_856, "hub allenai/OLMoE-1B-7B-0924"),
     Published("pythia-70m", 70_426_624, PYTHIA),
     Published("pythia-160m", 162_322_944, PYTHIA),
     Published("pythia-410m", 405_334_016, PYTHIA),
@@ -139,6 +144,16 @@ OTHERWISE = {"t5-770m": 737_347_488}
 and norms instead of relative positions."""
 
 
+ACTIVE = {
+    "mixtral-8x7b": ("12.9e9", "Jiang et al. 2024, arXiv 2401.04088"),
+    "mixtral-8x22b": ("39e9", "https://mistral.ai/news/mixtral-8x22b"),
+    "qwen3-30b-a3b": ("3e9", "Qwen Team 2025, arXiv 2505.09388"),
+    "qwen3-235b-a22b": ("22e9", "Qwen Team 2025, arXiv 2505.09388"),
+    "olmoe-1b-7b": ("1.3e9", "Muennighoff et al. 2024, arXiv 2409.02060"),
+}
+"""Preset of a mixture -> published digits of the parameters that a token passes, and their source."""
+
+
 def count(preset: str, vocab: int | None = None) -> int:
     return parameters(model_alone(updated(compose(preset), {} if vocab is None else {"vocab": vocab})))
 
@@ -151,9 +166,20 @@ def test_a_preset_has_the_published_number_of_parameters(published: Published) -
 @pytest.mark.parametrize("preset", ROUNDED)
 def test_a_preset_rounds_to_the_published_digits(preset: str) -> None:
     digits, source, vocab = ROUNDED[preset]
+    assert rounded(count(preset, vocab), digits) == digits, source
+
+
+@pytest.mark.parametrize("preset", ACTIVE)
+def test_active_parameters_round_to_the_published_digits(preset: str) -> None:
+    digits, source = ACTIVE[preset]
+    assert rounded(active_parameters(model_alone(compose(preset))), digits) == digits, source
+
+
+def rounded(number: int, digits: str) -> str:
+    """As many digits of it."""
     written, _, exponent = digits.partition("e")
     places = len(written.partition(".")[2])
-    assert f"{count(preset, vocab) / 10 ** int(exponent):.{places}f}" == written, source
+    return f"{number / 10 ** int(exponent):.{places}f}e{exponent}"
 
 
 def test_every_preset_was_published() -> None:

@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mega.core.architecture import parameters
 from mega.core.config.compose import compose
 from mega.core.config.resolve import resolve
 from mega.core.config.run import RunConfig
 from mega.core.estimate import chunks, trace
 from mega.core.estimate.chunks import Chunk, stage_chunks
 from mega.core.estimate.footprint import Footprint, footprint
-from mega.core.estimate.weights import transient_buckets
+from mega.core.estimate.weights import stage_weights, transient_buckets
 from mega.core.family import synthetic_batch
 from mega.core.ops.fp8 import Cast, Fp8Matmuls
 from mega.core.ops.kernels import fp8
@@ -393,6 +394,31 @@ REPEATED: dict[str, dict[str, Any]] = {
     "ring": {**RING, "dtype": "bf16"},
     "zero 3": {**QUIET, "zero": 3},
 }
+MIXTURE = {"experts": 4, "experts_chosen": 2, "expert_ffn": 32, "family": "llama", "ffn": 96, "balance_loss": (0.01,)}
+
+
+@pytest.mark.parametrize(
+    "more", [{"experts_from": 3}, {"experts_every": 2}, {"experts_from": 1, "dense_layers": (5,), "zero": 3}], ids=str
+)
+def test_layers_with_experts_and_without_are_counted_each(more: dict[str, Any]) -> None:
+    """A mixed model keeps what its mixtures keep in a model of mixtures, and its other layers in a dense one."""
+
+    def held(**values: Any) -> int:
+        run = run_of({"device": "cuda", "dtype": "bf16", **QUIET, **MIXTURE, "layers": 12, "vocab": 256, **values})
+        ((chunk,),) = stage_chunks(run)
+        return trace.trace(run, chunk).held
+
+    run = run_of({"device": "cuda", "dtype": "bf16", **QUIET, **MIXTURE, "layers": 12, "vocab": 256, **more})
+    ((chunk,),) = stage_chunks(run)
+    mixtures = sum(kind.experts for kind in chunk.kinds)
+    assert 0 < mixtures < 12
+    dense, whole = held(experts=0, balance_loss=(0.0,), **{k: v for k, v in more.items() if k == "zero"}), held()
+    assert held(**more) == pytest.approx(dense + mixtures * (whole - dense) / 12, rel=1e-3)
+    weights = stage_weights(run, 1, (chunk,))
+    assert weights.parameters == parameters(run.model)
+    assert weights.experts == mixtures * 4 * 3 * 32 * run.model.hidden
+
+
 STACKS = (  # a chunk of an encoder and a decoder
     (("embedding", "middle", "head"), (6, 5)),
     (("embedding",), (7, 0)),

@@ -35,6 +35,7 @@ __all__ = [
     "Shape",
     "Tensor",
     "Unit",
+    "active_parameters",
     "architecture",
     "inventory",
     "linears",
@@ -110,3 +111,9 @@ def placement(options: ModelConfig, pp: int, chunks: int, layers: Sequence[int] 
 def parameters(options: ModelConfig) -> int:
     """Elements of all logical tensors: true vocabulary rows, tied tensors once."""
     return sum(tensor.elements for tensor in inventory(options))
+
+
+@lru_cache(maxsize=16)
+def active_parameters(options: ModelConfig) -> int:
+    """Those that a token passes: of the experts of a layer as many as it chooses."""
+    return round(sum(tensor.elements * tensor.share for tensor in inventory(options)))

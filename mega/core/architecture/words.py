@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from mega.core.architecture import active_parameters, parameters
 from mega.core.architecture.model import Architecture
+from mega.core.config.sections import ModelConfig
+from mega.core.words import count_words
 
 
 def shape_words(model: Architecture) -> str:
-    """What a model is; its first layer stands for all.
+    """What a model is; its first layer stands for all, and its first mixture for all mixtures.
 
     >>> shape_words(architecture(resolve(compose("llama3-8b", flags={"micro_batch": 1}), world=1).model))
     'llama, 32 layers, hidden 4096, 32 heads (8 of keys and values), ffn 14336, vocabulary 128,256'
@@ -16,8 +19,31 @@ def shape_words(model: Architecture) -> str:
     layers = " + ".join(str(len(stack.layers)) for stack in model.stacks)
     return (
         f"{model.family}, {layers} layers, hidden {model.hidden}, {attention.heads} heads{shared}, "
-        f"ffn {model.block.feed_forward.width}, vocabulary {model.input.vocab:,}"
+        f"{_feed_forward(model)}, vocabulary {model.input.vocab:,}"
     )
+
+
+def _feed_forward(model: Architecture) -> str:
+    """The feed-forward networks of all layers."""
+    mixtures = [layer.experts for layer in model.layers if layer.experts is not None]
+    dense = [layer for layer in model.layers if layer.experts is None]
+    words = [f"ffn {dense[0].feed_forward.width}"] if dense else []
+    if mixtures:
+        first = mixtures[0]
+        shared = "" if first.shared is None else f" and a shared one of {first.shared.width}"
+        of = f" in {len(mixtures)} layers" if dense else ""
+        words.append(f"{first.count} experts of {first.expert.width}, {first.chosen} chosen{shared}{of}")
+    return ", ".join(words)
+
+
+def parameter_words(options: ModelConfig) -> str:
+    """How many parameters a model has, and of a mixture how many of them a token passes.
+
+    >>> parameter_words(resolve(compose("mixtral-8x7b", flags={"micro_batch": 1}), world=1).model)
+    '46.7B parameters, 12.9B active'
+    """
+    words = f"{count_words(parameters(options))} parameters"
+    return f"{words}, {count_words(active_parameters(options))} active" if options.experts else words
 
 
 def size_words(model: Architecture) -> str:

@@ -96,6 +96,12 @@ def _qwen3(layers: int, hidden: int, heads: int, ffn: int, tied: bool) -> dict[s
     return {**_llama(layers, hidden, heads, 8, ffn, 32768, 151936), **rest}
 
 
+def _mixture(experts: int, chosen: int, width: int, normalize: bool = True) -> dict[str, object]:
+    """Every layer has experts, each `width` wide."""
+    found = {"experts": experts, "experts_chosen": chosen, "expert_ffn": width, "router_normalize": normalize}
+    return {**found, "rope_base": 1e6}
+
+
 def _bert(layers: int, hidden: int, heads: int, vocab: int | None = 30524) -> dict[str, object]:
     """The vocabulary is that of BERT's file of 30,522 pieces with [BOS] and [EOS], as Megatron-LM has it."""
     return {**_gpt(layers, hidden, heads, 512, vocab), "family": "bert", "sample_kind": "bert"}
@@ -293,6 +299,20 @@ PRESETS: Mapping[str, Values] = {
     "qwen3-8b": _qwen3(36, 4096, 32, 12288, False),
     "qwen3-14b": _qwen3(40, 5120, 40, 17408, False),
     "qwen3-32b": _qwen3(64, 5120, 64, 25600, False),
+    # The same report: of 128 experts in each layer a token passes 8
+    "qwen3-30b-a3b": {**_qwen3(48, 2048, 32, 6144, False), "kv_heads": 4, **_mixture(128, 8, 768)},
+    "qwen3-235b-a22b": {**_qwen3(94, 4096, 64, 12288, False), "kv_heads": 4, **_mixture(128, 8, 1536)},
+    # Jiang et al. 2024, arXiv 2401.04088, and the models' config.json
+    "mixtral-8x7b": {**_llama(32, 4096, 32, 8, 14336, 32768, 32000), **_mixture(8, 2, 14336)},
+    "mixtral-8x22b": {**_llama(56, 6144, 48, 8, 16384, 65536, 32000), **_mixture(8, 2, 16384)},
+    # Muennighoff et al. 2024, arXiv 2409.02060, and the model's config.json
+    "olmoe-1b-7b": {
+        **_llama(16, 2048, 16, 16, 1024, 4096, 50304),
+        **_mixture(64, 8, 1024, normalize=False),
+        "rope_base": 10000.0,
+        "qk_norm": True,
+        "qk_norm_whole": True,
+    },
     # Biderman et al. 2023, arXiv 2304.01373: GPT-NeoX's layers
     "pythia-70m": _pythia(6, 512, 8, 50304),
     "pythia-160m": _pythia(12, 768, 12, 50304),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ class LayerKind(NamedTuple):
 
     window: int | None
     rotates: bool
+    experts: bool = False
 
 
 class Chunk(NamedTuple):
@@ -75,6 +77,15 @@ def _stage_chunks(
 
 def _kinds(model: ModelConfig) -> list[LayerKind]:
     """Of each layer; [] where all are of one."""
-    attentions = [layer.attention for layer in architecture(model).layers]
-    kinds = [LayerKind(attention.window, attention.rope is not None) for attention in attentions]
+    kinds = [
+        LayerKind(layer.attention.window, layer.attention.rope is not None, layer.experts is not None)
+        for layer in architecture(model).layers
+    ]
     return kinds if len(set(kinds)) > 1 else []
+
+
+def of_kind(model: ModelConfig, kind: LayerKind) -> ModelConfig:
+    """The model with layers of one kind alone."""
+    alike = {"experts_from": 0, "experts_every": 1, "dense_layers": (), "experts": model.experts if kind.experts else 0}
+    rope = () if kind.rotates or model.position != "rope" else (0,)
+    return replace(model, window=kind.window, window_layers=(), local_rope_base=None, rope_layers=rope, **alike)

@@ -109,7 +109,7 @@ def memory(run: RunConfig, world: int) -> Memory:
     for stage, own in enumerate(chunks):
         held, timeline, footprints_ = weights[own], timelines[stage], [prints[chunk] for chunk in own]
         activations, working, cargo, when = timeline.peak(footprints_)
-        update = _update(run, held, dp) + max(one.in_flight for one in footprints_)
+        update = _update(run, held) + max(one.in_flight for one in footprints_)
         # A graph keeps what its microbatch took. Not recorded are the last of several, where data are shared, or else
         # updates and validation.
         graph = (activations + working) if records_graph(run, world) else 0
@@ -214,15 +214,14 @@ def representative(run: RunConfig, count: int) -> int:
     return min(count, full)
 
 
-def _update(run: RunConfig, held: Weights, dp: int) -> int:
+def _update(run: RunConfig, held: Weights) -> int:
     """What the optimizer needs besides its state: copies of a bucket's span, wide. Weights are gathered in place."""
     precision, options = run.precision, run.optimizer
     assert precision.grad_dtype
-    weight, high = BYTES[precision.dtype], wide(precision.dtype)
+    high = wide(precision.dtype)
     copies = {"adam": 0, "sgd": 1, "lamb": 3, "adafactor": 2}[options.optimizer]
     copies += (BYTES[precision.grad_dtype] != high) + (not precision.masters)
-    shares = dp * run.parallel.cp if run.parallel.zero else 1
-    return 0 if options.optimizer_offload else copies * (held.largest // weight // shares * high)
+    return 0 if options.optimizer_offload else copies * held.largest * high
 
 
 class LiveSet(NamedTuple):

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from mega.core.architecture import active_parameters
 from mega.core.config.check import graph
 from mega.core.config.resolve import data_parallel, microbatches, records_graph, text_lengths, variant
 from mega.core.config.run import RunConfig
 from mega.core.estimate.duration import Stops, TrainingTime
+from mega.core.estimate.experts import worst_load
 from mega.core.estimate.hardware import GIB, Hardware
 from mega.core.estimate.memory import Memory, StageMemory, kv_cache_bytes, logits_bytes, serving_bytes
 from mega.core.estimate.search import RESERVE, Found
@@ -98,6 +100,7 @@ def as_json(run: RunConfig, world: int, found: Memory, device: Hardware | None =
         **timed,
         "world": world,
         "parameters": found.parameters,
+        "active_parameters": active_parameters(run.model),
         "peak": found.worst.peak,
         "peak_stage": found.worst.stage,
         "checkpoint": found.checkpoint,
@@ -208,12 +211,18 @@ def notes(run: RunConfig, world: int, found: Memory, device: Hardware | None, me
         f"peak: {gib(worst.peak)} GiB on stage {worst.stage}, in the {worst.when}, {worst.live} in flight; "
         f"the allocator may take {gib(worst.slack)} more"
     )
+    active = f" ({active_parameters(run.model) / 1e9:.3f}e9 active)" if run.model.experts else ""
     yield (
-        f"parameters {found.parameters / 1e9:.3f}e9, {held.parameters / 1e9:.3f}e9 on a rank of it, "
+        f"parameters {found.parameters / 1e9:.3f}e9{active}, {held.parameters / 1e9:.3f}e9 on a rank of it, "
         f"{held.total / held.parameters:.2f} bytes each; "
         f"checkpoint {gib(found.checkpoint)} GiB{_serving(run)}"
     )
     yield f"logits and loss of a microbatch: {gib(logits_bytes(run))} GiB of the last stage's activations"
+    if (load := worst_load(run)) is not None:
+        yield (
+            f"experts: {load.even:,} rows of a microbatch in a layer on each rank, chosen equally often; if all tokens "
+            f"choose those of one rank, {load.rows:,} there, and {gib(load.more)} GiB more of its activations"
+        )
     groups = found.communicators
     outside = f"{groups} communicator{'s' if groups > 1 else ''}" if groups else ""
     outside += f" and {gib(found.mapped)} GiB mapped" if found.mapped else ""

@@ -19,7 +19,7 @@ from mega.core.estimate.chunks import Chunk, stage_chunks
 from mega.core.estimate.cost import Card, Pass, chunk_pass
 from mega.core.estimate.hardware import Hardware
 from mega.core.estimate.operations import operations, rough_operations
-from mega.core.estimate.weights import BYTES, Weights, stage_weights, wide
+from mega.core.estimate.weights import BYTES, Weights, data_shards, stage_weights, wide
 from mega.core.flops import model_flops_per_token
 from mega.core.plan import Costs, plan, simulate
 
@@ -220,8 +220,13 @@ class Times:
         """Summing a stage's gradients over the data ranks, if nothing hides it."""
         parallel = self.run.parallel
         assert self.run.precision.grad_dtype
-        size = held.trained * BYTES[self.run.precision.grad_dtype]
-        return self.collective("reduce-scatter" if parallel.zero else "all-reduce", size, dp * parallel.cp)
+        kind = "reduce-scatter" if parallel.zero else "all-reduce"
+        return self.exchanged(kind, dp, held, BYTES[self.run.precision.grad_dtype])
+
+    def exchanged(self, kind: str, dp: int, held: Weights, size: int) -> float:
+        """A collective of all that is trained, `size` bytes an element, over the ranks that hold copies of it."""
+        by_axis = held.by_axis(data_shards(self.run.parallel, dp))
+        return sum(self.collective(kind, size * elements, ranks) for elements, ranks in by_axis)
 
     def sharing(self, dp: int, held: Weights, chunk: Pass) -> float:
         """What ZeRO 2 and 3 add to every microbatch: buckets made, summed and added up; weights gathered twice.
@@ -229,13 +234,14 @@ class Times:
         A bucket leaves as soon as it is complete, whatever --overlap-grad-reduce says; weights are gathered while the
         unit before runs.
         """
-        run, ranks = self.run, dp * self.run.parallel.cp
-        grads, weights = held.trained * BYTES[run.precision.grad_dtype], held.trained * BYTES[run.precision.dtype]
-        summed = self.collective("reduce-scatter", grads, ranks)
-        made = self.card.elementwise(grads + 3 * grads / ranks)
+        run, size = self.run, BYTES[self.run.precision.grad_dtype]
+        summed = self.exchanged("reduce-scatter", dp, held, size)
+        own = sum(elements / ranks for elements, ranks in held.by_axis(data_shards(run.parallel, dp)))
+        made = self.card.elementwise(size * (held.trained + 3 * own))
         if run.parallel.zero < 3:
             return made + exposed(summed, chunk.backward + chunk.weight)
-        gathered, backward = self.collective("all-gather", weights, ranks), chunk.backward + chunk.weight
+        gathered = self.exchanged("all-gather", dp, held, BYTES[run.precision.dtype])
+        backward = chunk.backward + chunk.weight
         if not run.parallel.overlap_param_gather:
             return made + 2 * gathered + exposed(summed, backward)
         return made + exposed(gathered, chunk.forward) + exposed(gathered + summed, backward)
@@ -247,13 +253,13 @@ class Times:
         passes are recorded, the first finds all of them there.
         """
         run, on, parallel = self.run, self.on, self.run.parallel
-        shares = dp * parallel.cp if parallel.zero else 1
-        own = held.trained / shares
+        shards = data_shards(parallel, dp)
+        own = sum(elements / (ranks if parallel.zero else 1) for elements, ranks in held.by_axis(shards))
         seconds = update_bytes(run) * own / (on.bandwidth * 1e12 * on.elementwise)
         if run.optimizer.optimizer_offload:
             seconds += self.offloaded(own, min(dp * parallel.cp * parallel.tp * parallel.pp, on.node))
-        if shares > 1 and parallel.zero < 3:
-            gathered = self.collective("all-gather", held.weights - held.frozen, shares)
+        if max(shards.values()) > 1 and 0 < parallel.zero < 3:
+            gathered = self.exchanged("all-gather", dp, held, BYTES[self.run.precision.dtype])
             overlapped = parallel.overlap_param_gather and not self.recorded
             seconds += exposed(gathered, forward) if overlapped else gathered
         return seconds

@@ -35,7 +35,7 @@ from mega.core.config.sections import (
     RuntimeConfig,
 )
 from mega.core.device import DTYPES
-from mega.core.estimate.chunks import Chunk, LayerKind
+from mega.core.estimate.chunks import Chunk, of_kind
 from mega.core.estimate.cost import Operation, Units
 from mega.core.estimate.heard import Heard
 from mega.core.family import synthetic_batch
@@ -369,7 +369,10 @@ PerUnit = TypeVar("PerUnit")
 
 def _woven(run: RunConfig, chunk: Chunk) -> Trace:
     """Of blocks of several kinds: each as in a chunk of its kind alone, and so are the ends, with their neighbours."""
-    alike = {kind: trace(_of_kind(run, kind), chunk._replace(kinds=())) for kind in dict.fromkeys(chunk.kinds)}
+    alike = {
+        kind: trace(replace(run, model=of_kind(run.model, kind)), chunk._replace(kinds=()))
+        for kind in dict.fromkeys(chunk.kinds)
+    }
     units = [alike[kind] for kind in (chunk.kinds[0], *chunk.kinds, chunk.kinds[-1])]
 
     def each(whole: Callable[[Trace], tuple[PerUnit, ...]]) -> tuple[PerUnit, ...]:
@@ -383,13 +386,6 @@ def _woven(run: RunConfig, chunk: Chunk) -> Trace:
         weight_work=each(lambda found: found.weight_work),
         given=units[-1].given,
     )
-
-
-def _of_kind(run: RunConfig, kind: LayerKind) -> RunConfig:
-    """The run with layers of one kind alone."""
-    rope = () if kind.rotates or run.model.position != "rope" else (0,)
-    model = replace(run.model, window=kind.window, window_layers=(), local_rope_base=None, rope_layers=rope)
-    return replace(run, model=model)
 
 
 def _splits(run: RunConfig) -> bool:
@@ -443,7 +439,7 @@ def reduced_run(run: RunConfig, chunk: Chunk) -> tuple[RunConfig, int]:
     stages = [*([before] if any(before) else []), list(chunk.stacks), *([following] if any(following) else [])]
     layers = tuple(sum(stacks) for stacks in stages)
     model = run.model.with_stacks(tuple(sum(counts) for counts in zip(*stages, strict=True)))
-    if model.experts:  # all blocks are taken for equal: those without experts for larger than they are
+    if model.experts:  # of layers without any the model is dense (`of_kind`)
         model = replace(model, experts_from=0, experts_every=1, dense_layers=())
     options = Options(
         model=model,

@@ -6,7 +6,7 @@ The parameters are those of real stages on the meta device, and lie in buckets a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from mega.core.architecture import Tensor, Unit, inventory, placement, shape
 from mega.core.config.resolve import resolve
 from mega.core.config.run import Options, RunConfig, updated
 from mega.core.config.sections import BatchOptions, ModelConfig, ParallelConfig, ParallelOptions, RuntimeConfig
-from mega.core.estimate.chunks import Chunk, stage_chunks
+from mega.core.estimate.chunks import Chunk, of_kind, stage_chunks
 from mega.core.parallel.layout import BucketRules, BucketSpec, ParameterSpec, plan_buckets, shared_stages
 
 SMALLEST = BatchOptions(seq_length=1, micro_batch=1)
@@ -31,7 +31,7 @@ class BucketSize:
     """One flat bucket, in elements: with padding, of parameters, and of the span that this rank updates.
 
     width: bytes of a weight. vectors: elements after the last matrix. factors: rows and columns of all its matrices.
-    places: of its parameters. users: names of the units of those that are of several.
+    places: of its parameters. users: names of the units of those that are of several. data: the axis of its sum.
     """
 
     length: int
@@ -42,15 +42,17 @@ class BucketSize:
     factors: int
     places: tuple[Place, ...]
     users: frozenset[Unit]
+    data: str
 
 
 @dataclass(frozen=True)
 class Weights:
     """Bytes of one rank. `masters` is 0 where the weights are themselves wide enough, or none are kept.
 
-    parameters: elements, vocabulary padding included. largest: bytes of the largest bucket's weights. host: masters and
-    moments that lie in the host's memory instead. frozen: bytes of those weights that are not trained, and which have
-    nothing else; frozen_parameters: their elements.
+    parameters: elements, vocabulary padding included. experts: those of them that only some of the data ranks share.
+    largest: elements of the largest span that this rank updates. host: masters and moments that lie in the host's
+    memory instead. frozen: bytes of those weights that are not trained, and which have nothing else; frozen_parameters:
+    their elements.
     """
 
     parameters: int
@@ -62,11 +64,18 @@ class Weights:
     host: int = 0
     frozen: int = 0
     frozen_parameters: int = 0
+    experts: int = 0
 
     @property
     def trained(self) -> int:
         """Elements that have gradients, and are updated."""
         return self.parameters - self.frozen_parameters
+
+    def by_axis(self, shards: Mapping[str, int]) -> Iterator[tuple[int, int]]:
+        """Trained elements, and the data ranks that hold copies of them. shards: of `data_shards`."""
+        yield self.trained - self.experts, shards["dp"]
+        if self.experts:
+            yield self.experts, shards["edp"]
 
     @property
     def total(self) -> int:
@@ -109,7 +118,8 @@ def _stage_weights(run: RunConfig, dp: int, chunks: tuple[Chunk, ...]) -> Weight
         grads=grads,
         masters=0 if apart else masters,
         moments=0 if apart else moments,
-        largest=max(one.length * one.width for one in buckets),
+        largest=max(one.span for one in buckets),
+        experts=sum(bucket.parameters for bucket in buckets if bucket.data == "edp"),
         host=masters + moments if apart else 0,
         frozen=frozen_bytes,
         frozen_parameters=frozen_parameters,
@@ -166,7 +176,7 @@ def stage_buckets(run: RunConfig, dp: int, chunks: Sequence[Chunk]) -> Iterator[
     rules = BucketRules(
         {"tp": parallel.tp, "etp": parallel.etp},
         parallel.sequence_parallel,
-        shards=_shards(parallel, dp) if parallel.zero else {},
+        shards=data_shards(parallel, dp) if parallel.zero else {},
         least=parallel.bucket_size if parallel.zero < 3 else None,
         stages=tied_stages(run.model, parallel.pp, parallel.chunks, parallel.stage_layers),
     )
@@ -183,7 +193,7 @@ def stage_buckets(run: RunConfig, dp: int, chunks: Sequence[Chunk]) -> Iterator[
             yield from (_bucket(spec, places, parts) for spec in planned[id(part)])
 
 
-def _shards(parallel: ParallelConfig, dp: int) -> dict[str, int]:
+def data_shards(parallel: ParallelConfig, dp: int) -> dict[str, int]:
     """Data axis -> its ranks."""
     data = dp * parallel.cp
     return {"dp": data, "edp": data * parallel.tp // (parallel.etp * parallel.ep)}
@@ -202,6 +212,7 @@ def _bucket(spec: BucketSpec, places: Sequence[Place], parts: Sequence[Sequence[
         sum(sum(tensor.shape) for tensor in matrices),
         here,
         frozenset(unit for parameter in held for unit in _tied(parameter.tensors[0])),
+        held[0].tensors[0].data,
     )
 
 
@@ -237,6 +248,14 @@ def _parameters(run: RunConfig, chunk: Chunk) -> list[list[ParameterSpec]]:
         runtime=RuntimeConfig(device=run.runtime.device, ops="reference"),
     )
     short = chunk._replace(stacks=tuple(min(count, 1) for count in chunk.stacks), kinds=())
+    kinds = {kind.experts: kind for kind in chunk.kinds}
+    if run.model.experts and kinds:
+        found = {
+            experts: unit_parameters(resolve(replace(bare, model=of_kind(run.model, kind)), 1), short)
+            for experts, kind in kinds.items()
+        }
+        before, _, after = next(iter(found.values()))
+        return [before, *(found[kind.experts][1] for kind in chunk.kinds), after]
     held = iter(unit_parameters(resolve(bare, 1), short))
     parts = [next(held)]
     for count in chunk.stacks:

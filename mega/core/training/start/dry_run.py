@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from mega.core.architecture import parameters
+from mega.core.architecture import active_parameters, parameters
 from mega.core.config.resolve import data_parallel, microbatches
 from mega.core.parallel.weight import local_parameters
 from mega.core.plan import plan, prove, simulate
@@ -42,7 +42,8 @@ def dry_run(inputs: Inputs, world: int) -> None:
     schedule = plan(parallel.schedule, parallel.pp, parallel.chunks, count)
     prove(schedule)
     bubble = simulate(schedule).bubble
-    console.print(f"model: {parameters(run.model):,} parameters")
+    active = f", {active_parameters(run.model):,} active" if run.model.experts else ""
+    console.print(f"model: {parameters(run.model):,} parameters{active}")
     console.print(f"plan: {parallel.schedule}, {count} microbatches a step, proven; bubble {100 * bubble:.1f}%")
     for note in inputs.notes:
         console.print(note, markup=False, emoji=False)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from mega.core.architecture import architecture, inventory, parameters
+from mega.core.architecture import architecture, inventory
 from mega.core.architecture.layer import Attention
-from mega.core.architecture.words import shape_words
+from mega.core.architecture.words import parameter_words, shape_words
 from mega.core.config.resolve import data_parallel, lengths, microbatches, records_graph, text_lengths
 from mega.core.config.run import RunConfig
 from mega.core.data.build import Datasets
@@ -68,7 +68,7 @@ def introduce(
 
 def summary(run: RunConfig, device: Device, ops: Ops, world: int) -> Iterator[str]:
     """The model, how ranks share it, on what it is computed, and a step."""
-    yield f"model: {shape_words(architecture(run.model))}; {count_words(parameters(run.model))} parameters"
+    yield f"model: {shape_words(architecture(run.model))}; {parameter_words(run.model)}"
     if (adapters := architecture(run.model).adapters) is not None:
         trained, all_of = (
             sum(tensor.elements for tensor in inventory(run.model) if tensor.trainable or not alone)
