@@ -370,6 +370,9 @@ def _same_model(run: RunConfig, point: ResumePoint) -> None:
     stored, ours = dataclasses.asdict(model), dataclasses.asdict(run.model)
     if family(model).stage is family(run.model).stage:  # one kind of model, whose values are compared below
         stored["family"] = ours["family"]
+    for each in (stored, ours):
+        if each["experts"]:  # one may name the width that the other leaves open
+            each["expert_ffn"] = each["expert_ffn"] or each["ffn"]
     differ = [name for name in options_with(on_resume="must match") if name in ours and ours[name] != stored[name]]
     longer = ours["positions"] > stored["positions"] and scales_dynamically(checkpoint.attachments)
     if longer or (architecture(run.model).input.learned_positions and stored["positions"] != ours["positions"]):

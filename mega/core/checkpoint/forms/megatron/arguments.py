@@ -17,6 +17,7 @@ from mega.core.architecture.layer import RopeScaling
 from mega.core.checkpoint.forms.foreign import read_json
 from mega.core.checkpoint.forms.keys import check_kept
 from mega.core.checkpoint.forms.megatron.families import FAMILIES
+from mega.core.checkpoint.forms.megatron.mixture import mixture_arguments, mixture_flags, mixture_of
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.config.sections import ModelConfig
 
@@ -189,6 +190,8 @@ def model_from_arguments(values: Mapping[str, object], vocab: int, where: str) -
     bias = bool(values.get("add_bias_linear", not values.get("disable_bias_linear", False)))
     rmsnorm = values.get("normalization", "LayerNorm") == "RMSNorm"
     same["norm_offset"] |= bool(values.get(ZERO_CENTERED))
+    if (ahead := values.get("mtp_num_layers")) not in (None, 0):
+        raise CheckpointError(f"{where}: args.mtp_num_layers {ahead!r:.40}: heads for later tokens are not read yet")
     if rmsnorm and same["norm_offset"]:
         raise CheckpointError(f"{where}: args.{ZERO_CENTERED} with RMSNorm: only LayerNorm's weights may count from 0")
     return ModelConfig(
@@ -209,6 +212,7 @@ def model_from_arguments(values: Mapping[str, object], vocab: int, where: str) -
         bias=bias,
         qkv_bias=bias or bool(values.get("add_qkv_bias")),
         tied=not values.get("untie_embeddings_and_output_weights", False),
+        **mixture_of(values, sizes["layers"], where),
     )
 
 
@@ -247,6 +251,8 @@ def arguments_of(
         **_of_model(model, options.rope_fraction),
         **_of_positions(model, core),
         **_of_layers(model, core),
+        **({"ffn_hidden_size": options.ffn} if options.experts else {}),
+        **mixture_arguments(options),
         "untie_embeddings_and_output_weights": model.output.words is not None and not model.tied,
         "apply_query_key_layer_scaling": False,
         "make_vocab_size_divisible_by": model.input.vocab_multiple,
@@ -373,7 +379,7 @@ def core_flags(said: Mapping[str, object]) -> list[str]:
         "apply_residual_connection_post_layernorm": said["apply_residual_connection_post_layernorm"],
     }
     flags = [f"{_flag(name)} {value}" for name, value in shown.items()]
-    return [*flags, *(_flag(name) for name, given in switches.items() if given)]
+    return [*flags, *(_flag(name) for name, given in switches.items() if given), *mixture_flags(said)]
 
 
 def _flag(name: str) -> str:

@@ -47,6 +47,8 @@ LEGACY = {
     "self_attn.q_norm": "self_attention.q_layernorm",
     "self_attn.k_norm": "self_attention.k_layernorm",
     "post_attention_layernorm": "post_attention_norm",
+    "mlp.gate": "mlp.router",
+    "mlp.shared_expert_gate": "mlp.shared_expert_gate",
     "mlp.gate_proj": "mlp.dense_h_to_4h",
     "mlp.up_proj": "mlp.dense_h_to_4h",
     "mlp.down_proj": "mlp.dense_4h_to_h",
@@ -145,6 +147,22 @@ TRANSFORMER_ENGINE = {
 }
 """Megatron-core's own -> Transformer Engine's, in which a norm is a part of the linear layer after it."""
 
+_EXPERT = re.compile(r"\.mlp\.(experts\.(\d+)|shared_expert)\.")
+"""One of a mixture's feed-forward networks in the name of a logical tensor."""
+
+_CORE_EXPERTS = (
+    (re.compile(r"\.mlp\.experts\.(?:local_experts\.)?(\d+)\."), r".mlp.local_experts.\1."),
+    (re.compile(r"\.mlp\.experts\.(linear_fc\d)\.(weight|bias)(\d+)$"), r".mlp.local_experts.\3.\1.\2"),
+    (re.compile(r"\.mlp\.shared_experts\.gate_weight$"), ".mlp.shared_expert_gate.weight"),
+    (re.compile(r"(experts\.(?:\d+\.)?)linear_fc1\."), r"\1dense_h_to_4h."),
+    (re.compile(r"(experts\.(?:\d+\.)?)linear_fc2\."), r"\1dense_4h_to_h."),
+)
+"""Names of a mixture in any tree -> common ones, which are those of the layers of late 2023: 23.06 has no `local_`,
+Megatron-core `experts.local_experts`, or with grouped products a number at the end."""
+
+BALANCE_BIAS = ".mlp.router.expert_bias"
+"""The end of what is no parameter: it has neither gradient nor moments."""
+
 # Order
 
 _STACKS = (
@@ -169,6 +187,11 @@ _CORE_FROM_QKV = (
     "post_inter_attention_norm",
     "mlp.dense_h_to_4h",
     "mlp.dense_4h_to_h",
+    "mlp.router",
+    "mlp.local_experts",
+    "mlp.shared_expert_gate",
+    "mlp.shared_experts.dense_h_to_4h",
+    "mlp.shared_experts.dense_4h_to_h",
 )
 
 
@@ -198,6 +221,8 @@ _LEGACY = Modules(
         "post_inter_attention_norm",
         "mlp.dense_h_to_4h",
         "mlp.dense_4h_to_h",
+        "mlp.router",
+        "mlp.local_experts",
     ),
     last=(
         "pooler.dense",
@@ -273,8 +298,13 @@ def legacy_name(name: str, layer: int | None = None) -> str:
     >>> legacy_name("model.layers.7.self_attn.q_proj.weight", layer=1)
     'encoder.layers.1.self_attention.query_key_value.weight'
     """
+    if expert := _EXPERT.search(name):
+        dense = legacy_name(name.replace(expert[0], ".mlp."), layer)
+        network = "shared_experts" if expert[2] is None else f"local_experts.{expert[2]}"
+        return dense.replace(".mlp.", f".mlp.{network}.")
     stack, name = stack_of(name)
     modules = LEGACY | (BERT if stack == "encoder" else DECODER)
+    name = name.replace(".gate.e_score_correction_bias", ".gate.expert_bias")
     return common_head(translated(name, modules, f"{stack}.layers.{{}}.", layer))
 
 
@@ -302,6 +332,8 @@ def common_name(name: str, two_stacks: bool = False) -> str:
     >>> common_name("decoder.layers.0.mlp.linear_fc1.layer_norm_weight", two_stacks=True)
     'decoder.layers.0.post_inter_attention_norm.weight'
     """
+    for pattern, common in _CORE_EXPERTS:
+        name = pattern.sub(common, name)
     if name.startswith("language_model."):
         name = name.removeprefix("language_model.")
     elif name.startswith(("encoder.", "decoder.")):
@@ -333,6 +365,11 @@ def styled(name: str, era: Era, family: str = "gpt") -> str:
         renames = (*of_decoder.items(), *CORE_HEADS.get(family, CORE_HEADS["gpt"]).items(), *renames)
     for common, of_era in renames:
         name = name.replace(common, of_era)
+    if modules.core and "experts." in name:
+        name = name.replace(".mlp.local_experts.", ".mlp.experts.local_experts.")
+        name = name.replace(".dense_h_to_4h.", ".linear_fc1.").replace(".dense_4h_to_h.", ".linear_fc2.")
+    if modules.core:
+        name = name.replace(".mlp.shared_expert_gate.weight", ".mlp.shared_experts.gate_weight")
     if modules.core:
         return name if family in OWN_STACKS else re.sub(r"^encoder\.", "decoder.", name)
     return name if name == TIED_COPY or name.startswith(HEADS) else f"language_model.{name}"
@@ -351,7 +388,10 @@ def era_of(tree: object) -> Era:
     )
 
 
-def parameter_place(name: str, era: Era = "legacy") -> tuple[int, int, int, bool]:
+_OF_EXPERT = re.compile(r"mlp\.local_experts\.(\d+)\.dense_(h_to_4h|4h_to_h)")
+
+
+def parameter_place(name: str, era: Era = "legacy") -> tuple[int, int, int, int, bool]:
     """Sorts the common names of one model chunk as Megatron's modules list their parameters.
 
     Errors: CheckpointError for a parameter that those models do not have.
@@ -363,7 +403,9 @@ def parameter_place(name: str, era: Era = "legacy") -> tuple[int, int, int, bool
     module, _, kind = name.rpartition(".")
     match = _LAYER.fullmatch(module)
     outer, layer, inner = (match[1], int(match[2]), match[3]) if match else (module, 0, "input_norm")
-    outside, inside = _STACKS + ERAS[era].last, ERAS[era].inside
-    if outer not in outside or inner not in inside or kind not in ("weight", "bias"):
+    outside, inside, number = _STACKS + ERAS[era].last, ERAS[era].inside, 0
+    if expert := _OF_EXPERT.fullmatch(inner):
+        inner, number = "mlp.local_experts", 2 * int(expert[1]) + (expert[2] == "4h_to_h")
+    if outer not in outside or inner not in inside or kind not in ("weight", "bias", "expert_bias"):
         raise CheckpointError(f"{name}: its place among Megatron-LM's parameters is not known; {LEAVE}")
-    return outside.index(outer), layer, inside.index(inner), kind == "bias"
+    return outside.index(outer), layer, inside.index(inner), number, kind != "weight"

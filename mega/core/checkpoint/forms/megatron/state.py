@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite, prod
 from pathlib import Path
 from typing import TypeGuard
@@ -23,7 +23,7 @@ import torch
 from mega.core.checkpoint.forms.foreign import torch_file
 from mega.core.checkpoint.forms.mapping import Table, renamed
 from mega.core.checkpoint.forms.megatron.core import KINDS, bucket_limit, buckets_of, own_buckets
-from mega.core.checkpoint.forms.megatron.eras import ERAS, LEAVE, Era, parameter_place
+from mega.core.checkpoint.forms.megatron.eras import BALANCE_BIAS, ERAS, LEAVE, Era, parameter_place
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.untrusted import Json
 
@@ -48,7 +48,12 @@ def groups_of(dims: Mapping[str, int]) -> dict[bool, list[str]]:
 
 
 def alike(weights: Table, kind: str) -> Table:
-    """Where a kind of state is, in names of both sides, where `weights` says it of the weights."""
+    """Where a kind of state is, in names of both sides, where `weights` says it of the weights that are learned."""
+    learned = tuple(
+        each for each in weights.targets if not f"{each.name} {each.fragments[0].source}".endswith(BALANCE_BIAS)
+    )
+    copies = tuple(pair for pair in weights.copies if not pair[1].source.endswith(BALANCE_BIAS))
+    weights = replace(weights, targets=learned, copies=copies)
     return renamed(weights, lambda name: name.replace("weights/", f"{kind}/", 1), lambda name: f"{kind}/{name}")
 
 
@@ -159,9 +164,10 @@ def values_of(content: Mapping[str, object]) -> dict[str, object]:
 
 def _in_order(chunk: Mapping[str, torch.Tensor], era: Era, where: Path) -> list[str]:
     """The names of a model chunk in the order of its parameters, in which Megatron-core's files hold them, too."""
-    names = sorted(chunk, key=lambda name: parameter_place(name, era))
-    if ERAS[era].core and names != list(chunk):
-        odd = next(name for name, held in zip(names, chunk, strict=True) if name != held)
+    learned = [name for name in chunk if not name.endswith(BALANCE_BIAS)]
+    names = sorted(learned, key=lambda name: parameter_place(name, era))
+    if ERAS[era].core and names != learned:
+        odd = next(name for name, held in zip(names, learned, strict=True) if name != held)
         raise CheckpointError(f"{where}: {odd}: its place is not that among Megatron-core's parameters; {LEAVE}")
     return names
 
@@ -183,11 +189,17 @@ def check_optimizer(values: Mapping[str, object], where: Path) -> None:
         raise CheckpointError(f"{where}: args.decoupled_lr: embedding and head have the rate of all; {LEAVE}")
 
 
-def check_groups(groups: Sequence[object], grouped: Mapping[bool, Sequence[str]], where: Path) -> list[Group]:
-    """The groups of a state. Errors: CheckpointError where they are not those that the model makes."""
+def check_groups(
+    groups: Sequence[object], grouped: Mapping[bool, Sequence[str]], where: Path, *, experts: bool = False
+) -> list[Group]:
+    """The groups of a state. experts: of the optimizer of experts that ranks hold apart.
+
+    Errors: CheckpointError where they are not those that the model makes.
+    """
     checked = [group for group in groups if isinstance(group, dict)]
     for number, group in enumerate(checked):
-        if any(plain(group.get(key)) not in (None, False) for key in ("is_expert_parallel", "is_decoupled_lr")):
+        apart = plain(group.get("is_expert_parallel")) or False
+        if apart is not experts or plain(group.get("is_decoupled_lr")) not in (None, False):
             raise CheckpointError(f"{where}: optimizer.param_groups[{number}]: experts or a rate of its own; {LEAVE}")
     if not len(checked) == len(groups) == len(grouped):
         raise CheckpointError(

@@ -13,6 +13,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from mega.core.checkpoint.own.pieces import Box, CheckpointError, Tensors, namin
 INDEX_LIMIT = 256 << 20
 DIMS = 16
 """More than any tensor has."""
-LAYERS = "decoder.layers."
+LAYERS, EXPERTS = "decoder.layers.", ".experts.experts."
 
 
 @dataclass
@@ -154,19 +155,20 @@ class CheckedChunk:
 
 @dataclass(frozen=True)
 class View:
-    """Which part of a stored tensor one is: all of it, a `layer` of stacked ones, or the numbers of a vector from
-    `begin` on."""
+    """Which part of a stored tensor one is: all of it, one of stacked ones at `index` (a layer, an expert, or both), or
+    the numbers of a vector from `begin` on."""
 
     stored: str
-    layer: int | None = None
+    index: tuple[int, ...] = ()
     begin: int | None = None
 
 
 class DistributedSource:
     """The tensors of a `torch_dist` folder, by common names of one rank: `0.0.0/encoder.layers.N...`.
 
-    Uniform layers are stacked in the files, [layers, ...]; here each layer is a tensor of its own. `state` are an
-    optimizer's tensors as they are stored, which are shown only on demand (torch_dist_state.py).
+    Uniform layers are stacked in the files, [layers, ...], and experts too, [layers, experts, ...] or [experts, ...];
+    here each layer and expert is a tensor of its own. `state` are an optimizer's tensors as they are stored, which are
+    shown only on demand (torch_dist_state.py).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -190,13 +192,15 @@ class DistributedSource:
         """One stored tensor by the common names of the weight that is stored as `weight`, of the state `kind`."""
         shape, dtype = self._shapes[stored], self._dtype(stored)
         stacked = weight.startswith(LAYERS) and not re.match(r"\d+\.", weight.removeprefix(LAYERS))
-        for layer in range(shape[0]) if stacked else (None,):
-            each = weight if layer is None else f"{LAYERS}{layer}.{weight.removeprefix(LAYERS)}"
+        depth = stacked + (EXPERTS in weight)
+        for index in product(*map(range, shape[:depth])):
+            each = f"{LAYERS}{index[0]}.{weight.removeprefix(LAYERS)}" if stacked else weight
+            each = each.replace(EXPERTS, f".experts.local_experts.{index[-1]}." if depth > stacked else "")
             common = f"{kind}/0.0.0/{common_name(each)}".removeprefix("/")
             if common in self._views:
                 raise CheckpointError(f"{self._folder}: {stored}: is there as {self._views[common].stored} too")
-            self._views[common] = View(stored, layer)
-            self.tensors[common] = (shape if layer is None else shape[1:], dtype)
+            self._views[common] = View(stored, index)
+            self.tensors[common] = (shape[depth:], dtype)
 
     def show_flat(self, stored: str, begin: int, name: str, shape: tuple[int, ...]) -> None:
         """The numbers of a stored vector from `begin` on as the tensor `name`."""
@@ -217,8 +221,8 @@ class DistributedSource:
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         view = self._views[name]
-        if view.layer is not None:
-            return self._read(view.stored, Box((view.layer, *box.start), (1, *box.size)))[0]
+        if depth := len(view.index):
+            return self._read(view.stored, Box((*view.index, *box.start), (1,) * depth + box.size))[(0,) * depth]
         if view.begin is None:
             return self._read(view.stored, box)
         rows = Box((box.start[0], *[0] * (len(box.start) - 1)), (box.size[0], *self.tensors[name][0][1:]))

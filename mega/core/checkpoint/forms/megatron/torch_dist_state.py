@@ -119,7 +119,19 @@ def model_dims(weights: Table) -> dict[str, int]:
 
 def _common_scalars(content: Mapping[str, object], dims: Mapping[str, int], where: Path) -> Facts:
     """Of the forms that keep groups of parameters in common.pt."""
-    return _scalars(content, content.get("optimizer"), dims, where)
+    optimizer = content.get("optimizer")
+    if not isinstance(optimizer, dict) or 0 not in optimizer:
+        return _scalars(content, optimizer, dims, where)
+    # Experts that ranks hold apart have an optimizer of their own.
+    apart = {name: count for name, count in dims.items() if EXPERT in name}
+    others = {name: count for name, count in dims.items() if name not in apart}
+    first, *more = (
+        _scalars(content, each, apart if number else others, where, experts=number > 0)
+        for number, each in optimizer.items()
+    )
+    if any(each != first for each in more):
+        raise CheckpointError(f"{where}: its optimizers are not at one step, scale and schedule; {LEAVE}")
+    return first
 
 
 def _rank_scalars(
@@ -131,9 +143,15 @@ def _rank_scalars(
     return _scalars(content, optimizer, dims, where / own)
 
 
-def _scalars(content: Mapping[str, object], optimizer: object, dims: Mapping[str, int], where: Path) -> Facts:
+EXPERT = ".mlp.experts."
+"""In the names of what experts have."""
+
+
+def _scalars(
+    content: Mapping[str, object], optimizer: object, dims: Mapping[str, int], where: Path, *, experts: bool = False
+) -> Facts:
     optimizer, inner, groups = optimizer_parts(optimizer, where)
-    checked_groups = check_groups(groups, in_order_of(groups, groups_of(dims)), where)
+    checked_groups = check_groups(groups, in_order_of(groups, groups_of(dims)), where, experts=experts)
     return scalars_in(content, optimizer, inner, checked_groups, where)
 
 
@@ -235,7 +253,10 @@ def checked(source: Stored, weights: Table, saved: Table, kinds: list[str], wher
 
 
 def _check_masters(source: Source, weights: Table, masters: Table, where: Path, why: str) -> None:
-    for weight, master in zip(weights.targets, masters.targets, strict=True):
+    by_name = {master.name.partition("/")[2]: master for master in masters.targets}
+    for weight in weights.targets:
+        if (master := by_name.get(weight.name.partition("/")[2])) is None:
+            continue  # what is not learned
         dtype = source.tensors[weight.fragments[0].source][1]
         for box in blocks(whole_box(weight.shape), dtype.itemsize):
             if not torch.equal(assemble(master, box, source).to(dtype), assemble(weight, box, source)):

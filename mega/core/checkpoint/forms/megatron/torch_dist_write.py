@@ -45,6 +45,7 @@ VERSIONS: Mapping[str, Json] = {
 """What metadata.json says."""
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
 
 
 class DistcpFile:
@@ -108,8 +109,8 @@ def export(own: Own, to: str, given: Given) -> Export:
         with whole_file(place / FILE) as file:
             distcp = DistcpFile(file)
             for target in table.targets:
-                _write(distcp, target.name, made(target, source), len(model.layers), said)
-            for name in _extra_states(model):
+                _write(distcp, target.name, made(target, source), model, said)
+            for name in _extra_states(model, stacked=_stacked(said)):
                 distcp.opaque(name, torch.empty(0, dtype=torch.uint8))
             length = file.tell()
         with whole_file(place / ".metadata") as file:
@@ -123,14 +124,23 @@ def export(own: Own, to: str, given: Given) -> Export:
     return Export(both, fill, OwnSource(own.checkpoint, ("weights", *said.kinds)), notes=said.notes)
 
 
-def _write(distcp: DistcpFile, name: str, tensor: torch.Tensor, layers: int, said: Said) -> None:
+def _stacked(said: Said) -> bool:
+    """Whether core has layers one upon the other, for which it takes them where all or none have experts."""
+    return said.arguments.get("moe_layer_freq", 1) == 1
+
+
+def _write(distcp: DistcpFile, name: str, tensor: torch.Tensor, model: Architecture, said: Said) -> None:
     """One tensor of the table, by its name there: `0.0.0/common name`, of state `kind/0.0.0/common name`."""
     kind, _, common = name.rpartition("0.0.0/")
     kind = kind.rstrip("/")
-    weight, start, whole = styled(common, "core"), (0,) * tensor.dim(), tuple(tensor.shape)
-    if match := _LAYER.fullmatch(weight):
-        weight, tensor = f"decoder.layers.{match[2]}", tensor[None]
-        start, whole = (int(match[1]), *start), (layers, *whole)
+    weight, index, depth = styled(common, "core"), dict[str, int](), dict[str, int]()
+    if (match := _LAYER.fullmatch(weight)) and _stacked(said):
+        weight, index["layer"], depth["layer"] = f"decoder.layers.{match[2]}", int(match[1]), len(model.layers)
+    if expert := _EXPERT.search(weight):
+        index["expert"], depth["expert"] = int(expert[1]), _experts(model)
+        weight = weight.replace(expert[0], ".experts.experts.")
+    start, whole = (*index.values(), *(0,) * tensor.dim()), (*depth.values(), *tensor.shape)
+    tensor = tensor[(None,) * len(index)]
     names = [state_name(kind, weight, distributed=said.flat) if kind else weight]
     if not kind and said.flat and "master" not in said.kinds:  # the distributed optimizer keeps fp32 weights twice
         names.append(state_name("master", weight, distributed=True))
@@ -138,12 +148,26 @@ def _write(distcp: DistcpFile, name: str, tensor: torch.Tensor, layers: int, sai
         distcp.add(each, whole, start, tensor)
 
 
-def _extra_states(model: Architecture) -> Iterator[str]:
+def _experts(model: Architecture) -> int:
+    """Of each mixture."""
+    return next((layer.experts.count for layer in model.layers if layer.experts is not None), 0)
+
+
+def _extra_states(model: Architecture, *, stacked: bool) -> Iterator[str]:
     """Names of the states that modules of core look for besides parameters: of fp8, and empty without."""
-    normed = model.block.attention.q_norm is not None
-    modules = [*LINEARS, *(("self_attention.q_layernorm", "self_attention.k_layernorm") if normed else ())]
-    for layer in range(len(model.layers)):
-        yield from (f"decoder.layers.{module}._extra_state/shard_{layer}_{len(model.layers)}" for module in modules)
+    count = len(model.layers)
+    for number, layer in enumerate(model.layers):
+        normed = layer.attention.q_norm is not None
+        modules = [*LINEARS[:2], *(("self_attention.q_layernorm", "self_attention.k_layernorm") if normed else ())]
+        prefix, place, of = ("", f"{number}", f"{count}") if stacked else (f"{number}.", "0", "1")
+        experts = layer.experts
+        networks = ["mlp"] if experts is None else ["mlp.shared_experts"] if experts.shared is not None else []
+        modules += [f"{network}.linear_fc{each}" for network in networks for each in (1, 2)]
+        yield from (f"decoder.layers.{prefix}{module}._extra_state/shard_{place}_{of}" for module in modules)
+        for one in range(0 if experts is None else experts.count):
+            at = f"{number}.{one}_{count}.{_experts(model)}" if stacked else f"{one}_{_experts(model)}"
+            name = f"decoder.layers.{prefix}mlp.experts.experts.linear_fc"
+            yield from (f"{name}{each}._extra_state/shard_{at}" for each in (1, 2))
     yield "decoder.final_layernorm._extra_state/shard_0_1"
 
 

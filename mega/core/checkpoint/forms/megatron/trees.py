@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -42,6 +43,7 @@ from mega.core.checkpoint.forms.megatron.families import (
     pair_rows,
     stages_of,
 )
+from mega.core.checkpoint.forms.megatron.mixture import switch_of
 from mega.core.checkpoint.forms.megatron.state import (
     State,
     alike,
@@ -113,6 +115,8 @@ def model_of_tree(
     check_vocabulary(values, rows, tp)
     tokens, notes = vocabulary(values, rows * tp, vocab, path)
     model = of_family(model_from_arguments(values, tokens, str(folder)), values, tensors, str(folder))
+    if model.experts and not core:
+        model = replace(model, **switch_of(values))
     check_size(model, tensors, str(folder))
     return model, notes + left
 
@@ -323,7 +327,7 @@ def _runs(block: Layer, tensor: Tensor, share: int, version: int) -> list[range]
         return fused_rows(part, heads, kv_heads, attention.head_dim, version)
     if part in "kv" and module.endswith((f"encoder_attn.{part}_proj", f"inter_attn.{part}_proj")):
         return pair_rows(part, heads, attention.head_dim, version)
-    if feed_forward.gated and module.endswith(("mlp.gate_proj", "mlp.up_proj")):
-        rows = feed_forward.width // share
+    if feed_forward.gated and module.endswith((".gate_proj", ".up_proj")):
+        rows = tensor.shape[0] // share
         return [range(rows)] if module.endswith("gate_proj") else [range(rows, 2 * rows)]
     return None

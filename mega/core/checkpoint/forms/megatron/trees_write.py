@@ -37,6 +37,7 @@ from mega.core.checkpoint.forms.megatron.state_write import (
 from mega.core.checkpoint.forms.megatron.trees import TRACKER, WEIGHTS, table
 from mega.core.checkpoint.forms.writing import made, write_torch
 from mega.core.checkpoint.own.disk import creating, write_all
+from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.checkpoint.own.source import OwnSource
 from mega.core.config.sections import ModelConfig
 from mega.core.untrusted import below
@@ -62,6 +63,8 @@ def said_of(own: Own, to: str, era: Era, given: Given) -> Said:
     """What the tree `to` of a checkpoint of ours says. Errors: CheckpointError naming what it has no place for."""
     model, checkpoint, layout = architecture(own.model), own.checkpoint, given.layout
     check_written(model, to, distributed=given.distributed)
+    if own.model.experts and to not in ("mcore-local", "torch_dist"):
+        raise CheckpointError(f"--saver {to}: has no mixture of experts; valid: mcore-local, torch_dist")
     kinds = state_kinds(checkpoint) if given.optimizer else ()
     facts = facts_of(checkpoint.meta, str(checkpoint.path)) if kinds else None
     progress = below(checkpoint.meta, "progress")

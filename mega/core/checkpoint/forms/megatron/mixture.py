@@ -1,0 +1,185 @@
+"""Megatron's arguments of a mixture of experts: Megatron-core's (0.18), both ways, and the Switch layers' of 2023.
+
+In core `load_balancing_type` and its coefficients may be lists, and `moe_layer_freq` a number or a list. Knows no
+tensors but their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any
+
+from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.config.mixture import has_experts
+from mega.core.config.sections import ModelConfig
+
+SAME: dict[str, str] = {
+    "experts_chosen": "moe_router_topk",
+    "expert_ffn": "moe_ffn_hidden_size",
+    "shared_ffn": "moe_shared_expert_intermediate_size",
+    "router_scale": "moe_router_topk_scaling_factor",
+    "router_groups": "moe_router_num_groups",
+    "router_groups_chosen": "moe_router_group_topk",
+    "router_dtype": "moe_router_dtype",
+    "router_jitter": "moe_input_jitter_eps",
+    "z_loss": "moe_z_loss_coeff",
+    "balance_bias": "moe_router_enable_expert_bias",
+    "balance_bias_rate": "moe_router_bias_update_rate",
+    "capacity_factor": "moe_expert_capacity_factor",
+    "drop_policy": "moe_token_drop_policy",
+    "pad_to_capacity": "moe_pad_expert_input_to_capacity",
+    "shared_gate": "moe_shared_expert_gate",
+}
+"""Our options -> core's arguments of the same meaning; None there is our default."""
+
+SCORES = {"softmax": "softmax", "sigmoid": "sigmoid", "sqrtsoftplus": "sqrt-softplus"}
+BALANCES = {"aux_loss": "microbatch", "seq_aux_loss": "sequence", "global_aux_loss": "global"}
+CHOICES = {"sinkhorn": "sinkhorn", "quantile_balancing": "quantile"}
+
+UNCHANGED: dict[str, tuple[object, ...]] = {
+    "moe_apply_probs_on_input": (False, None),
+    "moe_latent_size": (None,),
+    "moe_router_force_load_balancing": (False, None),
+    "moe_router_force_biased": (None,),
+    "moe_mlp_glu_interleave_size": (None,),
+}
+"""Arguments that change what the same tensors compute, and the values in which they are as ours are."""
+
+
+def mixture_of(values: Mapping[str, object], layers: int, where: str) -> dict[str, Any]:
+    """The options of the mixture that arguments describe; {} of a dense model. Errors: CheckpointError."""
+    experts = values.get("num_experts")
+    if not experts:
+        return {}
+    if type(experts) is not int or experts < 2:
+        raise CheckpointError(f"{where}: args.num_experts {experts!r:.40}: must be a number of at least 2")
+    for name, valid in UNCHANGED.items():
+        if values.get(name) not in valid:
+            raise CheckpointError(f"{where}: args.{name} {values[name]!r:.40} (valid: {valid[0]!r})")
+    score = values.get("moe_router_score_function") or "softmax"
+    if not isinstance(score, str) or score not in SCORES:
+        valid_scores = ", ".join(SCORES)
+        raise CheckpointError(f"{where}: args.moe_router_score_function {score!r:.40} (valid: {valid_scores})")
+    same = {
+        ours: _checked(ours, found, where) for ours, name in SAME.items() if (found := values.get(name)) is not None
+    }
+    after = score != "softmax" or not values.get("moe_router_pre_softmax")
+    options = {"experts": experts, "router_score": SCORES[score], "router_normalize": after}
+    return {**options, **same, **_layers(values, layers, where), **_balance(values, where)}
+
+
+WHOLE = ("experts_chosen", "expert_ffn", "shared_ffn", "router_groups", "router_groups_chosen")
+WORDS = {"router_dtype": ("fp32", "fp64"), "drop_policy": ("probs", "position")}
+SWITCHES = ("balance_bias", "pad_to_capacity", "shared_gate")
+
+
+def _checked(name: str, value: object, where: str) -> object:
+    """An argument of the kind that its option has. Errors: CheckpointError."""
+    if name in WHOLE:
+        fine = type(value) is int and value > 0
+    elif name in WORDS:
+        fine = value in WORDS[name]
+    elif name in SWITCHES:
+        fine = isinstance(value, bool)
+    else:
+        fine = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    if not fine:
+        raise CheckpointError(f"{where}: args.{SAME[name]} {value!r:.40}: is not a value that Megatron-core has")
+    return value
+
+
+def _layers(values: Mapping[str, object], layers: int, where: str) -> dict[str, object]:
+    """Which layers are mixtures. Of a list of core's Python expression files hold the value."""
+    said = values.get("moe_layer_freq", 1)
+    said = 1 if said is None else said
+    if type(said) is int and said > 0:
+        return {"experts_every": said}
+    if not isinstance(said, list) or len(said) != layers or any(each not in (0, 1) for each in said):
+        raise CheckpointError(f"{where}: args.moe_layer_freq {said!r:.60}: must be a number, or 0 or 1 for each layer")
+    return {"dense_layers": tuple(number for number, each in enumerate(said) if not each)}
+
+
+def _balance(values: Mapping[str, object], where: str) -> dict[str, object]:
+    kinds, coefficients = values.get("moe_router_load_balancing_type"), values.get("moe_aux_loss_coeff")
+    kinds = kinds if isinstance(kinds, list) else ["aux_loss" if kinds is None else kinds]
+    coefficients = coefficients if isinstance(coefficients, list) else [0.0 if coefficients is None else coefficients]
+    if odd := [kind for kind in kinds if kind not in (*BALANCES, *CHOICES, "none")]:
+        raise CheckpointError(f"{where}: args.moe_router_load_balancing_type {odd[0]!r:.40} is not known")
+    if chosen := [CHOICES[kind] for kind in kinds if kind in CHOICES]:
+        return {"router_choice": chosen[0]}
+    if kinds == ["none"]:
+        return {}
+    if len(coefficients) == 1:
+        coefficients = coefficients * len(kinds)
+    if len(coefficients) != len(kinds) or any(not isinstance(each, int | float) for each in coefficients):
+        raise CheckpointError(f"{where}: args.moe_aux_loss_coeff {coefficients!r:.60}: must be one for each loss")
+    return {"balance": tuple(BALANCES[kind] for kind in kinds), "balance_loss": tuple(map(float, coefficients))}
+
+
+def switch_of(values: Mapping[str, object]) -> dict[str, Any]:
+    """What the Switch layers of 2023 have, whose arguments say no more than the number of experts: 23.06's, and with
+    `expert_parallel` those of late 2023."""
+    late = "expert_parallel" in values
+    return {
+        "experts_chosen": 1,
+        "router_bias": True,
+        "router_normalize": late,
+        "router_choice": "sinkhorn" if late else "largest",
+    }
+
+
+def mixture_arguments(options: ModelConfig) -> dict[str, object]:
+    """Core's arguments of a mixture; {} of a dense model. Errors: CheckpointError naming what core does not have."""
+    if not options.experts:
+        return {}
+    if options.router_bias:
+        raise CheckpointError("router_bias True: Megatron-core has only False")
+    if options.router_group_best not in (None, options.experts_chosen // (options.router_groups_chosen or 1)):
+        raise CheckpointError(f"router_group_best {options.router_group_best}: Megatron-core has only chosen / groups")
+    listed = [int(has_experts(options, number)) for number in range(options.layers)]
+    every = options.experts_every if not (options.experts_from or options.dense_layers) else listed
+    theirs = {ours: name for name, ours in (BALANCES | CHOICES).items()}
+    kinds = [theirs[each] for each in options.balance]
+    balance: object = kinds if len(kinds) > 1 else kinds[0] if any(options.balance_loss) else "none"
+    if options.router_choice != "largest":
+        balance = theirs[options.router_choice]
+    coefficients = options.balance_loss
+    return {
+        "num_experts": options.experts,
+        "moe_layer_freq": every,
+        "moe_router_load_balancing_type": balance,
+        "moe_aux_loss_coeff": list(coefficients) if len(coefficients) > 1 else coefficients[0],
+        "moe_router_score_function": next(name for name, ours in SCORES.items() if ours == options.router_score),
+        "moe_router_pre_softmax": options.router_score == "softmax" and not options.router_normalize,
+        "expert_model_parallel_size": 1,
+        "moe_grouped_gemm": False,
+        **{theirs: _said(options, ours) for ours, theirs in SAME.items()},
+    }
+
+
+def _said(options: ModelConfig, name: str) -> object:
+    """An option, None where it asks for nothing; core compares some with None."""
+    value = getattr(options, name)
+    if name == "expert_ffn":
+        return options.ffn if value is None else value
+    return None if value == {"router_scale": 1.0, "router_jitter": 0.0, "z_loss": 0.0}.get(name, ...) else value
+
+
+def mixture_flags(said: Mapping[str, object]) -> list[str]:
+    """The flags by which core builds the mixture of a tree that says `said`."""
+    if "num_experts" not in said:
+        return []
+    names = ("num_experts", "moe_layer_freq", *SAME.values(), "moe_router_score_function", "moe_router_pre_softmax")
+    names += ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
+    flags = []
+    for name in names:
+        flag, value = "--" + name.replace("_", "-"), said[name]
+        if isinstance(value, list):
+            numbers = value if name != "moe_layer_freq" else ["".join(str(value).split())]
+            flags.append(f"{flag} {' '.join(map(str, numbers))}")
+        elif value is True:
+            flags.append(flag)
+        elif value is not None and value is not False:
+            flags.append(f"{flag} {value}")
+    return flags
