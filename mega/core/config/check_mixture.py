@@ -122,12 +122,14 @@ def expert_ranks(run: RunConfig, world: int, line: Line) -> Iterator[str]:
 
 
 def reads_alone(run: RunConfig) -> Iterator[str]:
-    """Of a verb that trains nothing. Its data ranks have rows, and answers, of their own."""
-    parallel, rule = run.parallel, "belongs to training; a verb that trains nothing cuts experts by --tp and --pp alone"
-    if run.model.experts and parallel.ep > 1:
-        yield f"--ep {parallel.ep}: {rule}"
-    if run.model.experts and parallel.etp != parallel.tp:
-        yield f"--etp {parallel.etp}: {rule}"
+    """Of a verb that trains nothing. Its data ranks have rows, and answers, of their own: tensor ranks alone, which
+    have the same tokens, share experts."""
+    parallel = run.parallel
+    within = parallel.ep * parallel.etp == parallel.tp and not parallel.sequence_parallel
+    if run.model.experts and not within and (parallel.ep > 1 or parallel.etp != parallel.tp):
+        named = f"--ep {parallel.ep}" if parallel.ep > 1 else f"--etp {parallel.etp}"
+        rule = f"times --etp {parallel.etp} must be --tp {parallel.tp}" if parallel.ep > 1 else "must be --tp over --ep"
+        yield f"{named}: {rule}, without --sequence-parallel, in a verb that trains nothing"
 
 
 def _list(numbers: list[int]) -> str:

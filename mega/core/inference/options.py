@@ -32,6 +32,7 @@ class DecodingLayout(VerbSection):
 
     tp: int = like(ParallelConfig, "tp", help="tensor-parallel ranks")
     pp: int = like(ParallelConfig, "pp", help="pipeline stages")
+    ep: int = like(ParallelConfig, "ep", help="ranks that experts are cut over, out of those of --tp")
     dtype: Literal["fp32", "bf16", "fp16"] | None = option(None, "computed in [fp32 on a CPU, else the weights' own]")
     device: Literal["auto", "cpu", "cuda"] = like(RuntimeConfig, "device", help="where tensors live")
 

@@ -149,9 +149,13 @@ def drafter_of(
     return ModelDrafts(worker, Blocks(blocks, options.block), DRAFT_CHUNK)
 
 
-def check_layout(options: ModelConfig, tp: int, pp: int, engine: EngineOptions = DEFAULT) -> None:
+def check_layout(options: ModelConfig, tp: int, pp: int, engine: EngineOptions = DEFAULT, ep: int = 1) -> None:
     """Errors: ValueError naming the flag."""
     model = architecture(options)
+    if ep > 1 and not options.experts:
+        raise ValueError(f"--ep {ep}: needs a model with experts")
+    if tp % ep or (options.experts or ep) % ep:
+        raise ValueError(f"--ep {ep}: must divide --tp {tp}, whose ranks have the same tokens, and {options.experts}")
     for name in ("fp8_weights", "batch_invariant"):
         if model.mixtures and getattr(engine, name):
             raise ValueError(f"--{name.replace('_', '-')}: does nothing for experts, of which the model has some")

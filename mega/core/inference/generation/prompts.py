@@ -96,7 +96,7 @@ def open_speech(plan: SpeechPlan) -> Speech:
     Errors: ValueError naming flag, file or line.
     """
     opened = open_model(plan.load)
-    check_layout(opened.model, plan.layout.tp, plan.layout.pp, plan.engine)
+    check_layout(opened.model, plan.layout.tp, plan.layout.pp, plan.engine, plan.layout.ep)
     adapters = open_adapters(plan.adapters, opened)
     tokenizer = build(**plan.tokenizer) if plan.tokenizer else opened.tokenizer()
     if plan.tokenizer:
@@ -175,7 +175,8 @@ def speak(plan: SpeechPlan) -> int:
     """This rank's part. Errors: ValueError naming flag, file or tensor; LostRank."""
     opened, adapters, tokenizer, stop_ids, prompts = open_speech(plan)
     world, device, groups = connect(plan.layout.device)
-    mesh = Mesh(world.rank, tp=plan.layout.tp, pp=plan.layout.pp, groups=groups)
+    layout = plan.layout
+    mesh = Mesh(world.rank, tp=layout.tp, pp=layout.pp, ep=layout.ep, etp=layout.tp // layout.ep, groups=groups)
     dtype = compute_dtype(opened, device, plan.layout.dtype)
     options = replace(plan.engine, vocab=tokenizer.vocab_size)
     engine = start_engine(opened, mesh, device, options, dtype=dtype, adapters=adapters)

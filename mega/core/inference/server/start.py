@@ -26,7 +26,7 @@ from mega.core.inference.options import DecodingLayout, EngineOptions
 from mega.core.inference.server.options import ListenOptions, ServedModel, ServerOptions
 from mega.core.inference.server.run import HttpServer, bind, raise_file_limit
 from mega.core.inference.server.service import Manner
-from mega.core.inference.start import start_engine
+from mega.core.inference.start import check_layout, start_engine
 from mega.core.parallel.mesh import Mesh
 from mega.core.processes.connect import connect, end_together, keep_asking
 from mega.core.processes.signals import STOPPING
@@ -90,10 +90,12 @@ def serve_rank(plan: ServePlan) -> int:
     whole = Manner(chat=chat, no_chat=no_chat or plan.options.no_chat, stop_ids=stop_ids)
     vocab = opened.architecture.input.vocab
     manners = {each.name: _manner(each, whole, tokenizer, vocab) for each in adapters if first}
+    check_layout(opened.model, plan.layout.tp, plan.layout.pp, plan.engine, plan.layout.ep)
     world, device, groups = connect(plan.layout.device, timeout_minutes=plan.listen.timeout_minutes)
     keep_asking()
     ACTIVITY.phase = "serving"
-    mesh = Mesh(world.rank, tp=plan.layout.tp, pp=plan.layout.pp, groups=groups)
+    layout = plan.layout
+    mesh = Mesh(world.rank, tp=layout.tp, pp=layout.pp, ep=layout.ep, etp=layout.tp // layout.ep, groups=groups)
     dtype = compute_dtype(opened, device, plan.layout.dtype)
     options = replace(plan.engine, vocab=tokenizer.vocab_size)
     engine = start_engine(opened, mesh, device, options, dtype=dtype, adapters=adapters)

@@ -44,6 +44,13 @@ class ExpertWidth:
         return {name: model.expert_ffn or model.ffn}
 
 
+class OwnWidth(Whole):
+    """The width of an expert, where dense layers have another."""
+
+    def write(self, model: ModelConfig, name: str) -> Values:
+        return {name: model.expert_ffn or model.ffn}
+
+
 @dataclass(frozen=True)
 class Renamed(Whole):
     """A number that new files have under another name."""
@@ -192,7 +199,7 @@ qwen3_moe = HubFamily(
         "sliding_window": Window(4096, switch=True, others=("max_window_layers",)),
         "num_experts": Renamed("experts", lambda config: 128, "num_local_experts"),
         "num_experts_per_tok": counted("experts_chosen", 8),
-        "moe_intermediate_size": counted("expert_ffn", 768),
+        "moe_intermediate_size": OwnWidth("expert_ffn", lambda config: 768),
         "norm_topk_prob": NORMALIZED,
         "decoder_sparse_step": SparseLayers(),
     },
@@ -212,7 +219,7 @@ qwen2_moe = HubFamily(
         "sliding_window": Window(4096, alternating, switch=True, listed=True, others=("max_window_layers",)),
         "num_experts": counted("experts", 60),
         "num_experts_per_tok": counted("experts_chosen", 4),
-        "moe_intermediate_size": counted("expert_ffn", 1408),
+        "moe_intermediate_size": OwnWidth("expert_ffn", lambda config: 1408),
         "shared_expert_intermediate_size": counted("shared_ffn", 5632),
         "norm_topk_prob": NORMALIZED,
         "decoder_sparse_step": SparseLayers(),
