@@ -6,9 +6,13 @@ Every flag of Megatron-LM's own tool (tools/checkpoint) is taken; those that onl
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mega.core.checkpoint.forms.options import ReshardOptions
 from mega.core.checkpoint.own.options import Layout
+
+if TYPE_CHECKING:
+    from mega.core.checkpoint.own.ledger import ConversionReport
 
 STATED_BY = "the checkpoint says it"
 """Why options of a training that are given here change nothing."""
@@ -34,6 +38,11 @@ def run(reshard: ReshardOptions, layout: Layout) -> int:
         check_comparable(load, to_ours=reshard.saver == "mega")
     check_flags(form_at(load), writer_of(reshard.saver), {**layout.flags, **reshard.flags})
     vocab = _vocab(reshard)
+    if reshard.upcycle is not None:
+        return _upcycle(reshard, layout, vocab)
+    for name in ("upcycle_chosen", "upcycle_granularity"):
+        if (value := getattr(reshard, name)) != getattr(ReshardOptions, name):
+            raise ValueError(f"--{name.replace('_', '-')} {value}: needs --upcycle")
     with progress_bar() as progress:
         report = convert(
             load,
@@ -47,14 +56,35 @@ def run(reshard: ReshardOptions, layout: Layout) -> int:
             tokenizer_type=reshard.tokenizer_type,
             progress=progress,
         )
+    _print_report(report)
+    if reshard.verify:
+        print(read_back(load, report.path, reshard.num_attention_heads))
+    return 0
+
+
+def _print_report(report: ConversionReport) -> None:
     for note in report.notes:
         print(note)
     print(
         f"{report.path}: {report.tensors:,} tensors, {report.elements:,} elements, "
         f"each with one origin and none left over; {report.bytes:,} bytes"
     )
-    if reshard.verify:
-        print(read_back(load, report.path, reshard.num_attention_heads))
+
+
+def _upcycle(reshard: ReshardOptions, layout: Layout, vocab: int | None) -> int:
+    """Of a dense model, in whatever form, a mixture of experts. Errors: ValueError."""
+    from mega.core.checkpoint.forms.convert import upcycle
+    from mega.core.checkpoint.forms.form import Given
+    from mega.core.checkpoint.forms.upcycle import Upcycling
+
+    assert reshard.upcycle is not None
+    if reshard.saver != "mega" or reshard.verify:
+        named = "--verify" if reshard.verify else f"--saver {reshard.saver}"
+        raise ValueError(f"{named}: excludes --upcycle, which writes a checkpoint of mega that differs from its source")
+    how = Upcycling(reshard.upcycle, reshard.upcycle_chosen, reshard.upcycle_granularity)
+    given = Given(layout=layout, vocab=vocab, heads=reshard.num_attention_heads, optimizer=False)
+    _print_report(upcycle(reshard.load_dir, reshard.save_dir, how, layout, given))
+    print("a new run starts from it with --finetune and --balance-loss, or --balance-bias")
     return 0
 
 

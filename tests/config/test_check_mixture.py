@@ -67,7 +67,9 @@ def test_a_mistake_is_one_line(values: dict[str, Any], world: int, line: str) ->
     assert [each for each in lines if each.startswith(line)], lines
 
 
-@pytest.mark.parametrize(("values", "line"), [({"ep": 2}, "--ep 2: times --etp 1 must be --tp 1"), ({"etp": 2}, "--etp 2: ")])
+@pytest.mark.parametrize(
+    ("values", "line"), [({"ep": 2}, "--ep 2: times --etp 1 must be --tp 1"), ({"etp": 2}, "--etp 2: ")]
+)
 def test_a_verb_that_trains_nothing_cuts_experts_by_tensor_ranks(values: dict[str, Any], line: str) -> None:
     mixture = resolve(updated(compose("tiny-gpt", flags=TRAINS), {"experts": 4, **values}), 2)
     (found,) = reads_alone(mixture)

@@ -21,6 +21,7 @@ from mega.core.checkpoint.forms.form import OWN, Form, Given, Opened, Own, Speci
 from mega.core.checkpoint.forms.mapping import Source, assemble, inverted, prove
 from mega.core.checkpoint.forms.open import whole_model
 from mega.core.checkpoint.forms.recognise import check_place, form_at
+from mega.core.checkpoint.forms.upcycle import Upcycling, check_one_dtype, upcycled
 from mega.core.checkpoint.own.base import MergedSource, named_base
 from mega.core.checkpoint.own.folders import check_fresh, filled_folder, folder_next_to
 from mega.core.checkpoint.own.layout import ONE, Layout, plan_files
@@ -28,7 +29,7 @@ from mega.core.checkpoint.own.ledger import ConversionReport, Ledger
 from mega.core.checkpoint.own.pieces import NAMES, Box, CheckpointError, Piece, Tensors, naming
 from mega.core.checkpoint.own.reshard import Progress, reshard
 from mega.core.checkpoint.own.source import OwnSource, StoredWeights
-from mega.core.checkpoint.own.store import locate, store_at
+from mega.core.checkpoint.own.store import Attachments, locate, store_at
 from mega.core.untrusted import Json, below
 
 
@@ -110,9 +111,26 @@ def _import(form: Form, load: Path, save: Path, given: Given) -> ConversionRepor
         if tokenizer["tokenizer"] is None:
             tokenizer = below(opened.base.meta, "config", "tokenizer") or tokenizer
         attachments = {**opened.base.attachments, **attachments}
+    report = _save_own(opened, load, save, given.layout, tokenizer, attachments)
+    return report if why is None else _with_note(report, f"{load}: no tokenizer is read: {why}")
+
+
+def _with_note(report: ConversionReport, note: str) -> ConversionReport:
+    return dataclasses.replace(report, notes=(*report.notes, note))
+
+
+def _save_own(
+    opened: Opened,
+    load: Path,
+    save: Path,
+    layout: Layout,
+    tokenizer: Mapping[str, Json],
+    attachments: Attachments,
+) -> ConversionReport:
+    """One step of the run directory `save`, in files for the ranks of the layout."""
     targets = {target.name: target for target in opened.table.targets}
     tensors = opened.table.tensors(opened.source.tensors)
-    files = plan_files(tensors, opened.model, given.layout)
+    files = plan_files(tensors, opened.model, layout)
     ledger = Ledger({name: prod(shape) for name, (shape, _) in tensors.items()})
 
     def fetch(piece: Piece, box: Box) -> torch.Tensor:
@@ -125,11 +143,33 @@ def _import(form: Form, load: Path, save: Path, given: Given) -> ConversionRepor
         return tensor
 
     store = store_at(save)
-    state = _plain_state(opened, tensors, given.layout, tokenizer)
+    state = _plain_state(opened, tensors, layout, tokenizer)
     saved = store.save_all(opened.step, files, state, fetch=fetch, check=ledger.close, attachments=attachments)
     where = save / store.path(opened.step).name
-    notes = opened.notes if why is None else (*opened.notes, f"{load}: no tokenizer is read: {why}")
-    return ConversionReport(len(targets), opened.table.elements, saved.bytes, where, notes)
+    return ConversionReport(len(targets), opened.table.elements, saved.bytes, where, opened.notes)
+
+
+def upcycle(
+    load: Path, save: Path, how: Upcycling, layout: Layout = ONE, given: Given | None = None
+) -> ConversionReport:
+    """A dense model of any form at `load` -> a mixture of experts at `save`, step 0 of a run.
+
+    given: how a foreign form is read. Errors: ValueError naming flag, file or tensor.
+    """
+    if form_at(load) is not OWN:
+        with folder_next_to(save) as between:
+            _import(form_at(load), load, between / "own", given or Given(layout=ONE, optimizer=False))
+            return upcycle(between / "own", save, how, layout)
+    check_place(save)
+    own = opened_own(load)
+    check_one_dtype(own, load)
+    opened = upcycled(own, how)
+    prove(dataclasses.replace(opened.table, repeats=frozenset(opened.source.tensors)), opened.source.tensors)
+    tokenizer = below(own.checkpoint.meta, "config", "tokenizer")
+    kept = {
+        name: file for name, file in own.checkpoint.attachments.items() if name not in ("config.json", "params.json")
+    }
+    return _save_own(opened, load, save, layout, tokenizer, kept)
 
 
 STATE = ("moment1", "moment2", "master")

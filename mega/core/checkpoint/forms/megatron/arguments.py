@@ -194,9 +194,11 @@ def model_from_arguments(values: Mapping[str, object], vocab: int, where: str) -
         raise CheckpointError(f"{where}: args.mtp_num_layers {ahead!r:.40}: heads for later tokens are not read yet")
     if rmsnorm and same["norm_offset"]:
         raise CheckpointError(f"{where}: args.{ZERO_CENTERED} with RMSNorm: only LayerNorm's weights may count from 0")
+    mixture: dict[str, Any] = mixture_of(values, sizes["layers"], where)
     return ModelConfig(
         **sizes,
         **same,
+        **mixture,
         family="llama" if rmsnorm and swiglu and rope else "gpt",
         kv_heads=number("num_query_groups") if grouped else heads,
         head_dim=number("kv_channels", hidden // heads),
@@ -212,7 +214,6 @@ def model_from_arguments(values: Mapping[str, object], vocab: int, where: str) -
         bias=bias,
         qkv_bias=bias or bool(values.get("add_qkv_bias")),
         tied=not values.get("untie_embeddings_and_output_weights", False),
-        **mixture_of(values, sizes["layers"], where),
     )
 
 

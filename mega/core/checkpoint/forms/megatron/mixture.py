@@ -7,8 +7,8 @@ tensors but their names.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import isfinite
-from typing import Any
 
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.config.mixture import has_experts
@@ -47,7 +47,7 @@ UNCHANGED: dict[str, tuple[object, ...]] = {
 """Arguments that change what the same tensors compute, and the values in which they are as ours are."""
 
 
-def mixture_of(values: Mapping[str, object], layers: int, where: str) -> dict[str, Any]:
+def mixture_of(values: Mapping[str, object], layers: int, where: str) -> dict[str, object]:
     """The options of the mixture that arguments describe; {} of a dense model. Errors: CheckpointError."""
     experts = values.get("num_experts")
     if not experts:
@@ -106,6 +106,7 @@ def _balance(values: Mapping[str, object], where: str) -> dict[str, object]:
     coefficients = coefficients if isinstance(coefficients, list) else [0.0 if coefficients is None else coefficients]
     if odd := [kind for kind in kinds if kind not in (*BALANCES, *CHOICES, "none")]:
         raise CheckpointError(f"{where}: args.moe_router_load_balancing_type {odd[0]!r:.40} is not known")
+    kinds = [str(kind) for kind in kinds]
     if chosen := [CHOICES[kind] for kind in kinds if kind in CHOICES]:
         return {"router_choice": chosen[0]}
     if kinds == ["none"]:
@@ -117,16 +118,12 @@ def _balance(values: Mapping[str, object], where: str) -> dict[str, object]:
     return {"balance": tuple(BALANCES[kind] for kind in kinds), "balance_loss": tuple(map(float, coefficients))}
 
 
-def switch_of(values: Mapping[str, object]) -> dict[str, Any]:
-    """What the Switch layers of 2023 have, whose arguments say no more than the number of experts: 23.06's, and with
+def with_switch(model: ModelConfig, values: Mapping[str, object]) -> ModelConfig:
+    """A mixture as the Switch layers of 2023, whose arguments say no more than the number of experts: 23.06's, and with
     `expert_parallel` those of late 2023."""
-    late = "expert_parallel" in values
-    return {
-        "experts_chosen": 1,
-        "router_bias": True,
-        "router_normalize": late,
-        "router_choice": "sinkhorn" if late else "largest",
-    }
+    if "expert_parallel" in values:
+        return replace(model, experts_chosen=1, router_bias=True, router_choice="sinkhorn")
+    return replace(model, experts_chosen=1, router_bias=True, router_normalize=False)
 
 
 def mixture_arguments(options: ModelConfig) -> dict[str, object]:

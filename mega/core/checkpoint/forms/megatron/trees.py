@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -43,7 +42,7 @@ from mega.core.checkpoint.forms.megatron.families import (
     pair_rows,
     stages_of,
 )
-from mega.core.checkpoint.forms.megatron.mixture import switch_of
+from mega.core.checkpoint.forms.megatron.mixture import with_switch
 from mega.core.checkpoint.forms.megatron.state import (
     State,
     alike,
@@ -116,7 +115,7 @@ def model_of_tree(
     tokens, notes = vocabulary(values, rows * tp, vocab, path)
     model = of_family(model_from_arguments(values, tokens, str(folder)), values, tensors, str(folder))
     if model.experts and not core:
-        model = replace(model, **switch_of(values))
+        model = with_switch(model, values)
     check_size(model, tensors, str(folder))
     return model, notes + left
 
