@@ -7,6 +7,7 @@ cost         seconds of operations, from measured curves (curves.json)
 footprint    the parts of a trace put together to a chunk of the model, with the buckets that come and go
 chunks       what each rank of a pipeline holds of a model, in numbers
 weights      parameters, gradients, masters and moments of a rank, as its buckets hold them
+experts      what an uneven load of them takes
 memory       a whole step through the pipeline's plan: every stage's peak, and when
 hardware     devices and clusters as numbers (hardware.toml); fit makes them of measured seconds
 steptime     how long a step takes: the pipeline's plan on a clock

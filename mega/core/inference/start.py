@@ -23,7 +23,7 @@ from mega.core.inference.engine import BatchingEngine, follow
 from mega.core.inference.graphs import MANY
 from mega.core.inference.loading.adapters import AdapterChoice, OpenedAdapter, load_adapters
 from mega.core.inference.loading.load import OpenedModel, load_stages, open_model
-from mega.core.inference.options import NGRAM, EngineOptions
+from mega.core.inference.options import NGRAM, DecodingLayout, EngineOptions
 from mega.core.inference.relay import Relay, relay_of
 from mega.core.inference.request import Limits
 from mega.core.inference.speculate import MOST, Drafter, NGrams
@@ -31,7 +31,7 @@ from mega.core.inference.worker import Worker
 from mega.core.model.decode import lay_for_decoding
 from mega.core.ops.suite import choose, forward_only
 from mega.core.parallel.collectives import all_reduce
-from mega.core.parallel.mesh import Mesh
+from mega.core.parallel.mesh import Groups, Mesh
 
 DEFAULT = EngineOptions()
 
@@ -147,6 +147,11 @@ def drafter_of(
         most=DRAFT_CHUNK,
     )
     return ModelDrafts(worker, Blocks(blocks, options.block), DRAFT_CHUNK)
+
+
+def decoding_mesh(layout: DecodingLayout, rank: int, groups: Groups) -> Mesh:
+    """The ranks that decode; those of --tp share experts, or parts of them."""
+    return Mesh(rank, tp=layout.tp, pp=layout.pp, ep=layout.ep, etp=layout.tp // layout.ep, groups=groups)
 
 
 def check_layout(options: ModelConfig, tp: int, pp: int, engine: EngineOptions = DEFAULT, ep: int = 1) -> None:

@@ -15,5 +15,6 @@ pickle_scan what reading their pickles would cost
 keys        names of other tools and keys of their files; companions: tokenizers and such; writing: their files
 conversing  a folder's chat template and ends of turns
 open        weights, wherever they are; direct: foreign ones, read in place
+upcycle     a dense checkpoint as the beginning of a mixture of experts
 options     what the verbs of conversion read and write
 """

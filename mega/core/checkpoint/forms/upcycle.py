@@ -51,7 +51,7 @@ def _check(model: ModelConfig, how: Upcycling) -> None:
     described = architecture(model)
     if described.mixtures:
         raise ValueError(f"--upcycle {how.experts}: the model has experts already; must be dense")
-    if described.adapters is not None or len(described.stacks) > 1 or model.family not in ("gpt", "llama"):
+    if described.adapters is not None or len(described.stacks) > 1 or not described.block.attention.causal:
         raise ValueError(f"--upcycle {how.experts}: must be a whole GPT or Llama")
     if how.experts < 2:
         raise ValueError(f"--upcycle {how.experts}: must be at least 2")

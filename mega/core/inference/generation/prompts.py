@@ -32,9 +32,8 @@ from mega.core.inference.loading.load import (
 )
 from mega.core.inference.options import DecodingLayout, EngineOptions, GenerateOptions
 from mega.core.inference.request import SEEDS, Beam, Engine, Request, RequestError, Sampling, flag_line
-from mega.core.inference.start import check_layout, start_engine
+from mega.core.inference.start import check_layout, decoding_mesh, start_engine
 from mega.core.inference.text_stream import TextStream
-from mega.core.parallel.mesh import Mesh
 from mega.core.processes.connect import connect
 from mega.core.text.build import build
 from mega.core.text.special import Spelled
@@ -175,8 +174,7 @@ def speak(plan: SpeechPlan) -> int:
     """This rank's part. Errors: ValueError naming flag, file or tensor; LostRank."""
     opened, adapters, tokenizer, stop_ids, prompts = open_speech(plan)
     world, device, groups = connect(plan.layout.device)
-    layout = plan.layout
-    mesh = Mesh(world.rank, tp=layout.tp, pp=layout.pp, ep=layout.ep, etp=layout.tp // layout.ep, groups=groups)
+    mesh = decoding_mesh(plan.layout, world.rank, groups)
     dtype = compute_dtype(opened, device, plan.layout.dtype)
     options = replace(plan.engine, vocab=tokenizer.vocab_size)
     engine = start_engine(opened, mesh, device, options, dtype=dtype, adapters=adapters)

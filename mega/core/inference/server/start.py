@@ -26,8 +26,7 @@ from mega.core.inference.options import DecodingLayout, EngineOptions
 from mega.core.inference.server.options import ListenOptions, ServedModel, ServerOptions
 from mega.core.inference.server.run import HttpServer, bind, raise_file_limit
 from mega.core.inference.server.service import Manner
-from mega.core.inference.start import check_layout, start_engine
-from mega.core.parallel.mesh import Mesh
+from mega.core.inference.start import check_layout, decoding_mesh, start_engine
 from mega.core.processes.connect import connect, end_together, keep_asking
 from mega.core.processes.signals import STOPPING
 from mega.core.processes.world import world_from_env
@@ -94,8 +93,7 @@ def serve_rank(plan: ServePlan) -> int:
     world, device, groups = connect(plan.layout.device, timeout_minutes=plan.listen.timeout_minutes)
     keep_asking()
     ACTIVITY.phase = "serving"
-    layout = plan.layout
-    mesh = Mesh(world.rank, tp=layout.tp, pp=layout.pp, ep=layout.ep, etp=layout.tp // layout.ep, groups=groups)
+    mesh = decoding_mesh(plan.layout, world.rank, groups)
     dtype = compute_dtype(opened, device, plan.layout.dtype)
     options = replace(plan.engine, vocab=tokenizer.vocab_size)
     engine = start_engine(opened, mesh, device, options, dtype=dtype, adapters=adapters)

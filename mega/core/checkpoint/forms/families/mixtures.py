@@ -52,7 +52,7 @@ class OwnWidth(Whole):
 
 
 @dataclass(frozen=True)
-class Renamed(Whole):
+class TwoNames(Whole):
     """A number that new files have under another name."""
 
     other: str = ""
@@ -197,7 +197,7 @@ qwen3_moe = HubFamily(
         "attention_bias": ATTENTION_BIAS,
         "mlp_bias": Only((False, None)),
         "sliding_window": Window(4096, switch=True, others=("max_window_layers",)),
-        "num_experts": Renamed("experts", lambda config: 128, "num_local_experts"),
+        "num_experts": TwoNames("experts", lambda config: 128, "num_local_experts"),
         "num_experts_per_tok": counted("experts_chosen", 8),
         "moe_intermediate_size": OwnWidth("expert_ffn", lambda config: 768),
         "norm_topk_prob": NORMALIZED,

@@ -83,6 +83,7 @@ UNCHANGED: dict[str, tuple[object, ...]] = {
     "use_mup": (False, None),
     "glu_linear_offset": (0, None),
     "activation_func_clamp_value": (None,),
+    "mtp_num_layers": (None, 0),
 }
 """Arguments that change what the same tensors compute, and the values in which they are as ours are."""
 
@@ -190,15 +191,12 @@ def model_from_arguments(values: Mapping[str, object], vocab: int, where: str) -
     bias = bool(values.get("add_bias_linear", not values.get("disable_bias_linear", False)))
     rmsnorm = values.get("normalization", "LayerNorm") == "RMSNorm"
     same["norm_offset"] |= bool(values.get(ZERO_CENTERED))
-    if (ahead := values.get("mtp_num_layers")) not in (None, 0):
-        raise CheckpointError(f"{where}: args.mtp_num_layers {ahead!r:.40}: heads for later tokens are not read yet")
+    same |= mixture_of(values, sizes["layers"], where)
     if rmsnorm and same["norm_offset"]:
         raise CheckpointError(f"{where}: args.{ZERO_CENTERED} with RMSNorm: only LayerNorm's weights may count from 0")
-    mixture: dict[str, Any] = mixture_of(values, sizes["layers"], where)
     return ModelConfig(
         **sizes,
         **same,
-        **mixture,
         family="llama" if rmsnorm and swiglu and rope else "gpt",
         kv_heads=number("num_query_groups") if grouped else heads,
         head_dim=number("kv_channels", hidden // heads),

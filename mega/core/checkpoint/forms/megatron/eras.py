@@ -188,7 +188,8 @@ _CORE_FROM_QKV = (
     "mlp.dense_h_to_4h",
     "mlp.dense_4h_to_h",
     "mlp.router",
-    "mlp.local_experts",
+    "mlp.local_experts.0.dense_h_to_4h",
+    "mlp.local_experts.0.dense_4h_to_h",
     "mlp.shared_expert_gate",
     "mlp.shared_experts.dense_h_to_4h",
     "mlp.shared_experts.dense_4h_to_h",
@@ -222,7 +223,8 @@ _LEGACY = Modules(
         "mlp.dense_h_to_4h",
         "mlp.dense_4h_to_h",
         "mlp.router",
-        "mlp.local_experts",
+        "mlp.local_experts.0.dense_h_to_4h",
+        "mlp.local_experts.0.dense_4h_to_h",
     ),
     last=(
         "pooler.dense",
@@ -405,7 +407,7 @@ def parameter_place(name: str, era: Era = "legacy") -> tuple[int, int, int, int,
     outer, layer, inner = (match[1], int(match[2]), match[3]) if match else (module, 0, "input_norm")
     outside, inside, number = _STACKS + ERAS[era].last, ERAS[era].inside, 0
     if expert := _OF_EXPERT.fullmatch(inner):
-        inner, number = "mlp.local_experts", 2 * int(expert[1]) + (expert[2] == "4h_to_h")
+        inner, number = "mlp.local_experts.0.dense_h_to_4h", 2 * int(expert[1]) + (expert[2] == "4h_to_h")
     if outer not in outside or inner not in inside or kind not in ("weight", "bias", "expert_bias"):
         raise CheckpointError(f"{name}: its place among Megatron-LM's parameters is not known; {LEAVE}")
     return outside.index(outer), layer, inside.index(inner), number, kind != "weight"

@@ -77,14 +77,14 @@ SWITCHES = ("balance_bias", "pad_to_capacity", "shared_gate")
 def _checked(name: str, value: object, where: str) -> object:
     """An argument of the kind that its option has. Errors: CheckpointError."""
     if name in WHOLE:
-        fine = type(value) is int and value > 0
+        known = type(value) is int and value > 0
     elif name in WORDS:
-        fine = value in WORDS[name]
+        known = value in WORDS[name]
     elif name in SWITCHES:
-        fine = isinstance(value, bool)
+        known = isinstance(value, bool)
     else:
-        fine = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-    if not fine:
+        known = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    if not known:
         raise CheckpointError(f"{where}: args.{SAME[name]} {value!r:.40}: is not a value that Megatron-core has")
     return value
 
