@@ -5,6 +5,7 @@ pair N   every rank of both layouts is built in this process, with random weight
          all that it saves again must be these values, byte for byte.
 next N   pairs of at most 4 ranks, as processes: the first layout trains two steps, saves, takes the next step; the
          second restores and takes the next step too. Losses within 1e-12 in fp64, 2e-6 in fp32.
+mixture N  100 pairs as `pair`, of models with experts, which layouts share over ranks of their own (ep, etp).
 
 Every sixth pair of either kind has another optimizer than Adam: SGD, LAMB, Adafactor in turn.
 """
@@ -47,7 +48,7 @@ from mega.core.training.wire import build_mesh, build_state
 from tests.battery.data_ledger import Item, run
 from tests.support.runs import MODELS, small_options
 
-PAIRS, NEXT = 300, 40
+PAIRS, NEXT, MIXTURES = 300, 40, 100
 MOST_RANKS, MOST_PROCESSES = 8, 4
 OTHERS = ("sgd", "lamb", "adafactor")
 LR = {"fp64": 1e-2, "fp32": 1.5e-4, "bf16": 1e-3, "fp16": 1e-3}
@@ -66,6 +67,8 @@ def some_layout(rng: random.Random, shared: dict[str, Any], model: str, most: in
         options["bucket_size"] = rng.choice((500, 3000, 10**6))
         if pp > 1 and rng.random() < 0.3:
             options["chunks"] = 2
+        if "experts" in shared:
+            options |= {"ep": rng.choice((1, 2, 2, 4)), "etp": rng.choice((None, 1, 1, 2))}
         stages = pp * options.get("chunks", 1)
         if pp > 1 and rng.random() < 0.6 and shared["layers"] >= stages:
             cuts = sorted(rng.sample(range(1, shared["layers"]), stages - 1))
@@ -79,9 +82,12 @@ def some_layout(rng: random.Random, shared: dict[str, Any], model: str, most: in
         return resolve(found, world), world
 
 
-def pair(number: int, most: int, dtypes: Sequence[str]) -> tuple[tuple[RunConfig, int], tuple[RunConfig, int]]:
+def pair(
+    number: int, most: int, dtypes: Sequence[str], *, experts: bool = False
+) -> tuple[tuple[RunConfig, int], tuple[RunConfig, int]]:
     rng = random.Random(number)
-    model, dtype = rng.choice(list(MODELS)), rng.choice(dtypes)
+    decoders = [name for name, values in MODELS.items() if values.get("family", "gpt") in ("gpt", "llama")]
+    model, dtype = rng.choice(decoders if experts else list(MODELS)), rng.choice(dtypes)
     shared = {
         "layers": rng.choice((3, 4, 5)),
         "vocab": rng.choice((257, 97, 131)),
@@ -90,9 +96,14 @@ def pair(number: int, most: int, dtypes: Sequence[str]) -> tuple[tuple[RunConfig
         "mock_data": True,
         "dtype": dtype,
         "lr": LR[dtype],
+        "save": "unused",
         "save_interval": 1,
-        "optimizer": OTHERS[number // 6 % 3] if number % 6 == 5 else "adam",
+        "optimizer": OTHERS[number // 6 % 3] if number % 6 == 5 and not experts else "adam",
     }
+    if experts:
+        shared |= {"experts": rng.choice((4, 8)), "expert_ffn": rng.choice((8, 16)), "experts_from": rng.choice((0, 1))}
+        if rng.random() < 0.5:
+            shared |= {"router_score": "sigmoid", "balance_bias": True, "shared_ffn": 16}
     return some_layout(rng, shared, model, most), some_layout(rng, shared, model, most)
 
 
@@ -130,8 +141,9 @@ def saved_by(states: list[TrainState], directory: Path) -> Checkpoint:
     return checkpoint
 
 
-def prove_pair(number: int) -> dict[str, Any]:
-    (run_a, world_a), (run_b, world_b) = pair(number, MOST_RANKS, ("fp64", "fp32", "bf16", "fp16"))
+def prove_pair(number: int, *, experts: bool = False) -> dict[str, Any]:
+    dtypes = ("fp64", "fp32", "bf16", "fp16")
+    (run_a, world_a), (run_b, world_b) = pair(number, MOST_RANKS, dtypes, experts=experts)
     home = Path(tempfile.mkdtemp(prefix="mega-pair-"))
     try:
         before = [make(None, rank, run_a, world_a) for rank in range(world_a)]
@@ -221,12 +233,15 @@ def told(run_a: RunConfig, world_a: int, run_b: RunConfig, world_b: int) -> dict
 def named(run: RunConfig, world: int) -> str:
     p = run.parallel
     cuts = f" stages {'-'.join(map(str, p.stage_layers))}" if p.stage_layers else ""
-    return f"tp{p.tp} cp{p.cp} pp{p.pp}x{p.chunks} dp{data_parallel(run, world)} zero{p.zero}{cuts}"
+    experts = f" ep{p.ep} etp{p.etp}" if run.model.experts else ""
+    return f"tp{p.tp} cp{p.cp} pp{p.pp}x{p.chunks} dp{data_parallel(run, world)} zero{p.zero}{experts}{cuts}"
 
 
 def items(pool: Pool) -> Iterator[Item]:
     for number in range(PAIRS):
         yield f"pair {number}", lambda number=number: prove_pair(number)  # type: ignore[misc]
+    for number in range(MIXTURES):
+        yield f"mixture {number}", lambda number=number: prove_pair(2000 + number, experts=True)  # type: ignore[misc]
     for number in range(NEXT):
         yield f"next {number}", lambda number=number: prove_next(number, pool)  # type: ignore[misc]
 
