@@ -86,6 +86,7 @@ def _kinds(model: ModelConfig) -> list[LayerKind]:
 
 def of_kind(model: ModelConfig, kind: LayerKind) -> ModelConfig:
     """The model with layers of one kind alone."""
-    alike = {"experts_from": 0, "experts_every": 1, "dense_layers": (), "experts": model.experts if kind.experts else 0}
     rope = () if kind.rotates or model.position != "rope" else (0,)
-    return replace(model, window=kind.window, window_layers=(), local_rope_base=None, rope_layers=rope, **alike)
+    model = replace(model, window=kind.window, window_layers=(), local_rope_base=None, rope_layers=rope)
+    experts = model.experts if kind.experts else 0
+    return replace(model, experts=experts, experts_from=0, experts_every=1, dense_layers=())
