@@ -183,8 +183,7 @@ def model_from_arguments(values: Mapping[str, object], vocab: int, where: str) -
     }
     hidden, heads = sizes["hidden"], sizes["heads"]
     grouped = bool(values.get("group_query_attention"))
-    rope = values.get("position_embedding_type", "learned_absolute") == "rope"
-    rope = rope or bool(values.get("use_rotary_position_embeddings"))
+    rope = values.get("position_embedding_type") == "rope" or bool(values.get("use_rotary_position_embeddings"))
     none = values.get("position_embedding_type") == "none"
     learned = values.get("add_position_embedding", True) and not (rope or none)
     swiglu = bool(values.get("swiglu"))
