@@ -110,7 +110,8 @@ def play(case: str, library: Path) -> dict[str, Any]:
                 switch = made[1].name.rpartition("-")[0]
                 _run("ip", "-n", f"{switch}-switch", "link", "set", "port1", "down")
             else:
-                fault.write_bytes(struct.pack("dd", *FAULTS[case]))
+                with fault.open("r+b") as mapped:  # which must not become shorter for a moment
+                    mapped.write(struct.pack("dd", *FAULTS[case]))
         codes = [job.wait(timeout=500) for job in jobs]
         seconds = time.monotonic() - began
         for writer in writers:

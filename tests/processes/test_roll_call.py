@@ -8,6 +8,7 @@ import threading
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from mega.core.processes import roll_call
 from mega.core.processes.exit_reports import ExitReport
@@ -33,6 +34,14 @@ def test_a_store_that_breaks_names_rank_0() -> None:
     assert RollCall(Broken(), 1, 2, 1.0).explain_loss(error) == "lost rank 0, which has ended or cannot be reached"
     with pytest.raises(RuntimeError):  # a launcher's store says nothing about rank 0
         RollCall(Broken(), 1, 2, 1.0, hosted=False).explain_loss(error)
+
+
+def test_the_first_host_is_named_when_its_store_is_silent() -> None:
+    store = dist.HashStore()
+    store.set("host/0", '["a", []]')
+    call = RollCall(store, 1, 2, 1.0, host=("b", []))
+    call._answer()
+    assert call._silent_store().startswith("rank 0 on host a has not answered for 1 minute")
 
 
 def test_a_silent_store_is_reported_without_asking_it(monkeypatch: pytest.MonkeyPatch) -> None:

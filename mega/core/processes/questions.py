@@ -32,6 +32,11 @@ class Questions:
     def introduce(self, host: str, addresses: Collection[str]) -> None:
         self._store.set(f"host/{self._rank}", json.dumps([host, sorted(addresses)]))
 
+    def host(self, rank: int) -> str | None:
+        """The name of its host; None where it has not said, as where all are on one host."""
+        key = f"host/{rank}"
+        return json.loads(self._store.get(key))[0] if self._store.check([key]) else None
+
     def hosts(self, keep: Callable[[list[str]], bool] = lambda addresses: True) -> dict[int, str]:
         """Rank -> its host's name, of those whose addresses are kept; none where all are on one host."""
         keys = {rank: f"host/{rank}" for rank in range(self._world)}

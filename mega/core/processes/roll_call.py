@@ -90,6 +90,8 @@ class RollCall:
         self._silence = max(60 * minutes, SILENT)
         self.questions = Questions(store, rank, world, lambda: own_position(self._failed_at), self._look)
         self._failed_at: str | None = None
+        self._first: dict[int, str] = {}
+        """Rank 0 -> its host's name, which its store can no longer say when that host has stopped."""
         self._interval: float | None = None
         self._lost: Callable[[str], None] | None = None
         """What is called with the reason instead of ending this process."""
@@ -151,7 +153,7 @@ class RollCall:
             return None
         except RuntimeError:
             if self._hosted and self._rank:
-                return "lost rank 0, which has ended or cannot be reached"
+                return f"lost {named([0], self._first)}, which has ended or cannot be reached"
             raise
 
     # -- the thread
@@ -182,10 +184,13 @@ class RollCall:
             self._end(self._silent_store())
         except Exception:  # the store has gone; its host's end ends the others too, unless a device keeps them waiting
             if not self._closed.wait(60 * self.minutes):
-                self._end("rank 0, or its host, has ended" if self._hosted else "the launcher's store has gone")
+                gone = f"{named([0], self._first)}, or its host, has ended"
+                self._end(gone if self._hosted else "the launcher's store has gone")
 
     def _answer(self) -> str:
         """What another rank has judged, if one has."""
+        if self._host is not None and not self._first and (name := self.questions.host(0)) is not None:
+            self._first = {0: name}
         self.questions.answer()
         return self.questions.verdict()
 
@@ -247,7 +252,7 @@ class RollCall:
         return in_time(act, seconds) if self._remote else act()
 
     def _silent_store(self) -> str:
-        return silence([0], self.minutes) if self._hosted else store_silence(self.minutes)
+        return silence([0], self.minutes, self._first) if self._hosted else store_silence(self.minutes)
 
     def _standing(self) -> tuple[int, int, int] | None:
         """A value that changes when the main thread moves: where it waits once a step, its frame may be the same."""
