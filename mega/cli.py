@@ -38,6 +38,7 @@ VERBS = {
     "lr-find": "Find a learning rate by a sweep of a few steps",
     "eval": "Score a model on a benchmark",
     "serve": "Answer prompts over HTTP",
+    "chat": "Talk with a model in the terminal",
     "generate": "Continue a text with a trained model",
     "reshard": "Cut a checkpoint for another layout",
     "checkpoint": "Look into checkpoints and verify them",

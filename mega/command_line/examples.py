@@ -70,6 +70,10 @@ EXAMPLES: Mapping[str, Examples] = {
             "mega serve Llama-2-7b-hf --tp 2 --host 0.0.0.0 --token-file token",
         ),
     ),
+    "chat": (
+        ("with a finetuned model", 'mega chat run --system "Be brief." --temperature 0.7'),
+        ("with a server", "mega chat --url localhost:5000"),
+    ),
     "generate": (
         ("one text", 'mega generate --load run --prompt "Once upon a time" --tokens 64'),
         ("a file of prompts", "mega generate --load run --input a.txt --output b.jsonl --greedy"),

@@ -108,6 +108,22 @@ class GenerateOptions(VerbSection):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChatOptions(VerbSection):
+    """With whom `mega chat` talks, and how."""
+
+    title: ClassVar[str] = "Chat"
+
+    url: str | None = option(None, "talk with a server instead, as of mega serve", metavar="HOST:PORT")
+    name: str | None = option(None, "of --url: the model, by a name that the server knows")
+    system: str | None = option(None, "what the system says before all turns")
+    tokens: int = option(512, "most tokens of an answer", within=COUNT)
+    adapter: tuple[str, ...] = option((), "adapter that answers", metavar="NAME=DIR")
+    chat_template: str | None = option(None, "llama2, llama3, chatml, plain or a Jinja file [the model's]")
+    dtype: Literal["fp32", "bf16", "fp16"] | None = like(DecodingLayout, "dtype")
+    device: Literal["auto", "cpu", "cuda"] = like(RuntimeConfig, "device", help="where tensors live")
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingOptions(VerbSection):
     """How `mega generate` draws. None is not given: beams draw nothing, and a server has defaults of its own."""
 

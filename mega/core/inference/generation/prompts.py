@@ -353,7 +353,7 @@ class Speaker:
                     continue
                 began = time.monotonic()
                 try:
-                    with _noting_ctrl_c(self.plan.layout.tp * self.plan.layout.pp == 1) as stopped:
+                    with noting_ctrl_c(self.plan.layout.tp * self.plan.layout.pp == 1) as stopped:
                         count = self.continue_one(prompt, console.file, stopped)  # type: ignore[arg-type]
                 except RequestError as error:
                     console.print(f"\n{flag_line(error)}", markup=False)
@@ -363,7 +363,7 @@ class Speaker:
 
 
 @contextlib.contextmanager
-def _noting_ctrl_c(heeded: bool) -> Iterator[Callable[[], bool]]:
+def noting_ctrl_c(heeded: bool) -> Iterator[Callable[[], bool]]:
     """Whether Ctrl-C was pressed since, which then does nothing else; not heeded, it does what it did."""
     pressed: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number)) if heeded else None

@@ -11,6 +11,7 @@ fields          the fields of a request as models: their checks, their refusals,
 tools           functions that a model may call: from a request to a prompt, from a text to calls; reasoning
 constrain       answers that match a JSON schema or a regular expression
 limits, metrics figures: what is accepted, what happened
+chat_client     asks for the next turn of a conversation
 client          asks such a server, or Megatron-LM's, from a command line
 run             listening, signals, draining, how it ends
 """

@@ -26,7 +26,7 @@ def ask(url: str, prompt: str, tokens: int, **fields: object) -> str:
     reply = _put(url, {"prompts": [prompt], "tokens_to_generate": tokens, **fields})
     texts = reply.get("text") if isinstance(reply, dict) else None
     if not isinstance(texts, list) or not texts or not isinstance(texts[0], str):
-        raise ValueError(f"--url {url}: {_message(reply)}")
+        raise ValueError(f"--url {url}: {message_of(reply)}")
     return texts[0]
 
 
@@ -71,7 +71,8 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _put(url: str, body: Mapping[str, object]) -> object:
+def connected(url: str, route: str) -> tuple[http.client.HTTPConnection, str, dict[str, str]]:
+    """A connection to a server, the path of a route there, and headers. Errors: ValueError for no address."""
     parts = urlsplit(url if "//" in url else f"http://{url}")
     try:
         host, port = parts.hostname, parts.port
@@ -84,7 +85,12 @@ def _put(url: str, body: Mapping[str, object]) -> object:
     headers = {"Content-Type": "application/json; charset=UTF-8"}
     if os.environ.get("MEGA_TOKEN"):
         headers["Authorization"] = f"Bearer {os.environ['MEGA_TOKEN']}"
-    path = parts.path.rstrip("/").removesuffix("/api") + "/api"
+    base = parts.path.rstrip("/")
+    return connection, base.removesuffix(route).removesuffix("/v1") + route, headers
+
+
+def _put(url: str, body: Mapping[str, object]) -> object:
+    connection, path, headers = connected(url, "/api")
     try:
         connection.request("PUT", path, json.dumps(body).encode(), headers)
         reply = connection.getresponse()
@@ -98,11 +104,11 @@ def _put(url: str, body: Mapping[str, object]) -> object:
     except (ValueError, RecursionError):
         raise ValueError(f"--url {url}: {reply.status}: the answer is not JSON") from None
     if reply.status != 200:
-        raise ValueError(f"--url {url}: {reply.status}: {_message(found)}")
+        raise ValueError(f"--url {url}: {reply.status}: {message_of(found)}")
     return found
 
 
-def _message(found: object) -> str:
+def message_of(found: object) -> str:
     """The text of an error, in Flask's, OpenAI's or Megatron-LM's form."""
     if isinstance(found, dict):
         found = found.get("error", found)

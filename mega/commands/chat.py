@@ -1,0 +1,66 @@
+"""`mega chat`: talk with a model in the terminal."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mega.command_line.options import without
+from mega.core.config.option import changed
+from mega.core.files import check_source
+from mega.core.inference.options import ChatOptions, EngineOptions, SamplingOptions
+
+STATED_BY = "the checkpoint says it, or nothing is trained"
+"""Why options of a training that are given here change nothing."""
+
+
+def run(
+    talk: ChatOptions,
+    sampling: SamplingOptions,
+    engine: Annotated[EngineOptions, without("max_requests", "prefill_chunk", "batch_invariant")],
+    checkpoint: Annotated[
+        Path | None, typer.Argument(help="a run's directory, one step in it, or others' weights", show_default=False)
+    ] = None,
+) -> int:
+    """Talk with a model: answers as they come, by its chat template; a base model continues text.
+
+    Lines are turns; those that begin with / are commands, which /help lists. With --url a server answers, as of mega
+    serve, or any other that has OpenAI's API. Ctrl-C ends an answer, Ctrl-D the conversation.
+    """
+    from mega.core.inference.request import sampling_of
+
+    how = sampling_of(**sampling.given())
+    if talk.url is not None:
+        given = [*changed(engine), *(name for name in changed(talk) if name not in ("url", "system", "tokens", "name"))]
+        if checkpoint is not None or given:
+            what = f"the checkpoint {checkpoint}" if checkpoint is not None else f"--{given[0].replace('_', '-')}"
+            raise ValueError(f"--url {talk.url}: excludes {what}; that server's model answers")
+    elif checkpoint is None:
+        raise ValueError("CHECKPOINT is missing: give a run's directory, or --url of a server")
+    else:
+        check_source("CHECKPOINT", checkpoint)
+    engine.check(talk.device, talk.adapter)
+    engine.check_speculation()
+    from mega.core.inference.generation.chat import Answering, ChatSession, lines
+
+    answering: Answering
+    if talk.url is not None:
+        from mega.core.inference.server.chat_client import ServerAnswers
+
+        answering = ServerAnswers(talk.url, talk.name)
+    else:
+        from mega.core.inference.generation.open_chat import open_chat
+        from mega.core.inference.loading.adapters import adapter_paths
+
+        assert checkpoint is not None
+        small = dataclasses.replace(engine, max_requests=1)
+        answering = open_chat(checkpoint, talk, small, adapter_paths(talk.adapter))
+    session = ChatSession(answering, how, talk.tokens, talk.system or "")
+    if sys.stdin.isatty():
+        print("a turn a line; /help lists commands, Ctrl-D ends", file=sys.stderr)
+    session.play(lines(), lambda text: print(text, end="", flush=True))
+    return 0

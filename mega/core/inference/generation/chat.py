@@ -1,0 +1,197 @@
+"""`mega chat`: a conversation at the terminal, with a model that this process starts or with a server.
+
+Lines that begin with / change the conversation or how answers are drawn; all others are the user's turns. Every turn is
+asked as the whole conversation: the engine finds the turns before in its cache. It reads standard input and knows no
+flags but in messages.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+from mega.core.files import check_file, whole_file
+from mega.core.inference.generation.generate import generate
+from mega.core.inference.generation.prompts import noting_ctrl_c
+from mega.core.inference.request import Engine, RequestError, Sampling, flag_line
+from mega.core.inference.text_stream import TextStream
+from mega.core.text.chat.format import ChatFormat
+from mega.core.text.chat.messages import Message
+from mega.core.text.tokenizer import Tokenizer
+
+HELP = """\
+/system TEXT         what the system says before all turns; without TEXT nothing
+/undo                take the last turn and its answer back
+/reset               begin again, with the same system text
+/set NAME VALUE      temperature, top_p, top_k, min_p, seed, tokens and others; without them, show all
+/save FILE           the conversation as a line that --chat-data reads
+/help                these lines
+/exit                end, as Ctrl-D does; Ctrl-C ends an answer"""
+
+
+class Answering(Protocol):
+    """Who answers a conversation."""
+
+    def answer(self, messages: Sequence[Message], how: Sampling, tokens: int) -> Generator[str, None, None]:
+        """The text of the next turn, as it comes. Errors: ValueError saying what is wrong."""
+
+
+@dataclass
+class LocalAnswers:
+    """By an engine of this process. chat: None for a model that continues text, which a conversation is then."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    chat: ChatFormat | None
+    ends: frozenset[int]
+    adapter: str | None = None
+
+    def answer(self, messages: Sequence[Message], how: Sampling, tokens: int) -> Generator[str, None, None]:
+        ids, longest = self._prompt(messages), self.engine.limits.longest
+        if len(ids) >= longest:
+            raise ValueError(
+                f"the conversation has {len(ids)} tokens, and the model {longest} positions: /undo or /reset"
+            )
+        stream = TextStream(self.tokenizer, ids)
+        most = min(tokens, longest - len(ids))
+        try:
+            made = generate(self.engine, ids, most, how, stop_ids=self.ends, adapter=self.adapter)
+            try:
+                for token in made:
+                    if token not in self.ends:
+                        yield stream.push(token)
+            finally:
+                made.close()
+        except RequestError as error:
+            raise ValueError(flag_line(error)) from None
+        yield stream.finish()
+
+    def _prompt(self, messages: Sequence[Message]) -> list[int]:
+        if self.chat is not None:
+            return list(self.chat.prompt(messages))
+        ids = self.tokenizer.encode("".join(str(each["content"]) for each in messages))
+        start = self.tokenizer.start
+        return ids or ([start] if start is not None else [])
+
+
+@dataclass
+class ChatSession:
+    """The state of a conversation. system: "" for none. how, tokens: how answers are drawn, and how long they are."""
+
+    answering: Answering
+    how: Sampling = field(default_factory=Sampling)
+    tokens: int = 512
+    system: str = ""
+    turns: list[Message] = field(default_factory=list)
+
+    @property
+    def messages(self) -> list[Message]:
+        return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
+
+    def play(self, read: Callable[[], str], write: Callable[[str], None]) -> None:
+        """Until the input ends, or /exit. read: the next line; EOFError at the end. write: text, as it is."""
+        while True:
+            try:
+                line = read().strip()
+            except EOFError:
+                return
+            if line == "/exit":
+                return
+            try:
+                if line.startswith("/"):
+                    write(self.command(line) + "\n")
+                elif line:
+                    self._turn(line, write)
+            except (ValueError, OSError) as error:
+                write(f"mega: {error}\n")
+
+    def _turn(self, line: str, write: Callable[[str], None]) -> None:
+        """Ask, and keep the turn with as much of its answer as came."""
+        asked = [*self.messages, {"role": "user", "content": line}]
+        pieces: list[str] = []
+        with noting_ctrl_c(sys.stdin.isatty()) as stopped:
+            made = self.answering.answer(asked, self.how, self.tokens)
+            for piece in made:
+                pieces.append(piece)
+                write(piece)
+                if stopped():
+                    made.close()
+                    break
+        write("\n")
+        self.turns += [{"role": "user", "content": line}, {"role": "assistant", "content": "".join(pieces)}]
+
+    def command(self, line: str) -> str:
+        """What a command did, in a line. Errors: ValueError naming the command, OSError."""
+        word, _, rest = line.partition(" ")
+        rest = rest.strip()
+        match word:
+            case "/help":
+                return HELP
+            case "/system":
+                self.system = rest
+                return f"the system says: {rest}" if rest else "the system says nothing"
+            case "/reset":
+                self.turns.clear()
+                return "the conversation begins again"
+            case "/undo":
+                if not self.turns:
+                    raise ValueError("/undo: there is no turn to take back")
+                del self.turns[-2:]
+                return f"{len(self.turns) // 2} turns are left"
+            case "/set":
+                return self._set(*rest.split())
+            case "/save":
+                return self._save(rest)
+        raise ValueError(f"{word}: is not a command; /help lists all")
+
+    def _set(self, *words: str) -> str:
+        values = {name: getattr(self.how, name) for name in Sampling.__dataclass_fields__ if name != "logit_bias"}
+        values["tokens"] = self.tokens
+        if not words:
+            return ", ".join(f"{name} {value}" for name, value in values.items())
+        if len(words) != 2 or words[0] not in values:
+            raise ValueError(f"/set {' '.join(words)}: must be a name and a value; valid names: {', '.join(values)}")
+        name, text = words
+        try:
+            value: float = int(text) if text.lstrip("-").isdecimal() else float(text)
+        except ValueError:
+            raise ValueError(f"/set {name} {text}: must be a number") from None
+        if name == "tokens":
+            if value != int(value) or value < 1:
+                raise ValueError(f"/set tokens {text}: must be a whole number of at least 1")
+            self.tokens = int(value)
+        else:
+            try:
+                self.how = replace(self.how, **{name: value})  # type: ignore[arg-type]
+            except RequestError as error:
+                raise ValueError(f"/set {error}") from None
+        return f"{name} {text}"
+
+    def _save(self, name: str) -> str:
+        if not name or not self.turns:
+            raise ValueError("/save: must name a file, after a turn")
+        check_file("/save", name)
+        with whole_file(Path(name)) as file:
+            file.write(json.dumps({"messages": self.messages}, ensure_ascii=False).encode() + b"\n")
+        return f"{name}: {len(self.messages)} messages"
+
+
+def lines(prompt: str = "> ") -> Callable[[], str]:
+    """Lines of standard input: at a terminal with a prompt, editing and a history of this session."""
+    if sys.stdin.isatty():
+        import readline  # noqa: F401 - input edits by it
+
+        return lambda: input(prompt)
+    source: Iterator[str] = iter(sys.stdin)
+
+    def read() -> str:
+        try:
+            return next(source)
+        except StopIteration:
+            raise EOFError from None
+
+    return read

@@ -1,0 +1,54 @@
+"""A model opened to converse on one rank: its engine, tokenizer, template and ends."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from mega.core.inference.generation.chat import LocalAnswers
+from mega.core.inference.loading.adapters import open_adapters
+from mega.core.inference.loading.identity import adapter_template, check_adapter_tokenizer, chosen_template
+from mega.core.inference.loading.load import OpenedModel, check_tokenizer, compute_dtype, open_model
+from mega.core.inference.options import ChatOptions, EngineOptions
+from mega.core.inference.start import check_layout, start_engine
+from mega.core.parallel.mesh import Mesh
+from mega.core.processes.connect import connect
+from mega.core.text.chat.format import ChatFormat, chat_format
+from mega.core.text.tokenizer import Tokenizer
+
+
+def open_chat(place: Path, talk: ChatOptions, engine: EngineOptions, adapters: Mapping[str, Path]) -> LocalAnswers:
+    """Errors: ValueError naming flag, file or tensor. A base model is reported on stderr."""
+    opened = open_model(place)
+    check_layout(opened.model, 1, 1, engine)
+    opened_adapters = open_adapters(adapters, opened)
+    tokenizer = opened.tokenizer()
+    check_tokenizer(opened, tokenizer)
+    notes = list(opened.notes)
+    chat = _template(opened, tokenizer, talk.chat_template)
+    for each in opened_adapters:
+        notes += check_adapter_tokenizer("generate", opened, tokenizer, each)
+        own, said = adapter_template(each, None if chat is None else chat.source)
+        notes += said
+        chat = chat if own is None else ChatFormat(own, tokenizer, f"{each.flag}: its chat template")
+    if chat is None:
+        notes.append(f"{place}: has no chat template, so it is a base model, which continues the text of all turns")
+    world, device, groups = connect(talk.device)
+    mesh, dtype = Mesh(world.rank, groups=groups), compute_dtype(opened, device, talk.dtype)
+    started = start_engine(opened, mesh, device, engine, dtype=dtype, adapters=opened_adapters)
+    assert started is not None, "one rank has the engine"
+    for line in notes:
+        print(f"mega: {line}", file=sys.stderr)
+    ends = opened.ends(tokenizer) | (chat.ends if chat is not None else frozenset())
+    return LocalAnswers(started, tokenizer, chat, ends, next(iter(adapters), None))
+
+
+def _template(opened: OpenedModel, tokenizer: Tokenizer, asked: str | None) -> ChatFormat | None:
+    """The template that was asked for, else the model's; None where it has none."""
+    if asked is not None:
+        for line in chosen_template("serve", opened, opened.path, asked).notes:
+            print(f"mega: {line}", file=sys.stderr)
+        return chat_format(asked, tokenizer)
+    own = opened.chat_template()
+    return None if own is None else ChatFormat(own, tokenizer, "the chat template")

@@ -1,0 +1,64 @@
+"""A client of POST /v1/chat/completions, ours or another's: the next turn of a conversation as it comes.
+
+It knows HTTP and no model: nothing is loaded here.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+
+from mega.core.inference.request import Sampling
+from mega.core.inference.server.client import connected, message_of
+from mega.core.text.chat.messages import Message
+from mega.core.untrusted import below
+
+DEFAULTS = Sampling()
+
+
+@dataclass(frozen=True)
+class ServerAnswers:
+    """url: HOST:PORT, or the whole address. name: of the model there; None is the server's."""
+
+    url: str
+    name: str | None = None
+
+    def answer(self, messages: Sequence[Message], how: Sampling, tokens: int) -> Generator[str, None, None]:
+        """Errors: ValueError with the server's own text; OSError where none answers. What is at its default is left to
+        the server."""
+        body: dict[str, object] = {"messages": list(messages), "max_tokens": tokens, "stream": True}
+        body |= {name: value for name, value in vars(how).items() if value != getattr(DEFAULTS, name)}
+        body |= {} if self.name is None else {"model": self.name}
+        connection, path, headers = connected(self.url, "/v1/chat/completions")
+        try:
+            connection.request("POST", path, json.dumps(body).encode(), headers)
+            reply = connection.getresponse()
+            if reply.status != 200:
+                raise ValueError(f"--url {self.url}: {reply.status}: {message_of(_json(reply.read(1 << 20)))}")
+            for line in reply:
+                data = line.decode(errors="replace").strip().removeprefix("data:").strip()
+                if data == "[DONE]":
+                    return
+                if data:
+                    yield self._text(_json(data.encode()))
+        except (http.client.HTTPException, OSError) as error:
+            raise OSError(f"--url {self.url}: no answer: {error or type(error).__name__}") from None
+        finally:
+            connection.close()
+
+    def _text(self, event: object) -> str:
+        if not isinstance(event, dict) or "error" in event:
+            raise ValueError(f"--url {self.url}: {message_of(event)}")
+        choices = event.get("choices")
+        first = choices[0] if isinstance(choices, list) and choices else {}
+        delta: Mapping[str, object] = below(first, "delta") if isinstance(first, dict) else {}
+        return "".join(str(delta.get(key) or "") for key in ("reasoning_content", "content"))
+
+
+def _json(data: bytes) -> object:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return {"error": data.decode(errors="replace")}
