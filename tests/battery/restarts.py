@@ -9,8 +9,9 @@ seconds until ranks were started again and until a step was made, the line about
 bitwise equal; one more a job: processes and files that were left. `kill`: SIGKILL of a random rank. `stop`: SIGSTOP,
 with --timeout-minutes 0.25. `host`: SIGKILL of all processes of a random host, for which a spare is there. `cut`: the
 link of a random host is cut, three times a job. `poisson`: SIGKILL of random ranks, of one a host, at intervals of
---mean seconds for --minutes; goodput is the share of the time that the steps which count would take at the run's own
-median of seconds a step. Ranks that start again import nothing, so it is net of imports of torch and gross.
+--mean seconds for --minutes; goodput is the share of the time that was spent in steps which count, and `of_median` what
+it would be if each of these took the median of seconds a step, as beside no other work. Ranks that start again import
+nothing, so both are net of imports of torch and gross.
 Rows that are in --out already are not repeated.
 """
 
@@ -268,13 +269,14 @@ def poisson(minutes: float, mean: float, seed: int, made: list[Host] | None) -> 
                     kills += 1
             seconds, made_steps = time.monotonic() - began, fleet.step() - first
             rows = [json.loads(row) for row in (Path(folder) / "run/metrics.jsonl").read_text().splitlines()]
-            usual = statistics.median(row["seconds"] for row in rows if "seconds" in row)
+            took = {row["step"]: row["seconds"] for row in rows if "seconds" in row and row["step"] > first}
             restarts = sum(line.startswith("mega: restart ") for _, _, line in fleet.lines) // COUNT
         finally:
             fleet.close()
     figures = {"kind": "poisson", "job": seed, "number": 0, "minutes": minutes, "mean": mean, "kills": kills}
-    figures |= {"restarts": restarts, "steps": made_steps, "usual": round(usual, 4), "load": os.getloadavg()[0]}
-    return {**figures, "goodput": round(made_steps * usual / seconds, 3)}
+    figures |= {"restarts": restarts, "steps": made_steps, "load": os.getloadavg()[0]}
+    usual = made_steps * statistics.median(took.values())
+    return {**figures, "goodput": round(sum(took.values()) / seconds, 3), "of_median": round(usual / seconds, 3)}
 
 
 @contextlib.contextmanager
