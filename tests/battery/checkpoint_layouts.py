@@ -86,8 +86,7 @@ def pair(
     number: int, most: int, dtypes: Sequence[str], *, experts: bool = False
 ) -> tuple[tuple[RunConfig, int], tuple[RunConfig, int]]:
     rng = random.Random(number)
-    decoders = [name for name, values in MODELS.items() if values.get("family", "gpt") in ("gpt", "llama")]
-    model, dtype = rng.choice(decoders if experts else list(MODELS)), rng.choice(dtypes)
+    model, dtype = rng.choice(("gpt", "llama") if experts else list(MODELS)), rng.choice(dtypes)
     shared = {
         "layers": rng.choice((3, 4, 5)),
         "vocab": rng.choice((257, 97, 131)),
