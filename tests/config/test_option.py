@@ -64,6 +64,7 @@ def test_what_a_resume_notes() -> None:
         *("hidden_dropout", "attention_dropout", "lora_dropout", "dpo_data", "dpo_beta", "dpo_label_smoothing"),
         *(f"fim_{name}" for name in ("data", "rate", "spm_rate", "split_sample", "fragment_rate", "no_prefix")),
         *(f"fim_{name}_token" for name in ("prefix", "middle", "suffix", "pad", "eod")),
+        *(f"muon_{name}" for name in ("momentum", "nesterov", "coefficients", "steps", "scale", "factor", "dtype")),
         *("decay_all", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum"),
         *("adafactor_relative", "adafactor_clip", "adafactor_decay", "mask_padded_vocab", "rampup", "chat_template"),
         *("sample_kind", "mask_prob", "short_seq_prob"),

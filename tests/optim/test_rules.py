@@ -1,17 +1,22 @@
-"""SGD, LAMB and Adafactor against float64 references on whole tensors, and against torch and transformers."""
+"""SGD, LAMB, Adafactor and Muon against float64 references on whole tensors, and against torch and transformers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from mega.core.device import Device
 from mega.core.optim.adafactor import Adafactor
+from mega.core.optim.adam import AdamW
 from mega.core.optim.choose import rule_of
-from mega.core.optim.rule import StepArgs
+from mega.core.optim.muon import COEFFICIENTS, Muon, orthogonal
+from mega.core.optim.rule import FlatState, Ranks, ShardState, StepArgs
+from mega.core.parallel.layout import Reduction
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.weight import Weight, weights
 from mega.core.proof.parity import synthetic_batch
@@ -19,9 +24,11 @@ from mega.core.training.step import train_step
 from mega.core.training.wire import build_stages, build_state
 from tests.support.ranks import CPU
 from tests.support.runs import small_run
+from tests.support.shared import shared
 
 LR, DECAY = 1e-2, 0.1
 STEPS = 4
+ADAM = AdamW(0.9, 0.999, 1e-8)
 
 Update = Callable[[str, torch.Tensor, torch.Tensor, int, float], torch.Tensor]
 """(name, weight, gradient, step, decay) -> what is subtracted from a whole logical tensor."""
@@ -60,6 +67,26 @@ def adafactor(relative: bool) -> Update:
     return update
 
 
+def muon(nesterov: bool, scale: Callable[[int, int], float]) -> Update:
+    """By singular values: a polynomial of a matrix, as its steps are, changes these alone. AdamW for all others."""
+    averages: dict[str, torch.Tensor] = {}
+    adam: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def update(name: str, weight: torch.Tensor, grad: torch.Tensor, step: int, decay: float) -> torch.Tensor:
+        if "layers." not in name or grad.dim() == 1:
+            m, v = adam.get(name, (torch.zeros_like(grad), torch.zeros_like(grad)))
+            adam[name] = m, v = 0.9 * m + 0.1 * grad, 0.999 * v + 0.001 * grad * grad
+            return LR * ((m / (1 - 0.9**step)) / ((v / (1 - 0.999**step)) ** 0.5 + 1e-8) + decay * weight)
+        averages[name] = m = 0.95 * averages.get(name, torch.zeros_like(grad)) + 0.05 * grad
+        u, s, v = torch.linalg.svd(0.05 * grad + 0.95 * m if nesterov else m, full_matrices=False)
+        s = s / s.norm()
+        for a, b, c in COEFFICIENTS["quintic"]:
+            s = a * s + b * s**3 + c * s**5
+        return LR * (0.2 * scale(*grad.shape) * (u * s) @ v + decay * weight)
+
+    return update
+
+
 def sgd(momentum: float) -> Update:
     velocity: dict[str, torch.Tensor] = {}
 
@@ -75,12 +102,17 @@ RULES: dict[str, tuple[dict[str, Any], Update]] = {
     "sgd without momentum": ({"optimizer": "sgd", "sgd_momentum": 0.0}, sgd(0.0)),
     "lamb": ({"optimizer": "lamb"}, lamb()),
     "adafactor": ({"optimizer": "adafactor"}, adafactor(False)),
+    "muon": ({"optimizer": "muon", "muon_factor": 0.2}, muon(False, lambda out, columns: max(out, columns) ** 0.5)),
+    "muon, Nesterov": (
+        {"optimizer": "muon", "muon_factor": 0.2, "muon_nesterov": True, "muon_scale": "unit_rms_norm"},
+        muon(True, lambda out, columns: (out / columns) ** 0.5),
+    ),
     "adafactor, relative": ({"optimizer": "adafactor", "adafactor_relative": True}, adafactor(True)),
 }
 
 
 def logical(stage: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Whole logical tensors as views of the weights that hold them."""
+    """Ranks logical tensors as views of the weights that hold them."""
     held: list[Weight] = list(weights(stage))
     return {segment.shard.name: segment.real(weight.detach()) for weight in held for segment in weight.segments}
 
@@ -147,3 +179,28 @@ def test_adafactor_keeps_rows_and_columns() -> None:
     assert kept["factors/columns/model.embed_tokens.weight"] == (32,)
     assert kept["moment2/model.norm.bias"] == (32,)
     assert "moment2/model.embed_tokens.weight" not in kept
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("shape", ["16x6", "6x16", "8x8"])
+def test_orthogonal_is_the_originals(shape: str, dtype: str) -> None:
+    golden = load_file(shared("golden/optim/muon.safetensors"))
+    for coefficients in COEFFICIENTS:
+        rule = Muon(ADAM, coefficients=coefficients, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
+        found = orthogonal(golden[f"ns.{shape}.in"], rule.polynomials(), rule.dtype)
+        expected = golden[f"ns.{shape}.{coefficients}.{dtype}"]
+        torch.testing.assert_close(found, expected, rtol=0, atol=3e-6 if dtype == "fp32" else 0)
+
+
+@pytest.mark.parametrize("name", ["plain", "nesterov"])
+def test_three_steps_of_muon_are_the_originals(name: str) -> None:
+    golden = load_file(shared("golden/optim/muon.safetensors"))
+    rule = Muon(ADAM, nesterov=name == "nesterov", factor=0.2, dtype=torch.float32)
+    weight, momentum = golden[f"step.{name}.w0"].flatten(), torch.zeros(96)
+    bucket = mock.Mock(reduction=Reduction(whole=True))
+    owned = ShardState(bucket, None, {"momentum": FlatState(0, momentum)})
+    alone = Ranks(mock.Mock(), lambda _, flat, function: function(flat.view(12, 8)).flatten())
+    for step in (1, 2, 3):
+        rule.step(owned, weight, golden[f"step.{name}.g{step}"].flatten(), alone, StepArgs(step, 1e-2, 0.1))
+        for found, key in ((weight, "w"), (momentum, "m")):
+            torch.testing.assert_close(found.view(12, 8), golden[f"step.{name}.{key}{step}"], rtol=0, atol=1e-6)

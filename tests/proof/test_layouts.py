@@ -58,7 +58,7 @@ def test_the_list_is_complete() -> None:
     assert all(any(getattr(one, axis) > 1 for one in across) for axis in ("tp", "pp", "dp"))
     for word in ("gpipe", "zb", "uneven", "selective", "full", "block", "share", "offload"):
         assert any(getattr(one, word) for one in listed), word
-    assert {one.rule for one in listed} == {"adam", "sgd", "lamb", "adafactor"}
+    assert {one.rule for one in listed} == {"adam", "sgd", "lamb", "adafactor", "muon"}
     assert {one.zero for one in listed} == {0, 1, 2, 3} and {one.chunks for one in listed} == {1, 2, 3}
     assert {one.dp for one in listed if one.mbs == 1} >= {4, 8} and {one.mbs for one in listed} == {1, 2, 4, 8}
 

@@ -69,6 +69,9 @@ LAYOUTS = [
     ("gpt", 8, {**EVERYTHING, "optimizer": "adafactor", "optimizer_offload": True}),
     ("qwen", 4, {"cp": 2, "zero": 2, "optimizer": "adafactor"}),
     ("gpt", 4, {"pp": 2, "zero": 1, "optimizer": "sgd"}),
+    # and at whole matrices: cut over tensor ranks and in spans, copied over data ranks, kept off the device
+    ("llama", 4, {"tp": 2, "zero": 3, **SP, "optimizer": "muon"}),
+    ("t5", 4, {"tp": 2, "optimizer": "muon", "optimizer_offload": True}),
     # two losses with divisors of their own, a bias that is cut like the vocabulary, rows judged by one rank
     ("bert", 2, {"tp": 2, **SP}),
     ("bert", 4, {"cp": 2}),

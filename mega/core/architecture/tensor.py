@@ -88,6 +88,11 @@ class Tensor:
         return len(self.shape) > 1
 
     @property
+    def hidden_matrix(self) -> bool:
+        """Whether it is a matrix of a layer, and not of the embedding, the output or a head."""
+        return len(self.shape) == 2 and all(isinstance(unit, int) for unit in self.units)
+
+    @property
     def elements(self) -> int:
         return prod(self.shape)
 

@@ -748,7 +748,7 @@ class OptimizerConfig(Section):
 
     title: ClassVar[str] = "Optimizer"
 
-    optimizer: Literal["adam", "sgd", "lamb", "adafactor"] = option(
+    optimizer: Literal["adam", "sgd", "lamb", "adafactor", "muon"] = option(
         "adam", "update rule; adam is AdamW", megatron="--optimizer", on_resume="must match"
     )
     lr: float | None = option(
@@ -762,27 +762,27 @@ class OptimizerConfig(Section):
     )
     adam_beta1: float = option(
         0.9,
-        "decay of the first moment (adam, lamb)",
+        "decay of the first moment (adam, lamb; muon: of all but layers' matrices)",
         megatron="--adam-beta1",
         within=BELOW_ONE,
         on_resume="noted",
-        read_with={"optimizer": ("adam", "lamb")},
+        read_with={"optimizer": ("adam", "lamb", "muon")},
     )
     adam_beta2: float = option(
         0.999,
-        "decay of the second moment (adam, lamb)",
+        "decay of the second moment (adam, lamb, muon)",
         megatron="--adam-beta2",
         within=BELOW_ONE,
         on_resume="noted",
-        read_with={"optimizer": ("adam", "lamb")},
+        read_with={"optimizer": ("adam", "lamb", "muon")},
     )
     adam_eps: float = option(
         1e-8,
-        "epsilon of the denominator (adam, lamb)",
+        "epsilon of the denominator (adam, lamb, muon)",
         megatron="--adam-eps",
         within=POSITIVE,
         on_resume="noted",
-        read_with={"optimizer": ("adam", "lamb")},
+        read_with={"optimizer": ("adam", "lamb", "muon")},
     )
     sgd_momentum: float = option(
         0.9,
@@ -810,6 +810,56 @@ class OptimizerConfig(Section):
         "adafactor: second moments decay by 1 - step^-this",
         within=POSITIVE,
         read_with={"optimizer": ("adafactor",)},
+        on_resume="noted",
+    )
+    muon_momentum: float = option(
+        0.95,
+        "muon: decay of the average of gradients",
+        megatron="--muon-momentum",
+        within=BELOW_ONE,
+        read_with={"optimizer": ("muon",)},
+        on_resume="noted",
+    )
+    muon_nesterov: bool = option(
+        False,
+        "muon: the update looks one gradient ahead",
+        megatron="--muon-use-nesterov",
+        read_with={"optimizer": ("muon",)},
+        on_resume="noted",
+    )
+    muon_coefficients: Literal["quintic", "simple", "polar_express"] = option(
+        "quintic",
+        "muon: polynomials that make a matrix orthogonal",
+        read_with={"optimizer": ("muon",)},
+        on_resume="noted",
+    )
+    muon_steps: int = option(
+        5,
+        "muon: how often they are applied",
+        megatron="--muon-num-ns-steps",
+        within=COUNT,
+        read_with={"optimizer": ("muon",)},
+        on_resume="noted",
+    )
+    muon_scale: Literal["spectral", "shape_scaling", "unit_rms_norm"] = option(
+        "spectral",
+        "muon: size of an update of a matrix [out, in]: sqrt max(out, in), sqrt max(1, out / in) or sqrt(out / in)",
+        megatron="--muon-scale-mode",
+        read_with={"optimizer": ("muon",)},
+        on_resume="noted",
+    )
+    muon_factor: float = option(
+        1.0,
+        "muon: factor of every update of a matrix; with 0.2, a rate of adam fits",
+        megatron="--muon-extra-scale-factor",
+        within=POSITIVE,
+        read_with={"optimizer": ("muon",)},
+        on_resume="noted",
+    )
+    muon_dtype: Literal["bf16", "fp32"] = option(
+        "bf16",
+        "muon: in which matrices are multiplied",
+        read_with={"optimizer": ("muon",)},
         on_resume="noted",
     )
     weight_decay: float = option(

@@ -169,10 +169,15 @@ def checkpoint_bytes(run: RunConfig) -> int:
     weight, high = BYTES[run.precision.dtype], wide(run.precision.dtype)
     apart = run.optimizer.optimizer_offload  # the host then updates masters of its own
     masters = high if high != weight and (apart or run.precision.masters) else 0
-    moments = {"adam": 2, "lamb": 2, "sgd": int(run.optimizer.sgd_momentum > 0), "adafactor": 0}
-    state = masters + moments[run.optimizer.optimizer] * high
-    kept = sum(tensor.elements for tensor in inventory(run.model) if tensor.trainable)
-    return kept * (weight + (state if run.checkpoint.save_optim else 0))
+    trained = [tensor for tensor in inventory(run.model) if tensor.trainable]
+    kept = sum(tensor.elements for tensor in trained)
+    if not run.checkpoint.save_optim:
+        return kept * weight
+    moments = {"adam": 2, "lamb": 2, "sgd": int(run.optimizer.sgd_momentum > 0), "adafactor": 0, "muon": 2}
+    values = moments[run.optimizer.optimizer] * kept
+    if run.optimizer.optimizer == "muon":
+        values -= sum(tensor.elements for tensor in trained if tensor.hidden_matrix)
+    return kept * (weight + masters) + values * high
 
 
 def logits_bytes(run: RunConfig) -> int:
@@ -218,8 +223,14 @@ def _update(run: RunConfig, held: Weights) -> int:
     """What the optimizer needs besides its state: copies of a bucket's span, wide. Weights are gathered in place."""
     precision, options = run.precision, run.optimizer
     assert precision.grad_dtype
+<<<<<<< HEAD
     high = wide(precision.dtype)
     copies = {"adam": 0, "sgd": 1, "lamb": 3, "adafactor": 2}[options.optimizer]
+=======
+    weight, high = BYTES[precision.dtype], wide(precision.dtype)
+    # Of muon: the update, what arrives, matrices of which this rank is the owner, and three that a step works in.
+    copies = {"adam": 0, "sgd": 1, "lamb": 3, "adafactor": 2, "muon": 4}[options.optimizer]
+>>>>>>> f028ec4f (Muon: matrices of layers are updated whole, in any layout)
     copies += (BYTES[precision.grad_dtype] != high) + (not precision.masters)
     return 0 if options.optimizer_offload else copies * held.largest * high
 

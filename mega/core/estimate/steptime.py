@@ -23,10 +23,10 @@ from mega.core.estimate.weights import BYTES, Weights, data_shards, stage_weight
 from mega.core.flops import model_flops_per_token
 from mega.core.plan import Costs, plan, simulate
 
-RULES = {"adam": 7.0, "sgd": 5.5, "lamb": 29.0, "adafactor": 23.0}
+RULES = {"adam": 7.0, "sgd": 5.5, "lamb": 29.0, "adafactor": 23.0, "muon": 21.0}
 """Wide numbers per parameter that an update in torch's own steps moves, besides masters and gradients on their way;
-of pass after pass, as measured (tests/gpu/updates.py). AdamW's are of torch's one pass on a host; on a device it is one
-pass of a kernel."""
+of pass after pass, as measured (tests/gpu/updates.py); muon's as counted, without its products. AdamW's are of torch's
+one pass on a host; on a device it is one pass of a kernel."""
 
 MOMENTUM = 4.5
 """The same for the velocities of SGD."""

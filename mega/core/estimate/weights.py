@@ -30,14 +30,21 @@ Place = tuple[int, int]
 class BucketSize:
     """One flat bucket, in elements: with padding, of parameters, and of the span that this rank updates.
 
+<<<<<<< HEAD
     width: bytes of a weight. vectors: elements after the last matrix. factors: rows and columns of all its matrices.
     places: of its parameters. users: names of the units of those that are of several. data: the axis of its sum.
+=======
+    width: bytes of a weight. whole: it holds matrices that are updated whole. vectors: elements after the last matrix.
+    factors: rows and columns of all its matrices. places: of its parameters. users: names of the units of those that
+    are of several.
+>>>>>>> f028ec4f (Muon: matrices of layers are updated whole, in any layout)
     """
 
     length: int
     parameters: int
     span: int
     width: int
+    whole: bool
     vectors: int
     factors: int
     places: tuple[Place, ...]
@@ -133,6 +140,8 @@ def _moments(run: RunConfig, bucket: BucketSize) -> int:
         return bucket.factors + min(bucket.span, bucket.vectors)
     if options.optimizer == "sgd":
         return bucket.span if options.sgd_momentum else 0
+    if options.optimizer == "muon" and bucket.whole:
+        return bucket.span
     return 2 * bucket.span
 
 
@@ -179,6 +188,7 @@ def stage_buckets(run: RunConfig, dp: int, chunks: Sequence[Chunk]) -> Iterator[
         shards=data_shards(parallel, dp) if parallel.zero else {},
         least=parallel.bucket_size if parallel.zero < 3 else None,
         stages=tied_stages(run.model, parallel.pp, parallel.chunks, parallel.stage_layers),
+        matrices=run.optimizer.optimizer == "muon",
     )
     for chunk in chunks:
         parts = _trained_parts(_parameters(run, chunk))
@@ -208,6 +218,7 @@ def _bucket(spec: BucketSpec, places: Sequence[Place], parts: Sequence[Sequence[
         sum(parameter.elements for parameter in held),
         spec.shard,
         BYTES[spec.dtype],
+        spec.reduction.whole,
         spec.length - spec.decay_end,
         sum(sum(tensor.shape) for tensor in matrices),
         here,

@@ -18,7 +18,7 @@ from math import prod, sqrt
 import torch
 
 from mega.core.ops.square_sum import square_sums
-from mega.core.optim.rule import Allocator, FlatState, ShardState, StepArgs, Sums
+from mega.core.optim.rule import Allocator, FlatState, Ranks, ShardState, StepArgs
 from mega.core.shard import Shard
 
 SMALLEST = 1e-30
@@ -47,17 +47,17 @@ class Adafactor:
             owned.factors[f"{ROWS}/{shard.name}"] = allocator.zeros(rows)
             owned.factors[f"{COLUMNS}/{shard.name}"] = allocator.zeros(columns)
 
-    def step(self, owned: ShardState, master: torch.Tensor, grad: torch.Tensor, sums: Sums, args: StepArgs) -> None:
+    def step(self, owned: ShardState, master: torch.Tensor, grad: torch.Tensor, ranks: Ranks, args: StepArgs) -> None:
         decay = 1 - args.step**-self.decay_rate
         # 1 means of the squares, now and over time
-        self._take(owned, grad, sums, decay)
+        self._take(owned, grad, ranks, decay)
         # 2 the update, divided by the second moments' root
         update = torch.zeros_like(grad)
         self._divide(owned, grad, update, decay)
         # 3 its size, and the weights', over whole tensors
         runs = list(owned.bucket.runs())
         squares = square_sums([x[run] for _, run in runs for x in (update, master)])
-        totals = sums(owned.bucket, squares).view(-1, 2)
+        totals = ranks.sums(owned.bucket, squares).view(-1, 2)
         elements = torch.tensor([prod(shard.whole) for shard, _ in runs], dtype=totals.dtype, device=totals.device)
         sizes = (totals / elements[:, None]).sqrt()
         # 4
@@ -66,7 +66,7 @@ class Adafactor:
             rate = args.lr if not self.relative else weight.clamp(min=LEAST_SIZE) * min(args.lr, 1 / sqrt(args.step))
             master[run].sub_(update[run] * (rate / (size / self.clip).clamp(min=1.0)))
 
-    def _take(self, owned: ShardState, grad: torch.Tensor, sums: Sums, decay: float) -> None:
+    def _take(self, owned: ShardState, grad: torch.Tensor, ranks: Ranks, decay: float) -> None:
         """Squares of this step's gradients into the means of rows and columns, over all ranks."""
         now = {key: torch.zeros_like(factor) for key, factor in owned.factors.items()}
         if not now:
@@ -75,7 +75,8 @@ class Adafactor:
             squares = part.square()
             now[f"{ROWS}/{shard.name}"][row : row + part.shape[0]] += squares.sum(1)
             now[f"{COLUMNS}/{shard.name}"][column : column + part.shape[1]] += squares.sum(0)
-        totals = torch.split(sums(owned.bucket, torch.cat(list(now.values()))), [len(one) for one in now.values()])
+        sums = ranks.sums(owned.bucket, torch.cat(list(now.values())))
+        totals = torch.split(sums, [len(one) for one in now.values()])
         lengths = (length for shard, _ in _matrices(owned) for length in reversed(shard.whole))
         for factor, total, length in zip(owned.factors.values(), totals, lengths, strict=True):
             factor.mul_(decay).add_(total / length + SMALLEST, alpha=1 - decay)

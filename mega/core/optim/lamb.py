@@ -15,7 +15,7 @@ import torch
 
 from mega.core.ops.square_sum import square_sums
 from mega.core.optim.adam import AdamW
-from mega.core.optim.rule import Allocator, ShardState, StepArgs, Sums
+from mega.core.optim.rule import Allocator, Ranks, ShardState, StepArgs
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class LAMB:
     def start(self, owned: ShardState, allocator: Allocator) -> None:
         self.adam.start(owned, allocator)
 
-    def step(self, owned: ShardState, master: torch.Tensor, grad: torch.Tensor, sums: Sums, args: StepArgs) -> None:
+    def step(self, owned: ShardState, master: torch.Tensor, grad: torch.Tensor, ranks: Ranks, args: StepArgs) -> None:
         # 1 the direction of every element
         moment1, moment2 = owned.moments.values()
         update = self.adam.direction(grad, moment1.values, moment2.values, step=args.step)
@@ -38,7 +38,7 @@ class LAMB:
         # 3 the ratio
         if runs:
             squares = square_sums([x[run] for run in runs for x in (master, update)])
-            norms = sums(owned.bucket, squares).sqrt().view(-1, 2)
+            norms = ranks.sums(owned.bucket, squares).sqrt().view(-1, 2)
             ratios = torch.where((norms > 0).all(1), norms[:, 0] / norms[:, 1], 1.0).to(update.dtype)
             for run, ratio in zip(runs, ratios, strict=True):
                 update[run].mul_(ratio)

@@ -21,9 +21,10 @@ import torch
 
 from mega.core.ops.suite import REFERENCE, Ops
 from mega.core.optim.adam import AdamW
-from mega.core.optim.rule import Allocator, Rule, ShardState, StepArgs
+from mega.core.optim.rule import Allocator, Ranks, Rule, ShardState, StepArgs
 from mega.core.parallel.bucket_sums import square_sum, tied_difference, whole_sums
 from mega.core.parallel.gradients import Bucket, GradBuffer
+from mega.core.parallel.whole_matrices import WholeMatrices
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class Optimizer:
         self.grads, self.rule, self.clip, self.ops = grads, rule, clip, ops
         self._pass = ops.adamw if not offload else None
         self._masters, self._offload, self._decays_all = masters, offload, decays_all
+        self._ranks = Ranks(partial(whole_sums, grads), WholeMatrices().mapped)
         self.shards = [self._own(bucket) for bucket in grads.buckets]
         self._landing = self._landed() if offload else None
         self._updates = torch.zeros((), dtype=torch.float64, device=grads.buckets[0].own_grads.device)
@@ -130,7 +132,7 @@ class Optimizer:
             grad = grad.to(master.dtype)
             if factor is not None:
                 grad.mul_(factor.to(grad.device))
-            self.rule.step(owned, master, grad, partial(whole_sums, self.grads), args)
+            self.rule.step(owned, master, grad, self._ranks, args)
             if master is not weights:
                 weights.copy_(master)
 

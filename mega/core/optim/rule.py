@@ -1,7 +1,7 @@
 """What every update rule is to the optimizer: it keeps state for our span of a bucket, and moves the span's weights.
 
 A rule that treats every element alike need not know where a span begins and ends. One that looks at whole tensors
-(LAMB, Adafactor) asks for its sums over all ranks that hold a part of them.
+asks the ranks that hold parts of them, for sums (LAMB, Adafactor) or for whole matrices (Muon).
 """
 
 from __future__ import annotations
@@ -14,9 +14,16 @@ import torch
 
 from mega.core.device import page_locked
 from mega.core.parallel.gradients import Bucket
+from mega.core.parallel.whole_matrices import MatrixFunction
 
-Sums = Callable[[Bucket, torch.Tensor], torch.Tensor]
-"""Sums over whole logical tensors from each rank's sums over its own parts (`bucket_sums.whole_sums`)."""
+
+class Ranks(NamedTuple):
+    """What a rule may ask of all ranks that hold parts of a bucket's logical tensors. They ask alike."""
+
+    sums: Callable[[Bucket, torch.Tensor], torch.Tensor]
+    """Sums over whole tensors from each rank's sums over its own parts (`bucket_sums.whole_sums`)."""
+    matrices: Callable[[Bucket, torch.Tensor, MatrixFunction], torch.Tensor]
+    """Our span of a function of every whole matrix, from our span of the matrices (`WholeMatrices.mapped`)."""
 
 
 class StepArgs(NamedTuple):
@@ -94,7 +101,7 @@ class Rule(Protocol):
     def start(self, owned: ShardState, allocator: Allocator) -> None:
         """Make the state of a span that has seen no gradient."""
 
-    def step(self, owned: ShardState, master: torch.Tensor, grad: torch.Tensor, sums: Sums, args: StepArgs) -> None:
+    def step(self, owned: ShardState, master: torch.Tensor, grad: torch.Tensor, ranks: Ranks, args: StepArgs) -> None:
         """One update of `master` in place; `grad` is ours to change. Both are our span's."""
 
 
@@ -114,7 +121,7 @@ class Elementwise:
         begin, end = owned.bucket.span
         owned.moments = {kind: FlatState(begin, allocator.zeros(end - begin)) for kind in self.kinds}
 
-    def step(self, owned: ShardState, master: torch.Tensor, grad: torch.Tensor, sums: Sums, args: StepArgs) -> None:
+    def step(self, owned: ShardState, master: torch.Tensor, grad: torch.Tensor, ranks: Ranks, args: StepArgs) -> None:
         for part, decays in owned.decay_split():
             moments = (flat.values[part] for flat in owned.moments.values())
             self.update(master[part], grad[part], *moments, args=args if decays else args._replace(decay=0.0))

@@ -185,6 +185,16 @@ def _exchange(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return out
 
 
+def exchange(x: torch.Tensor, axis: Axis, to: Sequence[int], of: Sequence[int]) -> torch.Tensor:
+    """Rows of `x`, [sum(to), ...], lie in the order of the ranks that they go to; what comes, [sum(of), ...], in the
+    order of those that it is from."""
+    if axis.size == 1:
+        return x
+    out = x.new_empty(sum(of), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), list(of), list(to), group=axis.group)
+    return out
+
+
 def summed(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """A new tensor, the sum over the ranks of an axis."""
     out = x.clone(memory_format=torch.contiguous_format)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from mega.core.ops import observe
 from mega.core.ops.autograd import FunctionContext
-from mega.core.parallel.collectives import Finished, all_gather, conjugate, reduce_scatter, summed
+from mega.core.parallel.collectives import Finished, all_gather, conjugate, exchange, reduce_scatter, summed
 from mega.core.parallel.mesh import SINGLE, Axis, Mesh
 from mega.core.parallel.region import Region
 
@@ -205,9 +205,7 @@ class RowExchange:
             Finished(waited=observe.exchange("all-to-all", x.nbytes, self._ep.ranks)).wait()
             return torch.empty_like(x)
         to, of = (self._there, self._back) if forwards else (self._back, self._there)
-        out = x.new_empty(sum(of), *x.shape[1:])
-        dist.all_to_all_single(out, x.contiguous(), of, to, group=self._ep.group)
-        return out
+        return exchange(x, self._ep, to, of)
 
 
 def _swapped(counts: torch.Tensor, axis: Axis) -> torch.Tensor:

@@ -190,7 +190,8 @@ class GradBuffer:
         3  also: weights are gathered for a unit of the model, while the one before it runs, and let go after it
 
     shared: name of every tensor that several pipeline stages hold -> these stages (`shared_stages`); all ranks give the
-    same. before_reduce: is called with a bucket whose gradients are complete here, and not yet added up.
+    same. matrices: those of layers lie in buckets of their own, as they are updated whole. before_reduce: is called
+    with a bucket whose gradients are complete here, and not yet added up.
     """
 
     def __init__(
@@ -202,6 +203,7 @@ class GradBuffer:
         sequence: bool = False,
         shared: Mapping[str, tuple[int, ...]] | None = None,
         zero: int = 0,
+        matrices: bool = False,
         bucket_size: int = 40_000_000,
         overlap: bool = True,
         overlap_gather: bool = True,
@@ -211,8 +213,8 @@ class GradBuffer:
         for stages in sorted(set((shared or {}).values())):
             mesh.stages(stages)  # groups are made by all ranks, those that hold none of these tensors too
         shards = {name: data.axis.size for name, data in mesh.data_axes.items()} if zero else {}
-        tensor = {axis.name: axis.size for axis in (mesh.tp, mesh.etp)}
-        rules = BucketRules(tensor, sequence, shards, bucket_size if zero < 3 else None, shared or {})
+        tensor, least = {axis.name: axis.size for axis in (mesh.tp, mesh.etp)}, bucket_size if zero < 3 else None
+        rules = BucketRules(tensor, sequence, shards, least, shared or {}, matrices)
         self.buckets = [
             bucket
             for chunk in chunks
@@ -233,8 +235,7 @@ class GradBuffer:
             bucket.reshard()
         self._gathered = [bucket for bucket in self.buckets if 0 < zero < 3 and bucket.data.axis.size > 1]
         self._gather_axes = {name: data.axis for name, data in mesh.data_axes.items()}
-        self._overlap_gather = overlap_gather
-        self._order = _Order()
+        self._overlap_gather, self._order = overlap_gather, _Order()
         if zero and overlap_gather and any(data.axis.size > 1 for data in mesh.data_axes.values()):
             # The loss's few numbers are added up meanwhile, and must not queue after the weights; nor may the weights
             # of a unit queue after the gradients of another one.

@@ -24,12 +24,14 @@ class Reduction(NamedTuple):
     partial: axes over which each rank's gradient is still only a part.
     replicated: axes whose ranks hold equal copies of the parameter.
     stages: the pipeline stages that hold the parameter, where several do (tied tensors); each has a part.
+    whole: it is updated as a whole matrix.
     """
 
     data: str = "dp"
     partial: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()
     stages: tuple[int, ...] = ()
+    whole: bool = False
 
 
 class ParameterSpec(NamedTuple):
@@ -46,7 +48,8 @@ class BucketRules:
 
     tensor: sizes of the tensor axes. sequence: their ranks split the sequence. shards: data axis -> its ranks, which
     each own a span; {}: every rank has everything. least: elements at which a bucket is full; None: one bucket for all
-    alike. stages: name of a tensor that several pipeline stages hold -> those stages (`shared_stages`).
+    alike. stages: name of a tensor that several pipeline stages hold -> those stages (`shared_stages`). matrices: those
+    of layers are updated whole.
     """
 
     tensor: Mapping[str, int]
@@ -54,13 +57,15 @@ class BucketRules:
     shards: Mapping[str, int]
     least: int | None
     stages: Mapping[str, tuple[int, ...]]
+    matrices: bool = False
 
     def reduction(self, tensor: Tensor) -> Reduction:
         """How the gradient of a parameter with `tensor` becomes whole."""
         axis = tensor.tensor_axis
         replicated = (axis,) if self.tensor[axis] > 1 and tensor.cut() is None else ()
         parts = replicated and ("tp" in tensor.partial or ("sequence" in tensor.partial and self.sequence))
-        return Reduction(tensor.data, (axis,) if parts else (), replicated, self.stages.get(tensor.name, ()))
+        whole = self.matrices and tensor.hidden_matrix
+        return Reduction(tensor.data, (axis,) if parts else (), replicated, self.stages.get(tensor.name, ()), whole)
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ that trains the model keeps that noise within the bounds of fp32; fp64 bears twe
 
 NUMBERS = ("tp", "cp", "pp", "dp", "etp", "ep", "split", "chunks", "mbs", "full", "block", "zero")
 FLAGS = ("sp", "a2a", "ring", "gpipe", "zb", "uneven", "selective", "share", "offload")
-RULES = ("sgd", "lamb", "adafactor")
+RULES = ("sgd", "lamb", "adafactor", "muon")
 """Update rules other than adam."""
 
 
@@ -364,6 +364,12 @@ UPDATES = _named(
     "dp2-offload",
     "tp2pp2dp2sp-zero1-adafactor-offload",
     "dp4-zero3-lamb-offload",
+    "tp2dp2-muon",
+    "tp4sp-muon",
+    "dp4-zero2-muon",
+    "cp2dp2-zero3-muon",
+    "tp2pp2dp2sp-zero1-muon",
+    "tp2dp2-zero1-muon-offload",
 )
 """The other rules, where tensors are cut over tensor ranks and in spans, and where two stages share one; state on the
 host."""

@@ -92,6 +92,7 @@ def build_grads(run: RunConfig, mesh: Mesh, stages: list[Any]) -> GradBuffer:
         sequence=parallel.sequence_parallel,
         shared=shared_stages(inventory(run.model), _placement(run)),
         zero=parallel.zero,
+        matrices=run.optimizer.optimizer == "muon",
         bucket_size=parallel.bucket_size,
         overlap=parallel.overlap_grad_reduce,
         overlap_gather=parallel.overlap_param_gather,
