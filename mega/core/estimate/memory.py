@@ -223,14 +223,9 @@ def _update(run: RunConfig, held: Weights) -> int:
     """What the optimizer needs besides its state: copies of a bucket's span, wide. Weights are gathered in place."""
     precision, options = run.precision, run.optimizer
     assert precision.grad_dtype
-<<<<<<< HEAD
     high = wide(precision.dtype)
-    copies = {"adam": 0, "sgd": 1, "lamb": 3, "adafactor": 2}[options.optimizer]
-=======
-    weight, high = BYTES[precision.dtype], wide(precision.dtype)
     # Of muon: the update, what arrives, matrices of which this rank is the owner, and three that a step works in.
     copies = {"adam": 0, "sgd": 1, "lamb": 3, "adafactor": 2, "muon": 4}[options.optimizer]
->>>>>>> f028ec4f (Muon: matrices of layers are updated whole, in any layout)
     copies += (BYTES[precision.grad_dtype] != high) + (not precision.masters)
     return 0 if options.optimizer_offload else copies * held.largest * high
 

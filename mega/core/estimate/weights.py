@@ -30,14 +30,9 @@ Place = tuple[int, int]
 class BucketSize:
     """One flat bucket, in elements: with padding, of parameters, and of the span that this rank updates.
 
-<<<<<<< HEAD
-    width: bytes of a weight. vectors: elements after the last matrix. factors: rows and columns of all its matrices.
-    places: of its parameters. users: names of the units of those that are of several. data: the axis of its sum.
-=======
     width: bytes of a weight. whole: it holds matrices that are updated whole. vectors: elements after the last matrix.
     factors: rows and columns of all its matrices. places: of its parameters. users: names of the units of those that
-    are of several.
->>>>>>> f028ec4f (Muon: matrices of layers are updated whole, in any layout)
+    are of several. data: the axis of its sum.
     """
 
     length: int

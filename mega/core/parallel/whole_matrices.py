@@ -23,7 +23,7 @@ MatrixFunction = Callable[[torch.Tensor], torch.Tensor]
 """From a matrix to one of the same shape."""
 
 
-class Block(NamedTuple):
+class Rectangle(NamedTuple):
     """A rectangle of a bucket's matrix: which one, from which row and column, how many of them."""
 
     matrix: int
@@ -41,12 +41,12 @@ class _Plan(NamedTuple):
 
     shapes: dict[int, tuple[int, ...]]
     """Of the matrices that this rank owns."""
-    ours: list[Block]
+    ours: list[Rectangle]
     """What our span holds, in its order."""
-    sent: list[list[Block]]
-    received: list[list[Block]]
-    returned: list[list[Block]]
-    regained: list[list[Block]]
+    sent: list[list[Rectangle]]
+    received: list[list[Rectangle]]
+    returned: list[list[Rectangle]]
+    regained: list[list[Rectangle]]
 
 
 class WholeMatrices:
@@ -86,21 +86,21 @@ def _plan(bucket: Bucket) -> _Plan:
     names = list(shapes)
     empty = bucket.own_weights[:0]
     ours = [
-        Block(names.index(shard.name), start, tuple(part.shape))
+        Rectangle(names.index(shard.name), start, tuple(part.shape))
         for shard, start, part in bucket.rectangles(empty.new_empty(bucket.span[1] - bucket.span[0]), bucket.span[0])
     ]
     held = [
-        [Block(matrix, (row, column), (rows, columns)) for matrix, row, column, rows, columns in blocks]
+        [Rectangle(matrix, (row, column), (rows, columns)) for matrix, row, column, rows, columns in blocks]
         for blocks in gather_json([[block.matrix, *block.start, *block.size] for block in ours], axis, empty.device)
     ]
     owners = _owners([shapes[name] for name in names], axis.size)
-    holders: dict[Block, list[int]] = defaultdict(list)
+    holders: dict[Rectangle, list[int]] = defaultdict(list)
     for rank, row in enumerate(held):
         for block in row:
             holders[block].append(rank)
     counted = [sum(prod(block.size) for block in holders if block.matrix == number) for number in range(len(names))]
     assert counted == [prod(shapes[name]) for name in names], f"{axis.name}: holds no whole matrices"
-    table: dict[tuple[int, int], list[Block]] = defaultdict(list)
+    table: dict[tuple[int, int], list[Rectangle]] = defaultdict(list)
     for block, ranks in holders.items():
         owner = owners[block.matrix]
         table[owner if owner in ranks else ranks[block.matrix % len(ranks)], owner].append(block)
@@ -128,15 +128,17 @@ def _owners(shapes: Sequence[tuple[int, ...]], size: int) -> list[int]:
     return found
 
 
-def _joined(parts: dict[Block, torch.Tensor], rows: Sequence[Sequence[Block]], like: torch.Tensor) -> torch.Tensor:
+def _joined(
+    parts: dict[Rectangle, torch.Tensor], rows: Sequence[Sequence[Rectangle]], like: torch.Tensor
+) -> torch.Tensor:
     return torch.cat([like.new_empty(0), *(parts[block].reshape(-1) for row in rows for block in row)])
 
 
-def _sizes(rows: Sequence[Sequence[Block]]) -> list[int]:
+def _sizes(rows: Sequence[Sequence[Rectangle]]) -> list[int]:
     return [sum(prod(block.size) for block in row) for row in rows]
 
 
-def _blocks(rows: Sequence[Sequence[Block]], flat: torch.Tensor) -> Iterator[tuple[Block, torch.Tensor]]:
+def _blocks(rows: Sequence[Sequence[Rectangle]], flat: torch.Tensor) -> Iterator[tuple[Rectangle, torch.Tensor]]:
     at = 0
     for block in (block for row in rows for block in row):
         yield block, flat[at : at + prod(block.size)].view(block.size)
