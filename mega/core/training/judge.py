@@ -183,8 +183,7 @@ class Judge:
         """
         scaler = self.state.scaler
         looking = scaler is not None and not reason and not scaler.at_least
-        if reason != "spike":
-            self._stuck = 0 if applied or looking else self._stuck + 1
+        self._stuck = 0 if applied or looking else self._stuck + (reason != "spike")
         if self._stuck == STUCK:
             held = ""
             if scaler is not None and scaler.at_least:
