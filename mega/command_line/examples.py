@@ -191,6 +191,18 @@ EXAMPLES: Mapping[str, Examples] = {
         ("say what would go", "mega checkpoint clean runs/a --keep-last 3 --dry-run"),
         ("keep 3, and every 1000th", "mega checkpoint clean runs/a --keep-last 3 --keep-every 1000"),
     ),
+    "retro build": (
+        ("all of it", "mega retro build --directory db --embedder bert --data-path a_text_document"),
+        ("a half, on one of two hosts", "mega retro build --config db.toml --shard 1/2"),
+    ),
+    "retro query": (
+        ("of a planned run", "mega retro query --config run.toml --embedder bert"),
+        ("a half, on one of two hosts", "mega retro query --config run.toml --embedder bert --shard 1/2"),
+    ),
+    "retro inspect": (
+        ("a chunk", "mega retro inspect --config run.toml --chunk 7"),
+        ("a sample and its neighbours", "mega retro inspect --config run.toml --sample 0"),
+    ),
     "corpus urls": (
         ("a list", "mega corpus urls --input urls.txt --output kept.txt"),
         ("JSON lines, by your list", "mega corpus urls --input a.jsonl --output b --domains blocked.txt"),

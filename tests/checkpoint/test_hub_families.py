@@ -355,7 +355,7 @@ def test_bf16_rounds_where_transformers_does(tmp_path: Path, case: str) -> None:
 @pytest.mark.parametrize("case", ["phi3", "pythia", "gptj", "starcoder2", "gpt2", "mistral"])
 def test_adapters_of_linears_that_are_called_or_fused_otherwise(tmp_path: Path, case: str) -> None:
     """One that peft made on every linear computes the same here; ours become theirs and come back bit for bit."""
-    made = pytest.importorskip("peft", reason="peft is absent: pip install 'mega[peft]'")
+    made = pytest.importorskip("peft", reason="peft is absent: pip install '.[peft]' in a clone")
     theirs, folder = hub.saved(tmp_path / "hf", case), tmp_path / "adapter"
     family, base = BY_TYPE[theirs.config.model_type], hub.opened(tmp_path / "hf")
     stored = peft._linears(family, base.model)
