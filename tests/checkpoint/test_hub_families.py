@@ -232,6 +232,8 @@ def test_an_engine_has_longrope_by_the_length_of_each_text(tmp_path: Path, ahead
     engine = engine_of(stage, block=16, ahead=ahead)
     for _ in range(2):  # the second time by the keys that are kept of the first
         assert [tokens(events) for events in answers(engine, asked)] == expected
+    tight = engine_of(stage, block=16, cache=144, requests=1, ahead=ahead)  # of one such text, with a beginning known
+    assert [tokens(answers(tight, [each])[0]) for each in asked[:2]] == expected[:2]
     beams = replace(asked[1], sampling=Sampling(), beams=2)
     (alone,) = answers(engine_of(stage, block=16), [beams])
     assert answers(engine, [*asked, beams])[-1][-1].beams == alone[-1].beams

@@ -63,6 +63,8 @@ def test_turns_and_commands(tmp_path: Path) -> None:
     [
         ("/sett 1", "/sett: is not a command; /help lists all"),
         ("/set temperature hot", "/set temperature hot: must be a number"),
+        ("/set tokens 1e400", "/set tokens 1e400: must be a number"),
+        ("/set temperature " + "1" * 400, "/set temperature " + "1" * 20 + ": must be a number"),
         ("/set temperature -1", "/set temperature -1: must be a number from 0"),
         ("/set tokens 0", "/set tokens 0: must be a whole number of at least 1"),
         ("/set warmth 1", "/set warmth 1: must be a name and a value; valid names: temperature, "),

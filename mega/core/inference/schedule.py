@@ -381,7 +381,12 @@ class Scheduler:
         most = 0 if request.prompt_logprobs else (len(request.prompt) - 1) // size
         shared, prefix = self.blocks.find(request.prompt, most, self._root(answer))
         need = self._need(request) - (len(shared) if answer.short_until is None else 0)
-        if not self.blocks.admit(shared, need):
+        admitted = self.blocks.admit(shared, need)
+        if not admitted and answer.short_until is not None and shared:
+            # All its blocks are promised, so those that it could share, kept besides, may be more than there are.
+            shared, prefix = [], self._root(answer)
+            admitted = self.blocks.admit(shared, need)
+        if not admitted:
             return False
         self._waiting.popleft()
         sequence = CachedSequence(list(request.prompt), shared, len(shared) * size, prefix, len(shared))

@@ -96,16 +96,20 @@ def test_what_is_wrong_is_named(server: tuple[Running, FakeEngine, Form]) -> Non
         ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice"),
         ({"tools": [ADD], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
         ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "messages"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
     ):
         reply = running.ask("POST", "/v1/chat/completions", ask | more)
         assert reply.status == 400 and reply.json["error"]["param"] == field and field in reply.json["error"]["message"]
 
 
+_NAN = '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>'
 CASES: list[tuple[Form | None, str, str, str, int]] = [
     ("tags", f"hi \n<tool_call>\n{_CALL}\n</tool_call>\n<tool_call>{_CALL}</tool_call>", "hi", "", 2),
     ("tags", "a < b <tool_call> nothing </tool_call> x", "a < b <tool_call> nothing </tool_call> x", "", 0),
     ("tags", f"<tool_call>{_CALL}", "", "", 1),
     ("tags", "<think>\nhm <x> so\n</think>\n\nhello", "hello", "\nhm <x> so\n", 0),
+    ("tags", '<tool_call>{"name": "add", "arguments": {"a": "\\ud83d"}}</tool_call>', "", "", 1),
+    ("tags", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', _NAN, "", 0),
     ("list", f"[TOOL_CALLS] [{_CALL},{_CALL}]", "", "", 2),
     ("list", 'fine [TOOL_CALLS]add[ARGS]{"a": 2}[TOOL_CALLS]add[ARGS]{}', "fine", "", 2),
     ("list", "see [1] and [TOOL", "see [1] and [TOOL", "", 0),
@@ -130,4 +134,4 @@ def test_an_answer_is_read_alike_however_it_comes(
             said, thoughts, at = said + piece.content, thoughts + piece.reasoning, at + size
             called += piece.calls
         assert (said, thoughts, len(called)) == (content, thought, calls)
-        assert all(isinstance(json.loads(each.arguments), dict) for each in called)
+        assert all(isinstance(json.loads(each.arguments.encode()), dict) for each in called)

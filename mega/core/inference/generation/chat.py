@@ -8,6 +8,7 @@ flags but in messages.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -159,7 +160,9 @@ class ChatSession:
         try:
             value: float = int(text) if text.lstrip("-").isdecimal() else float(text)
         except ValueError:
-            raise ValueError(f"/set {name} {text}: must be a number") from None
+            value = math.nan
+        if len(text) > 20 or not math.isfinite(value):
+            raise ValueError(f"/set {name} {text[:20]}: must be a number")
         if name == "tokens":
             if value != int(value) or value < 1:
                 raise ValueError(f"/set tokens {text}: must be a whole number of at least 1")

@@ -54,7 +54,7 @@ class ServerAnswers:
         choices = event.get("choices")
         first = choices[0] if isinstance(choices, list) and choices else {}
         delta: Mapping[str, object] = below(first, "delta") if isinstance(first, dict) else {}
-        return "".join(str(delta.get(key) or "") for key in ("reasoning_content", "content"))
+        return str(delta.get("content") or "")  # thoughts are no part of a turn, which the next request sends back
 
 
 def _json(data: bytes) -> object:

@@ -261,12 +261,14 @@ async def read_chat(service: Service, body: object) -> ParsedRequest:
     service.check_room("messages", prompt, tokens)
     scored = {"logprobs": (fields.top_logprobs or 0) if fields.logprobs else None}
     ends = frozenset() if fields.ignore_eos else service.ends(adapter=adapter) | chat.ends
+    # What may be written is limited from the first token on, so that no thought could end.
+    masked = bool(tools.forced) or (fields.response_format or {}).get("type", "text") != "text"
     rules = CallRules(
         form=form if tools.offered else None,
         tools=tools,
         markers=_markers(service) if tools.offered else {},
-        reasons=thinks(chat.source),
-        thinking=service.tokenizer.decode(prompt[-4:]).rstrip().endswith(THINK),
+        reasons=thinks(chat.source) and not masked,
+        thinking=not masked and service.tokenizer.decode(prompt[-4:]).rstrip().endswith(THINK),
     )
     checked = [service.checked("messages", prompt)]
     return await _asked(service, fields, checked, [PromptText()], tokens, scored, ends, rules)
@@ -294,6 +296,8 @@ async def _asked(
     else:
         masks = await service.allowed(fields.response_format, ends, count)
     if fields.prompt_logprobs is not None:
+        if fields.stream:
+            raise BadField("prompt_logprobs", "prompt_logprobs: excludes stream true")
         scored = {"logprobs": max(scored.get("logprobs") or 0, fields.prompt_logprobs), "prompt_logprobs": True}
     given = {**vars(fields), "logit_bias": _biases(fields.logit_bias)}
     made: list[Request] = []

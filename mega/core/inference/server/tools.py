@@ -329,13 +329,23 @@ def _calls(text: str, names: Sequence[str]) -> list[Call]:
         name = each.get("name")
         if not isinstance(name, str) or name not in names or not isinstance(arguments, dict):
             return []
-        calls.append(Call(name, json.dumps(arguments, ensure_ascii=False)))
+        text = json.dumps(arguments, ensure_ascii=False)
+        calls.append(Call(name, text if _is_text(text) else json.dumps(arguments)))
     return calls
+
+
+def _is_text(text: str) -> bool:
+    """Whether it has no half of a character, which no answer can hold but by its number."""
+    return not any("\ud800" <= each <= "\udfff" for each in text)
+
+
+def _number(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _objects(text: str) -> Iterator[dict[str, Json]]:
     """JSON objects, or one list of them, with blanks or semicolons between; nothing where the text is not that."""
-    decoder, at, found = json.JSONDecoder(), 0, list[Json]()
+    decoder, at, found = json.JSONDecoder(parse_constant=_number), 0, list[Json]()
     while at < len(text):
         try:
             value, at = decoder.raw_decode(text, at)
