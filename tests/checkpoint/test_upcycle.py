@@ -40,8 +40,13 @@ def logits(folder: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("model", "how"),
-    [(LLAMA, Upcycling(4, 2)), (SQUARED, Upcycling(8, 2, granularity=2)), (SQUARED, Upcycling(12, 3, granularity=3))],
-    ids=["llama-g1", "relu2-g2", "relu2-g3"],
+    [
+        (LLAMA, Upcycling(4, 2)),
+        (SQUARED, Upcycling(8, 2, granularity=2)),
+        (SQUARED, Upcycling(12, 3, granularity=3)),
+        (replace(SQUARED, bias=True), Upcycling(8, 2, granularity=2)),
+    ],
+    ids=["llama-g1", "relu2-g2", "relu2-g3", "relu2-bias"],
 )
 def test_a_mixture_begins_as_the_dense_model(tmp_path: Path, model: ModelConfig, how: Upcycling) -> None:
     """Whichever experts are chosen, of the same rows of the router; with a square the scale is exact."""
@@ -57,7 +62,7 @@ def test_a_mixture_begins_as_the_dense_model(tmp_path: Path, model: ModelConfig,
 
 def test_experts_hold_pieces_and_routers_rows(tmp_path: Path) -> None:
     """Gate, up and down are cut alike and multiplied by the third root of the granularity; nothing else changes."""
-    upcycle(dense(tmp_path / "dense", LLAMA, torch.bfloat16), tmp_path / "mixture", Upcycling(6, 2, granularity=3))
+    upcycle(dense(tmp_path / "dense", LLAMA, torch.bfloat16), tmp_path / "mixture", Upcycling(6, 3, granularity=3))
     source, before = OwnSource(locate(tmp_path / "mixture")), weights_of(LLAMA)
 
     def read(name: str) -> torch.Tensor:
@@ -92,6 +97,7 @@ def test_the_verb_takes_weights_of_others(tmp_path: Path, capsys: pytest.Capture
     ("words", "message"),
     [
         (["--upcycle", "1"], "--upcycle 1: must be at least 2"),
+        (["--upcycle", "4", "--upcycle-granularity", "4"], "--upcycle-chosen 2: must be a multiple of"),
         (["--upcycle", "4", "--upcycle-chosen", "5"], "--upcycle-chosen 5: must be from 2 to --upcycle 4"),
         (["--upcycle", "4", "--upcycle-granularity", "3"], "--upcycle-granularity 3: must divide --upcycle 4"),
         (["--upcycle", "5", "--upcycle-granularity", "5"], "--upcycle-granularity 5: must divide the model's ffn 24"),

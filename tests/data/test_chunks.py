@@ -19,6 +19,7 @@ from mega.core.data.build import build_datasets, parse_blend
 from mega.core.data.chunks import ChunkDatabase, ChunkSource, read_arrays, sources
 from mega.core.data.indexed import token_dtype
 from mega.core.data.neighbours import DatabaseManifest, NeighbourDataset, NeighbourTable, query_name
+from mega.core.data.order import split_boundaries
 from mega.core.data.preprocessing.writer import IndexedWriter
 from mega.core.data.recipes import description
 from mega.core.retro.stages import Share, begin, build_chunks, build_vectors, find_neighbours
@@ -71,6 +72,17 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> list[ChunkSource]:
 
 def blend(folder: Path) -> list[str]:
     return ["3", str(folder / NAMES[0]), "1", str(folder / NAMES[1])]
+
+
+def test_training_ends_where_the_run_s_does(tmp_path: Path) -> None:
+    """Both other shares of 15 documents round up, so the last of twelve is the validation's."""
+    with IndexedWriter(tmp_path / "a", np.dtype(np.uint16)) as writer:
+        for document in range(15):
+            writer.add([[document]])
+    (source,) = sources([(None, str(tmp_path / "a"))], "80/10/10")
+    assert source.training == split_boundaries("80/10/10", 15)[1] == 11
+    with pytest.raises(ValueError, match="--split 0,50,50: gives no document of "):
+        sources([(None, str(tmp_path / "a"))], "0,50,50")
 
 
 def manifest(**changes: Any) -> DatabaseManifest:

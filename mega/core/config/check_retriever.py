@@ -44,6 +44,7 @@ def retriever(run: RunConfig, line: Line) -> Iterator[str]:
         ("fp8", run.precision.fp8),
         ("tp_overlap", parallel.tp_overlap),
         ("cuda_graph", run.runtime.cuda_graph),
+        ("sample_interval", run.log.sample_interval is not None),
     ):
         if excluded:
             yield line(name, _EXCLUDED.get(name, "excludes --retriever"))

@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from mega.core.data.indexed import IndexedDataset
+from mega.core.data.order import split_boundaries, split_shares
 from mega.core.files import whole_file
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.untrusted import Json, below, parse_json, read_limited
@@ -91,11 +92,14 @@ def sources(blend: Sequence[tuple[float | None, str]], split: str) -> list[Chunk
 
     Errors: ValueError naming the file, or two corpora of one name.
     """
-    shares = [float(part) for part in split.split(",")]
-    share, found = shares[0] / sum(shares), list[ChunkSource]()
+    share, found = split_shares(split)[0], list[ChunkSource]()
     for weight, prefix in blend:
         corpus = IndexedDataset(prefix)
-        found.append(ChunkSource(1.0 if weight is None else weight, prefix, corpus, int(share * len(corpus))))
+        # As the original counts them, but never one that a run validates with.
+        own = min(int(share * len(corpus)), split_boundaries(split, len(corpus))[1])
+        if own < 1:
+            raise ValueError(f"--split {split}: gives no document of {prefix} ({len(corpus)} in all) to the training")
+        found.append(ChunkSource(1.0 if weight is None else weight, prefix, corpus, own))
     names = [source.name for source in found]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"--data-path: two corpora are called {repeated[0]}; link one of them to another name")

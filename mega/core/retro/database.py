@@ -96,7 +96,8 @@ def _opened(options: Options) -> tuple[RunConfig, Tokenizer, Path]:
     """A run, its tokenizer and its database. Errors: ValueError naming the flag."""
     if options.data.retro is None:
         raise ValueError("--retro is missing: give the folder that mega retro build has made")
-    resolved = resolve_run(options, 1)
+    parallel = options.parallel  # of which only the number of samples matters here
+    resolved = resolve_run(options, options.runtime.nproc or parallel.tp * parallel.cp * parallel.pp)
     if resolved.tokenizer is None:
         raise ValueError("--tokenizer is missing: chunks are embedded as text")
     return resolved.run, resolved.tokenizer, Path(options.data.retro)

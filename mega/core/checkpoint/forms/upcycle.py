@@ -61,6 +61,11 @@ def _check(model: ModelConfig, how: Upcycling) -> None:
             raise ValueError(f"--upcycle-granularity {how.granularity}: must divide {of}; valid: {valid}")
     if not 2 <= how.chosen <= how.experts:
         raise ValueError(f"--upcycle-chosen {how.chosen}: must be from 2 to --upcycle {how.experts}")
+    if how.chosen % how.granularity:
+        raise ValueError(
+            f"--upcycle-chosen {how.chosen}: must be a multiple of --upcycle-granularity {how.granularity}: all "
+            "pieces of a copy are chosen together"
+        )
 
 
 def _target(tensor: Tensor, granularity: int, held: Tensors) -> Target:
@@ -100,7 +105,7 @@ class UpcycledSource:
     def read(self, name: str, box: Box) -> torch.Tensor:
         if name.startswith(SCALED):
             part = self._dense.read(name.replace(SCALED, "weights/", 1), box)
-            plain = self._factor == 1 or name.endswith(".bias")
+            plain = self._factor == 1 or name.endswith("down_proj.bias")
             return (
                 part
                 if plain

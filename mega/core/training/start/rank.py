@@ -146,6 +146,8 @@ def _with_former_blends(inputs: Inputs, point: ResumePoint | None, report: Calla
     phases = former_blends(run, point.checkpoint.meta)
     if not phases or run.data.mock_data or run.data.chat_data:
         return inputs
+    if run.data.retro is not None:
+        raise ValueError("--data-path: is another blend than the run's so far, which --retro excludes")
     if phases[-1].until == below(point.checkpoint.meta, "progress")["consumed"]:
         report(f"the blend changes at sample {phases[-1].until:,}; each corpus continues where it was")
     with ACTIVITY.during("building caches"):

@@ -132,6 +132,8 @@ def mixture_arguments(options: ModelConfig) -> dict[str, object]:
         return {}
     if options.router_bias:
         raise CheckpointError("router_bias True: Megatron-core has only False")
+    if options.router_score != "softmax" and options.experts_chosen > 1 and not options.router_normalize:
+        raise CheckpointError(f"router_normalize False with {options.router_score} scores: Megatron-core has only True")
     if options.router_group_best not in (None, options.experts_chosen // (options.router_groups_chosen or 1)):
         raise CheckpointError(f"router_group_best {options.router_group_best}: Megatron-core has only chosen / groups")
     listed = [int(has_experts(options, number)) for number in range(options.layers)]
