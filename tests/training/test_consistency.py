@@ -24,7 +24,7 @@ from mega.core.files import PARTS, WHOLE_BYTES, sampled_digest
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.processes.pool import Pool
 from mega.core.training.saves import place
-from mega.core.training.start import consistency
+from mega.core.training.start import consistency, equal
 from mega.core.training.start.consistency import Comparable, check_consistent
 from mega.core.training.start.inputs import open_inputs, resolve_run
 from mega.core.training.start.rank import start
@@ -52,7 +52,7 @@ def begin(groups: Groups, rank: int, flags: dict[str, Any], places: list[str], p
         held.callback(os.chdir, os.getcwd())
         os.chdir(places[rank])
         if patched and rank == 1:
-            held.enter_context(mock.patch.object(consistency, "_source", lambda: "0" * 64))
+            held.enter_context(mock.patch.object(equal, "_source", lambda: "0" * 64))
         held.enter_context(mock.patch.object(place, "SEEN_WITHIN", 0.2))
         try:
             inputs = open_inputs(resolve_run(compose(flags=flags), 2))
@@ -116,7 +116,7 @@ def test_other_weights_of_others_under_one_path(tmp_path: Path, pool: Pool, adap
 def compared(groups: Groups, rank: int, flags: list[dict[str, Any]], better: list[str], late: float) -> Any:
     """Job: what a rank is told whose flags may be others than another's: (error, lines)."""
     lines: list[str] = []
-    own = Comparable(consistency._flags(updated(Options(), flags[rank])), {"torch": better[rank]})
+    own = Comparable(consistency.flags(updated(Options(), flags[rank])), {"torch": better[rank]})
     clock = time.time
     with mock.patch.object(time, "time", lambda: clock() + late * rank):
         try:
