@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
 from mega import COMPLETE_VARIABLE, __version__
+from mega.command_line.help import Group
 from mega.core.terminal import BrokenStdout
 
 if TYPE_CHECKING:  # Typer's own copy of click
@@ -64,7 +65,7 @@ def _module(verb: str) -> str:
     return "mega.commands." + verb.replace("-", "_")
 
 
-class Verbs(TyperGroup):
+class Verbs(Group):
     """A group that knows its commands by name and loads one when it is called."""
 
     def list_commands(self, ctx: Context) -> list[str]:

@@ -1,4 +1,4 @@
-"""`--help` of a verb as plain text: usage, what it does, its options by panel, and worked examples.
+"""`--help` as plain text: usage, what a verb does, its options by panel and worked examples, or the verbs of a group.
 
 A flag is never shortened or broken, however narrow the terminal is: one that is longer than its column has a line of
 its own. Rich's tables cut it, which is why they are not used here. It knows no verb and no option by name.
@@ -12,11 +12,15 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+import typer
+from typer.core import TyperGroup
+
 from mega.command_line.examples import EXAMPLES
-from mega.core.config.schema import Entry
 
 if TYPE_CHECKING:  # Typer's own copy of click
     from typer._click.core import Command, Context, Parameter
+
+    from mega.core.config.schema import Entry
 
 COLUMN = 30
 """Where the explanation of a flag begins."""
@@ -25,12 +29,32 @@ WIDEST = 100
 """Columns that help takes at most, however wide the terminal is."""
 
 
+class Group(TyperGroup):
+    """Verbs under one name, with their help as plain text."""
+
+    def get_help(self, ctx: Context) -> str:
+        return help_text(self, ctx, {})
+
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+        """Without any word, the help, and the exit code of a mistake."""
+        if not args and self.no_args_is_help and not ctx.resilient_parsing:
+            print(self.get_help(ctx))
+            raise typer.Exit(2)
+        return super().parse_args(ctx, args)
+
+
+def group(about: str) -> typer.Typer:
+    """A verb that has verbs of its own."""
+    return typer.Typer(cls=Group, help=about, no_args_is_help=True, add_completion=False)
+
+
 def help_text(command: Command, ctx: Context, entries: Mapping[str, Entry], *, everything: bool = False) -> str:
-    """The whole help of a verb. everything: with the options that are hidden."""
+    """The whole help of a verb, or of a group. everything: with the options that are hidden."""
     width = min(shutil.get_terminal_size().columns, WIDEST)
     params = command.get_params(ctx)
     given = [param for param in params if param.param_type_name == "argument"]
-    usage = " ".join([ctx.command_path, "[OPTIONS]", *map(_argument, given)])
+    verbs = _verbs(command, ctx)
+    usage = " ".join([ctx.command_path, "[OPTIONS]", *map(_argument, given), *(["VERB [WORDS]..."] if verbs else [])])
     blocks = [f"Usage: {usage}", *_paragraphs(inspect.cleandoc(command.help or ""), width)]
     if given:
         rows = ((_argument(param), _explained(param)) for param in given)
@@ -42,8 +66,22 @@ def help_text(command: Command, ctx: Context, entries: Mapping[str, Entry], *, e
     for title, members in panels.items():
         rows = ((_flags(param, entries.get(param.name or "")), _explained(param)) for param in members)
         blocks.append("\n".join([f"{title}:", *(_row(*row, width) for row in rows)]))
+    if verbs:
+        blocks.append("\n".join(["Verbs:", *(_row(*row, width) for row in verbs)]))
     blocks += _examples(ctx.command_path)
     return "\n\n".join(blocks)
+
+
+def _verbs(command: Command, ctx: Context) -> list[tuple[str, str]]:
+    """Of a group, each verb and the first paragraph of its help."""
+    if not isinstance(command, TyperGroup):
+        return []
+    found = ((name, command.get_command(ctx, name)) for name in command.list_commands(ctx))
+    return [
+        (name, " ".join(inspect.cleandoc(verb.help or "").partition("\n\n")[0].split()))
+        for name, verb in found
+        if verb is not None and not verb.hidden
+    ]
 
 
 def _examples(path: str) -> Iterator[str]:

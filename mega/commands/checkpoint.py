@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mega.command_line.help import group
 from mega.command_line.options import Command
 from mega.core.files import check_source
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from mega.core.checkpoint.own.store import Checkpoint
     from mega.core.untrusted import Json
 
-app = typer.Typer(help="Verify, show, compare and clean up checkpoints.", no_args_is_help=True, add_completion=False)
+app = group("Verify, show, compare and clean up checkpoints.")
 
 Directory = Annotated[Path, typer.Argument(help="a run's directory, or one step-NNNNNNN in it")]
 

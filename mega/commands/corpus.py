@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
+from mega.command_line import help as help_pages
 from mega.command_line.options import Command, command
 from mega.core.config.sections import TokenizerConfig
 from mega.core.corpus.clean import CleanTask
@@ -41,7 +42,7 @@ from mega.core.files import check_file, check_source
 if TYPE_CHECKING:
     from mega.core.corpus.ledger import StepCounts
 
-app = typer.Typer(help="Make a corpus from raw text.", no_args_is_help=True, add_completion=False)
+app = help_pages.group("Make a corpus from raw text.")
 
 _SECONDS_BETWEEN_LINES = 10.0
 

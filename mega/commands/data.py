@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mega.command_line.help import group
 from mega.command_line.options import Command, command
 from mega.core.config.sections import DataConfig, MaskingConfig, TokenizerConfig
 from mega.core.data.options import (
@@ -24,7 +25,7 @@ from mega.core.data.options import (
 if TYPE_CHECKING:
     from mega.core.text.tokenizer import Tokenizer
 
-app = typer.Typer(help="Merge, verify, inspect and split corpora.", no_args_is_help=True, add_completion=False)
+app = group("Merge, verify, inspect and split corpora.")
 
 Prefixes = Annotated[list[str], typer.Argument(help="prefixes of .bin/.idx pairs")]
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from mega.command_line.help import group
 from mega.command_line.options import Command, command
 from mega.core.config.run import Options
 from mega.core.config.sections import TokenizerConfig
@@ -15,7 +16,7 @@ from mega.core.retro.options import DatabaseOptions, LookOptions, QueryOptions
 if TYPE_CHECKING:
     from mega.core.retro.stages import Share
 
-app = typer.Typer(help="Make what a model with a retriever reads.", no_args_is_help=True, add_completion=False)
+app = group("Make what a model with a retriever reads.")
 
 
 @app.command(cls=Command)

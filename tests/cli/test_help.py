@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -47,3 +48,18 @@ def test_help_fits_80_columns_with_flags_whole_and_two_examples(
 
 def test_no_example_is_of_a_verb_that_is_gone() -> None:
     assert set(EXAMPLES) == set(_commands())
+
+
+@pytest.mark.parametrize("group", ["", *(verb for verb in cli.VERBS if isinstance(load(verb), TyperGroup))])
+def test_a_group_lists_its_verbs_without_rich(
+    group: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked for, and where nothing is asked for."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setitem(sys.modules, "typer.rich_utils", None)  # an import of it would fail
+    assert cli.main([*group.split(), "--help"]) == 0
+    shown = capsys.readouterr().out
+    names = load(group).commands if group else cli.VERBS
+    assert all(re.search(rf"^  {name} +\S", shown, re.MULTILINE) for name in names)
+    assert [line for line in shown.splitlines() if len(line) > 80] == []
+    assert cli.main(group.split()) == 2 and capsys.readouterr().out == shown
