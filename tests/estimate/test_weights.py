@@ -106,7 +106,7 @@ def test_every_preset_is_counted_as_it_is_built(preset: str) -> None:
             "vocab_multiple": st.sampled_from([1, 7, 128]),
             "embedding_fp32": st.booleans(),
             "masters": st.booleans(),
-            "optimizer": st.sampled_from(["sgd", "lamb", "adafactor"]),
+            "optimizer": st.sampled_from(["sgd", "lamb", "adafactor", "muon"]),
             "sgd_momentum": st.sampled_from([0.0, 0.9]),
             "kv_heads": st.just(2),
         },

@@ -12,8 +12,9 @@ from mega.core.config.run import RunConfig
 from mega.core.parallel.mesh import Mesh
 from mega.core.processes.pool import Pool
 from mega.core.proof.layouts import LR
-from mega.core.proof.parity import Snapshot, compare, snapshots, within
+from mega.core.proof.parity import Snapshot, snapshots
 from mega.core.training.wire import build_grads, build_stages
+from tests.support.one_process import named, same_run
 from tests.support.runs import small_options, small_run
 
 STEPS = (1, 3)
@@ -64,10 +65,6 @@ LAYOUTS: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
-def named(value: Any) -> str:
-    return "-".join(f"{name}={size}" for name, size in value.items()) if isinstance(value, dict) else str(value)
-
-
 def run(model: str, world: int = 1, **layout: Any) -> RunConfig:
     values = {**MIXTURES[model], "lr": LR["fp64"], "steps": 10, "mock_data": True, **layout}
     check(small_options(model, **values), world)
@@ -84,10 +81,21 @@ def test_every_layout_is_one_process(
     pool: Pool, references: dict[str, list[Snapshot]], model: str, world: int, layout: dict[str, Any]
 ) -> None:
     found = snapshots(pool, run(model, world, **layout), world, STEPS)
-    for difference in compare("fp64", STEPS, references[model], found):
-        assert within("fp64", difference), difference
-    for mine, theirs in zip(references[model], found, strict=True):
-        assert theirs.grad_norm == pytest.approx(mine.grad_norm, rel=1e-10)
+    same_run(STEPS, references[model], found)
+
+
+MUON: list[tuple[int, dict[str, Any]]] = [
+    (2, {"ep": 2, **EXCHANGE}),
+    (4, {"etp": 2, "ep": 2, "zero": 1, **EXCHANGE}),
+    (4, {**SP, "ep": 2, "etp": 1, "zero": 2, **EXCHANGE}),
+]
+
+
+def test_whole_matrices_of_experts(pool: Pool) -> None:
+    """Muon puts each expert's matrices together among the ranks that have parts of these alone."""
+    expected = snapshots(pool, run("llama", optimizer="muon"), 1, STEPS)
+    for world, layout in MUON:
+        same_run(STEPS, expected, snapshots(pool, run("llama", world, optimizer="muon", **layout), world, STEPS))
 
 
 class Arrives:

@@ -224,10 +224,10 @@ def _update(run: RunConfig, held: Weights) -> int:
     precision, options = run.precision, run.optimizer
     assert precision.grad_dtype
     high = wide(precision.dtype)
-    # Of muon: the update, what arrives, matrices of which this rank is the owner, and three that a step works in.
-    copies = {"adam": 0, "sgd": 1, "lamb": 3, "adafactor": 2, "muon": 4}[options.optimizer]
+    copies = {"adam": 0, "sgd": 1, "lamb": 3, "adafactor": 2, "muon": 1}[options.optimizer]
     copies += (BYTES[precision.grad_dtype] != high) + (not precision.masters)
-    return 0 if options.optimizer_offload else copies * held.largest * high
+    # Whole matrices of which this rank is the owner: as they come, put together, made orthogonal, and as they return.
+    return (0 if options.optimizer_offload else copies * held.largest * high) + 4 * held.owned * high
 
 
 class LiveSet(NamedTuple):

@@ -30,16 +30,16 @@ Place = tuple[int, int]
 class BucketSize:
     """One flat bucket, in elements: with padding, of parameters, and of the span that this rank updates.
 
-    width: bytes of a weight. whole: it holds matrices that are updated whole. vectors: elements after the last matrix.
-    factors: rows and columns of all its matrices. places: of its parameters. users: names of the units of those that
-    are of several. data: the axis of its sum.
+    width: bytes of a weight. whole: elements of the largest of its matrices where these are updated whole, else 0.
+    vectors: elements after the last matrix. factors: rows and columns of all its matrices. places: of its parameters.
+    users: names of the units of those that are of several. data: the axis of its sum.
     """
 
     length: int
     parameters: int
     span: int
     width: int
-    whole: bool
+    whole: int
     vectors: int
     factors: int
     places: tuple[Place, ...]
@@ -52,9 +52,9 @@ class Weights:
     """Bytes of one rank. `masters` is 0 where the weights are themselves wide enough, or none are kept.
 
     parameters: elements, vocabulary padding included. experts: those of them that only some of the data ranks share.
-    largest: elements of the largest span that this rank updates. host: masters and moments that lie in the host's
-    memory instead. frozen: bytes of those weights that are not trained, and which have nothing else; frozen_parameters:
-    their elements.
+    largest: elements of the largest span that this rank updates. owned: most elements of whole matrices that it updates
+    at once. host: masters and moments that lie in the host's memory instead. frozen: bytes of the weights that are not
+    trained, and have nothing else; frozen_parameters: their elements.
     """
 
     parameters: int
@@ -63,6 +63,7 @@ class Weights:
     masters: int
     moments: int
     largest: int
+    owned: int = 0
     host: int = 0
     frozen: int = 0
     frozen_parameters: int = 0
@@ -121,6 +122,7 @@ def _stage_weights(run: RunConfig, dp: int, chunks: tuple[Chunk, ...]) -> Weight
         masters=0 if apart else masters,
         moments=0 if apart else moments,
         largest=max(one.span for one in buckets),
+        owned=max(max(one.span, one.whole) if one.whole else 0 for one in buckets),
         experts=sum(bucket.parameters for bucket in buckets if bucket.data == "edp"),
         host=masters + moments if apart else 0,
         frozen=frozen_bytes,
@@ -213,7 +215,7 @@ def _bucket(spec: BucketSpec, places: Sequence[Place], parts: Sequence[Sequence[
         sum(parameter.elements for parameter in held),
         spec.shard,
         BYTES[spec.dtype],
-        spec.reduction.whole,
+        max(tensor.elements for tensor in matrices) if spec.reduction.whole else 0,
         spec.length - spec.decay_end,
         sum(sum(tensor.shape) for tensor in matrices),
         here,

@@ -84,14 +84,16 @@ def _plan(bucket: Bucket) -> _Plan:
     axis = bucket.data.with_tp
     shapes = {shard.name: shard.whole for shard, _ in bucket.runs()}
     names = list(shapes)
-    empty = bucket.own_weights[:0]
+    begin, end = bucket.span
     ours = [
         Rectangle(names.index(shard.name), start, tuple(part.shape))
-        for shard, start, part in bucket.rectangles(empty.new_empty(bucket.span[1] - bucket.span[0]), bucket.span[0])
+        for shard, start, part in bucket.rectangles(torch.empty(end - begin, device="meta"), begin)
     ]
     held = [
         [Rectangle(matrix, (row, column), (rows, columns)) for matrix, row, column, rows, columns in blocks]
-        for blocks in gather_json([[block.matrix, *block.start, *block.size] for block in ours], axis, empty.device)
+        for blocks in gather_json(
+            [[block.matrix, *block.start, *block.size] for block in ours], axis, bucket.own_weights.device
+        )
     ]
     owners = _owners([shapes[name] for name in names], axis.size)
     holders: dict[Rectangle, list[int]] = defaultdict(list)
