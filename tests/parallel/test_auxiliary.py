@@ -20,16 +20,15 @@ from mega.core.proof.layouts import LR
 from mega.core.proof.parity import (
     Snapshot,
     assemble,
-    compare,
     own_samples,
     snapshots,
     synthetic_batch,
     train_layout,
-    within,
 )
 from mega.core.training.step import backward, evaluate_step, means, train_step
 from mega.core.training.wire import build_mesh, build_state
 from tests.support import toy_losses
+from tests.support.one_process import named, same_run
 from tests.support.runs import small_run
 
 STEPS = (1, 3)
@@ -66,10 +65,6 @@ LAYOUTS: list[Layout] = [
 BY_MICROBATCH: list[Layout] = [(2, SP), (4, {"cp": 2, "pp": 2}), (2, {"zero": 3, **FULL})]
 
 
-def named(value: Any) -> str:
-    return "-".join(f"{name}={size}" for name, size in value.items()) if isinstance(value, dict) else str(value)
-
-
 def known(groups: Groups, rank: int, yes: bool) -> None:
     """Job of one rank: the families are registered in its process, or are no longer."""
     (toy_losses.register if yes else toy_losses.unregister)()
@@ -94,16 +89,9 @@ def reference(pool: Pool) -> list[Snapshot]:
     return snapshots(pool, run(), 1, STEPS)
 
 
-def same(reference: list[Snapshot], found: list[Snapshot]) -> None:
-    for difference in compare("fp64", STEPS, reference, found):
-        assert within("fp64", difference), difference
-    for mine, theirs in zip(reference, found, strict=True):
-        assert theirs.grad_norm == pytest.approx(mine.grad_norm, rel=1e-10)
-
-
 @pytest.mark.parametrize(("world", "layout"), LAYOUTS, ids=named)
 def test_training_is_one_processs(pool: Pool, reference: list[Snapshot], world: int, layout: dict[str, Any]) -> None:
-    same(reference, snapshots(pool, run(world, **layout), world, STEPS))
+    same_run(STEPS, reference, snapshots(pool, run(world, **layout), world, STEPS))
 
 
 @pytest.mark.parametrize("normalizer", ["global", "microbatch"])
@@ -111,7 +99,7 @@ def test_means_over_microbatches(pool: Pool, normalizer: str) -> None:
     values = {"family": toy_losses.BY_MICROBATCH, "loss_normalizer": normalizer}
     one = snapshots(pool, run(**values), 1, STEPS)
     for world, layout in BY_MICROBATCH:
-        same(one, snapshots(pool, run(world, **values, **layout), world, STEPS))
+        same_run(STEPS, one, snapshots(pool, run(world, **values, **layout), world, STEPS))
 
 
 def trained(

@@ -11,7 +11,8 @@ from mega.core.config.check import check
 from mega.core.config.run import RunConfig
 from mega.core.processes.pool import Pool
 from mega.core.proof.layouts import LR
-from mega.core.proof.parity import Snapshot, compare, snapshots, within
+from mega.core.proof.parity import Snapshot, snapshots
+from tests.support.one_process import named, same_run
 from tests.support.runs import small_options, small_run
 
 STEPS = (1, 3)
@@ -26,10 +27,6 @@ LAYOUTS: list[tuple[str, int, dict[str, Any]]] = [
     ("llama", 4, {"pp": 4, "schedule": "zb-h1", "micro_batch": 2}),
     ("llama", 4, {**SP, "zero": 3}),
 ]
-
-
-def named(value: Any) -> str:
-    return "-".join(f"{name}={size}" for name, size in value.items()) if isinstance(value, dict) else str(value)
 
 
 def run(model: str, world: int = 1, **layout: Any) -> RunConfig:
@@ -48,10 +45,7 @@ def test_every_layout_is_one_process(
     pool: Pool, references: dict[str, list[Snapshot]], model: str, world: int, layout: dict[str, Any]
 ) -> None:
     found = snapshots(pool, run(model, world, **layout), world, STEPS)
-    for difference in compare("fp64", STEPS, references[model], found):
-        assert within("fp64", difference), difference
-    for mine, theirs in zip(references[model], found, strict=True):
-        assert theirs.grad_norm == pytest.approx(mine.grad_norm, rel=1e-10)
+    same_run(STEPS, references[model], found)
 
 
 def test_every_tensor_is_trained(references: dict[str, list[Snapshot]]) -> None:

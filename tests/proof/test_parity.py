@@ -12,6 +12,7 @@ import pytest
 from mega.core.processes.pool import Pool
 from mega.core.proof.layouts import LR
 from mega.core.proof.parity import Snapshot, compare, snapshots, within
+from tests.support.one_process import same_run
 from tests.support.runs import small_run
 
 STEPS = (1, 3)
@@ -108,10 +109,7 @@ def check(pool: Pool, model: str, world: int, layout: dict[str, Any], dtype: str
     size = enough(world, layout)
     expected = reference(pool, model, dtype, layout.get("optimizer", "adam"), **size)
     found = snapshots(pool, small_run(model, world, dtype=dtype, lr=LR[dtype], **layout, **size), world, STEPS)
-    for difference in compare(dtype, STEPS, expected, found):
-        assert within(dtype, difference), difference
-    for mine, theirs in zip(expected, found, strict=True):
-        assert theirs.grad_norm == pytest.approx(mine.grad_norm, rel=1e-10 if dtype == "fp64" else 1e-4)
+    same_run(STEPS, expected, found, dtype)
 
 
 def name(row: Any) -> str | None:

@@ -142,7 +142,19 @@ def test_a_run_of_other_samples_is_refused(place: Path, capsys: pytest.CaptureFi
             ["pretrain", *running(place, flag, value)], capsys
         )
     assert "--retro-neighbours 5: " in refused(["pretrain", *running(place, "--retro-neighbours", "5")], capsys)
+    assert "--saved 6: " in refused(querying(place, "--saved", "6"), capsys)
     assert "is not a database" in refused(["pretrain", *running(place, "--retro", str(place))], capsys)
+
+
+def test_a_corpus_that_has_changed_is_refused(
+    place: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    """Its samples have the same numbers as before."""
+    tokens = place / "a.bin"
+    whole = tokens.read_bytes()
+    request.addfinalizer(lambda: tokens.write_bytes(whole))
+    tokens.write_bytes(whole[2:4] + whole[:2] + whole[4:])
+    assert f"--data-path {place / 'a'}: is none of the corpora" in refused(["pretrain", *running(place)], capsys)
 
 
 @pytest.mark.parametrize("fault", ["missing", "torn", "beyond", "width"])

@@ -9,7 +9,7 @@ Row sample x l + u is chunk u of a sample of l chunks. HASH is the md5 of what d
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -126,36 +126,40 @@ def without_own(
     return np.array((kept + [-1] * saved)[:saved], np.int64)
 
 
+def read_neighbours(path: Path, rows: int, chunks: int) -> NDArray[np.int64]:
+    """A block of neighbours, [rows, saved]. Errors: ValueError where it is torn, of another shape or beyond."""
+    try:
+        found = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read ({error}); delete it and query again") from None
+    if found.ndim != 2 or len(found) != rows or found.dtype != np.int64:
+        raise ValueError(f"{path}: is {found.dtype} {list(found.shape)}, must be int64 [{rows}, neighbours]")
+    if found.size and (found.min() < -1 or found.max() >= chunks):
+        raise ValueError(f"{path}: names chunk {found.max()}, but the database has {chunks}")
+    return np.asarray(found)
+
+
 class NeighbourTable:
     """The neighbours of a dataset's chunks, read from their blocks as they are asked for.
 
-    Errors: ValueError naming a block that is missing, torn, of another shape, or names a chunk that there is not.
+    Errors: ValueError naming a block that is missing, as of `read_neighbours`, or of another width than the first.
     """
 
     def __init__(self, folder: Path, rows: int, size: int, chunks: int) -> None:
-        self._folder, self._chunks, self._size = folder, chunks, size
-        self._blocks: list[Block] = blocks(rows, size, ".npy")
-        for block in self._blocks:
+        self._size = size
+        found: list[Block] = blocks(rows, size, ".npy")
+        for block in found:
             if not (folder / block.name).is_file():
                 raise ValueError(f"{folder / block.name}: does not exist; mega retro query writes it")
-        self._open = {block.first: self._array(block) for block in self._blocks}
-
-    def _array(self, block: Block) -> NDArray[np.int64]:
-        path = self._folder / block.name
-        try:
-            found = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{path}: cannot be read ({error}); delete it and query again") from None
-        if found.ndim != 2 or len(found) != block.rows or found.dtype != np.int64:
-            raise ValueError(f"{path}: is {found.dtype} {list(found.shape)}, must be int64 [{block.rows}, neighbours]")
-        if found.size and (found.min() < -1 or found.max() >= self._chunks):
-            raise ValueError(f"{path}: names chunk {found.max()}, but the database has {self._chunks}")
-        return np.asarray(found)
+        self._open = {block.first: read_neighbours(folder / block.name, block.rows, chunks) for block in found}
+        widths = sorted({array.shape[1] for array in self._open.values()})
+        if len(widths) > 1:
+            raise ValueError(f"{folder}: holds blocks of {widths} neighbours a chunk; delete it and query again")
 
     @cached_property
     def saved(self) -> int:
         """Neighbours of a chunk, at most."""
-        return min((array.shape[1] for array in self._open.values()), default=0)
+        return next((array.shape[1] for array in self._open.values()), 0)
 
     def __getitem__(self, rows: slice) -> NDArray[np.int64]:
         """[rows, saved]"""
@@ -238,6 +242,11 @@ class NeighbourDataset:
         )
 
 
+def corpus_digest(content: Mapping[str, str | None]) -> str:
+    """What tells a corpus, by its content as `IndexedDataset` has it, from another one."""
+    return ":".join(str(value)[:16] for name, value in content.items() if name != "tokens")
+
+
 def with_neighbours(
     data: Datasets, folder: Path, tokenizer: Tokenizer | None, *, length: int, each: int, retrieved: int, eod_loss: bool
 ) -> Datasets:
@@ -254,6 +263,10 @@ def with_neighbours(
         raise ValueError(
             f"--retro {folder}: was made with the tokenizer {manifest.tokenizer}, and the run's is {named}"
         )
+    made_of = {digest for _, _, digest in manifest.corpora}
+    for prefix, content in data.corpora.items():
+        if corpus_digest(content) not in made_of:
+            raise ValueError(f"--data-path {prefix}: is none of the corpora of which {folder} was made; build it again")
     database = ChunkDatabase(folder, length, manifest.eod)
     loss_eod = manifest.eod if eod_loss else None
 

@@ -11,7 +11,14 @@ from mega.core.config.run import Options, RunConfig
 from mega.core.data.build import parse_blend
 from mega.core.data.chunks import INFOS, ChunkDatabase, sources
 from mega.core.data.indexed import IndexedDataset
-from mega.core.data.neighbours import DatabaseManifest, DocumentedDataset, NeighbourDataset, md5, query_name
+from mega.core.data.neighbours import (
+    DatabaseManifest,
+    DocumentedDataset,
+    NeighbourDataset,
+    corpus_digest,
+    md5,
+    query_name,
+)
 from mega.core.data.order import split_shares
 from mega.core.device import Device
 from mega.core.retro.embed import BertEmbedder
@@ -34,7 +41,6 @@ def build_database(options: DatabaseOptions, tokenizer: Tokenizer, share: Share,
         raise ValueError(
             f"--tokenizer {tokenizer.kind}: has no token that ends a document, with which chunks are filled"
         )
-    split_shares(options.split)
     found = sources(parse_blend("--data-path", options.data_path), options.split)
     device = Device.choose(options.device).torch
     embedder = BertEmbedder(
@@ -49,7 +55,7 @@ def build_database(options: DatabaseOptions, tokenizer: Tokenizer, share: Share,
         eod=tokenizer.eod,
         pad_chunks=options.pad_chunks,
         embedder=embedder.digest,
-        corpora=tuple((source.ratio, source.prefix, _digest(source.corpus)) for source in found),
+        corpora=tuple((source.ratio, source.prefix, corpus_digest(source.corpus.content())) for source in found),
     )
     begin(folder, manifest)
     joined = (folder / INFOS).exists()
@@ -57,10 +63,6 @@ def build_database(options: DatabaseOptions, tokenizer: Tokenizer, share: Share,
         build_chunks(folder, manifest, found, tokenizer, embedder, share, report)
     if share.whole or joined:
         build_vectors(folder, manifest, tokenizer, embedder, share, report)
-
-
-def _digest(corpus: IndexedDataset) -> str:
-    return ":".join(str(value)[:16] for name, value in corpus.content().items() if name != "tokens")
 
 
 def query_run(options: Options, search: QueryOptions, share: Share, report: Report) -> None:
@@ -115,7 +117,7 @@ def _check_run(run: RunConfig, tokenizer: Tokenizer, manifest: DatabaseManifest)
     words = expand(run.data.data_path, run.data.corpora)
     if not words:
         raise ValueError("--data-path is missing: neighbours are of the samples of the corpora of the database")
-    digests = [_digest(IndexedDataset(prefix)) for _, prefix in parse_blend("--data-path", words)]
+    digests = [corpus_digest(IndexedDataset(prefix).content()) for _, prefix in parse_blend("--data-path", words)]
     if digests != [digest for _, _, digest in manifest.corpora]:
         named = ", ".join(prefix for _, prefix, _ in manifest.corpora)
         raise ValueError(f"--data-path {' '.join(words)}: must be the corpora of the database in their order: {named}")

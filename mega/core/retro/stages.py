@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from mega.core.data.chunks import Block, ChunkDatabase, ChunkSource, blocks, cut_block, individual, merge, write_arrays
-from mega.core.data.neighbours import DatabaseManifest, DocumentedDataset, without_own
+from mega.core.data.neighbours import DatabaseManifest, DocumentedDataset, read_neighbours, without_own
 from mega.core.files import whole_file
 from mega.core.retro.embed import Embedder
 from mega.core.retro.search import nearest
@@ -137,6 +137,10 @@ def find_neighbours(
     each = (len(dataset[0]) - 1) // manifest.chunk_length
     rows = len(dataset) * each
     found = [(block, folder / "query" / name / block.name) for block in blocks(rows, manifest.block_size, ".npy")]
+    for block, path in found:
+        width = read_neighbours(path, block.rows, len(database)).shape[1] if path.exists() else saved
+        if width != saved:
+            raise ValueError(f"--saved {saved}: {path} has {width} of each chunk; delete {path.parent} to query again")
     for block, path in share.of(found):
         parts = []
         for first in range(block.first, block.last, QUERIES):
