@@ -44,6 +44,8 @@ VERBS = {
     "reshard": "Cut a checkpoint for another layout",
     "checkpoint": "Look into checkpoints and verify them",
     "convert-llama": "Turn weights of others into a checkpoint, and back",
+    "download": "Fetch a model, a tokenizer or a data set of the Hugging Face Hub",
+    "push": "Put a model into a repository of the Hugging Face Hub",
     "presets": "List the presets of --model: shape, parameters, memory",
     "memory-estimate": "Estimate what a run needs, before it is started",
     "preflight": "Measure every rank and link before a run, and name what is off",

@@ -70,6 +70,14 @@ EXAMPLES: Mapping[str, Examples] = {
             "mega serve Llama-2-7b-hf --tp 2 --host 0.0.0.0 --token-file token",
         ),
     ),
+    "download": (
+        ("a model", "mega download HuggingFaceTB/SmolLM2-135M-Instruct"),
+        ("a data set's rows, into a folder", "mega download tatsu-lab/alpaca --kind dataset --to alpaca"),
+    ),
+    "push": (
+        ("a run's newest step", "mega push run me/my-model --license apache-2.0"),
+        ("a folder, seen by its owner alone", "mega push hf me/my-model --private"),
+    ),
     "chat": (
         ("with a finetuned model", 'mega chat run --system "Be brief." --temperature 0.7'),
         ("with a server", "mega chat --url localhost:5000"),

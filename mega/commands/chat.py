@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from mega.command_line.options import without
+from mega.command_line.options import local_place, without
 from mega.core.config.option import changed
 from mega.core.files import check_source
 from mega.core.inference.options import ChatOptions, EngineOptions, SamplingOptions
@@ -23,7 +23,10 @@ def run(
     sampling: SamplingOptions,
     engine: Annotated[EngineOptions, without("max_requests", "prefill_chunk", "batch_invariant")],
     checkpoint: Annotated[
-        Path | None, typer.Argument(help="a run's directory, one step in it, or others' weights", show_default=False)
+        Path | None,
+        typer.Argument(
+            help="a run's directory, one step in it, others' weights, a name of the Hub", show_default=False
+        ),
     ] = None,
 ) -> int:
     """Talk with a model: answers as they come, by its chat template; a base model continues text.
@@ -42,6 +45,7 @@ def run(
     elif checkpoint is None:
         raise ValueError("CHECKPOINT is missing: give a run's directory, or --url of a server")
     else:
+        checkpoint = Path(local_place("CHECKPOINT", str(checkpoint)))
         check_source("CHECKPOINT", checkpoint)
     engine.check(talk.device, talk.adapter)
     engine.check_speculation()

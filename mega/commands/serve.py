@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 
+from mega.command_line.options import local_place
 from mega.core.files import check_source
+from mega.core.hub.names import hub_name
 from mega.core.inference.options import DecodingLayout, EngineOptions
 from mega.core.inference.server.limits import ServerLimits
 from mega.core.inference.server.options import ListenOptions, ServedModel, ServerOptions
@@ -26,7 +28,10 @@ def run(
     answers: ServerOptions,
     limits: ServerLimits,
     checkpoint: Annotated[
-        Path | None, typer.Argument(help="a run's directory, one step in it, or others' weights", show_default=False)
+        Path | None,
+        typer.Argument(
+            help="a run's directory, one step in it, others' weights, a name of the Hub", show_default=False
+        ),
     ] = None,
 ) -> int:
     """Answer prompts over HTTP: OpenAI's API, Megatron-LM's PUT /api, and a page to try.
@@ -37,6 +42,7 @@ def run(
     _check_extra()
     from mega.core.inference.request import sampling_of
 
+    own = answers.name or next(iter(answers.served_model_name), _own_name(checkpoint or model.load))
     path = _place(checkpoint, model.load)
     token = listen.token()
     engine.check(layout.device, model.adapter)
@@ -47,7 +53,6 @@ def run(
     from mega.core.processes.launch import run_ranks
 
     check_host(listen.host, token)
-    own = answers.name or next(iter(answers.served_model_name), path.resolve().name)
     adapters = adapter_paths(model.adapter)
     for name in (own, *answers.served_model_name):
         if name in adapters:
@@ -79,5 +84,13 @@ def _place(checkpoint: Path | None, load: Path | None) -> Path:
     found = checkpoint or load
     if found is None:
         raise ValueError("CHECKPOINT is missing: give a run's directory, or one of others' weights")
+    if checkpoint is not None:
+        found = Path(local_place("CHECKPOINT", str(checkpoint)))
     check_source("CHECKPOINT" if load is None else "--load", found)
     return found
+
+
+def _own_name(place: Path | None) -> str:
+    """What the server calls a model that is given no name: as its directory, or as the Hub calls it."""
+    name = None if place is None else hub_name(place)
+    return str(name) if name is not None else "" if place is None else place.resolve().name

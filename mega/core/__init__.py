@@ -4,7 +4,7 @@ architecture, model, ops    what a model is, its mathematics, and its fast kerne
 plan, parallel, processes   pipeline schedules as data, collectives and gradients, and how ranks start and end
 config, data, text, corpus  what a run is, and what it reads
 training, optim, tasks      the training loop, its updates, and benchmarks that score a model
-checkpoint                  checkpoints, our format and other programs'
+checkpoint, hub             checkpoints, our format and other programs'; names of the Hugging Face Hub
 inference                   generation and serving
 estimate, report            what a run needs, and how it went; quickstart: a first run from nothing
 retro                       databases of texts that a model reads along with its own

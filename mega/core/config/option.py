@@ -133,6 +133,7 @@ class Option:
     evaluated: whether `mega eval` reads it; the model's shape it only compares. None takes the section's.
     layout: how ranks share the work and in what order. It changes no result by more than rounding, so
         `memory-estimate --fit` chooses it.
+    hub: what a name of the Hugging Face Hub, given instead of a path, is fetched as: "model", "tokenizer", "dataset".
     """
 
     help: str
@@ -155,6 +156,7 @@ class Option:
     bench: Bench | None = None
     evaluated: bool | None = None
     layout: bool = False
+    hub: Literal["model", "tokenizer", "dataset"] | None = None
 
 
 def option(default: Any, help: str, *, megatron: str | Mapping[str, Any] | None = None, **properties: Any) -> Any:

@@ -1075,7 +1075,11 @@ class DataConfig(Section):
     valid_sets: tuple[str, ...] = option((), "more validation sets, each as name=prefix and reported by its name")
     corpora: str | None = option(None, "a TOML file whose table [corpora] gives names to prefixes")
     chat_data: tuple[str, ...] = option(
-        (), "conversations in JSON lines, instead of token files", on_resume="noted", families=DECODERS
+        (),
+        "conversations in JSON lines, or a data set of the Hub, instead of token files",
+        on_resume="noted",
+        families=DECODERS,
+        hub="dataset",
     )
     chat_template: str = option(
         "auto",
@@ -1319,10 +1323,11 @@ class FinetuningConfig(Section):
     )
     dpo_data: tuple[str, ...] = option(
         (),
-        "pairs of answers in JSON lines: prompt, chosen, rejected",
+        "pairs of answers in JSON lines, or a data set of the Hub: prompt, chosen, rejected",
         on_resume="noted",
         needs={"task": ("dpo",)},
         families=DECODERS,
+        hub="dataset",
     )
     dpo_beta: float = option(
         0.1,
@@ -1389,9 +1394,10 @@ class TokenizerConfig(Section):
     )
     tokenizer_model: str | None = option(
         None,
-        "SentencePiece .model, Hugging Face tokenizer.json or fairseq dict.txt",
+        "SentencePiece .model, Hugging Face tokenizer.json or fairseq dict.txt, or a name of the Hub",
         megatron={"--tokenizer-model": VALUE, "--tokenizer-path": VALUE},
         common=True,
+        hub="tokenizer",
     )
     vocab_file: str | None = option(None, "vocabulary file", megatron="--vocab-file", common=True)
     merge_file: str | None = option(None, "BPE merges file", megatron="--merge-file", common=True)
@@ -1441,7 +1447,14 @@ class CheckpointConfig(Section):
     bench: ClassVar[Bench] = "unused"
 
     save: str | None = option(None, "directory to save to", megatron="--save", common=True)
-    load: str | None = option(None, "directory to load from", megatron="--load", common=True, evaluated=True)
+    load: str | None = option(
+        None,
+        "directory to load from, or a name of the Hub",
+        megatron="--load",
+        common=True,
+        evaluated=True,
+        hub="model",
+    )
     pretrained_checkpoint: str | None = option(
         None,
         "of mega finetune: the weights that a task begins with, where --load and --save hold no step of it yet",

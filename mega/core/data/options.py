@@ -18,7 +18,9 @@ class PreprocessOptions(VerbSection):
     title: ClassVar[str] = "Token files"
 
     input: tuple[str, ...] = option(
-        REQUIRED, "JSON lines, also .gz .zst .xz .bz2; .txt; .parquet; a dataset or folder; a glob; - for stdin"
+        REQUIRED,
+        "JSON lines, also .gz .zst .xz .bz2; .txt; .parquet; a dataset, also of the Hub; a folder; a glob; - for stdin",
+        hub="dataset",
     )
     output_prefix: str = option(REQUIRED, "beginning of the output names")
     json_keys: tuple[str, ...] = option((), "keys of each line; text by default", megatron="--json-key")
@@ -130,7 +132,7 @@ class SampleOptions(VerbSection):
 
     title: ClassVar[str] = "Samples"
 
-    input: tuple[str, ...] = option((), "show one conversation of these files on its own")
+    input: tuple[str, ...] = option((), "show one conversation of these files on its own", hub="dataset")
     number: int = option(0, "which conversation or training sample, from 0")
     count: int = option(1, "how many, one after another")
     seq_length: int = option(512, "tokens of a training sample")

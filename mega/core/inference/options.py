@@ -83,7 +83,9 @@ class GenerateOptions(VerbSection):
 
     title: ClassVar[str] = "Texts"
 
-    load: Path | None = option(None, "a run's directory (its newest step), one step in it, or others' weights")
+    load: Path | None = option(
+        None, "a run's directory (its newest step), one step in it, others' weights, or a name of the Hub", hub="model"
+    )
     url: str | None = option(None, "ask a server's PUT /api instead, as of mega serve", metavar="HOST:PORT")
     prompt: str | None = option(None, "the text to continue [at a terminal asked for, else a new document]")
     input: Path | None = option(None, "prompts: JSON lines (.jsonl), else one a line", megatron="--sample-input-file")

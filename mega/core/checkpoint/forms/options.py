@@ -36,7 +36,11 @@ class ReshardOptions(VerbSection):
 
     title: ClassVar[str] = "Checkpoints"
 
-    load_dir: Path = option(REQUIRED, "a run's directory, one step-NNNNNNN in it, or what others have written")
+    load_dir: Path = option(
+        REQUIRED,
+        "a run's directory, one step-NNNNNNN in it, what others have written, or a name of the Hub",
+        hub="model",
+    )
     save_dir: Path = option(REQUIRED, "directory of the new checkpoint")
     saver: str = option(
         "mega",
@@ -81,7 +85,9 @@ class ConvertOptions(VerbSection):
     title: ClassVar[str] = "Weights"
 
     load_dir: Path = option(
-        REQUIRED, "Hugging Face, Meta or fairseq folder, llama2.c file, run directory, or step-NNNNNNN"
+        REQUIRED,
+        "Hugging Face, Meta or fairseq folder, llama2.c file, run directory, step-NNNNNNN, or a name of the Hub",
+        hub="model",
     )
     save_dir: Path = option(REQUIRED, "where to write; a folder, complete or absent")
     to: str | None = option(

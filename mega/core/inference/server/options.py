@@ -56,7 +56,9 @@ class ServedModel(VerbSection):
 
     title: ClassVar[str] = "Model"
 
-    load: Path | None = option(None, "a run's directory, one step in it, or others' weights: as CHECKPOINT")
+    load: Path | None = option(
+        None, "a run's directory, one step in it, others' weights, a name of the Hub: as CHECKPOINT", hub="model"
+    )
     adapter: tuple[str, ...] = option(
         (), "run with --lora-rank, or peft's; clients name it as model", metavar="NAME=DIR"
     )

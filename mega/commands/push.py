@@ -1,0 +1,77 @@
+"""`mega push`: a model into a repository of the Hub, with a model card."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mega.core.files import check_source
+from mega.core.hub.names import HubName
+from mega.core.hub.options import PushOptions
+from mega.core.hub.upload import CARD, model_card, push, repository
+from mega.core.untrusted import read_limited
+
+MOST_CARD = 1 << 20
+"""Bytes of a model card."""
+
+
+def run(
+    options: PushOptions,
+    directory: Annotated[Path, typer.Argument(help="a run's directory, one step in it, or a Hugging Face folder")],
+    name: Annotated[str, typer.Argument(help="OWNER/NAME, which is made where it does not exist")],
+) -> int:
+    """Upload a model: safetensors, tokenizer, JSON, and a model card that says what it is.
+
+    A mega checkpoint is written in Hugging Face's form first, through $TMPDIR. The token is HF_TOKEN's, or that of hf
+    auth login. A card that the repository has is kept.
+    """
+    check_source("DIRECTORY", directory)
+    to = repository(name)
+    card = None if options.card is None else read_limited(options.card, MOST_CARD, f"--card {options.card}").decode()
+
+    def report(line: str) -> None:
+        print(f"mega: {line}", file=sys.stderr)
+
+    from mega.core.checkpoint.forms.form import OWN
+    from mega.core.checkpoint.forms.recognise import form_at
+
+    with tempfile.TemporaryDirectory(prefix="mega-push-") as temporary:
+        folder = directory
+        if (form := form_at(directory)) is OWN:
+            from mega.core.checkpoint.forms.convert import convert
+            from mega.core.inference.loading.load import special_tokens
+
+            made = convert(directory, Path(temporary) / "model", "hf", tokens=special_tokens)
+            folder = made.path
+            for line in made.losses:
+                report(line)
+        elif form.name not in ("hf", "peft"):
+            raise ValueError(
+                f"DIRECTORY {directory}: is {form.words}; mega convert-llama --to hf makes a folder for it"
+            )
+        if card is None:
+            own = folder / CARD
+            card = own.read_text(encoding="utf-8") if own.is_file() else _card(directory, to, options)
+        print(push(folder, to, options, card, report))
+    return 0
+
+
+def _card(directory: Path, name: HubName, options: PushOptions) -> str:
+    """What the weights say of themselves."""
+    from mega.core.architecture import architecture
+    from mega.core.architecture.words import parameter_words, shape_words
+    from mega.core.checkpoint.forms.open import open_weights
+    from mega.core.checkpoint.own.model import model_of
+
+    weights = open_weights(str(directory))
+    model = model_of(weights.meta, str(directory))
+    about = architecture(model)
+    table = {"shape": shape_words(about), "parameters": parameter_words(model), "positions": f"{model.positions:,}"}
+    if weights.step:
+        table["trained"] = f"{weights.step:,} steps"
+    tasks = {"bert": "fill-mask", "t5": None}
+    return model_card(name, table, options, task=tasks.get(about.family, "text-generation"))

@@ -1,0 +1,226 @@
+"""A repository's files in the cache that the Hub's own tools use, so that what one of them has fetched is not again.
+
+    1 list      the revision's files and sizes, or, where the Hub is out of reach or HF_HUB_OFFLINE=1, what is cached
+    2 check     the bytes that are missing are reported, and must fit on the disk
+    3 fetch     large files by parts that stay after a cut or a kill and are continued; each is hashed, then named
+    4 place     huggingface_hub links all files of the revision into one folder, the small ones fetched by it
+
+HF_TOKEN, HF_HOME, HF_HUB_OFFLINE and HF_ENDPOINT mean what they mean to huggingface_hub, which reads them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from io import BufferedRandom
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mega.core.files import locked_alone
+from mega.core.hub.choice import chosen
+from mega.core.hub.faults import explained, needs_library
+from mega.core.hub.names import HubName, Kind
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import RepoFile
+
+Report = Callable[[str], None]
+
+LARGE = 1 << 20
+"""Bytes of a file from which on it is fetched so that it can be resumed."""
+SPARE = 64 << 20
+"""Bytes of the disk that are left free."""
+TRIES, PAUSE = 8, 1.0
+"""Attempts without a byte of progress after which a file is given up, and seconds between them."""
+
+
+def fetched(flag: str, name: HubName, kind: Kind, report: Report = lambda line: None) -> Path:
+    """The folder with a name's files, or its one file; `flag` is the one that named it.
+
+    report: takes lines for the user. Errors: ValueError, OSError, as of `explained`.
+    """
+    try:
+        import huggingface_hub
+    except ImportError:
+        message = "no such directory here; names of the Hugging Face Hub"
+        raise ValueError(f"{flag} {name}: {message}: {needs_library()}") from None
+    if not sys.stderr.isatty():
+        huggingface_hub.utils.disable_progress_bars()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # what it warns of is reported here
+    with explained(flag, name):
+        files, commit = _listed(flag, name, kind, report)
+        missing = [file for file in files if not _is_cached(name, kind, file.path, commit)]
+        if missing and commit is not None:
+            _check_room(flag, name, missing, report)
+            for file in missing:
+                if file.lfs is not None and LARGE <= file.size <= huggingface_hub.constants.MAX_HTTP_DOWNLOAD_SIZE:
+                    _fetch(name, kind, file, commit, report)
+        cached = commit is None or not missing
+        folder = Path(
+            huggingface_hub.snapshot_download(
+                name.repository,
+                repo_type=_repository_kind(kind),
+                revision=commit if cached and commit is not None else name.revision,
+                allow_patterns=[_literally(file.path) for file in files],
+                local_files_only=cached,
+            )
+        )
+    return folder / files[0].path if name.part is not None and kind != "dataset" else folder
+
+
+def _repository_kind(kind: Kind) -> str:
+    return "dataset" if kind == "dataset" else "model"
+
+
+def _literally(path: str) -> str:
+    """A pattern that means one path."""
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in path)
+
+
+def _listed(flag: str, name: HubName, kind: Kind, report: Report) -> tuple[list[RepoFile], str | None]:
+    """The files that are wanted and the commit that they are of, as the Hub lists them; else, with None, as they were
+    listed when they were cached."""
+    from huggingface_hub import HfApi, constants, errors, get_cached_repo_tree
+    from huggingface_hub.hf_api import RepoFile
+
+    repository, repository_kind = name.repository, _repository_kind(kind)
+    commit: str | None = None
+    try:
+        if constants.HF_HUB_OFFLINE:
+            raise errors.OfflineModeIsEnabled("HF_HUB_OFFLINE=1")
+        commit = HfApi().repo_info(repository, revision=name.revision, repo_type=repository_kind).sha
+        tree = HfApi().list_repo_tree(repository, recursive=True, revision=commit, repo_type=repository_kind)
+        found = [file for file in tree if isinstance(file, RepoFile)]
+    except (errors.HTTPError, ConnectionError) as error:
+        if isinstance(error, errors.HfHubHTTPError) and error.response.status_code < 500:
+            raise
+        why = " ".join(str(error).split())[:200] or type(error).__name__
+        why = "HF_HUB_OFFLINE=1" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT}: {why}"
+        try:
+            found = get_cached_repo_tree(repository, repo_type=repository_kind, revision=name.revision)
+        except (errors.CachedRepoTreeNotFoundError, errors.EntryNotFoundError):
+            cache = constants.HF_HUB_CACHE
+            raise ValueError(f"{flag} {name}: no such directory, and it is not in {cache}; {why}") from None
+        report(f"{name}: as it is in {constants.HF_HUB_CACHE}; the Hub was not asked ({why})")
+    try:
+        wanted = set(chosen([file.path for file in found], name, kind))
+    except ValueError as error:
+        raise ValueError(f"{flag} {name}: {error}") from None
+    return [file for file in found if file.path in wanted], commit
+
+
+def _is_cached(name: HubName, kind: Kind, path: str, commit: str | None) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(
+        name.repository, path, revision=commit or name.revision, repo_type=_repository_kind(kind)
+    )
+    return isinstance(cached, str)
+
+
+def _check_room(flag: str, name: HubName, missing: Sequence[RepoFile], report: Report) -> None:
+    """Report what is fetched. Errors: ValueError where the disk has less room."""
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE)
+    size = sum(file.size for file in missing)
+    report(f"{name}: {len(missing)} files of {_size(size)} are fetched into {cache}")
+    place = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(place).free
+    if size + SPARE > free:
+        raise ValueError(
+            f"{flag} {name}: its {_size(size)} do not fit: {place} has {_size(free)} free; HF_HOME names another place"
+        )
+
+
+def _size(count: int) -> str:
+    """
+    >>> _size(5_263_000_000), _size(1_500), _size(3)
+    ('5.3 GB', '1.5 kB', '3 bytes')
+    """
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count} bytes"
+
+
+def _fetch(name: HubName, kind: Kind, file: RepoFile, commit: str, report: Report) -> None:
+    """Put a large file into the cache under the name of its content, where huggingface_hub finds it.
+
+    Errors: OSError where what came is not what the Hub says it is; what came is then removed.
+    """
+    from huggingface_hub import constants, hf_hub_url
+    from huggingface_hub.file_download import repo_folder_name
+
+    assert file.lfs is not None
+    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name.repository, repo_type=_repository_kind(kind))
+    blob = folder / "blobs" / file.lfs.sha256
+    blob.parent.mkdir(parents=True, exist_ok=True)
+    part = blob.with_name(f"{blob.name}.mega-part")
+    with _alone(part) as stream:
+        if blob.exists():  # another process was faster
+            return
+        url = hf_hub_url(name.repository, file.path, repo_type=_repository_kind(kind), revision=commit)
+        _pull(url, file, stream, report)
+        stream.seek(0)
+        if hashlib.file_digest(stream, "sha256").hexdigest() != file.lfs.sha256:
+            part.unlink()
+            raise OSError(f"{name}: {file.path}: what came is damaged (sha256), and was removed; try again")
+        os.fsync(stream.fileno())
+        os.replace(part, blob)
+
+
+@contextlib.contextmanager
+def _alone(part: Path) -> Iterator[BufferedRandom]:
+    """A file that is continued, for this process alone: others wait."""
+    while True:
+        with part.open("ab+") as stream:
+            while not locked_alone(stream.fileno()):
+                time.sleep(PAUSE)
+            if os.fstat(stream.fileno()).st_nlink:  # else it was removed while we waited
+                yield stream
+                return
+
+
+def _pull(url: str, file: RepoFile, stream: BufferedRandom, report: Report) -> None:
+    """Append what is missing of a file, from where it stands, as often as the connection is cut."""
+    from huggingface_hub import errors
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers
+
+    tries = 0
+    while True:
+        have = stream.seek(0, os.SEEK_END)
+        if have > file.size:
+            stream.truncate(0)
+            have = 0
+        try:
+            http_get(
+                url,
+                stream,
+                resume_size=have,
+                headers=build_hf_headers(),
+                expected_size=file.size,
+                displayed_filename=file.path,
+                _nb_retries=0,
+            )
+            return
+        except errors.HfHubHTTPError:
+            raise
+        except errors.HTTPError:
+            stream.flush()
+            came = stream.seek(0, os.SEEK_END)
+            tries = 0 if came > have else tries + 1
+            if tries >= TRIES:
+                raise
+            if came > have:
+                report(
+                    f"{file.path}: the connection was cut after {_size(came)} of {_size(file.size)}; it is continued"
+                )
+            time.sleep(PAUSE)

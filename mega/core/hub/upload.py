@@ -1,0 +1,96 @@
+"""A folder put into a repository of the Hub, with a model card where it has none."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from mega.core.hub.choice import SMALL
+from mega.core.hub.faults import explained, needs_library
+from mega.core.hub.names import HubName, hub_name
+from mega.core.hub.options import PushOptions
+
+CARD = "README.md"
+ENDINGS = (*SMALL, ".safetensors", ".gguf")
+
+
+def repository(name: str) -> HubName:
+    """Errors: ValueError where `name` is not a repository's."""
+    found = hub_name(name)
+    if found is None or found.revision is not None or found.part is not None:
+        raise ValueError(f"NAME {name}: must be OWNER/NAME, and no path that exists")
+    return found
+
+
+def pushed_files(folder: Path) -> list[str]:
+    """The names of the files that are uploaded. Errors: ValueError where there are no weights among them."""
+    found = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name.endswith(ENDINGS))
+    if not any(name.endswith((".safetensors", ".gguf")) for name in found):
+        raise ValueError(f"DIRECTORY {folder}: holds no .safetensors and no .gguf, and nothing else is uploaded")
+    return found
+
+
+def model_card(name: HubName, table: Mapping[str, str], options: PushOptions, *, task: str | None) -> str:
+    """The text of a model card. table: its rows. task: the Hub's word for what the model does.
+
+    >>> print(model_card(HubName("me/toy"), {"layers": "2"}, PushOptions(), task=None))  # doctest: +ELLIPSIS
+    ---
+    tags: ["mega"]
+    ---
+    # toy
+    ...
+    """
+    head: dict[str, object] = {"license": options.license, "base_model": options.base_model, "pipeline_tag": task}
+    head["library_name"] = None if task is None else "transformers"
+    front = [f"{key}: {json.dumps(value)}" for key, value in head.items() if value is not None]
+    rows = [f"| {key} | {value} |" for key, value in table.items()]
+    use = [
+        "With transformers:",
+        "",
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        f'model = AutoModelForCausalLM.from_pretrained("{name.repository}")',
+        f'tokenizer = AutoTokenizer.from_pretrained("{name.repository}")',
+        "```",
+        "",
+        "With mega:",
+        "",
+        "```bash",
+        f'mega generate --load {name.repository} --prompt "Once upon a time"',
+        "```",
+    ]
+    lines = ["---", *front, 'tags: ["mega"]', "---", f"# {name.repository.partition('/')[2]}", ""]
+    lines += ["| | |", "|---|---|", *rows, ""]
+    return "\n".join([*lines, *(use if task == "text-generation" else ()), ""])
+
+
+def push(folder: Path, name: HubName, options: PushOptions, card: str, report: Callable[[str], None]) -> str:
+    """Upload the files of `folder`; the URL of the commit. A card that the repository has stays, unless --card names
+    another. Errors: ValueError, OSError."""
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise ValueError(f"mega push: {needs_library()}") from None
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    if not sys.stderr.isatty():
+        huggingface_hub.utils.disable_progress_bars()
+    files, api = pushed_files(folder), HfApi()
+    size = sum((folder / file).stat().st_size for file in files)
+    with explained("NAME", name):
+        if huggingface_hub.constants.HF_HUB_OFFLINE:
+            raise ValueError(f"NAME {name}: HF_HUB_OFFLINE=1 forbids it")
+        if huggingface_hub.get_token() is None:
+            raise ValueError(f"NAME {name}: needs a token that may write: HF_TOKEN, or hf auth login")
+        api.create_repo(name.repository, private=options.private, exist_ok=True)
+        report(f"{name}: {len(files)} files, {size:,} bytes")
+        operations = [CommitOperationAdd(file, str(folder / file)) for file in files]
+        if options.card is not None or not api.file_exists(name.repository, CARD):
+            operations.append(CommitOperationAdd(CARD, card.encode()))
+        else:
+            report(f"{name}: keeps the model card that it has; --card replaces it")
+        commit = api.create_commit(name.repository, operations, commit_message=options.message)
+    return str(commit.commit_url)
