@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
+from mega.cli import main
 from mega.core.inference.loading.load import load_model, open_model
 from tests.model.test_retriever import close, golden, golden_batch
 from tests.support.shared import shared
@@ -46,3 +50,38 @@ def test_a_tree_of_2023_has_the_golden_logits(tmp_path: Path) -> None:
     stage = load_model(opened)
     with torch.no_grad():
         close(stage(golden_batch(), outputs=True).outputs, golden()["logits"])
+
+
+def resharded(load: Path, save: Path, *more: str) -> int:
+    return main(["reshard", "--load-dir", str(load), "--save-dir", str(save), "--no-load-optim", *more])
+
+
+def test_a_tree_is_written_as_it_was_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_tree(tmp_path / "read")
+    assert resharded(tmp_path / "read", tmp_path / "own") == 0
+    assert resharded(tmp_path / "own", tmp_path / "written", "--saver", "megatron-23.06") == 0
+    trees = [
+        torch.load(tmp_path / name / "iter_0000001" / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)
+        for name in ("read", "written")
+    ]
+    theirs, ours = (dict(leaves(tree["model"])) for tree in trees)
+    assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in theirs)
+    typed = vars(trees[0]["args"])
+    said = vars(trees[1]["args"])
+    assert all(said[name] == value for name, value in typed.items() if name.startswith("retro_"))
+    assert open_model(str(tmp_path / "written")).model == open_model(str(tmp_path / "read")).model
+    for flags, words in (
+        ("--saver mcore", "--saver mcore: has no model with --retriever"),
+        ("--saver megatron --target-pipeline-parallel-size 2", "--target-pipeline-parallel-size 2: "),
+    ):
+        capsys.readouterr()
+        assert resharded(tmp_path / "own", tmp_path / "other", *flags.split()) == 2
+        assert words in capsys.readouterr().err
+
+
+def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

@@ -6,6 +6,7 @@ The vocabulary without its padding, which they hardly ever say, is settled here 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -19,6 +20,7 @@ from mega.core.checkpoint.forms.keys import check_kept
 from mega.core.checkpoint.forms.megatron.families import FAMILIES
 from mega.core.checkpoint.forms.megatron.mixture import mixture_arguments, mixture_flags, mixture_of
 from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.config.retriever import RetrieverOptions
 from mega.core.config.sections import ModelConfig
 
 
@@ -264,7 +266,7 @@ def arguments_of(
         "num_layers_per_virtual_pipeline_stage": None,
         "consumed_valid_samples": 0,
     }
-    unsaid = OF_FAMILIES if model.family in FAMILIES else ()
+    unsaid = OF_FAMILIES if model.family in FAMILIES else OF_RETRIEVER if options.retriever else ()
     check_kept(options, model_from_arguments(arguments, model.input.vocab, "args"), "Megatron-LM", unsaid)
     return arguments
 
@@ -274,6 +276,10 @@ OF_FAMILIES = (
     *("token_types", "memory_padding"),
 )
 """Options of BERT and T5 that arguments do not say: families.py reads them off tensors, or checks them."""
+
+
+OF_RETRIEVER = tuple(field.name for field in dataclasses.fields(RetrieverOptions))
+"""Options of a retriever, which families.py says."""
 
 
 TOKENIZER = "GPT2BPETokenizer"

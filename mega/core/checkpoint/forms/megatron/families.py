@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from mega.core.architecture import Architecture, Unit
+from mega.core.architecture import Architecture, Unit, architecture
 from mega.core.checkpoint.forms.megatron.eras import TIED_COPY, WORDS, has_two_stacks
 from mega.core.checkpoint.own.pieces import CheckpointError, Tensors
 from mega.core.config.sections import ModelConfig
@@ -119,6 +119,45 @@ def check_written(model: Architecture, to: str, *, distributed: bool) -> None:
             raise CheckpointError(f"{flag} {value}: --saver {to} has a {model.family.upper()} with {valid} only")
     if model.output.words is None and model.output.rows is None:
         raise CheckpointError(f"--head none: --saver {to} has a BERT with a head; valid: lm, classification, choice")
+
+
+def check_retriever(model: ModelConfig, to: str, pp: int, *, state: bool) -> None:
+    """Errors: CheckpointError naming an option that Megatron-LM's Retro does not have. state: the optimizer's is to be
+    written."""
+    described = architecture(model)
+    attention, usual = described.block.attention, dataclasses.replace(model, retro_layers=())
+    if to not in ("megatron", "megatron-23.06"):
+        raise CheckpointError(f"--saver {to}: has no model with --retriever; valid: megatron, megatron-23.06")
+    if state:
+        raise CheckpointError(f"--saver {to}: takes the weights of a model with --retriever alone: --no-load-optim")
+    for flag, value, valid in (
+        ("--target-pipeline-parallel-size", pp, 1),
+        ("--retro-rope", model.retro_rope and attention.rope is not None, False),
+        ("--retro-gate", model.retro_gate, 1.0),
+        ("--kv-heads", attention.kv_heads, attention.heads),
+        ("--retro-layers", described.reading, architecture(usual).reading),
+    ):
+        if value != valid:
+            raise CheckpointError(f"{flag} {value}: --saver {to} has a model with --retriever with {valid} only")
+
+
+RETRIEVER_ARGUMENTS = {
+    "retro_chunk_length": "retro_gpt_chunk_length",
+    "retro_neighbours": "retro_num_neighbors",
+    "retro_retrieved_chunks": "retro_num_retrieved_chunks",
+    "retro_encoder_layers": "retro_encoder_layers",
+    "retro_encoder_hidden_dropout": "retro_encoder_hidden_dropout",
+    "retro_encoder_attention_dropout": "retro_encoder_attention_dropout",
+}
+"""Options of a retriever -> Megatron-LM's arguments."""
+
+
+def retriever_arguments(model: ModelConfig) -> dict[str, object]:
+    """What arguments say of a model that reads neighbours; {} of any other."""
+    if not model.retriever:
+        return {}
+    said = {theirs: getattr(model, ours) for ours, theirs in RETRIEVER_ARGUMENTS.items()}
+    return {"retro_add_retriever": True, **said}
 
 
 def family_arguments(model: Architecture, pp: int) -> dict[str, object]:
@@ -231,9 +270,17 @@ def _with_retriever(
             raise CheckpointError(f"{where}: args.{name} {value!r:.40}: must be a positive whole number")
         return value
 
+    def rate(name: str) -> float:
+        value = values.get(name, 0.1)
+        if not isinstance(value, int | float) or not 0 <= value < 1:
+            raise CheckpointError(f"{where}: args.{name} {value!r:.40}: must be at least 0 and below 1")
+        return float(value)
+
     return dataclasses.replace(
         model,
         retriever=True,
+        retro_encoder_hidden_dropout=rate("retro_encoder_hidden_dropout"),
+        retro_encoder_attention_dropout=rate("retro_encoder_attention_dropout"),
         retro_layers=reading,
         retro_encoder_layers=encoder,
         retro_rope=False,

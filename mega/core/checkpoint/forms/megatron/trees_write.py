@@ -21,8 +21,10 @@ from mega.core.checkpoint.forms.mapping import Source, Table, Target, joined
 from mega.core.checkpoint.forms.megatron.arguments import arguments_of, core_flags, padding_note, unused_by_core
 from mega.core.checkpoint.forms.megatron.eras import ALIASES, ERAS, HEADS, OWN_STACKS, STYLES, Era, styled
 from mega.core.checkpoint.forms.megatron.families import (
+    check_retriever,
     check_written,
     family_arguments,
+    retriever_arguments,
     written_stages,
 )
 from mega.core.checkpoint.forms.megatron.state import DISTRIBUTED, Facts, alike, state_note
@@ -63,6 +65,8 @@ def said_of(own: Own, to: str, era: Era, given: Given) -> Said:
     """What the tree `to` of a checkpoint of ours says. Errors: CheckpointError naming what it has no place for."""
     model, checkpoint, layout = architecture(own.model), own.checkpoint, given.layout
     check_written(model, to, distributed=given.distributed)
+    if own.model.retriever:
+        check_retriever(own.model, to, layout.pp, state=bool(given.optimizer and state_kinds(checkpoint)))
     if own.model.experts and to not in ("mcore-local", "torch_dist"):
         raise CheckpointError(f"--saver {to}: has no mixture of experts; valid: mcore-local, torch_dist")
     kinds = state_kinds(checkpoint) if given.optimizer else ()
@@ -73,7 +77,7 @@ def said_of(own: Own, to: str, era: Era, given: Given) -> Said:
     tokenizer = given.tokenizer_type or _tokenizer(checkpoint.meta)
     core = ERAS[era].core
     arguments = arguments_of(own.model, layout.tp, layout.pp, tokenizer=tokenizer, core=core) | counts
-    arguments |= family_arguments(model, layout.pp)
+    arguments |= family_arguments(model, layout.pp) | retriever_arguments(own.model)
     if facts is not None:
         arguments["consumed_valid_samples"] = progress.get("consumed_valid", 0)
         arguments["lr_warmup_init"] = facts.schedule["lr"]["initial"] if facts.schedule else 0.0
@@ -86,7 +90,7 @@ def said_of(own: Own, to: str, era: Era, given: Given) -> Said:
     notes = (
         *padding_note(model.input.vocab, model.input.rows(layout.tp)),
         *(unused_by_core(arguments) if core else ()),
-        _for_core(model.family, arguments, era, facts) if core else _for_legacy(to, facts),
+        _for_core(model.family, arguments, era, facts) if core else _for_legacy(to, facts, own.model.retriever),
     )
     notes += (state_note(facts, given.optimizer, "written"),)
     return Said(kinds, facts, arguments, iteration, given.distributed and facts is not None, notes)
@@ -98,10 +102,13 @@ def _tokenizer(meta: Mapping[str, object]) -> str | None:
     return kind if isinstance(kind, str) else None
 
 
-def _for_legacy(to: str, facts: Facts | None) -> str:
+def _for_legacy(to: str, facts: Facts | None, retriever: bool) -> str:
     flags = "--no-load-rng" if facts is not None else "--no-load-rng --no-load-optim"
+    about = f"--saver {to} is for Megatron-LM of 2023 (its legacy models), which loads it with {flags}"
+    if retriever:
+        return f"{about}, and decides by the number of layers which of them read neighbours"
     return (
-        f"--saver {to} is for Megatron-LM of 2023 (its legacy models), which loads it with {flags}: Megatron-core of "
+        f"{about}: Megatron-core of "
         "today (0.18) takes it without an error and loads it wrong; for that write --saver mcore, mcore-local or "
         "torch_dist"
     )
