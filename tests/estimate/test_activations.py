@@ -41,6 +41,7 @@ FP8 = {"dtype": "bf16", "fp8": True, "ffn": 640, "vocab": 8, "vocab_multiple": 8
 """With few words, lest all peaks be the loss's."""
 HEADS = {"cp": 2, "cp_comm": "all-to-all"}
 RING = {"cp": 2, "cp_comm": "ring"}
+READS = {"retriever": True, "retro_chunk_length": 16, "retro_layers": (1, 2)}
 FULL = {"recompute": "full", "recompute_method": "uniform", "recompute_layers": 1}
 BLOCK = {**FULL, "recompute_method": "block"}
 
@@ -127,6 +128,10 @@ CASES: dict[str, dict[str, Any]] = {
     "overlap, tp 4": {**OVERLAP, **QUIET, **FEW, "tp": 4},
     "documents": {"family": "llama", "dtype": "bf16", "reset_attention": True},
     "documents with dropout": {"reset_attention": True},
+    "neighbours": {**QUIET, **READS, "dtype": "bf16"},
+    "neighbours, llama, with dropout, again": {**READS, "family": "llama", "kv_heads": 2, "recompute": "selective"},
+    "neighbours, tp 2, sequence": {**READS, "tp": 2, "sequence_parallel": True, "dtype": "bf16"},
+    "neighbours, pp 2": {**QUIET, **READS, "dtype": "bf16", "pp": 2},
     "by heads": {**QUIET, **HEADS, "dtype": "bf16"},
     "by heads, documents": {**HEADS, "family": "llama", "dtype": "bf16", "reset_attention": True},
     "by heads, cp 4": {**HEADS, "cp": 4, "family": "llama", "dtype": "bf16", "micro_batch": 1},

@@ -28,12 +28,14 @@ class Chunk(NamedTuple):
     """What a rank holds of the model in one piece: names of its units, and its blocks of each of the model's stacks.
 
     Ranks whose chunks are equal hold equally much, and take equally long. kinds: of each of its blocks, where those of
-    the model are not all alike.
+    the model are not all alike. before: blocks before its own, of a model whose blocks are known by their numbers: some
+    read neighbours, which others before them or after them make.
     """
 
     names: tuple[str, ...]
     stacks: tuple[int, ...]
     kinds: tuple[LayerKind, ...] = ()
+    before: int | None = None
 
     @property
     def blocks(self) -> int:
@@ -69,7 +71,8 @@ def _stage_chunks(
         return Chunk(
             tuple(unit for unit in units if isinstance(unit, str)),
             tuple(counts[number] for number in range(stacks)),
-            tuple(kinds[block] for block in blocks) if kinds else (),
+            tuple(kinds[block] for block in blocks) if kinds and not model.retriever else (),
+            (blocks or [0 if "embedding" in units else model.layers])[0] if model.retriever else None,
         )
 
     return tuple(tuple(chunk(held.get((stage, number), [])) for number in range(chunks)) for stage in range(pp))

@@ -393,6 +393,8 @@ def _splits(run: RunConfig) -> bool:
 
 
 def _found(run: RunConfig, chunk: Chunk) -> Trace:
+    if chunk.before is not None:
+        return _traced(*reduced_run(run, chunk), microbatch_rows(run))
     regimes, rows = [list(_regimes(run, count)) for count in chunk.stacks], microbatch_rows(run)
     if len(regimes) > 1 or chunk.blocks < 2 or regimes[0] != [(chunk.blocks, 1)] or not _composable(run):
         short = [[min(count, REPEATS * period + count % period) for count, period in stack] for stack in regimes]
@@ -429,7 +431,11 @@ def reduced_run(run: RunConfig, chunk: Chunk) -> tuple[RunConfig, int]:
 
     It has all that matters to a microbatch but its size, so that layouts which differ elsewhere share their answer.
     """
-    parallel, after = run.parallel, shape(run.model).after
+    if chunk.before is not None:
+        stages = [[chunk.before], list(chunk.stacks), [run.model.layers - chunk.before - chunk.blocks]]
+        own = stages[1]
+        return _staged(run, run.model, [each for each in stages if sum(each) or each is own], chunk.before > 0)
+    after = shape(run.model).after
     # The model in order: what follows so many stacks is at an even number, and a stack at an odd one.
     own = [2 * after[name] for name in chunk.names]
     own += [2 * number + 1 for number, count in enumerate(chunk.stacks) if count]
@@ -437,10 +443,17 @@ def reduced_run(run: RunConfig, chunk: Chunk) -> tuple[RunConfig, int]:
     before = [int(min(own) > 0 and 2 * number + 1 <= min(own)) for number in range(len(chunk.stacks))]
     following = [int(max(own) < last and 2 * number + 1 >= max(own)) for number in range(len(chunk.stacks))]
     stages = [*([before] if any(before) else []), list(chunk.stacks), *([following] if any(following) else [])]
-    layers = tuple(sum(stacks) for stacks in stages)
     model = run.model.with_stacks(tuple(sum(counts) for counts in zip(*stages, strict=True)))
     if model.experts:  # of layers without any the model is dense (`of_kind`)
         model = replace(model, experts_from=0, experts_every=1, dense_layers=())
+    return _staged(run, model, stages, any(before))
+
+
+def _staged(
+    run: RunConfig, model: ModelConfig, stages: Sequence[Sequence[int]], preceded: bool
+) -> tuple[RunConfig, int]:
+    """A run of a model in so many stages, of which the first or, where it is preceded, the second is meant."""
+    parallel, layers = run.parallel, tuple(sum(stacks) for stacks in stages)
     options = Options(
         model=model,
         precision=run.precision,
@@ -464,7 +477,7 @@ def reduced_run(run: RunConfig, chunk: Chunk) -> tuple[RunConfig, int]:
         masking=MaskingConfig(decoder_seq_length=run.masking.decoder_seq_length),
         runtime=RuntimeConfig(device=run.runtime.device, ops=run.runtime.ops),
     )
-    return resolve(options, parallel.tp * parallel.cp * len(layers)), int(any(before))
+    return resolve(options, parallel.tp * parallel.cp * len(layers)), int(preceded)
 
 
 def _regimes(run: RunConfig, blocks: int) -> Iterator[tuple[int, int]]:

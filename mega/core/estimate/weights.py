@@ -255,6 +255,8 @@ def _parameters(run: RunConfig, chunk: Chunk) -> list[list[ParameterSpec]]:
         batch=SMALLEST,
         runtime=RuntimeConfig(device=run.runtime.device, ops="reference"),
     )
+    if chunk.before is not None:
+        return unit_parameters(resolve(bare, 1), chunk)
     short = chunk._replace(stacks=tuple(min(count, 1) for count in chunk.stacks), kinds=())
     kinds = {kind.experts: kind for kind in chunk.kinds}
     if run.model.experts and kinds:
