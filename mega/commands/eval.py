@@ -14,6 +14,7 @@ from mega.core.config.option import changed
 from mega.core.config.run import Options, flag_of, options_with
 from mega.core.corpus.scorers import KINDS, ScorerOptions
 from mega.core.files import check_file, check_source
+from mega.core.inference.options import RetrievalOptions
 from mega.core.processes.world import World, is_first_rank, ranks, world_from_env
 from mega.core.tasks.options import OWN, EvalOptions, HarnessOptions, TaskOptions, ToxicityOptions, flag, task_named
 
@@ -28,6 +29,7 @@ def run(
     harness: HarnessOptions,
     toxicity: ToxicityOptions,
     scorer: Annotated[ScorerOptions, without("key_variable", "connections", "tries", "timeout")],
+    retrieval: Annotated[RetrievalOptions, without("retro")],
 ) -> int:
     """Score a model on a benchmark, at any layout: a run of ours or a directory of others' weights, as it lies.
 
@@ -60,15 +62,23 @@ def run(
     _check_effect(f"--task {benchmark.task}", [*changed(toxicity), *changed(scorer)])
     if of_tasks:
         raise ValueError(f"{flag(of_tasks[0])}: needs --tasks")
+    benchmark = dataclasses.replace(benchmark, task=_task(benchmark, result), seed=options.runtime.seed)
+    from mega.core.retro.retrieve import named_opener
+    from mega.core.tasks.evaluate import evaluate, prepare
+
+    retriever = named_opener(dataclasses.replace(retrieval, retro=options.data.retro))
+    out = _out(result.json, benchmark.task)
+    return _launched(world, size, evaluate, prepare(options, given, benchmark, out, size, retriever))
+
+
+def _task(benchmark: TaskOptions, result: EvalOptions) -> str:
+    """Errors: ValueError where none is named, or there is no such one."""
     named = benchmark.task or ("lambada" if result.cloze_eval else "ppl" if result.webtext_eval else None)
     if named is None:
         raise ValueError(
             "--task is missing: give lambada, ppl, wikitext103, toxicity, mnli, qqp or race; or --tasks of lm-eval"
         )
-    benchmark = dataclasses.replace(benchmark, task=task_named(named), seed=options.runtime.seed)
-    from mega.core.tasks.evaluate import evaluate, prepare
-
-    return _launched(world, size, evaluate, prepare(options, given, benchmark, _out(result.json, benchmark.task), size))
+    return task_named(named)
 
 
 def _harness(

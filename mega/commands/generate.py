@@ -17,6 +17,7 @@ from mega.core.inference.options import (
     EngineOptions,
     GenerateOptions,
     OtherTokenizer,
+    RetrievalOptions,
     SamplingOptions,
 )
 
@@ -33,6 +34,7 @@ def run(
     layout: DecodingLayout,
     engine: Annotated[EngineOptions, without("max_requests", "prefill_chunk", "cache_tokens")],
     tokenizer: OtherTokenizer,
+    retrieval: RetrievalOptions,
 ) -> int:
     """Continue a text with a trained model, any checkpoint of any layout: one text, a file of them, or what is typed.
 
@@ -42,13 +44,8 @@ def run(
     given = sampling.given()
     _check_search([*(["greedy"] if sampling.greedy else []), *changed(sampling)], texts)
     if texts.url is not None:
-        excluded = [name for name in changed(texts) if name not in ASKED]
-        excluded += ["min_p"] * bool(given.pop("min_p", 0))
-        excluded += ["repetition_penalty"] * (given.pop("repetition_penalty", 1) != 1)
-        excluded += [*changed(layout), *changed(engine), *changed(tokenizer)]
-        if excluded:
-            flag = "no-cuda-graph" if engine.cuda_graph is False and excluded[0] == "cuda_graph" else excluded[0]
-            raise ValueError(f"--{flag.replace('_', '-')}: excludes --url {texts.url}, which asks a server's PUT /api")
+        others = [*changed(layout), *changed(engine), *changed(tokenizer), *changed(retrieval)]
+        _check_asked(texts, given, others, recorded=engine.cuda_graph is not False)
         return _ask(texts.url, texts, given)
     engine.check(layout.device, texts.adapter)
     _check_template(texts.chat_template, texts.load)
@@ -63,19 +60,35 @@ def run(
     from mega.core.inference.generation.prompts import SpeechPlan, open_speech, speak
     from mega.core.inference.loading.adapters import adapter_paths
     from mega.core.processes.launch import run_ranks
+    from mega.core.retro.retrieve import opener
 
     engine.check_speculation()
+    retriever = opener(retrieval, engine, layout, texts.adapter, texts.beams)
     several = texts.input is not None or texts.num_samples > 0
     plan = SpeechPlan(
         texts=texts,
         layout=layout,
         engine=dataclasses.replace(engine, max_requests=max(engine.max_requests if several else 1, texts.beams)),
         interactive=asks and sys.stdin.isatty() and sys.stdout.isatty(),
+        retriever=retriever,
+        retro=retrieval.retro,
         sampling=how,
         tokenizer=described,
         adapters=adapter_paths(texts.adapter),
     )
     return run_ranks(layout.tp * layout.pp, speak, plan, nproc=texts.nproc, first=partial(open_speech, plan))
+
+
+def _check_asked(texts: GenerateOptions, given: dict[str, float], others: Sequence[str], *, recorded: bool) -> None:
+    """Errors: ValueError naming a flag that --url excludes. given: of sampling, without those that a server lacks after
+    this. others: names of other options that were given. recorded: not --no-cuda-graph."""
+    excluded = [name for name in changed(texts) if name not in ASKED]
+    excluded += ["min_p"] * bool(given.pop("min_p", 0))
+    excluded += ["repetition_penalty"] * (given.pop("repetition_penalty", 1) != 1)
+    excluded += others
+    if excluded:
+        flag = "no-cuda-graph" if not recorded and excluded[0] == "cuda_graph" else excluded[0]
+        raise ValueError(f"--{flag.replace('_', '-')}: excludes --url {texts.url}, which asks a server's PUT /api")
 
 
 def _check_texts(texts: GenerateOptions) -> bool:

@@ -14,7 +14,7 @@ from mega.core.config.option import changed
 from mega.core.config.run import Options, RunConfig, entries, flag_of, options_with, updated, value_of
 from mega.core.config.unread import unread
 from mega.core.estimate.options import EstimateOptions
-from mega.core.inference.options import EngineOptions
+from mega.core.inference.options import DecodingLayout, EngineOptions
 from mega.core.processes.world import ranks, world_from_env
 from mega.core.terminal import print_whole
 
@@ -38,8 +38,6 @@ def run(
     Takes the flags of pretrain. Memory is counted as the trainer allocates it, for each pipeline stage, on
     --world ranks. With --fit or --gpus the layout is searched for. No device is needed.
     """
-    if options.model.retriever:
-        raise ValueError("--retriever: what a model takes that reads neighbours cannot be estimated yet")
     if estimate.serve:
         for name in changed(estimate):
             if name not in SERVED:
@@ -103,12 +101,15 @@ def _serving(options: Options, estimate: EstimateOptions, engine: EngineOptions)
     from mega.core.device import DTYPES, Device
     from mega.core.estimate.hardware import hardware
     from mega.core.inference.capacity import GIB, expected
+    from mega.core.inference.retrieval import check_decoding
     from mega.core.inference.start import check_layout
 
     tp, pp, gpu, fp8_weights = options.parallel.tp, options.parallel.pp, estimate.gpu, engine.fp8_weights
     check_ranges(options)
     model = model_alone(options)
-    check_layout(model, tp, pp, engine)
+    check_layout(model, tp, pp, engine, retrieves=model.retriever)
+    if model.retriever:
+        check_decoding(engine, DecodingLayout(tp=tp, pp=pp), ())
     if gpu is None:
         kind, room = "cpu", Device.choose("cpu").room()
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,7 @@ import typer
 from mega.command_line.options import local_place
 from mega.core.files import check_source
 from mega.core.hub.names import hub_name
-from mega.core.inference.options import DecodingLayout, EngineOptions
+from mega.core.inference.options import DecodingLayout, EngineOptions, RetrievalOptions
 from mega.core.inference.server.limits import ServerLimits
 from mega.core.inference.server.options import ListenOptions, ServedModel, ServerOptions
 
@@ -27,6 +28,7 @@ def run(
     engine: EngineOptions,
     answers: ServerOptions,
     limits: ServerLimits,
+    retrieval: RetrievalOptions,
     checkpoint: Annotated[
         Path | None,
         typer.Argument(
@@ -51,12 +53,11 @@ def run(
     from mega.core.inference.loading.adapters import adapter_paths
     from mega.core.inference.server.start import ServePlan, check_host, serve_rank
     from mega.core.processes.launch import run_ranks
+    from mega.core.retro.retrieve import opener
 
     check_host(listen.host, token)
     adapters = adapter_paths(model.adapter)
-    for name in (own, *answers.served_model_name):
-        if name in adapters:
-            raise ValueError(f"--adapter {name}={adapters[name]}: {name} is the model itself; give it another name")
+    _check_names((own, *answers.served_model_name), adapters)
     engine.check_speculation()
     plan = ServePlan(
         path=str(path),
@@ -66,8 +67,17 @@ def run(
         engine=engine,
         options=dataclasses.replace(answers, name=own, adapters=tuple(adapters), token=token, limits=limits),
         adapters=adapters,
+        retriever=opener(retrieval, engine, layout, model.adapter),
+        retro=retrieval.retro,
     )
     return run_ranks(layout.tp * layout.pp, serve_rank, plan)
+
+
+def _check_names(names: Sequence[str], adapters: Mapping[str, Path]) -> None:
+    """Errors: ValueError where an adapter has a name of the model."""
+    for name in names:
+        if name in adapters:
+            raise ValueError(f"--adapter {name}={adapters[name]}: {name} is the model itself; give it another name")
 
 
 def _check_extra() -> None:

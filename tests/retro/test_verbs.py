@@ -181,3 +181,30 @@ def test_a_damaged_block_is_named(
     words = querying(place) if fault == "width" else ["pretrain", *running(place)]
     error = refused(words, capsys)
     assert str(path.parent) in error and "Traceback" not in error
+
+
+def test_texts_are_continued_and_judged_with_neighbours(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was read is cited; with nothing to read the score is another one; what is missing is named."""
+    run, text = str(tmp_path / "run"), "once upon a time there was a little girl " * 2
+    assert main(["pretrain", *running(place, "--save", run, "--save-interval", "3", "--steps", "3")]) == 0
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text(json.dumps({"text": text}) + "\n")
+    given = ["--retro", str(place / "db"), "--embedder", str(place / "bert"), "--device", "cpu"]
+    out = tmp_path / "answers.jsonl"
+    words = ["generate", "--load", run, "--input", str(asked), "--tokens", "4", "--greedy"]
+    assert main([*words, "--output", str(out), *given]) == 0
+    (row,) = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [each["chunk"] for each in row["neighbours"]] == [0, 0]
+    assert all(each["text"] and each["corpus"] in (str(place / "a"), str(place / "b")) for each in row["neighbours"])
+    losses = []
+    for reads in (given, ["--retro", "none", "--device", "cpu"]):
+        result = tmp_path / f"{len(losses)}.json"
+        judged = ["eval", "--load", run, "--task", "ppl", "--valid-data", str(asked), "--json", str(result)]
+        assert main([*judged, *reads]) == 0
+        losses.append(json.loads(result.read_text())["figures"][0]["value"])
+    assert losses[0] != losses[1]
+    assert "--retro is missing: " in refused(words, capsys)
+    assert "--embedder is missing: " in refused([*words, "--retro", str(place / "db")], capsys)
+    assert "--speculate ngram: excludes" in refused([*words, *given, "--speculate", "ngram"], capsys)

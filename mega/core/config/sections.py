@@ -1109,6 +1109,7 @@ class DataConfig(Section):
         megatron={"--retro-workdir": VALUE, "--retro-project-dir": VALUE},
         metavar="<path>",
         on_resume="noted",
+        evaluated=True,
         needs={"retriever": ()},
         families=DECODERS,
     )

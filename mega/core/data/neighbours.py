@@ -171,6 +171,17 @@ class NeighbourTable:
         return np.concatenate(parts)
 
 
+def filled(database: ChunkDatabase, numbers: NDArray[np.int64], retrieved: int) -> NDArray[np.int64]:
+    """The tokens [l, k, r] of neighbours by their numbers [l, k], each with the chunks after it; of -1 ends of
+    documents."""
+    found = np.full((*numbers.shape, retrieved * database.length), database.eod, np.int64)
+    for chunk, rank in np.argwhere(numbers >= 0).tolist():
+        first = int(numbers[chunk, rank])
+        following = ((first + next_one) % len(database) for next_one in range(retrieved))
+        found[chunk, rank] = np.concatenate([database.tokens(number) for number in following])
+    return found
+
+
 class NeighbourSample(NamedTuple):
     """tokens: int64 [seq_length + 1]. neighbours: int64 [l, k, r]. found: bool [l, k]."""
 
@@ -214,13 +225,7 @@ class NeighbourDataset:
         chunks = (len(tokens) - 1) // database.length
         numbers = self._neighbours[slice(sample * chunks, (sample + 1) * chunks)][:, : self._each]
         numbers = numbers if self._reads else np.full_like(numbers, -1)
-        width = self._retrieved * database.length
-        filled = np.full((chunks, self._each, width), database.eod, np.int64)
-        for chunk, rank in np.argwhere(numbers >= 0).tolist():
-            first = int(numbers[chunk, rank])
-            following = ((first + next_one) % len(database) for next_one in range(self._retrieved))
-            filled[chunk, rank] = np.concatenate([database.tokens(number) for number in following])
-        return NeighbourSample(tokens, filled, numbers >= 0)
+        return NeighbourSample(tokens, filled(database, numbers, self._retrieved), numbers >= 0)
 
     def collate(self, samples: Sequence[NeighbourSample], first: int) -> NeighbourBatch:
         """first: number of the first sample."""

@@ -61,6 +61,7 @@ class BatchingEngine:
             groups=groups,
             ahead=depth > 1,
             drafter=drafter,
+            shares=worker.reader is None,
         )
 
     @property
@@ -79,12 +80,20 @@ class BatchingEngine:
             while len(self._launched) < self._depth and (launched := self._launch()) is not None:
                 self._launched.append(launched)
             if self._launched:
-                events += self._scheduler.take(self._launched.popleft().choices())
+                events += self._taken(self._launched.popleft())
         except RuntimeError as error:
             raise error if self._relay is None else self._relay.explained(error) from None
         while self._launched and self._scheduler.drop():
             self._launched.pop()
         return events
+
+    def _taken(self, launched: Launched) -> list[Event]:
+        """The events of a step's results, with what the model has read."""
+        reader, numbers = self._worker.reader, self._scheduler.sequences()
+        events = self._scheduler.take(launched.choices())
+        if reader is None:
+            return events
+        return [each._replace(cited=reader.cited(numbers[each.request])) for each in events]
 
     def _launch(self) -> Launched | None:
         step = self._scheduler.next_step()
@@ -105,6 +114,8 @@ class BatchingEngine:
         Returns the seconds that this took.
         """
         assert self.idle
+        if self._worker.reader is not None:
+            return 0.0
         began, graphs = time.monotonic(), self._worker.graphs
         rows, longest, size = self.limits.requests, self.limits.longest, self._scheduler.blocks.size
         if graphs is None:

@@ -23,6 +23,9 @@ BLOCK = 16
 NGRAM = "ngram"
 """The value of --speculate that guesses from the text itself."""
 
+NOTHING = "none"
+"""The value of --retro with which a model with a retriever reads nothing."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingLayout(VerbSection):
@@ -75,6 +78,25 @@ class EngineOptions(VerbSection):
             raise ValueError(f"--speculate {self.speculate}: excludes --batch-invariant")
         if self.speculate is not None and self.speculate != NGRAM and not Path(self.speculate).exists():
             raise ValueError(f"--speculate {self.speculate}: no such model; valid: ngram, or a model's directory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrievalOptions(VerbSection):
+    """What a model with a retriever reads."""
+
+    title: ClassVar[str] = "Neighbours"
+
+    retro: str | None = option(
+        None, "of a model with a retriever: the database that mega retro build has made; none: it reads nothing"
+    )
+    embedder: str | None = option(None, "of --retro: the BERT that made its vectors", metavar="<path>")
+
+    def check(self) -> None:
+        """Errors: ValueError where one of both is missing."""
+        if self.retro not in (None, NOTHING) and self.embedder is None:
+            raise ValueError(f"--embedder is missing: give the BERT that made the vectors of --retro {self.retro}")
+        if self.retro in (None, NOTHING) and self.embedder is not None:
+            raise ValueError(f"--embedder {self.embedder}: needs --retro, the database whose vectors it made")
 
 
 @dataclass(frozen=True, kw_only=True)

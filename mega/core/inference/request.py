@@ -193,6 +193,17 @@ LOGITS_NOT_FINITE = (
 """The `message` of an event that ends a request for this."""
 
 
+class Citation(NamedTuple):
+    """A neighbour that a model with a retriever has read. chunk: which of the text's found it. number: its own in the
+    database. corpus, document: where it is from."""
+
+    chunk: int
+    number: int
+    corpus: str
+    document: int
+    text: str
+
+
 class Event(NamedTuple):
     """Something that happened to a request: a new token, its end, or both.
 
@@ -200,7 +211,8 @@ class Event(NamedTuple):
     prompt_logprobs: with the request's first event where they were asked for: of every token of the prompt given those
         before, the first None; prompt_top: the likeliest in the place of each, the first ().
     finish: set on the request's last event. beams: best first, with the last event of a beam search, which reports no
-        token before. message: why it failed.
+        token before. message: why it failed. cited: what the model has read of a database since
+    the event before.
     """
 
     request: int
@@ -212,6 +224,7 @@ class Event(NamedTuple):
     finish: Finish | None = None
     beams: tuple[Beam, ...] = ()
     message: str = ""
+    cited: tuple[Citation, ...] = ()
 
 
 @dataclass(frozen=True)

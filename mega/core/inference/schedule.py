@@ -188,7 +188,7 @@ class Scheduler:
     continue by one token at the same time. in_order: steps may be cut, so what shares a block must come after what
     computes it. adapters: names; the first is number 1. groups: requests of one take no part in the steps of others,
     so that as many pipeline stages can compute at once. ahead: steps follow others whose results are not taken.
-    drafter: guesses tokens ahead."""
+    drafter: guesses tokens ahead. shares: what a prompt shares with an earlier one is not computed."""
 
     def __init__(
         self,
@@ -201,7 +201,9 @@ class Scheduler:
         groups: int = 1,
         ahead: bool = False,
         drafter: Drafter | None = None,
+        shares: bool = True,
     ):
+        self._shares = shares
         self.blocks, self.limits, self.chunk, self.in_order = blocks, limits, chunk, in_order
         self._groups, self._turn, self._ahead, self._drafter = groups, 0, ahead, drafter
         self._group = 0
@@ -218,6 +220,10 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         return not (self._waiting or self._running or self._ended)
+
+    def sequences(self) -> dict[int, int]:
+        """Number of each request under way -> that of its first sequence."""
+        return {answer.number: answer.sequences[0].number for answer in self._running}
 
     def add(self, request: Request) -> int:
         """As `Engine.add`."""
@@ -247,6 +253,8 @@ class Scheduler:
             raise RequestError(
                 "tokens", request.tokens, f"with the prompt's {len(request.prompt)} at most {limits.longest} fit"
             )
+        if request.beams and not self._shares:
+            raise RequestError("beams", request.beams, "a model with a retriever has none; it looks for neighbours")
         if request.beams > limits.requests:
             raise RequestError("beams", request.beams, f"must be at most {limits.requests}, the requests at once")
         if self._need(request) > self.blocks.count - 1:
@@ -378,7 +386,7 @@ class Scheduler:
         if sum(each.rows for each in self._running) + answer.rows > self.limits.requests:
             return False
         # The last token is computed in any case, for its logits; where all are wanted, all are.
-        most = 0 if request.prompt_logprobs else (len(request.prompt) - 1) // size
+        most = 0 if request.prompt_logprobs or not self._shares else (len(request.prompt) - 1) // size
         shared, prefix = self.blocks.find(request.prompt, most, self._root(answer))
         need = self._need(request) - (len(shared) if answer.short_until is None else 0)
         admitted = self.blocks.admit(shared, need)

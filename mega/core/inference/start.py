@@ -26,6 +26,7 @@ from mega.core.inference.loading.load import OpenedModel, load_stages, open_mode
 from mega.core.inference.options import NGRAM, DecodingLayout, EngineOptions
 from mega.core.inference.relay import Relay, relay_of
 from mega.core.inference.request import Limits
+from mega.core.inference.retrieval import Retriever
 from mega.core.inference.speculate import MOST, Drafter, NGrams
 from mega.core.inference.worker import Worker
 from mega.core.model.decode import lay_for_decoding
@@ -47,22 +48,24 @@ def start_engine(
     *,
     dtype: torch.dtype | None = None,
     adapters: Sequence[OpenedAdapter] = (),
+    retriever: Retriever | None = None,
 ) -> BatchingEngine | None:
     """Rank 0's engine. Other ranks follow it until it closes, and then return None.
 
-    dtype: computed and cached in [the weights' own]. adapters: that requests may name. Errors: ValueError where the
+    dtype: computed and cached in [the weights' own]. adapters: that requests may name. retriever: of a model that reads
+    neighbours. Errors: ValueError where the
     model does not continue text, or does not divide by the layout; CheckpointError naming file or tensor; LostRank.
     """
     model, where = opened.model, device.torch
     dtype = dtype or opened.dtype
-    check_layout(model, mesh.tp.size, mesh.pp.size, options)
+    check_layout(model, mesh.tp.size, mesh.pp.size, options, retrieves=retriever is not None)
     layers = even_layers(len(opened.architecture.layers), mesh.pp.size)
     ops = forward_only(choose(where, dtype), fp8_weights=options.fp8_weights)
     (stage,) = load_stages(opened, mesh, device, dtype=dtype, ops=ops, stage_layers=layers)
     if where.type == "cpu":
         lay_for_decoding(stage)
     choice = load_adapters(stage, adapters, mesh, where, always=options.batch_invariant)
-    return engine_on(stage, mesh, device, options, max(layers), choice)
+    return engine_on(stage, mesh, device, options, max(layers), choice, retriever=retriever)
 
 
 def engine_on(
@@ -73,6 +76,7 @@ def engine_on(
     layers: int | None = None,
     adapters: AdapterChoice | None = None,
     relay: Relay | None = None,
+    retriever: Retriever | None = None,
 ) -> BatchingEngine | None:
     """The same on this rank's stage of a model; the first rank of every replica has an engine of its own.
 
@@ -93,8 +97,9 @@ def engine_on(
         tile=options.tile if options.batch_invariant else None,
         vocab=vocab,
         adapters=adapters,
-        graphs=device.is_cuda and options.cuda_graph is not False,
+        graphs=device.is_cuda and options.cuda_graph is not False and retriever is None,
         most=min(options.prefill_chunk or MANY[-1], blocks * size),
+        retriever=retriever,
     )
     relay = relay or relay_of(mesh)
     if relay is not None and not mesh.model.first:
@@ -102,7 +107,7 @@ def engine_on(
         return None
     limits = Limits(model.positions, (blocks - 1) * size, options.max_requests, vocab, model.long_from)
     ahead = device.is_cuda + mesh.pp.size - 1 if options.ahead is None else options.ahead
-    depth, groups = (1, 1) if options.batch_invariant else (1 + ahead, mesh.pp.size)
+    depth, groups = (1, 1) if options.batch_invariant or retriever is not None else (1 + ahead, mesh.pp.size)
     return BatchingEngine(
         worker,
         limits,
@@ -154,8 +159,10 @@ def decoding_mesh(layout: DecodingLayout, rank: int, groups: Groups) -> Mesh:
     return Mesh(rank, tp=layout.tp, pp=layout.pp, ep=layout.ep, etp=layout.tp // layout.ep, groups=groups)
 
 
-def check_layout(options: ModelConfig, tp: int, pp: int, engine: EngineOptions = DEFAULT, ep: int = 1) -> None:
-    """Errors: ValueError naming the flag."""
+def check_layout(
+    options: ModelConfig, tp: int, pp: int, engine: EngineOptions = DEFAULT, ep: int = 1, *, retrieves: bool = False
+) -> None:
+    """retrieves: there is what finds the neighbours of a model with a retriever. Errors: ValueError naming the flag."""
     model = architecture(options)
     if ep > 1 and not options.experts:
         raise ValueError(f"--ep {ep}: needs a model with experts")
@@ -164,9 +171,10 @@ def check_layout(options: ModelConfig, tp: int, pp: int, engine: EngineOptions =
     for name in ("fp8_weights", "batch_invariant"):
         if model.mixtures and getattr(engine, name):
             raise ValueError(f"--{name.replace('_', '-')}: does nothing for experts, of which the model has some")
-    if family(options).prompt is None:
+    if family(options).prompt is None and not (options.retriever and retrieves):
         kind = "with --retriever" if options.retriever else f"of --family {model.family}"
-        raise ValueError(f"--load: a model {kind} does not continue text")
+        what = "is continued by mega generate and mega serve, with --retro" if options.retriever else ""
+        raise ValueError(f"--load: a model {kind} {what or 'does not continue text'}")
     kv_heads, layers = model.cached.kv_heads, len(model.layers)
     if kv_heads % tp:
         raise ValueError(f"--tp {tp}: must divide the model's {kv_heads} key/value heads")

@@ -23,6 +23,7 @@ from mega.core.device import HostArray, sent
 from mega.core.inference.graphs import StepGraphs, known
 from mega.core.inference.loading.adapters import AdapterChoice
 from mega.core.inference.paged_cache import PagedCache
+from mega.core.inference.retrieval import Retriever, SequenceReader
 from mega.core.inference.sampling import Filters, SeenIds, draw, likeliest
 from mega.core.inference.schedule import Choice
 from mega.core.inference.step import BEAM, CHOOSE, NOT_FINITE, Step
@@ -42,8 +43,11 @@ class Worker:
 
     requests: in flight at once. vocab: ids below this are chosen. adapters: those that the stage's linears go
     by. graphs: steps are recorded and played, as far as the attention and the steps allow it. most: tokens of a step
-    with prompts that is.
+    with prompts that is. retriever: finds what a model with a retriever reads, one rank and without graphs.
     """
+
+    graphs: StepGraphs | None = None
+    _seen: SeenIds | None = None
 
     def __init__(
         self,
@@ -59,6 +63,7 @@ class Worker:
         adapters: AdapterChoice | None = None,
         graphs: bool = False,
         most: int = 0,
+        retriever: Retriever | None = None,
     ):
         model = stage.architecture
         self.stage, self.mesh, self.device, self.tile, self.adapters = stage, mesh, device, tile, adapters
@@ -89,12 +94,11 @@ class Worker:
         self._decode = DecodeStep(stage, self._exchange.sum)
         self._latest = torch.zeros(requests + 1, dtype=torch.long, device=device)  # one more, for nobody
         self._arriving: deque[_Arriving] = deque()
-        self.graphs: StepGraphs | None = None
         if graphs and adapters is None and self.cache.attention.graphs:
             agree, ends = partial(first_problem, axis=mesh.tp, device=device), (mesh.pp.first, mesh.pp.last)
             width = -(-model.positions // block)
             self.graphs = StepGraphs(self._decode, self.cache, width, self._latest, ends, requests, most, agree=agree)
-        self._seen: SeenIds | None = None
+        self.reader = None if retriever is None else SequenceReader(stage, retriever, requests)
 
     @property
     def chooses(self) -> bool:
@@ -153,7 +157,12 @@ class Worker:
         self.cache.begin(slots, self.cache.pages(step.counts, step.lengths, step.tables, step.sequences))
         if self.adapters is not None:
             self.adapters.begin(np.repeat(step.adapters, step.counts))
-        return self._decode(ids, positions, wanted, self.cache, *(() if cargo is None else (cargo,)))
+        if self.reader is None:
+            return self._decode(ids, positions, wanted, self.cache, *(() if cargo is None else (cargo,)))
+        near = self.reader.step(step, self.device)
+        found = self._decode(ids, positions, wanted, self.cache, neighbours=near)
+        near.close()
+        return found
 
     def close(self) -> None:
         while self._arriving:

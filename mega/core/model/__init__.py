@@ -6,5 +6,5 @@ stack, stage, forward                layers as a pipeline stage, what it is buil
 neighbours                           how a text attends to neighbours of its chunks
 decoder, bert, encoder_decoder       the families as stages; retriever: decoders that read neighbours
 objective, auxiliary                 other targets than the next token, and losses of layers
-decode                               the same layers, one step of continuing text
+decode, decode_neighbours            the same layers, one step of continuing text
 """

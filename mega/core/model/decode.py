@@ -15,11 +15,13 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 
 from mega.core.architecture.layer import Branch, Rope
+from mega.core.model.decode_neighbours import NeighbourStep
 from mega.core.model.decoder import DecoderStage, Head
 from mega.core.model.embedding import Embedding
 from mega.core.model.forward import ForwardContext
 from mega.core.model.layer import NormStep, ResidualBranch, TransformerLayer, branch_function, run_parallel
 from mega.core.model.mixers import FeedForward, SelfAttention
+from mega.core.model.neighbours import ChunkAttention
 from mega.core.model.residual import Normalization, ProjectionNorm, ResidualState
 from mega.core.ops.activation import GATED
 from mega.core.ops.few_rows import FewRows, NormOf, Place, trusted
@@ -54,6 +56,8 @@ class DecodeContext(NamedTuple):
     cache: KeyValueCache
     rotary: Sequence[Rotary | None]
     """cos and sin of the step's tokens: None, then those of each of the model's `ropes`."""
+    neighbours: NeighbourStep | None
+    """Of a model that reads neighbours."""
 
 
 @dataclass(frozen=True)
@@ -94,13 +98,14 @@ class DecodeStep:
         wanted: torch.Tensor,
         cache: KeyValueCache,
         *cargo: torch.Tensor,
+        neighbours: NeighbourStep | None = None,
     ) -> torch.Tensor:
         x = cargo[0] if self._embedding is None else self._embedding.look_up(ids, positions, None, self._sum)
         rotary: list[Rotary | None] = [None]
         for rope in self._ropes:
             cos, sin = cache.tables[rope]
             rotary.append((cos.index_select(0, positions), sin.index_select(0, positions)))
-        stream, context = ResidualState(x), DecodeContext(cache, rotary)
+        stream, context = ResidualState(x), DecodeContext(cache, rotary, neighbours)
         for function in self._functions:
             stream = function(stream, context)
         x = self._ops.added(*stream)
@@ -135,7 +140,7 @@ def _layer(layer: TransformerLayer, parts: _DecodeParts) -> list[StreamFunction]
     """A layer as functions that run one after the other: its branches for any number of rows, or by kernels for few."""
     factors = [_factors(branch) if _has_steps(branch) else None for branch in layer.branches]
     usual = [
-        _as_in_training(branch) if own is None else _branch(branch, own, parts)
+        _other(branch) if own is None else _branch(branch, own, parts)
         for branch, own in zip(layer.branches, factors, strict=True)
     ]
     if layer.value.parallel:
@@ -207,23 +212,30 @@ def _branch(branch: ResidualBranch, factors: _Factors, parts: _DecodeParts) -> D
     )
 
 
-def _as_in_training(branch: ResidualBranch) -> DecodeBranch:
-    """A branch whose mixer reads no other tokens and has no steps of its own here."""
+def _other(branch: ResidualBranch) -> DecodeBranch:
+    """A branch whose mixer reads neighbours; or, as in training, one that reads no other tokens."""
     mixer, added = branch.mixer, branch.ops.added
 
     def alone(tokens: int) -> ForwardContext:
         return ForwardContext(1, tokens, None, {}, None, None, None, SINGLE, False)
 
-    def finish(mixed: torch.Tensor) -> torch.Tensor:
+    def mix(x: torch.Tensor, context: DecodeContext) -> torch.Tensor:
+        if isinstance(mixer, ChunkAttention) and context.neighbours is not None:
+            return context.neighbours.attend(mixer, x)
+        return cast(torch.Tensor, mixer(x, alone(len(x))))
+
+    def finish(mixed: torch.Tensor, context: DecodeContext) -> torch.Tensor:
+        if isinstance(mixer, ChunkAttention) and context.neighbours is not None:
+            return context.neighbours.finish(mixer, mixed)
         return mixer.finish(mixed, alone(len(mixed)))
 
     return DecodeBranch(
         branch.value,
         before=None if branch.before is None else _norm(branch.before),
         after=None if branch.after is None else _norm(branch.after),
-        mix=lambda x, context: cast(torch.Tensor, mixer(x, alone(len(x)))),
-        add=lambda x, mixed, context: ResidualState(x, finish(mixed), mixer.bias),
-        alone=lambda mixed, context: added(None, finish(mixed), mixer.bias, None),
+        mix=mix,
+        add=lambda x, mixed, context: ResidualState(x, finish(mixed, context), mixer.bias),
+        alone=lambda mixed, context: added(None, finish(mixed, context), mixer.bias, None),
     )
 
 

@@ -21,7 +21,7 @@ from mega.core.data.neighbours import (
 )
 from mega.core.data.order import split_shares
 from mega.core.device import Device
-from mega.core.retro.embed import BertEmbedder
+from mega.core.retro.embed import BertEmbedder, opened_embedder
 from mega.core.retro.options import DatabaseOptions, LookOptions, QueryOptions
 from mega.core.retro.stages import Share, begin, build_chunks, build_vectors, find_neighbours
 from mega.core.text.tokenizer import Tokenizer
@@ -71,10 +71,7 @@ def query_run(options: Options, search: QueryOptions, share: Share, report: Repo
     manifest = DatabaseManifest.read(folder)
     _check_run(run, tokenizer, manifest)
     device = Device.choose(run.runtime.device).torch
-    length = int(manifest.embedder.rpartition(" ")[2])
-    embedder = BertEmbedder(search.embedder, batch=128, length=length, device=str(device))
-    if embedder.digest != manifest.embedder:
-        raise ValueError(f"--embedder {search.embedder}: is not the one that made the vectors of {folder}")
+    embedder = opened_embedder(folder, manifest, search.embedder, str(device))
     data = plain_datasets(run, tokenizer)
     for name, hashes in data.described.items():
         dataset = getattr(data, name)

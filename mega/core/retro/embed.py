@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Protocol, cast
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from mega.core.batch import MaskedBatch
 from mega.core.config.presets import FAMILY_DEFAULTS
+from mega.core.data.neighbours import DatabaseManifest
 from mega.core.inference.loading.load import load_model, load_tokenizer, open_model
 from mega.core.model.bert import BertHead, BertStage
 
@@ -85,3 +87,14 @@ class BertEmbedder:
         zeros, samples = torch.zeros_like(tokens), torch.arange(len(rows))
         batch = MaskedBatch(tokens, zeros, zeros.float(), zeros, lengths, torch.full_like(samples, -1), samples)
         return batch.to(self._device)
+
+
+def opened_embedder(folder: Path, manifest: DatabaseManifest, load: str, device: str) -> BertEmbedder:
+    """The one that made the vectors of a database. Errors: ValueError where `load` is another."""
+    length = manifest.embedder.rpartition(" ")[2]
+    if not length.isdecimal():
+        raise ValueError(f"{folder / manifest.NAME}: embedder {manifest.embedder!r}: is damaged; build it again")
+    embedder = BertEmbedder(load, batch=128, length=int(length), device=device)
+    if embedder.digest != manifest.embedder:
+        raise ValueError(f"--embedder {load}: is not the one that made the vectors of {folder}")
+    return embedder

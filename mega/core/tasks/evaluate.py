@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from mega.core.data.labelled import content as folder_content
 from mega.core.device import Device
 from mega.core.files import fingerprint, whole_file
 from mega.core.inference.loading.load import OpenedModel
+from mega.core.inference.retrieval import OpenRetriever, Retriever
 from mega.core.parallel.collectives import gather_json
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.tasks.ensemble import write
@@ -45,6 +47,7 @@ from mega.core.tasks.model import (
     layout_of,
     model_settings,
     open_here,
+    row_unit,
     tokenizer_of,
 )
 from mega.core.tasks.options import BenchmarkInputs, TaskOptions, benchmark
@@ -61,11 +64,14 @@ HASHED_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class CheckedEvaluation:
-    """A checked evaluation. json: the file of the result."""
+    """A checked evaluation. json: the file of the result. retro, retriever: the database of the neighbours that the
+    model reads, and what opens it."""
 
     model: CheckedModel
     options: TaskOptions
     json: str
+    retro: str | None = None
+    retriever: OpenRetriever | None = None
 
 
 def note(line: str) -> None:
@@ -73,11 +79,19 @@ def note(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def prepare(options: Options, given: GivenOptions, benchmark: TaskOptions, out: str, world: int) -> CheckedEvaluation:
+def prepare(
+    options: Options,
+    given: GivenOptions,
+    benchmark: TaskOptions,
+    out: str,
+    world: int,
+    retriever: OpenRetriever | None = None,
+) -> CheckedEvaluation:
     """Errors: ValueError naming flag or file, its value, and the rule."""
-    model, opened = check_model(options, given, world, benchmark.task)
-    evaluation = CheckedEvaluation(model, benchmark, out)
-    judged, _ = _benchmark(evaluation, opened, note)
+    model, opened = check_model(options, given, world, benchmark.task, retrieves=True)
+    evaluation = CheckedEvaluation(model, benchmark, out, options.data.retro, retriever)
+    judged, tokenizer = _benchmark(evaluation, opened, note)
+    _retriever(evaluation, opened, tokenizer, "cpu")  # what is wrong with it is said before any rank starts
     check_result(Path(out), opened.digest, model.load, f"eval-{benchmark.task}.json", note)
     for line in getattr(judged, "notes", ()):
         note(line)
@@ -90,10 +104,21 @@ def _benchmark(
 ) -> tuple[Benchmark[object], Tokenizer | None]:
     model, run = evaluation.model, evaluation.model.run
     tokenizer = tokenizer_of(run, opened, report)
-    unit, mixed = column_unit(run.parallel), run.data.allow_tokenizer_mismatch
+    unit, mixed = lcm(column_unit(run.parallel), row_unit(run.model)), run.data.allow_tokenizer_mismatch
     vocab = architecture(run.model).input.vocab
     inputs = BenchmarkInputs(evaluation.options, tokenizer, model.length, unit, vocab, mixed, report)
     return benchmark(inputs), tokenizer
+
+
+def _retriever(
+    evaluation: CheckedEvaluation, opened: OpenedModel, tokenizer: Tokenizer | None, device: str
+) -> Retriever | None:
+    """Errors: ValueError naming flag or file."""
+    if evaluation.retriever is None:
+        return None
+    if tokenizer is None:
+        raise ValueError("--tokenizer is missing: chunks are embedded as text; give its kind and files")
+    return evaluation.retriever(opened.model, tokenizer, device)
 
 
 # On every rank ------------------------------------------------------------------------------------------------------
@@ -112,6 +137,7 @@ def run_here(
     judged, tokenizer = _benchmark(evaluation, here.opened)
     examples = judged.examples(Path(evaluation.options.valid_data[0]))[: evaluation.options.limit]
     about = _about(evaluation, here, tokenizer, len(examples))
+    retriever = _retriever(evaluation, here.opened, tokenizer, device.torch.type)
     check_consistent(
         Comparable({**code(), **{name: str(value) for name, value in about.items()}}, {}),
         here.mesh.everyone,
@@ -120,7 +146,9 @@ def run_here(
     progress = _Progress(evaluation, str(about["fingerprint"]), judged, len(examples), here.mesh, device)
     with progress.interruptible():
         found = score(
-            here.row_scorer() if isinstance(judged, RowBenchmark) else here.scorer(greedy=judged.greedy),
+            here.row_scorer()
+            if isinstance(judged, RowBenchmark)
+            else here.scorer(greedy=judged.greedy, retriever=retriever),
             judged,
             examples,
             evaluation.model.micro_batch,
@@ -157,6 +185,9 @@ def _about(
         "ops": run.runtime.ops,
         "examples": examples,
     }
+    if evaluation.retro is not None:
+        noted = Path(evaluation.retro) / "retro.json"
+        decides["neighbours"] = _content(noted) if noted.is_file() else evaluation.retro
     known_by = fingerprint({**decides, "model": {**model, "path": None}})
     return {"task": evaluation.options.task, "fingerprint": known_by, "settings": {**decides, **layout_of(run)}}
 

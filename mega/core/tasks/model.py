@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from mega.core.activity import ACTIVITY
 from mega.core.architecture import architecture
@@ -27,6 +27,7 @@ from mega.core.family import ModelStage, family
 from mega.core.inference.loading.identity import check_tokenizer_flags
 from mega.core.inference.loading.load import OpenedModel, check_tokenizer, compute_dtype, load_stages, open_model
 from mega.core.inference.relay import Relay, relay_of
+from mega.core.inference.retrieval import Retriever, check_retrieval, read_by
 from mega.core.ops.suite import Ops
 from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.processes.connect import connect, disconnect
@@ -69,9 +70,12 @@ class ModelHere:
     mesh: Mesh
     device: Device
 
-    def scorer(self, *, greedy: bool) -> TokenScorer:
-        """Fills this rank's stages. Errors: CheckpointError naming file or tensor."""
-        return TokenScorer(self.run.model, self.stages, self.mesh, self.device, self._ops, greedy=greedy)
+    def scorer(self, *, greedy: bool, retriever: Retriever | None = None) -> TokenScorer:
+        """Fills this rank's stages. retriever: finds the neighbours that are read. Errors: CheckpointError naming
+        file or tensor."""
+        model = self.run.model
+        reads = None if retriever is None else partial(read_by, retriever, model)
+        return TokenScorer(model, self.stages, self.mesh, self.device, self._ops, greedy=greedy, reads=reads)
 
     def row_scorer(self) -> RowScorer:
         """As `scorer`, of a model that judges rows."""
@@ -114,9 +118,10 @@ class ModelHere:
 
 
 def check_model(
-    options: Options, given: GivenOptions, world: int, task: str | None = None
+    options: Options, given: GivenOptions, world: int, task: str | None = None, *, retrieves: bool = False
 ) -> tuple[CheckedModel, OpenedModel]:
-    """task: of labels, for which the model needs a head of its own; else it must continue text.
+    """task: of labels, for which the model needs a head of its own; else it must continue text. retrieves: the model
+    may read neighbours, of --retro.
 
     Errors: ValueError naming flag or file, its value, and the rule.
     """
@@ -129,7 +134,9 @@ def check_model(
     opened = open_model(load)
     if task in LABELLED:
         check_head(opened.path, opened.model, task)
-    elif family(opened.model).prompt is None:
+    elif retrieves:
+        check_retrieval(opened.model, options.data.retro, load)
+    if task not in LABELLED and family(opened.model).prompt is None and not (retrieves and opened.model.retriever):
         kind = "with --retriever" if opened.model.retriever else f"of --family {opened.model.family}"
         raise ValueError(f"--load {load}: is a model {kind}, which does not continue text")
     model = _model(opened, given)
@@ -137,7 +144,9 @@ def check_model(
     values["sample_kind"] = FAMILY_DEFAULTS[model.family].values.get("sample_kind", "gpt")
     # Rows of labels are judged as the finetuning judged them; a text is given all the room there is.
     usual = opened.trained_length if task in LABELLED else None
-    values["seq_length"] = options.batch.seq_length or usual or min(architecture(model).positions, LONGEST)
+    room = min(architecture(model).positions, LONGEST)
+    values["seq_length"] = options.batch.seq_length or usual or room - room % row_unit(model)
+    values["retro"] = None  # it was not made for these samples: their chunks are looked for as they are judged
     values["micro_batch"] = options.batch.micro_batch or MICRO_BATCH
     asked = updated(Options(model=model), {**values, "load": None, "mock_data": True, "skip_train": True})
     check(asked, world)
@@ -145,6 +154,11 @@ def check_model(
     if problems := list(reads_alone(run)):
         raise ValueError("\n".join(problems))
     return CheckedModel(run, "dtype" in given.values, load), opened
+
+
+def row_unit(model: ModelConfig) -> int:
+    """What the columns of a row must be a multiple of for the model's sake: whole chunks that are looked for."""
+    return model.retro_chunk_length if model.retriever else 1
 
 
 def _model(opened: OpenedModel, given: GivenOptions) -> ModelConfig:

@@ -6,14 +6,14 @@ no logits wait for the pipeline's other microbatches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from mega.core.architecture import architecture
-from mega.core.batch import Batch, zigzag
+from mega.core.batch import Batch, DecoderBatch, zigzag
 from mega.core.config.sections import ModelConfig
 from mega.core.device import Device
 from mega.core.family import ModelStage
@@ -44,17 +44,27 @@ class _Scorer:
 
 
 class TokenScorer(_Scorer):
-    """greedy: say too whether a label is the likeliest id."""
+    """greedy: say too whether a label is the likeliest id. reads: adds to a batch what the model reads besides."""
 
     def __init__(
-        self, model: ModelConfig, stages: Sequence[ModelStage], mesh: Mesh, device: Device, ops: Ops, *, greedy: bool
+        self,
+        model: ModelConfig,
+        stages: Sequence[ModelStage],
+        mesh: Mesh,
+        device: Device,
+        ops: Ops,
+        *,
+        greedy: bool,
+        reads: Callable[[DecoderBatch], DecoderBatch] | None = None,
     ):
         vocab = architecture(model).input.vocab
         super().__init__([_Judge(stage, vocab, mesh.tp, ops, greedy) for stage in stages], mesh, device)
-        self._greedy = greedy
+        self._greedy, self._reads = greedy, reads
 
     def score(self, batches: Sequence[Batch]) -> list[TokenScores]:
         """Of the labels of each batch, [b, s], whole rows on every rank of the last stage."""
+        if self._reads is not None:
+            batches = [self._reads(each) for each in batches if isinstance(each, DecoderBatch)]
         whole = [_whole_rows(each, self.mesh.cp) for each in self._outputs(batches)]
         return [TokenScores(each[..., 0], each[..., 1].bool() if self._greedy else None) for each in whole]
 

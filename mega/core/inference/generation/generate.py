@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from mega.core.family import family
-from mega.core.inference.request import SEEDS, Engine, Event, Request, Sampling
+from mega.core.inference.request import SEEDS, Citation, Engine, Event, Request, Sampling
 
 
 @torch.no_grad()
@@ -31,9 +31,11 @@ def generate(
     *,
     stop_ids: frozenset[int] = frozenset(),
     adapter: str | None = None,
+    cite: Callable[[Sequence[Citation]], None] = lambda cited: None,
 ) -> Generator[int, None, None]:
     """Up to `tokens` ids that follow `prompt`, one by one, from an engine that has nothing else to do; ends after an id
-    of `stop_ids`, which it yields too. Closed before its end, it leaves the engine free.
+    of `stop_ids`, which it yields too. cite: is given what the model reads of a database.
+    Closed before its end, it leaves the engine free.
 
     Where a text outgrows the model's positions, the model sees its last ones: half of them to begin with. Errors:
     RequestError for an empty prompt.
@@ -50,6 +52,8 @@ def generate(
                 for event in engine.step():
                     check_answered(event)
                     assert event.token is not None
+                    if event.cited:
+                        cite(event.cited)
                     seen.append(event.token)
                     yield event.token
                     if event.finish == "stop":

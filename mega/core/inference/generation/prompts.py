@@ -31,7 +31,8 @@ from mega.core.inference.loading.load import (
     trained_on_conversations,
 )
 from mega.core.inference.options import DecodingLayout, EngineOptions, GenerateOptions
-from mega.core.inference.request import SEEDS, Beam, Engine, Request, RequestError, Sampling, flag_line
+from mega.core.inference.request import SEEDS, Beam, Citation, Engine, Request, RequestError, Sampling, flag_line
+from mega.core.inference.retrieval import OpenRetriever, check_retrieval
 from mega.core.inference.start import check_layout, decoding_mesh, start_engine
 from mega.core.inference.text_stream import TextStream
 from mega.core.processes.connect import connect
@@ -47,14 +48,16 @@ ASK = "Context prompt (stop to exit) >>> "
 
 @dataclass(frozen=True, kw_only=True)
 class SpeechPlan:
-    """What is generated, and with what. interactive: prompts are asked for at the
-    terminal. tokenizer: options of another than the model's own. adapters: their directories, by name; the first is
-    used where a prompt of --input names none."""
+    """What is generated, and with what. interactive: prompts are asked for at the terminal. retriever: opens what finds
+    neighbours in `retro`. tokenizer: options of another than the model's own. adapters: their directories, by name; the
+    first is used where a prompt of --input names none."""
 
     texts: GenerateOptions
     layout: DecodingLayout = field(default_factory=DecodingLayout)
     engine: EngineOptions = field(default_factory=EngineOptions)
     interactive: bool = False
+    retriever: OpenRetriever | None = None
+    retro: str | None = None
     sampling: Sampling = field(default_factory=Sampling)
     tokenizer: Mapping[str, Any] = field(default_factory=dict)
     adapters: Mapping[str, Path] = field(default_factory=dict)
@@ -95,7 +98,9 @@ def open_speech(plan: SpeechPlan) -> Speech:
     Errors: ValueError naming flag, file or line.
     """
     opened = open_model(plan.load)
-    check_layout(opened.model, plan.layout.tp, plan.layout.pp, plan.engine, plan.layout.ep)
+    check_retrieval(opened.model, plan.retro, plan.load)
+    retrieves = plan.retriever is not None
+    check_layout(opened.model, plan.layout.tp, plan.layout.pp, plan.engine, plan.layout.ep, retrieves=retrieves)
     adapters = open_adapters(plan.adapters, opened)
     tokenizer = build(**plan.tokenizer) if plan.tokenizer else opened.tokenizer()
     if plan.tokenizer:
@@ -177,7 +182,8 @@ def speak(plan: SpeechPlan) -> int:
     mesh = decoding_mesh(plan.layout, world.rank, groups)
     dtype = compute_dtype(opened, device, plan.layout.dtype)
     options = replace(plan.engine, vocab=tokenizer.vocab_size)
-    engine = start_engine(opened, mesh, device, options, dtype=dtype, adapters=adapters)
+    retriever = None if plan.retriever is None else plan.retriever(opened.model, tokenizer, device.torch.type)
+    engine = start_engine(opened, mesh, device, options, dtype=dtype, adapters=adapters, retriever=retriever)
     if engine is None:
         return 0
     for each in adapters:
@@ -236,7 +242,13 @@ class Speaker:
         # Decoders drop the blank in front of a text's first piece. After an empty prompt the first new piece is that.
         stream = TextStream(self.tokenizer, ids if prompt else [])
         ends = self.stop_ids[self.adapter]
-        made = generate(self.engine, ids, plan.texts.tokens, plan.sampling, stop_ids=ends, adapter=self.adapter)
+        cited: list[Citation] = []
+        made = generate(
+            *(self.engine, ids, plan.texts.tokens, plan.sampling),
+            stop_ids=ends,
+            adapter=self.adapter,
+            cite=cited.extend,
+        )
         for token in made:
             count += 1
             if token not in ends:
@@ -244,6 +256,9 @@ class Speaker:
             if stopped():
                 made.close()
         print(stream.finish(), file=out)
+        for each in cited:
+            where = f"{each.corpus}, document {each.document}, chunk {each.number}"
+            print(f"chunk {each.chunk} read {where}: {each.text!r}", file=sys.stderr)
         return count
 
     def _beams(self, ids: Sequence[int]) -> tuple[tuple[Beam, ...], str]:
@@ -297,6 +312,7 @@ class Speaker:
             texts.update(json.dumps(prompt).encode())
         about = {name: getattr(plan, name) for name in ("sampling", "length_penalty", "tokenizer", "adapters")}
         about |= {name: getattr(plan.texts, name) for name in ("tokens", "beams", "unconditional")}
+        about |= {} if plan.retro is None else {"retro": plan.retro}
         return about | {"model": self.digest, "prompts": texts.hexdigest()}
 
     def _requests(self, prompts: Sequence[AskedText]) -> Iterator[Request]:
@@ -313,12 +329,14 @@ class Speaker:
         numbers = {self.engine.add(request): number for number, request in enumerate(requests)}
         new: list[list[int]] = [[] for _ in prompts]
         ends: list[str] = [""] * len(prompts)
+        cited: list[tuple[Citation, ...]] = [()] * len(prompts)
         while not self.engine.idle:
             for event in self.engine.step():
                 number = numbers[event.request]
                 check_answered(event)
                 if event.token is not None:
                     new[number].append(event.token)
+                cited[number] += event.cited
                 if event.finish is not None:
                     ends[number] = event.finish
                     new[number] = list(event.beams[0].ids) if event.beams else new[number]
@@ -328,6 +346,8 @@ class Speaker:
             row = {"prompt": prompt.text, "text": text, "finish": ends[number], "tokens": len(new[number])}
             if self.plan.adapters:
                 row["adapter"] = prompt.adapter
+            if self.plan.retriever is not None:
+                row["neighbours"] = [each._asdict() for each in cited[number]]
             if self.plan.texts.unconditional:
                 row |= {"all_text": prompt.text + text, "id": begin + number}
             rows.append(row)

@@ -17,6 +17,7 @@ from pydantic import Field
 from mega.core.inference.request import MOST_LENGTH_PENALTY, Allowed, Request, RequestError, Sampling
 from mega.core.inference.server.fields import BadField, Body
 from mega.core.inference.server.limits import MOST_PROMPTS
+from mega.core.inference.server.openai_api import cited
 from mega.core.inference.server.service import Service
 from mega.core.inference.server.session import Continuation, all_whole
 from mega.core.text.tokenizer import Tokenizer
@@ -254,6 +255,7 @@ async def answer(service: Service, given: MegatronRequest) -> dict[str, Json]:
         "text": [decode(ids) for ids in whole],
         "segments": [[piece(token) for token in ids] for ids in whole],
         "logprobs": [_logprobs(each) for each in running] if given.logprobs else None,
+        **({"neighbours": [cited(each).get("neighbours", []) for each in running]} if running[0].cited else {}),
     }
 
 

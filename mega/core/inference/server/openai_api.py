@@ -469,7 +469,7 @@ async def answer(service: Service, asked: ParsedRequest) -> dict[str, Json]:
     """The whole answer. Errors: as of `start`; AnswerFailed."""
     running = await start(service, asked)
     await all_whole(running)
-    choices = [_choice(service, asked, index, each) for index, each in enumerate(running)]
+    choices = [{**_choice(service, asked, index, each), **cited(each)} for index, each in enumerate(running)]
     return {**_head(service, asked, _id(asked)), "choices": choices, "usage": _usage(asked, running), **asked.notes}
 
 
@@ -502,6 +502,7 @@ async def events(
                 choice = _chat_chunk(service, asked, index, delta, first[index], readers[index])
             else:
                 choice = _chunk(service, asked, index, running[index], delta, first[index])
+            choice |= {} if delta.finish is None else cited(running[index])
             yield {**head, "choices": [choice], **notes}
             first[index] = False
             left -= delta.finish is not None
@@ -526,6 +527,11 @@ def _head(service: Service, asked: ParsedRequest, name: str, chunk: bool = False
         "created": int(time.time()),
         "model": asked.fields.model or service.options.name,
     }
+
+
+def cited(done: Continuation) -> dict[str, Json]:
+    """What the model has read of a database of neighbours."""
+    return {"neighbours": [dict(each._asdict()) for each in done.cited]} if done.cited else {}
 
 
 def _usage(asked: ParsedRequest, running: Sequence[Continuation]) -> dict[str, int]:

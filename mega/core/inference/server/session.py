@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from mega.core.inference.request import LOGITS_NOT_FINITE, Beam, Event, Top
+from mega.core.inference.request import LOGITS_NOT_FINITE, Beam, Citation, Event, Top
 from mega.core.inference.server.driver import EngineLost, Ticket
 from mega.core.inference.server.metrics import Metrics
 from mega.core.inference.text_stream import TextStream
@@ -83,6 +83,7 @@ class Continuation:
         self.prompt_logprobs: tuple[float | None, ...] = ()
         self.prompt_top: tuple[Top, ...] = ()
         self.beams: tuple[Beam, ...] = ()
+        self.cited: tuple[Citation, ...] = ()
         self._stream = TextStream(tokenizer, prompt)
         self._metrics, self._since, self._last = metrics, time.monotonic(), 0.0
         self._stops, self._end_ids, self._pair = tuple(stops), end_ids, pair
@@ -113,7 +114,7 @@ class Continuation:
     def _take(self, event: Event) -> Delta | None:
         if event.prompt_logprobs is not None:
             self.prompt_logprobs, self.prompt_top = event.prompt_logprobs, event.prompt_top or ()
-        self.beams = event.beams or self.beams
+        self.beams, self.cited = event.beams or self.beams, self.cited + event.cited
         if event.finish == "failed":
             reason = event.message or "the model gave no answer"
             raise AnswerFailed(reason, by_request=reason != LOGITS_NOT_FINITE)

@@ -23,6 +23,7 @@ from mega.core.inference.loading.adapters import OpenedAdapter, open_adapters
 from mega.core.inference.loading.identity import adapter_template, check_adapter_tokenizer, chosen_template
 from mega.core.inference.loading.load import OpenedModel, check_tokenizer, compute_dtype, declared_ends, open_model
 from mega.core.inference.options import DecodingLayout, EngineOptions
+from mega.core.inference.retrieval import OpenRetriever, check_retrieval
 from mega.core.inference.server.options import ListenOptions, ServedModel, ServerOptions
 from mega.core.inference.server.run import HttpServer, bind, raise_file_limit
 from mega.core.inference.server.service import Manner
@@ -41,7 +42,8 @@ _SWITCH_SECONDS = 0.001
 
 @dataclass(frozen=True, kw_only=True)
 class ServePlan:
-    """What is served where. path: of the model. adapters: the directories of the options' adapters, by name."""
+    """What is served where. path: of the model. adapters: the directories of the options' adapters, by name.
+    retriever: opens what finds neighbours in --retro."""
 
     path: str
     listen: ListenOptions = field(default_factory=ListenOptions)
@@ -50,6 +52,8 @@ class ServePlan:
     engine: EngineOptions = field(default_factory=EngineOptions)
     options: ServerOptions
     adapters: Mapping[str, Path] = field(default_factory=dict)
+    retriever: OpenRetriever | None = None
+    retro: str | None = None
 
 
 def check_host(host: str, token: str | None) -> None:
@@ -71,9 +75,7 @@ def serve_rank(plan: ServePlan) -> int:
     """This rank's part, until the server is asked to stop. Exit code 0; errors: those of loading, and of the engine."""
     began = time.monotonic()
     first = world_from_env().rank == 0
-    listening = (
-        bind(plan.listen.host, plan.listen.port) if first else None
-    )  # a port that is taken is known before minutes of loading
+    listening = bind(plan.listen.host, plan.listen.port) if first else None  # known to be free before it loads
     if not first:
         for number in STOPPING:  # rank 0 ends the others when it has drained
             signal.signal(number, signal.SIG_IGN)
@@ -87,16 +89,18 @@ def serve_rank(plan: ServePlan) -> int:
             print(f"mega: {line}", file=sys.stderr)
     chat, no_chat = _chat(plan, opened, tokenizer) if first else (None, None)
     whole = Manner(chat=chat, no_chat=no_chat or plan.options.no_chat, stop_ids=stop_ids)
-    vocab = opened.architecture.input.vocab
-    manners = {each.name: _manner(each, whole, tokenizer, vocab) for each in adapters if first}
-    check_layout(opened.model, plan.layout.tp, plan.layout.pp, plan.engine, plan.layout.ep)
+    manners = {
+        each.name: _manner(each, whole, tokenizer, opened.architecture.input.vocab) for each in adapters if first
+    }
+    _check_model(plan, opened)
     world, device, groups = connect(plan.layout.device, timeout_minutes=plan.listen.timeout_minutes)
     keep_asking()
     ACTIVITY.phase = "serving"
     mesh = decoding_mesh(plan.layout, world.rank, groups)
     dtype = compute_dtype(opened, device, plan.layout.dtype)
     options = replace(plan.engine, vocab=tokenizer.vocab_size)
-    engine = start_engine(opened, mesh, device, options, dtype=dtype, adapters=adapters)
+    retriever = None if plan.retriever is None else plan.retriever(opened.model, tokenizer, device.torch.type)
+    engine = start_engine(opened, mesh, device, options, dtype=dtype, adapters=adapters, retriever=retriever)
     if engine is None:
         return 0
     assert listening is not None
@@ -117,6 +121,13 @@ def serve_rank(plan: ServePlan) -> int:
     print("every accepted request has been answered", flush=True)
     end_together(world.rank, plan.listen.timeout_minutes)
     return 0
+
+
+def _check_model(plan: ServePlan, opened: OpenedModel) -> None:
+    """Errors: ValueError naming a flag that does not fit the model."""
+    layout = plan.layout
+    check_retrieval(opened.model, plan.retro, plan.path)
+    check_layout(*(opened.model, layout.tp, layout.pp, plan.engine, layout.ep), retrieves=plan.retriever is not None)
 
 
 def _chat(plan: ServePlan, opened: OpenedModel, tokenizer: Tokenizer) -> tuple[ChatFormat | None, str | None]:
