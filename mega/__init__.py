@@ -3,10 +3,47 @@
 cli             the `mega` command: its verbs, each loaded when it is called, and how a process ends
 command_line    how a line of words is read: our options, and the command lines of other programs
 commands        one file a verb
+api             what `import mega` gives; docs/python.md
 core            what the verbs do
 """
+
+import importlib
 
 __version__ = "0.1.0"
 
 COMPLETE_VARIABLE = "_MEGA_COMPLETE"
 """Environment variable by which a shell asks `mega` for completions instead of a run."""
+
+_MODULES = {
+    "config": "api.config",
+    "Options": "core.config.run",
+    "pretrain": "api.training",
+    "finetune": "api.training",
+    "TrainingResult": "api.training",
+    "Trainer": "api.trainer",
+    "StepResult": "api.trainer",
+    "Predictions": "core.model.objective",
+    "DecoderBatch": "core.batch",
+    "load": "api.model",
+    "Model": "api.model",
+    "evaluate": "api.evaluation",
+    "EvaluationResult": "api.evaluation",
+    "convert": "api.conversion",
+    "estimate": "api.estimation",
+    "RunEstimate": "api.estimation",
+    "launch": "api.ranks",
+}
+"""Name of the Python interface -> its module, imported when the name is first used. `__init__.pyi` says the same to
+type checkers."""
+
+__all__ = ["__version__", *_MODULES]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'mega' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"mega.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

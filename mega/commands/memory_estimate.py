@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from mega.api.estimation import RunEstimate, estimated, in_bf16, planned, searched
 from mega.command_line.options import without
 from mega.core.config.option import changed
-from mega.core.config.run import Options, RunConfig, entries, flag_of, options_with, updated, value_of
+from mega.core.config.run import Options, RunConfig, entries, flag_of, options_with, value_of
 from mega.core.config.unread import unread
 from mega.core.estimate.options import EstimateOptions
 from mega.core.inference.options import DecodingLayout, EngineOptions
-from mega.core.processes.world import ranks, world_from_env
 from mega.core.terminal import print_whole
 
 if TYPE_CHECKING:
     from mega.core.estimate.duration import Stops
     from mega.core.estimate.hardware import Hardware
-    from mega.core.estimate.memory import Memory
-    from mega.core.estimate.search import Found
 
 SERVED = {"serve", "json", "gpu", "max_length"}
 """Options that --serve reads."""
@@ -62,7 +59,7 @@ def _training(options: Options, estimate: EstimateOptions) -> int:
     _check_pictures({"--draw": draw, "--draw-schedule": None if here else draw_schedule})
     stops = _stops(options, estimate)
     if estimate.fit is not None or count is not None:
-        answer = _search(options, estimate.fit, count, estimate.gpu)
+        answer = searched(options, estimate.fit, count, estimate.gpu)
         if replaced := _typed_layout(options):
             print(f"the search replaces {replaced}", file=sys.stderr)
     else:
@@ -173,88 +170,12 @@ def _check_pictures(asked: Mapping[str, Path | None]) -> None:
         seen[path.resolve()] = flag
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What is reported: a resolved run and its memory; after a search also how it was found and how to start it.
-
-    missing: flags that the lines of `start` lack, since they were not given.
-    """
-
-    run: RunConfig
-    world: int
-    memory: Memory
-    device: Hardware | None
-    found: Found | None = None
-    start: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
-
-
-def _estimate(run: RunConfig, world: int, device: Hardware | None) -> Answer:
-    from mega.core.estimate.memory import memory
-
-    return Answer(run, world, memory(run, world), device)
-
-
-def _as_typed(options: Options, device: Hardware | None) -> Answer:
+def _as_typed(options: Options, device: Hardware | None) -> RunEstimate:
     """The estimate of the layout that was typed; on stderr, what of it changes nothing."""
-    answer = _estimate(*planned(options), device)
+    answer = estimated(*planned(options), device)
     for line in unread(options, "read"):
         print(line, file=sys.stderr)
     return answer
-
-
-def _in_bf16(answer: Answer) -> Answer | None:
-    """The same run and layout in bf16, where it is in fp32, which is the default and seldom meant on a GPU."""
-    if answer.run.precision.dtype != "fp32":
-        return None
-    from mega.core.config.resolve import variant
-
-    return _estimate(variant(answer.run, {"dtype": "bf16"}), answer.world, answer.device)
-
-
-def _seconds(answer: Answer) -> float | None:
-    from mega.core.estimate.steptime import step_time
-
-    return None if answer.device is None else step_time(answer.run, answer.world, answer.device).seconds
-
-
-def _search(options: Options, fit: str | None, gpus: int | None, gpu: str | None) -> Answer:
-    from mega.core.estimate.search import any_layout, cluster, command, search, without_layout
-    from mega.core.estimate.show import launch_lines
-
-    count, device = cluster(fit, gpus, gpu)
-    asked = f"--gpus {count}" if fit is None else f"--fit {fit}"
-    for name in ("world", "nproc"):
-        if (typed := value_of(options, name)) not in (None, count):
-            raise ValueError(f"{flag_of(name)} {typed}: excludes {asked}, which plans {count} ranks; leave it out")
-    options = without_layout(options)
-    # One rank has no tensor axis to overlap, and other sizes of fp8 GEMMs than most layouts; every other mistake that
-    # all layouts share is reported here.
-    one, _ = planned(updated(any_layout(options, 1), {"tp_overlap": False, "fp8": False}))
-    sized = updated(options, {"vocab": one.model.vocab})
-    found = search(sized, count, device)
-    if not found.candidates:
-        raise ValueError(
-            f"{asked}: no layout fits into {device.memory:.1f} GiB; the smallest of {found.tried} "
-            f"needs {found.smallest:.1f} (valid: more devices, or a smaller model)"
-        )
-    best = found.candidates[0]
-    start = launch_lines(command(best, options), count, device.node, best.run.parallel.tp)
-    return Answer(
-        best.run, count, best.memory, device, found, tuple(start), _missing(updated(sized, best.options), count)
-    )
-
-
-def _missing(options: Options, world: int) -> tuple[str, ...]:
-    """Flags without which `pretrain` refuses to start these options."""
-    from mega.core.config.check import check
-
-    try:
-        check(updated(options, {"dry_run": False, "world": None}), world)
-    except ValueError as error:
-        lines = (line.partition(" is missing: ") for line in str(error).splitlines())
-        return tuple(flag for flag, missing, _ in lines if missing)
-    return ()
 
 
 def _typed_layout(options: Options) -> str:
@@ -264,7 +185,7 @@ def _typed_layout(options: Options) -> str:
     return ", ".join(flag if value is True else f"{flag} {value}" for flag, value in changed.items())
 
 
-def _document(answer: Answer, megatron: bool, stops: Stops) -> dict[str, object]:
+def _document(answer: RunEstimate, megatron: bool, stops: Stops) -> dict[str, object]:
     """Everything that `_report` prints, for a program."""
     from dataclasses import asdict
 
@@ -276,8 +197,8 @@ def _document(answer: Answer, megatron: bool, stops: Stops) -> dict[str, object]
     document: dict[str, object] = {**show.as_json(run, world, answer.memory, device)}
     if answer.found is not None:
         document |= show.choice_as_json(answer.found, answer.start, answer.missing)
-    if (other := _in_bf16(answer)) is not None:
-        document["bf16"] = {"peak": other.memory.worst.peak, "seconds": _seconds(other)}
+    if (other := in_bf16(answer)) is not None:
+        document["bf16"] = {"peak": other.memory.worst.peak, "seconds": other.seconds}
     if megatron:
         theirs = report(run, world)
         document["megatron"] = {name: getattr(theirs, name) for name in ("parameters", "shard", "others", "in_flight")}
@@ -289,7 +210,7 @@ def _document(answer: Answer, megatron: bool, stops: Stops) -> dict[str, object]
     return document
 
 
-def _report(answer: Answer, megatron: bool, stops: Stops) -> None:
+def _report(answer: RunEstimate, megatron: bool, stops: Stops) -> None:
     from rich.console import Console
 
     from mega.core.estimate import show
@@ -307,8 +228,8 @@ def _report(answer: Answer, megatron: bool, stops: Stops) -> None:
         console.print(bar)
     for line in show.notes(run, world, answer.memory, device, megatron):
         report(line)
-    if (other := _in_bf16(answer)) is not None:
-        now, then = _seconds(answer), _seconds(other)
+    if (other := in_bf16(answer)) is not None:
+        now, then = answer.seconds, other.seconds
         times = None if now is None or then is None else (now, then)
         report(show.precision(run, answer.memory, other.memory, times))
     if device is not None:
@@ -319,19 +240,6 @@ def _report(answer: Answer, megatron: bool, stops: Stops) -> None:
         console.print(line, markup=False)
     if answer.missing:
         report(f"still to be given there: {', '.join(answer.missing)}")
-
-
-def planned(options: Options) -> tuple[RunConfig, int]:
-    """The run as its ranks would resolve it, and their number. Errors: ValueError, as of a dry run."""
-    # How often a step waits for a save is part of the estimate; where to is not.
-    place = options.checkpoint.save
-    nowhere = place is None and options.checkpoint.save_interval is not None
-    options = updated(options, {"dry_run": True, "save": "." if nowhere else place})
-    world = ranks(world_from_env(), options.runtime.nproc, options.runtime.world)
-    from mega.core.config.resolve import variant
-    from mega.core.training.start.inputs import resolve_run
-
-    return variant(resolve_run(options, world).run, {"save": place}), world
 
 
 def _draw_schedule(run: RunConfig, world: int, device: Hardware | None, path: Path) -> None:

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from mega.commands.memory_estimate import planned
+from mega.api.estimation import planned
 from mega.core.config.compose import compose
 from mega.core.config.presets import PRESETS
 from mega.core.config.resolve import data_parallel

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from mega import cli
-from mega.commands.finetune import _from_weights
-from mega.commands.pretrain import _as_the_weights
+from mega.api.training import from_weights, with_stored_options
 from mega.core.architecture import units
 from mega.core.checkpoint.forms.convert import convert
 from mega.core.checkpoint.own.store import Checkpoint, CheckpointStore, locate
@@ -298,6 +297,6 @@ def test_ends_that_the_model_cannot_have_are_refused(
 def test_a_training_takes_the_tokenizer_that_comes_with_its_weights(saved: tuple[Checkpoint, DecoderStage]) -> None:
     place = str(saved[0].path)
     for begins in ({"load": place}, {"load": place, "save": place}, {"resume": place}):
-        found = _as_the_weights(_from_weights(updated(Options(), begins))).tokenizer
+        found = with_stored_options(from_weights(updated(Options(), begins))).tokenizer
         assert found.tokenizer == "GPT2BPETokenizer" and found.vocab_file and found.vocab_file.startswith(place)
-        assert _as_the_weights(updated(Options(), begins)).tokenizer == found
+        assert with_stored_options(updated(Options(), begins)).tokenizer == found

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from mega.api.training import from_weights, with_stored_options
 from mega.cli import main
-from mega.commands.finetune import _from_weights
-from mega.commands.pretrain import _as_the_weights
 from mega.core.batch import DecoderBatch
 from mega.core.checkpoint.own.pieces import Piece
 from mega.core.checkpoint.own.store import locate
@@ -137,7 +136,7 @@ def test_the_template_of_the_weights_is_asked_for_by_name(tmp_path: Path, capsys
 
     def chosen(name: str) -> str:
         run = updated(Options(), {**begins, "chat_template": name})
-        return _as_the_weights(_from_weights(run)).data.chat_template
+        return with_stored_options(from_weights(run)).data.chat_template
 
     with pytest.raises(ValueError, match=r"--chat-template model: nothing at .*hf says what its conversations"):
         chosen("model")

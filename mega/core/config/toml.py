@@ -117,7 +117,7 @@ def _take(table: str, keys: Mapping[str, object], schema: Schema, source: str, f
         if (problem := unfit(table, key, value, schema)) is not None:
             problems.append(f"{source}: [{table}] {key}: {problem}")
         else:
-            found[key] = _held(schema.entries[key], value)
+            found[key] = held(schema.entries[key], value)
     return problems
 
 
@@ -196,7 +196,8 @@ def _is(kind: type, value: object) -> bool:
     return whole if kind is int else type(value) is (str if kind is Path else kind)
 
 
-def _held(entry: Entry, value: Any) -> object:
+def held(entry: Entry, value: Any) -> object:
+    """What an option holds of a value of TOML that fits it."""
     if entry.many:
         return tuple(entry.kind(item) for item in value)
     return entry.kind(value)

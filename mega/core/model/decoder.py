@@ -5,7 +5,9 @@ The term is "lm": the sum of weight x negative log-likelihood of the next token,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from types import MappingProxyType
 from typing import Protocol, cast
 
@@ -18,11 +20,11 @@ from mega.core.architecture.model import Words
 from mega.core.batch import DecoderBatch, PreferenceBatch
 from mega.core.model.embedding import Embedding
 from mega.core.model.forward import ForwardContext, forward_context
-from mega.core.model.objective import Objective, row_log_probabilities
+from mega.core.model.objective import CustomLoss, Objective, row_log_probabilities
 from mega.core.model.residual import Normalization, ResidualState
 from mega.core.model.stack import Losses, StackStage
 from mega.core.parallel.region import Region
-from mega.core.parallel.vocab import LogitShape, cross_entropy, logits, token_loss
+from mega.core.parallel.vocab import LogitShape, TrainedLogits, cross_entropy, logits, token_loss
 from mega.core.parallel.weight import ParameterFactory
 
 
@@ -52,7 +54,7 @@ class Head(nn.Module):
         self.bias = factory(tensors["lm_head.bias"]) if words.bias else None
         self.shape = LogitShape(words.divisor, words.softcap)
         self.region = region
-        self.objective: Objective | None = None
+        self.objective: Objective | CustomLoss | None = None
 
     def forward(
         self, stream: ResidualState, batch: LabelledTokens | None = None, scales: torch.Tensor | None = None
@@ -62,6 +64,9 @@ class Head(nn.Module):
         normed = self.norm(stream)[1]
         if batch is None:
             return logits(normed, self.weight, self.region, self.bias, self.shape)
+        if isinstance(self.objective, CustomLoss):
+            own = cast(DecoderBatch, batch)
+            return Losses((self.objective(HeadPredictions(self, normed, own), own),))
         if self.objective is not None:
             return Losses(*self.objective(self._nll(normed, batch), cast(DecoderBatch, batch)))
         scale = None if scales is None else scales[0]
@@ -75,6 +80,36 @@ class Head(nn.Module):
     def _nll(self, normed: torch.Tensor, batch: LabelledTokens) -> torch.Tensor:
         """Negative log-likelihood of every label, [tokens of the whole rows]."""
         return cross_entropy(normed, batch.labels.flatten(), self.weight, self.region, self.bias, self.shape)
+
+
+class HeadPredictions:
+    """`Predictions` of a head. normed: [tokens, h], our tokens under sequence parallelism."""
+
+    def __init__(self, head: Head, normed: torch.Tensor, batch: DecoderBatch):
+        self._found = TrainedLogits(normed, head.weight, head.region, head.bias, head.shape)
+        self._labels = batch.labels
+
+    @cached_property
+    def logits(self) -> torch.Tensor:
+        return self._found.whole().unflatten(0, tuple(self._labels.shape))
+
+    @cached_property
+    def logprobs(self) -> torch.Tensor:
+        return -self._found.nll(self._labels.flatten()).view(self._labels.shape)
+
+
+@contextmanager
+def custom_loss(stages: Sequence[nn.Module], loss: CustomLoss) -> Iterator[None]:
+    """Meanwhile the head, where one of `stages` has it, computes `loss` instead of its own."""
+    heads = [head for stage in stages if isinstance(head := getattr(stage, "head", None), Head)]
+    before = [head.objective for head in heads]
+    for head in heads:
+        head.objective = loss
+    try:
+        yield
+    finally:
+        for head, objective in zip(heads, before, strict=True):
+            head.objective = objective
 
 
 class DecoderStage(StackStage[DecoderBatch]):

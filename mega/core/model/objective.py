@@ -5,8 +5,9 @@ The head computes the negative log-likelihood of every label, whatever the layou
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Literal, Protocol
 
 import torch
 from torch.nn import functional as F
@@ -50,6 +51,67 @@ class Preference:
         found = torch.stack([(margin > 0).to(nll.dtype), margin, rewards[:, 0], rewards[:, 1]]).detach()
         pairs = torch.full((), float(len(loss)), dtype=nll.dtype, device=nll.device)
         return (Term(loss.sum(), pairs),), tuple(Term(each.sum(), pairs) for each in found)
+
+
+class Predictions(Protocol):
+    """What a model predicts for a batch, with a gradient. The logits are computed once, whatever is read of them."""
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """[b, s, vocab], gathered over the tensor ranks."""
+
+    @property
+    def logprobs(self) -> torch.Tensor:
+        """[b, s], of the labels: no vocabulary is gathered."""
+
+
+LossFunction = Callable[[Predictions, DecoderBatch], torch.Tensor]
+"""A loss for each token, [b, s], or for each sequence or group of sequences, [b] or fewer."""
+
+
+@dataclass(frozen=True)
+class CustomLoss:
+    """A loss that a caller computes from predictions.
+
+    level: "token", the mean counts each token by the batch's loss_weights; "sequence", it counts each row once.
+    """
+
+    function: LossFunction
+    level: Literal["token", "sequence"] = "token"
+
+    def __call__(self, predictions: Predictions, batch: DecoderBatch) -> Term:
+        """Errors: ValueError where the loss has another shape."""
+        losses, shape = self.function(predictions, batch), tuple(batch.tokens.shape)
+        if self.level == "sequence":
+            if losses.dim() != 1 or not losses.numel() or shape[0] % losses.numel():
+                raise ValueError(
+                    f"loss: has shape {tuple(losses.shape)}; must be [{shape[0]}], one value for each sequence, or one "
+                    "for each group of as many"
+                )
+            count = torch.full((), float(shape[0]), dtype=losses.dtype, device=losses.device)
+            return Term(losses.mean() * count, count)
+        if tuple(losses.shape) != shape:
+            raise ValueError(f"loss: has shape {tuple(losses.shape)}; must be {shape}, one value for each token")
+        weights = batch.loss_weights.to(losses.dtype)
+        return Term((losses * weights).sum(), weights.sum())
+
+
+@dataclass(frozen=True)
+class SequenceBatch(DecoderBatch):
+    """A batch whose loss counts each row once. Fields as of `DecoderBatch`."""
+
+    @classmethod
+    def of(cls, batch: DecoderBatch) -> SequenceBatch:
+        """The same rows."""
+        return cls(**{each.name: getattr(batch, each.name) for each in fields(DecoderBatch)})
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return {"lm": torch.ones(len(self.tokens), device=self.tokens.device)}
+
+    def split(self, index: int, size: int) -> SequenceBatch:
+        assert size == 1, "a loss of a sequence needs its whole row"
+        return self
 
 
 def row_log_probabilities(nll: torch.Tensor, batch: DecoderBatch) -> torch.Tensor:

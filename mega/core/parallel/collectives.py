@@ -245,3 +245,16 @@ def reduce_from_region(x: torch.Tensor, axis: Axis, sequence: bool) -> torch.Ten
         return x
     pair = (reduce_scatter, all_gather) if sequence else (summed, _unchanged)
     return conjugate(x, axis, *pair)
+
+
+def _local_block(grad: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """This rank's block of dim 0, which is equally long on all ranks."""
+    return grad.chunk(axis.size)[axis.index].contiguous()
+
+
+def gather_from_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Blocks of all ranks along the last dim: [..., n] -> [..., n x size]. Every rank computes the same from the whole,
+    so that the gradient of a block is the block of the gradient."""
+    if axis.size == 1:
+        return x
+    return conjugate(x.movedim(-1, 0), axis, all_gather, _local_block).movedim(0, -1)

@@ -18,7 +18,7 @@ from mega.core.batch import Term
 from mega.core.ops.autograd import FunctionContext, deliver
 from mega.core.ops.norm import accurate
 from mega.core.ops.suite import Ops
-from mega.core.parallel.collectives import all_reduce, reduce_from_region
+from mega.core.parallel.collectives import all_reduce, gather_from_region, reduce_from_region
 from mega.core.parallel.gemms import WeightGemms
 from mega.core.parallel.linear import column_matmul
 from mega.core.parallel.mesh import Axis
@@ -104,6 +104,28 @@ def logits(
     return out.masked_fill(padding, -math.inf)
 
 
+class TrainedLogits:
+    """Logits of a batch, [tokens, ids of this rank], with a gradient: computed once, for losses that read them as a
+    whole, as log-probabilities of labels, or both. x: [tokens, h], our tokens under sequence."""
+
+    def __init__(
+        self, x: torch.Tensor, weight: Weight, region: Region, bias: Weight | None = None, shape: LogitShape = UNSHAPED
+    ):
+        local = column_matmul(x, WeightGemms(weight), region)
+        if bias is not None:
+            local = _AddBias.apply(local, bias)  # type: ignore[no-untyped-call]
+        self._local, self._weight, self._axis = shape(local), weight, region.axis
+
+    def whole(self) -> torch.Tensor:
+        """[tokens, vocab], the same on every rank, without padding."""
+        return gather_from_region(self._local, self._axis)[:, : self._weight.segments[0].shard.whole[0]]
+
+    def nll(self, labels: torch.Tensor) -> torch.Tensor:
+        """As of `cross_entropy`."""
+        args = self._local, labels, self._weight, self._axis, None
+        return _CrossEntropy.apply(*args)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def _normalised(
     ops: Ops, x: torch.Tensor, local: torch.Tensor, real: int, axis: Axis
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -179,6 +201,19 @@ class _WithGradient(torch.autograd.Function):
     ) -> tuple[torch.Tensor, None, None, None, torch.Tensor | None]:
         (gradient,) = ctx.saved_tensors
         return gradient, None, None, None, _bias_gradient(ctx.state, gradient)
+
+
+class _AddBias(torch.autograd.Function):
+    """x [tokens, n] + bias [n], whose gradient goes where those of weights go."""
+
+    @staticmethod
+    def forward(ctx: FunctionContext[Weight], x: torch.Tensor, bias: Weight) -> torch.Tensor:
+        ctx.state = bias
+        return x + bias.detach()
+
+    @staticmethod
+    def backward(ctx: FunctionContext[Weight], grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return grad, _bias_gradient(ctx.state, grad)
 
 
 def _bias_gradient(bias: Weight | None, grad: torch.Tensor) -> torch.Tensor | None:

@@ -135,6 +135,11 @@ def threads(ranks: int) -> int:
     return int(asked) if asked.isdecimal() and int(asked) else max(1, cores() // ranks)
 
 
+def connected() -> bool:
+    """Whether this process is in a process group."""
+    return dist.is_initialized()
+
+
 def disconnect() -> None:
     """Leave the process group, if there is one."""
     while _CALLS:

@@ -65,18 +65,23 @@ HASHED_BYTES = 1 << 30
 @dataclass(frozen=True)
 class CheckedEvaluation:
     """A checked evaluation. json: the file of the result. retro, retriever: the database of the neighbours that the
-    model reads, and what opens it."""
+    model reads, and what opens it. quiet: print nothing."""
 
     model: CheckedModel
     options: TaskOptions
     json: str
     retro: str | None = None
     retriever: OpenRetriever | None = None
+    quiet: bool = False
 
 
 def note(line: str) -> None:
     """A line for the user."""
     print(line, file=sys.stderr)
+
+
+def discard(line: str) -> None:
+    """Prints nothing."""
 
 
 def prepare(
@@ -86,15 +91,20 @@ def prepare(
     out: str,
     world: int,
     retriever: OpenRetriever | None = None,
+    report: Callable[[str], None] | None = note,
 ) -> CheckedEvaluation:
-    """Errors: ValueError naming flag or file, its value, and the rule."""
+    """report: takes lines for the user; None prints nothing, also while it runs.
+
+    Errors: ValueError naming flag or file, its value, and the rule.
+    """
     model, opened = check_model(options, given, world, benchmark.task, retrieves=True)
-    evaluation = CheckedEvaluation(model, benchmark, out, options.data.retro, retriever)
-    judged, tokenizer = _benchmark(evaluation, opened, note)
+    lines = report or discard
+    evaluation = CheckedEvaluation(model, benchmark, out, options.data.retro, retriever, report is None)
+    judged, tokenizer = _benchmark(evaluation, opened, lines)
     _retriever(evaluation, opened, tokenizer, "cpu")  # what is wrong with it is said before any rank starts
-    check_result(Path(out), opened.digest, model.load, f"eval-{benchmark.task}.json", note)
+    check_result(Path(out), opened.digest, model.load, f"eval-{benchmark.task}.json", lines)
     for line in getattr(judged, "notes", ()):
-        note(line)
+        lines(line)
     judged.examples(Path(benchmark.valid_data[0]))  # what is wrong with a file is reported once, and before any rank
     return evaluation
 
@@ -125,14 +135,27 @@ def _retriever(
 
 
 def evaluate(evaluation: CheckedEvaluation) -> int:
-    """Score as one rank of the world that the environment describes. Errors: ValueError on every rank."""
-    return as_rank(evaluation.model.run, partial(run_here, evaluation))
+    """Score as one rank of the world that the environment describes: 0. Errors: ValueError on every rank."""
+    as_rank(evaluation.model.run, partial(run_here, evaluation))
+    return 0
+
+
+def evaluation_result(evaluation: CheckedEvaluation) -> Mapping[str, object]:
+    """The same; what the file holds, on every rank."""
+    return as_rank(evaluation.model.run, partial(result_here, evaluation))[1]
 
 
 def run_here(
     evaluation: CheckedEvaluation, rank: int, world: int, device: Device, groups: Groups | None = None
 ) -> Mapping[str, Estimate]:
     """One rank's part; what was found, the same on all of them."""
+    return result_here(evaluation, rank, world, device, groups)[0]
+
+
+def result_here(
+    evaluation: CheckedEvaluation, rank: int, world: int, device: Device, groups: Groups | None = None
+) -> tuple[Mapping[str, Estimate], Mapping[str, object]]:
+    """One rank's part; what was found, and the result that rank 0 keeps and shows."""
     here = open_here(evaluation.model, rank, world, device, groups)
     judged, tokenizer = _benchmark(evaluation, here.opened)
     examples = judged.examples(Path(evaluation.options.valid_data[0]))[: evaluation.options.limit]
@@ -156,17 +179,18 @@ def run_here(
             done=progress.begun,
             after=progress,
         )
+    result = {**about, **_result(judged, found, progress), "memory": device.memory_peak()}
     if rank == 0:
         progress.close()
-        result = {**about, **_result(judged, found, progress), "memory": device.memory_peak()}
         if isinstance(judged, RowBenchmark) and progress.sums.shares is not None:
             result["predictions"] = str(predictions_path(evaluation.json))
             write(predictions_path(evaluation.json), judged.predictions(progress.sums.shares))
         with whole_file(Path(evaluation.json)) as file:
             file.write((json.dumps(result, indent=1) + "\n").encode())
         progress.path.unlink(missing_ok=True)
-        show(result, judged.headline, evaluation.json)
-    return found
+        if not evaluation.quiet:
+            show(result, judged.headline, evaluation.json)
+    return found, result
 
 
 def _about(
@@ -268,7 +292,8 @@ class _Progress:
             self.sums.shares = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), judged.classes)
         self.done = self.begun
         bar = evaluation.model.run.log.progress and sys.stderr.isatty()
-        self._bar = Bar(evaluation.options.task, total, self.begun.examples, bar) if mesh.rank == 0 else None
+        speaks = mesh.rank == 0 and not evaluation.quiet
+        self._bar = Bar(evaluation.options.task, total, self.begun.examples, bar) if speaks else None
 
     def _read(self) -> dict[str, Any] | None:
         """What an earlier process of the same evaluation kept; of another one, or damaged, nothing."""

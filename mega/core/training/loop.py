@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mega.core.activity import ACTIVITY
 from mega.core.config.resolve import global_batch_at, microbatches, text_lengths
@@ -48,6 +48,8 @@ class Training:
     clock: StepClock
     stragglers: Stragglers | None = None
     profiler: StepProfiler | None = None
+    last: dict[str, float] = field(default_factory=dict)
+    """The numbers of the step that was read last."""
 
     def play(self) -> int:
         """Train to the last step, then validate and test; always close what reports.
@@ -189,6 +191,7 @@ class Training:
         if pending is None:
             return
         progress, numbers = self.state.progress, pending.numbers.numbers()
+        self.last = numbers
         self.judge.judge(pending, numbers, there=not self.state.device.is_cuda or self._must_read)
         pending.flag.read()
         self._find_stragglers(pending.step)

@@ -45,55 +45,60 @@ class Sampler:
         self._prompts = [(tokenizer.encode(text) or begin)[-room:] for text in prompts or ("",)]
         if not all(self._prompts):
             raise ValueError(f"--sample-prompts is missing: {tokenizer.kind} has no token that begins a text")
-        self._longest = longest
 
     def sample(self) -> None:
         """One text of each prompt, reported. The same step gives the same texts."""
         step = self._state.progress.step
         draws = torch.Generator().manual_seed(self._state.run.runtime.seed + step)
         for number, prompt in enumerate(self._prompts, 1):
-            ids = self._continued(prompt, draws)
+            ids = [*prompt, *continuation(self._state, prompt, self._tokens, draws, self._tokenizer.eod)]
             text = self._tokenizer.decode(ids)
             name = "sample" if len(self._prompts) == 1 else f"sample {number}"
             if self._meters is not None:
                 self._meters.text(step, name, text)
             self._report(f"{name} at step {step} | {text!r}")
 
-    @torch.no_grad()
-    def _continued(self, prompt: Sequence[int], draws: torch.Generator) -> list[int]:
-        """The prompt and what follows, to the end of the document at the most."""
-        ids, end, new = list(prompt), self._tokenizer.eod, 0
-        for _ in range(self._tokens):  # all ranks as often, also where a text has ended
-            chosen = self._draw(self._next_logits(ids), draws)
-            ids.append(chosen)
-        for token in ids[len(prompt) :]:
-            if token == end:
-                break
-            new += 1
-        return ids[: len(prompt) + new]
 
-    def _next_logits(self, ids: Sequence[int]) -> torch.Tensor:
-        """fp32 [vocab] on the CPU, the same on every rank of a data coordinate."""
-        state = self._state
-        mesh, vocab, where = state.mesh, architecture(state.run.model).input.vocab, state.device.torch
-        prompt = family(state.run.model).prompt
-        assert prompt is not None
-        length = min(-(-len(ids) // MULTIPLE) * MULTIPLE, self._longest)
-        row = torch.zeros(1, length, dtype=torch.int64)
-        row[0, : len(ids)] = torch.tensor(ids)
-        made = output_step(state, [prompt(row).to(where)])
-        found = torch.zeros(vocab, device=where)
-        if made:
-            found += all_gather(made[0][0, len(ids) - 1].float(), mesh.tp)[:vocab]
-        all_reduce(found, mesh.pp)
-        return found.cpu()
+@torch.no_grad()
+def continuation(
+    state: TrainState,
+    prompt: Sequence[int],
+    tokens: int,
+    draws: torch.Generator,
+    end: int | None = None,
+    *,
+    temperature: float = TEMPERATURE,
+    top_k: int = TOP_K,
+) -> list[int]:
+    """Up to `tokens` ids that follow `prompt`, without the one that ends a document. Every rank calls it alike."""
+    ids = list(prompt)
+    for _ in range(tokens):  # all ranks as often, also where a text has ended
+        ids.append(_draw(state, _next_logits(state, ids), draws, temperature, top_k))
+    new = ids[len(prompt) :]
+    return new[: new.index(end)] if end in new else new
 
-    def _draw(self, logits: torch.Tensor, draws: torch.Generator) -> int:
-        """One of the likeliest, the same on all ranks: rank 0's."""
-        top, ids = logits.topk(min(TOP_K, len(logits)))
-        chance = torch.softmax(top / TEMPERATURE, 0)
-        chosen = ids[torch.multinomial(chance, 1, generator=draws)]
-        state = self._state
-        drawn = (chosen if state.mesh.rank == 0 else torch.zeros_like(chosen)).to(state.device.torch)
-        all_reduce(drawn, state.mesh.everyone)
-        return int(drawn)
+
+def _next_logits(state: TrainState, ids: Sequence[int]) -> torch.Tensor:
+    """fp32 [vocab] on the CPU, the same on every rank of a data coordinate."""
+    model, mesh, where = architecture(state.run.model), state.mesh, state.device.torch
+    prompt = family(state.run.model).prompt
+    assert prompt is not None
+    length = min(-(-len(ids) // MULTIPLE) * MULTIPLE, model.positions)
+    row = torch.zeros(1, length, dtype=torch.int64)
+    row[0, : len(ids)] = torch.tensor(ids)
+    outputs = output_step(state, [prompt(row).to(where)])
+    logits = torch.zeros(model.input.vocab, device=where)
+    if outputs:
+        logits += all_gather(outputs[0][0, len(ids) - 1].float(), mesh.tp)[: model.input.vocab]
+    all_reduce(logits, mesh.pp)
+    return logits.cpu()
+
+
+def _draw(state: TrainState, logits: torch.Tensor, draws: torch.Generator, temperature: float, top_k: int) -> int:
+    """One of the likeliest, the same on all ranks: rank 0's. temperature: 0 takes the likeliest. top_k: 0 is off."""
+    top, ids = logits.topk(min((top_k or len(logits)) if temperature else 1, len(logits)))
+    chance = torch.softmax(top / (temperature or 1.0), 0)
+    chosen = ids[torch.multinomial(chance, 1, generator=draws)]
+    drawn = (chosen if state.mesh.rank == 0 else torch.zeros_like(chosen)).to(state.device.torch)
+    all_reduce(drawn, state.mesh.everyone)
+    return int(drawn)

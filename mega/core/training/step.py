@@ -74,7 +74,13 @@ def train_step(
 ) -> StepReport:
     """One step over this data coordinate's microbatches; every rank of the mesh takes part. One that is beyond
     `limits` is not applied."""
-    sums = backward(state, batches)
+    return update(state, backward(state, batches), lr, decay, limits)
+
+
+def update(
+    state: TrainState, sums: torch.Tensor, lr: float, decay: float, limits: SpikeLimits = NO_LIMITS
+) -> StepReport:
+    """Phases 4 to 6, of the gradients and the loss sums of a `backward`."""
     # 4
     scaler = state.scaler
     scale = None if scaler is None else scaler.scale

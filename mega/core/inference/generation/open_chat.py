@@ -26,7 +26,7 @@ def open_chat(place: Path, talk: ChatOptions, engine: EngineOptions, adapters: M
     tokenizer = opened.tokenizer()
     check_tokenizer(opened, tokenizer)
     notes = list(opened.notes)
-    chat = _template(opened, tokenizer, talk.chat_template)
+    chat = template(opened, tokenizer, talk.chat_template)
     for each in opened_adapters:
         notes += check_adapter_tokenizer("generate", opened, tokenizer, each)
         own, said = adapter_template(each, None if chat is None else chat.source)
@@ -44,7 +44,7 @@ def open_chat(place: Path, talk: ChatOptions, engine: EngineOptions, adapters: M
     return LocalAnswers(started, tokenizer, chat, ends, next(iter(adapters), None))
 
 
-def _template(opened: OpenedModel, tokenizer: Tokenizer, asked: str | None) -> ChatFormat | None:
+def template(opened: OpenedModel, tokenizer: Tokenizer, asked: str | None = None) -> ChatFormat | None:
     """The template that was asked for, else the model's; None where it has none."""
     if asked is not None:
         for line in chosen_template("serve", opened, opened.path, asked).notes:

@@ -291,6 +291,11 @@ class Speaker:
             adapter=adapter,
         )
 
+    def answers(self, prompts: Sequence[AskedText]) -> list[dict[str, Json]]:
+        """The continuation of each prompt, many together, as rows: "prompt", "text", "finish" and "tokens". Errors:
+        ValueError naming what cannot be continued."""
+        return self._rows(prompts, list(self._requests(prompts)), 0)
+
     def answer_all(self, prompts: Sequence[AskedText]) -> None:
         """Continue all prompts, many together; one JSON line each, in their order. Rows in a file come block by block,
         and an interrupted call resumes after the last block."""

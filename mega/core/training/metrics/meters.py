@@ -61,7 +61,7 @@ class Meters:
     unknown. settings: the run's options. terms: names of the losses that the loss is made of, where there are several.
     shown: other numbers of a step that its line has. fail: is given the error where the file of metrics takes no more
     rows, so that the run can save before it ends; None raises it. still_s: how long a step may take before
-    `--metrics-port` says that the run stands still.
+    `--metrics-port` says that the run stands still. lines: takes what is reported where there is no bar.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class Meters:
         shown: Sequence[str] = (),
         fail: Callable[[OSError], None] | None = None,
         still_s: float = math.inf,
+        lines: Callable[[str], None] = print_line,
     ):
         self.options, self.steps, self.devices = options, steps, devices
         self.flops_per_token, self.peak = flops_per_token, peak
@@ -88,13 +89,13 @@ class Meters:
         self._trackers = Trackers(options, start=start, last=last, settings=settings or {})
         resumes = bool(start) or _started_again(Path(options.metrics))
         before = _before(Path(options.metrics), start) if resumes else {}
-        self._fail = fail
+        self._fail, self._lines = fail, lines
         self._rows: TextIO | None = _open_rows(Path(options.metrics), start, resumes)
         self._events = _open_events(Path(options.metrics), resumes)
         self._board = _board(options.tensorboard_dir, start, resumes)
         # Where lines go to a file, or through `tee`, a bar would take them or be mixed with them.
         terminal = sys.stdout.isatty() and sys.stderr.isatty()
-        self._bar = _bar(start, steps) if options.progress and terminal else None
+        self._bar = _bar(start, steps) if options.progress and terminal and lines is print_line else None
         self._start = start
         self._steps = self._tokens = 0
         self._seconds = 0.0
@@ -213,7 +214,7 @@ class Meters:
         if self._bar is not None:
             self._bar[0].console.print(line, highlight=False, markup=False, emoji=False)
         else:
-            print_line(line)
+            self._lines(line)
 
     def close(self) -> None:
         self.event(self._last, "end")

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -22,21 +24,23 @@ from mega.core.flops import model_flops_per_token
 from mega.core.parallel.collectives import gather_json
 from mega.core.parallel.mesh import Groups
 from mega.core.processes.connect import connect, disconnect, end_together
+from mega.core.processes.world import World, world_from_env
 from mega.core.training.evaluation import Evaluation
 from mega.core.training.guards.inject import injector
 from mega.core.training.guards.stragglers import StepClock, Stragglers
 from mega.core.training.judge import Judge
 from mega.core.training.kinds import kind_of
 from mega.core.training.kinds.pretraining import datasets, former_blends
+from mega.core.training.kinds.task import Task
 from mega.core.training.loop import Training
 from mega.core.training.metrics.meters import Meters
-from mega.core.training.metrics.output import print_line, slowly
+from mega.core.training.metrics.output import discard, print_line, slowly
 from mega.core.training.metrics.profiling import StepProfiler, missed
 from mega.core.training.policy import Guard
 from mega.core.training.probes import Probes
 from mega.core.training.routines import routines
 from mega.core.training.sampling import Sampler
-from mega.core.training.saves.memory import peer_copies
+from mega.core.training.saves.memory import PeerCopies, peer_copies
 from mega.core.training.saves.place import check_no_newer, check_shared, lock
 from mega.core.training.saves.resume import ResumePoint, check_corpora, find_resume_point, restore, sidecar_files
 from mega.core.training.saves.saver import Saver
@@ -51,70 +55,159 @@ from mega.core.untrusted import below
 from mega.core.words import count_words
 
 
-def pretrain(resolved: ResolvedRun) -> int:
-    """Train as one rank of the world that the environment describes; the exit code: 0, or 128 + a signal that ended
-    the run early.
+@dataclass(frozen=True)
+class TrainingResult:
+    """How a run ended, the same on every rank."""
 
-    Errors: ValueError for what the user can fix; FloatingPointError where the loss is NaN or infinite; RuntimeError for
-    what else went wrong on the way.
+    step: int
+    """The last step that was done."""
+    numbers: Mapping[str, float]
+    """Of that step: "loss", "grad_norm" and the others of a row of metrics; empty where no step was done."""
+    evaluation: Mapping[str, Mapping[str, float]]
+    """Name of each held-out set -> what was measured of it last, "loss" among it."""
+    checkpoint: str | None
+    """The directory that holds the run's checkpoints; None without --save."""
+    metrics: str
+    """The file with a row of metrics for each step."""
+    code: int = 0
+    """The exit code of `mega pretrain`: 0, or 128 + the signal that ended the run early."""
+
+    @property
+    def loss(self) -> float:
+        """Of the last step."""
+        return self.numbers.get("loss", math.nan)
+
+
+@dataclass(frozen=True)
+class StartedRun:
+    """A run on one rank with its weights, ready to train."""
+
+    inputs: Inputs
+    state: TrainState
+    task: Task
+    schedules: Schedules
+    point: ResumePoint | None
+    """Where it resumes; None of a run that begins with initial weights."""
+    saved: int
+    """The step of the checkpoint, which the run may have passed in memory."""
+    copies: PeerCopies | None
+    steps: int
+    """The last step."""
+
+    def saver(self, report: Callable[[str], None]) -> Saver | None:
+        """Publishes its checkpoints; None without --save."""
+        inputs, point = self.inputs, self.point
+        if inputs.run.checkpoint.save is None:
+            return None
+        first = self.state.mesh.rank == 0
+        old = sidecar_files(point.checkpoint, inputs.tokenizer) if point is not None and first else {}
+        blends = [phase.as_json() for phase in inputs.datasets.phases]
+        known = self.schedules, report, old, inputs.datasets.corpora, blends, self.saved
+        return Saver(self.state, inputs.tokenizer, inputs.fingerprint(), *known)
+
+
+def pretrain(resolved: ResolvedRun) -> int:
+    """Train as one rank of the world that the environment describes, and leave the process group; the exit code.
+
+    Errors: as of `train`.
     """
-    runtime = resolved.run.runtime
-    world, device, groups = connect(
-        runtime.device, runtime.backend, runtime.timeout_minutes, runtime.phase_timeout_minutes
-    )
-    quiet = world.rank > 0
-    with ACTIVITY.during("building caches"), slowly("opening tokenizer and data", quiet=quiet):
-        inputs = open_inputs(resolved)  # when ranks have met, so that others know of one that takes long
-    if runtime.deterministic:
-        device.deterministic()
-    with contextlib.ExitStack() as held:
-        with ACTIVITY.during("loading"):
-            training = start(inputs, world.rank, world.size, device, groups, held)
-        code = training.play()
-    end_together(world.rank, runtime.timeout_minutes)
+    code = train(resolved).code
+    end_together(world_from_env().rank, resolved.run.runtime.timeout_minutes)
     disconnect()
     return code
 
 
-def start(
-    inputs: Inputs, rank: int, world: int, device: Device, groups: Groups, held: contextlib.ExitStack
-) -> Training:
-    """One rank's run, ready to play. held: keeps its directory until it is closed. Errors: ValueError on every rank."""
+def train(resolved: ResolvedRun, *, quiet: bool = False) -> TrainingResult:
+    """Train as one rank of the world that the environment describes. quiet: print nothing.
+
+    Errors: ValueError for what the user can fix; FloatingPointError where the loss is NaN or infinite; RuntimeError for
+    what else went wrong on the way.
+    """
+    with contextlib.ExitStack() as held:
+        inputs, world, device, groups = open_rank(resolved, quiet=quiet)
+        with ACTIVITY.during("loading"):
+            training = start(inputs, world.rank, world.size, device, groups, held, discard if quiet else print_line)
+        code = training.play()
+    run, step = resolved.run, training.state.progress.step
+    return TrainingResult(step, training.last, training.evaluation.measured, run.checkpoint.save, run.log.metrics, code)
+
+
+def open_rank(resolved: ResolvedRun, *, quiet: bool = False) -> tuple[Inputs, World, Device, Groups]:
+    """Join the other ranks, and open tokenizer and data. Errors: ValueError, OSError."""
+    runtime = resolved.run.runtime
+    world, device, groups = connect(
+        runtime.device, runtime.backend, runtime.timeout_minutes, runtime.phase_timeout_minutes
+    )
+    with ACTIVITY.during("building caches"), slowly("opening tokenizer and data", quiet=quiet or world.rank > 0):
+        inputs = open_inputs(resolved)  # when ranks have met, so that others know of one that takes long
+    if runtime.deterministic:
+        device.deterministic()
+    return inputs, world, device, groups
+
+
+def begin(
+    inputs: Inputs,
+    rank: int,
+    world: int,
+    device: Device,
+    groups: Groups,
+    held: contextlib.ExitStack,
+    report: Callable[[str], None],
+) -> StartedRun:
+    """One rank's state, filled with the weights that the run begins or resumes with, and what it trains on. held: keeps
+    its directory until it is closed. report: is given lines, on rank 0. Errors: ValueError on every rank."""
     run, evaluated = inputs.run, inputs.run.evaluation
     mesh = build_mesh(run, rank, world, groups)
-    check_consistent(comparable(inputs, device), mesh.everyone, device.torch, _reporter(rank))
+    check_consistent(comparable(inputs, device), mesh.everyone, device.torch, report)
     # Before the newest checkpoint is looked for: another process that has the place may be saving one.
     lock(held, None if evaluated.skip_train else run.checkpoint.save, mesh, device.torch)
     exchange: JsonExchange = partial(gather_json, axis=mesh.everyone, device=device.torch) if world > 1 else alone
     check_shared(None if evaluated.skip_train else run.checkpoint.save, exchange, rank)
     made = f"making a model of {count_words(parameters(run.model))} parameters, its gradients and its optimizer's state"
-    with slowly(made, quiet=rank > 0):
+    quiet = rank > 0 or report is discard
+    with slowly(made, quiet=quiet):
         state, kind = build_state(run, mesh, device), kind_of(run)
     state.guard.level = inputs.level()
-    with slowly("loading weights", quiet=rank > 0):
-        point = _resume(state, exchange)
+    with slowly("loading weights", quiet=quiet):
+        point = _resume(state, exchange, report)
     if point is not None:
         check_corpora(run, point, inputs.datasets)
-    inputs = _with_former_blends(inputs, point, _reporter(rank))
+    inputs = _with_former_blends(inputs, point, report)
     kind.begin(state, inputs.datasets, point)
     saved, copies = state.progress.step, peer_copies(state)
     if copies is not None and copies.restore(saved):
-        _reporter(rank)(f"resuming from the hosts' memory at step {state.progress.step}; the newest save has {saved}")
+        report(f"resuming from the hosts' memory at step {state.progress.step}; the newest save has {saved}")
     steps = last_step(run, state.progress.step, state.progress.consumed)
     if not evaluated.skip_train:
         check_no_newer(run, state.progress.step, exchange)
         _check_length(run, inputs.datasets.train, state.progress, steps)
     task, schedules = kind.task(run, inputs.datasets, inputs.tokenizer, mesh), _schedules(run, point)
+    return StartedRun(inputs, state, task, schedules, point, saved, copies, steps)
+
+
+def start(
+    inputs: Inputs,
+    rank: int,
+    world: int,
+    device: Device,
+    groups: Groups,
+    held: contextlib.ExitStack,
+    lines: Callable[[str], None] = print_line,
+) -> Training:
+    """One rank's run, ready to play; held: as of `begin`. lines: takes what the first rank reports. Errors: ValueError
+    on every rank."""
+    begun = begin(inputs, rank, world, device, groups, held, lines if rank == 0 else discard)
+    run, state, steps = begun.inputs.run, begun.state, begun.steps
     stop = _stop(state)
-    meters = _meters(run, state, steps, stop.fail) if rank == 0 else None
-    report = meters.report if meters is not None else _reporter(rank)
-    saver = _saver(inputs, state, schedules, point, report, saved)
+    meters = _meters(run, state, steps, stop.fail, lines) if rank == 0 else None
+    report = meters.report if meters is not None else discard
+    saver = begun.saver(report)
     judged = saver.judged if saver is not None else lambda step, loss: None
-    evaluation = Evaluation(state, task, stop, meters, report, judged)
-    sampler = _sampler(inputs, state, meters, report)
-    due = routines(state, evaluation if task.validation else None, sampler, saver, copies, steps=steps)
-    introduce(inputs, point, state, steps, report, saved)
-    of_run = state, task, schedules, steps, evaluation, tuple(due), stop, saver, meters, report
+    evaluation = Evaluation(state, begun.task, stop, meters, report, judged)
+    sampler = _sampler(begun.inputs, state, meters, report)
+    due = routines(state, evaluation if begun.task.validation else None, sampler, saver, begun.copies, steps=steps)
+    introduce(begun.inputs, begun.point, state, steps, report, begun.saved)
+    of_run = state, begun.task, begun.schedules, steps, evaluation, tuple(due), stop, saver, meters, report
     return Training(*of_run, *_watched(state, saver, meters, report, steps))
 
 
@@ -154,9 +247,9 @@ def _with_former_blends(inputs: Inputs, point: ResumePoint | None, report: Calla
         return dataclasses.replace(inputs, datasets=datasets(run, inputs.tokenizer, phases))
 
 
-def _resume(state: TrainState, exchange: JsonExchange) -> ResumePoint | None:
+def _resume(state: TrainState, exchange: JsonExchange, report: Callable[[str], None] = discard) -> ResumePoint | None:
     """Fill the state from where the run starts, the same on every rank. Errors: ValueError on all of them."""
-    point = find_resume_point(state.run, _reporter(state.mesh.rank), exchange)
+    point = find_resume_point(state.run, report, exchange)
     if point is not None:
         together(partial(restore, state, point), exchange)  # one that cannot read is every rank's error
     return point
@@ -181,22 +274,6 @@ def _schedules(run: RunConfig, point: ResumePoint | None) -> Schedules:
     return resumed_schedules(run, point.checkpoint.meta, str(point.checkpoint.path))
 
 
-def _saver(
-    inputs: Inputs,
-    state: TrainState,
-    schedules: Schedules,
-    point: ResumePoint | None,
-    report: Callable[[str], None],
-    saved: int,
-) -> Saver | None:
-    if inputs.run.checkpoint.save is None:
-        return None
-    old = sidecar_files(point.checkpoint, inputs.tokenizer) if point is not None and state.mesh.rank == 0 else {}
-    blends = [phase.as_json() for phase in inputs.datasets.phases]
-    known = schedules, report, old, inputs.datasets.corpora, blends, saved
-    return Saver(state, inputs.tokenizer, inputs.fingerprint(), *known)
-
-
 def _sampler(inputs: Inputs, state: TrainState, meters: Meters | None, report: Callable[[str], None]) -> Sampler | None:
     log = inputs.run.log
     if log.sample_interval is None:
@@ -205,7 +282,9 @@ def _sampler(inputs: Inputs, state: TrainState, meters: Meters | None, report: C
     return Sampler(state, inputs.tokenizer, meters, report, prompts=log.sample_prompts, tokens=log.sample_tokens)
 
 
-def _meters(run: RunConfig, state: TrainState, steps: int, fail: Callable[[OSError], None]) -> Meters:
+def _meters(
+    run: RunConfig, state: TrainState, steps: int, fail: Callable[[OSError], None], lines: Callable[[str], None]
+) -> Meters:
     """Made when nothing can refuse the run any more: it cuts the file of metrics."""
     return Meters(
         run.log,
@@ -220,12 +299,8 @@ def _meters(run: RunConfig, state: TrainState, steps: int, fail: Callable[[OSErr
         shown=state.pipeline.names[len(terms) :][:2],  # of preferences, their accuracy and margin
         fail=fail,
         still_s=60 * run.runtime.timeout_minutes,
+        lines=lines,
     )
-
-
-def _reporter(rank: int) -> Callable[[str], None]:
-    """Prints a line, on rank 0 only."""
-    return print_line if rank == 0 else lambda line: None
 
 
 def _check_length(run: RunConfig, dataset: Dataset | None, progress: Progress, steps: int) -> None:

@@ -1,0 +1,78 @@
+"""The options of a run, from a preset, a TOML file and keywords. No torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from mega.core.config import toml
+from mega.core.config.compose import compose, nearest
+from mega.core.config.families import check_typed
+from mega.core.config.run import Options, run_schema, updated
+from mega.core.config.schema import Schema
+
+
+def config(preset: str | None = None, *, file: str | Path | None = None, **options: object) -> Options:
+    """The options of a run: a preset of `mega presets`, then a TOML file, then keywords, each above the one before.
+
+    A keyword is a flag of `mega pretrain` with underscores: `--lr-warmup-steps 200` is `lr_warmup_steps=200`.
+    docs/configuration.md lists all of them. None stands for an option that is left out.
+
+    Errors: ValueError naming the preset, file or option, its value, and the valid ones.
+
+    >>> run = config("gpt2-124m", lr=6e-4, tp=2)
+    >>> run.model.layers, run.optimizer.lr, run.parallel.tp
+    (12, 0.0006, 2)
+    >>> config("gpt2-124m", learning_rat=6e-4)
+    Traceback (most recent call last):
+    ...
+    ValueError: learning_rat: is not an option (nearest: lr_warmup_init)
+    """
+    given = named(options, run_schema())
+    stored = {} if file is None else toml.read(os.fspath(file))
+    run = compose(preset, stored, given)
+    check_typed(run, {**stored, **given}, ())
+    return run
+
+
+def with_options(run: Options, options: Mapping[str, object]) -> Options:
+    """`run` with some options replaced by keywords. Errors: ValueError."""
+    return updated(run, named(options, run_schema())) if options else run
+
+
+def named(options: Mapping[str, object], schema: Schema) -> dict[str, object]:
+    """The values of keywords as options of `schema` hold them. Errors: ValueError with a line for each mistake.
+
+    >>> named({"tp": "two"}, run_schema())
+    Traceback (most recent call last):
+    ...
+    ValueError: tp: 'two' must be a whole number
+    """
+    values: dict[str, object] = {}
+    problems = []
+    for name, value in options.items():
+        entry = schema.entries.get(name)
+        if entry is None:
+            problems.append(f"{name}: is not an option{nearest(name, schema.entries)}")
+            continue
+        if value is None and entry.optional:
+            values[name] = None
+            continue
+        plain = _plain(value)
+        if entry.many and not isinstance(plain, list):
+            plain = [plain]
+        if (problem := toml.unfit(entry.section, name, plain, schema)) is not None:
+            problems.append(f"{name}: {problem}")
+        else:
+            values[name] = toml.held(entry, plain)
+    if problems:
+        raise ValueError("\n".join(problems))
+    return values
+
+
+def _plain(value: object) -> object:
+    """As TOML has it: paths are strings, tuples are lists."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value

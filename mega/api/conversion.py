@@ -1,0 +1,87 @@
+"""Checkpoints and weights of other forms into one another, as `mega convert-llama` does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from mega.core.checkpoint.forms.options import ConvertOptions
+from mega.core.checkpoint.own.options import Layout
+
+if TYPE_CHECKING:
+    from mega.core.checkpoint.own.ledger import ConversionReport
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    to: str | None = None,
+    *,
+    base: str | Path | None = None,
+    parts: int = 1,
+    **layout: int,
+) -> ConversionReport:
+    """Turn weights into a checkpoint, or a checkpoint into a folder that others open; a new directory, complete or
+    absent. The report counts tensors, elements and bytes, and names what is lost.
+
+    source: a run, one of its steps, or weights of Hugging Face's, Meta's, llama2.c's or fairseq's form, recognised by
+    their files. to: what to write: "mega", or "hf" where a checkpoint is read, are the defaults; also "meta" and
+    "peft". base: the weights that a peft adapter was trained on. parts: files of a Meta folder. layout: tp, pp and
+    chunks that the files of a checkpoint are cut for.
+
+    Errors: ValueError naming the option, file or tensor; `target` is then as it was.
+    """
+    from mega.api.config import named
+    from mega.core.config.schema import schema_of
+
+    cut = schema_of({"layout": Layout})
+    given = named({"to": to}, schema_of({"weights": ConvertOptions}))
+    at = cut.value("layout", named(layout, cut))
+    assert isinstance(at, Layout)
+    kind = None if given["to"] is None else str(given["to"])
+    weights = ConvertOptions(
+        load_dir=Path(source),
+        save_dir=Path(target),
+        to=kind,
+        base=None if base is None else Path(base),
+        parts=parts,
+    )
+    return converted(weights, at).report
+
+
+class Converted(NamedTuple):
+    """A conversion that was done, for what the command says of it."""
+
+    report: ConversionReport
+    runs_both: bool
+    """transformers can run one of the two sides, and --verify asks for it."""
+    imported: Path | None
+    """The checkpoint that was made of foreign weights."""
+
+
+def converted(weights: ConvertOptions, layout: Layout) -> Converted:
+    """Check, and convert. Errors: ValueError naming flag, file or tensor."""
+    from mega.core.files import check_save_dir, check_source
+
+    load_dir, save_dir = weights.load_dir, weights.save_dir
+    check_source("--load-dir", load_dir)
+    check_save_dir(save_dir)
+    if save_dir.resolve() == load_dir.resolve():
+        raise ValueError(f"--save-dir {save_dir}: must not be the directory that is read")
+    from mega.core.checkpoint.forms.convert import check_pair, convert, default_target
+    from mega.core.checkpoint.forms.form import OWN, check_flags, writer_of
+    from mega.core.checkpoint.forms.recognise import form_at
+    from mega.core.inference.loading.load import special_tokens
+
+    source = form_at(load_dir)
+    to = weights.to or default_target(source)
+    check_pair(load_dir, source, to)
+    check_flags(source, writer_of(to), {**layout.flags, "--base": weights.base, "--parts": weights.parts})
+    runs_both = weights.verify and "hf" in (source.name, to)
+    if runs_both:
+        from mega.core.proof.logits import check_transformers
+
+        check_transformers()
+    base, parts = weights.base, weights.parts
+    report = convert(load_dir, save_dir, to, layout, base=base, parts=parts, tokens=special_tokens)
+    return Converted(report, runs_both, report.path if source is not OWN and to != "peft" else None)

@@ -1,0 +1,160 @@
+"""A trained model in this process: it generates, converses and scores, on one device.
+
+    model = mega.load("runs/first")
+    model.generate("Once upon a time", tokens=50)
+
+The engine of `mega generate` and `mega serve` is made when it is first needed; it and the scores share the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, overload
+
+import torch
+
+from mega.core.device import DTYPES, Device
+from mega.core.inference.engine import BatchingEngine
+from mega.core.inference.generation.chat import LocalAnswers
+from mega.core.inference.generation.generate import logits, losses
+from mega.core.inference.generation.open_chat import template
+from mega.core.inference.generation.prompts import AskedText, Speaker, SpeechPlan
+from mega.core.inference.loading.load import OpenedModel, check_tokenizer, compute_dtype, load_stages, open_model
+from mega.core.inference.options import EngineOptions, GenerateOptions
+from mega.core.inference.request import Sampling, sampling_of
+from mega.core.inference.start import check_layout, engine_on
+from mega.core.parallel.mesh import Mesh
+from mega.core.processes.world import world_from_env
+from mega.core.text.chat.format import ChatFormat
+from mega.core.text.chat.messages import Message
+from mega.core.text.tokenizer import Tokenizer
+
+AT_ONCE = 16
+"""Texts that are continued together; more wait. The cache holds as many of full length, where they fit."""
+
+
+def load(
+    path: str | Path,
+    *,
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+) -> Model:
+    """The model at `path`, opened where it is: a run's directory (its newest step), one step in it, or weights in
+    Hugging Face's, Meta's, Megatron-LM's or another form that `mega convert-llama` reads.
+
+    dtype: computed in [fp32 on a CPU, else that of the weights]. It takes one device, also in a process that is one of
+    several ranks. Errors: ValueError naming the file, key or tensor, or the model's family.
+    """
+    if dtype not in (None, "fp32", "bf16", "fp16"):
+        raise ValueError(f"dtype {dtype}: must be fp32, bf16 or fp16")
+    opened = open_model(path)
+    check_layout(opened.model, 1, 1)
+    where = Device.choose(device, world_from_env().local_rank)
+    return Model(opened, where, compute_dtype(opened, where, dtype))
+
+
+class Model:
+    """A model that continues text, in this process. Made by `load`."""
+
+    def __init__(self, opened: OpenedModel, device: Device, dtype: torch.dtype):
+        self.path: Path = opened.path
+        """Where its weights were read."""
+        self.dtype: str = next(name for name, each in DTYPES.items() if each == dtype)
+        """What it is computed in."""
+        self._opened, self._device = opened, device
+        self._mesh = Mesh(0)
+        (self._stage,) = load_stages(opened, self._mesh, device, dtype=dtype)
+
+    # -- text
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The one that came with the weights. Errors: ValueError where none did, or it is not the model's."""
+        found = self._opened.tokenizer()
+        check_tokenizer(self._opened, found)
+        return found
+
+    @overload
+    def generate(self, prompt: str, tokens: int = 100, **sampling: float | None) -> str: ...
+    @overload
+    def generate(self, prompt: list[str], tokens: int = 100, **sampling: float | None) -> list[str]: ...
+    def generate(self, prompt: str | list[str], tokens: int = 100, **sampling: float | None) -> str | list[str]:
+        """What follows a prompt, or each of several, without it: up to `tokens` tokens, or the end of the text.
+
+        sampling: temperature [1; 0 takes the likeliest token], top_k, top_p, min_p, repetition_penalty and others of
+        `mega generate`; seed [0]: the same seed gives the same text.
+
+        Errors: ValueError naming the option, its value and the rule, or a prompt that is too long.
+        """
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        if type(tokens) is not int or tokens < 1:
+            raise ValueError(f"tokens {tokens}: must be a whole number of at least 1")
+        plan = SpeechPlan(texts=GenerateOptions(tokens=tokens), sampling=_sampling(sampling))
+        speaker = Speaker(self._engine, self.tokenizer, plan, {None: self._opened.ends(self.tokenizer)})
+        texts = [str(row["text"]) for row in speaker.answers([AskedText(each, None) for each in prompts])]
+        return texts[0] if isinstance(prompt, str) else texts
+
+    def chat(self, messages: str | Sequence[Message], tokens: int = 512, **sampling: float | None) -> str:
+        """The model's next turn, by its chat template. messages: a text of the user, or turns such as
+        `{"role": "user", "content": "Hello"}`. sampling: as of `generate`.
+
+        Errors: ValueError where the model has no chat template, or of what is wrong with the messages.
+        """
+        if self._chat is None:
+            raise ValueError(f"{self.path}: has no chat template, so it is a base model; `generate` continues text")
+        turns: Sequence[Message] = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        ends = self._opened.ends(self.tokenizer) | self._chat.ends
+        answers = LocalAnswers(self._engine, self.tokenizer, self._chat, ends)
+        return "".join(answers.answer(turns, _sampling(sampling), tokens))
+
+    @cached_property
+    def _chat(self) -> ChatFormat | None:
+        return template(self._opened, self.tokenizer)
+
+    @cached_property
+    def _engine(self) -> BatchingEngine:
+        options = EngineOptions(vocab=self.tokenizer.vocab_size, max_requests=AT_ONCE)
+        engine = engine_on(self._stage, self._mesh, self._device, options)
+        assert engine is not None, "one rank has the engine"
+        return engine
+
+    # -- numbers
+
+    @torch.no_grad()
+    def logits(self, tokens: torch.Tensor | Sequence[int]) -> torch.Tensor:
+        """[b, s, vocab] of token ids int64 [b, s], on the model's device: at each place, of the token that follows.
+        Ids of one sequence [s] give [s, vocab]. Errors: ValueError where ids are not the model's, or too many.
+        """
+        ids = torch.as_tensor(tokens, dtype=torch.int64).to(self._device.torch)
+        model = self._opened.architecture
+        if ids.dim() not in (1, 2) or not 1 <= ids.shape[-1] <= model.positions:
+            raise ValueError(
+                f"tokens: has shape {list(ids.shape)}; must be [b, s] or [s], s from 1 to {model.positions}"
+            )
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < model.input.vocab:
+            raise ValueError(f"tokens: ids must be from 0 to {model.input.vocab - 1}")
+        found = logits(self._stage, ids.view(-1, ids.shape[-1]))
+        return found.view(*ids.shape, -1)
+
+    @torch.no_grad()
+    def score(self, text: str | Sequence[int]) -> list[float]:
+        """The log-probability, in nats, of every token of a text but the first, given those before. Of more tokens than
+        the model has positions, each of its windows is judged by itself. Errors: ValueError of less than two tokens."""
+        ids = self.tokenizer.encode(text) if isinstance(text, str) else list(text)
+        if len(ids) < 2:
+            raise ValueError(
+                f"text: has {len(ids)} tokens; must have at least 2, of which all but the first are scored"
+            )
+        return [-each for each in losses(self._stage, ids).tolist()]
+
+
+def _sampling(given: Mapping[str, float | None]) -> Sampling:
+    """As of `mega generate`. Errors: ValueError naming the option."""
+    known = asdict(Sampling())
+    for name in given:
+        if name not in known:
+            raise ValueError(f"{name}: is not an option of sampling; valid: tokens, {', '.join(known)}")
+    return sampling_of(**{"seed": 0, **{name: value for name, value in given.items() if value is not None}})

@@ -1,0 +1,283 @@
+"""A run in steps, for loops and losses of your own: the model, optimizer, data and checkpoints of `mega pretrain`.
+
+    with mega.Trainer(run) as trainer:
+        for batches in trainer.batches():
+            trainer.forward_backward(batches)
+            trainer.step()
+        trainer.save()
+
+It is one rank of the layout. Every rank of it calls every method, in the same order. What `mega pretrain` does between
+steps is left to the caller: validation, guards against spikes, metrics, signals.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Self, overload
+
+import torch
+
+from mega.api.config import with_options
+from mega.api.training import resolved, with_stored_options
+from mega.core.architecture import architecture
+from mega.core.batch import Batch, DecoderBatch
+from mega.core.config.resolve import global_batch_at, microbatches
+from mega.core.config.run import Options, updated
+from mega.core.family import family
+from mega.core.model.decoder import custom_loss
+from mega.core.model.objective import CustomLoss, LossFunction, SequenceBatch
+from mega.core.processes.connect import disconnect
+from mega.core.processes.world import ranks, world_from_env
+from mega.core.training.metrics.output import discard
+from mega.core.training.sampling import continuation
+from mega.core.training.start.rank import StartedRun, begin, open_rank
+from mega.core.training.step import backward, means, update
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did, the same on every rank."""
+
+    step: int
+    """Its number, from 1."""
+    loss: float
+    """The mean over the global batch, before the update."""
+    grad_norm: float
+    """Before it is clipped; NaN where it is not finite."""
+    lr: float
+    """The learning rate of the update."""
+    applied: bool
+    """False where loss or gradients are not finite: weights and moments are then as they were."""
+
+
+class Trainer:
+    """One rank of a run. run: of `mega.config`; keywords are above it.
+
+    Where `save` has a checkpoint and `resume="auto"` is given, it begins there; where `load` is given, with those
+    weights, as of `mega pretrain`. Without data in the options the caller brings the batches (`batch`).
+
+    Errors: ValueError naming the option or file, its value and the rule.
+    """
+
+    def __init__(self, run: Options, **options: object):
+        given = with_options(run, options)
+        data = given.data
+        self._has_data = bool(data.data_path or data.train_data or data.chat_data or data.mock_data)
+        self._has_data = self._has_data or given.finetuning.task != "lm"
+        chosen = with_stored_options(given) if self._has_data else updated(given, {"mock_data": True})
+        if chosen.runtime.cuda_graph is None:
+            chosen = updated(chosen, {"cuda_graph": False})  # a recorded graph has one loss
+        size = ranks(world_from_env(), None)
+        if chosen.runtime.nproc not in (None, size):
+            raise ValueError(
+                f"nproc {chosen.runtime.nproc}: a trainer is one rank of {size}; mega.launch(function, "
+                f"ranks={chosen.runtime.nproc}) starts several"
+            )
+        self._held = contextlib.ExitStack()
+        self._sums: torch.Tensor | None = None
+        with contextlib.ExitStack() as opening:
+            opening.callback(self._held.close)
+            inputs, world, device, groups = open_rank(resolved(chosen, size, discard), quiet=True)
+            self._begun: StartedRun = begin(inputs, world.rank, world.size, device, groups, self._held, discard)
+            self._saver = self._begun.saver(discard)
+            opening.pop_all()
+        atexit.register(disconnect)
+        self.rank: int = world.rank
+        """Of this process, from 0."""
+        self.device: torch.device = device.torch
+        """Where this rank computes."""
+        self.steps: int = self._begun.steps
+        """The last step, of the run's `steps`."""
+        self._drawn = self._begun.state.progress.consumed
+        """Rows that `batch` has numbered, of all replicas."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Wait for a save in the background, and let the directory of `save` go."""
+        try:
+            if self._saver is not None:
+                self._saver.wait()
+            self._begun.state.pipeline.close()
+        finally:
+            self._held.close()
+
+    @property
+    def steps_done(self) -> int:
+        """Steps so far, those before a resume included."""
+        return self._begun.state.progress.step
+
+    # -- batches
+
+    def batches(self) -> Iterator[list[Batch]]:
+        """This rank's microbatches of each step that is left, from the run's data; `step` moves on to the next.
+
+        Errors: ValueError where the options name no data.
+        """
+        task, run, mesh = self._begun.task, self._begun.state.run, self._begun.state.mesh
+        if not self._has_data or task.train is None:
+            raise ValueError("data_path is missing: give it, or chat_data, or make batches by `batch`")
+        progress = self._begun.state.progress
+        while progress.step < self.steps:
+            count = microbatches(run, mesh.world, global_batch_at(run.batch, progress.consumed))
+            yield [batch.to(self.device) for batch in task.train.take(progress.consumed, count)]
+
+    def batch(self, tokens: torch.Tensor, weights: torch.Tensor | None = None) -> DecoderBatch:
+        """A microbatch of your own sequences, with the next token as each label.
+
+        tokens: int64 [b, s + 1]. weights: [b, s], how much each predicted token counts in the loss [1]. Tensor, context
+        and pipeline ranks of one data-parallel replica give the same; replicas give others, of as many rows each.
+
+        Errors: ValueError naming what does not fit.
+        """
+        positions = architecture(self._begun.state.run.model).positions
+        if tokens.dim() != 2 or tokens.dtype != torch.int64 or not 2 <= tokens.shape[1] <= positions + 1:
+            raise ValueError(
+                f"tokens: {tokens.dtype} {list(tokens.shape)}: must be int64 [b, s + 1], s from 1 to {positions}"
+            )
+        rows, columns = tokens.shape[0], tokens.shape[1] - 1
+        counted = torch.ones(rows, columns) if weights is None else weights.float()
+        if tuple(counted.shape) != (rows, columns):
+            raise ValueError(f"weights: has shape {list(counted.shape)}; must be [{rows}, {columns}]")
+        replicas = self._begun.state.mesh.dp
+        first, self._drawn = self._drawn + replicas.index * rows, self._drawn + replicas.size * rows
+        made = DecoderBatch(
+            tokens=tokens[:, :-1].contiguous(),
+            labels=tokens[:, 1:].contiguous(),
+            loss_weights=counted,
+            positions=torch.arange(columns).expand(rows, columns),
+            samples=torch.arange(first, first + rows),
+        )
+        return made.to(self.device)
+
+    # -- a step
+
+    def forward_backward(
+        self,
+        batches: Batch | Sequence[Batch],
+        loss: LossFunction | None = None,
+        *,
+        level: Literal["token", "sequence"] = "token",
+    ) -> float:
+        """The gradients of all microbatches of a step; returns their mean loss over all ranks.
+
+        batches: this rank's microbatches, as many on every rank. loss: in place of the model's own, a function
+        `loss(predictions, batch)` of one microbatch, called on the ranks of the last pipeline stage;
+        `predictions.logits` is [b, s, vocab] and `predictions.logprobs`, [b, s], those of the labels. At level "token"
+        it returns [b, s], whose mean counts each token by the batch's weights; at level "sequence" [b], one value for
+        each sequence, or one for each group of sequences that stand together.
+
+        Errors: ValueError where the loss has another shape, or the model cannot have one.
+        """
+        state = self._begun.state
+        rows = [batches] if not isinstance(batches, Sequence) else list(batches)
+        if self._sums is not None:
+            raise ValueError(
+                "forward_backward: was called before; give all microbatches of a step at once, then step()"
+            )
+        if not rows:
+            raise ValueError("forward_backward: no microbatch was given")
+        with contextlib.ExitStack() as meanwhile:
+            if loss is not None:
+                _check_loss(self._begun, level)
+                if level == "sequence":
+                    rows = [SequenceBatch.of(each) for each in rows if isinstance(each, DecoderBatch)]
+                meanwhile.enter_context(custom_loss(state.stages, CustomLoss(loss, level)))
+            self._sums = backward(state, rows)
+        return float(means(state, self._sums.clone())[0])
+
+    def step(self, lr: float | None = None) -> StepResult:
+        """Update the weights by the gradients of `forward_backward`. lr: in place of the schedule's, to which each step
+        is one of the run's global batch.
+
+        Errors: ValueError where there are no gradients.
+        """
+        if self._sums is None:
+            raise ValueError("step: forward_backward comes first")
+        state, sums, self._sums = self._begun.state, self._sums, None
+        progress, schedules = state.progress, self._begun.schedules
+        scheduled = progress.consumed - progress.skipped_samples
+        rate = schedules.lr(scheduled) if lr is None else lr
+        numbers = update(state, sums, rate, schedules.weight_decay(scheduled)).start_reading().numbers()
+        applied, samples = bool(numbers["finite"]), global_batch_at(state.run.batch, progress.consumed)
+        progress.step += 1
+        progress.consumed += samples
+        if not applied:
+            progress.skipped += 1
+            progress.skipped_samples += samples
+        norm = numbers["grad_norm"]
+        return StepResult(progress.step, numbers["loss"], norm if applied else math.nan, rate, applied)
+
+    # -- what comes of it
+
+    def save(self) -> str:
+        """Publish a checkpoint of this step, which `mega.load`, `mega generate` and a resume read; its run's directory.
+
+        Errors: ValueError where the options have no `save`; FloatingPointError where the state is not finite; OSError.
+        """
+        if self._saver is None:
+            raise ValueError("save is missing: give it, the directory for checkpoints")
+        self._saver.save()
+        place = self._begun.state.run.checkpoint.save
+        assert place is not None
+        return place
+
+    @overload
+    def sample(
+        self, prompt: str = "", tokens: int = 32, *, temperature: float = 0.8, top_k: int = 50, seed: int = 0
+    ) -> str: ...
+    @overload
+    def sample(
+        self, prompt: Sequence[int], tokens: int = 32, *, temperature: float = 0.8, top_k: int = 50, seed: int = 0
+    ) -> list[int]: ...
+    def sample(
+        self,
+        prompt: str | Sequence[int] = "",
+        tokens: int = 32,
+        *,
+        temperature: float = 0.8,
+        top_k: int = 50,
+        seed: int = 0,
+    ) -> str | list[int]:
+        """What the model writes after `prompt`, up to the end of a document, by the weights that train: text for text,
+        ids for ids, without the prompt. A forward pass of the whole text for each token. top_k: 0 is off.
+
+        Errors: ValueError where the model does not continue text, or the prompt leaves no room.
+        """
+        state, tokenizer = self._begun.state, self._begun.inputs.tokenizer
+        if family(state.run.model).prompt is None or state.mesh.cp.size > 1:
+            raise ValueError("sample: needs a left-to-right model, and cp 1")
+        longest = architecture(state.run.model).positions
+        if isinstance(prompt, str):
+            if tokenizer is None:
+                raise ValueError("sample: the run has no tokenizer; give token ids")
+            ids = tokenizer.encode(prompt) or ([] if tokenizer.start is None else [tokenizer.start])
+        else:
+            ids = list(prompt)
+        if not ids or tokens < 1 or len(ids) + tokens > longest + 1:
+            raise ValueError(
+                f"sample: {len(ids)} + {tokens} tokens: must be at least 1 + 1, at most {longest + 1} in all"
+            )
+        draws = torch.Generator().manual_seed(seed)
+        end = None if tokenizer is None else tokenizer.eod
+        new = continuation(state, ids, tokens, draws, end, temperature=temperature, top_k=top_k)
+        return tokenizer.decode(new) if isinstance(prompt, str) and tokenizer is not None else new
+
+
+def _check_loss(begun: StartedRun, level: str) -> None:
+    """Errors: ValueError where the model has no head that a custom loss can stand for."""
+    run, cp = begun.state.run, begun.state.mesh.cp.size
+    if level not in ("token", "sequence"):
+        raise ValueError(f"level {level!r}: must be 'token' or 'sequence'")
+    if family(run.model).prompt is None or run.finetuning.task != "lm":
+        raise ValueError("loss: needs a left-to-right model with task lm")
+    if level == "sequence" and cp > 1:
+        raise ValueError(f"level 'sequence': excludes cp {cp}, whose ranks hold parts of each sequence")
