@@ -72,7 +72,7 @@ def test_a_layout_changes_nothing(pool: Pool, layout: dict[str, Any]) -> None:
 
 def test_it_is_the_run_of_the_command(tokenizer: dict[str, str], tmp_path: Path) -> None:
     """Bit for bit; and what it saves is resumed."""
-    run = mega.config(**SIZES, **tokenizer, mock_data=True, hidden_dropout=0.1)
+    run = mega.config(**{**SIZES, "hidden_dropout": 0.1}, **tokenizer, mock_data=True)
     expected = mega.pretrain(run, metrics=str(tmp_path / "metrics.jsonl"))
     with mega.Trainer(run, save=tmp_path / "run") as trainer:
         for number, batches in enumerate(trainer.batches(), 1):
