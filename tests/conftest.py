@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from multiprocessing import forkserver
 
 import hypothesis
 import pytest
@@ -20,6 +21,19 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+RANKS_IMPORT = ["mega.core.training.start.rank", "mega.core.inference.server.start"]
+"""What most ranks of the suite import. A worker has one fork server, which imports it once for all of them."""
+
+_preload = forkserver.set_forkserver_preload
+
+
+def _preload_more(modules_names: list[str]) -> None:
+    _preload([*modules_names, *RANKS_IMPORT])
+
+
+forkserver.set_forkserver_preload = _preload_more
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ import torch
 from mega.cli import main
 from tests.support.shared import shared
 
-PAIRS = 200
+PAIRS = 80
 ACCENTS = {"a": "à", "e": "é", "i": "ï", "o": "ö", "u": "ü", "c": "ç", "n": "ñ"}
 KINDS: dict[str, dict[str, Any]] = {
     "cased": {"do_lower_case": False},
@@ -107,7 +107,7 @@ def test_a_tokenizer_json_without_a_vocab_txt(tmp_path: Path, case: str) -> None
         named = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "sep", "pad", "cls", "mask")}
         (theirs / "tokenizer_config.json").write_text(json.dumps({**settings, **named}))
     assert not (theirs / "vocab.txt").exists()
-    pairs = questions()[:100]
+    pairs = questions()[:40]
     table, expected = table_of(pairs, tmp_path), of_transformers(theirs, pairs)
     own = converted(theirs, tmp_path / "own")
     back = converted(own, tmp_path / "back")

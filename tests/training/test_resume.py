@@ -32,8 +32,8 @@ from mega.core.training.wire import build_mesh, build_state
 
 MODEL = (
     "--layers 4 --hidden 32 --heads 4 --seq-length 32 --tokenizer NullTokenizer --vocab-size 508 --vocab-multiple 4 "
-    "--micro-batch 1 --global-batch 4 --lr 1e-2 --lr-decay cosine --lr-warmup-steps 3 --steps 12 --save-interval 6 "
-    "--log-interval 1 --eval-iters 1 --eval-interval 5 --bucket-size 5000 --device cpu"
+    "--micro-batch 1 --global-batch 4 --lr 1e-2 --lr-decay cosine --lr-warmup-steps 3 --steps 8 --save-interval 4 "
+    "--log-interval 1 --eval-iters 1 --eval-interval 3 --bucket-size 5000 --device cpu"
 ).split()
 LAYOUT = "--nproc 8 --tp 2 --pp 2 --sequence-parallel".split()
 
@@ -70,7 +70,7 @@ def losses(out: Path) -> dict[int, tuple[float, float]]:
 
 @pytest.fixture(scope="module")
 def straight(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """12 steps without a stop, at tp 2, pp 2, dp 2 with dropout."""
+    """8 steps without a stop, at tp 2, pp 2, dp 2 with dropout."""
     out = tmp_path_factory.mktemp("straight")
     assert run_here(corpus, out, *LAYOUT) == 0
     return out
@@ -79,17 +79,17 @@ def straight(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_killed_and_resumed_is_bitwise_the_straight_run(corpus: str, straight: Path, tmp_path: Path) -> None:
     process = start(corpus, tmp_path, *LAYOUT)
     deadline = time.monotonic() + 800  # four ranks on a busy machine
-    while not (tmp_path / "step-0000006").exists() and time.monotonic() < deadline:
+    while not (tmp_path / "step-0000004").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    assert CheckpointStore(tmp_path).steps() == [6], "killed too late or too early"
+    assert CheckpointStore(tmp_path).steps() == [4], "killed too late or too early"
     before = losses(tmp_path)
     (tmp_path / "metrics.jsonl").unlink()
     assert run_here(corpus, tmp_path, *LAYOUT, "--resume", "auto") == 0
-    assert min(losses(tmp_path)) == 7, "it started afresh"
+    assert min(losses(tmp_path)) == 5, "it started afresh"
     assert before | losses(tmp_path) == losses(straight)
-    first, second = CheckpointStore(straight).open(12), CheckpointStore(tmp_path).open(12)
+    first, second = CheckpointStore(straight).open(8), CheckpointStore(tmp_path).open(8)
     assert set(first.tensors) == set(second.tensors) and any(key.startswith("moment2/") for key in first.tensors)
     assert not list(diff(first, second))
 
@@ -100,10 +100,10 @@ def test_killed_and_resumed_is_bitwise_the_straight_run(corpus: str, straight: P
 )
 def test_goes_on_in_another_layout(corpus: str, straight: Path, tmp_path: Path, layout: str) -> None:
     """Restored bytes are equal, and the next steps agree within the fp32 bound."""
-    source = str(CheckpointStore(straight).path(6))
-    flags = ["--load", source, "--exit-interval", "1", "--steps", "12"]
+    source = str(CheckpointStore(straight).path(4))
+    flags = ["--load", source, "--exit-interval", "1", "--steps", "8"]
     assert run_here(corpus, tmp_path, *layout.split(), *flags) == 0
-    ours, theirs = losses(tmp_path)[7], losses(straight)[7]
+    ours, theirs = losses(tmp_path)[5], losses(straight)[5]
     assert ours[0] == pytest.approx(theirs[0], rel=2e-6)
     assert ours[1] == pytest.approx(theirs[1], rel=1e-4)
     assert 1 not in losses(tmp_path), "it started afresh"
@@ -112,8 +112,8 @@ def test_goes_on_in_another_layout(corpus: str, straight: Path, tmp_path: Path, 
 def test_another_schedule_is_refused_or_chosen(
     corpus: str, straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The checkpoint's learning rate at step 7 is on a cosine of 12 steps that starts at 1e-2."""
-    source = ["--load", str(CheckpointStore(straight).path(6)), "--exit-interval", "1", "--lr", "2e-2"]
+    """The checkpoint's learning rate at step 5 is on a cosine of 8 steps that starts at 1e-2."""
+    source = ["--load", str(CheckpointStore(straight).path(4)), "--exit-interval", "1", "--lr", "2e-2"]
     assert run_here(corpus, tmp_path, *source) == 2
     said = capsys.readouterr().err
     assert "--lr 0.02: the checkpoint" in said and "has 0.01" in said and "Traceback" not in said
@@ -121,7 +121,7 @@ def test_another_schedule_is_refused_or_chosen(
     for choice in ("--override-schedule", "--use-checkpoint-schedule"):
         assert run_here(corpus, tmp_path / choice, *source, choice) == 0
         rows = [json.loads(line) for line in (tmp_path / choice / "metrics.jsonl").read_text().splitlines()]
-        rates[choice] = next(row["lr"] for row in rows if row.get("step") == 7)
+        rates[choice] = next(row["lr"] for row in rows if row.get("step") == 5)
     assert rates["--override-schedule"] == pytest.approx(2 * rates["--use-checkpoint-schedule"])
 
 
@@ -138,17 +138,17 @@ def test_restored_and_saved_again_is_the_same_bytes(
     straight: Path, tmp_path: Path, pool: Pool, layout: dict[str, int]
 ) -> None:
     """tp 2, pp 2, dp 2 -> any layout -> disk: every tensor, moments included, unchanged."""
-    source = CheckpointStore(straight).open(12)
+    source = CheckpointStore(straight).open(8)
     model = model_of(source.meta, "the checkpoint")
     world = 4 if layout else 1
     options = {"micro_batch": 1, "seq_length": 32, "bucket_size": 3000, "save": str(tmp_path), **layout}
     run = resolve(updated(Options(model=model), options), world)
     pool.run(resave, run, world, str(source.path), world=world)
-    assert not list(diff(source, CheckpointStore(tmp_path).open(12)))
+    assert not list(diff(source, CheckpointStore(tmp_path).open(8)))
 
 
 def test_what_changes_samples_sums_or_updates_is_reported(straight: Path) -> None:
-    source = CheckpointStore(straight).open(12)
+    source = CheckpointStore(straight).open(8)
     source.meta["layout"] = {}
     options = {
         "micro_batch": 1,
@@ -172,7 +172,7 @@ def test_what_changes_samples_sums_or_updates_is_reported(straight: Path) -> Non
 
 
 def test_experts_that_ranks_share_otherwise_are_reported(straight: Path) -> None:
-    source = CheckpointStore(straight).open(12)
+    source = CheckpointStore(straight).open(8)
     source.meta["layout"], source.meta["config"]["parallel"] = {"dp": 2}, {"ep": 1, "etp": 1}
     values = {"micro_batch": 1, "seq_length": 32, "experts": 4, "ep": 2}
     run = resolve(updated(Options(model=model_of(source.meta, "the checkpoint")), values), 2)
@@ -182,7 +182,7 @@ def test_experts_that_ranks_share_otherwise_are_reported(straight: Path) -> None
 
 def test_a_run_that_began_under_the_old_dropout_resumes_under_it(straight: Path, tmp_path: Path) -> None:
     """It says so, and its next checkpoint says so too; weights alone, and a foreign checkpoint, begin under the new."""
-    source = CheckpointStore(straight).open(12)
+    source = CheckpointStore(straight).open(8)
     assert source.meta.pop("dropout_rule") == RULE
     options = {"micro_batch": 1, "seq_length": 32, "save": str(tmp_path)}
     run = resolve(updated(Options(model=model_of(source.meta, "the checkpoint")), options), 1)
@@ -199,6 +199,6 @@ def test_a_run_that_began_under_the_old_dropout_resumes_under_it(straight: Path,
     said = " ".join(differences(run, ResumePoint(source, weights_only=False), Datasets(), mesh))
     assert "decided as by the version that began this run" in said
     Saver(state).save()
-    assert CheckpointStore(tmp_path).open(12).meta["dropout_rule"] == OLD_RULE
+    assert CheckpointStore(tmp_path).open(8).meta["dropout_rule"] == OLD_RULE
     source.meta.pop("fingerprint")  # as of an imported checkpoint
     assert resumed(weights_only=False).dropout_rule == RULE

@@ -18,8 +18,8 @@ from mega.core.text.build import build
 PIECES = "[PAD] [UNK] [CLS] [SEP] [MASK] . the a old red cat dog bird fish sees likes near by river house tree ##s"
 MODEL = (
     "--model tiny-t5 --hidden 32 --heads 4 --head-dim 8 --ffn 64 --seq-length 32 --decoder-seq-length 24 "
-    "--vocab-extra-ids 12 --split 9,1,0 --steps 24 --save-interval 12 --lr 1e-2 --micro-batch 4 --global-batch 8 "
-    "--nproc 2 --pp 2 --split-rank 1 --device cpu --log-interval 1 --eval-iters 1 --eval-interval 24"
+    "--vocab-extra-ids 12 --split 9,1,0 --steps 16 --save-interval 8 --lr 1e-2 --micro-batch 4 --global-batch 8 "
+    "--nproc 2 --pp 2 --split-rank 1 --device cpu --log-interval 1 --eval-iters 1 --eval-interval 16"
 ).split()
 
 
@@ -53,14 +53,14 @@ def test_the_loss_falls_and_a_stopped_run_is_bitwise_the_straight_one(
     """And its checkpoint is cut again for other stages, and goes to Megatron-LM's tree and back with Adam's state."""
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     assert main(["pretrain", *MODEL, *sentences, "--save", str(straight)]) == 0
-    assert main(["pretrain", *MODEL, *sentences, "--save", str(stopped), "--exit-interval", "12"]) == 0
-    assert CheckpointStore(stopped).steps() == [12]
+    assert main(["pretrain", *MODEL, *sentences, "--save", str(stopped), "--exit-interval", "8"]) == 0
+    assert CheckpointStore(stopped).steps() == [8]
     assert main(["pretrain", *MODEL, *sentences, "--save", str(stopped), "--resume", "auto"]) == 0
     found = losses(straight)
     capsys.readouterr()
-    assert losses(stopped) == found and len(found) == 24
-    assert sum(found[step] for step in range(20, 25)) / 5 < found[1] - 1.0
-    first, second = CheckpointStore(straight).open(24), CheckpointStore(stopped).open(24)
+    assert losses(stopped) == found and len(found) == 16
+    assert sum(found[step] for step in range(12, 17)) / 5 < found[1] - 1.0
+    first, second = CheckpointStore(straight).open(16), CheckpointStore(stopped).open(16)
     assert any(key == "moment2/model.decoder.layers.0.encoder_attn.k_proj.weight" for key in first.tensors)
     assert set(first.tensors) == set(second.tensors) and not list(diff(first, second))
     assert main(f"convert-llama --to hf --load-dir {straight} --save-dir {tmp_path / 'other'}".split()) == 2
@@ -69,10 +69,10 @@ def test_the_loss_falls_and_a_stopped_run_is_bitwise_the_straight_one(
     tree, back = tmp_path / "tree", tmp_path / "back"
     assert main(f"reshard --saver megatron --tp 2 --pp 2 --load-dir {straight} --save-dir {tree}".split()) == 0
     assert main(f"reshard --load-dir {tree} --save-dir {back}".split()) == 0
-    assert not list(diff(first, CheckpointStore(back).open(24)))
+    assert not list(diff(first, CheckpointStore(back).open(16)))
     whole = tmp_path / "whole"
     assert main(["reshard", "--load-dir", str(straight), "--save-dir", str(whole), "--tp", "2", "--pp", "4"]) == 0
-    assert not list(diff(first, CheckpointStore(whole).open(24)))
+    assert not list(diff(first, CheckpointStore(whole).open(16)))
 
 
 def test_a_vocabulary_without_sentinels_is_refused(
