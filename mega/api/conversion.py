@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from mega.core.checkpoint.forms.options import ConvertOptions
 from mega.core.checkpoint.own.options import Layout
@@ -19,15 +19,16 @@ def convert(
     *,
     base: str | Path | None = None,
     parts: int = 1,
+    outtype: Literal["f32", "f16", "bf16", "q8_0"] | None = None,
     **layout: int,
 ) -> ConversionReport:
     """Turn weights into a checkpoint, or a checkpoint into a folder that others open; a new directory, complete or
     absent. The report counts tensors, elements and bytes, and names what is lost.
 
     source: a run, one of its steps, or weights of Hugging Face's, Meta's, llama2.c's or fairseq's form, recognised by
-    their files. to: what to write: "mega", or "hf" where a checkpoint is read, are the defaults; also "meta" and
-    "peft". base: the weights that a peft adapter was trained on. parts: files of a Meta folder. layout: tp, pp and
-    chunks that the files of a checkpoint are cut for.
+    their files. to: what to write: "mega", or "hf" where a checkpoint is read, are the defaults; also "meta", "peft",
+    "gguf". base: the weights that a peft adapter was trained on. parts: files of a Meta folder. outtype: how matrices
+    are stored in a GGUF file. layout: tp, pp and chunks that the files of a checkpoint are cut for.
 
     Errors: ValueError naming the option, file or tensor; `target` is then as it was.
     """
@@ -35,7 +36,7 @@ def convert(
     from mega.core.config.schema import schema_of
 
     cut = schema_of({"layout": Layout})
-    given = named({"to": to}, schema_of({"weights": ConvertOptions}))
+    given = named({"to": to, "outtype": outtype}, schema_of({"weights": ConvertOptions}))
     at = cut.value("layout", named(layout, cut))
     assert isinstance(at, Layout)
     kind = None if given["to"] is None else str(given["to"])
@@ -45,6 +46,7 @@ def convert(
         to=kind,
         base=None if base is None else Path(base),
         parts=parts,
+        outtype=outtype,
     )
     return converted(weights, at).report
 
@@ -76,12 +78,15 @@ def converted(weights: ConvertOptions, layout: Layout) -> Converted:
     source = form_at(load_dir)
     to = weights.to or default_target(source)
     check_pair(load_dir, source, to)
-    check_flags(source, writer_of(to), {**layout.flags, "--base": weights.base, "--parts": weights.parts})
+    flags = {"--base": weights.base, "--parts": weights.parts, "--outtype": weights.outtype}
+    check_flags(source, writer_of(to), {**layout.flags, **flags})
     runs_both = weights.verify and "hf" in (source.name, to)
     if runs_both:
         from mega.core.proof.logits import check_transformers
 
         check_transformers()
     base, parts = weights.base, weights.parts
-    report = convert(load_dir, save_dir, to, layout, base=base, parts=parts, tokens=special_tokens)
+    report = convert(
+        load_dir, save_dir, to, layout, base=base, parts=parts, outtype=weights.outtype, tokens=special_tokens
+    )
     return Converted(report, runs_both, report.path if source is not OWN and to != "peft" else None)

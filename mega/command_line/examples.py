@@ -92,7 +92,7 @@ EXAMPLES: Mapping[str, Examples] = {
     ),
     "convert-llama": (
         ("to a mega checkpoint", "mega convert-llama --load-dir Llama-2-7b-hf --save-dir weights"),
-        ("to Hugging Face's form", "mega convert-llama --load-dir run --save-dir out --to hf --verify"),
+        ("for llama.cpp, in 8 bits", "mega convert-llama --load-dir run --save-dir g --to gguf --outtype q8_0"),
     ),
     "presets": (
         ("all of them", "mega presets"),

@@ -1,4 +1,4 @@
-"""`mega convert-llama`: weights from Hugging Face, Meta, llama2.c or fairseq to checkpoints; back to the first two."""
+"""`mega convert-llama`: weights of Hugging Face, Meta, llama.cpp, llama2.c, fairseq as checkpoints, and back."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ huggingface Hugging Face's folders; families/ and bert their config.json and nam
 block_scaled fp8 weights with scales of blocks, read as bf16
 meta        Llama as Meta releases it; mistral as Mistral does; llama2c brings its own files to Meta's names
 fairseq     Megatron-11b
+gguf        llama.cpp's files
 megatron/   Megatron-LM's trees and its distributed checkpoints, with their optimizers
 foreign     tensors in other tools' files, nothing executed; pickles torch files that hold more than tensors
 pickle_scan what reading their pickles would cost

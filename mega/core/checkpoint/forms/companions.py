@@ -15,6 +15,10 @@ from mega.core.files import whole_file
 
 def companions_of(form: Form, folder: Path) -> dict[str, Path]:
     """The files that a form keeps with the weights in `folder`, by name. Errors: CheckpointError for odd ones."""
+    if (attached := form.attached(folder)) is not None:
+        return attached
+    if folder.is_file():
+        return {}
     found = {name: inside(folder, name) for name in form.companions if (folder / name).exists()}
     for path in found.values():
         if not path.is_file():

@@ -46,14 +46,14 @@ def convert(
     optimizer: bool = True,
     distributed: bool = False,
     tokenizer_type: str | None = None,
+    outtype: str | None = None,
     tokens: Callable[[StoredWeights], SpecialTokens] = no_tokens,
     progress: Progress = lambda done, total: None,
 ) -> ConversionReport:
     """Whatever lies at `load` -> a `to` at `save`; without `to`, own checkpoints become Hugging Face's and others own.
 
-    layout, base, parts, vocab, heads, optimizer, distributed, tokenizer_type, tokens: as of `Given`; where an
-    optimizer's state is there and its form is not known, that is an error. progress: called as own checkpoints become
-    own checkpoints.
+    layout to tokens: as of `Given`; where an optimizer's state is there and its form is not known, that is an error.
+    progress: called as own checkpoints become own checkpoints.
     Errors: ValueError naming flag, file or tensor; `save` is then as it was.
     """
     given = Given(
@@ -65,6 +65,7 @@ def convert(
         optimizer=optimizer,
         distributed=distributed,
         tokenizer_type=tokenizer_type,
+        outtype=outtype,
         tokens=tokens,
     )
     source = form_at(load)

@@ -6,6 +6,8 @@ A foreign form is a row of `FORMS` and a module with
     open_form(path, given) -> Opened            its tensors, its model, and the table of ours made of theirs
     export(own, to, given) -> Export            where `targets` says that it is written: the same table, and the files
                                                 (in `writer`, where that is a module of its own)
+    attached(path) -> {name: path}              optional: files that are kept with its weights, where they are not
+                                                files of its folder
     tokenizer(files) -> str | None              optional: the kind of tokenizer that files of its folders are
     unread(files) -> str | None                 optional: why files of its folders are no tokenizer that is read
 
@@ -70,8 +72,9 @@ class Given:
     base: the checkpoint of ours that an adapter belongs to; or how an adapter is to call it. layout: ranks that files
     are cut for. parts: files of a Meta folder. vocab: the true vocabulary of a Megatron-LM tree. heads: attention
     heads, where a tree does not state them. optimizer: convert Adam's state too. distributed: as Megatron's distributed
-    optimizer has it. tokenizer_type: what a Megatron-LM tree says of its tokenizer. tokens: opens the tokenizer of a
-    checkpoint of ours, where its files do not say it; ValueError where there is none.
+    optimizer has it. tokenizer_type: what a Megatron-LM tree says of its tokenizer. outtype: how a GGUF file stores
+    matrices. tokens: opens the tokenizer of a checkpoint of ours, where its files do not say it; ValueError where there
+    is none.
     """
 
     layout: Layout
@@ -82,6 +85,7 @@ class Given:
     optimizer: bool = True
     distributed: bool = False
     tokenizer_type: str | None = None
+    outtype: str | None = None
     tokens: Callable[[StoredWeights], SpecialTokens] = no_tokens
 
 
@@ -179,6 +183,12 @@ class Form:
         found: str | None = None if why is None else why(files)
         return found
 
+    def attached(self, path: Path) -> dict[str, Path] | None:
+        """Files that are kept with weights of this form, where they are made of it. Errors: CheckpointError."""
+        make = getattr(self._loaded(), "attached", None)
+        found: dict[str, Path] | None = None if make is None else make(path)
+        return found
+
     def _loaded(self) -> ModuleType:
         return importlib.import_module(self.module)
 
@@ -215,6 +225,15 @@ FORMS = [
         words="a llama2.c file",
         alone=".bin or .pt (llama2.c)",
         module=_HERE + "llama2c",
+    ),
+    Form(
+        name="gguf",
+        words="a GGUF file",
+        alone=".gguf (llama.cpp)",
+        module=_HERE + "gguf.opening",
+        writer=_HERE + "gguf.saving",
+        targets=("gguf",),
+        writes=("--outtype",),
     ),
     Form(
         name="torch_dist",
@@ -311,6 +330,7 @@ RULES: dict[str, tuple[str, object]] = {
     "--true-vocab-size": (_PADDED, None),
     "--vocab-file": (_PADDED, None),
     "--num-attention-heads": ("only a torch_dist folder may not state it; leave it out", None),
+    "--outtype": ("only GGUF files have a type of their own; leave it out", None),
     "--use-distributed-optimizer": ("only Megatron-LM's optimizer has such a form; leave it out", False),
     "--tokenizer-type": ("only Megatron-LM's trees say one; leave it out", None),
     "--no-load-optim": ("only from and to Megatron-LM an optimizer's state is optional; leave it out", False),

@@ -51,7 +51,7 @@ class ForeignCheckpoint:
     def __init__(self, place: Path, form: Form) -> None:
         opened = opened_foreign(form, place, Given(layout=ONE, optimizer=False))
         self.path, self.model, self.notes = place, opened.model, opened.notes
-        self.attachments: Mapping[str, Path] = {} if place.is_file() else companions_of(form, place)
+        self.attachments: Mapping[str, Path] = companions_of(form, place)
         self.meta: Mapping[str, Json] = {
             "config": {
                 "model": dataclasses.asdict(opened.model),

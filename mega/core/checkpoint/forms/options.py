@@ -86,7 +86,7 @@ class ConvertOptions(VerbSection):
 
     load_dir: Path = option(
         REQUIRED,
-        "Hugging Face, Meta or fairseq folder, llama2.c file, run directory, step-NNNNNNN, or a name of the Hub",
+        "Hugging Face, Meta or fairseq folder, llama2.c or GGUF file, run directory, step-NNNNNNN, name of the Hub",
         hub="model",
     )
     save_dir: Path = option(REQUIRED, "where to write; a folder, complete or absent")
@@ -95,6 +95,9 @@ class ConvertOptions(VerbSection):
     )
     base: Path | None = option(None, "of a peft adapter: the weights it was trained on; the name to write")
     parts: int = option(1, "files of a Meta folder")
+    outtype: Literal["f32", "f16", "bf16", "q8_0"] | None = option(
+        None, "of --to gguf: how matrices are stored [as the weights are]"
+    )
     verify: bool = option(
         False, "Hugging Face's decoders: run both models on random tokens; others: read back, compare bits"
     )

@@ -1,0 +1,242 @@
+"""Models that llama.cpp has: their metadata, which are keys of a config.json under other names, and names of tensors.
+
+Sources: docs/gguf.md of ggml; conversion/*.py of llama.cpp.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mega.core.architecture import architecture, inventory
+from mega.core.architecture.layer import RopeScaling
+from mega.core.checkpoint.forms.families.decoders import BY_TYPE
+from mega.core.checkpoint.forms.keys import check_kept, translated
+from mega.core.checkpoint.forms.mapping import Table, Target, gathered
+from mega.core.checkpoint.forms.meta import rotary_rows
+from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.config.sections import ModelConfig
+from mega.core.ops.rotary import scaled
+from mega.core.untrusted import Json
+
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+"""Our modules -> llama.cpp's, of a layer by names within it."""
+
+ROPE_FACTORS = "rope_freqs.weight"
+"""By what Llama 3's frequencies are divided, where they are scaled: of half a head, fp32."""
+
+OUTPUT = "output.weight"
+
+
+@dataclass(frozen=True)
+class GgufFamily:
+    """One `general.architecture`. model_types: of config.json whose models it holds; the first is what is read.
+    neighbours: query and key rows stand as Meta's, whose neighbours turn with one another."""
+
+    name: str
+    model_types: tuple[str, ...]
+    neighbours: bool = False
+
+
+FAMILIES = (
+    GgufFamily("llama", ("llama", "mistral"), neighbours=True),
+    GgufFamily("qwen2", ("qwen2",)),
+    GgufFamily("qwen3", ("qwen3",)),
+)
+
+BY_NAME = {family.name: family for family in FAMILIES}
+
+SIZES = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+}
+"""Whole numbers: of the metadata, and of a config.json."""
+
+NUMBERS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.freq_base": "rope_theta"}
+SAME = {"attention.value_length": "head_dim", "rope.dimension_count": "head_dim"}
+"""What must equal another, where it is there."""
+
+SCALING = "rope.scaling."
+ORIGINAL = f"{SCALING}original_context_length"
+UNREAD = ("vocab_size", "tensor_data_layout", "attention.causal")
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3_POSITIONS = 8192
+
+
+def shortest(number: float) -> float:
+    """The shortest decimal of a number that was stored in 32 bits.
+
+    >>> shortest(9.999999747378752e-06)
+    1e-05
+    """
+    (stored,) = struct.unpack("<f", struct.pack("<f", number))
+    decimals = (float(f"{stored:.{digits}g}") for digits in range(1, 18))
+    return next(value for value in decimals if struct.pack("<f", value) == struct.pack("<f", stored))
+
+
+# Reading
+
+
+def model_of_metadata(
+    metadata: Mapping[str, Json], tensors: Mapping[str, tuple[int, ...]], factors: list[float] | None, where: str
+) -> tuple[GgufFamily, ModelConfig, dict[str, Json]]:
+    """The family, the model, and its config.json. tensors: shapes by name. factors: of `ROPE_FACTORS`.
+
+    Errors: CheckpointError naming what llama.cpp has and this project has not.
+    """
+    name = str(metadata.get("general.architecture"))
+    if name not in BY_NAME:
+        raise CheckpointError(f"{where}: general.architecture {name!r} (valid: {', '.join(BY_NAME)})")
+    family = BY_NAME[name]
+    own = {key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")}
+    config: dict[str, Json] = {"model_type": family.model_types[0], "tie_word_embeddings": OUTPUT not in tensors}
+    for key, theirs in {**SIZES, **NUMBERS}.items():
+        value = own.pop(key, None)
+        if isinstance(value, float):
+            value = shortest(value)
+        if value is not None:
+            config[theirs] = value
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    if "head_dim" not in config and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+        config["head_dim"] = hidden // heads
+    for key, theirs in SAME.items():
+        if own.pop(key, config[theirs]) != config[theirs]:
+            raise CheckpointError(f"{where}: {name}.{key} {metadata[f'{name}.{key}']}: must be {config[theirs]}")
+    if "token_embd.weight" not in tensors:
+        raise CheckpointError(f"{where}: holds no token_embd.weight")
+    config["vocab_size"] = tensors["token_embd.weight"][0]
+    config |= _scaling(own, factors, where)
+    for key, value in own.items():
+        if key not in UNREAD and not key.startswith(SCALING) and value not in (None, 0, False):
+            raise CheckpointError(f"{where}: {name}.{key} {value!r}: is not known here, so the model may be another")
+    if any(shape and key.endswith("attn_q.bias") for key, shape in tensors.items()) and name == "llama":
+        config |= {"attention_bias": True}
+    model = BY_TYPE[family.model_types[0]].model_from_config(config, where, tensors)
+    expected = rope_factors(model)
+    if factors is not None and expected is not None and not _near(factors, expected):
+        raise CheckpointError(f"{where}: {ROPE_FACTORS}: are no factors of Llama 3 within {LLAMA3_POSITIONS} positions")
+    return family, model, config
+
+
+def _near(factors: Sequence[float], expected: Sequence[float]) -> bool:
+    """Whether they are the same but for the rounding of who computed them."""
+    pairs = zip(factors, expected, strict=False)
+    return len(factors) == len(expected) and all(abs(one / other - 1) < 1e-4 for one, other in pairs)
+
+
+def _scaling(own: dict[str, Json], factors: list[float] | None, where: str) -> dict[str, Json]:
+    """`rope_scaling` of a config.json."""
+    kind, factor, original = (own.pop(SCALING + key, None) for key in ("type", "factor", "original_context_length"))
+    if factors is not None:
+        first = original if isinstance(original, int) else LLAMA3_POSITIONS
+        rope: dict[str, Json] = {"rope_type": "llama3", "factor": shortest(max(factors)), **LLAMA3}
+        return {"rope_scaling": {**rope, "original_max_position_embeddings": first}}
+    if kind in (None, "none"):
+        return {}
+    if kind == "linear" and isinstance(factor, float):
+        return {"rope_scaling": {"rope_type": "linear", "factor": shortest(factor)}}
+    if kind == "yarn" and isinstance(factor, float):
+        return {
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": shortest(factor),
+                "original_max_position_embeddings": original,
+            }
+        }
+    raise CheckpointError(f"{where}: {SCALING}type {kind!r} (valid: none, linear, yarn)")
+
+
+# Writing
+
+
+def metadata_of_model(options: ModelConfig) -> tuple[GgufFamily, dict[str, Json]]:
+    """The family that holds a model, and its metadata. Errors: CheckpointError naming what no family has."""
+    faults: list[CheckpointError] = []
+    for family in FAMILIES:
+        for model_type in family.model_types:
+            try:
+                config = BY_TYPE[model_type].config_from_model(options, "float32")
+                return family, _metadata(family, options, config)
+            except CheckpointError as error:
+                faults.append(error)
+    valid = ", ".join(model_type for family in FAMILIES for model_type in family.model_types)
+    raise CheckpointError(f"--to gguf: is written of {valid}; {faults[0]}")
+
+
+def _metadata(family: GgufFamily, options: ModelConfig, config: Mapping[str, Json]) -> dict[str, Json]:
+    found: dict[str, Json] = {"general.architecture": family.name}
+    for key, theirs in {**SIZES, **SAME, **NUMBERS}.items():
+        found[f"{family.name}.{key}"] = config.get(theirs, options.head_dim)
+    found[f"{family.name}.vocab_size"] = options.vocab
+    rope = config.get("rope_scaling")
+    if isinstance(rope, dict):
+        kind = rope.get("rope_type")
+        if kind in ("linear", "yarn"):
+            found |= {f"{family.name}.{SCALING}type": kind, f"{family.name}.{SCALING}factor": rope["factor"]}
+        if "original_max_position_embeddings" in rope:
+            found[f"{family.name}.{ORIGINAL}"] = rope["original_max_position_embeddings"]
+    tensors = {gguf_name(tensor.name): tensor.shape for tensor in inventory(options)}
+    _, read, _ = model_of_metadata(found, tensors, rope_factors(options), "its metadata")
+    check_kept(options, read, f"GGUF's {family.name}")
+    return found
+
+
+def rope_factors(options: ModelConfig) -> list[float] | None:
+    """By what the frequencies of Llama 3's scaled positions are divided; None for all other positions."""
+    (rope,) = architecture(options).ropes or {None}
+    if rope is None or not isinstance(rope.scaling, RopeScaling):
+        return None
+    plain = rope.base ** -(torch.arange(0, rope.width, 2, dtype=torch.float64) / rope.width)
+    factors: list[float] = (plain / scaled(plain, rope.scaling)).float().tolist()
+    return factors
+
+
+# Tensors
+
+
+def gguf_name(name: str) -> str:
+    """llama.cpp's name of a logical tensor.
+
+    >>> gguf_name("model.layers.3.self_attn.q_proj.weight"), gguf_name("lm_head.weight")
+    ('blk.3.attn_q.weight', 'output.weight')
+    """
+    return translated(name, NAMES, "blk.{}.")
+
+
+def table(family: GgufFamily, options: ModelConfig, found: Iterable[str] = ()) -> Table:
+    """`weights/<name>` of every logical tensor. found: names in a file."""
+    targets = []
+    for tensor in inventory(options):
+        heads = next((n for part, n in _heads(options).items() if part in tensor.name), None)
+        runs = None if heads is None or not family.neighbours else rotary_rows(heads, options.head_dim)
+        fragments = gathered(tensor.shape, [gguf_name(tensor.name)], 0, runs)
+        targets.append(Target(f"weights/{tensor.name}", tensor.shape, fragments))
+    return Table(tuple(targets), ignored=frozenset(name for name in found if name == ROPE_FACTORS))
+
+
+def _heads(options: ModelConfig) -> Mapping[str, int]:
+    """Modules whose rows turn -> their heads."""
+    return {".q_proj.": options.heads, ".k_proj.": options.kv_heads}

@@ -1,0 +1,161 @@
+"""A checkpoint of ours as a .gguf file: metadata, tokenizer, chat template, tensors.
+
+Vectors stay fp32, as llama.cpp wants them; matrices are written as --outtype says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from mega.core.checkpoint.forms import conversing
+from mega.core.checkpoint.forms.foreign import read_json
+from mega.core.checkpoint.forms.form import Export, Given, Own
+from mega.core.checkpoint.forms.gguf.families import ROPE_FACTORS, metadata_of_model, rope_factors, table
+from mega.core.checkpoint.forms.gguf.vocabulary import TEMPLATE, vocabulary_of
+from mega.core.checkpoint.forms.mapping import Source, Table
+from mega.core.checkpoint.forms.meta import LastTensor
+from mega.core.checkpoint.forms.writing import made
+from mega.core.checkpoint.own.pieces import CheckpointError
+from mega.core.untrusted import Json
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType, GGUFWriter
+
+FILE = "model.gguf"
+FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
+"""`general.file_type`."""
+DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+
+BLOCK = 32
+"""Numbers of a block of Q8_0."""
+
+
+def export(own: Own, to: str, given: Given) -> Export:
+    """One file, FILE, in the folder. Errors: CheckpointError naming what llama.cpp has no place for."""
+    try:
+        import gguf  # noqa: F401 - said before a byte is written
+    except ImportError:
+        raise CheckpointError("--to gguf: needs gguf; pip install '.[gguf]' in a clone") from None
+    family, metadata = metadata_of_model(own.model)
+    dtype = own.source.tensors["weights/model.embed_tokens.weight"][1]
+    outtype = given.outtype or DTYPES.get(dtype, "f32")
+    if outtype == "q8_0" and (odd := next((n for n in _widths(own) if n % BLOCK), None)):
+        raise ValueError(
+            f"--outtype q8_0: has blocks of {BLOCK} numbers, which do not divide a row of {odd}; valid: f32, f16, bf16"
+        )
+    vocabulary, losses = _vocabulary(own, given)
+    metadata |= {"general.name": own.checkpoint.path.name, "general.file_type": FILE_TYPES[outtype], **vocabulary}
+
+    def fill(folder: Path, table: Table, source: Source) -> int:
+        return _write(folder / FILE, family.name, metadata, table, LastTensor(source), outtype, rope_factors(own.model))
+
+    return Export(table(family, own.model), fill, losses=losses)
+
+
+def _widths(own: Own) -> list[int]:
+    return [shape[-1] for shape, _ in own.source.tensors.values() if len(shape) > 1]
+
+
+def _vocabulary(own: Own, given: Given) -> tuple[dict[str, Json], tuple[str, ...]]:
+    """The metadata of the tokenizer and of the template, and lines on what is lost."""
+    try:
+        tokens = given.tokens(own.checkpoint)
+    except ValueError as error:
+        return {}, (f"the file has no tokenizer: {error}",)
+    carried = own.checkpoint.attachments.get("tokenizer.json")
+    whole = read_json(carried) if carried is not None else tokens.files.get("tokenizer.json")
+    if whole is None:
+        return {}, ("the file has no tokenizer: that of the weights has no tokenizer.json",)
+    config = own.checkpoint.attachments.get("config.json")
+    known = {} if config is None else read_json(config)
+    ids: Mapping[str, Json] = {**tokens.ids, **{key: known[key] for key in tokens.ids if known.get(key) is not None}}
+    ids = conversing.with_ends(ids, tokens.ends)
+    found = vocabulary_of(whole, ids, own.model.vocab)
+    if tokens.template is not None:
+        found[TEMPLATE] = tokens.template
+    return found, () if tokens.loss is None else (tokens.loss,)
+
+
+def _write(
+    path: Path,
+    family: str,
+    metadata: Mapping[str, Json],
+    table: Table,
+    source: Source,
+    outtype: str,
+    factors: list[float] | None,
+) -> int:
+    """Write the file; the bytes of its tensors."""
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(path, family)
+    for key, value in metadata.items():
+        if key != "general.architecture":
+            _put(writer, key, value)
+    tensors = {target.name: target for target in table.targets}
+    kinds = {name: _kind(target.shape, outtype) for name, target in tensors.items()}
+    written = 0
+    for name, target in tensors.items():
+        size = _bytes(target.shape, kinds[name])
+        writer.add_tensor_info(name, _stored(target.shape, kinds[name]), np.dtype(np.uint8), size, kinds[name])
+        written += size
+    if factors is not None:
+        writer.add_tensor_info(ROPE_FACTORS, (len(factors),), np.dtype(np.float32), 4 * len(factors))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name, target in tensors.items():
+        writer.write_tensor_data(_encoded(made(target, source), kinds[name]))
+    if factors is not None:
+        writer.write_tensor_data(np.array(factors, np.float32))
+    writer.close()
+    return written
+
+
+def _put(writer: GGUFWriter, key: str, value: Json) -> None:
+    """A value of the metadata, by its type in Python."""
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, list):
+        writer.add_array(key, value)
+    elif value is not None:
+        writer.add_string(key, str(value))
+
+
+def _kind(shape: tuple[int, ...], outtype: str) -> GGMLQuantizationType:
+    from gguf import GGMLQuantizationType
+
+    return GGMLQuantizationType[outtype.upper() if len(shape) > 1 else "F32"]
+
+
+def _stored(shape: tuple[int, ...], kind: GGMLQuantizationType) -> tuple[int, ...]:
+    """The shape of a tensor in bytes."""
+    from gguf.constants import GGML_QUANT_SIZES
+
+    block, size = GGML_QUANT_SIZES[kind]
+    return (*shape[:-1], shape[-1] // block * size)
+
+
+def _bytes(shape: tuple[int, ...], kind: GGMLQuantizationType) -> int:
+    return int(np.prod(_stored(shape, kind)))
+
+
+def _encoded(tensor: torch.Tensor, kind: GGMLQuantizationType) -> Bytes:
+    """A tensor's bytes in the file."""
+    from gguf.quants import quantize
+
+    if kind.name == "BF16":
+        return tensor.to(torch.bfloat16).contiguous().view(torch.uint8).numpy()
+    values = tensor.to(torch.float16 if kind.name == "F16" else torch.float32).contiguous().numpy()
+    stored: Bytes = (quantize(values, kind) if kind.name == "Q8_0" else values).view(np.uint8)
+    return stored
