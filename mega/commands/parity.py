@@ -22,14 +22,17 @@ def run(
     if proof.json is not None:
         check_file("--json", proof.json)
     from mega.core.proof import rows
-    from mega.core.proof.layouts import DECODERS, FAMILIES, SHORT, ParityLayout, every_case
+    from mega.core.proof.layouts import FAMILIES, SHORT, ParityLayout, every_case, models_of
 
     if proof.all and proof.layouts is not None:
         raise ValueError(f"--layouts {proof.layouts}: excludes --all")
     named = SHORT if proof.layouts is None else [ParityLayout.parse(name.strip()) for name in proof.layouts.split(",")]
-    models = (proof.family,) if proof.family else FAMILIES if proof.layouts is None else DECODERS
-    cases = list(every_case()) if proof.all else [(model, layout) for model in models for layout in named]
-    cases = [case for case in cases if case[0].startswith(proof.family or "")]
+    if proof.all:
+        cases = [case for case in every_case() if case[0].startswith(proof.family or "")]
+    else:
+        models = FAMILIES if proof.layouts is None else None
+        models = (proof.family,) if proof.family else models
+        cases = [(model, layout) for layout in named for model in models or models_of(layout)]
     commit = rows.code() if proof.json else ""
     wanted = {(model, layout.name, proof.dtype) for model, layout in cases}
     done = [row for row in rows.kept(proof.json, commit) if _key(row) in wanted] if proof.json else []

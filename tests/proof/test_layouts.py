@@ -5,7 +5,7 @@ from __future__ import annotations
 import doctest
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from mega.core.proof.layouts import (
     every_layout,
     layouts_of,
 )
+from mega.core.proof.options import ParityOptions
 
 
 def test_worked_examples() -> None:
@@ -132,6 +133,18 @@ def test_the_table(without_ranks: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert count > 2 * len(every_layout()) + 2 * len(TIES) + 40
     assert f"{count} of {count} layouts are within the bounds" in capsys.readouterr().out
     assert main(["parity", "--all", "--layouts", "tp2"]) == 2
+
+
+def test_where_ranks_share_experts_a_model_has_some(
+    without_ranks: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (models, _) = get_args(get_type_hints(ParityOptions)["family"])
+    assert set(get_args(models)) == set(MODELS)
+    assert main(["parity", "--layouts", "dp2-ep2-a2a"]) == 0
+    printed = capsys.readouterr().out
+    assert "gpt-experts" in printed and "llama-experts" in printed and "2 of 2 layouts" in printed
+    assert main(["parity", "--layouts", "dp2-ep2", "--family", "llama-experts-dropping"]) == 0
+    assert "1 of 1 layouts" in capsys.readouterr().out
 
 
 def test_a_list_goes_on_where_it_stopped(

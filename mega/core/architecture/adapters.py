@@ -6,7 +6,7 @@ With --lora-rank every tensor of the model stays as it is, and each linear of th
     NAME.lora_B.weight   [out, rank]   zeros, so that training begins with the model as it was
 
 They are cut like their linear: the one that has its cut dimension with it, the other is whole on every tensor rank,
-whose gradient there is a part. A family needs no code of its own for this.
+whose gradient there is a part. Those of an expert are where the expert is. A family needs no code of its own for this.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from math import sqrt
 
 from mega.core.architecture.model import Adapters
-from mega.core.architecture.tensor import Cut, Init, Tensor
+from mega.core.architecture.tensor import Cut, Init, Partial, Tensor
 from mega.core.config.sections import ModelConfig, ModelOptions
 
 DOWN, UP = "lora_A", "lora_B"
@@ -86,9 +86,8 @@ def linear_names(tensors: Iterable[Tensor]) -> list[str]:
 
 
 def _is_linear(tensor: Tensor) -> bool:
-    """A matrix of a block that tensor ranks share, but for an expert's."""
-    two = len(tensor.shape) == 2 and isinstance(tensor.units[0], int)
-    return two and tensor.cut() is not None and tensor.member is None
+    """A matrix of a block that tensor ranks share."""
+    return len(tensor.shape) == 2 and isinstance(tensor.units[0], int) and tensor.cut() is not None
 
 
 def _linear(tensor: Tensor) -> str:
@@ -100,7 +99,8 @@ def _pair(base: Tensor, rank: int) -> Iterator[Tensor]:
     (outs, ins), cut, stem = base.shape, base.cut(), base.name.removesuffix("weight")
     assert cut is not None
     rows, columns = ((cut,), ()) if cut.dim == 0 else ((), (Cut(1, cut.axis, cut.parts),))
-    first = Init(std=1 / sqrt(3 * ins))
-    # Ranks that hold a copy have seen their own outputs, or their own inputs, only.
-    yield Tensor(f"{stem}{DOWN}.weight", (rank, ins), base.units, first, columns, () if columns else ("tp",))
-    yield Tensor(f"{stem}{UP}.weight", (outs, rank), base.units, Init(), rows, () if rows else ("tp",))
+    down, up = (f"{stem}{DOWN}.weight", (rank, ins), columns), (f"{stem}{UP}.weight", (outs, rank), rows)
+    for (name, shape, cuts), init in ((down, Init(std=1 / sqrt(3 * ins))), (up, Init())):
+        # Ranks that hold a copy have seen their own outputs, or their own inputs, only.
+        partial: tuple[Partial, ...] = () if cuts else ("tp",)
+        yield replace(base, name=name, shape=shape, init=init, cuts=cuts, partial=partial)

@@ -12,6 +12,10 @@ Line = Callable[[str, str], str]
 """Option, rule -> a line of the message."""
 
 
+NETWORK = {"gate_proj", "up_proj", "down_proj"}
+"""Linears that experts have."""
+
+
 def mixture(run: RunConfig, line: Line) -> Iterator[str]:
     """A line for each mistake in the options of a mixture."""
     model = run.model
@@ -33,6 +37,8 @@ def mixture(run: RunConfig, line: Line) -> Iterator[str]:
         yield line("fp8", "excludes --experts")
     if run.parallel.tp_overlap:
         yield line("tp_overlap", "excludes --experts")
+    if model.lora_rank and model.lora_dropout and (not model.lora_targets or NETWORK & set(model.lora_targets)):
+        yield line("lora_dropout", "must be 0 where experts have adapters, or give --lora-targets of attention alone")
     rule, parallel = run.optimizer.optimizer, run.parallel
     if rule in ("lamb", "adafactor") and (parallel.ep > 1 or parallel.etp != parallel.tp):
         yield line("optimizer", f"needs --ep 1 and --etp {parallel.tp} where a model has experts; valid: adam, sgd")

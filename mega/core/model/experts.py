@@ -13,7 +13,7 @@ The shared expert is an ordinary feed-forward network next to them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from mega.core.architecture.adapters import AdapterSpec
 from mega.core.architecture.layer import Experts
 from mega.core.model.forward import ForwardContext
 from mega.core.model.mixers import FeedForward, LayerPlace, MixerModule
@@ -60,6 +61,28 @@ class _GroupedMatmul(torch.autograd.Function):
         return grad_x, weight.add_wgrad(grouped, *ctx.saved_tensors) if weight.requires_grad else None, None
 
 
+class GroupedAdapter(nn.Module):
+    """Low-rank adapters of experts' linears that are one GEMM (parallel/adapter.py): y + scale (x A_e^T) B_e^T.
+
+    parts: of each linear, the adapters of all experts here; () where it has none.
+    """
+
+    def __init__(self, factory: ParameterFactory, parts: Sequence[Sequence[AdapterSpec]]):
+        super().__init__()
+        there = [part for part in parts if part]
+        self.down = factory(*(spec.down for of_expert in zip(*there, strict=True) for spec in of_expert))
+        self.up = nn.ParameterList(factory(*(spec.up for spec in part)) for part in there)
+        self.rank, self.scale = there[0][0].down.shape[0], there[0][0].scale
+        self._there = [bool(part) for part in parts]
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        h: torch.Tensor = _GroupedMatmul.apply(x, self.down, ends) * self.scale  # type: ignore[no-untyped-call]
+        pairs = zip(h.split(self.rank, 1), self.up, strict=True)
+        made = iter([_GroupedMatmul.apply(part, up, ends) for part, up in pairs])  # type: ignore[no-untyped-call]
+        wide = y.shape[1] // len(self._there)
+        return y + torch.cat([next(made) if there else y.new_zeros(len(y), wide) for there in self._there], 1)
+
+
 class GroupedExperts(nn.Module):
     """The experts that one rank holds, or its part of them, on rows that are sorted by expert."""
 
@@ -67,29 +90,45 @@ class GroupedExperts(nn.Module):
         super().__init__()
         self.value, self.ops, self.first = value.expert, factory.ops, region.first
         self.activation = gated_kind(value.expert.activation) if value.expert.gated else value.expert.activation
-        grouped = replace(factory, ops=replace(factory.ops, matmuls=GroupedMatmuls()))
-        inner = ("gate", "up") if value.expert.gated else ("up",)
+        self._factory = replace(factory, ops=replace(factory.ops, matmuls=GroupedMatmuls()))
+        self._inner = ("gate", "up") if value.expert.gated else ("up",)
 
         def held(*which: str, kind: str) -> Weight | None:
             names = [
                 f"{value.expert.name}.{number}.{one}_proj.{kind}" for number in region.experts_here for one in which
             ]
-            return grouped(*(tensors[name] for name in names)) if names[0] in tensors else None
+            return self._factory(*(tensors[name] for name in names)) if names[0] in tensors else None
 
-        up, down = held(*inner, kind="weight"), held("down", kind="weight")
+        up, down = held(*self._inner, kind="weight"), held("down", kind="weight")
         assert up is not None and down is not None
         self.up, self.down = up, down
-        self.up_bias, self.down_bias = held(*inner, kind="bias"), held("down", kind="bias")
+        self.up_bias, self.down_bias = held(*self._inner, kind="bias"), held("down", kind="bias")
+        self.up_adapter: GroupedAdapter | None = None
+        self.down_adapter: GroupedAdapter | None = None
+
+    def adapt(self, specs: Mapping[str, AdapterSpec]) -> None:
+        """Add the adapters of our linears. specs: name of a linear's weight -> its adapter."""
+
+        def adapter(weight: Weight, count: int) -> GroupedAdapter | None:
+            names = [segment.shard.name for segment in weight.segments]
+            parts = [[specs[name] for name in names[first::count] if name in specs] for first in range(count)]
+            return GroupedAdapter(self._factory, parts) if any(parts) else None
+
+        self.up_adapter, self.down_adapter = adapter(self.up, len(self._inner)), adapter(self.down, 1)
 
     def forward(self, tokens: torch.Tensor, probabilities: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """tokens [n, h], probabilities [n], counts int64 [experts here] -> [n, h], of ranks that cut them a part."""
         ends = counts.cumsum(0).to(torch.int32)
         wide = _GroupedMatmul.apply(tokens, self.up, ends)  # type: ignore[no-untyped-call]
+        if self.up_adapter is not None:
+            wide = self.up_adapter(tokens, wide, ends)
         if self.up_bias is not None:
             wide = wide + _biases(self.up_bias, counts, len(tokens))
         active = self.ops.activate(wide, None, self.activation)
         weighted = (active * probabilities[:, None]).to(active.dtype)
         out: torch.Tensor = _GroupedMatmul.apply(weighted, self.down, ends)  # type: ignore[no-untyped-call]
+        if self.down_adapter is not None:
+            out = self.down_adapter(weighted, out, ends)
         if self.down_bias is not None:
             once = probabilities * float(self.first)  # the parts of all ranks are added up
             out = out + (_biases(self.down_bias, counts, len(tokens)) * once[:, None]).to(out.dtype)

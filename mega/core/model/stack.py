@@ -21,6 +21,7 @@ from mega.core.architecture.model import Stack
 from mega.core.batch import Batch, Term
 from mega.core.config.sections import ModelConfig
 from mega.core.model.auxiliary import AuxiliarySums, divisor
+from mega.core.model.experts import GroupedExperts
 from mega.core.model.forward import ForwardContext
 from mega.core.model.layer import TransformerLayer
 from mega.core.model.mixers import LayerPlace
@@ -88,7 +89,14 @@ class StackStage(nn.Module, Generic[B]):
         self.embedding = self.build_embedding(factory.exact, own["embedding"]) if "embedding" in units else None
         self.build_layers(factory, own)
         self.head = self.build_head(factory.exact, own["head"]) if "head" in units else None
-        attach_adapters(self, adapter_specs(self.architecture.adapters, inventory(model)), factory)
+        self._attach_adapters(factory)
+
+    def _attach_adapters(self, factory: ParameterFactory) -> None:
+        """Where the model has any."""
+        specs = adapter_specs(self.architecture.adapters, inventory(self.model))
+        attach_adapters(self, specs, factory)
+        for experts in [each for each in self.modules() if isinstance(each, GroupedExperts)]:
+            experts.adapt(specs)
 
     # -- what a family writes
 

@@ -88,7 +88,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 FAMILIES = ("gpt", "llama", "bert", "t5")
 DECODERS = ("gpt", "llama")
-"""Families that are proven in a layout that is named, where no family is."""
+"""Models that are proven in a layout that is named, where no model is."""
 
 LR = {"fp64": 3e-3, "fp32": 1.5e-4}
 """Adam's first steps are lr x sign(gradient), and rounding decides the sign of a gradient that is nearly zero. A rate
@@ -513,6 +513,12 @@ def every_case() -> Iterator[Case]:
     for model in MODELS:
         for layout in layouts_of(model):
             yield model, layout
+
+
+def models_of(layout: ParityLayout) -> tuple[str, ...]:
+    """Those that are proven in a layout that is named: with experts, where ranks share some."""
+    of_experts = layout.ep > 1 or layout.etp or layout.a2a
+    return tuple(f"{model}-experts" for model in DECODERS) if of_experts else DECODERS
 
 
 def layouts_of(model: str) -> list[ParityLayout]:

@@ -16,6 +16,23 @@ class ParityOptions(VerbSection):
 
     layouts: str | None = option(None, "only these, of GPT and Llama or --family, such as tp2pp2dp2sp,dp4-zero1")
     all: bool = option(False, "every layout, instead of one of each kind")
-    family: Literal["gpt", "llama", "bert", "t5"] | None = option(None, "only this family")
+    family: (
+        Literal[
+            "gpt",
+            "gpt-untied",
+            "gpt-experts",
+            "gpt-experts-dropping",
+            "gpt-retriever",
+            "llama",
+            "llama-tied",
+            "llama-experts",
+            "llama-experts-dropping",
+            "llama-retriever",
+            "bert",
+            "bert-post",
+            "t5",
+        ]
+        | None
+    ) = option(None, "only this family, or one model of it: with experts, a retriever, other ties")
     dtype: Literal["fp64", "fp32"] = option("fp64", "precision of the proof")
     json: str | None = option(None, "append each row to this file; rows that it has for this commit are not run again")

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from statistics import mean
 
 from mega.core.report.chart import Scale, chart, short
 from mega.core.report.corpus import corpus_body
@@ -43,6 +44,10 @@ KNOWN = {
 UNITS = {"tokens_per_second_per_device": "tokens/s per device", "memory": "GiB", "seconds": "s"}
 PLAIN = ("consumed", "skipped", "finite")
 """Counters that no chart shows."""
+SHARES = {"largest_share": "largest share of an expert", "dropped_share": "dropped choices of experts"}
+"""What a mixture reports of each step, at the last and at the most."""
+OF_EXPERT = "tokens_of_expert_"
+"""What the rows' names of an expert's load begin with."""
 MOST_EVENTS, MOST_SAMPLES = 500, 50
 
 
@@ -98,6 +103,10 @@ def _summary(run: RunRecord) -> Iterable[tuple[str, str]]:
         yield "tokens/s per device", f"{last('tokens_per_second_per_device'):,.0f}"
     if "memory" in run.series:
         yield "peak memory", f"{max(y for _, y in run.series['memory']) / 2**30:.2f} GiB"
+    for name, title in SHARES.items():
+        if name in run.series:
+            most = max((y for _, y in run.series[name] if math.isfinite(y)), default=math.nan)
+            yield title, f"{last(name):.1%}, at most {most:.1%}"
     if "skipped" in run.series:
         yield "skipped updates", f"{last('skipped'):,.0f}"
     if run.broken:
@@ -110,7 +119,10 @@ def _charts(run: RunRecord) -> Iterable[str]:
     losses = {**({"training": run.series["loss"]} if "loss" in run.series else {}), **held_out}
     if losses:
         yield _section("Loss", chart(losses, "nats"))
-    others = sorted(name for name in run.series if name not in KNOWN)
+    experts = [name for name in run.series if name.startswith(OF_EXPERT)]
+    if experts:
+        yield _section("Tokens of an expert", chart(_spread([run.series[name] for name in experts]), "tokens"))
+    others = sorted(name for name in run.series if name not in KNOWN and name not in experts)
     for name in [*KNOWN, *others]:
         if name in drawn or name not in run.series:
             continue
@@ -118,6 +130,13 @@ def _charts(run: RunRecord) -> Iterable[str]:
         unit = UNITS.get(name, "")
         title = KNOWN.get(name, name.replace("_", " ")) + (f" ({unit})" if unit else "")
         yield _section(title, chart({name: curve}, unit, Scale(name in ("grad_norm", "loss_scale"))))
+
+
+def _spread(curves: Sequence[Series]) -> dict[str, Series]:
+    """Of as many curves as a mixture has experts: the largest, mean and least value of each step."""
+    steps = [(points[0][0], [y for _, y in points]) for points in zip(*curves, strict=False)]
+    folds = {"most": max, "mean": mean, "least": min}
+    return {name: [(step, fold(values)) for step, values in steps] for name, fold in folds.items()}
 
 
 def _scaled(curve: Series, factor: float) -> Series:

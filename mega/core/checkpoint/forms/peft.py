@@ -193,8 +193,9 @@ def _config(adapters: Adapters, theirs: Tensors, family: HubFamily, base: str) -
 
 
 def _end(linear: str, family: HubFamily) -> str:
-    """What it is called in each layer: GPT-2 has a c_proj in both branches."""
-    return ".".join(linear.split(".")[-2 if family.renames_linears else -1 :])
+    """What it is called in each layer: GPT-2 has a c_proj in both branches. That of an expert, without its number."""
+    within, last = linear.split(".")[-2:]
+    return f"{within}.{last}" if family.renames_linears and not within.isdigit() else last
 
 
 # Theirs as ours

@@ -102,6 +102,9 @@ def _open(name: str, path: Path, opened: OpenedModel) -> OpenedAdapter:
     adapters = architecture(model).adapters
     assert adapters is not None
     specs = adapter_specs(adapters, inventory(model))
+    if expert := next((spec.down.name for spec in specs.values() if spec.down.member is not None), None):
+        rule = "is of an expert; serve the run itself (--load), or an export of the merged weights (--to hf)"
+        raise CheckpointError(f"{flag}: {expert}: {rule}")
     weights, notes = (source.weights, source.notes) if isinstance(source, OpenedModel) else (source, ())
     return OpenedAdapter(name, flag, adapters.rank, adapters.scale, specs, weights, source, notes)
 
