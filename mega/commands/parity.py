@@ -30,8 +30,8 @@ def run(
     if proof.all:
         cases = [case for case in every_case() if case[0].startswith(proof.family or "")]
     else:
-        models = FAMILIES if proof.layouts is None else None
-        models = (proof.family,) if proof.family else models
+        several: tuple[str, ...] = FAMILIES if proof.layouts is None else ()
+        models = (proof.family,) if proof.family else several
         cases = [(model, layout) for layout in named for model in models or models_of(layout)]
     commit = rows.code() if proof.json else ""
     wanted = {(model, layout.name, proof.dtype) for model, layout in cases}

@@ -88,6 +88,8 @@ class DecoderBatch(_Tensors):
         may cross documents.
     columns: int64 [s], where a rank holds some columns of its rows only: which ones, ascending. Documents are those of
         the whole row even then, since a token may look at what other ranks hold.
+    ahead_tokens, ahead_labels, ahead_weights: [b, s, depths], tokens, labels and loss weights further on in the whole
+        row, where a model predicts tokens after the next one and a rank holds some columns only (model/ahead.py).
     """
 
     tokens: torch.Tensor
@@ -97,6 +99,9 @@ class DecoderBatch(_Tensors):
     samples: torch.Tensor
     documents: torch.Tensor | None = None
     columns: torch.Tensor | None = None
+    ahead_tokens: torch.Tensor | None = None
+    ahead_labels: torch.Tensor | None = None
+    ahead_weights: torch.Tensor | None = None
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
@@ -105,9 +110,10 @@ class DecoderBatch(_Tensors):
     def split(self, index: int, size: int) -> DecoderBatch:
         if size == 1:
             return self
+        ahead = () if self.ahead_tokens is None else ("ahead_tokens", "ahead_labels", "ahead_weights")
         return replace(
             self,
-            **self._cut(index, size, "tokens", "labels", "loss_weights", "positions"),
+            **self._cut(index, size, "tokens", "labels", "loss_weights", "positions", *ahead),
             columns=zigzag(torch.arange(self.tokens.shape[1], device=self.tokens.device)[None], index, size)[0],
         )
 

@@ -29,7 +29,8 @@ def matmul_parameters(model: ModelConfig, trainable: bool = False) -> int:
 
 def _matmul_tensors(model: ModelConfig) -> Iterator[Tensor]:
     for tensor in inventory(model):
-        if "embedding" not in tensor.units or "head" in tensor.units:
+        looked_up = "embedding" in tensor.units and not (architecture(model).tied and "head" in tensor.units)
+        if not looked_up:
             yield tensor
 
 
@@ -55,12 +56,20 @@ def model_flops_per_token(run: RunConfig) -> float:
 
 def _attention_flops(model: Architecture, lengths: tuple[int, ...]) -> float:
     """Operations of one sample between queries, keys and values. lengths: tokens of each stack."""
-    return sum(
-        12.0 * attention.width * length * attention.most_keys(length if attention.source == "self" else lengths[0])
-        for stack, length in zip(model.stacks, lengths, strict=True)
-        for layer in stack.layers
-        for attention in layer.attentions
-    ) + sum(_neighbour_flops(layer.neighbours, lengths[0]) for layer in model.layers if layer.neighbours is not None)
+    return (
+        sum(
+            12.0 * attention.width * length * attention.most_keys(length if attention.source == "self" else lengths[0])
+            for stack, length in zip(model.stacks, lengths, strict=True)
+            for layer in stack.layers
+            for attention in layer.attentions
+        )
+        + sum(
+            12.0 * attention.width * lengths[-1] * attention.most_keys(lengths[-1])
+            for each in model.output.ahead
+            for attention in each.layer.attentions
+        )
+        + sum(_neighbour_flops(layer.neighbours, lengths[0]) for layer in model.layers if layer.neighbours is not None)
+    )
 
 
 def _neighbour_flops(mixer: NeighbourAttention, length: int) -> float:
@@ -90,7 +99,11 @@ def _tokens(model: Architecture, tensor: Tensor, lengths: tuple[int, ...], predi
     if tensor.name.startswith(("pooler.", *(() if rows is None else (f"{rows.name}.",)))):
         return 1
     if unit == "head":
-        return predicted
+        ahead = model.output.ahead
+        if any(tensor.name.startswith(f"{each.name}.") for each in ahead):
+            return lengths[-1]
+        words = "model.embed_tokens.weight" if model.tied else "lm_head.weight"
+        return predicted + (len(ahead) * lengths[-1] if tensor.name == words else 0)
     of_memory = tensor.name.endswith((f"{ATTENTION}.k_proj.weight", f"{ATTENTION}.v_proj.weight"))
     if isinstance(unit, int) and (reading := model.layers[unit].neighbours) is not None:
         encodes = f".{reading.prefix}." in tensor.name

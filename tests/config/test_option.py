@@ -40,7 +40,8 @@ def test_every_option_has_its_properties(entry: Entry) -> None:
 
 
 MIXTURE = (
-    *("router_jitter", "balance", "balance_loss", "balance_bias_rate", "z_loss", "capacity_factor", "drop_policy"),
+    *("router_jitter", "router_quantile_ema", "mtp_loss", "balance", "balance_loss", "balance_bias_rate", "z_loss"),
+    *("capacity_factor", "drop_policy"),
 )
 """What of a mixture of experts may change on resume, with a word."""
 

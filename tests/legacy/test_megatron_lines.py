@@ -353,11 +353,11 @@ def test_habits_become_canonical(line: str, expected: list[str]) -> None:
         ),
         ("--fp16 --bf16", "--bf16: contradicts --fp16; give one of them"),
         ("--rampup-batch-size 16 x", "--rampup-batch-size x: must be a whole number"),
-        ("--expert-parallel", "--expert-parallel: of mixtures of experts this is not built yet"),
+        ("--expert-parallel", "--expert-parallel: give --ep, and for the Switch layers of 2023 "),
         ("--batch-size 8 --micro-batch-size 4", "--micro-batch-size: contradicts --batch-size; give one of them"),
         ("--activations-checkpoint-method none", "--activations-checkpoint-method none: is not a choice; valid: unif"),
         ("--exp-avg-dtype bf16", "--exp-avg-dtype bf16: is not supported: masters, moments and reduced gradients are"),
-        ("--moe-use-upcycling", "--moe-use-upcycling: of mixtures of experts this is not built yet"),
+        ("--moe-use-upcycling", "--moe-use-upcycling: a dense checkpoint becomes a mixture by mega res"),
         ("--hidden-sise 8", "--hidden-sise: is not an option (nearest: --hidden-size)"),
         ("--zzz 8", "--zzz: is not an option; --help lists all"),
         ("--fp8-format e4m3", "--fp8-format e4m3: is not a choice; valid: hybrid"),
@@ -393,6 +393,40 @@ def test_lines_that_megatron_core_recorded(name: str, tmp_path: Path, capsys: py
     line = [place if word.startswith("/data/") else word for word, place in zip(argv, places, strict=True)]
     assert main(["pretrain", *line, "--dry-run", "--world", "4"]) == 0
     assert "everything checked" in capsys.readouterr().out
+
+
+MIXTURE_FLAGS = """
+num-experts moe-shared-expert-intermediate-size moe-shared-expert-gate moe-shared-expert-overlap
+moe-shared-expert-glu-interleave-size moe-layer-freq moe-ffn-hidden-size moe-router-load-balancing-type moe-router-topk
+moe-enable-routing-replay moe-router-topk-limited-devices moe-router-padding-for-quantization
+moe-router-padding-for-fp8 moe-router-num-groups moe-router-group-topk moe-router-pre-softmax
+moe-router-topk-scaling-factor moe-router-score-function moe-router-dtype moe-router-enable-expert-bias
+moe-router-bias-update-rate moe-router-quantile-balancing-ema moe-router-force-load-balancing moe-router-force-biased
+moe-grouped-gemm moe-use-grouped-tensor moe-single-grouped-weight moe-single-grouped-bias moe-aux-loss-coeff
+moe-z-loss-coeff moe-input-jitter-eps moe-token-dropping moe-token-dispatcher-type moe-enable-deepep
+moe-flex-dispatcher-backend moe-permute-fusion-into-hybridep moe-hybridep-pad-uneven-dispatch-inputs
+moe-per-layer-logging moe-expert-capacity-factor moe-pad-expert-input-to-capacity
+moe-pad-experts-for-cuda-graph-inference moe-token-drop-policy moe-layer-recompute moe-permute-fusion
+moe-router-fusion moe-apply-probs-on-input moe-latent-size moe-flex-dispatcher-num-sms moe-deepep-num-sms
+moe-hybridep-num-sms moe-hybridep-num-blocks-permute moe-hybridep-num-blocks-unpermute
+moe-hybridep-num-sms-preprocessing moe-ncclep-static-shape moe-ncclep-zero-copy moe-dispatch-fwd-dtype
+moe-combine-bwd-dtype moe-mlp-glu-interleave-size moe-expert-rank-capacity-factor moe-paged-stash
+moe-paged-stash-page-size moe-paged-stash-buffer-size-factor-cuda moe-paged-stash-buffer-size-factor-cpu
+moe-use-upcycling moe-upcycling-granularity expert-model-parallel-size expert-tensor-parallel-size
+expert-tensor-parallel-num-weight-shards mtp-num-layers mtp-loss-scaling-factor mtp-use-repeated-layer mtp-detach-heads
+mtp-hsm mtp-hybrid-override-pattern
+"""
+"""Of Megatron-core 0.18, 0.19 and its main branch of 2026: fields of TransformerConfig, and those of its parser."""
+
+
+def test_every_flag_of_a_mixture_has_an_answer() -> None:
+    """An option, a line that says that nothing changes, or one that refuses it; never that it is no option."""
+    for name in MIXTURE_FLAGS.split():
+        for words in (f"--{name}", f"--{name} 1", f"--{name} none"):
+            try:
+                canonical(words)
+            except ValueError as error:
+                assert "is not an option" not in str(error), error
 
 
 def test_the_null_tokenizer_counts_as_core_does() -> None:

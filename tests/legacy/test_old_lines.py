@@ -181,7 +181,8 @@ def test_a_script_is_read_as_the_shell_reads_it(tmp_path: Path, capsys: pytest.C
     assert main(["translate", str(path)]) == 1
     first, second = capsys.readouterr().out.strip().split("\n\n")
     assert first.splitlines() == [
-        "# no counterpart: --expert-parallel: of mixtures of experts this is not built yet",
+        "# no counterpart: --expert-parallel: give --ep, and for the Switch layers of 2023 --experts-chosen 1, "
+        "--router-bias and --router-choice sinkhorn",
         "OMP_NUM_THREADS=1 mega pretrain --nproc 8 --family bert --layers 2 --hidden 8 --save 'my runs/1' "
         f"--load $CHECKPOINT {LOSS} --save-interval 5000",
     ]

@@ -16,6 +16,7 @@ from mega.core.flops import model_flops_per_token
 from mega.core.inference.options import EngineOptions
 from mega.core.inference.start import check_layout
 from mega.core.model.experts import ExpertLayer
+from mega.core.ops.routing import quantile
 from mega.core.proof.parity import own_samples, synthetic_batch
 from mega.core.training.routing import balance, expert_layers
 from mega.core.training.state import TrainState
@@ -157,6 +158,30 @@ def test_the_bias_moves_towards_an_even_load() -> None:
         even = 8 * 16 * 3 / 8
         expected = [0.25 if count < even else -0.25 if count > even else 0.0 for count in counts.tolist()]
         assert layer.router.balance.tolist() == expected
+
+
+def test_thresholds_are_quantiles_of_the_logits() -> None:
+    """The mean over the microbatches of what would have made each even, less its mean; a recomputed layer counts once;
+    the choice of the next step goes by them."""
+    values = {"router_choice": "quantile", "recompute": "full", "recompute_method": "uniform", "recompute_layers": 1}
+    state, inputs = state_of(run("gpt", balance_loss=(0.0,), **values)), list[torch.Tensor]()
+    first = expert_layers(state)[0].router
+    state.train()
+    handle = first.register_forward_hook(
+        lambda router, given, made: inputs.append(given[0].detach() @ router.gate.detach().T)
+    )
+    with torch.no_grad():
+        for batch in step(state):
+            state.stages[0](batch)
+    handle.remove()
+    train_step(state, step(state), 0.0, 0.0)
+    expected = torch.stack([quantile(logits, torch.zeros(4), 2) for logits in inputs]).mean(0)
+    assert first.balance is not None and len(inputs) == 8
+    torch.testing.assert_close(first.balance.double(), expected - expected.mean(), rtol=1e-6, atol=1e-7)
+    assert state.load is not None
+    before = state.load.counts[0]
+    train_step(state, step(state), 0.0, 0.0)
+    assert state.load.counts[0].std() < before.std()
 
 
 def test_the_bias_stays_where_an_update_is_skipped() -> None:

@@ -24,6 +24,7 @@ EXCHANGE = {"expert_dispatch": "all-to-all"}
 
 MIXTURES: dict[str, dict[str, Any]] = {
     "gpt": {"experts": 4, "balance_loss": (0.5,), "z_loss": 0.01},
+    "quantile": {"experts": 4, "router_choice": "quantile", "router_quantile_ema": 0.25, "expert_ffn": 16},
     "llama": {
         "experts": 8,
         "experts_chosen": 3,
@@ -54,6 +55,7 @@ LAYOUTS: list[tuple[str, int, dict[str, Any]]] = [
     ("gpt", 2, {"cp": 2, "ep": 2, **EXCHANGE}),
     ("gpt", 2, {"pp": 2, "schedule": "zb-h1"}),
     ("gpt", 4, {"ep": 2, "zero": 1, "micro_batch": 2}),
+    ("quantile", 4, {**SP, "ep": 2, **FULL}),
     ("llama", 4, {"ep": 4, "zero": 2, **EXCHANGE}),
     ("llama", 4, {**SP, "ep": 2, "zero": 3}),
     ("llama", 4, {**SP, "ep": 2, "zero": 1, **EXCHANGE}),
@@ -67,6 +69,7 @@ LAYOUTS: list[tuple[str, int, dict[str, Any]]] = [
 
 def run(model: str, world: int = 1, **layout: Any) -> RunConfig:
     values = {**MIXTURES[model], "lr": LR["fp64"], "steps": 10, "mock_data": True, **layout}
+    model = "gpt" if model == "quantile" else model
     check(small_options(model, **values), world)
     return small_run(model, world, **values)
 

@@ -49,7 +49,8 @@ MIXTURES: dict[str, dict[str, Any]] = {
 def run(model: str = "llama", world: int = 1, **values: Any) -> RunConfig:
     added = MIXTURES[model.removesuffix("-experts")] if model.endswith("-experts") else {}
     model = model.removesuffix("-experts")
-    return small_run(model, world, **{**ADAPTERS, "lora_dropout": 0.25, **added, **values})
+    every: dict[str, Any] = {**ADAPTERS, "lora_dropout": 0.25, **added, **values}
+    return small_run(model, world, **every)
 
 
 @pytest.mark.parametrize(("model", "world", "layout"), LAYOUTS, ids=str)

@@ -190,10 +190,17 @@ class Router:
     """Of the router's linear."""
     balance_rate: float | None
     """How much a step changes the bias that balances the load, which the choice alone reads; None without one."""
+    quantile_ema: float
+    """Of `quantile`: the share of the thresholds of the experts that a step keeps."""
     dtype: Literal["fp32", "fp64"] | None
     """Of its linear, the probabilities and the weighted sum; None is that of the activations."""
     jitter: float
     losses: tuple[AuxiliaryLoss, ...]
+
+    @property
+    def counts(self) -> bool:
+        """Whether the choice reads a bias of each expert that a step sets by what it has counted."""
+        return self.balance_rate is not None or self.choice == "quantile"
 
     def loss(self, name: str) -> AuxiliaryLoss | None:
         return next((loss for loss in self.losses if loss.name == name), None)

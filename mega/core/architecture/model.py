@@ -102,10 +102,29 @@ class Rows:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ahead:
+    """What predicts one token further: a layer that reads the stream so far and the embedding of the token before that
+    one, each normed, joined by a linear (DeepSeek-V3, section 2.2)."""
+
+    name: str
+    """What its tensors' names begin with."""
+    token_norm: Norm
+    stream_norm: Norm
+    layer: Layer
+    norm: Norm
+    loss: str
+    """What the log calls its loss."""
+    coefficient: float
+    """What the loss is multiplied by."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Output:
     """What is made of the last stack's stream."""
 
     words: Words | None
+    ahead: tuple[Ahead, ...] = ()
+    """For tokens after the next one, each on the stream of the one before."""
     pooler: bool
     """Whether the first token of a row passes a dense layer and tanh."""
     rows: Rows | None
@@ -201,6 +220,7 @@ class Architecture:
         Errors: ValueError where two that differ share a name.
         """
         by_stack = [[loss for layer in stack.layers for loss in layer.auxiliary_losses] for stack in self.stacks]
+        by_stack[-1] += [loss for each in self.output.ahead for loss in each.layer.auxiliary_losses]
         found = {loss: tuple(losses.count(loss) for losses in by_stack) for losses in by_stack for loss in losses}
         names = [loss.name for loss in found]
         if repeated := [name for name in names if names.count(name) > 1]:
@@ -211,6 +231,11 @@ class Architecture:
     def mixtures(self) -> tuple[Experts, ...]:
         """The mixtures of experts of all layers that differ, in order."""
         return tuple(layer.experts for layer in dict.fromkeys(self.layers) if layer.experts is not None)
+
+    @property
+    def training_losses(self) -> tuple[str, ...]:
+        """Names of the losses that only training computes."""
+        return *(loss.name for loss in self.auxiliary_losses), *(each.loss for each in self.output.ahead)
 
     @cached_property
     def drops(self) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mega.core.architecture.layer import Attention, Dense, Experts, Layer, NeighbourAttention, Norm
-from mega.core.architecture.model import Architecture, Output
+from mega.core.architecture.model import Ahead, Architecture, Output
 from mega.core.architecture.tensor import Cut, Init, Member, Partial, Tensor, Unit
 
 
@@ -71,7 +71,7 @@ def _input(model: Architecture) -> Iterator[Tensor]:
     """Tables that the stacks, and a tied output, share; the first stack alone has types and a norm."""
     table, normal = model.input, Init(std=model.init_std)
     opened = tuple(stack.opens for stack in model.stacks)
-    users = (*opened, "head") if model.tied else opened
+    users = (*opened, "head") if model.tied or model.output.ahead else opened
     yield Tensor("model.embed_tokens.weight", (table.vocab, model.hidden), users, normal, vocabulary_rows(model))
     if table.learned_positions:
         shape = (table.learned_positions, model.hidden)
@@ -126,7 +126,7 @@ def _experts(model: Architecture, experts: Experts, unit: Unit) -> Iterator[Tens
     yield Tensor(f"{gate}.weight", (experts.count, model.hidden), (unit,), normal, partial=seen)
     if experts.router.bias:
         yield Tensor(f"{gate}.bias", (experts.count,), (unit,), Init(), partial=seen)
-    if experts.router.balance_rate is not None:
+    if experts.router.counts:
         yield Tensor(f"{gate}.e_score_correction_bias", (experts.count,), (unit,), Init(), counted=True)
     for number in range(experts.count):
         network = replace(experts.expert, name=f"{experts.expert.name}.{number}")
@@ -159,6 +159,17 @@ def _row(model: Architecture, name: str, unit: Unit, ins: int, parts: int, bias:
         yield Tensor(f"{name}.bias", (model.hidden,), (unit,), Init(), partial=("sequence",))
 
 
+def _ahead(model: Architecture, ahead: Ahead) -> Iterator[Tensor]:
+    """They belong to the head, whose output matrix and table they share."""
+    for each in (ahead.token_norm, ahead.stream_norm):
+        yield from norm(each, "head", "sequence")
+    shape, normal = (model.hidden, 2 * model.hidden), Init(std=model.init_std)
+    yield Tensor(f"{ahead.name}.eh_proj.weight", shape, ("head",), normal, partial=("sequence",))
+    for tensor in layer_tensors(model, ahead.layer, "head"):
+        yield replace(tensor, name=f"{ahead.name}.transformer_layer.{tensor.name}")
+    yield from norm(ahead.norm, "head", "sequence")
+
+
 def _output(model: Architecture, output: Output) -> Iterator[Tensor]:
     """What acts on a token is whole on every rank, which may hold its own tokens only; so is what judges a row."""
     if (words := output.words) is not None:
@@ -170,6 +181,8 @@ def _output(model: Architecture, output: Output) -> Iterator[Tensor]:
             yield Tensor("lm_head.weight", shape, ("head",), Init(std=model.init_std), rows)
         if words.bias:
             yield Tensor("lm_head.bias", shape[:1], ("head",), Init(), rows)
+    for ahead in output.ahead:
+        yield from _ahead(model, ahead)
     if output.pooler:
         yield from whole_linear(model, "pooler.dense", model.hidden)
     if output.rows is not None:

@@ -72,7 +72,7 @@ def check(options: Options, world: int) -> None:
     problems += [*_pairs(options), *_guards(options, world), *files(options)]
     if not unsized and None not in (options.model.layers, options.model.hidden, options.model.heads):
         run = resolve(options, world, ANY_VOCABULARY)
-        for rule in (_heads, _positions, _stages, _tensor, _columns, _overlap, _fp8, graph, _times):
+        for rule in (_heads, _positions, _stages, _tensor, _columns, _overlap, _fp8, graph, _times, _ahead):
             problems += rule(run)
         line = partial(_line, run)
         problems += [*mixture(run, line), *retriever(run, line)]
@@ -476,6 +476,19 @@ def _overlap(run: RunConfig) -> Problems:
         yield _line(run, "tp_overlap", "excludes --fp8")
     if run.model.lora_rank:
         yield _line(run, "tp_overlap", "excludes --lora-rank")
+
+
+def _ahead(run: RunConfig) -> Problems:
+    """Layers that predict tokens after the next one."""
+    model = run.model
+    if not model.mtp_layers:
+        return
+    if model.position not in ("rope", "none"):
+        yield _line(run, "mtp_layers", f"needs --position rope or none, not {model.position}")
+    others = {"--retriever": model.retriever, "--task dpo": run.finetuning.task == "dpo"}
+    others["--cuda-graph"] = bool(run.runtime.cuda_graph)
+    for flag in (flag for flag, there in others.items() if there):
+        yield _line(run, "mtp_layers", f"excludes {flag}")
 
 
 def graph(run: RunConfig) -> Problems:

@@ -58,9 +58,12 @@ def _router(run: RunConfig, line: Line) -> Iterator[str]:
         yield line("balance_bias", "needs --router-score sigmoid or sqrt-softplus, not softmax")
     if model.balance_bias and model.router_choice != "largest":
         yield line("balance_bias", f"excludes --router-choice {model.router_choice}, which balances on its own")
-    if model.router_choice == "quantile":
-        yield line("router_choice", "is not built yet; valid: largest, sinkhorn")
-    if model.router_choice != "largest" and (model.router_groups or model.router_score != "softmax"):
+    tokens = run.batch.micro_batch * run.batch.seq_length
+    if model.router_choice == "quantile" and tokens * chosen % count:
+        rule = f"needs --experts to divide the {tokens * chosen} choices of a microbatch's {tokens} tokens, not {count}"
+        yield line("router_choice", rule)
+    by_sinkhorn = model.router_choice == "sinkhorn" and model.router_score != "softmax"
+    if model.router_choice != "largest" and (model.router_groups or by_sinkhorn):
         named = "--router-groups" if model.router_groups else f"--router-score {model.router_score}"
         yield line("router_choice", f"excludes {named}")
     if model.router_choice == "sinkhorn" and model.router_scale != 1:

@@ -102,6 +102,14 @@ class MixtureOptions(Section):
             ),
         },
     )
+    router_quantile_ema: float = option(
+        0.0,
+        "of --router-choice quantile: the share of its thresholds that a step keeps",
+        megatron="--moe-router-quantile-balancing-ema",
+        within=BELOW_ONE,
+        needs={"router_choice": ("quantile",)},
+        on_resume="noted",
+    )
     router_groups: int | None = _mixed(
         None,
         "groups of experts, of which only some are chosen from [one]",

@@ -283,6 +283,22 @@ class DenseOptions(Section):
     head_activation: Literal["gelu", "gelu_tanh"] = option(
         "gelu", "activation of BERT's head for masked words", families=("bert",)
     )
+    mtp_layers: int = option(
+        0,
+        "tokens after the next one that training predicts too, each by a layer of its own in the head",
+        megatron="--mtp-num-layers",
+        within=NOT_NEGATIVE,
+        most=64,
+        families=("gpt", "llama"),
+    )
+    mtp_loss: float = option(
+        0.1,
+        "what the mean of their losses is multiplied by",
+        megatron="--mtp-loss-scaling-factor",
+        within=NOT_NEGATIVE,
+        on_resume="noted",
+        read_with={"mtp_layers": COUNT},
+    )
     bias: bool = option(True, "biases in the linears", megatron={"--disable-bias-linear": False})
     qkv_bias: bool | None = option(
         None, "biases of query, key and value [as --bias]", megatron={"--add-qkv-bias": True}

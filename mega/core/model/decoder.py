@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Protocol, cast
@@ -16,10 +17,13 @@ from torch import nn
 
 from mega.core.architecture import Tensor
 from mega.core.architecture.layer import Norm
-from mega.core.architecture.model import Words
+from mega.core.architecture.model import Ahead, Words
 from mega.core.batch import DecoderBatch, PreferenceBatch
+from mega.core.model.ahead import AheadLayer, AheadRows, ahead_rows
+from mega.core.model.auxiliary import AuxiliarySums
 from mega.core.model.embedding import Embedding
 from mega.core.model.forward import ForwardContext, forward_context
+from mega.core.model.mixers import LayerPlace
 from mega.core.model.objective import CustomLoss, Objective, row_log_probabilities
 from mega.core.model.residual import Normalization, ResidualState
 from mega.core.model.stack import Losses, StackStage
@@ -55,6 +59,8 @@ class Head(nn.Module):
         self.shape = LogitShape(words.divisor, words.softcap)
         self.region = region
         self.objective: Objective | CustomLoss | None = None
+        self.ahead = nn.ModuleList()
+        """`AheadLayer`s for tokens after the next one."""
 
     def forward(
         self, stream: ResidualState, batch: LabelledTokens | None = None, scales: torch.Tensor | None = None
@@ -72,6 +78,25 @@ class Head(nn.Module):
         scale = None if scales is None else scales[0]
         labels, weights = batch.labels.flatten(), batch.loss_weights.flatten()
         return Losses((token_loss(normed, labels, weights, self.weight, self.region, self.bias, scale, self.shape),))
+
+    def losses_ahead(
+        self,
+        stream: ResidualState,
+        batch: DecoderBatch,
+        scales: torch.Tensor | None,
+        rows: AheadRows,
+        context: ForwardContext,
+    ) -> Losses:
+        """Of the next token, and of each of those after it."""
+        h, terms = self.norm(stream)[1], []
+        labels, weights = batch.labels, batch.loss_weights
+        for depth, layer in enumerate((None, *self.ahead)):
+            if layer is not None:
+                tokens, labels, weights = (each[..., depth - 1] for each in rows)
+                h = layer(h, tokens, batch.positions, context)
+            scale, targets = None if scales is None else scales[depth], (labels.flatten(), weights.flatten())
+            terms.append(token_loss(h, *targets, self.weight, self.region, self.bias, scale, self.shape))
+        return Losses(tuple(terms))
 
     def scores(self, stream: ResidualState, batch: DecoderBatch) -> torch.Tensor:
         """Log-probability of each row's trained labels, [b]."""
@@ -125,7 +150,49 @@ class DecoderStage(StackStage[DecoderBatch]):
         assert words is not None and norm is not None
         head = Head(factory, words, norm, tensors, self.region)
         head.objective = self.options.objective
+        at, first = self.options, len(self.architecture.layers)
+        for number, ahead in enumerate(self._ahead, first):
+            place = LayerPlace(number, self.region, 0.0, at.cp, at.experts, at.gathers_experts)
+            head.ahead.append(AheadLayer(factory, self.architecture, ahead, tensors, place, self.residual))
+        head.weight.uses += len(self._ahead)
         return head
+
+    @property
+    def _ahead(self) -> tuple[Ahead, ...]:
+        """What predicts tokens after the next one, where that is what is trained."""
+        return self.architecture.output.ahead if self.options.objective is None else ()
+
+    def split(self, batch: DecoderBatch, index: int, size: int) -> DecoderBatch:
+        """Of rows that are cut, what is further on is taken from the whole ones."""
+        if size > 1 and self._ahead:
+            tokens, labels, weights = ahead_rows(batch.tokens, batch.labels, batch.loss_weights, len(self._ahead))
+            batch = replace(batch, ahead_tokens=tokens, ahead_labels=labels, ahead_weights=weights)
+        return batch.split(index, size)
+
+    def _rows_ahead(self, batch: DecoderBatch) -> AheadRows:
+        if batch.ahead_tokens is None or batch.ahead_labels is None or batch.ahead_weights is None:
+            return ahead_rows(batch.tokens, batch.labels, batch.loss_weights, len(self._ahead))
+        return AheadRows(batch.ahead_tokens, batch.ahead_labels, batch.ahead_weights)
+
+    def weights(self, batch: DecoderBatch) -> Mapping[str, torch.Tensor]:
+        found = super().weights(batch)
+        if not self._ahead:
+            return found
+        weights = self._rows_ahead(batch).weights.unbind(2)
+        return {**found, **{each.loss: rows for each, rows in zip(self._ahead, weights, strict=True)}}
+
+    def judged(
+        self,
+        stream: ResidualState,
+        batch: DecoderBatch,
+        scales: torch.Tensor | None,
+        auxiliary: AuxiliarySums | None,
+    ) -> Losses:
+        if not self._ahead or not self.training:  # a held-out set judges the next token alone
+            return super().judged(stream, batch, scales, auxiliary)
+        assert isinstance(self.head, Head)
+        context = replace(self.context(batch), auxiliary=auxiliary)
+        return self.head.losses_ahead(stream, batch, scales, self._rows_ahead(batch), context)
 
     def context(self, batch: DecoderBatch) -> ForwardContext:
         return forward_context(

@@ -53,11 +53,14 @@ class ExpertRouter(nn.Module):
         self.load = torch.zeros(value.count + 1, dtype=torch.float64, device=self.gate.device)
         self._running = torch.zeros(value.count, dtype=torch.float64, device=self.gate.device)
         self._microbatches = 0
+        self.quantiles = torch.zeros_like(self.load)
+        """Of `quantile`: the sum of what the microbatches of this step say, and how many there were."""
 
     def start_step(self) -> None:
         """Nothing is counted yet."""
         self.load.zero_()
         self._running.zero_()
+        self.quantiles.zero_()
         self._microbatches = 0
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> RoutedTokens:
@@ -79,6 +82,8 @@ class ExpertRouter(nn.Module):
 
     def _route(self, logits: torch.Tensor, context: ForwardContext) -> routing.Routing:
         router, k = self.value.router, self.value.chosen
+        if router.choice == "quantile" and self.training:
+            self._add_quantile(logits, context)
         if router.choice != "sinkhorn" or not self.training:
             return routing.route(logits, router, k, self.balance)
         # The matrix is that of the whole microbatch.
@@ -144,6 +149,14 @@ class ExpertRouter(nn.Module):
         limit = routing.capacity(len(which), value.chosen, value.count, of.factor)
         kept = routing.kept_choices(which, weights, numbers, limit, of.policy)
         return limit, _own_part(kept, axes)
+
+    def _add_quantile(self, logits: torch.Tensor, context: ForwardContext) -> None:
+        """What the logits of the microbatch say of the thresholds; once."""
+        assert self.balance is not None
+        if context.auxiliary is not None and context.auxiliary.counting and not logits.is_meta:
+            whole = _whole(logits.detach(), _sharing(context, self.cp))
+            self.quantiles[:-1] += routing.quantile(whole, self.balance, self.value.chosen)
+            self.quantiles[-1] += 1
 
     def _count(self, chosen: torch.Tensor, kept: torch.Tensor | None, context: ForwardContext) -> None:
         """Add to the load of this step; what is recomputed has been counted."""

@@ -85,6 +85,8 @@ class StackStage(nn.Module, Generic[B]):
         if options.objective is not None:
             self.head_terms = dict.fromkeys(options.objective.terms, 1.0)
             self.metrics = options.objective.metrics
+        elif ahead := self.architecture.output.ahead:
+            self.head_terms = {**self.head_terms, **{each.loss: each.coefficient for each in ahead}}
         own = tensors_by_unit(model)
         self.embedding = self.build_embedding(factory.exact, own["embedding"]) if "embedding" in units else None
         self.build_layers(factory, own)
@@ -144,6 +146,11 @@ class StackStage(nn.Module, Generic[B]):
         losses = self.architecture.auxiliary_losses
         return {**self.head_terms, **{loss.name: loss.coefficient * sum(layers) for loss, layers in losses.items()}}
 
+    def split(self, batch: B, index: int, size: int) -> B:
+        """The columns of a batch that rank `index` of a context axis of `size` ranks holds, with what layers need of
+        others."""
+        return batch.split(index, size)
+
     def weights(self, batch: B) -> Mapping[str, torch.Tensor]:
         """As of `Stage`."""
         losses = self.architecture.auxiliary_losses
@@ -172,16 +179,16 @@ class StackStage(nn.Module, Generic[B]):
         """outputs: the last stage gives what `outputs` says instead of the losses."""
         sums = None if outputs else self._auxiliary_sums(scales)
         stream, *passed = self.stream(batch, sums, *cargo)
-        auxiliary = {} if sums is None else sums.terms()
         if self.head is None:
+            auxiliary = {} if sums is None else sums.terms()
             return StageOutput(cargo=(stream.sum(self.ops), *passed), auxiliary=auxiliary)
         if outputs:
             return StageOutput(outputs=self.outputs(stream, batch))
-        found = self._losses(stream, batch, scales)
+        found = self._losses(stream, batch, scales, sums)
         return StageOutput(
-            terms=dict(zip(self.head_terms, found.terms, strict=True)),
+            terms=dict(zip(self.head_terms, found.terms, strict=self.training)),
             metrics=dict(zip(self.metrics, found.metrics, strict=True)),
-            auxiliary=auxiliary,
+            auxiliary={} if sums is None else sums.terms(),
         )
 
     def _auxiliary_sums(self, scales: torch.Tensor | None) -> AuxiliarySums | None:
@@ -261,15 +268,22 @@ class StackStage(nn.Module, Generic[B]):
             return run(stream)
         return self.with_full_params(self.head, lambda x: run(ResidualState(x)), stream.sum(self.ops))
 
-    def _losses(self, stream: ResidualState, batch: B, scales: torch.Tensor | None) -> Losses:
-        head = self.head
-        assert head is not None
+    def judged(
+        self, stream: ResidualState, batch: B, scales: torch.Tensor | None, auxiliary: AuxiliarySums | None
+    ) -> Losses:
+        """What the head makes of the stream. auxiliary: takes the losses of layers in the head."""
+        assert self.head is not None
+        return cast(Losses, self.head(stream, batch, scales))
+
+    def _losses(
+        self, stream: ResidualState, batch: B, scales: torch.Tensor | None, auxiliary: AuxiliarySums | None
+    ) -> Losses:
         if self.with_full_params is None:
-            return head(stream, batch, scales)
+            return self.judged(stream, batch, scales, auxiliary)
         made: list[Losses] = []  # without scales: the backward pass of a unit begins at what `run` gives
 
         def run(stream: ResidualState) -> torch.Tensor:
-            made.append(head(stream, batch))
+            made.append(self.judged(stream, batch, None, auxiliary))
             return torch.stack([term.total for term in made[0].terms])
 
         totals = self.headed(stream, run).unbind()

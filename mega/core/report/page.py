@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from statistics import mean
 
@@ -135,7 +135,7 @@ def _charts(run: RunRecord) -> Iterable[str]:
 def _spread(curves: Sequence[Series]) -> dict[str, Series]:
     """Of as many curves as a mixture has experts: the largest, mean and least value of each step."""
     steps = [(points[0][0], [y for _, y in points]) for points in zip(*curves, strict=False)]
-    folds = {"most": max, "mean": mean, "least": min}
+    folds: dict[str, Callable[[list[float]], float]] = {"most": max, "mean": mean, "least": min}
     return {name: [(step, fold(values)) for step, values in steps] for name, fold in folds.items()}
 
 

@@ -69,9 +69,9 @@ class Evaluation:
         terms = state.stages[0].terms
         found = dict(zip(state.pipeline.names, (sums[:, 0] / sums[:, 1]).tolist(), strict=True))
         weights = dict(zip(state.pipeline.names, sums[:, 1].tolist(), strict=True))
-        for loss in architecture(state.run.model).auxiliary_losses:
-            if not weights[loss.name]:  # the layers compute it in training alone
-                del found[loss.name]
+        for name in architecture(state.run.model).training_losses:
+            if not weights.get(name, 1.0):
+                del found[name]
         terms = {name: coefficient for name, coefficient in terms.items() if name in found}
         measured = self._task.measure(found, terms)
         if math.isnan(measured["loss"]) and not sums[: len(terms), 1].all():

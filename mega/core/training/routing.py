@@ -1,15 +1,19 @@
 """What a step counts of its mixtures: tokens of every expert over the whole batch, and the bias that balances them.
 
 Counts are of the choices of all microbatches, before any is dropped, summed over all ranks; the bias that only the
-choice reads then moves by a fixed amount towards an even load (Wang et al. 2024, arXiv 2408.15664).
+choice reads then moves by a fixed amount towards an even load (Wang et al. 2024, arXiv 2408.15664), or is set to the
+quantiles of the logits at which experts would have had an even load.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from mega.core.model.experts import ExpertLayer, ExpertLoad
 from mega.core.parallel.collectives import all_reduce
+from mega.core.parallel.mesh import Mesh
 from mega.core.training.state import TrainState
 
 
@@ -46,10 +50,31 @@ def balance(state: TrainState, finite: torch.Tensor) -> None:
     if state.load is None:
         return
     numbers = list(state.options.mixtures)
-    for layer in expert_layers(state):
-        if layer.router.balance is not None and layer.router.balance.segments[0].shard.tensor.trainable:
+    layers = [layer for layer in expert_layers(state) if _counts(layer)]
+    by_quantile = [layer for layer in layers if layer.value.router.choice == "quantile"]
+    for layer in layers:
+        if layer not in by_quantile:
             counts = state.load.counts[numbers.index(layer.layer), : layer.value.count]
             _balance(layer, counts, finite)
+    if by_quantile:
+        _set_thresholds(by_quantile, state.mesh, finite)
+
+
+def _counts(layer: ExpertLayer) -> bool:
+    bias = layer.router.balance
+    return bias is not None and bias.segments[0].shard.tensor.trainable
+
+
+def _set_thresholds(layers: Sequence[ExpertLayer], mesh: Mesh, finite: torch.Tensor) -> None:
+    """b = ema b + (1 - ema) mean of the quantiles of all microbatches; then less its mean."""
+    sums = torch.stack([layer.router.quantiles for layer in layers])
+    all_reduce(sums, mesh.tokens)
+    with torch.no_grad():
+        for layer, found in zip(layers, sums[:, :-1] / sums[:, -1:], strict=True):
+            ema, bias = layer.value.router.quantile_ema, layer.router.balance
+            assert bias is not None
+            moved = ema * bias.double() + (1 - ema) * found
+            bias.copy_(torch.where(finite, (moved - moved.mean()).to(bias.dtype), bias))
 
 
 def _balance(layer: ExpertLayer, counts: torch.Tensor, finite: torch.Tensor) -> None:

@@ -142,7 +142,7 @@ def backward(state: TrainState, batches: Sequence[Batch]) -> torch.Tensor:
     if state.probes is not None:
         state.probes.start()
     # 0
-    batches = [batch.split(mesh.cp.index, mesh.cp.size) for batch in batches]
+    batches = _own_columns(state, batches)
     # 1
     factors = _factors(batches, state)
     scales = _weighed(factors, state)
@@ -220,9 +220,13 @@ def output_step(state: TrainState, batches: Sequence[Batch]) -> list[torch.Tenso
 def _forward_only(state: TrainState, batches: Sequence[Batch]) -> tuple[Plan, list[Batch]]:
     mesh = state.mesh
     state.train(False)
-    return plan("forward", mesh.pp.size, state.options.chunks, len(batches)), [
-        batch.split(mesh.cp.index, mesh.cp.size) for batch in batches
-    ]
+    return plan("forward", mesh.pp.size, state.options.chunks, len(batches)), _own_columns(state, batches)
+
+
+def _own_columns(state: TrainState, batches: Sequence[Batch]) -> list[Batch]:
+    """What this context rank holds of each batch."""
+    cp = state.mesh.cp
+    return [state.stages[0].split(batch, cp.index, cp.size) for batch in batches]
 
 
 def means(state: TrainState, sums: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -66,6 +66,7 @@ def build_state(run: RunConfig, mesh: Mesh, device: Device) -> TrainState:
     pipeline = Pipeline(stages, mesh, device.torch)
     if device.is_cuda and records_graph(run, mesh.world):
         pipeline = ReplayedPipeline(stages, mesh, device.torch, stages[0].region.transport)
+    model = architecture(run.model)
     options = StepOptions(
         parallel.schedule,
         parallel.chunks,
@@ -75,7 +76,7 @@ def build_state(run: RunConfig, mesh: Mesh, device: Device) -> TrainState:
         guarded=decides(run.guards),
         mixtures={
             number: layer.experts.count
-            for number, layer in enumerate(architecture(run.model).layers)
+            for number, layer in enumerate((*model.layers, *(each.layer for each in model.output.ahead)))
             if layer.experts is not None
         },
     )

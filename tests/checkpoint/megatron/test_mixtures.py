@@ -55,6 +55,7 @@ FORMS = {
     "mixtral_pp2": ("torch", "torch_dist"),
     "mixtral_ep2": ("torch_dist",),
     "sinkhorn": ("torch_dist",),
+    "mtp": ("torch_dist",),
 }
 
 
@@ -120,6 +121,9 @@ def trained(groups: Groups, rank: int, resolved: ResolvedRun, world: int, steps:
         ("mixtral_ep2", "torch_dist", 2, ""),
         ("mixtral_ep2", "torch_dist", 2, "--expert-model-parallel-size 1 --use-distributed-optimizer"),
         ("sinkhorn", "torch_dist", 2, "--pipeline-model-parallel-size 2"),
+        ("mtp", "torch_dist", 1, ""),
+        ("mtp", "torch_dist", 2, "--pipeline-model-parallel-size 2"),
+        ("mtp", "torch_dist", 2, "--context-parallel-size 2"),
         (
             "mixtral_pp2",
             "torch",
@@ -146,11 +150,11 @@ def test_megatrons_line_trains_on(
     for ours, theirs, terms in zip(found, record["iterations"][3:], record.get("logged", [{}] * 6)[3:], strict=True):
         assert ours["lm"] == pytest.approx(theirs["loss"], abs=1e-6)
         assert ours["norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
-        for term in {"load_balancing_loss", "z_loss"} & terms.keys():
-            assert ours[term] == pytest.approx(terms[term], abs=1.5e-6)  # printed with six digits
+        for term in {"load_balancing_loss", "z_loss", "mtp_1 loss"} & terms.keys():
+            assert ours[term.replace(" ", "_")] == pytest.approx(terms[term], abs=1.5e-6)  # printed with six digits
 
 
-@pytest.mark.parametrize("name", ["mixtral-torch", "sinkhorn-torch_dist"])
+@pytest.mark.parametrize("name", ["mixtral-torch", "sinkhorn-torch_dist", "mtp-torch_dist"])
 @pytest.mark.parametrize("to", ["mcore-local", "torch_dist"])
 def test_what_is_written_is_what_core_wrote(recorded: Path, tmp_path: Path, name: str, to: str) -> None:
     """All of it comes back; core's own tree has the same names, shapes and numbers, in the same order."""
@@ -190,11 +194,16 @@ def test_trees_without_mixtures_are_refused(recorded: Path, tmp_path: Path, to: 
         convert(recorded / "mixtral-torch", tmp_path / "theirs", to, Layout())
 
 
-def test_heads_for_later_tokens_are_refused(tmp_path: Path) -> None:
-    with tarfile.open(shared("golden/moe_core/mtp.tar.xz")) as archive:
-        unpack(archive, tmp_path / "mtp")
-    with pytest.raises(CheckpointError, match=r"args\.mtp_num_layers 1"):
-        convert(tmp_path / "mtp/torch_dist", tmp_path / "run", "mega", Layout())
+def test_tokens_after_the_next_one_in_a_tree_of_stages(recorded: Path, tmp_path: Path) -> None:
+    """The last stage has the table of tokens too; trees of 2023 have no such layers."""
+    source = recorded / "mtp-torch_dist"
+    convert(source, tmp_path / "theirs", "mcore", Layout(2, 2))
+    convert(tmp_path / "theirs", tmp_path / "back", "mega", Layout())
+    assert list(diff(locate(source), locate(tmp_path / "back"))) == []
+    last = read_pickled(tmp_path / "theirs/iter_0000003/mp_rank_01_001/model_optim_rng.pt")
+    assert isinstance(last, dict) and "embedding.word_embeddings.weight" in last["model"]
+    with pytest.raises(CheckpointError, match="--mtp-layers 1: --saver megatron has none; valid: mcore, torch_dist"):
+        convert(source, tmp_path / "legacy", "megatron", Layout())
 
 
 # Switch layers of 2023 -------------------------------------------------------------------------------------------

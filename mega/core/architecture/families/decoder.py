@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from mega.core.architecture.families import parts
 from mega.core.architecture.families.retriever import layer
-from mega.core.architecture.model import Architecture, Output, Words
+from mega.core.architecture.model import Ahead, Architecture, Output, Words
 from mega.core.config.sections import ModelConfig
 
 
@@ -21,5 +23,20 @@ def decoder(options: ModelConfig) -> Architecture:
         options,
         input=parts.inputs(options),
         stacks=(parts.stack(options, lambda number: layer(options, number), options.layers),),
-        output=Output(words=words, pooler=False, rows=None),
+        output=Output(words=words, ahead=tuple(_ahead(options)), pooler=False, rows=None),
     )
+
+
+def _ahead(options: ModelConfig) -> Iterator[Ahead]:
+    """Layers as the last one is, under Megatron-LM's names."""
+    for number in range(options.mtp_layers):
+        name = f"mtp.layers.{number}"
+        yield Ahead(
+            name=name,
+            token_norm=parts.norm(options, f"{name}.enorm"),
+            stream_norm=parts.norm(options, f"{name}.hnorm"),
+            layer=layer(options, options.layers - 1),
+            norm=parts.norm(options, f"{name}.final_layernorm"),
+            loss=f"mtp_{number + 1}_loss",
+            coefficient=options.mtp_loss / options.mtp_layers,
+        )

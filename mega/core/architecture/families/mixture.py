@@ -54,6 +54,7 @@ def _router(options: MixtureOptions) -> Router:
         groups=groups,
         bias=options.router_bias,
         balance_rate=options.balance_bias_rate if options.balance_bias else None,
+        quantile_ema=options.router_quantile_ema,
         dtype=options.router_dtype,
         jitter=options.router_jitter,
         losses=tuple(_losses(options)),

@@ -85,7 +85,8 @@ UNCHANGED: dict[str, tuple[object, ...]] = {
     "use_mup": (False, None),
     "glu_linear_offset": (0, None),
     "activation_func_clamp_value": (None,),
-    "mtp_num_layers": (None, 0),
+    "mtp_use_repeated_layer": (False, None),
+    "mtp_detach_heads": (False, None),
 }
 """Arguments that change what the same tensors compute, and the values in which they are as ours are."""
 
@@ -193,6 +194,8 @@ def model_from_arguments(values: Mapping[str, object], vocab: int, where: str) -
     rmsnorm = values.get("normalization", "LayerNorm") == "RMSNorm"
     same["norm_offset"] |= bool(values.get(ZERO_CENTERED))
     same |= mixture_of(values, sizes["layers"], where)
+    if values.get("mtp_num_layers"):
+        same |= {"mtp_layers": number("mtp_num_layers"), "mtp_loss": decimal("mtp_loss_scaling_factor", 0.1)}
     if rmsnorm and same["norm_offset"]:
         raise CheckpointError(f"{where}: args.{ZERO_CENTERED} with RMSNorm: only LayerNorm's weights may count from 0")
     return ModelConfig(
@@ -253,6 +256,7 @@ def arguments_of(
         **_of_layers(model, core),
         **({"ffn_hidden_size": options.ffn} if options.experts else {}),
         **mixture_arguments(options),
+        **_of_ahead(options),
         "untie_embeddings_and_output_weights": model.output.words is not None and not model.tied,
         "apply_query_key_layer_scaling": False,
         "make_vocab_size_divisible_by": model.input.vocab_multiple,
@@ -308,6 +312,13 @@ def _of_model(model: Architecture, rope_fraction: float) -> dict[str, object]:
     }
 
 
+def _of_ahead(options: ModelConfig) -> dict[str, object]:
+    """What core's arguments say of tokens after the next one."""
+    if not options.mtp_layers:
+        return {}
+    return {"mtp_num_layers": options.mtp_layers, "mtp_loss_scaling_factor": options.mtp_loss}
+
+
 def _of_positions(model: Architecture, core: bool) -> dict[str, object]:
     """What arguments say of positions. With rope, 2023's command lines had --no-position-embedding; core compares
     `add_position_embedding` with its default, True."""
@@ -359,6 +370,7 @@ def core_flags(said: Mapping[str, object]) -> list[str]:
         *("max_position_embeddings", "position_embedding_type", *(["rotary_base", "rotary_percent"] * rope)),
         *(["rotary_seq_len_interpolation_factor"] * linear),
         *(["rope_scaling_factor"] * scaled),
+        *(name for name in ("mtp_num_layers", "mtp_loss_scaling_factor") if name in said),
         *("normalization", "norm_epsilon", "attention_dropout", "hidden_dropout", "make_vocab_size_divisible_by"),
         *("padded_vocab_size", "tokenizer_type"),  # without the former torch_dist is cut to what core pads to
     ]

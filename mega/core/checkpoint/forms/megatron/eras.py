@@ -173,6 +173,7 @@ _STACKS = (
     "encoder.final_norm",
     "decoder.layers",
     "decoder.final_norm",
+    "mtp",
 )
 """The modules outside of blocks by which a model lists its parameters, but for those of its last stage."""
 
@@ -264,6 +265,10 @@ ERAS: dict[Era, Modules] = {
 }
 
 _LAYER = re.compile(r"((?:encoder|decoder)\.layers)\.(\d+)\.(.+)")
+_AHEAD = re.compile(r"(mtp)\.layers\.(\d+)\.(?:transformer_layer\.)?(.+)")
+"""A layer that predicts a token after the next one, in Megatron-core and here."""
+_AHEAD_FIRST, _AHEAD_LAST = ("enorm", "hnorm", "eh_proj"), "final_norm"
+"""What such a layer has before and after an ordinary one."""
 
 
 def stack_of(name: str) -> tuple[str, str]:
@@ -304,6 +309,10 @@ def legacy_name(name: str, layer: int | None = None) -> str:
         dense = legacy_name(name.replace(expert[0], ".mlp."), layer)
         network = "shared_experts" if expert[2] is None else f"local_experts.{expert[2]}"
         return dense.replace(".mlp.", f".mlp.{network}.")
+    if ahead := _AHEAD.fullmatch(name):
+        if ".transformer_layer." not in name:
+            return name.replace("final_layernorm", _AHEAD_LAST)
+        return name.replace(ahead[3], legacy_name(f"model.layers.0.{ahead[3]}", 0).removeprefix("encoder.layers.0."))
     stack, name = stack_of(name)
     modules = LEGACY | (BERT if stack == "encoder" else DECODER)
     name = name.replace(".gate.e_score_correction_bias", ".gate.expert_bias")
@@ -338,7 +347,7 @@ def common_name(name: str, two_stacks: bool = False) -> str:
         name = pattern.sub(common, name)
     if name.startswith("language_model."):
         name = name.removeprefix("language_model.")
-    elif name.startswith(("encoder.", "decoder.")):
+    elif name.startswith(("encoder.", "decoder.", "mtp.")):
         for local, engine in TRANSFORMER_ENGINE.items():
             name = name.replace(engine, local)
         of_decoder = CORE_DECODER if two_stacks and name.startswith("decoder.") else {}
@@ -403,9 +412,11 @@ def parameter_place(name: str, era: Era = "legacy") -> tuple[int, int, int, int,
     ['encoder.layers.0.input_norm', 'encoder.layers.0.mlp.dense_4h_to_h', 'output_layer']
     """
     module, _, kind = name.rpartition(".")
-    match = _LAYER.fullmatch(module)
+    match = _LAYER.fullmatch(module) or _AHEAD.fullmatch(module)
     outer, layer, inner = (match[1], int(match[2]), match[3]) if match else (module, 0, "input_norm")
     outside, inside, number = _STACKS + ERAS[era].last, ERAS[era].inside, 0
+    if outer == "mtp":
+        inside = (*_AHEAD_FIRST, *inside, _AHEAD_LAST)
     if expert := _OF_EXPERT.fullmatch(inner):
         inner, number = "mlp.local_experts.0.dense_h_to_4h", 2 * int(expert[1]) + (expert[2] == "4h_to_h")
     if outer not in outside or inner not in inside or kind not in ("weight", "bias", "expert_bias"):

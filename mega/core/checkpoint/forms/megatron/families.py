@@ -64,6 +64,8 @@ def stages_of(model: Architecture, blocks: list[tuple[str, int]], end: str, tied
     first = blocks[model.stacks[-1].first][0] if len(model.stacks) > 1 else "0.0"  # it embeds the decoder's text
     tied = tied or ([TIED_COPY] if end not in ("0.0", first) else [])
     found: dict[str, list[str]] = {words: [f"{end}/{name}" for name in tied if model.tied]}
+    if model.output.ahead and end != "0.0":  # the head looks tokens up
+        found[words].append(f"{end}/{WORDS}")
     if first != "0.0":
         found[words].append(f"{first}/{WORDS}")
         found[positions] = [f"{first}/embedding.position_embeddings.weight"]

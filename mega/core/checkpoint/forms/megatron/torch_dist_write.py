@@ -168,6 +168,12 @@ def _extra_states(model: Architecture, *, stacked: bool) -> Iterator[str]:
             at = f"{number}.{one}_{count}.{_experts(model)}" if stacked else f"{one}_{_experts(model)}"
             name = f"decoder.layers.{prefix}mlp.experts.experts.linear_fc"
             yield from (f"{name}{each}._extra_state/shard_{at}" for each in (1, 2))
+    for ahead in model.output.ahead:
+        modules = ["enorm", "hnorm", "eh_proj", "final_layernorm"]
+        networks = ["mlp"] if ahead.layer.experts is None else []
+        inner = [*LINEARS[:2], *(f"{network}.linear_fc{each}" for network in networks for each in (1, 2))]
+        modules += [f"transformer_layer.{each}" for each in inner]
+        yield from (f"{ahead.name}.{module}._extra_state/shard_0_1" for module in modules)
     yield "decoder.final_layernorm._extra_state/shard_0_1"
 
 

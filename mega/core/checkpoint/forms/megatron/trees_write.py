@@ -69,6 +69,8 @@ def said_of(own: Own, to: str, era: Era, given: Given) -> Said:
         check_retriever(own.model, to, layout.pp, state=bool(given.optimizer and state_kinds(checkpoint)))
     if own.model.experts and to not in ("mcore-local", "torch_dist"):
         raise CheckpointError(f"--saver {to}: has no mixture of experts; valid: mcore-local, torch_dist")
+    if own.model.mtp_layers and not ERAS[era].core:
+        raise CheckpointError(f"--mtp-layers {own.model.mtp_layers}: --saver {to} has none; valid: mcore, torch_dist")
     kinds = state_kinds(checkpoint) if given.optimizer else ()
     facts = facts_of(checkpoint.meta, str(checkpoint.path)) if kinds else None
     progress = below(checkpoint.meta, "progress")

@@ -1,0 +1,80 @@
+"""Prediction of tokens after the next one, as Megatron-LM and DeepSeek-V3 (section 2.2) train it: layers in the head.
+
+    h_0          the stream after the final norm, which predicts the next token
+    h_d          norm(layer(linear [norm(embedding of the token d further on), norm(h_d-1)]))
+    loss of d    that of h_d, by the output matrix of all, against the label d further on
+
+Tables, output matrix and loss are those of the head. What is further on than a row ends is token 0 without weight.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from mega.core.architecture import Tensor
+from mega.core.architecture.model import Ahead, Architecture
+from mega.core.model.embedding import Embedding
+from mega.core.model.forward import ForwardContext
+from mega.core.model.layer import TransformerLayer
+from mega.core.model.mixers import LayerPlace
+from mega.core.model.residual import Normalization, ResidualState
+from mega.core.parallel.linear import ColumnLinear
+from mega.core.parallel.region import ALONE
+from mega.core.parallel.weight import ParameterFactory
+
+
+class AheadLayer(nn.Module):
+    """One token further. tensors: of the head. residual: dtype of the residual stream."""
+
+    def __init__(
+        self,
+        factory: ParameterFactory,
+        model: Architecture,
+        value: Ahead,
+        tensors: dict[str, Tensor],
+        place: LayerPlace,
+        residual: torch.dtype,
+    ):
+        super().__init__()
+        self.embedding = Embedding(factory, model.input, tensors, place.region, residual, site=value.name)
+        self.token_norm, self.stream_norm, self.norm = (
+            Normalization(factory, each, tensors) for each in (value.token_norm, value.stream_norm, value.norm)
+        )
+        self.join = ColumnLinear(factory, [tensors[f"{value.name}.eh_proj.weight"]], [], ALONE)
+        prefix = f"{value.name}.transformer_layer."
+        own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        self.layer, self.residual = TransformerLayer(factory, value.layer, own, place), residual
+
+    def forward(
+        self, h: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """h [our tokens, h]; tokens int64 [b, s], those further on -> [our tokens, h]."""
+        rows = self.embedding(tokens, positions, context)
+        both = self.token_norm(ResidualState(rows))[1], self.stream_norm(ResidualState(h))[1]
+        joined = self.join(torch.cat(both, 1)).to(self.residual)
+        return cast(torch.Tensor, self.norm(self.layer(ResidualState(joined), context))[1])
+
+
+class AheadRows(NamedTuple):
+    """What a row has further on, [b, s, depths]: tokens, labels (int64) and their loss weights."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    weights: torch.Tensor
+
+
+def ahead_rows(tokens: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, depths: int) -> AheadRows:
+    """Of whole rows [b, s].
+
+    >>> ahead_rows(torch.tensor([[5, 6, 7]]), torch.tensor([[6, 7, 8]]), torch.ones(1, 3), 2).labels.tolist()
+    [[[7, 8], [8, 0], [0, 0]]]
+    """
+
+    def further(rows: torch.Tensor) -> torch.Tensor:
+        return torch.stack([F.pad(rows[:, depth:], (0, depth)) for depth in range(1, depths + 1)], 2)
+
+    return AheadRows(further(tokens), further(labels), further(weights))
