@@ -29,8 +29,8 @@ HELD_OUT = ("Hardy_Tess", "Doyle_Lost", "Stevenson_Treasure")
 LINE = (
     "pretrain --device cpu --family llama --norm rmsnorm --activation swiglu --position rope --no-bias --tied "
     "--layers 2 --hidden 64 --heads 4 --vocab 257 --hidden-dropout 0 --attention-dropout 0 --tokenizer NullTokenizer "
-    "--vocab-size 256 --seq-length 128 --micro-batch 16 --global-batch 16 --lr 4e-3 --lr-decay cosine --lr-warmup-steps 40 "
-    f"--steps {STEPS} --eval-iters 48 --eval-interval {STEPS} --log-interval 200 --no-progress"
+    "--vocab-size 256 --seq-length 128 --micro-batch 16 --global-batch 16 --lr 4e-3 --lr-decay cosine "
+    f"--lr-warmup-steps 40 --steps {STEPS} --eval-iters 48 --eval-interval {STEPS} --log-interval 200 --no-progress"
 )
 MODELS = {"dense": "--ffn 256", "mixture": "--ffn 256 --experts 8 --expert-ffn 128 --balance-loss 0.01"}
 
