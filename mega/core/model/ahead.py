@@ -53,13 +53,13 @@ class AheadLayer(nn.Module):
         self, h: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
         """h [our tokens, h]; tokens int64 [b, s], those further on -> [our tokens, h]."""
-        rows = self.embedding(tokens, positions, context)
-        both = self.token_norm(ResidualState(rows))[1], self.stream_norm(ResidualState(h))[1]
+        embedded = self.embedding(tokens, positions, context)
+        both = self.token_norm(ResidualState(embedded))[1], self.stream_norm(ResidualState(h))[1]
         joined = self.join(torch.cat(both, 1)).to(self.residual)
         return cast(torch.Tensor, self.norm(self.layer(ResidualState(joined), context))[1])
 
 
-class AheadRows(NamedTuple):
+class AheadTokens(NamedTuple):
     """What a row has further on, [b, s, depths]: tokens, labels (int64) and their loss weights."""
 
     tokens: torch.Tensor
@@ -67,14 +67,14 @@ class AheadRows(NamedTuple):
     weights: torch.Tensor
 
 
-def ahead_rows(tokens: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, depths: int) -> AheadRows:
+def tokens_ahead(tokens: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, depths: int) -> AheadTokens:
     """Of whole rows [b, s].
 
-    >>> ahead_rows(torch.tensor([[5, 6, 7]]), torch.tensor([[6, 7, 8]]), torch.ones(1, 3), 2).labels.tolist()
+    >>> tokens_ahead(torch.tensor([[5, 6, 7]]), torch.tensor([[6, 7, 8]]), torch.ones(1, 3), 2).labels.tolist()
     [[[7, 8], [8, 0], [0, 0]]]
     """
 
-    def further(rows: torch.Tensor) -> torch.Tensor:
-        return torch.stack([F.pad(rows[:, depth:], (0, depth)) for depth in range(1, depths + 1)], 2)
+    def further(each: torch.Tensor) -> torch.Tensor:
+        return torch.stack([F.pad(each[:, depth:], (0, depth)) for depth in range(1, depths + 1)], 2)
 
-    return AheadRows(further(tokens), further(labels), further(weights))
+    return AheadTokens(further(tokens), further(labels), further(weights))

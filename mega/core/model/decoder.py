@@ -19,7 +19,7 @@ from mega.core.architecture import Tensor
 from mega.core.architecture.layer import Norm
 from mega.core.architecture.model import Ahead, Words
 from mega.core.batch import DecoderBatch, PreferenceBatch
-from mega.core.model.ahead import AheadLayer, AheadRows, ahead_rows
+from mega.core.model.ahead import AheadLayer, AheadTokens, tokens_ahead
 from mega.core.model.auxiliary import AuxiliarySums
 from mega.core.model.embedding import Embedding
 from mega.core.model.forward import ForwardContext, forward_context
@@ -84,7 +84,7 @@ class Head(nn.Module):
         stream: ResidualState,
         batch: DecoderBatch,
         scales: torch.Tensor | None,
-        rows: AheadRows,
+        further: AheadTokens,
         context: ForwardContext,
     ) -> Losses:
         """Of the next token, and of each of those after it."""
@@ -92,7 +92,7 @@ class Head(nn.Module):
         labels, weights = batch.labels, batch.loss_weights
         for depth, layer in enumerate((None, *self.ahead)):
             if layer is not None:
-                tokens, labels, weights = (each[..., depth - 1] for each in rows)
+                tokens, labels, weights = (each[..., depth - 1] for each in further)
                 h = layer(h, tokens, batch.positions, context)
             scale, targets = None if scales is None else scales[depth], (labels.flatten(), weights.flatten())
             terms.append(token_loss(h, *targets, self.weight, self.region, self.bias, scale, self.shape))
@@ -165,21 +165,21 @@ class DecoderStage(StackStage[DecoderBatch]):
     def split(self, batch: DecoderBatch, index: int, size: int) -> DecoderBatch:
         """Of rows that are cut, what is further on is taken from the whole ones."""
         if size > 1 and self._ahead:
-            tokens, labels, weights = ahead_rows(batch.tokens, batch.labels, batch.loss_weights, len(self._ahead))
+            tokens, labels, weights = tokens_ahead(batch.tokens, batch.labels, batch.loss_weights, len(self._ahead))
             batch = replace(batch, ahead_tokens=tokens, ahead_labels=labels, ahead_weights=weights)
         return batch.split(index, size)
 
-    def _rows_ahead(self, batch: DecoderBatch) -> AheadRows:
+    def _tokens_ahead(self, batch: DecoderBatch) -> AheadTokens:
         if batch.ahead_tokens is None or batch.ahead_labels is None or batch.ahead_weights is None:
-            return ahead_rows(batch.tokens, batch.labels, batch.loss_weights, len(self._ahead))
-        return AheadRows(batch.ahead_tokens, batch.ahead_labels, batch.ahead_weights)
+            return tokens_ahead(batch.tokens, batch.labels, batch.loss_weights, len(self._ahead))
+        return AheadTokens(batch.ahead_tokens, batch.ahead_labels, batch.ahead_weights)
 
     def weights(self, batch: DecoderBatch) -> Mapping[str, torch.Tensor]:
         found = super().weights(batch)
         if not self._ahead:
             return found
-        weights = self._rows_ahead(batch).weights.unbind(2)
-        return {**found, **{each.loss: rows for each, rows in zip(self._ahead, weights, strict=True)}}
+        weights = self._tokens_ahead(batch).weights.unbind(2)
+        return {**found, **{each.loss: those for each, those in zip(self._ahead, weights, strict=True)}}
 
     def judged(
         self,
@@ -192,7 +192,7 @@ class DecoderStage(StackStage[DecoderBatch]):
             return super().judged(stream, batch, scales, auxiliary)
         assert isinstance(self.head, Head)
         context = replace(self.context(batch), auxiliary=auxiliary)
-        return self.head.losses_ahead(stream, batch, scales, self._rows_ahead(batch), context)
+        return self.head.losses_ahead(stream, batch, scales, self._tokens_ahead(batch), context)
 
     def context(self, batch: DecoderBatch) -> ForwardContext:
         return forward_context(

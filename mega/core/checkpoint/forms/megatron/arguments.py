@@ -176,9 +176,7 @@ def model_from_arguments(values: Mapping[str, object], vocab: int, where: str) -
         return value
 
     decimal = partial(_decimal, values, where)
-    for name, valid in UNCHANGED.items():
-        if values.get(name, valid[0]) not in valid:
-            raise CheckpointError(f"{where}: args.{name} {values[name]!r} (valid: {', '.join(map(repr, valid))})")
+    _check_unchanged(values, where)
     sizes: dict[str, Any] = {ours: number(theirs) for ours, theirs in SIZES.items()}
     same: dict[str, Any] = {
         ours: bool(values.get(theirs)) if isinstance(otherwise, bool) else decimal(theirs, otherwise)
@@ -194,8 +192,6 @@ def model_from_arguments(values: Mapping[str, object], vocab: int, where: str) -
     rmsnorm = values.get("normalization", "LayerNorm") == "RMSNorm"
     same["norm_offset"] |= bool(values.get(ZERO_CENTERED))
     same |= mixture_of(values, sizes["layers"], where)
-    if values.get("mtp_num_layers"):
-        same |= {"mtp_layers": number("mtp_num_layers"), "mtp_loss": decimal("mtp_loss_scaling_factor", 0.1)}
     if rmsnorm and same["norm_offset"]:
         raise CheckpointError(f"{where}: args.{ZERO_CENTERED} with RMSNorm: only LayerNorm's weights may count from 0")
     return ModelConfig(
@@ -216,7 +212,16 @@ def model_from_arguments(values: Mapping[str, object], vocab: int, where: str) -
         bias=bias,
         qkv_bias=bias or bool(values.get("add_qkv_bias")),
         tied=not values.get("untie_embeddings_and_output_weights", False),
+        mtp_layers=number("mtp_num_layers") if values.get("mtp_num_layers") else 0,
+        mtp_loss=decimal("mtp_loss_scaling_factor", 0.1),
     )
+
+
+def _check_unchanged(values: Mapping[str, object], where: str) -> None:
+    """Errors: CheckpointError naming an argument whose model is not ours."""
+    for name, valid in UNCHANGED.items():
+        if values.get(name, valid[0]) not in valid:
+            raise CheckpointError(f"{where}: args.{name} {values[name]!r} (valid: {', '.join(map(repr, valid))})")
 
 
 def _decimal(values: Mapping[str, object], where: str, name: str, otherwise: float) -> float:
