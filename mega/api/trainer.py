@@ -279,5 +279,7 @@ def _check_loss(begun: StartedRun, level: str) -> None:
         raise ValueError(f"level {level!r}: must be 'token' or 'sequence'")
     if family(run.model).prompt is None or run.finetuning.task != "lm":
         raise ValueError("loss: needs a left-to-right model with task lm")
+    if run.model.mtp_layers:
+        raise ValueError(f"loss: excludes mtp_layers {run.model.mtp_layers}, whose losses are of tokens further on")
     if level == "sequence" and cp > 1:
         raise ValueError(f"level 'sequence': excludes cp {cp}, whose ranks hold parts of each sequence")
