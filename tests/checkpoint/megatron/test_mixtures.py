@@ -188,6 +188,16 @@ def test_layouts_of_the_tree_are_free(recorded: Path, tmp_path: Path) -> None:
     assert list(diff(locate(recorded / "mixtral-torch"), locate(tmp_path / "back"))) == []
 
 
+def test_a_tree_of_ranks_with_other_experts_is_refused(recorded: Path, tmp_path: Path) -> None:
+    convert(recorded / "mixtral-torch", tmp_path / "theirs", "mcore-local", Layout())
+    (file,) = (tmp_path / "theirs").glob("*/*/model_optim_rng.pt")
+    content = torch.load(file, weights_only=False)
+    content["args"].expert_model_parallel_size = 2
+    torch.save(content, file)
+    with pytest.raises(CheckpointError, match=r"args\.expert_model_parallel_size 2: .*save torch_dist"):
+        convert(tmp_path / "theirs", tmp_path / "back", "mega", Layout())
+
+
 @pytest.mark.parametrize("to", ["megatron", "mcore"])
 def test_trees_without_mixtures_are_refused(recorded: Path, tmp_path: Path, to: str) -> None:
     with pytest.raises(CheckpointError, match=f"--saver {to}: has no mixture of experts; valid: mcore-local, torch_di"):

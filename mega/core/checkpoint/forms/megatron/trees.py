@@ -83,6 +83,9 @@ def open_form(path: Path, given: Given) -> Opened:
         raise CheckpointError(f"{folder}: {state.ranks} of {len(ranks)} ranks hold the optimizer's state; {LEAVE}")
     arguments = content.get("args")
     values = arguments.values if isinstance(arguments, Arguments) else {}
+    if (apart := values.get("expert_model_parallel_size", 1)) not in (None, 1):
+        rule = "trees whose ranks hold other experts are not read; have Megatron-core save torch_dist"
+        raise CheckpointError(f"{folder}: args.expert_model_parallel_size {plain(apart)!r:.40}: {rule}")
     source = TorchSource(tensors | state.tensors)
     core = era_of(content[_models(content, folder)[0]]) != "legacy"
     model, notes = model_of_tree(values, source.tensors, tp, given.vocab, path, folder, core=core)
