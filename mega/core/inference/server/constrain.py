@@ -81,6 +81,10 @@ class Grammar:
         self._first = LLMatcher(library, text, log_level=0, limits=_limits())
         if self._first.is_error():
             raise ValueError(self._first.get_error())
+        begun = self._first.deep_copy()
+        begun.compute_bitmask()  # a schema that is nothing but a reference to itself has no first token
+        if begun.is_error():
+            raise ValueError(f"no answer can begin by it ({_one_line(begun.get_error())})")
         self._vocab, self._end = vocab, end
 
     def start(self, ends: frozenset[int]) -> Allowed:
