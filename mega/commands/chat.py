@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -36,7 +36,8 @@ def run(
     """
     from mega.core.inference.request import sampling_of
 
-    how = sampling_of(**sampling.given())
+    drawn = sampling.given()
+    how = sampling_of(**drawn)
     if talk.url is not None:
         given = [*changed(engine), *(name for name in changed(talk) if name not in ("url", "system", "tokens", "name"))]
         if checkpoint is not None or given:
@@ -61,9 +62,8 @@ def run(
         from mega.core.inference.loading.adapters import adapter_paths
 
         assert checkpoint is not None
-        small = dataclasses.replace(engine, max_requests=1)
-        answering = open_chat(checkpoint, talk, small, adapter_paths(talk.adapter))
-    session = ChatSession(answering, how, talk.tokens, talk.system or "")
+        answering = open_chat(checkpoint, talk, replace(engine, max_requests=1), adapter_paths(talk.adapter))
+    session = ChatSession(answering, how, talk.tokens, talk.system or "", given=set(drawn))
     if sys.stdin.isatty():
         print("a turn a line; /help lists commands, Ctrl-D ends", file=sys.stderr)
     session.play(lines(), lambda text: print(text, end="", flush=True))

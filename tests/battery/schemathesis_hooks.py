@@ -8,7 +8,7 @@ from typing import Any
 import schemathesis
 
 
-@schemathesis.check
+@schemathesis.check  # type: ignore[untyped-decorator]
 def refusal_names_a_field(ctx: Any, response: Any, case: Any) -> None:
     """A 400 of a body that is an object names one of the route's fields, or one that the body has."""
     body = case.body

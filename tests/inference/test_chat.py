@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,9 @@ from tests.support.fake_engine import FakeEngine
 class Parrot:
     """Answers with how many messages it was given, and the last one."""
 
-    def answer(self, messages: Sequence[Message], how: Sampling, tokens: int) -> Generator[str, None, None]:
+    def answer(
+        self, messages: Sequence[Message], how: Sampling, tokens: int, given: Collection[str] = ()
+    ) -> Generator[str, None, None]:
         if tokens == 1:
             raise ValueError("too short")
         yield f"{len(messages)} "
@@ -93,14 +95,26 @@ def test_a_model_of_this_process_and_a_base_model() -> None:
 
 def test_a_server() -> None:
     tokenizer, engine = ByteTokenizer(), FakeEngine(list("Wörld".encode()), 256, vocab=300)
-    with serving(engine, tokenizer, ServerOptions(name="fake"), chat_format("plain", tokenizer)) as running:
+    with serving(engine, tokenizer, ServerOptions(name="fake", top_p=0.5), chat_format("plain", tokenizer)) as running:
         session = ChatSession(ServerAnswers(running.url, "fake"), tokens=20)
         assert said(session, "Hi\n/set presence_penalty 1\nHo") == "Wörld\npresence_penalty 1\nWörld\n"
         assert engine.seen[-1].sampling.presence_penalty == 1
+        said(session, "/set top_p 1\nHo")
+        assert session.given == {"presence_penalty", "top_p"} and engine.seen[-1].sampling.top_p == 1
         assert said(session, "x" * 300).startswith(f"mega: --url {running.url}: 400: This model's maximum context")
         wrong = ChatSession(ServerAnswers(running.url, "other"))
         assert "model 'other': is not served here" in said(wrong, "Hi")
     assert said(session, "Hi").startswith(f"mega: --url {running.url}: no answer: ")
+
+
+def test_thoughts_are_shown_and_not_sent_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = ServerAnswers("nowhere")
+    deltas = [{"reasoning_content": "hm, "}, {"reasoning_content": "yes"}, {"content": "Yes"}, {"content": "."}]
+    pieces = [piece for delta in deltas for piece in answers._texts({"choices": [{"delta": delta}]})]
+    monkeypatch.setattr(ServerAnswers, "answer", lambda *asked: (piece for piece in pieces))
+    session = ChatSession(answers)
+    assert said(session, "Is it?") == "[thinks] hm, yes\n[answers] Yes.\n"
+    assert session.turns[-1] == {"role": "assistant", "content": "Yes."}
 
 
 def test_lines_of_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,10 @@ _LONGEST_HALF = 3
 """Bytes of a character that are not yet a character; some decoders show each as one sign."""
 
 
+class Thought(str):
+    """What a model thinks before it answers: shown, and no part of the turn that the next question carries."""
+
+
 class TextStream:
     """The text that follows `prompt`, piece by piece; all pieces together are the text of the tokens as a whole."""
 

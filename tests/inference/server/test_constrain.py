@@ -12,6 +12,7 @@ pytest.importorskip("llguidance", reason="needs the extra serve")
 
 from mega.core.inference.loading.load import open_model
 from mega.core.inference.server.constrain import Grammars, _Tokens
+from mega.core.inference.server.fields import BadField
 from mega.core.text.tokenizer import Tokenizer
 from tests.inference.server.conftest import ByteTokenizer
 from tests.support.shared import shared
@@ -60,6 +61,13 @@ def test_a_text_within_a_text_is_its_own_bytes(made: Callable[[], Tokenizer], te
     for given in (text, text.encode()):
         assert b"".join(tokens.tokens[token] for token in tokens(given)) == text.encode()
     assert b"".join(tokens.tokens[token] for token in tokens(b"\xc3")) == b"\xc3"  # half a character
+
+
+@pytest.mark.parametrize("schema", [{"$ref": "#"}, {"anyOf": [{"$ref": "#"}]}])
+def test_a_schema_by_which_nothing_begins_is_refused(schema: dict[str, object]) -> None:
+    with pytest.raises(BadField, match="response_format: no answer can begin by it") as refused:
+        Grammars(ByteTokenizer(), 512).compile({"type": "json_schema", "json_schema": {"schema": schema}})
+    assert refused.value.field == "response_format"
 
 
 def test_what_cannot_follow_fails_the_answer() -> None:

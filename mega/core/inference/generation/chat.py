@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -19,7 +19,7 @@ from mega.core.files import check_file, whole_file
 from mega.core.inference.generation.generate import generate
 from mega.core.inference.generation.prompts import noting_ctrl_c
 from mega.core.inference.request import Engine, RequestError, Sampling, flag_line
-from mega.core.inference.text_stream import TextStream
+from mega.core.inference.text_stream import TextStream, Thought
 from mega.core.text.chat.format import ChatFormat
 from mega.core.text.chat.messages import Message
 from mega.core.text.tokenizer import Tokenizer
@@ -37,8 +37,11 @@ HELP = """\
 class Answering(Protocol):
     """Who answers a conversation."""
 
-    def answer(self, messages: Sequence[Message], how: Sampling, tokens: int) -> Generator[str, None, None]:
-        """The text of the next turn, as it comes. Errors: ValueError saying what is wrong."""
+    def answer(
+        self, messages: Sequence[Message], how: Sampling, tokens: int, given: Collection[str] = ()
+    ) -> Generator[str, None, None]:
+        """The text of the next turn, as it comes. given: names of what the user has set of `how`, defaults among them.
+        Errors: ValueError saying what is wrong."""
 
 
 @dataclass
@@ -51,7 +54,9 @@ class LocalAnswers:
     ends: frozenset[int]
     adapter: str | None = None
 
-    def answer(self, messages: Sequence[Message], how: Sampling, tokens: int) -> Generator[str, None, None]:
+    def answer(
+        self, messages: Sequence[Message], how: Sampling, tokens: int, given: Collection[str] = ()
+    ) -> Generator[str, None, None]:
         ids, longest = self._prompt(messages), self.engine.limits.longest
         if len(ids) >= longest:
             raise ValueError(
@@ -81,13 +86,15 @@ class LocalAnswers:
 
 @dataclass
 class ChatSession:
-    """The state of a conversation. system: "" for none. how, tokens: how answers are drawn, and how long they are."""
+    """The state of a conversation. system: "" for none. how, tokens: how answers are drawn, and how long they are.
+    given: names of what the user has set of `how`; a server's own defaults are the others."""
 
     answering: Answering
     how: Sampling = field(default_factory=Sampling)
     tokens: int = 512
     system: str = ""
     turns: list[Message] = field(default_factory=list)
+    given: set[str] = field(default_factory=set)
 
     @property
     def messages(self) -> list[Message]:
@@ -114,10 +121,15 @@ class ChatSession:
         """Ask, and keep the turn with as much of its answer as came."""
         asked = [*self.messages, {"role": "user", "content": line}]
         pieces: list[str] = []
+        thinking = False
         with noting_ctrl_c(sys.stdin.isatty()) as stopped:
-            made = self.answering.answer(asked, self.how, self.tokens)
+            made = self.answering.answer(asked, self.how, self.tokens, self.given)
             for piece in made:
-                pieces.append(piece)
+                if isinstance(piece, Thought) != thinking:
+                    thinking = not thinking
+                    write("[thinks] " if thinking else "\n[answers] ")
+                if not thinking:
+                    pieces.append(piece)
                 write(piece)
                 if stopped():
                     made.close()
@@ -172,6 +184,7 @@ class ChatSession:
                 self.how = replace(self.how, **{name: value})  # type: ignore[arg-type]
             except RequestError as error:
                 raise ValueError(f"/set {error}") from None
+            self.given.add(name)
         return f"{name} {text}"
 
     def _save(self, name: str) -> str:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mega.core.inference.request import Sampling
 from mega.core.inference.server.client import connected, message_of
+from mega.core.inference.text_stream import Thought
 from mega.core.text.chat.messages import Message
 from mega.core.untrusted import below
 
@@ -25,11 +26,13 @@ class ServerAnswers:
     url: str
     name: str | None = None
 
-    def answer(self, messages: Sequence[Message], how: Sampling, tokens: int) -> Generator[str, None, None]:
-        """Errors: ValueError with the server's own text; OSError where none answers. What is at its default is left to
-        the server."""
+    def answer(
+        self, messages: Sequence[Message], how: Sampling, tokens: int, given: Collection[str] = ()
+    ) -> Generator[str, None, None]:
+        """Errors: ValueError with the server's own text; OSError where none answers. What is neither given nor other
+        than its default is left to the server."""
         body: dict[str, object] = {"messages": list(messages), "max_tokens": tokens, "stream": True}
-        body |= {name: value for name, value in vars(how).items() if value != getattr(DEFAULTS, name)}
+        body |= {name: value for name, value in vars(how).items() if name in given or value != getattr(DEFAULTS, name)}
         body |= {} if self.name is None else {"model": self.name}
         connection, path, headers = connected(self.url, "/v1/chat/completions")
         try:
@@ -42,19 +45,23 @@ class ServerAnswers:
                 if data == "[DONE]":
                     return
                 if data:
-                    yield self._text(_json(data.encode()))
+                    yield from self._texts(_json(data.encode()))
         except (http.client.HTTPException, OSError) as error:
             raise OSError(f"--url {self.url}: no answer: {error or type(error).__name__}") from None
         finally:
             connection.close()
 
-    def _text(self, event: object) -> str:
+    def _texts(self, event: object) -> Iterator[str]:
+        """What an event adds: to the thoughts, to the answer."""
         if not isinstance(event, dict) or "error" in event:
             raise ValueError(f"--url {self.url}: {message_of(event)}")
         choices = event.get("choices")
         first = choices[0] if isinstance(choices, list) and choices else {}
         delta: Mapping[str, object] = below(first, "delta") if isinstance(first, dict) else {}
-        return str(delta.get("content") or "")  # thoughts are no part of a turn, which the next request sends back
+        if thought := delta.get("reasoning_content") or delta.get("reasoning"):
+            yield Thought(thought)
+        if text := delta.get("content"):
+            yield str(text)
 
 
 def _json(data: bytes) -> object:
