@@ -51,3 +51,12 @@ def test_an_interface_is_found_by_its_address() -> None:
     names = [name for _, name in socket.if_nameindex()]
     assert interface.interface_of("127.0.0.1") in (*names, None) and interface.interface_of("192.0.2.1") is None
     assert interface.own_address("127.0.0.1") == "127.0.0.1" and interface.own_address("a..b") == ""
+
+
+def test_a_host_whose_own_name_is_a_loopback_address_is_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Debian's installer leaves it; or else no host would listen where the others join."""
+    found = [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.1.1", 1))]
+    monkeypatch.setattr(interface.socket, "getaddrinfo", lambda *words, **more: found)
+    assert interface.is_own("node-0")
+    found[0] = (*found[0][:-1], ("192.0.2.1", 1))
+    assert not interface.is_own("node-1")

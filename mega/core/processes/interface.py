@@ -57,12 +57,13 @@ def own_address(other: str) -> str:
 def is_own(name: str) -> bool:
     """Whether an address, or a host's name, means this host.
 
-    >>> is_own("localhost"), is_own("192.0.2.1")
-    (True, False)
+    >>> is_own("localhost"), is_own("127.0.1.1"), is_own("192.0.2.1")
+    (True, True, False)
     """
     address = own_address(name)  # the way to an address of one's own begins there
     with contextlib.suppress(OSError, UnicodeError):
-        return bool(address) and address in {place[0] for *_, place in socket.getaddrinfo(name, 1)}
+        found = {str(place[0]) for *_, place in socket.getaddrinfo(name, 1)} if address else set()
+        return address in found or any(map(_is_loopback, found))  # 127.0.1.1 is reached from 127.0.0.1
     return False
 
 
