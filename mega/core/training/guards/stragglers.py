@@ -26,8 +26,8 @@ WINDOW = 10
 MOST = 8
 """Of them, those in which a slow rank is slow."""
 
-IGNORED = 5
-"""First steps of a run, in which kernels are chosen."""
+IGNORED = 20
+"""First steps of a run, in which kernels are chosen and files come from the disk."""
 
 PAST = 100
 """Steps of its own that a rank alone is compared with."""
