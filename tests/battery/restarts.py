@@ -9,8 +9,8 @@ seconds until ranks were started again and until a step was made, the line about
 bitwise equal; one more a job: processes and files that were left. `kill`: SIGKILL of a random rank. `stop`: SIGSTOP,
 with --timeout-minutes 0.25. `host`: SIGKILL of all processes of a random host, for which a spare is there. `cut`: the
 link of a random host is cut, three times a job. `poisson`: SIGKILL of random ranks, of one a host, at intervals of
---mean seconds for --minutes; goodput is the share of the time that was spent in steps which count, and `of_median` what
-it would be if each of these took the median of seconds a step, as beside no other work. Ranks that start again import
+--mean seconds for --minutes; `goodput` is the share of the time that was spent in steps which count, `but_faults` the
+share that kills did not take: from one to the next step, and steps that were made twice. Ranks that start again import
 nothing, so both are net of imports of torch and gross.
 Rows that are in --out already are not repeated.
 """
@@ -48,8 +48,8 @@ RUN = (
 
 PORT = 29617
 
-POISSON = ["--save-interval", "300"]
-"""Of steps of some 30 ms, so that a save is rare beside copies in memory."""
+POISSON = "--layers 2 --hidden 256 --heads 4 --seq-length 256 --vocab 256 --save-interval 300".split()
+"""Of steps of half a second on two cores, so that they and not what is between them take the time."""
 
 TIMES = {"cut": 3}
 """Faults of a job, where not FAULTS."""
@@ -71,7 +71,7 @@ class Fleet:
     def start(self, number: int) -> None:
         variables = {"MASTER_ADDR": self.first[0], "MASTER_PORT": str(self.first[1]), "TMPDIR": str(self.place / "tmp")}
         hosted = ["--nproc", str(self.nproc), "--hosts", str(COUNT), "--max-restarts", "3", "--peer-copy-interval", "5"]
-        command = [sys.executable, "-m", "mega", *RUN, *self.words, *hosted, "--save", str(self.place / "run")]
+        command = [sys.executable, "-m", "mega", *RUN, *hosted, *self.words, "--save", str(self.place / "run")]
         variables["OMP_NUM_THREADS"] = "1"
         if self.made:
             name, job = (
@@ -252,31 +252,48 @@ def _moved(fleet: Fleet, since: float) -> float:
     return float("nan")
 
 
-def poisson(minutes: float, mean: float, seed: int, made: list[Host] | None) -> dict[str, Any]:
+def poisson(minutes: float, mean: float, seed: int, copies: int, made: list[Host] | None) -> dict[str, Any]:
     """Goodput under kills at random times."""
     steps, chance = 100_000, random.Random(f"poisson {seed}")
     with tempfile.TemporaryDirectory(prefix="mega-restarts-") as folder:
         words = ["--steps", str(steps), "--timeout-minutes", "1", "--keep-last", "2", *POISSON]
+        words += ["--peer-copy-interval", str(copies)]
         fleet = Fleet(made, Path(folder), words, nproc=1)
         try:
             fleet.wait(10)
-            began, first, kills = time.monotonic(), fleet.step(), 0
+            began, first, kills = time.monotonic(), fleet.step(), []
             while (now := time.monotonic()) < began + 60 * minutes:
                 pause = min(chance.expovariate(1 / mean), began + 60 * minutes - now)
                 time.sleep(pause)
                 if time.monotonic() < began + 60 * minutes and fleet.running():
+                    kills.append((time.monotonic(), fleet.step()))
                     strike("kill", fleet, chance)
-                    kills += 1
             seconds, made_steps = time.monotonic() - began, fleet.step() - first
             rows = [json.loads(row) for row in (Path(folder) / "run/metrics.jsonl").read_text().splitlines()]
             took = {row["step"]: row["seconds"] for row in rows if "seconds" in row and row["step"] > first}
             restarts = sum(line.startswith("mega: restart ") for _, _, line in fleet.lines) // COUNT
+            lost = [_lost(fleet, *kill) for kill in kills]
         finally:
             fleet.close()
-    figures = {"kind": "poisson", "job": seed, "number": 0, "minutes": minutes, "mean": mean, "kills": kills}
+    figures: dict[str, Any] = {"kind": "poisson", "job": seed, "number": 0, "minutes": minutes, "mean": mean}
+    figures |= {"copies": copies, "kills": len(kills), "lost": lost}
     figures |= {"restarts": restarts, "steps": made_steps, "load": os.getloadavg()[0]}
-    usual = made_steps * statistics.median(took.values())
-    return {**figures, "goodput": round(sum(took.values()) / seconds, 3), "of_median": round(usual / seconds, 3)}
+    usual = statistics.median(took.values())
+    faults = sum(each["step_s"] + usual * each["steps"] for each in lost if each)
+    figures |= {"step_s": round(usual, 4), "goodput": round(sum(took.values()) / seconds, 3)}
+    return {**figures, "but_faults": round(1 - faults / seconds, 3)}
+
+
+def _lost(fleet: Fleet, killed: float, step: int) -> dict[str, float]:
+    """What a kill after a step cost: seconds to the restart and to the next step, and steps made twice."""
+    lines = [(moment - killed, line) for moment, _, line in fleet.lines if moment > killed]
+    restarts = [(after, line) for after, line in lines if line.startswith("mega: restart ")]
+    steps = [after for after, line in lines if line.startswith("step ") and restarts and after > restarts[0][0]]
+    if not steps:
+        return {}
+    found = re.search(r"from step (\d+)", restarts[0][1])
+    again = step - (int(found[1]) if found else 0)
+    return {"restart_s": round(restarts[0][0], 2), "step_s": round(steps[0], 2), "steps": again}
 
 
 @contextlib.contextmanager
@@ -297,6 +314,7 @@ def main() -> None:
     parser.add_argument("--loopback", action="store_true", help="no namespaces")
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--mean", type=float, default=180)
+    parser.add_argument("--copies", type=int, default=10, help="steps between two copies in memory under poisson")
     parser.add_argument("--out", type=Path, default=Path("build/battery/restarts.jsonl"))
     arguments = parser.parse_args()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -310,7 +328,7 @@ def main() -> None:
                 if done > TIMES.get(kind, FAULTS) or (kind == "poisson" and done):
                     continue
                 rows = (
-                    [poisson(arguments.minutes, arguments.mean, seed, made)]
+                    [poisson(arguments.minutes, arguments.mean, seed, arguments.copies, made)]
                     if kind == "poisson"
                     else play(kind, seed, made)
                 )
