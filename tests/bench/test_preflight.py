@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from mega.cli import main
 from mega.core.bench import preflight
 from mega.core.bench.options import PreflightOptions
 from mega.core.bench.preflight import judged, rounds
@@ -52,20 +53,6 @@ def test_each_pair_of_hosts_meets_once(count: int) -> None:
         assert len({host for pair in each for host in pair}) == 2 * len(each)
 
 
-def test_two_ranks_of_this_host(tmp_path: Path) -> None:
-    """Figures are of this machine, which others use too: only what is off may differ."""
-    command = [sys.executable, "-m", "mega", "preflight", "--nproc", "2", "--device", "cpu", "--json"]
-    more = ["--save", str(tmp_path), "--megabytes", "4", "--least", "0.001"]
-    done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert [set(row["figures"]) for row in found["ranks"]] == [
-        {"matmul", "copy", "link", "write", "read"},
-        {"matmul", "copy", "link"},
-    ]
-    assert found["faults"] == [] and not list(tmp_path.iterdir())
-
-
 def printing_slowly(options: PreflightOptions) -> int:
     show = preflight._show
 
@@ -77,13 +64,35 @@ def printing_slowly(options: PreflightOptions) -> int:
     return preflight.preflight(options)
 
 
-def in_two_ranks() -> int:
-    return launch.launch(2, printing_slowly, PreflightOptions(device="cpu", json=True, least=1.0))
+def twice_in_two_ranks(place: str) -> None:
+    """By the verb, and with what is off."""
+    words = ["preflight", "--nproc", "2", "--device", "cpu", "--json", "--save", place, "--megabytes", "4"]
+    codes = [main([*words, "--least", "0.001"])]
+    sys.stdout.flush()
+    codes.append(launch.launch(2, printing_slowly, PreflightOptions(device="cpu", json=True, least=1.0)))
+    print(json.dumps(codes))
 
 
-def test_what_is_off_is_printed_before_any_rank_ends() -> None:
-    """In a process of its own: ranks print where the first one of this process would."""
-    line = "import sys; from tests.bench.test_preflight import in_two_ranks; sys.exit(in_two_ranks())"
+def test_two_ranks_of_this_host(tmp_path: Path) -> None:
+    """Figures are of this machine, which others use too: only what is off may differ, and it is printed before any rank
+    ends. In a process of its own: ranks print where the first one of this process would."""
+    line = f"from {__name__} import twice_in_two_ranks; twice_in_two_ranks({str(tmp_path)!r})"
     root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", line], cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and json.loads(done.stdout)["faults"], done.stderr
+    done = subprocess.run([sys.executable, "-c", line], cwd=root, capture_output=True, text=True, timeout=300)
+    found, off, codes = parsed(done.stdout)
+    assert codes == [0, 1], done.stderr
+    assert [set(row["figures"]) for row in found["ranks"]] == [
+        {"matmul", "copy", "link", "write", "read"},
+        {"matmul", "copy", "link"},
+    ]
+    assert found["faults"] == [] and off["faults"] and not list(tmp_path.iterdir())
+
+
+def parsed(text: str) -> list[Any]:
+    """The JSON values of a text, one after the other."""
+    found, decoder = [], json.JSONDecoder()
+    while text := text.lstrip():
+        value, end = decoder.raw_decode(text)
+        found.append(value)
+        text = text[end:]
+    return found

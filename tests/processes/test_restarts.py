@@ -27,6 +27,7 @@ from mega.core.processes.leader import Size
 from mega.core.processes.restarts import Job, Restarts, supervise
 from mega.core.processes.world import LAUNCHED, supervised_ranks, world_from_env
 from mega.core.training.stop import StopSignal
+from tests.support.lost_host import one_host
 
 RUN = (
     "pretrain --layers 1 --hidden 8 --heads 1 --seq-length 8 --vocab 64 --mock-data --micro-batch 1 --global-batch 2 "
@@ -160,27 +161,12 @@ def _tensors(place: Path) -> dict[str, bytes]:
     return {f"{path.name} {name}": array.tobytes() for path in files for name, array in load_file(path).items()}
 
 
-def kills_its_host(place: str) -> int:
-    """In the first attempt a rank kills what has launched it, as when its host is lost."""
-    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    Path(f"{place}/attempt-{attempt}").touch()
-    if attempt:
-        return 0
-    while not Path(f"{place}/spare").exists():
-        time.sleep(0.01)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    os.kill(parent.pid, signal.SIGKILL)  # type: ignore[arg-type]
-    time.sleep(60)
-    return 1
-
-
 def test_a_spare_takes_the_place_of_the_host_that_led(tmp_path: Path) -> None:
     with socket.socket() as one:
         one.bind(("", 0))
         port = one.getsockname()[1]
     variables = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, "-c", f"from {__name__} import one_host; one_host({str(tmp_path)!r})"]
+    command = [sys.executable, "-c", f"from {one_host.__module__} import one_host; one_host({str(tmp_path)!r})"]
     first = subprocess.Popen(command, env=variables)
     while not (tmp_path / "attempt-0").exists():
         time.sleep(0.05)
@@ -190,11 +176,6 @@ def test_a_spare_takes_the_place_of_the_host_that_led(tmp_path: Path) -> None:
     assert (first.wait(timeout=120), spare.wait(timeout=120)) == (-9, 0)
     assert "which led the others, was lost" in spare.stderr.read()
     assert (tmp_path / "attempt-1").exists()
-
-
-def one_host(place: str) -> None:
-    job = Job(kills_its_host, lambda resumes: (place,), lambda: 0)
-    sys.exit(supervise_hosts(1, 1, 1, 1.0, job))
 
 
 def test_the_name_of_the_first_host_may_come_later(monkeypatch: pytest.MonkeyPatch) -> None:

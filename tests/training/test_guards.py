@@ -219,6 +219,7 @@ def test_a_spike_of_a_run_is_found(tmp_path: Path, pool: Pool, policy: str) -> N
 def test_spikes_that_last_are_the_new_level(tmp_path: Path, pool: Pool) -> None:
     """The first ones are left out; then what is usual is learned again. A resume between them is the same run."""
     values = {"steps": 70, "save_interval": 70, "on_spike": "skip", "inject": ("spike:gradient@step=40,steps=99",)}
+    values |= {"layers": 1, "global_batch": 2}
     (straight,) = pool.run(play, guarded(tmp_path / "a", **values), 1, world=1)
     assert straight["error"] == "" and [each["step"] for each in straight["left_out"]] == list(range(40, 40 + LASTING))
     assert sum("what is usual is learned again" in line for line in straight["lines"]) == 1

@@ -38,6 +38,10 @@ RUN = (
 ).split()
 
 
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = (sys.executable, "-c", f"from {__name__} import play; play()")
+"""Not this file as a script, which each rank would import again."""
+
 pytestmark = pytest.mark.timeout(900)  # on a busy machine each of the runs of `endings` takes a minute to start
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
@@ -53,7 +57,8 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, di
     (place / "tmp").mkdir()
     names = [each.name for each in SIGNALS]
     job = subprocess.Popen(
-        [sys.executable, __file__, str(place), *names, "SIGKILL"],
+        [*PROGRAM, str(place), *names, "SIGKILL"],
+        cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -259,33 +264,52 @@ def test_threads_are_what_the_user_sets_or_a_share_of_the_cores_that_are_ours(mo
     assert connect.threads(4) == 2
 
 
-if __name__ == "__main__":
+def _read(terminal: int) -> bytes:
+    """What has been drawn on a terminal since."""
+    os.set_blocking(terminal, False)
+    with contextlib.suppress(BlockingIOError):
+        return os.read(terminal, 1 << 16)
+    return b""
+
+
+def test_a_terminal_that_is_closed_costs_no_step(tmp_path: Path) -> None:
+    """As when ssh drops: SIGHUP, and whatever draws on the terminal meets an error from then on. A bar is drawn, by one
+    of two ranks on the first terminal, by the process itself on the second."""
+    ours, theirs = zip(*(os.openpty() for _ in range(2)), strict=True)
+    terminals = [f"{ranks}:{terminal}" for ranks, terminal in zip("21", theirs, strict=True)]
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs[0])
+    command = [*PROGRAM, str(tmp_path), *terminals]
+    job = subprocess.Popen(command, **streams, cwd=ROOT, pass_fds=theirs, start_new_session=True)
+    for terminal in theirs:
+        os.close(terminal)
+    for name, terminal in zip(terminals, ours, strict=True):
+        shown, rows, deadline = b"", tmp_path / f"{name}.rows", time.monotonic() + 300
+        while not (rows.exists() and rows.stat().st_size) and job.poll() is None and time.monotonic() < deadline:
+            shown += _read(terminal)
+            time.sleep(0.02)
+        os.close(terminal)
+        while not (code := tmp_path / f"{name}.code").exists() and job.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert code.exists() and int(code.read_text()) == 128 + signal.SIGHUP, shown.decode(errors="replace")
+        steps = [json.loads(line)["step"] for line in rows.read_text().splitlines()]
+        assert CheckpointStore(tmp_path / name).steps()[-1] == steps[-1]
+    assert job.wait(300) == 0
+
+
+def _write(code: int, place: Path) -> None:
+    place.with_suffix(".tmp").write_text(str(code))
+    os.replace(place.with_suffix(".tmp"), place)
+
+
+def play() -> None:
+    """A run for each word: of a signal that will come, or of so many ranks on a terminal."""
     folder = Path(sys.argv[1])
     for name in sys.argv[2:]:
-        print("==", name, flush=True)
-        code = main(["pretrain", *RUN, "--save", str(folder / name)])
-        (folder / f"{name}.code.tmp").write_text(str(code))
-        os.replace(folder / f"{name}.code.tmp", folder / f"{name}.code")
-
-
-@pytest.mark.parametrize("ranks", ["1", "2"])
-def test_a_terminal_that_is_closed_costs_no_step(tmp_path: Path, ranks: str) -> None:
-    """As when ssh drops: SIGHUP, and whatever draws on the terminal meets an error from then on. A bar is drawn."""
-    run = [*RUN[:-1], ranks, "--save", str(tmp_path / "run"), "--metrics", str(tmp_path / "rows")]
-    ours, theirs = os.openpty()
-    program = f"import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); import mega.cli as c; c.main({run!r})"
-    program = program.replace("c.main(", "raise SystemExit(c.main(['pretrain', *").replace("])", "]]))")
-    job = subprocess.Popen(
-        [sys.executable, "-c", program], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
-    )
-    os.close(theirs)
-    shown, rows, deadline = b"", tmp_path / "rows", time.monotonic() + 300
-    while not (rows.exists() and rows.stat().st_size) and job.poll() is None and time.monotonic() < deadline:
-        with contextlib.suppress(BlockingIOError):
-            os.set_blocking(ours, False)
-            shown += os.read(ours, 1 << 16)
-        time.sleep(0.02)
-    os.close(ours)
-    assert job.wait(300) == 128 + signal.SIGHUP, shown.decode(errors="replace")
-    steps = [json.loads(line)["step"] for line in rows.read_text().splitlines()]
-    assert CheckpointStore(tmp_path / "run").steps()[-1] == steps[-1]
+        ranks, _, terminal = name.partition(":")
+        if terminal:
+            os.login_tty(int(terminal))
+            more = ["--nproc", ranks, "--metrics", str(folder / f"{name}.rows")]
+        else:
+            print("==", name, flush=True)
+            more = []
+        _write(main(["pretrain", *RUN, "--save", str(folder / name), *more]), folder / f"{name}.code")
