@@ -231,7 +231,7 @@ def play_mpi(restarts: bool, made: list[Host], folder: Path) -> dict[str, Any]:
 def play_torchrun(made: list[Host], folder: Path) -> dict[str, Any]:
     save = folder / "run"
     path = script("torchrun", folder, save, [], ["--max-restarts", "3"])
-    return _watched(made, path, {"MASTER_ADDR": made[0].address}, save, True, folder)
+    return _watched(made, path, {"MASTER_ADDR": made[0].name}, save, True, folder)  # by its name it knows itself
 
 
 def _watched(

@@ -196,7 +196,8 @@ def break_fourth(training: Training) -> None:
 
 def test_steps_that_are_not_finite_end_a_run_whose_scale_could_become_less(tmp_path: Path, pool: Pool) -> None:
     """A loss scale does not follow a loss that is not finite, however large it is."""
-    options = guarded(tmp_path, steps=40, on_nan="skip", dtype="fp16", inject=("nan:batch@step=2,steps=50",))
+    fault = "nan:batch@step=2,steps=50"
+    options = guarded(tmp_path, steps=40, on_nan="skip", dtype="fp16", inject=(fault,), layers=1, global_batch=1)
     (found,) = pool.run(play, options, 1, world=1)
     assert found["error"].startswith("step 21: loss or gradients of 20 steps in a row are not finite: "), found
 
@@ -209,6 +210,7 @@ def test_a_spike_of_a_run_is_found(tmp_path: Path, pool: Pool, policy: str) -> N
         save_interval=45,
         on_spike=policy,
         global_batch=2,
+        layers=1,
         inject=("spike:gradient@step=40,rank=1,x=4000",),
     )
     found = pool.run(play, options, 2, world=2)[0]
