@@ -9,8 +9,9 @@ from pathlib import Path
 from mega.core.config import toml
 from mega.core.config.compose import compose, nearest
 from mega.core.config.families import check_typed
-from mega.core.config.run import Options, run_schema, updated
+from mega.core.config.run import Options, run_schema, updated, value_of
 from mega.core.config.schema import Schema
+from mega.core.hub.places import with_folders
 
 
 def config(preset: str | None = None, *, file: str | Path | None = None, **options: object) -> Options:
@@ -37,8 +38,14 @@ def config(preset: str | None = None, *, file: str | Path | None = None, **optio
 
 
 def with_options(run: Options, options: Mapping[str, object]) -> Options:
-    """`run` with some options replaced by keywords. Errors: ValueError."""
-    return updated(run, named(options, run_schema())) if options else run
+    """`run` with some options replaced by keywords, and with what names of the Hugging Face Hub stand for, fetched.
+
+    Errors: ValueError naming the option; OSError where nothing can be fetched.
+    """
+    chosen = updated(run, named(options, run_schema())) if options else run
+    stored = {name: value_of(chosen, name) for name in run_schema().entries}
+    fetched = with_folders(stored, run_schema().entries.values())
+    return updated(chosen, {name: value for name, value in fetched.items() if value != stored[name]})
 
 
 def named(options: Mapping[str, object], schema: Schema) -> dict[str, object]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from mega.core.checkpoint.forms.options import ConvertOptions
 from mega.core.checkpoint.own.options import Layout
+from mega.core.hub.places import local_place
 
 if TYPE_CHECKING:
     from mega.core.checkpoint.own.ledger import ConversionReport
@@ -41,7 +43,7 @@ def convert(
     assert isinstance(at, Layout)
     kind = None if given["to"] is None else str(given["to"])
     weights = ConvertOptions(
-        load_dir=Path(source),
+        load_dir=Path(local_place("source", os.fspath(source))),
         save_dir=Path(target),
         to=kind,
         base=None if base is None else Path(base),

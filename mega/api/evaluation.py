@@ -15,6 +15,7 @@ from mega.core.config.compose import GivenOptions, compose
 from mega.core.config.run import run_schema
 from mega.core.config.schema import schema_of
 from mega.core.files import check_file, check_source
+from mega.core.hub.places import local_place, with_folders
 from mega.core.processes.world import ranks, world_from_env
 from mega.core.untrusted import Json, below
 
@@ -68,9 +69,9 @@ def evaluate(
     own = schema_of({"benchmark": TaskOptions})
     files = [os.fspath(each) for each in (data if isinstance(data, list) else [data])]
     of_task = {name: value for name, value in options.items() if name in own.entries}
-    asked = named({**of_task, "task": task, "valid_data": files}, own)
+    asked = with_folders(named({**of_task, "task": task, "valid_data": files}, own), own.entries.values())
     given = named({name: value for name, value in options.items() if name not in own.entries}, run_schema())
-    place = os.fspath(path)
+    place = local_place("path", os.fspath(path))
     check_source("--load", place)
     run = compose(None, {}, {**given, "load": place})
     world = world_from_env()

@@ -8,6 +8,7 @@ The engine of `mega generate` and `mega serve` is made when it is first needed; 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
@@ -17,6 +18,7 @@ from typing import Literal, overload
 import torch
 
 from mega.core.device import DTYPES, Device
+from mega.core.hub.places import local_place
 from mega.core.inference.engine import BatchingEngine
 from mega.core.inference.generation.chat import LocalAnswers
 from mega.core.inference.generation.generate import logits, losses
@@ -43,14 +45,15 @@ def load(
     device: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> Model:
     """The model at `path`, opened where it is: a run's directory (its newest step), one step in it, or weights in
-    Hugging Face's, Meta's, Megatron-LM's or another form that `mega convert-llama` reads.
+    Hugging Face's, Meta's, Megatron-LM's or another form that `mega convert-llama` reads; or a name of the Hugging Face
+    Hub, OWNER/NAME, which is fetched.
 
     dtype: computed in [fp32 on a CPU, else that of the weights]. It takes one device, also in a process that is one of
     several ranks. Errors: ValueError naming the file, key or tensor, or the model's family.
     """
     if dtype not in (None, "fp32", "bf16", "fp16"):
         raise ValueError(f"dtype {dtype}: must be fp32, bf16 or fp16")
-    opened = open_model(path)
+    opened = open_model(local_place("path", os.fspath(path)))
     check_layout(opened.model, 1, 1)
     where = Device.choose(device, world_from_env().local_rank)
     return Model(opened, where, compute_dtype(opened, where, dtype))

@@ -41,7 +41,7 @@ from mega.core.config.option import Section, VerbSection
 from mega.core.config.presets import PRESETS
 from mega.core.config.run import Options, entries, run_schema, sections
 from mega.core.config.schema import Entry, Schema, schema_of
-from mega.core.hub.names import Kind, hub_name
+from mega.core.hub import places
 from mega.core.processes.world import is_first_rank
 from mega.core.terminal import print_whole
 
@@ -212,8 +212,8 @@ def command(function: Callable[..., Result]) -> Callable[..., Result | int]:
         values, preset = {**own_file, **own_flags}, None
         _check_ranges(values, takes.own)
         if not print_config:
-            values = _with_hub(values, own)
-            file, flags = _with_hub(file, chosen), _with_hub(flags, chosen)
+            values = places.with_folders(values, own, _report)
+            file, flags = (places.with_folders(each, chosen, _report) for each in (file, flags))
         if takes.run is not None:
             preset, ctx = (typed.pop(name) for name in ("model", "ctx"))
             file = _above_deepspeed(file, typed.pop("deepspeed_config"), typed.pop("deepspeed_lenient"), flags)
@@ -304,35 +304,14 @@ def _check_given(values: Mapping[str, object], own: Sequence[Entry]) -> None:
             raise ValueError(f"{entry.flag} is missing: give {entry.option.help}")
 
 
-def _with_hub(values: Mapping[str, object], options: Sequence[Entry]) -> dict[str, object]:
-    """`values` with the folders of names of the Hub, which are fetched, in place of these names.
-
-    A run's own directory, which --save names too, is still to be made. Errors: ValueError, OSError.
-    """
-    found = dict(values)
-    for entry in options:
-        given = values.get(entry.name)
-        if entry.option.hub is None or given is None or given == values.get("save"):
-            continue
-        several = given if isinstance(given, tuple | list) else [given]
-        folders = [local_place(entry.flag, str(each), entry.option.hub) for each in several]
-        if folders != [str(each) for each in several]:
-            found[entry.name] = tuple(folders) if entry.many else entry.kind(folders[0])
-    return found
+def local_place(flag: str, place: str) -> str:
+    """The folder of the model that a name of the Hub names; any other place as it is. Errors: ValueError, OSError."""
+    return places.local_place(flag, place, report=_report)
 
 
-def local_place(flag: str, place: str, kind: Kind = "model") -> str:
-    """The folder of what a name of the Hub names; any other place as it is. Errors: ValueError, OSError."""
-    name = hub_name(place)
-    if name is None:
-        return place
-    from mega.core.hub.download import fetched
-
-    def report(line: str) -> None:
-        if is_first_rank():
-            print(f"mega: {line}", file=sys.stderr, flush=True)
-
-    return str(fetched(flag, name, kind, report))
+def _report(line: str) -> None:
+    if is_first_rank():
+        print(f"mega: {line}", file=sys.stderr, flush=True)
 
 
 def _above_deepspeed(

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 from safetensors.torch import load
 
+import mega
 from mega import cli
 from mega.core.hub import download
 from mega.core.hub.choice import chosen
@@ -106,6 +107,18 @@ def test_a_name_is_loaded_and_then_taken_from_the_cache(
     assert cli.main([*line, "third"]) == 0 and "HF_HUB_OFFLINE=1" in capsys.readouterr().err
     assert fetch("me/other") == 2
     assert "me/other: no such directory, and it is not in" in capsys.readouterr().err
+
+
+def test_python_takes_names_too(hub: Hub, model: dict[str, bytes], capfd: pytest.CaptureFixture[str]) -> None:
+    hub.repositories["models", "me/toy"] = model
+    first = mega.load("me/toy", device="cpu").logits([1, 2, 3])
+    mega.convert("me/toy", "own")
+    assert mega.load("own", device="cpu").logits([1, 2, 3]).equal(first)
+    with pytest.raises(ValueError, match="--micro-batch is missing"):
+        mega.finetune(mega.config(load="me/toy", vocab=first.shape[-1]))
+    with pytest.raises(ValueError, match="path me/other: no such directory"):
+        mega.load("me/other")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_cut_transfers_are_resumed(hub: Hub, model: dict[str, bytes]) -> None:
