@@ -25,10 +25,10 @@ def config(preset: str | None = None, *, file: str | Path | None = None, **optio
     >>> run = config("gpt2-124m", lr=6e-4, tp=2)
     >>> run.model.layers, run.optimizer.lr, run.parallel.tp
     (12, 0.0006, 2)
-    >>> config("gpt2-124m", learning_rat=6e-4)
+    >>> config("gpt2-124m", num_layers=6)
     Traceback (most recent call last):
     ...
-    ValueError: learning_rat: is not an option (nearest: lr_warmup_init)
+    ValueError: num_layers: is not an option (nearest: layers)
     """
     given = named(options, run_schema())
     stored = {} if file is None else toml.read(os.fspath(file))
@@ -61,7 +61,7 @@ def named(options: Mapping[str, object], schema: Schema) -> dict[str, object]:
     for name, value in options.items():
         entry = schema.entries.get(name)
         if entry is None:
-            problems.append(f"{name}: is not an option{nearest(name, schema.entries)}")
+            problems.append(f"{name}: is not an option{_nearest(name, schema)}")
             continue
         if value is None and entry.optional:
             values[name] = None
@@ -76,6 +76,13 @@ def named(options: Mapping[str, object], schema: Schema) -> dict[str, object]:
     if problems:
         raise ValueError("\n".join(problems))
     return values
+
+
+def _nearest(name: str, schema: Schema) -> str:
+    """The option that Megatron-LM, or a user, calls by this name; else the one that is spelled most like it."""
+    flag = "--" + name.replace("_", "-")
+    same = (each.name for each in schema.entries.values() if flag in (*each.option.megatron, *each.option.synonyms))
+    return nearest(name, schema.entries) if (known := next(same, None)) is None else f" (nearest: {known})"
 
 
 def _plain(value: object) -> object:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import doctest
+import importlib
 import re
 import runpy
 import subprocess
@@ -31,6 +33,11 @@ def test_the_names_are_the_same_everywhere() -> None:
     for node in stub.body:
         if isinstance(node, ast.ImportFrom):
             assert all(node.module == f"mega.{mega._MODULES[name.name]}" for name in node.names)
+
+
+@pytest.mark.parametrize("name", ["config", "estimation"])
+def test_examples_of_docstrings(name: str) -> None:
+    assert doctest.testmod(importlib.import_module(f"mega.api.{name}")).failed == 0
 
 
 def test_importing_it_loads_no_torch() -> None:
