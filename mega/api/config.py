@@ -11,7 +11,7 @@ from mega.core.config.compose import compose, nearest
 from mega.core.config.families import check_typed
 from mega.core.config.run import Options, run_schema, updated, value_of
 from mega.core.config.schema import Schema
-from mega.core.hub.places import with_folders
+from mega.core.hub.folders import with_folders
 
 
 def config(preset: str | None = None, *, file: str | Path | None = None, **options: object) -> Options:

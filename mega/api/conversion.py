@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from mega.core.checkpoint.forms.options import ConvertOptions
 from mega.core.checkpoint.own.options import Layout
-from mega.core.hub.places import local_place
+from mega.core.hub.folders import local_place
 
 if TYPE_CHECKING:
     from mega.core.checkpoint.own.ledger import ConversionReport

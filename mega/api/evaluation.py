@@ -15,7 +15,7 @@ from mega.core.config.compose import GivenOptions, compose
 from mega.core.config.run import run_schema
 from mega.core.config.schema import schema_of
 from mega.core.files import check_file, check_source
-from mega.core.hub.places import local_place, with_folders
+from mega.core.hub.folders import local_place, with_folders
 from mega.core.processes.world import ranks, world_from_env
 from mega.core.untrusted import Json, below
 

@@ -18,7 +18,7 @@ from typing import Literal, overload
 import torch
 
 from mega.core.device import DTYPES, Device
-from mega.core.hub.places import local_place
+from mega.core.hub.folders import local_place
 from mega.core.inference.engine import BatchingEngine
 from mega.core.inference.generation.chat import LocalAnswers
 from mega.core.inference.generation.generate import logits, losses

@@ -41,7 +41,7 @@ from mega.core.config.option import Section, VerbSection
 from mega.core.config.presets import PRESETS
 from mega.core.config.run import Options, entries, run_schema, sections
 from mega.core.config.schema import Entry, Schema, schema_of
-from mega.core.hub import places
+from mega.core.hub import folders
 from mega.core.processes.world import is_first_rank
 from mega.core.terminal import print_whole
 
@@ -212,8 +212,8 @@ def command(function: Callable[..., Result]) -> Callable[..., Result | int]:
         values, preset = {**own_file, **own_flags}, None
         _check_ranges(values, takes.own)
         if not print_config:
-            values = places.with_folders(values, own, _report)
-            file, flags = (places.with_folders(each, chosen, _report) for each in (file, flags))
+            values = folders.with_folders(values, own, _report)
+            file, flags = (folders.with_folders(each, chosen, _report) for each in (file, flags))
         if takes.run is not None:
             preset, ctx = (typed.pop(name) for name in ("model", "ctx"))
             file = _above_deepspeed(file, typed.pop("deepspeed_config"), typed.pop("deepspeed_lenient"), flags)
@@ -306,7 +306,7 @@ def _check_given(values: Mapping[str, object], own: Sequence[Entry]) -> None:
 
 def local_place(flag: str, place: str) -> str:
     """The folder of the model that a name of the Hub names; any other place as it is. Errors: ValueError, OSError."""
-    return places.local_place(flag, place, report=_report)
+    return folders.local_place(flag, place, report=_report)
 
 
 def _report(line: str) -> None:
