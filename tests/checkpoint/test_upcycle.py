@@ -103,13 +103,15 @@ def test_the_verb_takes_weights_of_others(tmp_path: Path, capsys: pytest.Capture
         (["--upcycle", "5", "--upcycle-granularity", "5"], "--upcycle-granularity 5: must divide the model's ffn 24"),
         (["--upcycle", "4", "--saver", "torch_dist"], "--saver torch_dist: excludes --upcycle"),
         (["--upcycle-chosen", "3"], "--upcycle"),
+        (["--upcycle", "4", "mtp"], "--upcycle 4: mtp_layers 1: must not predict tokens after the next one"),
     ],
 )
 def test_what_does_not_fit_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
-    dense(tmp_path / "dense", LLAMA, torch.float32)
+    model = replace(LLAMA, mtp_layers=1) if "mtp" in words else LLAMA
+    dense(tmp_path / "dense", model, torch.float32)
     line = ["reshard", "--load-dir", str(tmp_path / "dense"), "--save-dir", str(tmp_path / "mixture")]
-    assert main([*line, *words]) != 0
+    assert main([*line, *(word for word in words if word != "mtp")]) != 0
     assert message in capsys.readouterr().err
     assert not (tmp_path / "mixture").exists()

@@ -51,6 +51,9 @@ def _check(model: ModelConfig, how: Upcycling) -> None:
     described = architecture(model)
     if described.mixtures:
         raise ValueError(f"--upcycle {how.experts}: the model has experts already; must be dense")
+    if described.output.ahead:
+        rule = "must not predict tokens after the next one, by layers that would be mixtures too"
+        raise ValueError(f"--upcycle {how.experts}: mtp_layers {model.mtp_layers}: {rule}")
     if described.adapters is not None or len(described.stacks) > 1 or not described.block.attention.causal:
         raise ValueError(f"--upcycle {how.experts}: must be a whole GPT or Llama")
     if how.experts < 2:
