@@ -13,6 +13,7 @@ from mega.core.batch import DecoderBatch
 from mega.core.config.check import check
 from mega.core.config.run import RunConfig
 from mega.core.device import Device
+from mega.core.estimate.memory import memory
 from mega.core.flops import model_flops_per_token
 from mega.core.model import ahead as module
 from mega.core.model.decoder import Head
@@ -112,6 +113,15 @@ def test_operations_of_the_layers_count() -> None:
     attention = architecture(model).block.attention
     scores = 12 * attention.width * further.batch.seq_length
     assert model_flops_per_token(further) - model_flops_per_token(plain) == pytest.approx(6 * each + 2 * scores)
+
+
+def test_the_estimate_holds_their_weights() -> None:
+    """To the byte; they are as the last layer is, with experts, though the first has none."""
+    options = run("experts", dtype="bf16", grad_dtype="fp32")
+    (stage,) = memory(options, 1).stages
+    buckets = build_state(options, build_mesh(options, 0, 1), Device.choose("cpu")).grads.buckets
+    flat = sum(bucket.weights.numel() for bucket in buckets)
+    assert (stage.held.weights, stage.held.grads) == (2 * flat, 4 * flat)
 
 
 @pytest.mark.parametrize(

@@ -264,7 +264,7 @@ def _parameters(run: RunConfig, chunk: Chunk) -> list[list[ParameterSpec]]:
             experts: unit_parameters(resolve(replace(bare, model=of_kind(run.model, kind)), 1), short)
             for experts, kind in kinds.items()
         }
-        before, _, after = next(iter(found.values()))
+        before, _, after = found[chunk.kinds[-1].experts]  # layers of the head are as the last one
         return [before, *(found[kind.experts][1] for kind in chunk.kinds), after]
     held = iter(unit_parameters(resolve(bare, 1), short))
     parts = [next(held)]
