@@ -34,7 +34,7 @@ from tests.support.hosts import Host, hosts
 
 NPROC, STEPS = 2, 400
 
-MARK = "MEGA_LAUNCHED"
+MARK = "MEGA_BATTERY"
 """A variable that all processes of a job have; its value is where the job saves."""
 
 CONFIG = """
@@ -94,6 +94,8 @@ class Job:
                     forked = b"forkserver" in words and b"forkserver" in above
                     if forked or (b"\0pretrain\0" in words and b"torchrun" in above):
                         found.append(int(path.name))
+        if not found:
+            raise AssertionError(f"no rank runs: {self.lines()[-3000:]}")
         os.kill(max(found), signal.SIGKILL)
 
 
@@ -244,7 +246,7 @@ def _watched(
     job = Job(save, lambda: "".join(log.read_text() for log in logs))
     try:
         if kill:
-            job.wait(lambda: job.step() >= 60, "step 60")
+            job.wait(lambda: job.step() >= 60 or all(each.poll() is not None for each in jobs), "step 60")
             job.kill_rank()
         codes = [each.wait(timeout=400) for each in jobs]
     finally:
