@@ -47,6 +47,13 @@ def test_scripts_are_sound_shell(
     assert found.returncode == 0, found.stdout
 
 
+@pytest.mark.parametrize(("restarts", "wait"), [([], 300), (["--max-restarts", "3"], 0)])
+def test_tasks_of_slurm_end_by_themselves(restarts: list[str], wait: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first that stops after the warning ends none of the others, whose code would be another one than 138."""
+    _, text, _ = launch(capsys, "slurm", "--hosts", "2", "--nproc", "4", "--", *RUN, *restarts)
+    assert "--kill-on-bad-exit=0" in text and f"--wait={wait} " in text and "-eq 138" in text
+
+
 @pytest.mark.parametrize("how", ["words", "equals", "file"])
 @pytest.mark.parametrize("kind", ["slurm", "torchrun", "mpi"])
 def test_scripts_follow_what_options_mean(

@@ -73,6 +73,9 @@ def _check_values(kind: str, options: LaunchOptions) -> None:
 
 _CONTAINERS = ("jobset", "pytorchjob")
 
+_LEAVING = 300
+"""Seconds that Slurm's tasks have to end after the first one, which may have a code of its own to say why."""
+
 _STARTS = 6
 """Failures of a host, on average, after which Kubernetes gives up."""
 
@@ -114,7 +117,7 @@ def _slurm(options: LaunchOptions, command: Sequence[str], restarts: int) -> str
     lines += ["#SBATCH --requeue", "#SBATCH --exclusive", *(["#SBATCH --no-kill"] if restarts else [])]
     each = f"{options.logs}/%x-%j-" + ("%N.log" if restarts else "%t.log")
     srun = ["srun", f"--output={each}", "--open-mode=append", "--cpu-bind=none"]
-    srun += ["--no-kill", "--kill-on-bad-exit=0", "--wait=0"] if restarts else ["--kill-on-bad-exit=1"]
+    srun += ["--kill-on-bad-exit=0", *(["--no-kill", "--wait=0"] if restarts else [f"--wait={_LEAVING}"])]
     place = [
         'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         f"MASTER_PORT={options.port}",
