@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -32,12 +31,13 @@ def run(
         check_folder("--to", files.to, files.to)
     from mega.core.hub.download import fetched
 
-    place = fetched("NAME", found, files.kind, lambda line: print(f"mega: {line}", file=sys.stderr))
+    folder, paths = fetched("NAME", found, files.kind, lambda line: print(f"mega: {line}", file=sys.stderr))
+    place = paths[0] if found.part is not None and len(paths) == 1 else folder
     if files.to is not None:
-        if place.is_file():
-            files.to.mkdir(parents=True, exist_ok=True)
-            place = Path(shutil.copy(place, files.to))
-        else:
-            place = Path(shutil.copytree(place, files.to, dirs_exist_ok=True))
+        for path in paths:
+            copy = files.to / path.relative_to(folder)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+        place = files.to
     print(place)
     return 0

@@ -18,6 +18,7 @@ from mega import cli
 from mega.core.hub import download
 from mega.core.hub.choice import chosen
 from mega.core.hub.names import HubName, hub_name
+from tests.support.gguf_models import byte_level
 from tests.support.hub import Hub, serving
 from tests.support.hugging_face import hf_folder
 
@@ -98,13 +99,14 @@ def test_a_name_is_loaded_and_then_taken_from_the_cache(
     hub.repositories["models", "me/toy"] = {**model, "evil.py": b"raise SystemExit", "pytorch_model.bin": b"x" * 2000}
     line = ["convert-llama", "--load-dir", "me/toy@v1", "--save-dir"]
     assert cli.main([*line, "first"]) == 0
-    assert "files of" in capsys.readouterr().err
+    assert "are fetched into" in capsys.readouterr().err
     assert not [path for _, path, _ in hub.asked if path.endswith((".py", ".bin"))]
     hub.asked.clear()
-    assert cli.main([*line, "second"]) == 0 and "files of" not in capsys.readouterr().err
+    assert cli.main([*line, "second"]) == 0 and "are fetched into" not in capsys.readouterr().err
     assert not [path for _, path, _ in hub.asked if "/resolve/" in path]
     monkeypatch.setattr(hub_library.constants, "HF_HUB_OFFLINE", True)
     assert cli.main([*line, "third"]) == 0 and "HF_HUB_OFFLINE=1" in capsys.readouterr().err
+    assert mega.load("me/toy@v1").path.is_dir()
     assert fetch("me/other") == 2
     assert "me/other: no such directory, and it is not in" in capsys.readouterr().err
 
@@ -225,8 +227,19 @@ def test_push(
 
 
 def test_a_dataset_is_read_by_its_name(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = b'{"text": "1 2 3"}\n' * 4
-    hub.repositories["datasets", "me/rows"] = {"README.md": b"", "train.jsonl": rows, "test.jsonl": rows[:10]}
-    line = ["preprocess", "--output-prefix", "a", "--tokenizer", "NullTokenizer", "--vocab-size", "9"]
-    assert cli.main([*line, "--input", "me/rows"]) == 0
+    """Its training split, whatever else of it is in the cache, and any other by a colon, as texts and conversations."""
+    rows = b'{"text": "1 2 3"}\n'
+    hub.repositories["datasets", "me/rows"] = {"README.md": b"", "train.jsonl": rows * 4, "test.jsonl": rows * 3}
+    line = ["preprocess", "--tokenizer", "NullTokenizer", "--vocab-size", "9", "--output-prefix"]
+    assert cli.main([*line, "a", "--input", "me/rows:test"]) == 0
+    assert "3 documents, 9 tokens" in capsys.readouterr().out
+    assert cli.main([*line, "b", "--input", "me/rows"]) == 0
     assert "4 documents, 12 tokens" in capsys.readouterr().out
+    alpaca = b'{"instruction": "Add.", "input": "1 1", "output": "2"}\n'
+    hub.repositories["datasets", "me/talks"] = {"data/train.jsonl": alpaca, "data/validation.jsonl": b"broken"}
+    byte_level(Path("."), "gpt-2")
+    Path("a.toml").write_text('[samples]\ninput = ["me/talks"]\n')
+    shown = ["--tokenizer", "HuggingFaceTokenizer", "--tokenizer-model", "tokenizer.json", "--chat-template", "plain"]
+    assert cli.main(["data", "show-sample", *shown, "--config", "a.toml"]) == 0
+    assert "'2'                            20  yes" in capsys.readouterr().out
+    assert {path.rpartition("/")[2] for _, path, _ in hub.asked if "me/talks/resolve" in path} == {"train.jsonl"}

@@ -35,3 +35,11 @@ def test_the_pattern_finds_what_it_is_for() -> None:
 def test_the_distribution_has_a_name_of_its_own() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["name"] == "mega-lm" and project["scripts"]["mega"] == "mega.cli:main"
+
+
+def test_the_source_distribution_is_listed() -> None:
+    """What is in it does not depend on what else lies in the tree, and all that is listed is there."""
+    hatch = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
+    listed = hatch["sdist"]["only-include"]
+    assert {"mega", "tests", "README.md", "LICENSE"} <= set(listed) and "only-include" in hatch["sdist"]
+    assert all((ROOT / name).exists() for name in listed)

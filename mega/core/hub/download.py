@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from io import BufferedRandom
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mega.core.files import locked_alone
 from mega.core.hub.choice import chosen
@@ -40,8 +40,15 @@ TRIES, PAUSE = 8, 1.0
 """Attempts without a byte of progress after which a file is given up, and seconds between them."""
 
 
-def fetched(flag: str, name: HubName, kind: Kind, report: Report = lambda line: None) -> Path:
-    """The folder with a name's files, or its one file; `flag` is the one that named it.
+class Fetched(NamedTuple):
+    """A name's files, which are in the cache. folder: of the revision, which may hold others of its files too."""
+
+    folder: Path
+    files: list[Path]
+
+
+def fetched(flag: str, name: HubName, kind: Kind, report: Report = lambda line: None) -> Fetched:
+    """`flag` is the one that gave the name.
 
     report: takes lines for the user. Errors: ValueError, OSError, as of `explained`.
     """
@@ -71,7 +78,7 @@ def fetched(flag: str, name: HubName, kind: Kind, report: Report = lambda line: 
                 local_files_only=cached,
             )
         )
-    return folder / files[0].path if name.part is not None and kind != "dataset" else folder
+    return Fetched(folder, sorted(folder / file.path for file in files))
 
 
 def _repository_kind(kind: Kind) -> str:
@@ -130,7 +137,7 @@ def _check_room(flag: str, name: HubName, missing: Sequence[RepoFile], report: R
 
     cache = Path(constants.HF_HUB_CACHE)
     size = sum(file.size for file in missing)
-    report(f"{name}: {len(missing)} files of {_size(size)} are fetched into {cache}")
+    report(f"{name}: {_size(size)} in {len(missing)} files are fetched into {cache}")
     place = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
     free = shutil.disk_usage(place).free
     if size + SPARE > free:
