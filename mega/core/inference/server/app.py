@@ -68,7 +68,7 @@ def _body(kind: type[Body], *statuses: int, streams: bool = False) -> dict[str, 
     if streams:
         types: dict[str, Json] = {
             "application/json": {"schema": {}},
-            "text/event-stream": {"schema": {"type": "string"}},
+            "text/event-stream": {"schema": {}},
         }
         answers["200"] = {"description": "the answer, whole or as server-sent events", "content": types}
     errors = {
