@@ -268,6 +268,92 @@ def _fairseq_sets(line: CommandLine, translate: Translate) -> Translation:
     return result
 
 
+RETRO_BUILD = {
+    "--retro-workdir": "--directory",
+    "--load": "--embedder",
+    "--retro-gpt-data-path": "--data-path",
+    "--retro-gpt-split": "--split",
+    "--retro-gpt-chunk-length": "--chunk-length",
+    "--retro-block-size": "--block-size",
+    "--retro-doc-block-size": "--doc-block-size",
+    "--retro-bert-batch-size": "--embed-batch",
+    "--retro-bert-max-chunk-length": "--embed-length",
+    "--retro-index-str": "--index",
+    "--retro-index-ntrain": "--index-train",
+}
+RETRO_QUERY = {
+    "--retro-workdir": "--retro",
+    "--load": "--embedder",
+    "--retro-gpt-data-path": "--data-path",
+    "--retro-gpt-split": "--split",
+    "--retro-gpt-chunk-length": "--retro-chunk-length",
+    "--retro-gpt-seq-length": "--seq-length",
+    "--retro-gpt-seed": "--seed",
+    "--retro-gpt-global-batch-size": "--global-batch",
+    "--retro-gpt-eval-interval": "--eval-interval",
+    "--retro-gpt-eval-iters": "--eval-iters",
+    "--train-samples": "--train-samples",
+    "--num-layers": "--layers",
+    "--hidden-size": "--hidden",
+    "--num-attention-heads": "--heads",
+    "--micro-batch-size": "--micro-batch",
+    "--lr": "--lr",
+    "--retro-query-num-neighbors-query": "--candidates",
+    "--retro-query-num-neighbors-save": "--saved",
+    "--retro-query-nprobe": "--probes",
+    "--retro-index-str": "--index",
+}
+RETRO_TOKENIZER = {
+    "--retro-gpt-tokenizer-type": "--tokenizer",
+    "--retro-gpt-vocab-file": "--vocab-file",
+    "--retro-gpt-merge-file": "--merge-file",
+    "--retro-gpt-tokenizer-model": "--tokenizer-model",
+}
+"""Flags of Retro's preparation -> ours of each verb."""
+
+RETRO_TASKS = {
+    "build": ("build", "query"),
+    "query-pretraining-neighbors": ("query",),
+    "pretraining-query-neighbors": ("query",),
+    "query-neighbors": ("query",),
+    **dict.fromkeys(("db-build", "index-build", "index-train", "index-add"), ("build",)),
+}
+"""Stages of the original -> the verbs that do them. Each makes what is missing: a stage alone, and those before it."""
+
+
+def _retro_stages(line: CommandLine, _: Translate) -> Translation:
+    """The preparation of Retro. The model that it runs is the embedder; the run is told by its --retro-gpt flags."""
+    given, words, flag = dict[str, list[str]](), [], ""
+    for word in line.words:
+        flag, attached, value = word.partition("=") if word.startswith("--") else (flag, "", word)
+        words = given.setdefault(flag.replace("--retro-project-dir", "--retro-workdir"), [])
+        words += [value] if attached or not word.startswith("--") else []
+    tasks = [task for word in given.get("--retro-tasks", []) for task in word.split(",")]
+    unknown = [f"--retro-tasks {each}: is not a stage" for each in tasks if each not in RETRO_TASKS]
+    result = Translation("retro build", lacking=unknown)
+    read = {"--retro-tasks", *RETRO_BUILD, *RETRO_QUERY, *RETRO_TOKENIZER}
+    result.dropped += [f"{each} is not read by mega retro" for each in given if each not in read]
+    if "--retro-bert-vocab-file" in given:
+        result.hints.append("the folder of --embedder must have the BERT's tokenizer with it, as a mega run has")
+    verbs = [verb for task in tasks for verb in RETRO_TASKS.get(task, ())]
+    needed = {"--retro-workdir": "WORKDIR", "--load": "EMBEDDER", "--retro-gpt-data-path": "DATA_PATH"}
+    for missing, name in needed.items():
+        if not given.get(missing):
+            given[missing] = [f"$RETRO_{name}"]
+            result.holes.append(hole(f"RETRO_{name}"))
+    # The original's choices, as pretrain_retro.py has them; a vector is that of the padded chunk.
+    more = {"build": ["--pad-chunks"], "query": ["--family", "gpt", "--retriever"]}
+    for verb, table_of in (("build", RETRO_BUILD), ("query", RETRO_QUERY)):
+        if verb in verbs:
+            flags = {**table_of, **RETRO_TOKENIZER}
+            typed = [word for theirs, ours in flags.items() if given.get(theirs) for word in (ours, *given[theirs])]
+            result.commands.append(["mega", "retro", verb, *more[verb], *typed])
+            result.verb = f"retro {verb}"
+    if "query" in verbs and "--retro-gpt-seq-length" not in given:
+        result.hints.append("mega retro query takes all flags of the run whose samples are looked for")
+    return result
+
+
 def _compared(first: str, second: str, verb: str) -> Callable[[CommandLine, Translate], Translation]:
     """A program that compares two checkpoints of others', named by these flags; `verb` reads them."""
 
@@ -308,5 +394,6 @@ WHOLE: Mapping[str, Callable[[CommandLine, Translate], Translation]] = {
     "trees_compared": _compared("--model-path-1", "--model-path-2", "reshard"),
     "folders_compared": _compared("--base-hf-model-path", "--converted-hf-model-path", "convert-llama"),
     "fairseq_sets": _fairseq_sets,
+    "retro_stages": _retro_stages,
 }
 """Programs whose line becomes several, or of which nothing but two paths is read."""
