@@ -45,7 +45,7 @@ MIXTURE = (
 )
 """What of a mixture of experts may change on resume, with a word."""
 
-RETRIEVER = ("retro_encoder_hidden_dropout", "retro_encoder_attention_dropout", "retro_gate")
+RETRIEVER = ("retro_encoder_hidden_dropout", "retro_encoder_attention_dropout", "retro_gate", "retro_cross_documents")
 """The same of what reads neighbours."""
 
 # What a resume may change, what the planner keeps and what bench takes, written out.

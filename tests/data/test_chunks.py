@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -12,17 +13,19 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from safetensors.numpy import load_file
 
 from mega.core.config.sections import DataConfig
 from mega.core.data import chunks
 from mega.core.data.build import build_datasets, parse_blend
 from mega.core.data.chunks import ChunkDatabase, ChunkSource, read_arrays, sources
 from mega.core.data.indexed import token_dtype
-from mega.core.data.neighbours import DatabaseManifest, NeighbourDataset, NeighbourTable, query_name
+from mega.core.data.neighbours import DatabaseManifest, NeighbourDataset, NeighbourTable, filled, query_name
 from mega.core.data.order import split_boundaries
 from mega.core.data.preprocessing.writer import IndexedWriter
 from mega.core.data.recipes import description
-from mega.core.retro.stages import Share, begin, build_chunks, build_vectors, find_neighbours
+from mega.core.retro.index import exact_search
+from mega.core.retro.stages import Share, begin, build_chunks, build_vectors, find_neighbours, read_vectors
 from mega.core.text.build import build
 from mega.core.text.tokenizer import Tokenizer
 from tests.support.shared import shared
@@ -145,20 +148,65 @@ def test_neighbours_and_samples(built: Path, corpora: list[ChunkSource]) -> None
         dataset,
         gpt,
         CountsOfBytes(),
+        exact_search(built, manifest(), 208, torch.device("cpu")),
         candidates=6,
         saved=5,
         share=Share(),
         report=lambda line: None,
-        device=torch.device("cpu"),
     )
     assert len(dataset) * 4 == wanted["n_chunks"]
     database = ChunkDatabase(built, 16, gpt.eod or 0)
     table = NeighbourTable(built / "query" / "train", len(dataset) * 4, 40, len(database))
     assert table[slice(0, 56)].tolist() == wanted["neighbors"]
-    samples = NeighbourDataset(dataset, database, table, each=2, retrieved=2)
+    samples = NeighbourDataset(dataset, database, table, each=2, retrieved=2, crossing=True)
     for each in wanted["samples"]:
         sample = samples[each["sample"]]
         assert sample.tokens.tolist() == each["text"]
         assert sorted(document for _, document in dataset.documents(each["sample"])) == each["doc_ids"]
         tokens = np.array(each["neighbor_tokens"])
         assert np.array_equal(sample.neighbours[sample.found], tokens[sample.found])
+
+
+def test_files_of_the_original_are_read_in_place(built: Path, corpora: list[ChunkSource], tmp_path: Path) -> None:
+    """HDF5 under the original's names, of which nothing is made again."""
+    h5py = pytest.importorskip("h5py")
+    folder = tmp_path / "hdf5"
+    shutil.copytree(built, folder)
+    for path in [each for each in folder.rglob("*") if each.suffix in (".safetensors", ".npy")]:
+        name = "data" if path.parent.name == "blocks" else "neighbors"
+        arrays = {name: np.load(path)} if path.suffix == ".npy" else load_file(path)
+        with h5py.File(path.with_suffix(".hdf5"), "w") as file:
+            for key, array in arrays.items():
+                file.create_dataset(key, data=array)
+        path.unlink()
+    lines: list[str] = []
+    gpt = tokenizers()[0]
+    build_vectors(folder, manifest(), gpt, CountsOfBytes(), Share(), lines.append)
+    assert not lines
+    ours, theirs = (ChunkDatabase(each, 16, gpt.eod or 0) for each in (built, folder))
+    assert (ours.chunks == theirs.chunks).all()
+    found = [list(read_vectors(each, len(ours), 40)) for each in (built, folder)]
+    assert all((a[1] == b[1]).all() for a, b in zip(*found, strict=True))
+
+
+def test_what_follows_a_neighbour_ends_with_its_document(built: Path) -> None:
+    gpt = tokenizers()[0]
+    database = ChunkDatabase(built, 16, gpt.eod or 0)
+    owners = database.chunks[:, :2].tolist()
+    last = next(number for number in range(len(owners) - 1) if owners[number] != owners[number + 1])
+    whole, cut = (filled(database, np.array([[last, 0, -1]]), 2, crossing=crossing)[0] for crossing in (True, False))
+    assert whole[0, 16:].tolist() == database.tokens(last + 1).tolist()
+    assert set(cut[0, 16:].tolist()) == {gpt.eod} == set(cut[2].tolist())
+    assert (whole[1] == cut[1]).all() and (whole[0, :16] == cut[0, :16]).all()
+
+
+def test_a_corpus_keeps_its_number_where_another_is_left_out(corpora: list[ChunkSource], tmp_path: Path) -> None:
+    """The first of two corpora has no document in the validation's part."""
+    with IndexedWriter(tmp_path / "one", token_dtype(tokenizers()[0].vocab_size)) as writer:
+        writer.add([[1, 2, 3]])
+    prefixes = str(tmp_path / "one"), corpora[0].prefix
+    data = DataConfig(data_path=prefixes, split="80,20,0")
+    dataset: Any = build_datasets(
+        data, seq_length=16, seed=1, vocab=tokenizers()[0].vocab_size, samples=(0, 2, 0), tokenizer=tokenizers()[0]
+    ).valid
+    assert {number for number, _ in dataset.documents(0)} == {1}

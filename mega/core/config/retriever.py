@@ -95,6 +95,24 @@ class RetrieverOptions(Section):
         needs=_NEEDS,
         read_with={"position": ("rope",)},
     )
+    retro_cross_documents: bool = option(
+        False,
+        "what follows a neighbour may be of the next document, as in Megatron-LM; else ends of documents are read",
+        megatron={"--retro-add-retriever": True},
+        on_resume="noted",
+        needs=_NEEDS,
+    )
+
+
+def retriever_words(model: RetrieverOptions) -> str:
+    """How a model reads neighbours, for a user.
+
+    >>> retriever_words(RetrieverOptions())
+    '2 of each chunk of 64 tokens, of 2 chunks each; what follows one is of its document'
+    """
+    follows = "may be of the next document, as in Megatron-LM" if model.retro_cross_documents else "is of its document"
+    of = f"{model.retro_neighbours} of each chunk of {model.retro_chunk_length} tokens"
+    return f"{of}, of {model.retro_retrieved_chunks} chunks each; what follows one {follows}"
 
 
 def reading_layers(options: RetrieverOptions, layers: int) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from mega.core.config.sections import SPLITS, DataConfig, MaskingConfig
 from mega.core.data.cache import Arrays, cached
 from mega.core.data.chat import ChatDataset, chat_dataset
 from mega.core.data.dataset import BlendedDataset, Dataset, MockDataset
+from mega.core.data.gpt import GPTDataset
 from mega.core.data.indexed import IndexedDataset, bin_path, exists
 from mega.core.data.infill import infill_of
 from mega.core.data.order import (
@@ -305,7 +306,8 @@ class _Builder:
         counts = blend_samples(shares, samples, core=self._core)
         self._describe(name, parts, counts, split)
         datasets = [
-            self._dataset(prefix, part, count, name) for (_, prefix, part), count in zip(parts, counts, strict=True)
+            self._dataset(prefix, part, count, name, [each for _, each in given].index(prefix))
+            for (_, prefix, part), count in zip(parts, counts, strict=True)
         ]
         size = sum(blend_parts(shares, samples) if self._core else counts)
         lengths = [len(dataset) for dataset in datasets]
@@ -352,12 +354,17 @@ class _Builder:
 
         return phased_dataset(layouts, segment)
 
-    def _dataset(self, prefix: str, part: CorpusPart, samples: int, name: str) -> Dataset:
+    def _dataset(self, prefix: str, part: CorpusPart, samples: int, name: str, number: int = 0) -> Dataset:
+        """number: of the corpus in the blend, of which some may be left out."""
+
         def passes(note: str) -> None:
             self.notes.append(note)
             self.repeated.add(name)
 
-        return self._recipe.dataset(part, samples, self._directory(prefix), passes)
+        dataset = self._recipe.dataset(part, samples, self._directory(prefix), passes)
+        if isinstance(dataset, GPTDataset):
+            dataset.number = number
+        return dataset
 
     def _part(self, flag: str, prefix: str, split: str, name: str) -> CorpusPart:
         """What a split may use of a corpus; nothing where the split is empty."""

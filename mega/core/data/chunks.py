@@ -7,14 +7,16 @@
                                                 uint64 [documents, 3]; a chunk's number is its row in train
     db/indexed_dataset_infos.json               the corpora, and how many documents and chunks each has
 
-Names and arrays are those of Megatron-LM 23.06, whose files are HDF5. A document is a sequence of token files. A block
-is a function of the corpus alone, so that any number of processes write the same bytes. No torch.
+Names and arrays are those of Megatron-LM 23.06, whose files are HDF5 and are read in their place (the extra `retro`). A
+document is a sequence of token files. A block is a function of the corpus alone, so that any number of processes write
+the same bytes. No torch.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -94,7 +96,7 @@ def sources(blend: Sequence[tuple[float | None, str]], split: str) -> list[Chunk
     """
     share, found = split_shares(split)[0], list[ChunkSource]()
     for weight, prefix in blend:
-        corpus = IndexedDataset(prefix)
+        corpus, prefix = IndexedDataset(prefix), os.path.abspath(prefix)  # which is read from elsewhere
         # As the original counts them, but never one that a run validates with.
         own = min(int(share * len(corpus)), split_boundaries(split, len(corpus))[1])
         if own < 1:
@@ -136,8 +138,41 @@ def write_arrays(path: Path, arrays: Arrays) -> None:
         file.write(save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
 
 
+def original(path: Path) -> Path:
+    """The file of Megatron-LM 23.06 that has the same content."""
+    return path.with_suffix(".hdf5")
+
+
+def made(path: Path) -> bool:
+    """Whether a file is there, or the original's."""
+    return path.exists() or original(path).exists()
+
+
+def read_hdf5(path: Path, names: Sequence[str]) -> dict[str, NDArray[np.generic]]:
+    """Errors: ValueError naming the file where it is torn, or lacks an array, or h5py is not installed."""
+    try:
+        import h5py
+    except ImportError:
+        raise ValueError(f"{path}: needs h5py; pip install '.[retro]' in a clone") from None
+    try:
+        with h5py.File(path, "r") as file:
+            return {name: np.asarray(file[name]) for name in names}
+    except (OSError, KeyError) as error:
+        raise ValueError(f"{path}: cannot be read ({' '.join(str(error).split())}); build it again") from None
+
+
+def read_array(path: Path, name: str) -> NDArray[np.generic]:
+    """The array of a file, or `name` of the original's. Errors: OSError, ValueError."""
+    if not path.exists() and original(path).exists():
+        return read_hdf5(original(path), (name,))[name]
+    found: NDArray[np.generic] = np.load(path, mmap_mode="r", allow_pickle=False)
+    return found
+
+
 def read_arrays(path: Path, names: Sequence[str]) -> dict[str, NDArray[np.generic]]:
     """Errors: ValueError naming the file where it is absent, torn, or lacks an array."""
+    if not path.exists() and original(path).exists():
+        return read_hdf5(original(path), names)
     try:
         found = load_file(path)
     except (OSError, SafetensorError) as error:
@@ -202,11 +237,12 @@ def _counted(found: Json, path: Path) -> ChunkedCorpus:
 class ChunkDatabase:
     """The chunks that neighbours are. `tokens(chunk)` is int64 [length], padded with the end of a document.
 
+    prefixes: of its corpora, in their order, as a run has them; else as they were when it was built.
     Errors: ValueError naming a file that is absent, torn, or of other corpora.
     """
 
-    def __init__(self, folder: Path, length: int, eod: int) -> None:
-        self.folder, self.length, self.eod = folder, length, eod
+    def __init__(self, folder: Path, length: int, eod: int, prefixes: Sequence[str] = ()) -> None:
+        self.folder, self.length, self.eod, self._prefixes = folder, length, eod, prefixes
         path = folder / INFOS
         found = parse_json(read_limited(path, _MOST_BYTES, str(path)), str(path))
         self.corpora = [_counted(entry, path) for entry in (found if isinstance(found, list) else [found])]
@@ -219,7 +255,7 @@ class ChunkDatabase:
 
     @cached_property
     def _files(self) -> list[IndexedDataset]:
-        return [IndexedDataset(corpus.prefix) for corpus in self.corpora]
+        return [IndexedDataset(prefix) for prefix in self._prefixes or [corpus.prefix for corpus in self.corpora]]
 
     def __len__(self) -> int:
         return len(self.chunks)

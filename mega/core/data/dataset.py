@@ -70,7 +70,7 @@ class BlendedDataset:
         return self._datasets[int(self._chosen[sample])][int(self._numbers[sample])]
 
     def documents(self, sample: int) -> frozenset[tuple[int, int]]:
-        """(number of the dataset, document in it) of all documents that a sample has tokens of."""
+        """(number of the corpus, document in it) of all documents that a sample has tokens of."""
         number, inner = int(self._chosen[sample]), int(self._numbers[sample])
         own: Callable[[int], frozenset[tuple[int, int]]] = getattr(self._datasets[number], "documents")  # noqa: B009
-        return frozenset((number, document) for _, document in own(inner))
+        return own(inner)

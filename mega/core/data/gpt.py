@@ -17,7 +17,10 @@ class GPTDataset:
     """Sample i is tokens q x s .. (q + 1) x s, both included, of the stream, q = shuffle[i], s = seq_length.
 
     A sample may run over any number of documents; neighbours in the stream share one token.
+    number: of the corpus in the blend that it is of.
     """
+
+    number = 0
 
     def __init__(self, corpus: IndexedDataset, order: SampleOrder, seq_length: int) -> None:
         self._corpus, self._order, self._length = corpus, order, seq_length + 1
@@ -43,10 +46,10 @@ class GPTDataset:
         return found
 
     def documents(self, sample: int) -> frozenset[tuple[int, int]]:
-        """(0, sequence) of all sequences that a sample has tokens of."""
+        """(number of the corpus, sequence) of all sequences that a sample has tokens of."""
         row = int(self._order.shuffle[sample])
         first, last = self._order.samples[row : row + 2, 0].tolist()
-        return frozenset((0, sequence) for sequence in self._order.documents[first : last + 1].tolist())
+        return frozenset((self.number, sequence) for sequence in self._order.documents[first : last + 1].tolist())
 
 
 def loss_weights(tokens: NDArray[np.int64], eod: int | None) -> NDArray[np.float32]:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mega.core.data.build import Datasets
-from mega.core.data.chunks import Block, ChunkDatabase, blocks
+from mega.core.data.chunks import Block, ChunkDatabase, blocks, made, read_array
 from mega.core.data.dataset import Dataset
 from mega.core.data.gpt import loss_weights
 from mega.core.text.tokenizer import Tokenizer, TokenizerIdentity
@@ -129,14 +129,14 @@ def without_own(
 def read_neighbours(path: Path, rows: int, chunks: int) -> NDArray[np.int64]:
     """A block of neighbours, [rows, saved]. Errors: ValueError where it is torn, of another shape or beyond."""
     try:
-        found = np.load(path, mmap_mode="r", allow_pickle=False)
+        found = read_array(path, "neighbors")
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: cannot be read ({error}); delete it and query again") from None
     if found.ndim != 2 or len(found) != rows or found.dtype != np.int64:
         raise ValueError(f"{path}: is {found.dtype} {list(found.shape)}, must be int64 [{rows}, neighbours]")
     if found.size and (found.min() < -1 or found.max() >= chunks):
         raise ValueError(f"{path}: names chunk {found.max()}, but the database has {chunks}")
-    return np.asarray(found)
+    return np.asarray(found, np.int64)
 
 
 class NeighbourTable:
@@ -149,7 +149,7 @@ class NeighbourTable:
         self._size = size
         found: list[Block] = blocks(rows, size, ".npy")
         for block in found:
-            if not (folder / block.name).is_file():
+            if not made(folder / block.name):
                 raise ValueError(f"{folder / block.name}: does not exist; mega retro query writes it")
         self._open = {block.first: read_neighbours(folder / block.name, block.rows, chunks) for block in found}
         widths = sorted({array.shape[1] for array in self._open.values()})
@@ -171,14 +171,18 @@ class NeighbourTable:
         return np.concatenate(parts)
 
 
-def filled(database: ChunkDatabase, numbers: NDArray[np.int64], retrieved: int) -> NDArray[np.int64]:
+def filled(database: ChunkDatabase, numbers: NDArray[np.int64], retrieved: int, *, crossing: bool) -> NDArray[np.int64]:
     """The tokens [l, k, r] of neighbours by their numbers [l, k], each with the chunks after it; of -1 ends of
-    documents."""
-    found = np.full((*numbers.shape, retrieved * database.length), database.eod, np.int64)
+    documents. crossing: those may be of the next document (the first follows the last, as in Megatron-LM 23.06), of
+    which the neighbour's sample may have tokens; else ends of documents stand there."""
+    length = database.length
+    found = np.full((*numbers.shape, retrieved * length), database.eod, np.int64)
     for chunk, rank in np.argwhere(numbers >= 0).tolist():
         first = int(numbers[chunk, rank])
-        following = ((first + next_one) % len(database) for next_one in range(retrieved))
-        found[chunk, rank] = np.concatenate([database.tokens(number) for number in following])
+        for place in range(retrieved):
+            number = (first + place) % len(database)
+            if crossing or (database.chunks[number, :2] == database.chunks[first, :2]).all():
+                found[chunk, rank, place * length : (place + 1) * length] = database.tokens(number)
     return found
 
 
@@ -194,7 +198,7 @@ class NeighbourDataset:
     """The samples of a dataset with the k nearest neighbours of each of their chunks, each with the chunks after it.
 
     A neighbour that is missing is filled with the end of a document, and is not read. loss_eod: the token after which
-    nothing is to be predicted; None: all is.
+    nothing is to be predicted; None: all is. crossing: as of `filled`.
     """
 
     def __init__(
@@ -205,8 +209,10 @@ class NeighbourDataset:
         *,
         each: int,
         retrieved: int,
+        crossing: bool = False,
         loss_eod: int | None = None,
     ) -> None:
+        self._crossing = crossing
         self._dataset, self._database, self._neighbours = dataset, database, neighbours
         self._each, self._retrieved, self._loss_eod = each, retrieved, loss_eod
         self._reads = True
@@ -225,7 +231,8 @@ class NeighbourDataset:
         chunks = (len(tokens) - 1) // database.length
         numbers = self._neighbours[slice(sample * chunks, (sample + 1) * chunks)][:, : self._each]
         numbers = numbers if self._reads else np.full_like(numbers, -1)
-        return NeighbourSample(tokens, filled(database, numbers, self._retrieved), numbers >= 0)
+        neighbours = filled(database, numbers, self._retrieved, crossing=self._crossing)
+        return NeighbourSample(tokens, neighbours, numbers >= 0)
 
     def collate(self, samples: Sequence[NeighbourSample], first: int) -> NeighbourBatch:
         """first: number of the first sample."""
@@ -252,15 +259,8 @@ def corpus_digest(content: Mapping[str, str | None]) -> str:
     return ":".join(str(value)[:16] for name, value in content.items() if name != "tokens")
 
 
-def with_neighbours(
-    data: Datasets, folder: Path, tokenizer: Tokenizer | None, *, length: int, each: int, retrieved: int, eod_loss: bool
-) -> Datasets:
-    """The datasets of a run with the neighbours of their chunks; validation without them is a set of its own.
-
-    length: tokens of a chunk. each, retrieved: as of `NeighbourDataset`. eod_loss: nothing is to be predicted after the
-    end of a document. Errors: ValueError naming flag or file.
-    """
-    manifest = DatabaseManifest.read(folder)
+def _check_made(manifest: DatabaseManifest, folder: Path, length: int, tokenizer: Tokenizer | None) -> None:
+    """Errors: ValueError where a database has other chunks, or was made with another tokenizer."""
     if manifest.chunk_length != length:
         raise ValueError(f"--retro-chunk-length {length}: {folder} has chunks of {manifest.chunk_length} tokens")
     if tokenizer is None or not tokenizer.made(manifest.tokenizer):
@@ -268,11 +268,32 @@ def with_neighbours(
         raise ValueError(
             f"--retro {folder}: was made with the tokenizer {manifest.tokenizer}, and the run's is {named}"
         )
-    made_of = {digest for _, _, digest in manifest.corpora}
-    for prefix, content in data.corpora.items():
-        if corpus_digest(content) not in made_of:
+
+
+def with_neighbours(
+    data: Datasets,
+    folder: Path,
+    tokenizer: Tokenizer | None,
+    *,
+    length: int,
+    each: int,
+    retrieved: int,
+    crossing: bool,
+    eod_loss: bool,
+) -> Datasets:
+    """The datasets of a run with the neighbours of their chunks; validation without them is a set of its own.
+
+    length: tokens of a chunk. each, retrieved, crossing: as of `NeighbourDataset`. eod_loss: nothing is to be predicted
+    after the end of a document. Errors: ValueError naming flag or file.
+    """
+    manifest = DatabaseManifest.read(folder)
+    _check_made(manifest, folder, length, tokenizer)
+    own = {corpus_digest(content): prefix for prefix, content in data.corpora.items()}
+    for digest, prefix in own.items():
+        if digest not in {made_of for _, _, made_of in manifest.corpora}:
             raise ValueError(f"--data-path {prefix}: is none of the corpora of which {folder} was made; build it again")
-    database = ChunkDatabase(folder, length, manifest.eod)
+    prefixes = [own.get(digest, prefix) for _, prefix, digest in manifest.corpora]
+    database = ChunkDatabase(folder, length, manifest.eod, prefixes)
     loss_eod = manifest.eod if eod_loss else None
 
     def read(name: str, dataset: Dataset | None) -> NeighbourDataset | None:
@@ -289,7 +310,8 @@ def with_neighbours(
         table = NeighbourTable(query, rows, manifest.block_size, len(database))
         if table.saved < each:
             raise ValueError(f"--retro-neighbours {each}: {query} has {table.saved} of each chunk")
-        return NeighbourDataset(documented, database, table, each=each, retrieved=retrieved, loss_eod=loss_eod)
+        sizes = {"each": each, "retrieved": retrieved}
+        return NeighbourDataset(documented, database, table, **sizes, crossing=crossing, loss_eod=loss_eod)
 
     train, valid, test = (read(name, getattr(data, name)) for name in ("train", "valid", "test"))
     alone: dict[str, Dataset] = {} if valid is None else {"valid-without-neighbours": valid.alone()}

@@ -90,6 +90,8 @@ class RetrievalOptions(VerbSection):
         None, "of a model with a retriever: the database that mega retro build has made; none: it reads nothing"
     )
     embedder: str | None = option(None, "of --retro: the BERT that made its vectors", metavar="<path>")
+    index: str | None = option(None, "of --retro: search this index of it [exactly]")
+    probes: int = option(256, "of --index: lists that are searched", within=COUNT)
 
     def check(self) -> None:
         """Errors: ValueError where one of both is missing."""
@@ -97,6 +99,8 @@ class RetrievalOptions(VerbSection):
             raise ValueError(f"--embedder is missing: give the BERT that made the vectors of --retro {self.retro}")
         if self.retro in (None, NOTHING) and self.embedder is not None:
             raise ValueError(f"--embedder {self.embedder}: needs --retro, the database whose vectors it made")
+        if self.retro in (None, NOTHING) and self.index is not None:
+            raise ValueError(f"--index {self.index}: needs --retro, the database that it is of")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from mega.core.data.neighbours import (
 from mega.core.data.order import split_shares
 from mega.core.device import Device
 from mega.core.retro.embed import BertEmbedder, opened_embedder
+from mega.core.retro.index import build_index, index_folder, open_search
 from mega.core.retro.options import DatabaseOptions, LookOptions, QueryOptions
 from mega.core.retro.stages import Share, begin, build_chunks, build_vectors, find_neighbours
 from mega.core.text.tokenizer import Tokenizer
@@ -41,6 +42,8 @@ def build_database(options: DatabaseOptions, tokenizer: Tokenizer, share: Share,
         raise ValueError(
             f"--tokenizer {tokenizer.kind}: has no token that ends a document, with which chunks are filled"
         )
+    if options.index is not None:
+        index_folder(folder, options.index)
     found = sources(parse_blend("--data-path", options.data_path), options.split)
     device = Device.choose(options.device).torch
     embedder = BertEmbedder(
@@ -63,6 +66,9 @@ def build_database(options: DatabaseOptions, tokenizer: Tokenizer, share: Share,
         build_chunks(folder, manifest, found, tokenizer, embedder, share, report)
     if share.whole or joined:
         build_vectors(folder, manifest, tokenizer, embedder, share, report)
+    if share.whole and options.index is not None:
+        chunks = len(ChunkDatabase(folder, manifest.chunk_length, manifest.eod))
+        build_index(folder, manifest, chunks, options.index, options.index_train, report)
 
 
 def query_run(options: Options, search: QueryOptions, share: Share, report: Report) -> None:
@@ -73,6 +79,8 @@ def query_run(options: Options, search: QueryOptions, share: Share, report: Repo
     device = Device.choose(run.runtime.device).torch
     embedder = opened_embedder(folder, manifest, search.embedder, str(device))
     data = plain_datasets(run, tokenizer)
+    chunks = len(ChunkDatabase(folder, manifest.chunk_length, manifest.eod))
+    find = open_search(folder, manifest, chunks, device, search.index, search.probes)
     for name, hashes in data.described.items():
         dataset = getattr(data, name)
         if dataset is not None:
@@ -83,11 +91,11 @@ def query_run(options: Options, search: QueryOptions, share: Share, report: Repo
                 cast(DocumentedDataset, dataset),
                 tokenizer,
                 embedder,
+                find,
                 candidates=search.candidates,
                 saved=search.saved,
                 share=share,
                 report=report,
-                device=device,
             )
 
 

@@ -38,6 +38,15 @@ class DatabaseOptions(VerbSection):
     pad_chunks: bool = option(
         False, "a shorter chunk's vector is that of its text filled with ends of documents, as in Megatron-LM 23.06"
     )
+    index: str | None = option(
+        None,
+        "an index of the vectors that is searched approximately, by faiss's description, such as IVF1024,Flat [none: "
+        "all vectors are looked at]",
+        megatron="--retro-index-str",
+    )
+    index_train: int = option(
+        1_000_000, "vectors that --index is trained on at most", megatron="--retro-index-ntrain", within=COUNT
+    )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where chunks are embedded")
     shard: str = option("1/1", "i/N, 1 <= i <= N: only these blocks; the same without it then joins them")
 
@@ -58,6 +67,8 @@ class QueryOptions(VerbSection):
         megatron="--retro-query-num-neighbors-save",
         within=COUNT,
     )
+    index: str | None = option(None, "search this index that mega retro build has made [exactly]")
+    probes: int = option(256, "of --index: lists that are searched", megatron="--retro-query-nprobe", within=COUNT)
     shard: str = option("1/1", "i/N, 1 <= i <= N: only these blocks")
 
 

@@ -25,8 +25,7 @@ from mega.core.inference.retrieval import (
     check_decoding,
 )
 from mega.core.retro.embed import Embedder, opened_embedder
-from mega.core.retro.search import nearest
-from mega.core.retro.stages import read_vectors
+from mega.core.retro.index import Search, open_search
 from mega.core.text.tokenizer import Tokenizer
 
 
@@ -42,12 +41,13 @@ def opener(
 def named_opener(given: RetrievalOptions) -> OpenRetriever | None:
     """What opens the retriever that flags name. Errors: ValueError naming the flag."""
     given.check()
-    return None if given.retro is None else partial(open_retriever, given.retro, given.embedder or "")
+    return None if given.retro is None else partial(open_retriever, given)
 
 
-def open_retriever(retro: str, embedder: str, model: ModelConfig, tokenizer: Tokenizer, device: str) -> Retriever:
+def open_retriever(given: RetrievalOptions, model: ModelConfig, tokenizer: Tokenizer, device: str) -> Retriever:
     """Errors: ValueError naming flag or file."""
-    if retro == NOTHING:
+    retro = given.retro
+    if retro is None or retro == NOTHING:
         return NoNeighbours(model)
     folder = Path(retro)
     manifest = DatabaseManifest.read(folder)
@@ -58,23 +58,21 @@ def open_retriever(retro: str, embedder: str, model: ModelConfig, tokenizer: Tok
         raise ValueError(
             f"--retro {retro}: was made with the tokenizer {manifest.tokenizer}, the model's is {tokenizer.identity()}"
         )
-    made = opened_embedder(folder, manifest, embedder, device)
+    made = opened_embedder(folder, manifest, given.embedder or "", device)
     database = ChunkDatabase(folder, manifest.chunk_length, manifest.eod)
-    for _ in read_vectors(folder, len(database), manifest.block_size):
-        pass  # all of them are there, and of one width
-    return DatabaseRetriever(model, tokenizer, database, made, manifest.block_size, torch.device(device))
+    search = open_search(folder, manifest, len(database), torch.device(device), given.index, given.probes)
+    return DatabaseRetriever(model, tokenizer, database, made, search)
 
 
 @dataclass(frozen=True)
 class DatabaseRetriever:
-    """The nearest chunks of a database. block: vectors of a file of it."""
+    """The nearest chunks of a database."""
 
     model: ModelConfig
     tokenizer: Tokenizer
     database: ChunkDatabase
     embedder: Embedder
-    block: int
-    device: torch.device
+    search: Search
 
     def __call__(self, chunks: NDArray[np.int64]) -> Retrieved:
         model, database = self.model, self.database
@@ -82,9 +80,9 @@ class DatabaseRetriever:
         if not len(chunks):
             return Retrieved(np.zeros((0, each, width), np.int64), np.zeros((0, each), np.bool_), [])
         vectors = self.embedder([self.tokenizer.decode(ids) for ids in chunks.tolist()])
-        blocks = read_vectors(database.folder, len(database), self.block)
-        numbers = nearest(vectors, blocks, each, self.device)
-        neighbours = filled(database, numbers, model.retro_retrieved_chunks)
+        numbers = self.search(vectors, each)
+        crossing = model.retro_cross_documents
+        neighbours = filled(database, numbers, model.retro_retrieved_chunks, crossing=crossing)
         return Retrieved(neighbours, numbers >= 0, [self._cited(row) for row in numbers.tolist()])
 
     def _cited(self, numbers: Sequence[int]) -> list[Citation]:

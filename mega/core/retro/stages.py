@@ -14,14 +14,23 @@ from itertools import groupby
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from mega.core.data.chunks import Block, ChunkDatabase, ChunkSource, blocks, cut_block, individual, merge, write_arrays
+from mega.core.data.chunks import (
+    Block,
+    ChunkDatabase,
+    ChunkSource,
+    blocks,
+    cut_block,
+    individual,
+    made,
+    merge,
+    read_array,
+    write_arrays,
+)
 from mega.core.data.neighbours import DatabaseManifest, DocumentedDataset, read_neighbours, without_own
 from mega.core.files import whole_file
 from mega.core.retro.embed import Embedder
-from mega.core.retro.search import nearest
 from mega.core.text.tokenizer import Tokenizer
 
 Report = Callable[[str], None]
@@ -42,7 +51,7 @@ class Share:
 
     def of(self, found: Sequence[tuple[Block, Path]]) -> list[tuple[Block, Path]]:
         """Its blocks that are not there yet."""
-        return [each for each in found[self.index :: self.count] if not each[1].exists()]
+        return [each for each in found[self.index :: self.count] if not made(each[1])]
 
 
 def begin(folder: Path, manifest: DatabaseManifest) -> None:
@@ -106,14 +115,14 @@ def read_vectors(folder: Path, chunks: int, size: int) -> Iterator[tuple[int, ND
     width = None
     for block, path in vector_blocks(folder, chunks, size):
         try:
-            found = np.load(path, mmap_mode="r", allow_pickle=False)
+            found = read_array(path, "data")
         except (OSError, ValueError) as error:
             raise ValueError(f"{path}: cannot be read ({error}); mega retro build writes it") from None
         width = width or found.shape[-1]
         if found.dtype != np.float32 or found.shape != (block.rows, width):
             rule = f"must be float32 [{block.rows}, {width}]"
             raise ValueError(f"{path}: is {found.dtype} {list(found.shape)}, {rule}; delete it and build it again")
-        yield block.first, found
+        yield block.first, np.asarray(found, np.float32)
 
 
 def find_neighbours(
@@ -123,22 +132,20 @@ def find_neighbours(
     dataset: DocumentedDataset,
     tokenizer: Tokenizer,
     embedder: Embedder,
+    search: Callable[[NDArray[np.float32], int], NDArray[np.int64]],
     *,
     candidates: int,
     saved: int,
     share: Share,
     report: Report,
-    device: torch.device,
 ) -> None:
-    """Neighbours of the chunks of all samples of a dataset, in query/NAME."""
+    """Neighbours of the chunks of all samples of a dataset, in query/NAME. search: the nearest vectors' numbers."""
     database = ChunkDatabase(folder, manifest.chunk_length, manifest.eod)
-    for _ in read_vectors(folder, len(database), manifest.block_size):
-        pass  # all of them are there, and of one width
     each = (len(dataset[0]) - 1) // manifest.chunk_length
     rows = len(dataset) * each
     found = [(block, folder / "query" / name / block.name) for block in blocks(rows, manifest.block_size, ".npy")]
     for block, path in found:
-        width = read_neighbours(path, block.rows, len(database)).shape[1] if path.exists() else saved
+        width = read_neighbours(path, block.rows, len(database)).shape[1] if made(path) else saved
         if width != saved:
             raise ValueError(f"--saved {saved}: {path} has {width} of each chunk; delete {path.parent} to query again")
     for block, path in share.of(found):
@@ -146,8 +153,7 @@ def find_neighbours(
         for first in range(block.first, block.last, QUERIES):
             numbers = range(first, min(first + QUERIES, block.last))
             texts = [tokenizer.decode(ids) for ids in chunk_ids(dataset, numbers, each, manifest.chunk_length)]
-            vectors = read_vectors(folder, len(database), manifest.block_size)
-            near = nearest(embedder(texts), vectors, candidates, device)
+            near = search(embedder(texts), candidates)
             own = [dataset.documents(number // each) for number in numbers]
             parts.append([without_own(row, database.chunks, mine, saved) for row, mine in zip(near, own, strict=True)])
         write_array(path, np.concatenate([np.stack(part) for part in parts]))

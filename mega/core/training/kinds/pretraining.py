@@ -51,10 +51,15 @@ def _retrieving(run: RunConfig, found: Datasets, tokenizer: Tokenizer | None) ->
     from mega.core.data.neighbours import with_neighbours
 
     model = run.model
-    sizes = {"each": model.retro_neighbours, "retrieved": model.retro_retrieved_chunks}
-    folder = Path(run.data.retro or "")
     return with_neighbours(
-        found, folder, tokenizer, length=model.retro_chunk_length, eod_loss=run.data.eod_mask_loss, **sizes
+        found,
+        Path(run.data.retro or ""),
+        tokenizer,
+        length=model.retro_chunk_length,
+        each=model.retro_neighbours,
+        retrieved=model.retro_retrieved_chunks,
+        crossing=model.retro_cross_documents,
+        eod_loss=run.data.eod_mask_loss,
     )
 
 

@@ -13,6 +13,7 @@ from mega.core.architecture import architecture, inventory
 from mega.core.architecture.layer import Attention
 from mega.core.architecture.words import parameter_words, shape_words
 from mega.core.config.resolve import data_parallel, lengths, microbatches, records_graph, text_lengths
+from mega.core.config.retriever import retriever_words
 from mega.core.config.run import RunConfig
 from mega.core.data.build import Datasets
 from mega.core.device import DTYPES, Device
@@ -76,6 +77,8 @@ def summary(run: RunConfig, device: Device, ops: Ops, world: int) -> Iterator[st
         )
         share = f"{count_words(trained)} of {count_words(all_of)} parameters, {trained / all_of:.2%}"
         yield f"trained: adapters of rank {adapters.rank} alone: {share}"
+    if run.model.retriever:
+        yield f"neighbours: {retriever_words(run.model)}"
     parallel, dp = run.parallel, data_parallel(run, world)
     sizes = {"tp": parallel.tp, "cp": parallel.cp, "dp": dp, "pp": parallel.pp}
     layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)

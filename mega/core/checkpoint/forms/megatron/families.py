@@ -286,6 +286,7 @@ def _with_retriever(
         retro_layers=reading,
         retro_encoder_layers=encoder,
         retro_rope=False,
+        retro_cross_documents=True,
         retro_chunk_length=size("retro_gpt_chunk_length", 64),
         retro_neighbours=size("retro_num_neighbors", 2),
         retro_retrieved_chunks=size("retro_num_retrieved_chunks", 2),

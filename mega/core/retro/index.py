@@ -1,0 +1,168 @@
+"""An approximate index of a database's vectors, by faiss (the extra `retro`): trained on a sample, then filled.
+
+    index/faiss/DESCRIPTION/empty.faissindex    trained
+    index/faiss/DESCRIPTION/added.faissindex    with all vectors, by their numbers
+    index/faiss/DESCRIPTION/index.json          of which database, written last
+
+DESCRIPTION is faiss's: IVF1024,Flat or OPQ32_64,IVF65536_HNSW8,PQ32. Distances are Euclidean, as in Megatron-LM.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mega.core.data.neighbours import DatabaseManifest
+from mega.core.files import whole_file
+from mega.core.retro.search import nearest
+from mega.core.retro.stages import read_vectors
+from mega.core.untrusted import below, parse_json, read_limited
+
+if TYPE_CHECKING:
+    import faiss
+
+Search: TypeAlias = Callable[[NDArray[np.float32], int], NDArray[np.int64]]
+"""queries [n, width], count -> numbers of the nearest vectors, [n, count], -1 where there are fewer."""
+
+_NAME = re.compile(r"[A-Za-z0-9_,()x.]{1,200}")
+
+
+def exact_search(folder: Path, manifest: DatabaseManifest, chunks: int, device: torch.device) -> Search:
+    """Of all vectors, block by block. Errors: ValueError naming a block that is not there, or is not whole."""
+    for _ in read_vectors(folder, chunks, manifest.block_size):
+        pass  # all of them are there, and of one width
+
+    def search(queries: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+        return nearest(queries, read_vectors(folder, chunks, manifest.block_size), count, device)
+
+    return search
+
+
+def open_search(
+    folder: Path, manifest: DatabaseManifest, chunks: int, device: torch.device, index: str | None, probes: int
+) -> Search:
+    """That of the index of a description, or exact. probes: lists of an index that are searched. Errors: ValueError
+    naming flag or file."""
+    if index is None:
+        return exact_search(folder, manifest, chunks, device)
+    library, place = _library(), index_folder(folder, index)
+    found = _read(library, place / "added.faissindex", place, manifest, index)
+    width = next((vectors.shape[1] for _, vectors in read_vectors(folder, chunks, manifest.block_size)), found.d)
+    if (found.ntotal, found.d) != (chunks, width):
+        rule = f"has {found.ntotal} vectors of {found.d} numbers, the database {chunks} of {width}; delete it"
+        raise ValueError(f"{place}: {rule} and run mega retro build --index {index} again")
+    lists = library.try_extract_index_ivf(found)
+    if lists is not None:
+        lists.nprobe = min(probes, lists.nlist)
+
+    def search(queries: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+        return np.asarray(found.search(np.ascontiguousarray(queries), count)[1], np.int64)
+
+    return search
+
+
+def build_index(
+    folder: Path, manifest: DatabaseManifest, chunks: int, index: str, sample: int, report: Callable[[str], None]
+) -> None:
+    """Phase 1: train on a sample. Phase 2: add all vectors, in their order. What is there is not made again.
+
+    Errors: ValueError naming the flag, or a file.
+    """
+    library, place = _library(), index_folder(folder, index)
+    if (place / "index.json").exists():
+        _check(place, manifest, index)
+        return
+    empty = place / "empty.faissindex"
+    if not empty.exists():
+        vectors = _sample(folder, manifest, chunks, sample)
+        made = _made(library, vectors.shape[1], index)
+        try:
+            made.train(vectors)
+        except RuntimeError as error:
+            raise ValueError(f"--index {index}: cannot be trained on {len(vectors)} vectors ({_line(error)})") from None
+        _write(library, made, empty)
+        report(f"index {index}: trained on {len(vectors):,} of {chunks:,} vectors")
+    filled = _load(library, empty)
+    for first, block in read_vectors(folder, chunks, manifest.block_size):
+        filled.add(np.ascontiguousarray(block))
+        report(f"index {index}: {first + len(block):,} of {chunks:,} vectors are added")
+    _write(library, filled, place / "added.faissindex")
+    with whole_file(place / "index.json") as file:
+        file.write(json.dumps({"index": index, "database": _digest(manifest)}).encode())
+
+
+def index_folder(folder: Path, index: str) -> Path:
+    """Errors: ValueError where a description is none."""
+    if not _NAME.fullmatch(index):
+        raise ValueError(f"--index {index}: must be a description of faiss's index factory, such as IVF1024,Flat")
+    return folder / "index" / "faiss" / index
+
+
+def _library() -> faiss:
+    try:
+        import faiss
+    except ImportError:
+        raise ValueError("--index: needs faiss; pip install '.[retro]' in a clone, or leave it out: exact") from None
+    return faiss
+
+
+def _made(library: faiss, width: int, index: str) -> faiss.Index:
+    try:
+        return library.index_factory(width, index)
+    except RuntimeError as error:
+        raise ValueError(f"--index {index}: faiss does not make it for {width} numbers ({_line(error)})") from None
+
+
+def _sample(folder: Path, manifest: DatabaseManifest, chunks: int, sample: int) -> NDArray[np.float32]:
+    """Vectors drawn at random, the same each time, in their order."""
+    rows = np.sort(np.random.default_rng(0).choice(chunks, min(sample, chunks), replace=False))
+    parts = [
+        vectors[rows[(rows >= first) & (rows < first + len(vectors))] - first]
+        for first, vectors in read_vectors(folder, chunks, manifest.block_size)
+    ]
+    return np.concatenate(parts)
+
+
+def _write(library: faiss, index: faiss.Index, path: Path) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as file:
+        file.write(library.serialize_index(index).tobytes())
+
+
+def _load(library: faiss, path: Path) -> faiss.Index:
+    try:
+        return library.deserialize_index(np.fromfile(path, np.uint8))
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"{path}: cannot be read ({_line(error)}); delete its folder and build it again") from None
+
+
+def _read(library: faiss, path: Path, place: Path, manifest: DatabaseManifest, index: str) -> faiss.Index:
+    _check(place, manifest, index)
+    return _load(library, path)
+
+
+def _check(place: Path, manifest: DatabaseManifest, index: str) -> None:
+    """Errors: ValueError where there is no whole index, or it is of another database."""
+    path = place / "index.json"
+    if not path.is_file():
+        raise ValueError(f"--index {index}: {place} is not whole; mega retro build --index {index} makes it")
+    found = below(parse_json(read_limited(path, 1 << 16, str(path)), str(path)))
+    if found.get("database") != _digest(manifest):
+        raise ValueError(f"--index {index}: {place} is of another database; delete it and build it again")
+
+
+def _digest(manifest: DatabaseManifest) -> str:
+    return hashlib.sha256(json.dumps(manifest.as_json(), sort_keys=True).encode()).hexdigest()
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[-160:]
