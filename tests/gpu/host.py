@@ -1,16 +1,19 @@
 """One host with 2, 4 or 8 GPUs beside one of its GPUs alone, in one launch: a JSON line a row, as soon as it is known.
 
-    torchrun --nproc-per-node 4 -m tests.gpu.host --out rows.jsonl [--only dp,w3]
+    torchrun --nproc-per-node 4 -m tests.gpu.host --out rows.jsonl [--only dp,w3] [--small]
 
     dp          8 blocks of Llama-2 7B, 16 sequences a GPU: one GPU alone, then all with ZeRO 1 and with ZeRO 3, which
                 exchanges everything with each microbatch
     w3          24 blocks of GPT 22B on all as tensor ranks, without and with dropout, with and without a graph
     pipeline    16 blocks of Llama-2 7B, tp 2 x pp N/2, each schedule with 4 and with 16 microbatches
     context     2 or 4 blocks of Llama-2 7B on 64k and 128k tokens: one GPU alone, then a ring and all-to-all over all
+    experts     2 blocks of Mixtral 8x7B, 16 sequences a GPU: one GPU alone with all 8 experts, then every GPU with its
+                part of them; `largest_share` of a layer's choices goes to one expert, 0.125 in balance
 
 A row of one GPU is measured on every GPU at once, since neighbours share power; the slowest counts. `rate` is the
 share of that row's tokens a second of a GPU. `bubble` is what the schedule costs: T(16) - T(4) is the time of 12
-microbatches, the rest of T without the update is waiting; `planned` is the plan's simulation of it.
+microbatches, the rest of T without the update is waiting; `planned` is the plan's simulation of it. --small: tiny
+shapes, to try this file on CPUs.
 """
 
 from __future__ import annotations
@@ -36,6 +39,11 @@ Row = dict[str, Any]
 Measured = Callable[..., Speed]
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+SMALL = {"hidden": 64, "heads": 4, "kv_heads": 4, "ffn": 128, "vocab": 512}
+"""Of --small, with SMALL_LENGTH tokens at most."""
+SMALL_LENGTH = 64
+
+MIXTURE = {"layers": 2, "kv_heads": 8, "ffn": 14336, "experts": 8, "experts_chosen": 2, "recompute": "none"}
 SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     "1f1b": {},
     "interleaved": {"schedule": "interleaved", "chunks": 2},
@@ -47,7 +55,7 @@ def of(speed: Speed) -> Row:
     """What a row keeps of a measurement."""
     kept = ("world", "device", "micro_batch", "global_batch", "seconds", "spread", "tokens_per_second", "mfu")
     fields = speed.fields()
-    return {name: fields[name] for name in (*kept, "peak_gib", "loss", "phases")}
+    return {name: fields[name] for name in (*kept, "peak_gib", "loss", "largest_share", "phases")}
 
 
 def dp(measured: Measured, world: int) -> Iterator[Row]:
@@ -103,15 +111,31 @@ def context(measured: Measured, world: int) -> Iterator[Row]:
             yield {"row": f"cp {world} {tokens // 1024}k {kind}", **of(speed), "rate": share(speed, alone)}
 
 
+def experts(measured: Measured, world: int) -> Iterator[Row]:
+    """By default the rows of more than two ranks are exchanged; the other way is measured with micro batches of 4."""
+    for micro in (4, 2):
+        mixture = {**MIXTURE, "micro_batch": micro}
+        alone = measured("w2", {**mixture, "global_batch": 16, "zero": 0}, world=1)
+        yield {"row": f"ep 1, micro batch {micro}", **of(alone)}
+        for ep in sorted({2, world}):
+            for dispatch in ("all-to-all", "all-gather") if micro == 4 else ("auto",):
+                layout = {"zero": 1, "ep": ep, "expert_dispatch": dispatch}
+                speed = measured("w2", {**mixture, **layout, "global_batch": 16 * world})
+                yield {"row": f"ep {ep} of {world} {dispatch}, micro batch {micro}", **of(speed), "rate": share(speed, alone)}
+
+
 def share(speed: Speed, alone: Speed) -> float:
     return speed.tokens_per_second / speed.world / alone.tokens_per_second
 
 
-ROWS = {"dp": dp, "w3": w3, "pipeline": pipeline, "context": context}
+ROWS = {"dp": dp, "w3": w3, "pipeline": pipeline, "context": context, "experts": experts}
 
 
-def measurer(rank: int, size: int, device: Device, groups: Groups) -> Measured:
+def measurer(rank: int, size: int, device: Device, groups: Groups, *, small: bool = False) -> Measured:
     def measured(name: str, flags: Mapping[str, Any], *, world: int = size, repeats: int = 5) -> Speed:
+        if small:
+            flags = {**flags, **SMALL, "layers": min(flags["layers"], 4)}
+            flags["seq_length"] = SMALL_LENGTH
         run = resolve(row(name, flags, world), world)
         place = rank if world == size else 0
         speed = measure(name, run, place, world, device, groups, repeats=repeats, warmup=3)
@@ -129,9 +153,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", required=True)
     parser.add_argument("--only", default=",".join(ROWS))
     parser.add_argument("--commit", default="")
+    parser.add_argument("--small", action="store_true")
     asked = parser.parse_args(arguments)
     world, device, groups = connect("auto", timeout_minutes=3)
-    measured, failed = measurer(world.rank, world.size, device, groups), 0
+    measured, failed = measurer(world.rank, world.size, device, groups, small=asked.small), 0
     for name in asked.only.split(","):
         try:
             for found in ROWS[name](measured, world.size):

@@ -1,6 +1,6 @@
 """Ranks that are killed or stopped under NCCL: who is named, how soon, and whether the run goes on bit for bit.
 
-    python -m tests.gpu.kills --out rows.jsonl [--ranks 4] [--times 2] [--device cpu] [--restarts]
+    python -m tests.gpu.kills --out rows.jsonl [--ranks 4] [--times 2] [--device cpu] [--restarts] [--layouts dp "tp 2"]
 
 Ranks start as a launcher starts them, by environment variables. A GPT trains to its end once, undisturbed; then one
 rank of it is killed (SIGKILL) or stopped (SIGSTOP) at a step drawn at random. Every other rank must end by itself,

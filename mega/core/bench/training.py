@@ -79,6 +79,8 @@ class Speed:
     mfu: float | None
     peak_gib: float
     loss: float
+    largest_share: float | None = None
+    """Of a mixture's choices in the last step, the most that one expert got."""
     skipped: int = 0
     """Timed steps whose update was skipped."""
     steps: list[float] = field(default_factory=list)
@@ -228,6 +230,7 @@ def measure(
         mfu=None if device.peak_tflops is None else tflops / device.peak_tflops,
         peak_gib=peak / 2**30,
         loss=found[-1]["loss"],
+        largest_share=found[-1].get("largest_share"),
         skipped=sum(not numbers["finite"] for numbers in found[warmup:]),
         steps=times,
         phases=phases,
