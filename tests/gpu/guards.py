@@ -27,7 +27,7 @@ KINDS: Mapping[str, Sequence[str]] = {
 }
 FIRST, STEPS, INTERVAL = 20, 70, 5
 SIZES = {
-    "cuda": "--model gpt2-345m --dtype bf16 --micro-batch 16 --global-batch 64 --hidden-dropout 0 --attention-dropout 0",
+    "cuda": "--model gpt2-345m --dtype bf16 --micro-batch 16 --global-batch 64",
     "cpu": "--layers 2 --hidden 32 --heads 2 --seq-length 32 --vocab 512 --micro-batch 1 --global-batch 4",
 }
 
@@ -39,7 +39,7 @@ def seconds_of(kind: str, ranks: int, device: str) -> float:
         line = [
             *(sys.executable, "-m", "mega", "pretrain", *SIZES[device].split(), *KINDS[kind], "--mock-data"),
             *("--steps", str(STEPS), "--lr", "1e-4", "--eval-iters", "0", "--nproc", str(ranks), "--device", device),
-            *("--metrics", str(metrics), "--no-progress"),
+            *("--metrics", str(metrics), "--no-progress", "--hidden-dropout", "0", "--attention-dropout", "0"),
         ]
         process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         began, first = 0.0, 0

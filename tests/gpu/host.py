@@ -121,7 +121,11 @@ def experts(measured: Measured, world: int) -> Iterator[Row]:
             for dispatch in ("all-to-all", "all-gather") if micro == 4 else ("auto",):
                 layout = {"zero": 1, "ep": ep, "expert_dispatch": dispatch}
                 speed = measured("w2", {**mixture, **layout, "global_batch": 16 * world})
-                yield {"row": f"ep {ep} of {world} {dispatch}, micro batch {micro}", **of(speed), "rate": share(speed, alone)}
+                yield {
+                    "row": f"ep {ep} of {world} {dispatch}, micro batch {micro}",
+                    **of(speed),
+                    "rate": share(speed, alone),
+                }
 
 
 def share(speed: Speed, alone: Speed) -> float:

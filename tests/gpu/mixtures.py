@@ -7,9 +7,9 @@
     --peer      transformers instead, with its grouped GEMMs, as it is and compiled, and its own dense layers; weights,
                 gradients and moments in bf16, which is less memory to move than our fp32 masters and gradients
 
-Sequences of 4,096 random tokens, 16 a step, bf16, AdamW; medians of 5 steps after 3. The dense twin has networks as wide
-as the experts of one token together. `rate` is the share of its tokens a second. `largest_share` of a layer's choices
-goes to one expert. --small: tiny shapes, to try this file on a CPU.
+Sequences of 4,096 random tokens, 16 a step, bf16, AdamW; medians of 5 steps after 3. The dense twin has networks as
+wide as the experts of one token together. `rate` is the share of its tokens a second. `largest_share` of a layer's
+choices goes to one expert. --small: tiny shapes, to try this file on a CPU.
 """
 
 from __future__ import annotations
@@ -71,13 +71,23 @@ def peer(name: str, device: Device, *, small: bool) -> Iterator[Row]:
         model = options(name, device, micro, dense=dense, small=small).model
         for compiled in (False, True):
             kind = f"{'dense' if dense else 'mixture'}{' compiled' if compiled else ''}"
-            row = {"row": f"transformers {name} {kind}", "transformers": transformers.__version__, "device": device.name}
+            row = {
+                "row": f"transformers {name} {kind}",
+                "transformers": transformers.__version__,
+                "device": device.name,
+            }
+            device.release()
             try:
                 seconds = of_transformers(model, micro, device, compiled=compiled, length=64 if small else 4096)
             except Exception as error:  # whatever the compiler raises
                 yield {**row, "error": f"{type(error).__name__}: {error}"[:800]}
                 continue
-            yield {**row, "seconds": seconds, "tokens_per_second": 16 * (64 if small else 4096) / seconds}
+            yield {
+                **row,
+                "device": device.name,
+                "seconds": seconds,
+                "tokens_per_second": 16 * (64 if small else 4096) / seconds,
+            }
 
 
 def of_transformers(model: Any, micro: int, device: Device, *, compiled: bool, length: int) -> float:
@@ -112,10 +122,7 @@ def of_transformers(model: Any, micro: int, device: Device, *, compiled: bool, l
         rule.step()
         rule.zero_grad(set_to_none=False)
 
-    found = timed(step, device)
-    del network, forward, rule
-    device.release()
-    return found
+    return timed(step, device)
 
 
 def timed(step: Callable[[], None], device: Device) -> float:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mega.core.architecture.layer import Rope
-from mega.core.ops import activation, cross_entropy, fp8, fp8_weights, heads, matmuls, norm, suite
+from mega.core.ops import activation, cross_entropy, fp8, fp8_weights, heads, matmuls, norm, rows, suite
 from mega.core.ops.counter import site_key, token_keys
 from mega.core.ops.dropout import Dropout
 from mega.core.ops.rotary import rotary_table
@@ -267,6 +267,35 @@ def test_total(shape: tuple[int, ...]) -> None:
     blocks = random(*shape)
     exact = blocks.double().sum(0)
     torch.testing.assert_close(kernels()["total"](blocks), exact.to(DTYPE), rtol=2**-8, atol=1e-5)
+
+
+def test_accumulate() -> None:
+    main, x = random(3, 1700, dtype=torch.float32), random(3, 1700)
+    exact = main + x.float()
+    kernels()["accumulate"](main, x)
+    assert torch.equal(main, exact)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("width, k", [(40, 1), (1100, 2), (64, 8)])
+def test_sum_rows(width: int, k: int, whole: bool) -> None:
+    given, draw = random(TOKENS * k, width), torch.Generator().manual_seed(1)
+    numbers = torch.randperm(TOKENS * k, generator=draw).view(TOKENS, k).to(DEVICE)
+    if not whole:
+        numbers[0] = len(given)
+    plain = rows.sum_rows(given, numbers, whole)
+    assert torch.equal(kernels()["sum_rows"](given, numbers, whole), plain)
+    flat = kernels()["sum_rows"](given[:, 0].contiguous(), numbers, whole)
+    assert torch.equal(flat, plain[:, 0])
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "geglu", "geglu_tanh", "reglu2", "relu2"])
+def test_activate_weighted(kind: str) -> None:
+    inputs = [random(TOKENS, 2 * 1100), random(TOKENS)]
+    fast, plain = kernels()["activate_weighted"], activation.activate_weighted
+    compare(lambda x, weights: fast(x, weights, kind), lambda x, weights: plain(x, weights, kind), inputs)
+    with torch.no_grad():
+        assert torch.equal(fast(*inputs, kind), fast(*(x.requires_grad_() for x in inputs), kind).detach())
 
 
 @pytest.mark.skipif(not CUDA, reason="cuBLAS only")

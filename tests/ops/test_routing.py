@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mega.core.architecture.layer import ExpertGroups, Router
 from mega.core.ops import routing
@@ -154,3 +155,24 @@ def test_moving_rows_is_its_own_gradient(limit: int | None) -> None:
     assert (permute(x, plan) * y).sum() == pytest.approx(float((x * unpermute(y, plan)).sum()))
     rows = 4 * limit if limit else int((kept & (found.chosen >= 2) & (found.chosen < 6)).sum())
     assert int(plan.counts.sum()) == len(plan.token) == rows
+
+
+class NumbersWritten(TorchDispatchMode):
+    """Counts `tensor[i] = number`, which on a device copies a tensor of the host."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found += func is torch.ops.aten.copy_.default and args[1].ndim == 0
+        return func(*args, **(kwargs or {}))
+
+
+def test_rows_are_planned_without_numbers_of_the_host() -> None:
+    """A graph of the device cannot record such a copy, and a step would wait for it."""
+    with NumbersWritten() as seen:
+        x, weights = torch.randn(TOKENS, 8, requires_grad=True), torch.rand(TOKENS, 2)
+        plan = plan_rows(routing.route(LOGITS, router(), 2).chosen, None, range(EXPERTS), EXPERTS)
+        unpermute(permute(x, plan) * pick(weights, plan)[:, None], plan).sum().backward()
+        assert not seen.found
+        x.detach()[0, 0] = 1  # such a number is seen
+    assert seen.found == 1

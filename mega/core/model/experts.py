@@ -90,7 +90,8 @@ class GroupedExperts(nn.Module):
         super().__init__()
         self.value, self.ops, self.first = value.expert, factory.ops, region.first
         self.activation = gated_kind(value.expert.activation) if value.expert.gated else value.expert.activation
-        self._factory = replace(factory, ops=replace(factory.ops, matmuls=GroupedMatmuls()))
+        own = replace(factory.ops, matmuls=GroupedMatmuls(factory.ops.accumulate))
+        self._factory = replace(factory, ops=own)
         self._inner = ("gate", "up") if value.expert.gated else ("up",)
 
         def held(*which: str, kind: str) -> Weight | None:
@@ -124,8 +125,7 @@ class GroupedExperts(nn.Module):
             wide = self.up_adapter(tokens, wide, ends)
         if self.up_bias is not None:
             wide = wide + _biases(self.up_bias, counts, len(tokens))
-        active = self.ops.activate(wide, None, self.activation)
-        weighted = (active * probabilities[:, None]).to(active.dtype)
+        weighted = self.ops.activate_weighted(wide, probabilities, self.activation)
         out: torch.Tensor = _GroupedMatmul.apply(weighted, self.down, ends)  # type: ignore[no-untyped-call]
         if self.down_adapter is not None:
             out = self.down_adapter(weighted, out, ends)
@@ -187,15 +187,16 @@ class ExpertLayer(MixerModule):
         limit: int | None,
     ) -> torch.Tensor:
         """Of tokens [t, h] what the experts on these ranks make, [t, h]."""
-        ep, count = self.region.exchange, self.value.count
+        ep, count, total = self.region.exchange, self.value.count, self.experts.ops.sum_rows
         if ep.size == 1:
             plan = plan_rows(chosen, kept, self.region.experts_here, count)
-            return unpermute(self.experts(permute(x, plan), pick(probabilities, plan), plan.counts), plan)
+            rows = self.experts(permute(x, plan, total), pick(probabilities, plan), plan.counts)
+            return unpermute(rows, plan, total)
         padded = limit is not None and self.value.capacity is not None and self.value.capacity.padded
         plan = plan_rows(chosen, kept, range(count), count, limit if padded else None)
         exchange = RowExchange(plan.counts, ep, even=padded)
-        tokens, weights = exchange.there(permute(x, plan)), exchange.there(pick(probabilities, plan))
-        return unpermute(exchange.back(self.experts(tokens, weights, exchange.counts)), plan)
+        tokens, weights = exchange.there(permute(x, plan, total)), exchange.there(pick(probabilities, plan))
+        return unpermute(exchange.back(self.experts(tokens, weights, exchange.counts)), plan, total)
 
     def _shared(self, shared: FeedForward, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """What the shared expert makes of our tokens."""

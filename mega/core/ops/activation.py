@@ -35,3 +35,9 @@ def activate(x: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Ten
         return F.relu(x).square()
     assert kind == "silu", kind
     return F.silu(x)
+
+
+def activate_weighted(x: torch.Tensor, weights: torch.Tensor, kind: str) -> torch.Tensor:
+    """`activate` of x, every row times its weight [tokens], in the dtype of x."""
+    active = activate(x, None, kind)
+    return (active * weights[:, None]).to(active.dtype)

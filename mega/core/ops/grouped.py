@@ -8,12 +8,13 @@ nothing waits for the host. Knows no ranks and no layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
 
+from mega.core.ops import total
 from mega.core.ops.matmuls import Matmuls
 
 
@@ -25,9 +26,12 @@ class GroupedRows(NamedTuple):
 
 
 class GroupedMatmuls(Matmuls):
-    """Of the weights of several experts. Gradients are `GroupedRows`."""
+    """Of the weights of several experts. Gradients are `GroupedRows`. accumulate: adds to a main gradient."""
 
     words = "a loop over experts"
+
+    def __init__(self, accumulate: Callable[[torch.Tensor, torch.Tensor], None] = total.accumulate):
+        self._add = accumulate
 
     def prepare(self, grad: Any) -> Any:
         return grad
@@ -66,7 +70,7 @@ class GroupedMatmuls(Matmuls):
 
     def accumulate_wgrad(self, main_grad: torch.Tensor, grad: GroupedRows, x: torch.Tensor) -> None:
         if fast(x, grad.rows) or x.is_meta:
-            main_grad.add_(self.wgrad(grad, x))
+            self._add(main_grad, self.wgrad(grad, x))
         else:
             self._accumulate(main_grad.unflatten(0, (len(grad.ends), -1)), grad, x)
 

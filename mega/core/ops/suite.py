@@ -28,6 +28,7 @@ from mega.core.ops import (
     packages,
     paged_attention,
     partial_attention,
+    rows,
     total,
 )
 from mega.core.ops.few_rows import FewRows
@@ -52,6 +53,8 @@ class Ops:
     add_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] = norm.add_norm
     added: Callable[..., torch.Tensor] = norm.added
     activate: Callable[..., torch.Tensor] = activation.activate
+    activate_weighted: Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor] = activation.activate_weighted
+    sum_rows: Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor] = rows.sum_rows
     split_heads: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = heads.split_heads
     attention: attention.Attention = attention.plain
     paged_attention: paged_attention.PagedAttention = paged_attention.PLAIN
@@ -59,6 +62,7 @@ class Ops:
     softmax_parts: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = cross_entropy.softmax_parts
     softmax_gradient: Callable[..., torch.Tensor] = cross_entropy.softmax_gradient
     nll_and_gradient: Callable[..., tuple[torch.Tensor, torch.Tensor]] = cross_entropy.nll_and_gradient
+    accumulate: Callable[[torch.Tensor, torch.Tensor], None] = total.accumulate
     total: Callable[[torch.Tensor], torch.Tensor] = total.total
     matmuls: Matmuls = Matmuls()  # noqa: RUF009 - holds nothing
     adamw: Callable[..., None] | None = None

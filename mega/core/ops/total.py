@@ -1,4 +1,4 @@
-"""The sum of a few equal blocks, in fp32 where they have fewer bits."""
+"""The sum of a few equal blocks, in fp32 where they have fewer bits; and of what is added to an fp32 tensor."""
 
 from __future__ import annotations
 
@@ -12,3 +12,8 @@ def total(blocks: torch.Tensor) -> torch.Tensor:
     tensor([4, 6])
     """
     return blocks.sum(0)
+
+
+def accumulate(main: torch.Tensor, x: torch.Tensor) -> None:
+    """main += x, of equal shapes and maybe other dtypes."""
+    main.add_(x)

@@ -13,6 +13,7 @@ where a rank takes some of the rows only. Knows no router and no weights.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from mega.core.ops import observe
 from mega.core.ops.autograd import FunctionContext
+from mega.core.ops.rows import sum_rows
 from mega.core.parallel.collectives import Finished, all_gather, conjugate, exchange, reduce_scatter, summed
 from mega.core.parallel.mesh import SINGLE, Axis, Mesh
 from mega.core.parallel.region import Region
@@ -69,7 +71,7 @@ def plan_rows(
     if not whole:
         valid = (local >= 0) & (local < here)
         local = torch.where(valid if kept is None else valid & kept.flatten(), local, here)
-    order = local.argsort(stable=True)
+    order = local.int().argsort(stable=True)  # in half the time of int64
     counts = torch.zeros(here + 1, dtype=torch.int64, device=local.device)
     counts = counts.index_add_(0, local, torch.ones_like(local))[:here]
     rows = len(local) if whole else _on_host(counts, -(-len(local) * here // count))
@@ -98,53 +100,49 @@ def _on_host(counts: torch.Tensor, even: int) -> int:
     return even if counts.is_meta else int(counts.sum())
 
 
-def permute(x: torch.Tensor, plan: RowPlan) -> torch.Tensor:
-    """[t, ...] -> [rows, ...]; rows of no token are zeros."""
-    return _Permute.apply(x, plan)  # type: ignore[no-any-return, no-untyped-call]
+SumRows = Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor]
+"""`ops.rows.sum_rows`."""
 
 
-def unpermute(rows: torch.Tensor, plan: RowPlan) -> torch.Tensor:
-    """[rows, ...] -> [t, ...]: each token's rows added up in the order of its choices."""
-    return _Unpermute.apply(rows, plan)  # type: ignore[no-any-return, no-untyped-call]
+def permute(x: torch.Tensor, plan: RowPlan, total: SumRows = sum_rows) -> torch.Tensor:
+    """[t, ...] -> [rows, ...]; rows of no token are zeros. total: of the gradients of a token's rows."""
+    return _Permute.apply(x, plan, total)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _with_zero(x: torch.Tensor, plan: RowPlan) -> torch.Tensor:
-    return x if plan.whole else torch.cat([x, x.new_zeros(1, *x.shape[1:])])
+def unpermute(rows: torch.Tensor, plan: RowPlan, total: SumRows = sum_rows) -> torch.Tensor:
+    """[rows, ...] -> [t, ...]: each token's rows added up in the order of its choices, by `total`."""
+    return _Unpermute.apply(rows, plan, total)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _spread(x: torch.Tensor, plan: RowPlan) -> torch.Tensor:
-    return _with_zero(x, plan).index_select(0, plan.token)
-
-
-def _summed(rows: torch.Tensor, plan: RowPlan) -> torch.Tensor:
-    """In fp32 at least."""
-    wide, rows = torch.promote_types(rows.dtype, torch.float32), _with_zero(rows, plan)
-    total = rows.index_select(0, plan.row_of[:, 0]).to(wide)
-    for choice in range(1, plan.row_of.shape[1]):
-        total += rows.index_select(0, plan.row_of[:, choice])
-    return total.to(rows.dtype)
+    if not plan.whole:
+        x = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
+    return x.index_select(0, plan.token)
 
 
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionContext[RowPlan], x: torch.Tensor, plan: RowPlan) -> torch.Tensor:
-        ctx.state = plan
+    def forward(
+        ctx: FunctionContext[tuple[RowPlan, SumRows]], x: torch.Tensor, plan: RowPlan, total: SumRows
+    ) -> torch.Tensor:
+        ctx.state = plan, total
         return _spread(x, plan)
 
     @staticmethod
-    def backward(ctx: FunctionContext[RowPlan], grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _summed(grad, ctx.state), None
+    def backward(ctx: FunctionContext[tuple[RowPlan, SumRows]], grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        plan, total = ctx.state
+        return total(grad, plan.row_of, plan.whole), None, None
 
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionContext[RowPlan], rows: torch.Tensor, plan: RowPlan) -> torch.Tensor:
+    def forward(ctx: FunctionContext[RowPlan], rows: torch.Tensor, plan: RowPlan, total: SumRows) -> torch.Tensor:
         ctx.state = plan
-        return _summed(rows, plan)
+        return total(rows, plan.row_of, plan.whole)
 
     @staticmethod
-    def backward(ctx: FunctionContext[RowPlan], grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _spread(grad, ctx.state), None
+    def backward(ctx: FunctionContext[RowPlan], grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _spread(grad, ctx.state), None, None
 
 
 def pick(x: torch.Tensor, plan: RowPlan) -> torch.Tensor:
@@ -155,7 +153,6 @@ def pick(x: torch.Tensor, plan: RowPlan) -> torch.Tensor:
     choices = torch.arange(plan.row_of.numel(), device=x.device).view_as(plan.row_of)
     source = choices.new_full((len(plan.token) + 1,), plan.row_of.numel())
     source[plan.row_of.flatten()] = choices.flatten()
-    source[-1] = plan.row_of.numel()
     return flat.index_select(0, source[:-1])
 
 

@@ -21,6 +21,7 @@ def table() -> dict[str, Any]:
         heads,
         norm,
         paged_attention,
+        rows,
         total,
     )
 
@@ -31,10 +32,13 @@ def table() -> dict[str, Any]:
         "partial_attention": attention.PARTIAL,
         "paged_attention": paged_attention.PAGED,
         "activate": activation.activate,
+        "activate_weighted": activation.activate_weighted,
+        "sum_rows": rows.sum_rows,
         "split_heads": heads.split_heads,
         "softmax_parts": cross_entropy.softmax_parts,
         "softmax_gradient": cross_entropy.softmax_gradient,
         "nll_and_gradient": cross_entropy.nll_and_gradient,
         "total": total.total,
+        "accumulate": total.accumulate,
         "adamw": adamw.adamw,
     }

@@ -194,6 +194,72 @@ class _Gate(torch.autograd.Function):
         return out, None
 
 
+@jit
+def _weighted_forward(x_at, weights_at, y_at, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    row, column = _row_and_columns(width, BLOCK)
+    real = column < width
+    gate = tl.load(x_at + row * 2 * width + column, real, 0.0).to(tl.float32)
+    up = tl.load(x_at + row * 2 * width + width + column, real, 0.0).to(tl.float32)
+    y = value(gate, KIND) * up * tl.load(weights_at + row).to(tl.float32)
+    tl.store(y_at + row * width + column, y.to(y_at.dtype.element_ty), real)
+
+
+@jit
+def _weighted_backward(
+    x_at, weights_at, grad_at, out_at, sums_at, width, KIND: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """A program takes a whole row, whose weight's gradient is the sum along it."""
+    row = tl.program_id(0).to(tl.int64)
+    weight, total = tl.load(weights_at + row).to(tl.float32), tl.zeros([BLOCK], tl.float32)
+    for begin in range(0, width, BLOCK):
+        column = begin + tl.arange(0, BLOCK)
+        real, at = column < width, row * 2 * width + column
+        gate = tl.load(x_at + at, real, 0.0).to(tl.float32)
+        up = tl.load(x_at + at + width, real, 0.0).to(tl.float32)
+        grad = tl.load(grad_at + row * width + column, real, 0.0).to(tl.float32)
+        active = value(gate, KIND)
+        total += grad * active * up
+        tl.store(out_at + at, (grad * weight * up * _slope(gate, KIND)).to(out_at.dtype.element_ty), real)
+        tl.store(out_at + at + width, (grad * weight * active).to(out_at.dtype.element_ty), real)
+    tl.store(sums_at + row, tl.sum(total, 0).to(sums_at.dtype.element_ty))
+
+
+def _weighted(x: torch.Tensor, weights: torch.Tensor, kind: int) -> torch.Tensor:
+    rows, width = x.shape[0], x.shape[1] // 2
+    y = x.new_empty(rows, width)
+    if rows:
+        launch(_weighted_forward, (cdiv(width, BLOCK) * rows,), x, weights, y, width, KIND=kind, BLOCK=BLOCK)
+    return y
+
+
+class _Weighted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionContext[int], x: torch.Tensor, weights: torch.Tensor, kind: int) -> torch.Tensor:
+        ctx.save_for_backward(x, weights)
+        ctx.state = kind
+        return _weighted(x, weights, kind)
+
+    @staticmethod
+    def backward(ctx: FunctionContext[int], grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weights = ctx.saved_tensors
+        rows, width = x.shape[0], x.shape[1] // 2
+        out, sums = torch.empty_like(x), torch.empty_like(weights)
+        if rows:
+            grad = grad.contiguous()
+            launch(_weighted_backward, (rows,), x, weights, grad, out, sums, width, KIND=ctx.state, BLOCK=BLOCK)
+        return out, sums, None
+
+
+def activate_weighted(x: torch.Tensor, weights: torch.Tensor, kind: str) -> torch.Tensor:
+    """`ops.activation.activate_weighted`."""
+    if kind not in GATED:
+        return (activate(x, None, kind) * weights[:, None]).to(x.dtype)
+    x, weights, gate = x.contiguous(), weights.contiguous(), KINDS[GATED[kind]]
+    if not torch.is_grad_enabled():
+        return _weighted(x, weights, gate)
+    return _Weighted.apply(x, weights, gate)  # type: ignore[no-any-return]
+
+
 def activate(x: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
     """`ops.activation.activate`."""
     x, grad = x.contiguous(), torch.is_grad_enabled()  # without one nothing goes by way of autograd, which takes long
