@@ -112,20 +112,19 @@ def context(measured: Measured, world: int) -> Iterator[Row]:
 
 
 def experts(measured: Measured, world: int) -> Iterator[Row]:
-    """By default the rows of more than two ranks are exchanged; the other way is measured with micro batches of 4."""
-    for micro in (4, 2):
+    """By default tokens are gathered over two ranks and rows exchanged over more; last comes the other way."""
+    alone: dict[int, Speed] = {}
+    for micro, default in ((4, True), (2, True), (4, False)):
         mixture = {**MIXTURE, "micro_batch": micro}
-        alone = measured("w2", {**mixture, "global_batch": 16, "zero": 0}, world=1)
-        yield {"row": f"ep 1, micro batch {micro}", **of(alone)}
-        for ep in sorted({2, world}):
-            for dispatch in ("all-to-all", "all-gather") if micro == 4 else ("auto",):
-                layout = {"zero": 1, "ep": ep, "expert_dispatch": dispatch}
-                speed = measured("w2", {**mixture, **layout, "global_batch": 16 * world})
-                yield {
-                    "row": f"ep {ep} of {world} {dispatch}, micro batch {micro}",
-                    **of(speed),
-                    "rate": share(speed, alone),
-                }
+        if micro not in alone:
+            alone[micro] = measured("w2", {**mixture, "global_batch": 16, "zero": 0}, world=1)
+            yield {"row": f"ep 1, micro batch {micro}", **of(alone[micro])}
+        for ep in sorted({world, 2}, reverse=True):
+            dispatch = "all-gather" if (ep == 2) == default else "all-to-all"
+            layout = {"zero": 1, "ep": ep, "expert_dispatch": dispatch}
+            speed = measured("w2", {**mixture, **layout, "global_batch": 16 * world})
+            name = f"ep {ep} of {world} {dispatch}, micro batch {micro}"
+            yield {"row": name, **of(speed), "rate": share(speed, alone[micro])}
 
 
 def share(speed: Speed, alone: Speed) -> float:
