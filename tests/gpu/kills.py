@@ -125,6 +125,7 @@ def disturbed(
     processes[victim].communicate()
     named = [f"rank {victim}" in text for text in shown]
     codes = [process.returncode for process in others]
+    ended = took <= allowed and all(code not in (0, -9) for code in codes)
     line = next((each for text in shown for each in text.splitlines() if f"rank {victim}" in each), shown[0][-300:])
     accused = {int(rank) for text in shown for rank in ACCUSED.findall(text)} - {victim}
     found, seconds = whole(ranks, device, layout, save)
@@ -138,11 +139,7 @@ def disturbed(
         "accused": sorted(accused),
         "again": round(seconds, 1),
         "bitwise": found == expected,
-        "ok": any(named)
-        and not accused
-        and all(code not in (0, -9) for code in codes)
-        and took <= allowed
-        and found == expected,
+        "ok": any(named) and not accused and ended and found == expected,
     }
 
 
