@@ -21,9 +21,8 @@ TOKENS, EXPERTS = LOGITS.shape
 
 def router(**values: Any) -> Router:
     plain: dict[str, Any] = {"score": "softmax", "normalize": True, "scale": 1.0, "choice": "largest", "groups": None}
-    return Router(
-        **{**plain, "bias": False, "balance_rate": None, "dtype": None, "jitter": 0.0, "losses": (), **values}
-    )
+    plain |= {"bias": False, "balance_rate": None, "quantile_ema": 0.0, "dtype": None, "jitter": 0.0, "losses": ()}
+    return Router(**{**plain, **values})
 
 
 def named(**args: Any) -> tuple[Router, int, torch.Tensor | None]:
