@@ -213,7 +213,6 @@ def measure(
     tokens = batch.global_batch * sum(text_lengths(run))
     tflops = tokens / seconds / world * model_flops_per_token(run) / 1e12
     peak = device.memory_peak() or device.resident()
-    phases = profile(state, batches, trace if rank == 0 else None) if profiled else {}
     speed = Speed(
         name=name,
         world=world,
@@ -233,7 +232,7 @@ def measure(
         largest_share=found[-1].get("largest_share"),
         skipped=sum(not numbers["finite"] for numbers in found[warmup:]),
         steps=times,
-        phases=phases,
+        phases=profile(state, batches, trace if rank == 0 else None) if profiled else {},
     )
     state.grads.wait_param_gather()
     state.pipeline.close()

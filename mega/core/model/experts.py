@@ -190,8 +190,8 @@ class ExpertLayer(MixerModule):
         ep, count, total = self.region.exchange, self.value.count, self.experts.ops.sum_rows
         if ep.size == 1:
             plan = plan_rows(chosen, kept, self.region.experts_here, count)
-            rows = self.experts(permute(x, plan, total), pick(probabilities, plan), plan.counts)
-            return unpermute(rows, plan, total)
+            mixed = self.experts(permute(x, plan, total), pick(probabilities, plan), plan.counts)
+            return unpermute(mixed, plan, total)
         padded = limit is not None and self.value.capacity is not None and self.value.capacity.padded
         plan = plan_rows(chosen, kept, range(count), count, limit if padded else None)
         exchange = RowExchange(plan.counts, ep, even=padded)
