@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
@@ -196,6 +199,14 @@ def test_a_full_disk(
     assert "bytes=" in next(
         asked for _, path, asked in reversed(hub.asked) if path.endswith("model.safetensors") and asked
     )
+
+
+def test_a_process_that_has_loaded_nothing(tmp_path: Path) -> None:
+    """The library loads its parts when they are named, so that another test's import would hide a missing one."""
+    line = [sys.executable, "-m", "mega", "download", "nobody/nothing"]
+    away = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    made = subprocess.run(line, capture_output=True, text=True, env=away, check=False, timeout=100)
+    assert made.returncode == 2 and "it is not in" in made.stderr and "Traceback" not in made.stderr
 
 
 def test_push(

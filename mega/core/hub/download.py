@@ -53,12 +53,13 @@ def fetched(flag: str, name: HubName, kind: Kind, report: Report = lambda line: 
     report: takes lines for the user. Errors: ValueError, OSError, as of `explained`.
     """
     try:
-        import huggingface_hub
+        from huggingface_hub import constants, snapshot_download
+        from huggingface_hub.utils import disable_progress_bars
     except ImportError:
         message = "no such directory here; names of the Hugging Face Hub"
         raise ValueError(f"{flag} {name}: {message}: {needs_library()}") from None
     if not sys.stderr.isatty():
-        huggingface_hub.utils.disable_progress_bars()
+        disable_progress_bars()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # what it warns of is reported here
     with explained(flag, name):
         files, commit = _listed(flag, name, kind, report)
@@ -66,11 +67,11 @@ def fetched(flag: str, name: HubName, kind: Kind, report: Report = lambda line: 
         if missing and commit is not None:
             _check_room(flag, name, missing, report)
             for file in missing:
-                if file.lfs is not None and LARGE <= file.size <= huggingface_hub.constants.MAX_HTTP_DOWNLOAD_SIZE:
+                if file.lfs is not None and LARGE <= file.size <= constants.MAX_HTTP_DOWNLOAD_SIZE:
                     _fetch(name, kind, file, commit, report)
         cached = commit is None or not missing
         folder = Path(
-            huggingface_hub.snapshot_download(
+            snapshot_download(
                 name.repository,
                 repo_type=_repository_kind(kind),
                 revision=commit if cached and commit is not None else name.revision,

@@ -71,19 +71,18 @@ def push(folder: Path, name: HubName, options: PushOptions, card: str, report: C
     """Upload the files of `folder`; the URL of the commit. A card that the repository has stays, unless --card names
     another. Errors: ValueError, OSError."""
     try:
-        import huggingface_hub
+        from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
+        from huggingface_hub.utils import disable_progress_bars
     except ImportError:
         raise ValueError(f"mega push: {needs_library()}") from None
-    from huggingface_hub import CommitOperationAdd, HfApi
-
     if not sys.stderr.isatty():
-        huggingface_hub.utils.disable_progress_bars()
+        disable_progress_bars()
     files, api = pushed_files(folder), HfApi()
     size = sum((folder / file).stat().st_size for file in files)
     with explained("NAME", name):
-        if huggingface_hub.constants.HF_HUB_OFFLINE:
+        if constants.HF_HUB_OFFLINE:
             raise ValueError(f"NAME {name}: HF_HUB_OFFLINE=1 forbids it")
-        if huggingface_hub.get_token() is None:
+        if get_token() is None:
             raise ValueError(f"NAME {name}: needs a token that may write: HF_TOKEN, or hf auth login")
         api.create_repo(name.repository, private=options.private, exist_ok=True)
         report(f"{name}: {len(files)} files, {size:,} bytes")
