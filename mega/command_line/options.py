@@ -211,9 +211,6 @@ def command(function: Callable[..., Result]) -> Callable[..., Result | int]:
         file, own_file = toml.read_schemas(config, takes.schema, takes.own) if config is not None else ({}, {})
         values, preset = {**own_file, **own_flags}, None
         _check_ranges(values, takes.own)
-        if not print_config:
-            values = folders.with_folders(values, own, _report)
-            file, flags = (folders.with_folders(each, chosen, _report) for each in (file, flags))
         if takes.run is not None:
             preset, ctx = (typed.pop(name) for name in ("model", "ctx"))
             file = _above_deepspeed(file, typed.pop("deepspeed_config"), typed.pop("deepspeed_lenient"), flags)
@@ -224,6 +221,11 @@ def command(function: Callable[..., Result]) -> Callable[..., Result | int]:
             print_whole(text)
             return 0
         _check_given(values, own)
+        # A name of the Hub is fetched when the line has been checked, and only where nothing stands above it.
+        values, above = folders.with_folders(values, own, _report), {**file, **flags}
+        if (found := folders.with_folders(above, chosen, _report)) != above:
+            file, flags = ({name: found[name] for name in each} for each in (file, flags))
+            typed[str(takes.run)] = _composed(preset, file, flags, ctx)
         if takes.given is not None:
             typed[takes.given] = GivenOptions(preset, {**file, **flags}, values)
         return function(**typed, **{table: takes.own.value(table, values) for table in takes.own.tables})

@@ -12,6 +12,7 @@ from mega.command_line.options import Reads, without
 from mega.core.config.compose import GivenOptions
 from mega.core.config.option import changed
 from mega.core.config.run import Options, flag_of, options_with
+from mega.core.config.sections import LABELLED
 from mega.core.corpus.scorers import KINDS, ScorerOptions
 from mega.core.files import check_file, check_source
 from mega.core.inference.options import RetrievalOptions
@@ -43,26 +44,28 @@ def run(
     own = [name for name in OWN if name in changed(benchmark)]
     of_tasks = [name for name in changed(harness) if name != "tasks"]
     old = [name for name in ("cloze_eval", "webtext_eval") if getattr(result, name)]
+    reads = [*changed(retrieval), *(["retro"] if options.data.retro else [])]
     if result.ensemble:
         others = [name for name in changed(benchmark) if name in ("task", "valid_data", "limit")]
         others += ["tasks"] * bool(harness.tasks) + ["load"] * (options.checkpoint.load is not None)
-        _check_effect("--ensemble", [*others, *of_tasks, *own, *old])
+        _check_effect("--ensemble", [*others, *of_tasks, *own, *old, *reads])
         from mega.core.tasks import ensemble
 
         return ensemble.run(list(result.ensemble), _out(result.json, "ensemble-predictions.jsonl"))
     if harness.tasks:
-        _check_effect("--tasks", [*own, *old])
+        _check_effect("--tasks", [*own, *old, *reads])
         return _harness(options, given, benchmark, harness, (world, size, result.json))
     if benchmark.task:
         _check_effect("--task", old)
     if benchmark.task.lower() == "toxicity":
-        _check_effect("--task toxicity", [*of_tasks, *own])
+        _check_effect("--task toxicity", [*of_tasks, *own, *reads])
         asked = dataclasses.replace(toxicity, scorer=scorer, limit=benchmark.limit)
         return _toxicity((options, given), benchmark.valid_data, asked, (world, size, result.json))
     _check_effect(f"--task {benchmark.task}", [*changed(toxicity), *changed(scorer)])
     if of_tasks:
         raise ValueError(f"{flag(of_tasks[0])}: needs --tasks")
     benchmark = dataclasses.replace(benchmark, task=_task(benchmark, result), seed=options.runtime.seed)
+    _check_effect(f"--task {benchmark.task}", reads if benchmark.task in LABELLED else [])
     from mega.core.retro.retrieve import named_opener
     from mega.core.tasks.evaluate import evaluate, prepare
 

@@ -12,7 +12,7 @@ import typer
 from mega.core.files import check_source
 from mega.core.hub.names import HubName
 from mega.core.hub.options import PushOptions
-from mega.core.hub.upload import CARD, model_card, push, repository
+from mega.core.hub.upload import CARD, check_push, model_card, push, repository
 from mega.core.untrusted import read_limited
 
 MOST_CARD = 1 << 20
@@ -31,7 +31,8 @@ def run(
     """
     check_source("DIRECTORY", directory)
     to = repository(name)
-    card = None if options.card is None else read_limited(options.card, MOST_CARD, f"--card {options.card}").decode()
+    card = None if options.card is None else _read_card(options.card)
+    check_push(to)
 
     def report(line: str) -> None:
         print(f"mega: {line}", file=sys.stderr)
@@ -58,6 +59,13 @@ def run(
             card = own.read_text(encoding="utf-8") if own.is_file() else _card(directory, to, options)
         print(push(folder, to, options, card, report))
     return 0
+
+
+def _read_card(path: Path) -> str:
+    try:
+        return read_limited(path, MOST_CARD, f"--card {path}").decode()
+    except UnicodeDecodeError:
+        raise ValueError(f"--card {path}: is not UTF-8 text") from None
 
 
 def _card(directory: Path, name: HubName, options: PushOptions) -> str:

@@ -12,7 +12,7 @@ import typer
 
 from mega.command_line.options import local_place
 from mega.core.files import check_source
-from mega.core.hub.names import hub_name
+from mega.core.hub.names import cached_name, hub_name
 from mega.core.inference.options import DecodingLayout, EngineOptions, RetrievalOptions
 from mega.core.inference.server.limits import ServerLimits
 from mega.core.inference.server.options import ListenOptions, ServedModel, ServerOptions
@@ -102,5 +102,7 @@ def _place(checkpoint: Path | None, load: Path | None) -> Path:
 
 def _own_name(place: Path | None) -> str:
     """What the server calls a model that is given no name: as its directory, or as the Hub calls it."""
-    name = None if place is None else hub_name(place)
-    return str(name) if name is not None else "" if place is None else place.resolve().name
+    if place is None:
+        return ""
+    name = hub_name(place) or cached_name(place)
+    return str(name) if name is not None else place.resolve().name

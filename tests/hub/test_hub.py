@@ -114,6 +114,19 @@ def test_a_name_is_loaded_and_then_taken_from_the_cache(
     assert "me/other: no such directory, and it is not in" in capsys.readouterr().err
 
 
+def test_nothing_is_fetched_for_a_line_that_is_refused(
+    hub: Hub, model: dict[str, bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor for a value of the file above which a flag stands."""
+    hub.repositories["models", "me/toy"] = model
+    assert (
+        cli.main(["convert-llama", "--load-dir", "me/toy"]) == 2 and "--save-dir is missing" in capsys.readouterr().err
+    )
+    Path("run.toml").write_text('[checkpoint]\nload = "me/toy"\n')
+    assert cli.main(["pretrain", "--config", "run.toml", "--load", "./none", "--mock-data"]) == 2
+    assert "none" in capsys.readouterr().err and not hub.asked
+
+
 def test_python_takes_names_too(hub: Hub, model: dict[str, bytes], capfd: pytest.CaptureFixture[str]) -> None:
     hub.repositories["models", "me/toy"] = model
     first = mega.load("me/toy", device="cpu").logits([1, 2, 3])
@@ -230,8 +243,11 @@ def test_push(
     assert load(files["model.safetensors"]).keys() == load(model["model.safetensors"]).keys()
     for tensor, value in load(model["model.safetensors"]).items():
         assert load(files["model.safetensors"])[tensor].equal(value)
-    assert cli.main(["push", "hf", "me/new", "--private"]) == 0 and "keeps the model card" in capsys.readouterr().err
-    assert files["README.md"].decode() == card
+    assert cli.main(["push", "hf", "me/new", "--private"]) == 2
+    assert "--private: me/new exists and is public" in capsys.readouterr().err
+    Path("hf/secrets.json").write_text("{}")
+    assert cli.main(["push", "hf", "me/new"]) == 0 and "keeps the model card" in capsys.readouterr().err
+    assert files["README.md"].decode() == card and "secrets.json" not in files
     assert fetch("me/new") == 0
     monkeypatch.setenv("HF_TOKEN", "hf_bad")
     assert cli.main(line) == 2 and "refuses the token" in capsys.readouterr().err

@@ -103,6 +103,8 @@ def prompts() -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_text_is_what_whole_rows_say(name: str) -> None:
     """Prompts of several lengths in steps of 7 tokens, four at a time; one comes twice."""
+    short = Request(prompt=(1,), tokens=2, sampling=Sampling(temperature=0.0))
+    assert len(tokens(answers(engine(name), [short])[0])) == 2  # in whose steps nothing is read
     asked = [Request(prompt=each, tokens=13, sampling=Sampling(temperature=0.0), logprobs=0) for each in prompts()]
     asked.append(asked[4])
     found = answers(engine(name), asked)

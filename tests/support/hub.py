@@ -126,7 +126,14 @@ class Handler(BaseHTTPRequestHandler):
                 {"commitUrl": f"{self.hub.endpoint}/{name}/commit/{COMMIT}", "commitOid": COMMIT, "success": True}
             )
         else:
-            self._json({"id": name, "sha": COMMIT, "siblings": [{"rfilename": path} for path in files]})
+            self._json(
+                {
+                    "id": name,
+                    "sha": COMMIT,
+                    "private": name in self.hub.private,
+                    "siblings": [{"rfilename": path} for path in files],
+                }
+            )
 
     def _file(self, kind: str, name: str, revision: str, path: str, token: str) -> None:
         if self._refused(kind, name, revision, token):

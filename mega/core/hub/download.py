@@ -65,7 +65,7 @@ def fetched(flag: str, name: HubName, kind: Kind, report: Report = lambda line: 
         files, commit = _listed(flag, name, kind, report)
         missing = [file for file in files if not _is_cached(name, kind, file.path, commit)]
         if missing and commit is not None:
-            _check_room(flag, name, missing, report)
+            _check_room(flag, name, kind, missing, report)
             for file in missing:
                 if file.lfs is not None and LARGE <= file.size <= constants.MAX_HTTP_DOWNLOAD_SIZE:
                     _fetch(name, kind, file, commit, report)
@@ -132,12 +132,12 @@ def _is_cached(name: HubName, kind: Kind, path: str, commit: str | None) -> bool
     return isinstance(cached, str)
 
 
-def _check_room(flag: str, name: HubName, missing: Sequence[RepoFile], report: Report) -> None:
+def _check_room(flag: str, name: HubName, kind: Kind, missing: Sequence[RepoFile], report: Report) -> None:
     """Report what is fetched. Errors: ValueError where the disk has less room."""
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE)
-    size = sum(file.size for file in missing)
+    size = sum(max(0, file.size - _on_disk(name, kind, file)) for file in missing)
     report(f"{name}: {_size(size)} in {len(missing)} files are fetched into {cache}")
     place = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
     free = shutil.disk_usage(place).free
@@ -145,6 +145,21 @@ def _check_room(flag: str, name: HubName, missing: Sequence[RepoFile], report: R
         raise ValueError(
             f"{flag} {name}: its {_size(size)} do not fit: {place} has {_size(free)} free; HF_HOME names another place"
         )
+
+
+def _on_disk(name: HubName, kind: Kind, file: RepoFile) -> int:
+    """Bytes of a large file that an earlier call, or another process, has fetched."""
+    paths = () if file.lfs is None else _in_cache(name, kind, file.lfs.sha256)
+    return next((path.stat().st_size for path in paths if path.exists()), 0)
+
+
+def _in_cache(name: HubName, kind: Kind, digest: str) -> tuple[Path, Path]:
+    """A large file in the cache: whole, and as far as it has come."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name.repository, repo_type=_repository_kind(kind))
+    return folder / "blobs" / digest, folder / "blobs" / f"{digest}.mega-part"
 
 
 def _size(count: int) -> str:
@@ -163,14 +178,11 @@ def _fetch(name: HubName, kind: Kind, file: RepoFile, commit: str, report: Repor
 
     Errors: OSError where what came is not what the Hub says it is; what came is then removed.
     """
-    from huggingface_hub import constants, hf_hub_url
-    from huggingface_hub.file_download import repo_folder_name
+    from huggingface_hub import hf_hub_url
 
     assert file.lfs is not None
-    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name.repository, repo_type=_repository_kind(kind))
-    blob = folder / "blobs" / file.lfs.sha256
+    blob, part = _in_cache(name, kind, file.lfs.sha256)
     blob.parent.mkdir(parents=True, exist_ok=True)
-    part = blob.with_name(f"{blob.name}.mega-part")
     with _alone(part) as stream:
         if blob.exists():  # another process was faster
             return

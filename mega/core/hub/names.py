@@ -35,6 +35,17 @@ class HubName(NamedTuple):
         )
 
 
+def cached_name(place: str | Path) -> HubName | None:
+    """The repository whose cached folder, as huggingface_hub lays it out, `place` is.
+
+    >>> str(cached_name("hub/models--meta-llama--Llama-3.2-1B/snapshots/0f1e2d"))
+    'meta-llama/Llama-3.2-1B'
+    """
+    parts = Path(place).parts
+    found = re.fullmatch(r"models--(.+?)--(.+)", parts[-3]) if len(parts) > 2 and parts[-2] == "snapshots" else None
+    return None if found is None else HubName(f"{found[1]}/{found[2]}")
+
+
 def hub_name(place: str | Path) -> HubName | None:
     """The name that `place` is; None for a path: one that exists, or whose first folder does, or that ends as files do.
 

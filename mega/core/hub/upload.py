@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from mega.core.hub.choice import SMALL
+from mega.core.hub.choice import SMALL, TOKENIZER
 from mega.core.hub.faults import explained, needs_library
 from mega.core.hub.names import HubName, hub_name
 from mega.core.hub.options import PushOptions
 
 CARD = "README.md"
-ENDINGS = (*SMALL, ".safetensors", ".gguf")
+WEIGHTS = (".safetensors", ".gguf")
+MODEL = re.compile(r"(.*config|params|model.*|sentencepiece.*|spiece.*|modules)\.(json|model|txt|jinja)")
 
 
 def repository(name: str) -> HubName:
@@ -26,10 +28,16 @@ def repository(name: str) -> HubName:
 
 def pushed_files(folder: Path) -> list[str]:
     """The names of the files that are uploaded. Errors: ValueError where there are no weights among them."""
-    found = sorted(path.name for path in folder.iterdir() if path.is_file() and path.name.endswith(ENDINGS))
-    if not any(name.endswith((".safetensors", ".gguf")) for name in found):
+    found = sorted(path.name for path in folder.iterdir() if path.is_file() and _of_model(path.name))
+    if not any(name.endswith(WEIGHTS) for name in found):
         raise ValueError(f"DIRECTORY {folder}: holds no .safetensors and no .gguf, and nothing else is uploaded")
     return found
+
+
+def _of_model(name: str) -> bool:
+    """Whether a file is one of a model: other JSON and text of the folder may be its owner's alone."""
+    described = name.endswith(SMALL) and (MODEL.fullmatch(name) or TOKENIZER.fullmatch(name)) is not None
+    return described or name.endswith(WEIGHTS)
 
 
 def model_card(name: HubName, table: Mapping[str, str], options: PushOptions, *, task: str | None) -> str:
@@ -67,25 +75,33 @@ def model_card(name: HubName, table: Mapping[str, str], options: PushOptions, *,
     return "\n".join([*lines, *(use if task == "text-generation" else ()), ""])
 
 
+def check_push(name: HubName) -> None:
+    """Errors: ValueError where nothing can be uploaded from here, before anything is prepared for it."""
+    try:
+        from huggingface_hub import constants, get_token
+    except ImportError:
+        raise ValueError(f"mega push: {needs_library()}") from None
+    if constants.HF_HUB_OFFLINE:
+        raise ValueError(f"NAME {name}: HF_HUB_OFFLINE=1 forbids it")
+    if get_token() is None:
+        raise ValueError(f"NAME {name}: needs a token that may write: HF_TOKEN, or hf auth login")
+
+
 def push(folder: Path, name: HubName, options: PushOptions, card: str, report: Callable[[str], None]) -> str:
     """Upload the files of `folder`; the URL of the commit. A card that the repository has stays, unless --card names
     another. Errors: ValueError, OSError."""
-    try:
-        from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
-        from huggingface_hub.utils import disable_progress_bars
-    except ImportError:
-        raise ValueError(f"mega push: {needs_library()}") from None
+    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub.utils import disable_progress_bars
+
     if not sys.stderr.isatty():
         disable_progress_bars()
     files, api = pushed_files(folder), HfApi()
     size = sum((folder / file).stat().st_size for file in files)
     with explained("NAME", name):
-        if constants.HF_HUB_OFFLINE:
-            raise ValueError(f"NAME {name}: HF_HUB_OFFLINE=1 forbids it")
-        if get_token() is None:
-            raise ValueError(f"NAME {name}: needs a token that may write: HF_TOKEN, or hf auth login")
         api.create_repo(name.repository, private=options.private, exist_ok=True)
-        report(f"{name}: {len(files)} files, {size:,} bytes")
+        if options.private and not api.repo_info(name.repository).private:
+            raise ValueError(f"--private: {name} exists and is public")
+        report(f"{name}: {len(files)} files, {size:,} bytes: {', '.join(files)}")
         operations = [CommitOperationAdd(file, str(folder / file)) for file in files]
         if options.card is not None or not api.file_exists(name.repository, CARD):
             operations.append(CommitOperationAdd(CARD, card.encode()))

@@ -71,7 +71,9 @@ class NeighbourStep:
         self._sources = self._read()
         where = neighbours.device
         queries = torch.tensor(
-            [[*each.tokens, *[-1] * (value.chunk - len(each.tokens))] for each in self._sources], device=where
+            [[*each.tokens, *[-1] * (value.chunk - len(each.tokens))] for each in self._sources],
+            dtype=torch.int64,
+            device=where,
         ).view(-1, value.chunk)
         self._there, self._queries = queries >= 0, queries.clamp(min=0)
         kept = [self._found_of(each) for each in self._sources]

@@ -64,7 +64,9 @@ class TokenScorer(_Scorer):
     def score(self, batches: Sequence[Batch]) -> list[TokenScores]:
         """Of the labels of each batch, [b, s], whole rows on every rank of the last stage."""
         if self._reads is not None:
-            batches = [self._reads(each) for each in batches if isinstance(each, DecoderBatch)]
+            rows = [each for each in batches if isinstance(each, DecoderBatch)]
+            assert len(rows) == len(batches), "only decoders read neighbours"
+            batches = [self._reads(each) for each in rows]
         whole = [_whole_rows(each, self.mesh.cp) for each in self._outputs(batches)]
         return [TokenScores(each[..., 0], each[..., 1].bool() if self._greedy else None) for each in whole]
 

@@ -255,7 +255,11 @@ async def answer(service: Service, given: MegatronRequest) -> dict[str, Json]:
         "text": [decode(ids) for ids in whole],
         "segments": [[piece(token) for token in ids] for ids in whole],
         "logprobs": [_logprobs(each) for each in running] if given.logprobs else None,
-        **({"neighbours": [cited(each).get("neighbours", []) for each in running]} if running[0].cited else {}),
+        **(
+            {"neighbours": [cited(each).get("neighbours", []) for each in running]}
+            if any(each.cited for each in running)
+            else {}
+        ),
     }
 
 
