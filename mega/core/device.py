@@ -10,7 +10,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -145,6 +145,20 @@ class Device:
         if self.is_cuda:
             torch.backends.cudnn.deterministic = only
             torch.backends.cudnn.benchmark = False
+
+
+@contextlib.contextmanager
+def kept_settings() -> Iterator[None]:
+    """What a run sets for its whole process, threads and deterministic algorithms, is afterwards as it was."""
+    threads, cudnn = torch.get_num_threads(), torch.backends.cudnn
+    only, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    of_cudnn = cudnn.deterministic, cudnn.benchmark
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(only, warn_only=warns)
+        cudnn.deterministic, cudnn.benchmark = of_cudnn
 
 
 def current_stream(device: torch.device) -> int:

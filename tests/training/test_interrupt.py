@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,12 +26,14 @@ from mega.core.checkpoint.own.store import CheckpointStore
 from mega.core.config.compose import compose
 from mega.core.device import Device
 from mega.core.files import locked_alone
-from mega.core.parallel.mesh import Groups
+from mega.core.parallel.mesh import Groups, Mesh
 from mega.core.processes import connect, launch, signals
 from mega.core.processes.pool import Pool
 from mega.core.training import evaluation, notice
+from mega.core.training.start import rank
 from mega.core.training.start.inputs import open_inputs, resolve_run
 from mega.core.training.start.rank import start
+from mega.core.training.stop import StopSignal
 
 RUN = (
     "--layers 1 --hidden 8 --heads 1 --seq-length 8 --vocab 64 --mock-data --micro-batch 1 --lr 1e-3 --steps 1000000 "
@@ -203,6 +206,38 @@ def test_a_second_ctrl_c_is_told_what_it_costs_and_leaves_at_once(
     first, second = capsys.readouterr().err.splitlines()
     assert first == "mega: SIGINT received: finishing step 24, then saving to runs/first; Ctrl-C again leaves at once"
     assert second.startswith("mega: leaving at once: lost is what was trained after step 20")
+
+
+def test_after_a_second_ctrl_c_signals_mean_again_what_they_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook, which goes on; until the run is closed it hears no more of them."""
+    monkeypatch.setattr(signals, "SAME_SIGNAL_SECONDS", 0.0)
+    monkeypatch.setattr(notice.os, "_exit", lambda code: None)
+    before = {number: signal.getsignal(number) for number in signals.heeded_signals()}
+    run = StopSignal(Mesh.at(0).everyone, torch.device("cpu"), on_signal=True, minutes=None, speaks=False)
+    try:
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        run.close()
+        assert {number: signal.getsignal(number) for number in before} == before
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_run_that_cannot_start_leaves_signals_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGINT)
+
+    def fail(*arguments: object) -> None:
+        assert signal.getsignal(signal.SIGINT) != before
+        raise OSError("the file of metrics cannot be written")
+
+    monkeypatch.setattr(rank, "_meters", fail)
+    prepared = open_inputs(resolve_run(compose(flags=LONG | {"save": str(tmp_path)}), 1))
+    with pytest.raises(OSError, match="metrics"), contextlib.ExitStack() as held:
+        start(prepared, 0, 1, Device.choose("cpu"), Groups("gloo", timedelta(minutes=1)), held)
+    assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_a_run_waits_until_its_notice_is_written_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,7 +121,8 @@ class StopSignal:
     def close(self) -> None:
         """Signals mean again what they meant before; but after a stop by one, a launcher's copy of it may still come,
         and a rank that has saved must not die of that."""
-        for number, handler in self._before.items():
+        before, self._before = self._before, {}
+        for number, handler in before.items():
             stopped = self._everyone.size > 1 and self.code == _SIGNAL + number
             signal.signal(number, _deaf if stopped else handler)
         if self._notice is not None:
@@ -132,11 +133,15 @@ class StopSignal:
         if self._signals.repeats(number):
             if self._notice is not None:
                 self._notice.report_lost()
-            self._before.clear()  # and deaf from now on: a third one would only break the way out
-            for other in heeded_signals():
-                signal.signal(other, _deaf)
+            deafen()  # until `close`: a third one would only break the way out
             raise KeyboardInterrupt
         self._wish = max(self._wish, _SIGNAL + number)
+
+
+def deafen() -> None:
+    """Heed no signal from here on."""
+    for number in heeded_signals():
+        signal.signal(number, _deaf)
 
 
 def _deaf(number: int, frame: object) -> None:

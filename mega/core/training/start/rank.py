@@ -19,7 +19,7 @@ from mega.core.checkpoint.own.together import JsonExchange, alone, together
 from mega.core.config.resolve import last_step, profiled_steps
 from mega.core.config.run import RunConfig
 from mega.core.data.dataset import Dataset
-from mega.core.device import Device
+from mega.core.device import Device, kept_settings
 from mega.core.flops import model_flops_per_token
 from mega.core.parallel.collectives import gather_json
 from mega.core.parallel.mesh import Groups
@@ -49,7 +49,7 @@ from mega.core.training.start.consistency import check_consistent, comparable
 from mega.core.training.start.inputs import Inputs, ResolvedRun, open_inputs
 from mega.core.training.start.introduce import introduce
 from mega.core.training.state import Progress, TrainState
-from mega.core.training.stop import StopSignal
+from mega.core.training.stop import StopSignal, deafen
 from mega.core.training.wire import build_mesh, build_state
 from mega.core.untrusted import below
 from mega.core.words import count_words
@@ -111,7 +111,11 @@ def pretrain(resolved: ResolvedRun) -> int:
 
     Errors: as of `train`.
     """
-    code = train(resolved).code
+    try:
+        code = train(resolved).code
+    except KeyboardInterrupt:
+        deafen()  # the process ends, and one more Ctrl-C would only break its way out
+        raise
     end_together(world_from_env().rank, resolved.run.runtime.timeout_minutes)
     disconnect()
     return code
@@ -124,6 +128,7 @@ def train(resolved: ResolvedRun, *, quiet: bool = False) -> TrainingResult:
     what else went wrong on the way.
     """
     with contextlib.ExitStack() as held:
+        held.enter_context(kept_settings())
         inputs, world, device, groups = open_rank(resolved, quiet=quiet)
         with ACTIVITY.during("loading"):
             training = start(inputs, world.rank, world.size, device, groups, held, discard if quiet else print_line)
@@ -199,6 +204,7 @@ def start(
     begun = begin(inputs, rank, world, device, groups, held, lines if rank == 0 else discard)
     run, state, steps = begun.inputs.run, begun.state, begun.steps
     stop = _stop(state)
+    held.callback(stop.close)
     meters = _meters(run, state, steps, stop.fail, lines) if rank == 0 else None
     report = meters.report if meters is not None else discard
     saver = begun.saver(report)
