@@ -2,6 +2,7 @@
 
 config        the options of a run, from a preset, a TOML file and keywords
 training      pretrain, finetune: whole runs. `mega pretrain` and `mega finetune` begin here too
+ids           the check of token ids that a caller gives
 trainer       a run in steps, for loops and losses of your own
 model         load: a trained model that generates, converses and scores
 evaluation    evaluate: the score of a model on a benchmark

@@ -30,7 +30,9 @@ def config(preset: str | None = None, *, file: str | Path | None = None, **optio
     ...
     ValueError: num_layers: is not an option (nearest: layers)
     """
-    given = named(options, run_schema())
+    schema = run_schema()
+    left_out = {name for name, value in options.items() if value is None and name in schema.entries}
+    given = named({name: value for name, value in options.items() if name not in left_out}, schema)
     stored = {} if file is None else toml.read(os.fspath(file))
     run = compose(preset, stored, given)
     check_typed(run, {**stored, **given}, ())

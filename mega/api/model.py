@@ -17,6 +17,7 @@ from typing import Literal, overload
 
 import torch
 
+from mega.api.ids import checked_ids
 from mega.core.device import DTYPES, Device
 from mega.core.hub.folders import local_place
 from mega.core.inference.engine import BatchingEngine
@@ -131,27 +132,29 @@ class Model:
         """[b, s, vocab] of token ids int64 [b, s], on the model's device: at each place, of the token that follows.
         Ids of one sequence [s] give [s, vocab]. Errors: ValueError where ids are not the model's, or too many.
         """
-        ids = torch.as_tensor(tokens, dtype=torch.int64).to(self._device.torch)
         model = self._opened.architecture
+        ids = checked_ids("tokens", tokens, model.input.vocab).to(self._device.torch)
         if ids.dim() not in (1, 2) or not 1 <= ids.shape[-1] <= model.positions:
             raise ValueError(
                 f"tokens: has shape {list(ids.shape)}; must be [b, s] or [s], s from 1 to {model.positions}"
             )
-        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < model.input.vocab:
-            raise ValueError(f"tokens: ids must be from 0 to {model.input.vocab - 1}")
         found = logits(self._stage, ids.view(-1, ids.shape[-1]))
         return found.view(*ids.shape, -1)
 
     @torch.no_grad()
     def score(self, text: str | Sequence[int]) -> list[float]:
         """The log-probability, in nats, of every token of a text but the first, given those before. Of more tokens than
-        the model has positions, each of its windows is judged by itself. Errors: ValueError of less than two tokens."""
-        ids = self.tokenizer.encode(text) if isinstance(text, str) else list(text)
-        if len(ids) < 2:
+        the model has positions, each of its windows is judged by itself.
+
+        Errors: ValueError of less than two tokens, or where ids are not the model's.
+        """
+        given = self.tokenizer.encode(text) if isinstance(text, str) else text
+        ids = checked_ids("text", given, self._opened.architecture.input.vocab)
+        if ids.dim() != 1 or len(ids) < 2:
             raise ValueError(
-                f"text: has {len(ids)} tokens; must have at least 2, of which all but the first are scored"
+                f"text: has {ids.numel()} tokens; must have at least 2, of which all but the first are scored"
             )
-        return [-each for each in losses(self._stage, ids).tolist()]
+        return [-each for each in losses(self._stage, ids.tolist()).tolist()]
 
 
 def _sampling(given: Mapping[str, float | None]) -> Sampling:

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import io
 import marshal
 import multiprocessing
@@ -184,8 +185,10 @@ class _CodePickler(pickle.Pickler):
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """Names that a function looks up, and those of the functions within it."""
-    yield from code.co_names
+    """Names that a function looks up among globals, and those of the functions within it; attributes are none."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
+            yield str(instruction.argval)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names(constant)

@@ -46,16 +46,12 @@ def pretrain(run: Options, *, verbose: bool = False, **options: object) -> Train
     where the loss is NaN or infinite; RuntimeError and OSError for what fails on the way.
     """
     options_of_run = with_options(run, options)
-    supervision, runtime = options_of_run.supervision, options_of_run.runtime
-    if supervision.max_restarts or supervision.hosts:
-        raise ValueError("max_restarts, hosts: ranks are started again by `mega pretrain` alone; leave them out")
-    if runtime.dry_run or runtime.world is not None:
-        raise ValueError("dry_run, world: nothing would be trained; mega.estimate plans a run")
+    check_here(options_of_run)
     world = world_from_env()
-    size = ranks(world, runtime.nproc)
+    size = ranks(world, options_of_run.runtime.nproc)
     if not verbose:
         options_of_run = updated(options_of_run, {"progress": False})
-    started = resolved(options_of_run, size, _note if verbose else _no_note)
+    started = resolved(options_of_run, size, note if verbose else _no_note)
     if world.source == "alone" and size > 1:
         from mega.api.ranks import launch
         from mega.core.training.start.inputs import open_inputs
@@ -71,8 +67,17 @@ def finetune(run: Options, *, verbose: bool = False, **options: object) -> Train
     As `pretrain`, with the model and the tokenizer of those weights. Errors: as of `pretrain`.
     """
     chosen = pretrained(with_options(run, options))
-    check_begin(chosen, _note if verbose else _no_note)
+    check_begin(chosen, note if verbose else _no_note)
     return pretrain(from_weights(chosen), verbose=verbose)
+
+
+def check_here(options: Options) -> None:
+    """Errors: ValueError naming options of a run that no function of Python trains."""
+    supervision, runtime = options.supervision, options.runtime
+    if supervision.max_restarts or supervision.hosts:
+        raise ValueError("max_restarts, hosts: ranks are started again by `mega pretrain` alone; leave them out")
+    if runtime.dry_run or runtime.world is not None:
+        raise ValueError("dry_run, world: nothing would be trained; mega.estimate plans a run")
 
 
 def _train(started: ResolvedRun, verbose: bool) -> TrainingResult:
@@ -83,7 +88,8 @@ def _train(started: ResolvedRun, verbose: bool) -> TrainingResult:
     return train(started, quiet=not verbose)
 
 
-def _note(line: str) -> None:
+def note(line: str) -> None:
+    """A line for the user, of the first rank."""
     if is_first_rank():
         print(f"mega: {line}", file=sys.stderr)
 

@@ -11,13 +11,22 @@ from typing import Annotated, TypeVar
 from mega.command_line.options import Reads, without
 from mega.core.config.compose import GivenOptions
 from mega.core.config.option import changed
-from mega.core.config.run import Options, flag_of, options_with
+from mega.core.config.run import Options, flag_of
 from mega.core.config.sections import LABELLED
 from mega.core.corpus.scorers import KINDS, ScorerOptions
 from mega.core.files import check_file, check_source
 from mega.core.inference.options import RetrievalOptions
 from mega.core.processes.world import World, is_first_rank, ranks, world_from_env
-from mega.core.tasks.options import OWN, EvalOptions, HarnessOptions, TaskOptions, ToxicityOptions, flag, task_named
+from mega.core.tasks.options import (
+    OWN,
+    EvalOptions,
+    HarnessOptions,
+    TaskOptions,
+    ToxicityOptions,
+    flag,
+    task_named,
+    unread,
+)
 
 LOADS_MODEL = True
 
@@ -147,7 +156,6 @@ def _launched(world: World, size: int, job: Callable[[Prepared], int], prepared:
 
 def _note_unused(given: GivenOptions) -> None:
     """On stderr of the first rank, what was given and is not read."""
-    read = {*options_with(evaluated=True), *options_with(on_resume="must match"), "positions"}
-    unused = [flag_of(name) for name in given.values if name not in read]
+    unused = [flag_of(name) for name in unread(given.values)]
     if unused and is_first_rank():
         print(f"not used, nothing is trained: {', '.join(unused)}", file=sys.stderr)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mega.api.training import check_begin, from_weights, pretrained
+from mega.api.training import check_begin, from_weights, note, pretrained
 from mega.commands import pretrain
 from mega.core.config.run import Options
 
@@ -19,7 +19,7 @@ def run(options: Options) -> int:
     Exit codes: as of mega pretrain.
     """
     options = pretrained(options)
-    check_begin(options, pretrain.note)
+    check_begin(options, note)
     return train(options)
 
 

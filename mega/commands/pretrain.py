@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from mega.api.training import note
 from mega.api.training import resolved as resolved_run
 from mega.core.config.run import Options, RunConfig, updated
 from mega.core.processes.world import is_first_rank, ranks, supervised_ranks, world_from_env
@@ -91,9 +92,3 @@ def _supervise(options: Options, resolved: ResolvedRun, alike: Mapping[str, str]
         return supervise(nproc, supervision.max_restarts, job)
     minutes = options.runtime.timeout_minutes
     return supervise_hosts(supervision.hosts, nproc, supervision.max_restarts, minutes, job)
-
-
-def note(line: str) -> None:
-    """A line for the user, of the first rank."""
-    if is_first_rank():
-        print(f"mega: {line}", file=sys.stderr)

@@ -15,11 +15,14 @@ from mega.api.ranks import NotebookFunction
 NOTEBOOK = """
 import math
 FACTOR = 3
+name = (each for each in ())
 def scaled(x):
     return x * FACTOR + math.floor(1.5)
 def job(x, *, more=1):
     def factorial(n):
         return 1 if n < 2 else n * factorial(n - 1)
+    if x is None:
+        return x.name
     return scaled(x) + factorial(4) + more, job.__name__
 """
 
@@ -45,6 +48,7 @@ def test_the_error_of_a_rank_is_raised_here(capfd: pytest.CaptureFixture[str]) -
 
 
 def test_a_function_of_a_notebook_is_its_code() -> None:
+    """With the globals that it reads: the generator `name` cannot be sent, and `x.name` is another one."""
     space: dict[str, object] = {"__name__": "__main__"}
     exec(NOTEBOOK, space)
     sent = pickle.dumps(NotebookFunction(space["job"]))  # type: ignore[arg-type]

@@ -50,7 +50,10 @@ def test_nothing_is_printed_unless_asked(
         (lambda: mega.pretrain(mega.config("tiny-gpt"), lr=-1.0, vocab=8, steps=1, micro_batch=1), "--lr -1"),
         (lambda: mega.pretrain(mega.config(**SIZES), max_restarts=1), "max_restarts, hosts: "),
         (lambda: mega.finetune(mega.config(**SIZES)), "--load is missing: "),
+        (lambda: mega.config(None, layer=None), "layer: is not an option (nearest: layers)"),
         (lambda: mega.load("no/such/run"), "no/such/run"),
+        (lambda: mega.evaluate("run", "ppl", "text.txt", lr=1.0, steps=3), "lr, steps: not used"),
+        (lambda: mega.evaluate("run", "ppl", "text.txt", load="other"), "load: the model is that of `path`"),
         (lambda: mega.evaluate("no/such/run", "ppl", "text.txt"), "--load no/such/run: "),
         (lambda: mega.convert("no/such/run", "out"), "--load-dir no/such/run: "),
         (lambda: mega.estimate(mega.config("tiny-gpt"), gpu="h1000"), "h1000"),
@@ -77,7 +80,10 @@ def test_a_model_generates_and_scores(trained: mega.TrainingResult) -> None:
         (lambda: model.generate("a", temperature=-1.0), "--temperature -1.0: must be"),
         (lambda: model.generate("a", tokens=0), "tokens 0: must be"),
         (lambda: model.chat("a"), "has no chat template"),
-        (lambda: model.logits([300]), "tokens: ids must be from 0 to 256"),
+        (lambda: model.logits([300]), "tokens: ids must be from 0 to 256, not 300"),
+        (lambda: model.logits([1.9]), "tokens: ids must be whole numbers"),  # type: ignore[list-item]
+        (lambda: model.score([1, 2, -100]), "text: ids must be from 0 to 256, not -100"),
+        (lambda: model.score([[1, 2], [3]]), "text: must be token ids"),  # type: ignore[list-item]
         (lambda: model.score("a"), "text: has 1 tokens"),
     ):
         with pytest.raises(ValueError, match=error):
@@ -100,6 +106,26 @@ def test_a_score_is_that_of_the_model(trained: mega.TrainingResult, tmp_path: Pa
     assert found.figures["ppl"].value == next(each["value"] for each in shown["figures"] if each["name"] == "ppl")
     with pytest.raises(ValueError, match="limi: is not an option"):
         mega.evaluate(trained.checkpoint, "ppl", text, limi=3)
+
+
+def test_a_model_with_a_retriever_is_scored(tokenizer: dict[str, str], tmp_path: Path) -> None:
+    """By what `retro` names; what is missing is said before anything starts."""
+    reads = {"retriever": True, "retro_layers": (1,), "retro_chunk_length": 8, "steps": 1, "eval_iters": 0}
+    run = mega.pretrain(mega.config(**{**SIZES, **reads}, **tokenizer, mock_data=True, save=tmp_path / "run"))
+    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "abba" * 4}) + "\n")
+    asked = {"path": str(run.checkpoint), "task": "ppl", "data": tmp_path / "text.jsonl", "device": "cpu"}
+    assert mega.evaluate(**asked, retro="none").figures["ppl"].value is not None
+    with pytest.raises(ValueError, match="--embedder is missing"):
+        mega.evaluate(**asked, retro="database")
+    with pytest.raises(ValueError, match="--retro is missing"):
+        mega.evaluate(**asked)
+    with pytest.raises(ValueError, match="retro: has no effect with task race"):
+        mega.evaluate(**{**asked, "task": "race"}, retro="none")
+
+
+def test_none_stands_for_an_option_that_is_left_out() -> None:
+    assert mega.config("gpt2-124m", layers=None, lr=None) == mega.config("gpt2-124m")
+    assert mega.config("gpt2-124m", ffn=None, global_batch=None) == mega.config("gpt2-124m")
 
 
 def test_weights_go_to_another_form_and_back(trained: mega.TrainingResult, tmp_path: Path) -> None:

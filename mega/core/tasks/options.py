@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from mega.core.config.compose import nearest
 from mega.core.config.option import COUNT, FROM_0, VerbSection, option
+from mega.core.config.run import options_with
 from mega.core.config.sections import LABELLED
 from mega.core.corpus.scorers import ScorerOptions
 from mega.core.inference.request import sampling_of
@@ -117,6 +118,12 @@ OWN = {
     "random_windows": None,
 }
 """Fields that only some benchmarks read -> what they hold where they were not given."""
+
+
+def unread(given: Iterable[str]) -> list[str]:
+    """Those options of a run, by name, that no score depends on: nothing is trained."""
+    read = {*options_with(evaluated=True), *options_with(on_resume="must match"), "positions"}
+    return [name for name in given if name not in read]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,25 @@
+"""Token ids that a caller gives: one check for all of the interface."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def checked_ids(name: str, given: torch.Tensor | Sequence[int] | Sequence[Sequence[int]], vocab: int) -> torch.Tensor:
+    """As int64, where they are. name: of the argument, for errors. vocab: ids that have a meaning, without padding.
+
+    Errors: ValueError naming the argument, the rule and the first id that breaks it.
+    """
+    try:
+        ids = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{name}: must be token ids, rows of equal length") from None
+    if ids.numel() and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
+        raise ValueError(f"{name}: ids must be whole numbers, not {ids.dtype}")
+    ids = ids.to(torch.int64)
+    wrong = ids[(ids < 0) | (ids >= vocab)]
+    if wrong.numel():
+        raise ValueError(f"{name}: ids must be from 0 to {vocab - 1}, not {int(wrong.view(-1)[0])}")
+    return ids
