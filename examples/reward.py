@@ -3,8 +3,8 @@
     python examples/reward.py --config run.toml --prompt "1 2 3"
 
 Policy gradient on groups of samples (Williams 1992; the baseline is the group's mean, as of GRPO, Shao et al. 2024):
-loss = - advantage x log p(sample), a mean over samples. The model is that of `load` in the TOML file, in any layout but
-context parallelism. The reward here counts even token ids: replace it.
+loss = - advantage x log p(sample), a mean over samples. The TOML file has `load`, the model that learns, `seq_length`,
+`micro_batch`, `steps`, `lr` and any layout but context parallelism. The reward here counts even token ids: replace it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ def policy_loss(advantages: torch.Tensor) -> Callable[[mega.Predictions, mega.De
 def reinforce(
     run: mega.Options, prompt: list[int], reward: Callable[[Sequence[int]], float], tokens: int = 16, group: int = 8
 ) -> list[float]:
-    """Trains to the end of `run`; the mean reward of each step's samples."""
+    """Trains to the end of `run`; the mean reward of each step's samples. Errors: ValueError where it is there."""
     rewards = []
     with mega.Trainer(run) as trainer:
+        if trainer.steps_done >= trainer.steps:
+            raise ValueError(f"steps {trainer.steps}: must be more than the {trainer.steps_done} that `load` has done")
         while trainer.steps_done < trainer.steps:
             seeds = range(trainer.steps_done * group, (trainer.steps_done + 1) * group)
             samples = [trainer.sample(prompt, tokens, temperature=1.0, top_k=0, seed=seed) for seed in seeds]
@@ -48,7 +50,8 @@ def reinforce(
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--config", required=True, help="a run as TOML: load, steps, learning rate")
+    parser.add_argument("--config", required=True, help="a run as TOML")
     parser.add_argument("--prompt", required=True, help="token ids")
     given = parser.parse_args()
-    print(reinforce(mega.config(file=given.config), list(map(int, given.prompt.split())), even_tokens))
+    run = mega.config(file=given.config, finetune=True, use_checkpoint_config=True)
+    print(reinforce(run, list(map(int, given.prompt.split())), even_tokens))

@@ -22,12 +22,15 @@ from typing import Literal, Self, overload
 import torch
 
 from mega.api.config import with_options
-from mega.api.training import resolved, with_stored_options
+from mega.api.ids import checked_ids
+from mega.api.training import check_here, resolved, with_stored_options
 from mega.core.architecture import architecture
 from mega.core.batch import Batch, DecoderBatch
 from mega.core.config.resolve import global_batch_at, microbatches
 from mega.core.config.run import Options, updated
+from mega.core.device import kept_settings
 from mega.core.family import family
+from mega.core.inference.request import sampling_of
 from mega.core.model.decoder import custom_loss
 from mega.core.model.objective import CustomLoss, LossFunction, SequenceBatch
 from mega.core.processes.connect import disconnect
@@ -36,6 +39,9 @@ from mega.core.training.metrics.output import discard
 from mega.core.training.sampling import continuation
 from mega.core.training.start.rank import StartedRun, begin, open_rank
 from mega.core.training.step import backward, means, update
+
+ROWS_OF_STEP = 2**32
+"""Numbers for the rows that a step has of the caller's own; those of the run's data are below."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,7 @@ class Trainer:
 
     def __init__(self, run: Options, **options: object):
         given = with_options(run, options)
+        check_here(given)
         data = given.data
         self._has_data = bool(data.data_path or data.train_data or data.chat_data or data.mock_data)
         self._has_data = self._has_data or given.finetuning.task != "lm"
@@ -81,6 +88,7 @@ class Trainer:
         self._sums: torch.Tensor | None = None
         with contextlib.ExitStack() as opening:
             opening.callback(self._held.close)
+            self._held.enter_context(kept_settings())
             inputs, world, device, groups = open_rank(resolved(chosen, size, discard), quiet=True)
             self._begun: StartedRun = begin(inputs, world.rank, world.size, device, groups, self._held, discard)
             self._saver = self._begun.saver(discard)
@@ -92,23 +100,41 @@ class Trainer:
         """Where this rank computes."""
         self.steps: int = self._begun.steps
         """The last step, of the run's `steps`."""
-        self._drawn = self._begun.state.progress.consumed
-        """Rows that `batch` has numbered, of all replicas."""
+        self._drawn = 0
+        """Rows that `batch` has numbered for this step, of all replicas."""
+        self._own_loss = False
+        self._closed = False
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._close(error)
 
     def close(self) -> None:
-        """Wait for a save in the background, and let the directory of `save` go."""
+        """Wait for a save in the background, judge what was saved, let the directory of `save` go, and put threads and
+        deterministic algorithms back as they were. It saves nothing: that is `save`. Errors: as of `save`."""
+        self._close(None)
+
+    def _close(self, error: BaseException | None) -> None:
+        """error: what ended the loop early."""
+        if self._closed:
+            return
+        self._closed = True
+        progress = self._begun.state.progress
         try:
             if self._saver is not None:
-                self._saver.wait()
+                if isinstance(error, FloatingPointError):
+                    self._saver.diverged(str(error))
+                at_end = progress.step >= self.steps and progress.skipped < progress.step
+                self._saver.finish(clean=error is None and at_end, saves=False)
             self._begun.state.pipeline.close()
         finally:
             self._held.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("the trainer is closed")
 
     @property
     def steps_done(self) -> int:
@@ -122,6 +148,7 @@ class Trainer:
 
         Errors: ValueError where the options name no data.
         """
+        self._check_open()
         task, run, mesh = self._begun.task, self._begun.state.run, self._begun.state.mesh
         if not self._has_data or task.train is None:
             raise ValueError("data_path is missing: give it, or chat_data, or make batches by `batch`")
@@ -129,26 +156,33 @@ class Trainer:
         while progress.step < self.steps:
             count = microbatches(run, mesh.world, global_batch_at(run.batch, progress.consumed))
             yield [batch.to(self.device) for batch in task.train.take(progress.consumed, count)]
+            self._check_open()
 
     def batch(self, tokens: torch.Tensor, weights: torch.Tensor | None = None) -> DecoderBatch:
         """A microbatch of your own sequences, with the next token as each label.
 
-        tokens: int64 [b, s + 1]. weights: [b, s], how much each predicted token counts in the loss [1]. Tensor, context
-        and pipeline ranks of one data-parallel replica give the same; replicas give others, of as many rows each.
+        tokens: int64 [b, s + 1], ids of the vocabulary. weights: [b, s], how much each predicted token counts in the
+        loss [1]; 0 leaves its label out. Tensor, context and pipeline ranks of one data-parallel replica give the same;
+        replicas give others, of as many rows each. What dropout leaves out of it depends on the step, and on how many
+        rows were made in that step before.
 
         Errors: ValueError naming what does not fit.
         """
-        positions = architecture(self._begun.state.run.model).positions
+        self._check_open()
+        model = architecture(self._begun.state.run.model)
+        positions = model.positions
         if tokens.dim() != 2 or tokens.dtype != torch.int64 or not 2 <= tokens.shape[1] <= positions + 1:
             raise ValueError(
                 f"tokens: {tokens.dtype} {list(tokens.shape)}: must be int64 [b, s + 1], s from 1 to {positions}"
             )
+        checked_ids("tokens", tokens, model.input.vocab)
         rows, columns = tokens.shape[0], tokens.shape[1] - 1
         counted = torch.ones(rows, columns) if weights is None else weights.float()
         if tuple(counted.shape) != (rows, columns):
             raise ValueError(f"weights: has shape {list(counted.shape)}; must be [{rows}, {columns}]")
-        replicas = self._begun.state.mesh.dp
-        first, self._drawn = self._drawn + replicas.index * rows, self._drawn + replicas.size * rows
+        replicas, progress = self._begun.state.mesh.dp, self._begun.state.progress
+        first = (progress.step + 1) * ROWS_OF_STEP + self._drawn + replicas.index * rows
+        self._drawn += replicas.size * rows
         made = DecoderBatch(
             tokens=tokens[:, :-1].contiguous(),
             labels=tokens[:, 1:].contiguous(),
@@ -177,6 +211,7 @@ class Trainer:
 
         Errors: ValueError where the loss has another shape, or the model cannot have one.
         """
+        self._check_open()
         state = self._begun.state
         rows = [batches] if not isinstance(batches, Sequence) else list(batches)
         if self._sums is not None:
@@ -185,6 +220,8 @@ class Trainer:
             )
         if not rows:
             raise ValueError("forward_backward: no microbatch was given")
+        if level not in ("token", "sequence") or (level == "sequence" and loss is None):
+            raise ValueError(f"level {level!r}: must be 'token', or 'sequence' of a loss of your own")
         with contextlib.ExitStack() as meanwhile:
             if loss is not None:
                 _check_loss(self._begun, level)
@@ -192,14 +229,18 @@ class Trainer:
                     rows = [SequenceBatch.of(each) for each in rows if isinstance(each, DecoderBatch)]
                 meanwhile.enter_context(custom_loss(state.stages, CustomLoss(loss, level)))
             self._sums = backward(state, rows)
+        self._own_loss = loss is not None
         return float(means(state, self._sums.clone())[0])
 
     def step(self, lr: float | None = None) -> StepResult:
         """Update the weights by the gradients of `forward_backward`. lr: in place of the schedule's, to which each step
         is one of the run's global batch.
 
-        Errors: ValueError where there are no gradients.
+        Errors: ValueError where there are no gradients; as of `save`, of one in the background.
         """
+        self._check_open()
+        if lr is not None and not (isinstance(lr, int | float) and 0 <= lr < math.inf):
+            raise ValueError(f"lr {lr}: must be a number of at least 0")
         if self._sums is None:
             raise ValueError("step: forward_backward comes first")
         state, sums, self._sums = self._begun.state, self._sums, None
@@ -208,11 +249,16 @@ class Trainer:
         rate = schedules.lr(scheduled) if lr is None else lr
         numbers = update(state, sums, rate, schedules.weight_decay(scheduled)).start_reading().numbers()
         applied, samples = bool(numbers["finite"]), global_batch_at(state.run.batch, progress.consumed)
+        self._drawn = 0
         progress.step += 1
         progress.consumed += samples
         if not applied:
             progress.skipped += 1
             progress.skipped_samples += samples
+        if self._saver is not None:
+            if math.isfinite(numbers["loss"]):
+                self._saver.saw(progress.step, None if self._own_loss else numbers["loss"], applied)
+            self._saver.look()
         norm = numbers["grad_norm"]
         return StepResult(progress.step, numbers["loss"], norm if applied else math.nan, rate, applied)
 
@@ -220,9 +266,11 @@ class Trainer:
 
     def save(self) -> str:
         """Publish a checkpoint of this step, which `mega.load`, `mega generate` and a resume read; its run's directory.
+        With `async_save` it only begins to: the checkpoint is whole at the next `save` or at `close`, or earlier.
 
         Errors: ValueError where the options have no `save`; FloatingPointError where the state is not finite; OSError.
         """
+        self._check_open()
         if self._saver is None:
             raise ValueError("save is missing: give it, the directory for checkpoints")
         self._saver.save()
@@ -250,19 +298,23 @@ class Trainer:
         """What the model writes after `prompt`, up to the end of a document, by the weights that train: text for text,
         ids for ids, without the prompt. A forward pass of the whole text for each token. top_k: 0 is off.
 
-        Errors: ValueError where the model does not continue text, or the prompt leaves no room.
+        Errors: ValueError naming an option of sampling, or where the model does not continue text, ids are not the
+        model's, or the prompt leaves no room.
         """
+        self._check_open()
         state, tokenizer = self._begun.state, self._begun.inputs.tokenizer
+        sampling_of(temperature=temperature, top_k=top_k, seed=seed)
         if family(state.run.model).prompt is None or state.mesh.cp.size > 1:
             raise ValueError("sample: needs a left-to-right model, and cp 1")
-        longest = architecture(state.run.model).positions
+        model = architecture(state.run.model)
+        longest = model.positions
         if isinstance(prompt, str):
             if tokenizer is None:
                 raise ValueError("sample: the run has no tokenizer; give token ids")
             ids = tokenizer.encode(prompt) or ([] if tokenizer.start is None else [tokenizer.start])
         else:
-            ids = list(prompt)
-        if not ids or tokens < 1 or len(ids) + tokens > longest + 1:
+            ids = checked_ids("prompt", list(prompt), model.input.vocab).flatten().tolist()
+        if not ids or type(tokens) is not int or tokens < 1 or len(ids) + tokens > longest + 1:
             raise ValueError(
                 f"sample: {len(ids)} + {tokens} tokens: must be at least 1 + 1, at most {longest + 1} in all"
             )
@@ -275,8 +327,8 @@ class Trainer:
 def _check_loss(begun: StartedRun, level: str) -> None:
     """Errors: ValueError where the model has no head that a custom loss can stand for."""
     run, cp = begun.state.run, begun.state.mesh.cp.size
-    if level not in ("token", "sequence"):
-        raise ValueError(f"level {level!r}: must be 'token' or 'sequence'")
+    if run.runtime.cuda_graph:
+        raise ValueError("loss: excludes cuda_graph, since a recorded graph has one loss")
     if family(run.model).prompt is None or run.finetuning.task != "lm":
         raise ValueError("loss: needs a left-to-right model with task lm")
     if run.model.mtp_layers:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import mega
 from tests.api.conftest import SIZES
@@ -79,6 +80,24 @@ def test_a_student_learns_from_its_teacher(trained: mega.TrainingResult, tokeniz
     assert steps[-1].step == 12 and steps[-1].loss < 0.5 * steps[0].loss
     same = mega.config(**{**SIZES, "steps": 1}, **tokenizer, mock_data=True, load=trained.checkpoint, finetune=True)
     assert example("distillation")["distil"](trained.checkpoint, same, share=1.0)[0].loss == pytest.approx(0, abs=1e-6)
+
+
+def test_the_model_of_load_is_rewarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Started as the header says; not where nothing is left to do."""
+    run, place = mega.config(**{**SIZES, "vocab": 20, "steps": 1}), tmp_path / "run"
+    with mega.Trainer(run, save=place) as trainer:
+        trainer.forward_backward(trainer.batch(torch.arange(18).view(2, 9)))
+        trainer.step()
+        trainer.save()
+    file = tmp_path / "run.toml"
+    batch = "seq_length = 32\nmicro_batch = 2\nsteps = 1"
+    file.write_text(f'[checkpoint]\nload = "{place}"\n[batch]\n{batch}\n[optimizer]\nlr = 1e-3\n')
+    monkeypatch.setattr(sys, "argv", ["reward.py", "--config", str(file), "--prompt", "1 2"])
+    runpy.run_path(str(ROOT / "examples/reward.py"), run_name="__main__")
+    assert len(ast.literal_eval(capsys.readouterr().out)) == 1
+    resumed = mega.config(file=file, use_checkpoint_config=True, override_schedule=True)
+    with pytest.raises(ValueError, match="steps 1: must be more than the 1 that"):
+        example("reward")["reinforce"](resumed, [1, 2], len)
 
 
 def test_a_reward_rises() -> None:

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 
 import mega
+from mega.core.checkpoint.own.store import CheckpointStore
+from mega.core.model.objective import CustomLoss, LossFunction
 from mega.core.parallel.mesh import Groups
 from mega.core.processes.pool import Pool
 from tests.api.conftest import SIZES
@@ -87,6 +89,94 @@ def test_it_is_the_run_of_the_command(tokenizer: dict[str, str], tmp_path: Path)
         assert trainer.step() == result
 
 
+def own_steps(trainer: mega.Trainer, steps: int) -> list[mega.StepResult]:
+    """Of a batch with more rows than the run's, and one that is not trained on."""
+    found = []
+    for _ in range(steps):
+        trainer.batch(ROWS[:1])
+        trainer.forward_backward(trainer.batch(torch.cat([ROWS, ROWS.flip(1)])))
+        found.append(trainer.step())
+    return found
+
+
+def test_own_batches_are_resumed_bit_for_bit(tmp_path: Path) -> None:
+    """Also where a step has other rows than the run's; and no two steps have one dropout."""
+    run = mega.config(**{**OWN, "hidden_dropout": 0.5}, save=tmp_path / "run")
+    with mega.Trainer(run) as trainer:
+        expected = own_steps(trainer, 1)
+        trainer.save()
+        expected += own_steps(trainer, 2)
+    with mega.Trainer(run, resume="auto") as trainer:
+        assert trainer.steps_done == 1 and own_steps(trainer, 2) == expected[1:]
+        numbers = {int(each) for _ in range(2) for each in trainer.batch(ROWS).samples}
+        assert len(numbers) == 8
+
+
+def test_what_was_saved_is_judged(tmp_path: Path) -> None:
+    """As of `mega pretrain`: sound steps that follow make it good; at the last step all is; not of a run that blew up.
+    A loss of the caller's own says nothing of that."""
+    place, run = tmp_path / "run", mega.config(**OWN, good_after=1)
+
+    def step(trainer: mega.Trainer, loss: LossFunction | None = None) -> None:
+        trainer.forward_backward(trainer.batch(ROWS), loss)
+        trainer.step()
+
+    def known() -> dict[int, str]:
+        return {step: verdict.status for step, verdict in CheckpointStore(place).verdicts().items()}
+
+    with mega.Trainer(run, save=place, async_save=True) as trainer:
+        step(trainer)
+        trainer.save()
+        trainer._saver.wait()
+        assert known() == {1: "unproven"}
+        step(trainer, lambda predictions, batch: 1000 - predictions.logprobs)
+        assert known() == {1: "good"}
+        trainer.save()
+    assert known() == {1: "good", 2: "unproven"}
+    with pytest.raises(FloatingPointError), mega.Trainer(run, save=place, resume="auto") as trainer:
+        raise FloatingPointError("the loss is nan")
+    assert known() == {1: "good", 2: "suspect"}
+    with mega.Trainer(run, save=tmp_path / "other", steps=1) as trainer:
+        step(trainer)
+        trainer.save()
+    place = tmp_path / "other"
+    assert known() == {1: "good"}
+
+
+def test_a_loss_of_half_precision_is_summed_in_fp32() -> None:
+    """In bf16 a sum of ones ends at 256."""
+    batch = mega.DecoderBatch(*[torch.ones(1, 1001)] * 4, samples=torch.zeros(1))
+    ones: Any = torch.ones(1, 1001, dtype=torch.bfloat16)
+    for loss, count in (CustomLoss(lambda p, b: ones), 1001), (CustomLoss(lambda p, b: ones[0, :1], "sequence"), 1):
+        term = loss(ones, batch)
+        assert term.total.dtype == torch.float32 and float(term.total) == float(term.weight) == count
+
+
+def test_a_closed_trainer_does_nothing_more(tmp_path: Path) -> None:
+    """And what it has set for the process is as it was."""
+    before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    torch.set_num_threads(2)
+    try:
+        with mega.Trainer(mega.config(**OWN), save=tmp_path / "run", deterministic=True) as trainer:
+            batch = trainer.batch(ROWS)
+            trainer.forward_backward(batch)
+        assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == (2, before[1])
+    finally:
+        torch.set_num_threads(before[0])
+    trainer.close()
+    for call in (
+        lambda: trainer.step(),
+        lambda: trainer.save(),
+        lambda: trainer.forward_backward(batch),
+        lambda: trainer.batch(ROWS),
+        lambda: next(trainer.batches()),
+        lambda: trainer.sample([1], 1),
+    ):
+        with pytest.raises(ValueError, match=r"^the trainer is closed$"):
+            call()
+    assert trainer.steps_done == 0
+
+
 def test_two_trainers_in_one_process() -> None:
     """One does not know of the other."""
     first, second = (mega.Trainer(mega.config(**OWN)) for _ in range(2))
@@ -104,7 +194,7 @@ def test_a_step_that_is_not_finite_is_not_applied() -> None:
 
 
 def test_mistakes_are_one_line() -> None:
-    trainer = mega.Trainer(mega.config(**OWN))
+    trainer, recording = mega.Trainer(mega.config(**OWN)), mega.Trainer(mega.config(**OWN), cuda_graph=True)
     batch = trainer.batch(ROWS)
     for call, error in (
         (lambda: trainer.step(), "step: forward_backward comes first"),
@@ -116,7 +206,18 @@ def test_mistakes_are_one_line() -> None:
         (lambda: trainer.forward_backward(batch, pairs), "loss: has shape"),
         (lambda: trainer.sample("a"), "sample: the run has no tokenizer"),
         (lambda: trainer.sample([1], 40), "sample: 1 \\+ 40 tokens"),
+        (lambda: trainer.batch(ROWS + 7), "tokens: ids must be from 0 to 66, not 67"),
+        (lambda: trainer.batch(ROWS - 100), "tokens: ids must be from 0 to 66, not -100"),
+        (lambda: trainer.sample([1000], 3), "prompt: ids must be from 0 to 66, not 1000"),
+        (lambda: trainer.sample([1], 3, temperature=-1.0), "--temperature -1.0: must be"),
+        (lambda: trainer.sample([1], 3, top_k=-1), "--top-k -1: must be"),
+        (lambda: trainer.forward_backward(batch, level="foo"), "level 'foo': must be"),  # type: ignore[arg-type]
+        (lambda: trainer.forward_backward(batch, level="sequence"), "level 'sequence': must be"),
+        (lambda: trainer.step(lr=-1.0), "lr -1.0: must be"),
+        (lambda: recording.forward_backward(batch, soft), "loss: excludes cuda_graph"),
         (lambda: trainer.save(), "save is missing"),
+        (lambda: mega.Trainer(mega.config(**OWN), dry_run=True), "dry_run, world: "),
+        (lambda: mega.Trainer(mega.config(**OWN), max_restarts=1), "max_restarts, hosts: "),
         (lambda: mega.Trainer(mega.config(**OWN), nproc=2), "mega.launch"),
     ):
         with pytest.raises(ValueError, match=error):

@@ -82,6 +82,7 @@ class CustomLoss:
     def __call__(self, predictions: Predictions, batch: DecoderBatch) -> Term:
         """Errors: ValueError where the loss has another shape."""
         losses, shape = self.function(predictions, batch), tuple(batch.tokens.shape)
+        losses = losses.to(torch.promote_types(losses.dtype, torch.float32))  # a sum in bf16 stands still at 256
         if self.level == "sequence":
             if losses.dim() != 1 or not losses.numel() or shape[0] % losses.numel():
                 raise ValueError(

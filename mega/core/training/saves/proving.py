@@ -110,11 +110,12 @@ class Proving:
                 self._known[step] = replace(self._known[step], valid_loss=loss)
             self._write()
 
-    def saw(self, step: int, loss: float, applied: bool) -> None:
-        """The finite loss of a step, and whether its update was applied. Every step is seen, in order."""
-        if self._limit == math.inf:
+    def saw(self, step: int, loss: float | None, applied: bool) -> None:
+        """The finite loss of a step, and whether its update was applied. Every step is seen, in order. None: it is of
+        another kind than what guessing costs."""
+        if loss is not None and self._limit == math.inf:
             self._limit = LIMIT * max(self._guess, loss)
-        if loss > self._limit:
+        if loss is not None and loss > self._limit:
             begins, self._blown_up = not self._blown_up, f"the loss was {loss:.4g} (step {step})"
             for trial in self._trials.values():
                 trial.begun = self._sound

@@ -149,18 +149,19 @@ class Saver:
                 running.exception()
             self._reported(running.result(), f" in the background, stalling the run for {self._stalled:.2f} s")
 
-    def finish(self, *, clean: bool = False) -> None:
+    def finish(self, *, clean: bool = False, saves: bool = True) -> None:
         """At the end of training: save where we are, unless that was done, and wait. clean: it was the last step, and
-        what was saved is good. Errors: as `save`.
+        what was saved is good. saves: False leaves it at what was saved. Errors: as `save`.
         """
-        if self._saved_step != self.state.progress.step:
+        if saves and self._saved_step != self.state.progress.step:
             self.save()
         self.wait()
         if self._proving is not None:
             self._proving.finished(clean=clean)
 
-    def saw(self, step: int, loss: float, applied: bool) -> None:
-        """The finite loss of a step, and whether it was applied: every one, in order, before a save of that step."""
+    def saw(self, step: int, loss: float | None, applied: bool) -> None:
+        """The finite loss of a step, and whether it was applied: every one, in order, before a save of that step. None:
+        it is not the model's own loss, and says nothing."""
         if self._proving is not None:
             self._proving.saw(step, loss, applied)
 
