@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING, Literal
 from mega.core.untrusted import Json
 
 if TYPE_CHECKING:
+    import torch
+
     from mega.core.checkpoint.forms.mapping import Source, Table
     from mega.core.checkpoint.own.layout import Layout
     from mega.core.checkpoint.own.source import StoredWeights
@@ -95,7 +97,8 @@ class Opened:
 
     table: `weights/...` (and state) made of the tensors of `source`. step, consumed: of the run that wrote it, where it
     was one. known: what else a checkpoint of ours should hold in its plain state. notes: lines for the user. base: of
-    ours, what adapters belong to, whose tokenizer is theirs where they bring none.
+    ours, what adapters belong to, whose tokenizer is theirs where they bring none. rounded: name of a source's tensor,
+    numbers of ours -> as the file holds them, where a form stores them less exactly.
     """
 
     source: Source
@@ -106,6 +109,7 @@ class Opened:
     known: Mapping[str, Json] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     base: StoredWeights | None = None
+    rounded: Callable[[str, torch.Tensor], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)

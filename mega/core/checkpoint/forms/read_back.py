@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from mega.core.checkpoint.forms.form import OWN, Given
-from mega.core.checkpoint.forms.mapping import Source, Table, assemble, check_copies, prove
+from mega.core.checkpoint.forms.form import OWN, Given, Opened
+from mega.core.checkpoint.forms.mapping import Target, assemble, check_copies, prove
 from mega.core.checkpoint.forms.recognise import form_at
 from mega.core.checkpoint.own.container import blocks
 from mega.core.checkpoint.own.layout import ONE
@@ -27,15 +27,18 @@ from mega.core.checkpoint.own.store import Checkpoint, locate
 
 @dataclass(frozen=True)
 class ReadBack:
-    """How much was compared: tensors of ours, and their elements."""
+    """How much was compared: tensors of ours, and their elements. rounded: tensors that the other form holds less
+    exactly, or in another type, and that were compared after the same rounding."""
 
     tensors: int
     elements: int
+    rounded: int = 0
 
     def __str__(self) -> str:
+        rounded = f", {self.rounded:,} of them rounded to the file's types" if self.rounded else ""
         return (
             f"read back: all {self.tensors:,} tensors, {self.elements:,} elements, are bit for bit those of the other "
-            "form (places and bytes; no forward pass)"
+            f"form{rounded} (places and bytes; no forward pass)"
         )
 
 
@@ -49,7 +52,7 @@ def read_back(one: Path, other: Path, heads: int | None = None) -> ReadBack:
     vocab = model_of(checkpoint.meta, str(checkpoint.path)).vocab
     state = any(name.startswith("moment1/") for name in checkpoint.tensors)
     found = form_at(foreign).open(foreign, Given(layout=ONE, vocab=vocab, heads=heads, optimizer=state))
-    return compare(found.source, found.table, checkpoint)
+    return compare(found, checkpoint)
 
 
 def check_comparable(load: Path, to_ours: bool) -> None:
@@ -59,8 +62,9 @@ def check_comparable(load: Path, to_ours: bool) -> None:
         raise ValueError(f"--verify: {load}: one of source and target must be ours, and only one{other}")
 
 
-def compare(source: Source, table: Table, checkpoint: Checkpoint) -> ReadBack:
-    """Every tensor of `checkpoint` against what `table` makes of `source`, in blocks; the table is proven first."""
+def compare(opened: Opened, checkpoint: Checkpoint) -> ReadBack:
+    """Every tensor of `checkpoint` against what is made of a foreign one, in blocks; the table is proven first."""
+    source, table = opened.source, opened.table
     prove(table, source.tensors)
     check_copies(table, source)
     tensors = table.tensors(source.tensors)
@@ -68,12 +72,26 @@ def compare(source: Source, table: Table, checkpoint: Checkpoint) -> ReadBack:
     wanted = {name for name in checkpoint.tensors if name.partition("/")[0] in kinds}
     if odd := wanted ^ tensors.keys():
         raise CheckpointError(f"--verify: {min(odd)}: is in one of the two only")
-    for target in table.targets:
-        name, (shape, dtype) = target.name, tensors[target.name]
-        if checkpoint.tensors[name] != (shape, dtype):
-            raise CheckpointError(f"--verify: {name}: is {checkpoint.tensors[name]}, not {(shape, dtype)}")
-        for box in blocks(whole_box(shape), dtype.itemsize):
-            found, expected = read_part(checkpoint, name, box), assemble(target, box, source).contiguous()
-            if not torch.equal(found.view(torch.uint8), expected.view(torch.uint8)):
-                raise CheckpointError(f"--verify: {name}: is not what {target.fragments[0].source} holds")
-    return ReadBack(len(tensors), table.elements)
+    rounded = sum(_compared(target, tensors[target.name], opened, checkpoint) for target in table.targets)
+    return ReadBack(len(tensors), table.elements, rounded)
+
+
+def _compared(
+    target: Target, expected: tuple[tuple[int, ...], torch.dtype], opened: Opened, checkpoint: Checkpoint
+) -> bool:
+    """Whether a tensor had to be rounded to be the same. Errors: CheckpointError where it is another one."""
+    name, origin, rounded = target.name, target.fragments[0].source, False
+    shape, dtype = expected
+    if checkpoint.tensors[name] != expected and (opened.rounded is None or checkpoint.tensors[name][0] != shape):
+        raise CheckpointError(f"--verify: {name}: is {checkpoint.tensors[name]}, not {expected}")
+    for box in blocks(whole_box(shape), dtype.itemsize):
+        found, other = read_part(checkpoint, name, box), assemble(target, box, opened.source).contiguous()
+        if not _same(found, other):
+            if opened.rounded is None or not _same(opened.rounded(origin, found), other):
+                raise CheckpointError(f"--verify: {name}: is not what {origin} holds")
+            rounded = True
+    return rounded
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))

@@ -81,9 +81,24 @@ SAME = {"attention.value_length": "head_dim", "rope.dimension_count": "head_dim"
 
 SCALING = "rope.scaling."
 ORIGINAL = f"{SCALING}original_context_length"
-UNREAD = ("vocab_size", "tensor_data_layout", "attention.causal")
+UNREAD = ("vocab_size", "tensor_data_layout", f"{SCALING}finetuned")
+NEUTRAL: Mapping[str, tuple[Json, ...]] = {
+    "attention.causal": (True,),
+    f"{SCALING}attn_factor": (1.0,),
+    f"{SCALING}yarn_attn_factor": (1.0,),
+    f"{SCALING}yarn_ext_factor": (-1.0,),
+    f"{SCALING}yarn_log_multiplier": (0.0,),
+}
+"""Keys that change what a model computes, unless their value is this one."""
+BETAS = {f"{SCALING}yarn_beta_fast": "beta_fast", f"{SCALING}yarn_beta_slow": "beta_slow"}
+"""Of YaRN: the metadata's, and a config.json's."""
+SCALED = ("linear", "yarn")
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3_POSITIONS = 8192
+ROPE_BASE = 10000.0
+"""Where nothing is said."""
+LEAST, MOST = 1e-37, 3e38
+"""Positive numbers of 32 bits."""
 
 
 def shortest(number: float) -> float:
@@ -113,25 +128,17 @@ def model_of_metadata(
     family = BY_NAME[name]
     own = {key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")}
     config: dict[str, Json] = {"model_type": family.model_types[0], "tie_word_embeddings": OUTPUT not in tensors}
-    for key, theirs in {**SIZES, **NUMBERS}.items():
-        value = own.pop(key, None)
-        if isinstance(value, float):
-            value = shortest(value)
-        if value is not None:
-            config[theirs] = value
-    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
-    if "head_dim" not in config and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
-        config["head_dim"] = hidden // heads
-    for key, theirs in SAME.items():
-        if own.pop(key, config[theirs]) != config[theirs]:
-            raise CheckpointError(f"{where}: {name}.{key} {metadata[f'{name}.{key}']}: must be {config[theirs]}")
-    if "token_embd.weight" not in tensors:
-        raise CheckpointError(f"{where}: holds no token_embd.weight")
-    config["vocab_size"] = tensors["token_embd.weight"][0]
-    config |= _scaling(own, factors, where)
+    place = f"{where}: {name}."
+    if (layers := _whole(own, "block_count", place)) > len(tensors):
+        raise CheckpointError(f"{place}block_count {layers}: it has {len(tensors)} tensors")
+    config |= _sizes(own, place)
+    if len(shape := tensors.get("token_embd.weight", ())) != 2:
+        raise CheckpointError(f"{where}: holds no token_embd.weight of two dimensions")
+    config["vocab_size"] = shape[0]
+    config |= _scaling(own, factors, place)
     for key, value in own.items():
-        if key not in UNREAD and not key.startswith(SCALING) and value not in (None, 0, False):
-            raise CheckpointError(f"{where}: {name}.{key} {value!r}: is not known here, so the model may be another")
+        if key not in UNREAD and value not in NEUTRAL.get(key, (None, 0, False)):
+            raise CheckpointError(f"{place}{key} {_shown(value)}: is not known here, so the model may be another")
     if any(shape and key.endswith("attn_q.bias") for key, shape in tensors.items()) and name == "llama":
         config |= {"attention_bias": True}
     model = BY_TYPE[family.model_types[0]].model_from_config(config, where, tensors)
@@ -147,26 +154,64 @@ def _near(factors: Sequence[float], expected: Sequence[float]) -> bool:
     return len(factors) == len(expected) and all(abs(one / other - 1) < 1e-4 for one, other in pairs)
 
 
-def _scaling(own: dict[str, Json], factors: list[float] | None, where: str) -> dict[str, Json]:
-    """`rope_scaling` of a config.json."""
-    kind, factor, original = (own.pop(SCALING + key, None) for key in ("type", "factor", "original_context_length"))
+def _shown(value: Json) -> str:
+    found = repr(value[:9] if isinstance(value, list) else value)
+    return found if len(found) <= 60 else f"{found[:57]}..."
+
+
+def _whole(found: Mapping[str, Json], key: str, place: str, otherwise: int | None = None) -> int:
+    """A positive whole number. place: what stands before the key in a message."""
+    value = found.get(key, otherwise)
+    if type(value) is not int or not 0 < value < 1 << 31:
+        raise CheckpointError(f"{place}{key} {_shown(value)}: must be a positive whole number")
+    return value
+
+
+def _number(value: Json, what: str) -> float:
+    """A positive number that 32 bits hold. what: where it stands, for a message."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not LEAST <= value <= MOST:
+        raise CheckpointError(f"{what} {_shown(value)}: must be a positive number of 32 bits")
+    return shortest(value)
+
+
+def _sizes(own: dict[str, Json], place: str) -> dict[str, Json]:
+    """Taken out of the metadata: sizes and numbers, as a config.json has them."""
+    heads, hidden = (_whole(own, key, place) for key in ("attention.head_count", "embedding_length"))
+    implied = {"attention.head_count_kv": heads, "attention.key_length": hidden // heads}
+    found: dict[str, Json] = {}
+    for key, theirs in SIZES.items():
+        found[theirs] = _whole(own, key, place, implied.get(key))
+        own.pop(key, None)
+    for key, theirs in NUMBERS.items():
+        found[theirs] = _number(own.pop(key, ROPE_BASE if theirs == "rope_theta" else None), f"{place}{key}")
+    for key, theirs in SAME.items():
+        if (value := own.pop(key, found[theirs])) != found[theirs]:
+            raise CheckpointError(f"{place}{key} {_shown(value)}: must be {found[theirs]}")
+    return found
+
+
+def _scaling(own: dict[str, Json], factors: list[float] | None, place: str) -> dict[str, Json]:
+    """`rope_scaling` of a config.json; a factor without a type is linear, and one of 0 is none."""
+    factor, kind = own.pop(f"{SCALING}factor", None) or None, own.pop(f"{SCALING}type", None)
+    original = None if own.get(ORIGINAL) is None else _whole(own, ORIGINAL, place)
+    own.pop(ORIGINAL, None)
+    kind = ("none" if factor is None else "linear") if kind is None else kind
+    if kind not in ("none", *SCALED):
+        raise CheckpointError(f"{place}{SCALING}type {_shown(kind)} (valid: none, {', '.join(SCALED)})")
     if factors is not None:
-        first = original if isinstance(original, int) else LLAMA3_POSITIONS
+        if kind != "none":
+            raise CheckpointError(f"{place}{SCALING}type {kind}: together with {ROPE_FACTORS} is not known here")
+        if not factors or not all(LEAST <= each <= MOST for each in factors):
+            raise CheckpointError(f"{place.rpartition(': ')[0]}: {ROPE_FACTORS}: must hold positive numbers")
         rope: dict[str, Json] = {"rope_type": "llama3", "factor": shortest(max(factors)), **LLAMA3}
-        return {"rope_scaling": {**rope, "original_max_position_embeddings": first}}
-    if kind in (None, "none"):
+        return {"rope_scaling": {**rope, "original_max_position_embeddings": original or LLAMA3_POSITIONS}}
+    if kind == "none" or (kind == "linear" and factor is None):
         return {}
-    if kind == "linear" and isinstance(factor, float):
-        return {"rope_scaling": {"rope_type": "linear", "factor": shortest(factor)}}
-    if kind == "yarn" and isinstance(factor, float):
-        return {
-            "rope_scaling": {
-                "rope_type": "yarn",
-                "factor": shortest(factor),
-                "original_max_position_embeddings": original,
-            }
-        }
-    raise CheckpointError(f"{where}: {SCALING}type {kind!r} (valid: none, linear, yarn)")
+    found: dict[str, Json] = {"rope_type": kind, "factor": _number(factor, f"{place}{SCALING}factor")}
+    if kind == "yarn":
+        found |= {theirs: _number(own.pop(key), place + key) for key, theirs in BETAS.items() if key in own}
+        found["original_max_position_embeddings"] = original
+    return {"rope_scaling": found}
 
 
 # Writing
@@ -194,7 +239,7 @@ def _metadata(family: GgufFamily, options: ModelConfig, config: Mapping[str, Jso
     rope = config.get("rope_scaling")
     if isinstance(rope, dict):
         kind = rope.get("rope_type")
-        if kind in ("linear", "yarn"):
+        if kind in SCALED:
             found |= {f"{family.name}.{SCALING}type": kind, f"{family.name}.{SCALING}factor": rope["factor"]}
         if "original_max_position_embeddings" in rope:
             found[f"{family.name}.{ORIGINAL}"] = rope["original_max_position_embeddings"]

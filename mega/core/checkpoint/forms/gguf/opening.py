@@ -15,9 +15,10 @@ import torch
 
 from mega.core.checkpoint.forms.form import Given, Opened
 from mega.core.checkpoint.forms.gguf.families import ROPE_FACTORS, model_of_metadata, table
-from mega.core.checkpoint.forms.gguf.vocabulary import PREFIX, tokenizer_files
+from mega.core.checkpoint.forms.gguf.header import check_header
+from mega.core.checkpoint.forms.gguf.vocabulary import ENDS, PREFIX, tokenizer_files
 from mega.core.checkpoint.own.model import check_size
-from mega.core.checkpoint.own.pieces import Box, CheckpointError, Tensors
+from mega.core.checkpoint.own.pieces import Box, CheckpointError, Tensors, whole_box
 from mega.core.untrusted import Json
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 """Numbers of few bits with scales of blocks, which become fp32."""
+WRITTEN = ("Q8_0",)
+"""Those that are written too."""
 
 
 def recognise(path: Path) -> bool:
@@ -52,12 +55,16 @@ def tokenizer(files: object) -> str | None:
 @cache
 def _reader(path: Path, changed: int) -> GGUFReader:
     """changed: when the file was last written, of what is kept."""
+    check_header(path)
     try:
         from gguf import GGUFReader
     except ImportError:
         raise CheckpointError(f"{path}: needs gguf; pip install '.[gguf]' in a clone") from None
     try:
-        return GGUFReader(path)
+        reader = GGUFReader(path)
+        for field in reader.fields.values():
+            field.contents()
+        return reader
     except Exception as error:  # of whatever a file of others makes it do
         raise CheckpointError(f"{path}: not a GGUF file that is read: {' '.join(str(error).split())[:200]}") from None
 
@@ -103,6 +110,18 @@ class GgufSource:
             found = torch.from_numpy(np.ascontiguousarray(dequantize(data, tensor.tensor_type)))
         return found[(slice(None), *columns)].to(self.tensors[name][1])
 
+    def rounded(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """Whole blocks of rows of a tensor of ours as the file holds them, where it holds them less exactly."""
+        kind = self._tensors[name].tensor_type
+        if kind.name in PLAIN:
+            return values.to(PLAIN[kind.name]).to(self.tensors[name][1])
+        if kind.name not in WRITTEN:
+            return values
+        from gguf.quants import dequantize, quantize
+
+        stored = quantize(values.float().contiguous().numpy(), kind)
+        return torch.from_numpy(np.ascontiguousarray(dequantize(stored, kind)))
+
 
 def shape_of(tensor: ReaderTensor) -> tuple[int, ...]:
     """A tensor's shape, the slowest dimension first."""
@@ -113,13 +132,18 @@ def open_form(path: Path, given: Given) -> Opened:
     file, reader, metadata = opened_file(path)
     source = GgufSource(file, reader)
     shapes = {name: shape for name, (shape, _) in source.tensors.items()}
-    factors = None
-    if ROPE_FACTORS in shapes:
-        factors = source.read(ROPE_FACTORS, Box((0,), shapes[ROPE_FACTORS])).tolist()
-    family, model, _ = model_of_metadata(metadata, shapes, factors, str(file))
+    family, model, _ = model_of_metadata(metadata, shapes, _factors(source), str(file))
     check_size(model, source.tensors, str(file))
     notes = () if not source.in_blocks else (f"{file}: blocks of {', '.join(source.in_blocks)} are read as fp32",)
-    return Opened(source, model, table(family, model, shapes), notes=notes)
+    return Opened(source, model, table(family, model, shapes), notes=notes, rounded=source.rounded)
+
+
+def _factors(source: GgufSource) -> list[float] | None:
+    """What `ROPE_FACTORS` holds, all of it in one row."""
+    if ROPE_FACTORS not in source.tensors:
+        return None
+    found: list[float] = source.read(ROPE_FACTORS, whole_box(source.tensors[ROPE_FACTORS][0])).flatten().tolist()
+    return found
 
 
 @cache
@@ -133,10 +157,10 @@ def _folder() -> Path:
 def attached(path: Path) -> dict[str, Path]:
     """tokenizer.json, tokenizer_config.json and config.json, made of the metadata. Errors: CheckpointError."""
     file, reader, metadata = opened_file(path)
-    shapes = {tensor.name: shape_of(tensor) for tensor in reader.tensors}
-    factors = next((tensor.data.tolist() for tensor in reader.tensors if tensor.name == ROPE_FACTORS), None)
-    _, _, config = model_of_metadata(metadata, shapes, factors, str(file))
-    ends = [metadata.get(f"{PREFIX}{name}_token_id") for name in ("eos", "eot", "eom")]
+    source = GgufSource(file, reader)
+    shapes = {name: shape for name, (shape, _) in source.tensors.items()}
+    _, _, config = model_of_metadata(metadata, shapes, _factors(source), str(file))
+    ends = [metadata.get(f"{PREFIX}{name}_token_id") for name in ENDS]
     every: list[Json] = list(dict.fromkeys(end for end in ends if isinstance(end, int)))
     if every:
         config["eos_token_id"] = every[0] if len(every) == 1 else every

@@ -16,7 +16,7 @@ from mega.core.checkpoint.forms import conversing
 from mega.core.checkpoint.forms.foreign import read_json
 from mega.core.checkpoint.forms.form import Export, Given, Own
 from mega.core.checkpoint.forms.gguf.families import ROPE_FACTORS, metadata_of_model, rope_factors, table
-from mega.core.checkpoint.forms.gguf.vocabulary import TEMPLATE, vocabulary_of
+from mega.core.checkpoint.forms.gguf.vocabulary import PREFIX, TEMPLATE, vocabulary_of
 from mega.core.checkpoint.forms.mapping import Source, Table
 from mega.core.checkpoint.forms.meta import LastTensor
 from mega.core.checkpoint.forms.writing import made
@@ -31,6 +31,9 @@ FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
 """`general.file_type`."""
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+
+NO_TOKENIZER: dict[str, Json] = {f"{PREFIX}model": "none"}
+"""Without this key llama.cpp opens no file."""
 
 BLOCK = 32
 """Numbers of a block of Q8_0."""
@@ -67,11 +70,11 @@ def _vocabulary(own: Own, given: Given) -> tuple[dict[str, Json], tuple[str, ...
     try:
         tokens = given.tokens(own.checkpoint)
     except ValueError as error:
-        return {}, (f"the file has no tokenizer: {error}",)
+        return NO_TOKENIZER, (f"the file has no tokenizer: {error}",)
     carried = own.checkpoint.attachments.get("tokenizer.json")
     whole = read_json(carried) if carried is not None else tokens.files.get("tokenizer.json")
     if whole is None:
-        return {}, ("the file has no tokenizer: that of the weights has no tokenizer.json",)
+        return NO_TOKENIZER, ("the file has no tokenizer: that of the weights has no tokenizer.json",)
     config = own.checkpoint.attachments.get("config.json")
     known = {} if config is None else read_json(config)
     ids: Mapping[str, Json] = {**tokens.ids, **{key: known[key] for key in tokens.ids if known.get(key) is not None}}
@@ -111,7 +114,7 @@ def _write(
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for name, target in tensors.items():
-        writer.write_tensor_data(_encoded(made(target, source), kinds[name]))
+        writer.write_tensor_data(_encoded(name, made(target, source), kinds[name]))
     if factors is not None:
         writer.write_tensor_data(np.array(factors, np.float32))
     writer.close()
@@ -150,12 +153,14 @@ def _bytes(shape: tuple[int, ...], kind: GGMLQuantizationType) -> int:
     return int(np.prod(_stored(shape, kind)))
 
 
-def _encoded(tensor: torch.Tensor, kind: GGMLQuantizationType) -> Bytes:
-    """A tensor's bytes in the file."""
+def _encoded(name: str, tensor: torch.Tensor, kind: GGMLQuantizationType) -> Bytes:
+    """A tensor's bytes in the file. Errors: CheckpointError where fp16 has no such number."""
     from gguf.quants import quantize
 
     if kind.name == "BF16":
         return tensor.to(torch.bfloat16).contiguous().view(torch.uint8).numpy()
     values = tensor.to(torch.float16 if kind.name == "F16" else torch.float32).contiguous().numpy()
+    if not np.isfinite(values).all():
+        raise CheckpointError(f"--outtype f16: {name}: holds a number beyond fp16's {torch.finfo(torch.float16).max:g}")
     stored: Bytes = (quantize(values, kind) if kind.name == "Q8_0" else values).view(np.uint8)
     return stored

@@ -20,6 +20,8 @@ NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
 PREFIX = "tokenizer.ggml."
 TEMPLATE = "tokenizer.chat_template"
 BLANK = "\u2581"
+_LEAD: Json = {"type": "Prepend", "prepend": BLANK}
+_BLANKS: Json = {"type": "Replace", "pattern": {"String": " "}, "content": BLANK}
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -44,7 +46,11 @@ CUTS = {
 }
 """llama.cpp's name of a rule -> the rule."""
 
-ALIASES = {"default": "gpt-2", "llama3": "llama-bpe", "llama-v3": "llama-bpe"}
+ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe"}
+"""Other names of theirs. `default`, which is no name too, is another rule, and is refused."""
+
+ENDS = ("eos", "eot", "eom")
+"""Tokens with which a text or a turn ends."""
 
 
 # Reading
@@ -83,9 +89,9 @@ def tokenizer_files(metadata: Mapping[str, Json], where: str) -> dict[str, dict[
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
         if isinstance(number := metadata.get(f"{PREFIX}{key}_token_id"), int) and 0 <= number < len(tokens)
     }
-    leads = metadata.get(f"{PREFIX}add_bos_token", kind == "llama") and "bos_token" in named
+    frame = _frame(metadata, named, where)
     whole: dict[str, Json] = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, **parts}
-    whole["post_processor"] = _leading(str(named["bos_token"]), ids) if leads else parts.get("post_processor")
+    whole["post_processor"] = _framed(*frame, ids) if any(frame) else parts.get("post_processor")
     settings: dict[str, Json] = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
     if isinstance(template := metadata.get(TEMPLATE), str):
         settings["chat_template"] = template
@@ -99,20 +105,40 @@ def _strings(metadata: Mapping[str, Json], name: str, where: str) -> list[str]:
     return [str(each) for each in found]
 
 
-def _leading(bos: str, ids: Mapping[str, int]) -> dict[str, Json]:
-    first: Json = {"SpecialToken": {"id": bos, "type_id": 0}}
-    one: Json = {"Sequence": {"id": "A", "type_id": 0}}
-    two: Json = {"Sequence": {"id": "B", "type_id": 1}}
+def _frame(metadata: Mapping[str, Json], named: Mapping[str, str], where: str) -> tuple[str | None, str | None]:
+    """The token that llama.cpp sets before a text, and the one after it. Errors: CheckpointError where it has none."""
+    pre = str(metadata.get(f"{PREFIX}pre"))
+    usual = {"bos": metadata.get(f"{PREFIX}model") == "llama" or ALIASES.get(pre, pre) == "llama-bpe", "eos": False}
+    found = []
+    for name, otherwise in usual.items():
+        added, token = metadata.get(f"{PREFIX}add_{name}_token", otherwise), named.get(f"{name}_token")
+        if added and token is None:
+            raise CheckpointError(
+                f"{where}: {PREFIX}{name}_token_id: is none of its tokens, but is added to every text"
+            )
+        found.append(token if added else None)
+    return found[0], found[1]
+
+
+def _framed(bos: str | None, eos: str | None, ids: Mapping[str, int]) -> dict[str, Json]:
+    def special(token: str | None, kind: int) -> list[Json]:
+        return [] if token is None else [{"SpecialToken": {"id": token, "type_id": kind}}]
+
+    def one(name: str, kind: int) -> list[Json]:
+        return [*special(bos, kind), {"Sequence": {"id": name, "type_id": kind}}, *special(eos, kind)]
+
     return {
         "type": "TemplateProcessing",
-        "single": [first, one],
-        "pair": [first, one, first, two],
-        "special_tokens": {bos: {"id": bos, "ids": [ids[bos]], "tokens": [bos]}},
+        "single": one("A", 0),
+        "pair": [*one("A", 0), *one("B", 1)],
+        "special_tokens": {
+            token: {"id": token, "ids": [ids[token]], "tokens": [token]} for token in (bos, eos) if token is not None
+        },
     }
 
 
 def _byte_level(metadata: Mapping[str, Json], ids: Mapping[str, int], where: str) -> dict[str, Json]:
-    name = str(metadata.get(f"{PREFIX}pre", "default"))
+    name = str(metadata.get(f"{PREFIX}pre"))
     cut = CUTS.get(ALIASES.get(name, name))
     if cut is None:
         raise CheckpointError(f"{where}: {PREFIX}pre {name!r} (valid: {', '.join((*CUTS, *ALIASES))})")
@@ -156,15 +182,13 @@ def _pieces(metadata: Mapping[str, Json], ids: Mapping[str, int], kinds: Sequenc
             if left in plain and right in plain:
                 found.append((-float(str(scores[number])), plain[left], plain[right], f"{left} {right}"))
     unknown = next((piece for piece, number in ids.items() if kinds[number] == UNKNOWN), None)
-    lead: list[Json] = (
-        [{"type": "Prepend", "prepend": BLANK}] if metadata.get(f"{PREFIX}add_space_prefix", True) else []
-    )
+    lead = [_LEAD] if metadata.get(f"{PREFIX}add_space_prefix", True) else []
     strip: list[Json] = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if lead else []
     blank: dict[str, Json] = {"String": BLANK}
     return {
         "normalizer": {
             "type": "Sequence",
-            "normalizers": [*lead, {"type": "Replace", "pattern": {"String": " "}, "content": BLANK}],
+            "normalizers": [*lead, _BLANKS],
         },
         "pre_tokenizer": None,
         "post_processor": None,
@@ -210,20 +234,34 @@ def vocabulary_of(whole: Mapping[str, Json], ids: Mapping[str, Json], rows: int)
     found: dict[str, Json] = {"tokens": list(tokens), "token_type": list(kinds)}
     merges = [" ".join(map(str, each)) if isinstance(each, list) else str(each) for each in _list(model.get("merges"))]
     if pieces:
-        found |= {"model": "llama", "scores": _scores(tokens, merges), "add_space_prefix": _leads_with_blank(whole)}
+        lead = _leads_with_blank(whole, vocab)
+        found |= {"model": "llama", "scores": _scores(tokens, merges), "add_space_prefix": lead}
     else:
         found |= {"model": "gpt2", "pre": _pre(whole, bool(model.get("ignore_merges"))), "merges": list(merges)}
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("padding", "pad")):
-        value = ids.get(f"{key}_token_id")
-        first, *others = value if isinstance(value, list) else [value]
-        if first is not None:
-            found[f"{name}_token_id"] = first
-        if name == "eos" and others:
-            found["eot_token_id"] = others[0]
+    found |= _special(whole, ids, rows)
     if UNKNOWN in kinds:
         found["unknown_token_id"] = kinds.index(UNKNOWN)
-    found["add_bos_token"] = _leads_with_bos(whole)
     return {PREFIX + name: value for name, value in found.items()}
+
+
+def _special(whole: Mapping[str, Json], ids: Mapping[str, Json], rows: int) -> dict[str, Json]:
+    """Numbers of special tokens, of which one that no row has is none, and which of them are added to every text."""
+    known = {name: _tokens(ids.get(f"{name}_token_id"), rows) for name in ("bos", "eos", "pad")}
+    found: dict[str, Json] = {}
+    for name, added in zip(("bos", "eos"), _added(whole), strict=True):
+        if added is not None:
+            if known[name] and added not in known[name]:
+                raise CheckpointError(f"--to gguf: its tokenizer adds the token {added}; {name}_token_id {known[name]}")
+            known[name] = [added, *(each for each in known[name] if each != added)]
+        found[f"add_{name}_token"] = added is not None
+    found |= {f"{name}_token_id": number for name, number in zip(ENDS, known["eos"], strict=False)}
+    found |= {f"{name}_token_id": known[key][0] for name, key in (("bos", "bos"), ("padding", "pad")) if known[key]}
+    return found
+
+
+def _tokens(value: Json, rows: int) -> list[int]:
+    every = value if isinstance(value, list) else [value]
+    return [each for each in every if type(each) is int and 0 <= each < rows]
 
 
 def _list(value: Json) -> list[Json]:
@@ -238,33 +276,64 @@ def _scores(tokens: Sequence[str], merges: Sequence[str]) -> list[Json]:
     return [float(-ranks.get(token, len(merges))) for token in tokens]
 
 
-def _leads_with_blank(whole: Mapping[str, Json]) -> bool:
-    return '"Prepend"' in str(whole.get("normalizer")).replace("'", '"') or below(whole, "pre_tokenizer").get(
-        "prepend_scheme"
-    ) in ("first", "always")
+def _leads_with_blank(whole: Mapping[str, Json], vocab: Mapping[str, Json]) -> bool:
+    """Whether a text begins with a blank. Errors: CheckpointError where more is done than blanks written otherwise."""
+    outer, before = below(whole, "normalizer"), below(whole, "pre_tokenizer")
+    steps = [each for each in _list(outer.get("normalizers")) or [outer] if isinstance(each, dict) and each]
+    if not before and steps in ([_BLANKS], [_LEAD, _BLANKS]):
+        return len(steps) == 2
+    whole_text = before.get("split") is False or not any(BLANK in piece[1:] for piece in vocab)
+    if not steps and before.get("type") == "Metaspace" and before.get("replacement") == BLANK and whole_text:
+        usual = "always" if before.get("add_prefix_space", True) else "never"
+        return before.get("prepend_scheme", usual) != "never"
+    raise CheckpointError(
+        "--to gguf: its tokenizer has byte_fallback, and its normalizer or pre_tokenizer does more to a text than "
+        f"write {BLANK} for blanks, which llama.cpp does not"
+    )
 
 
-def _leads_with_bos(whole: Mapping[str, Json]) -> bool:
-    processors = [below(whole, "post_processor"), *_list(below(whole, "post_processor").get("processors"))]
-    for each in processors:
-        single = _list(each.get("single")) if isinstance(each, dict) else []
-        if single and isinstance(single[0], dict) and "SpecialToken" in single[0]:
-            return True
-    return False
+def _added(whole: Mapping[str, Json]) -> tuple[int | None, int | None]:
+    """The token that is set before every text, and that after it. Errors: CheckpointError where they are more."""
+    outer = below(whole, "post_processor")
+    before: list[int] = []
+    after: list[int] = []
+    for each in _list(outer.get("processors")) or [outer]:
+        kind = each.get("type") if isinstance(each, dict) else None
+        if kind not in (None, "ByteLevel", "TemplateProcessing"):
+            raise CheckpointError(f"--to gguf: its post_processor is {kind}; valid: ByteLevel, TemplateProcessing")
+        side = before
+        for part in _list(each.get("single")) if isinstance(each, dict) else []:
+            token = below(part, "SpecialToken").get("id")
+            if token is None:
+                side = after
+            else:
+                numbers = below(each, "special_tokens", str(token)).get("ids")
+                side += [number for number in _list(numbers) if isinstance(number, int)]
+    if len(before) > 1 or len(after) > 1:
+        raise CheckpointError(
+            f"--to gguf: its post_processor adds the tokens {before} and {after}; valid: one, and one"
+        )
+    return next(iter(before), None), next(iter(after), None)
+
+
+PARTS = (["ByteLevel"], ["Digits", "ByteLevel"], ["Split", "ByteLevel"], ["Digits", "Split", "ByteLevel"])
+"""Steps by which a text may be cut."""
 
 
 def _pre(whole: Mapping[str, Json], ignores_merges: bool) -> str:
     """llama.cpp's name of the rule that cuts texts. Errors: CheckpointError."""
     outer = below(whole, "pre_tokenizer")
-    parts = [each for each in _list(outer.get("pretokenizers")) or [outer] if isinstance(each, dict)]
-    patterns = [str(below(each, "pattern").get("Regex")) for each in parts if each.get("type") == "Split"]
-    digits = any(each.get("type") == "Digits" and each.get("individual_digits") for each in parts)
-    level = next((each for each in parts if each.get("type") == "ByteLevel"), None)
-    if level is not None and not level.get("add_prefix_space") and len(patterns) <= 1:
-        patterns = patterns or ([_GPT2] if level.get("use_regex", True) else [])
+    steps = [each for each in _list(outer.get("pretokenizers")) or [outer] if isinstance(each, dict)]
+    parts = {str(each.get("type")): each for each in steps}
+    split, digits, level = (below(parts, name) for name in ("Split", "Digits", "ByteLevel"))
+    pattern = below(split, "pattern").get("Regex") if split else _GPT2
+    plain = not level.get("add_prefix_space") and bool(level.get("use_regex", True)) is not bool(split)
+    isolated = not split or (split.get("behavior") == "Isolated" and not split.get("invert"))
+    alone = not digits or digits.get("individual_digits") is True
+    if [each.get("type") for each in steps] in PARTS and plain and isolated and alone:
         normalizer = whole.get("normalizer") and below(whole, "normalizer").get("type")
         for name, cut in CUTS.items():
-            if patterns == [cut.pattern] and cut[1:] == (digits, ignores_merges and cut.whole, normalizer):
+            if cut == (pattern, bool(digits), ignores_merges, normalizer):
                 return name
     raise CheckpointError(
         f"--to gguf: how its tokenizer cuts a text has no name of llama.cpp's that is known here: {', '.join(CUTS)}"
