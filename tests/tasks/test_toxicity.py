@@ -121,6 +121,7 @@ def test_unconditional_texts_resume_where_they_ended(
                 EngineOptions,
                 GenerateOptions,
                 OtherTokenizer,
+                RetrievalOptions,
                 SamplingOptions,
             )
 
@@ -131,6 +132,7 @@ def test_unconditional_texts_resume_where_they_ended(
                 DecodingLayout(device="cpu"),
                 EngineOptions(batch_invariant=True),
                 OtherTokenizer(),
+                RetrievalOptions(),
             )
     partial = tmp_path / "cut.jsonl.partial"
     assert not (tmp_path / "cut.jsonl").exists()
