@@ -35,6 +35,7 @@ LAYOUTS: list[tuple[str, int, dict[str, Any]]] = [
     ("gpt", 2, {"cp": 2, "cp_comm": "ring"}),
     ("experts", 4, {**SP, "pp": 2, "chunks": 2, "micro_batch": 2, "recompute": "selective"}),
     ("experts", 4, {**SP, "ep": 2, "zero": 3}),
+    ("packed", 2, {"cp": 2, "cp_comm": "ring"}),
 ]
 
 
@@ -43,16 +44,17 @@ def named(value: Any) -> str:
 
 
 def run(model: str = "gpt", world: int = 1, **values: Any) -> RunConfig:
-    """`experts`: untied, with a mixture in every layer but the first, so in those that look further ahead."""
+    """`experts`: untied, with a mixture in every layer but the first, so in those that look further ahead. `packed`:
+    rows of several documents."""
     added = {"tied": False, **EXPERTS} if model == "experts" else {}
     values = {**AHEAD, "lr": LR["fp64"], "steps": 10, **added, **values}
     check(small_options("gpt", **values), world)
-    return small_run("gpt", world, **values)
+    return small_run("gpt", world, **values, reset_attention=model == "packed")
 
 
 @pytest.fixture(scope="module")
 def references(pool: Pool) -> dict[str, list[Snapshot]]:
-    return {model: snapshots(pool, run(model), 1, STEPS) for model in ("gpt", "experts")}
+    return {model: snapshots(pool, run(model), 1, STEPS) for model in ("gpt", "experts", "packed")}
 
 
 @pytest.mark.parametrize(("model", "world", "layout"), LAYOUTS, ids=named)
@@ -104,6 +106,25 @@ def test_it_is_plain_torch() -> None:
     assert means(state, evaluate_step(state, batches))[0] == pytest.approx(float(found["lm"]), rel=1e-12)
 
 
+def test_packed_documents_are_the_documents_alone() -> None:
+    """Losses and gradients of a row of two documents are those of two rows."""
+    config = run(hidden_dropout=0.0, attention_dropout=0.0)
+    text = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
+    tokens, labels, weights = text[:, :6], text[:, 1:], torch.tensor([[1.0, 1, 0, 1, 1, 0]])
+    positions, documents = torch.arange(3).repeat(1, 2), torch.tensor([[0, 0, 0, 1, 1, 1]])
+    row = DecoderBatch(tokens, labels, weights, positions, torch.tensor([0]), documents)
+    halves = [
+        DecoderBatch(tokens[:, own], labels[:, own], weights[:, own], positions[:, own], torch.tensor([number]))
+        for number, own in enumerate((slice(0, 3), slice(3, 6)))
+    ]
+    found = []
+    for batches in ([row], halves):
+        state = build_state(config, build_mesh(config, 0, 1), Device.choose("cpu"))
+        loss, terms = means(state, backward(state, batches))
+        found.append({**terms, "loss": loss, **{piece.key: piece.tensor.clone() for piece in state.gradient_pieces()}})
+    torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-12)
+
+
 def test_operations_of_the_layers_count() -> None:
     """Each layer, its linear, and the output matrix once more."""
     plain, further = (run(mtp_layers=layers) for layers in (0, 2))
@@ -129,6 +150,7 @@ def test_the_estimate_holds_their_weights() -> None:
     [
         ({"position": "learned"}, "--mtp-layers 2: needs --position rope or none, not learned"),
         ({"cuda_graph": True}, "--mtp-layers 2: excludes --cuda-graph"),
+        ({"mtp_layers": 64, "seq_length": 64}, "--mtp-layers 64: must be below --seq-length 64"),
     ],
 )
 def test_what_a_run_cannot_have(values: dict[str, Any], line: str) -> None:

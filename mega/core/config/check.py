@@ -483,6 +483,8 @@ def _ahead(run: RunConfig) -> Problems:
     model = run.model
     if not model.mtp_layers:
         return
+    if model.mtp_layers >= run.batch.seq_length:
+        yield _line(run, "mtp_layers", f"must be below --seq-length {run.batch.seq_length}")
     if model.position not in ("rope", "none"):
         yield _line(run, "mtp_layers", f"needs --position rope or none, not {model.position}")
     others = {"--retriever": model.retriever, "--task dpo": run.finetuning.task == "dpo"}

@@ -4,7 +4,8 @@
     h_d          norm(layer(linear [norm(embedding of the token d further on), norm(h_d-1)]))
     loss of d    that of h_d, by the output matrix of all, against the label d further on
 
-Tables, output matrix and loss are those of the head. What is further on than a row ends is token 0 without weight.
+Tables, output matrix and loss are those of the head. What is further on than a row or a packed document ends is token
+0 without weight.
 """
 
 from __future__ import annotations
@@ -67,8 +68,14 @@ class AheadTokens(NamedTuple):
     weights: torch.Tensor
 
 
-def tokens_ahead(tokens: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, depths: int) -> AheadTokens:
-    """Of whole rows [b, s].
+def tokens_ahead(
+    tokens: torch.Tensor,
+    labels: torch.Tensor,
+    weights: torch.Tensor,
+    depths: int,
+    documents: torch.Tensor | None = None,
+) -> AheadTokens:
+    """Of whole rows [b, s]. documents: as of `DecoderBatch`; nothing of another one is further on.
 
     >>> tokens_ahead(torch.tensor([[5, 6, 7]]), torch.tensor([[6, 7, 8]]), torch.ones(1, 3), 2).labels.tolist()
     [[[7, 8], [8, 0], [0, 0]]]
@@ -77,4 +84,8 @@ def tokens_ahead(tokens: torch.Tensor, labels: torch.Tensor, weights: torch.Tens
     def further(each: torch.Tensor) -> torch.Tensor:
         return torch.stack([F.pad(each[:, depth:], (0, depth)) for depth in range(1, depths + 1)], 2)
 
-    return AheadTokens(further(tokens), further(labels), further(weights))
+    found = AheadTokens(further(tokens), further(labels), further(weights))
+    if documents is None:
+        return found
+    others = further(documents) != documents[..., None]
+    return AheadTokens(*(each.masked_fill(others, 0) for each in found))

@@ -165,13 +165,14 @@ class DecoderStage(StackStage[DecoderBatch]):
     def split(self, batch: DecoderBatch, index: int, size: int) -> DecoderBatch:
         """Of rows that are cut, what is further on is taken from the whole ones."""
         if size > 1 and self._ahead:
-            tokens, labels, weights = tokens_ahead(batch.tokens, batch.labels, batch.loss_weights, len(self._ahead))
+            tokens, labels, weights = self._tokens_ahead(batch)
             batch = replace(batch, ahead_tokens=tokens, ahead_labels=labels, ahead_weights=weights)
         return batch.split(index, size)
 
     def _tokens_ahead(self, batch: DecoderBatch) -> AheadTokens:
         if batch.ahead_tokens is None or batch.ahead_labels is None or batch.ahead_weights is None:
-            return tokens_ahead(batch.tokens, batch.labels, batch.loss_weights, len(self._ahead))
+            depths = len(self._ahead)
+            return tokens_ahead(batch.tokens, batch.labels, batch.loss_weights, depths, batch.documents)
         return AheadTokens(batch.ahead_tokens, batch.ahead_labels, batch.ahead_weights)
 
     def weights(self, batch: DecoderBatch) -> Mapping[str, torch.Tensor]:
