@@ -55,6 +55,11 @@ MISTAKES: list[tuple[dict[str, Any], int, str]] = [
         1,
         "--no-router-normalize (--moe-router-pre-softmax): excludes --router-choice sinkhorn",
     ),
+    (
+        {"experts": 2, "router_choice": "quantile"},
+        1,
+        "--router-choice quantile: needs --experts-chosen below --experts 2; valid where all are: largest",
+    ),
     ({"experts": 4, "cuda_graph": True}, 1, "--cuda-graph: excludes --experts; valid there: --no-cuda-graph"),
 ]
 

@@ -62,6 +62,8 @@ def _router(run: RunConfig, line: Line) -> Iterator[str]:
     if model.router_choice == "quantile" and tokens * chosen % count:
         rule = f"needs --experts to divide the {tokens * chosen} choices of a microbatch's {tokens} tokens, not {count}"
         yield line("router_choice", rule)
+    if model.router_choice == "quantile" and chosen == count:
+        yield line("router_choice", f"needs --experts-chosen below --experts {count}; valid where all are: largest")
     by_sinkhorn = model.router_choice == "sinkhorn" and model.router_score != "softmax"
     if model.router_choice != "largest" and (model.router_groups or by_sinkhorn):
         named = "--router-groups" if model.router_groups else f"--router-score {model.router_score}"
