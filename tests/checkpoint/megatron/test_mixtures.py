@@ -30,6 +30,7 @@ from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.pieces import CheckpointError, Piece
 from mega.core.checkpoint.own.store import CheckpointStore, locate
 from mega.core.checkpoint.own.together import alone
+from mega.core.config.mixture import MixtureOptions
 from mega.core.config.sections import ModelConfig
 from mega.core.device import Device
 from mega.core.model.decoder import DecoderStage
@@ -216,6 +217,25 @@ def test_tokens_after_the_next_one_in_a_tree_of_stages(recorded: Path, tmp_path:
         convert(source, tmp_path / "legacy", "megatron", Layout())
 
 
+@pytest.mark.parametrize("to", ["hf", "gguf"])
+def test_other_forms_have_the_model_without_them(tmp_path: Path, to: str) -> None:
+    """Layers that predict further tokens are training's: what is left out is said, all else comes back."""
+    if to == "gguf":
+        pytest.importorskip("gguf")
+    names = {each.name for each in dataclasses.fields(MixtureOptions)}
+    values = {name: value for name, value in DEEPSEEK.items() if name not in names}
+    plain = ModelConfig(**{**values, "vocab_multiple": 128, "hidden_dropout": 0.0, "attention_dropout": 0.0})
+    own = saved(tmp_path / "own", dataclasses.replace(plain, mtp_layers=1, mtp_loss=0.3), torch.float32)
+    report = convert(own, tmp_path / to, to, Layout())
+    assert report.losses[0].startswith("mtp_layers 1: ")
+    assert report.tensors == len(list(inventory(plain)))
+    convert(tmp_path / to, tmp_path / "back", "mega", Layout())
+    back = locate(tmp_path / "back")
+    assert architecture(model_of(back.meta, "back")) == architecture(plain)
+    differing = {each.key for each in diff(locate(own), back, "weights/")}
+    assert differing and all(key.startswith("weights/mtp.") for key in differing)
+
+
 # Switch layers of 2023 -------------------------------------------------------------------------------------------
 
 SWITCH = {"23.06": ("switch_mlp_23.06", "experts"), "late 2023": ("switch_mlp_llama2_fork", "local_experts")}
@@ -344,6 +364,26 @@ def test_a_mixture_as_deepseek_has_it(tmp_path: Path, dtype: torch.dtype, to: st
         assert not [name for name in names if "optimizer" in name and "expert_bias" in name]
 
 
+def test_thresholds_of_quantiles_have_cores_name(tmp_path: Path) -> None:
+    """Core 0.19 calls them router.qb_beta; they and the share that a step keeps come back."""
+    plain = {"shared_ffn": None, "shared_gate": False, "router_groups": None, "router_groups_chosen": None}
+    of_bias = {"router_score": "softmax", "balance_bias": False, "balance": ("microbatch",), "balance_loss": (0.0,)}
+    by_quantile = {"router_choice": "quantile", "router_quantile_ema": 0.25, "mtp_layers": 1}
+    model = ModelConfig(**{**DEEPSEEK, **plain, **of_bias, **by_quantile})
+    own = saved(tmp_path / "own", model, torch.bfloat16)
+    for to in ("mcore-local", "torch_dist"):
+        convert(own, tmp_path / to, to, Layout())
+        convert(tmp_path / to, tmp_path / f"{to}-back", "mega", Layout())
+        assert list(diff(locate(own), locate(tmp_path / f"{to}-back"))) == []
+        back = model_of(locate(tmp_path / f"{to}-back").meta, "back")
+        assert (back.router_choice, back.router_quantile_ema) == ("quantile", 0.25)
+    names = set(DistributedSource(tmp_path / "torch_dist" / "iter_0000007")._shapes)
+    ends = {name.rpartition(".")[2] for name in names if ".mlp.router." in name and "optimizer" not in name}
+    assert ends == {"weight", "qb_beta"}
+    assert not [name for name in names if "optimizer" in name and "qb_beta" in name]
+    assert "--moe-router-quantile-balancing-ema 0.25" in mixture_flags(mixture_arguments(model))
+
+
 def test_arguments_and_flags_of_a_mixture() -> None:
     model = ModelConfig(**DEEPSEEK)
     said = mixture_arguments(model)
@@ -365,6 +405,13 @@ def test_arguments_and_flags_of_a_mixture() -> None:
         ({"moe_router_topk": "2"}, "moe_router_topk '2'"),
         ({"moe_apply_probs_on_input": True}, "moe_apply_probs_on_input True"),
         ({"moe_latent_size": 8}, "moe_latent_size 8"),
+        (
+            {
+                "moe_router_load_balancing_type": "quantile_balancing",
+                "moe_router_quantile_balancing_ema": 1,
+            },
+            "quantile_balancing_ema 1",
+        ),
     ],
 )
 def test_arguments_that_are_not_understood(said: dict[str, Any], words: str) -> None:

@@ -203,14 +203,30 @@ def _plain_state(opened: Opened, tensors: Tensors, layout: Layout, tokenizer: Ma
 
 def _export(load: Path, save: Path, to: str, given: Given, named: Path) -> ConversionReport:
     """An own checkpoint -> a folder or tree at `save`. named: what messages call `load`."""
-    own = opened_own(load, merged=to != "peft")
+    own, form = opened_own(load, merged=to != "peft"), writer_of(to)
+    losses: tuple[str, ...] = ()
+    if own.model.mtp_layers and not form.ahead:
+        losses = (f"mtp_layers {own.model.mtp_layers}: {form.words} has none; it is the model without them",)
+        own = dataclasses.replace(own, model=dataclasses.replace(own.model, mtp_layers=0), source=_Plain(own))
     with naming(f"--load-dir {named}"):  # no flag of the verb is at fault, but this checkpoint
-        export = writer_of(to).export(own, to, given)
+        export = form.export(own, to, given)
     source, table = _Watched(export.source or own.source, named), inverted(export.table)
     prove(table, source.tensors)
     size = sum(prod(shape) * dtype.itemsize for shape, dtype in table.tensors(source.tensors).values())
     written = filled_folder(save, lambda folder: export.fill(folder, table, source), size)
-    return ConversionReport(len(table.targets), table.elements, written, save, export.notes, export.losses)
+    return ConversionReport(len(table.targets), table.elements, written, save, export.notes, (*losses, *export.losses))
+
+
+class _Plain:
+    """The weights of a model without its layers that predict further tokens."""
+
+    def __init__(self, own: Own) -> None:
+        self._source = own.source
+        held = own.source.tensors.items()
+        self.tensors: Tensors = {name: value for name, value in held if not name.startswith("weights/mtp.")}
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        return self._source.read(name, box)
 
 
 class _Watched:

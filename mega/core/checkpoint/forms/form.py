@@ -145,7 +145,7 @@ class Form:
     named that is one by itself; for a message. module: where its functions are. writer: where `export` is, if not
     there. verb: the command that converts it. targets: what --to or --saver may be to write it. reads, writes: the
     flags that mean something where it is read or written. companions: files that belong to the weights and are kept
-    with them.
+    with them. ahead: whether it has layers that predict further tokens, which are left out of it otherwise.
     """
 
     name: str
@@ -159,6 +159,7 @@ class Form:
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     companions: tuple[str, ...] = ()
+    ahead: bool = True
 
     def recognise(self, path: Path) -> bool:
         """Whether this form lies at `path`."""
@@ -238,6 +239,7 @@ FORMS = [
         writer=_HERE + "gguf.saving",
         targets=("gguf",),
         writes=("--outtype",),
+        ahead=False,
     ),
     Form(
         name="torch_dist",
@@ -275,6 +277,7 @@ FORMS = [
         module=_HERE + "meta",
         targets=("meta",),
         writes=("--parts",),
+        ahead=False,
         companions=COMPANIONS,
     ),
     Form(
@@ -300,6 +303,7 @@ FORMS = [
         sign="config.json (Hugging Face)",
         module=_HERE + "huggingface",
         targets=("hf",),
+        ahead=False,
         companions=COMPANIONS,
     ),
 ]

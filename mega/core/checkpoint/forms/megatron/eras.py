@@ -160,8 +160,11 @@ _CORE_EXPERTS = (
 """Names of a mixture in any tree -> common ones, which are those of the layers of late 2023: 23.06 has no `local_`,
 Megatron-core `experts.local_experts`, or with grouped products a number at the end."""
 
-BALANCE_BIAS = ".mlp.router.expert_bias"
-"""The end of what is no parameter: it has neither gradient nor moments."""
+BALANCE_BIAS, THRESHOLDS = ".mlp.router.expert_bias", ".mlp.router.qb_beta"
+"""Ends of the names of what balances experts: a bias of the choice, and of `quantile` (core 0.19) the thresholds."""
+
+BALANCES = (BALANCE_BIAS, THRESHOLDS)
+"""Ends of what is no parameter: it has neither gradient nor moments."""
 
 # Order
 
@@ -419,6 +422,6 @@ def parameter_place(name: str, era: Era = "legacy") -> tuple[int, int, int, int,
         inside = (*_AHEAD_FIRST, *inside, _AHEAD_LAST)
     if expert := _OF_EXPERT.fullmatch(inner):
         inner, number = "mlp.local_experts.0.dense_h_to_4h", 2 * int(expert[1]) + (expert[2] == "4h_to_h")
-    if outer not in outside or inner not in inside or kind not in ("weight", "bias", "expert_bias"):
+    if outer not in outside or inner not in inside or kind not in ("weight", "bias", "expert_bias", "qb_beta"):
         raise CheckpointError(f"{name}: its place among Megatron-LM's parameters is not known; {LEAVE}")
     return outside.index(outer), layer, inside.index(inner), number, kind != "weight"

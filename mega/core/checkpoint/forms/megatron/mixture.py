@@ -1,4 +1,5 @@
-"""Megatron's arguments of a mixture of experts: Megatron-core's (0.18), both ways, and the Switch layers' of 2023.
+"""Megatron's arguments of a mixture of experts: Megatron-core's (0.18; of quantiles 0.19), both ways, and the Switch
+layers' of 2023.
 
 In core `load_balancing_type` and its coefficients may be lists, and `moe_layer_freq` a number or a list. Knows no
 tensors but their names.
@@ -36,6 +37,8 @@ SAME: dict[str, str] = {
 SCORES = {"softmax": "softmax", "sigmoid": "sigmoid", "sqrtsoftplus": "sqrt-softplus"}
 BALANCES = {"aux_loss": "microbatch", "seq_aux_loss": "sequence", "global_aux_loss": "global"}
 CHOICES = {"sinkhorn": "sinkhorn", "quantile_balancing": "quantile"}
+QUANTILE_EMA = "moe_router_quantile_balancing_ema"
+"""Core 0.19's, which older ones do not know: said of a router that chooses by quantiles alone."""
 
 UNCHANGED: dict[str, tuple[object, ...]] = {
     "moe_apply_probs_on_input": (False, None),
@@ -108,7 +111,10 @@ def _balance(values: Mapping[str, object], where: str) -> dict[str, object]:
         raise CheckpointError(f"{where}: args.moe_router_load_balancing_type {odd[0]!r:.40} is not known")
     kinds = [str(kind) for kind in kinds]
     if chosen := [CHOICES[kind] for kind in kinds if kind in CHOICES]:
-        return {"router_choice": chosen[0]}
+        ema = values.get(QUANTILE_EMA) or 0.0 if chosen[0] == "quantile" else 0.0
+        if isinstance(ema, bool) or not isinstance(ema, int | float) or not 0 <= ema < 1:
+            raise CheckpointError(f"{where}: args.{QUANTILE_EMA} {ema!r:.40}: must be at least 0 and below 1")
+        return {"router_choice": chosen[0], "router_quantile_ema": float(ema)}
     if kinds == ["none"]:
         return {}
     if len(coefficients) == 1:
@@ -154,6 +160,7 @@ def mixture_arguments(options: ModelConfig) -> dict[str, object]:
         "expert_model_parallel_size": 1,
         "moe_grouped_gemm": False,
         **{theirs: _said(options, ours) for ours, theirs in SAME.items()},
+        **({QUANTILE_EMA: options.router_quantile_ema} if options.router_choice == "quantile" else {}),
     }
 
 
@@ -171,6 +178,7 @@ def mixture_flags(said: Mapping[str, object]) -> list[str]:
         return []
     names = ("num_experts", "moe_layer_freq", *SAME.values(), "moe_router_score_function", "moe_router_pre_softmax")
     names += ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
+    names += (QUANTILE_EMA,) if QUANTILE_EMA in said else ()
     flags = []
     for name in names:
         flag, value = "--" + name.replace("_", "-"), said[name]

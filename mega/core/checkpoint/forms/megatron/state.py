@@ -23,7 +23,7 @@ import torch
 from mega.core.checkpoint.forms.foreign import torch_file
 from mega.core.checkpoint.forms.mapping import Table, renamed
 from mega.core.checkpoint.forms.megatron.core import KINDS, bucket_limit, buckets_of, own_buckets
-from mega.core.checkpoint.forms.megatron.eras import BALANCE_BIAS, ERAS, LEAVE, Era, parameter_place
+from mega.core.checkpoint.forms.megatron.eras import BALANCES, ERAS, LEAVE, Era, parameter_place
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.untrusted import Json
 
@@ -50,9 +50,9 @@ def groups_of(dims: Mapping[str, int]) -> dict[bool, list[str]]:
 def alike(weights: Table, kind: str) -> Table:
     """Where a kind of state is, in names of both sides, where `weights` says it of the weights that are learned."""
     learned = tuple(
-        each for each in weights.targets if not f"{each.name} {each.fragments[0].source}".endswith(BALANCE_BIAS)
+        each for each in weights.targets if not f"{each.name} {each.fragments[0].source}".endswith(BALANCES)
     )
-    copies = tuple(pair for pair in weights.copies if not pair[1].source.endswith(BALANCE_BIAS))
+    copies = tuple(pair for pair in weights.copies if not pair[1].source.endswith(BALANCES))
     weights = replace(weights, targets=learned, copies=copies)
     return renamed(weights, lambda name: name.replace("weights/", f"{kind}/", 1), lambda name: f"{kind}/{name}")
 
@@ -164,7 +164,7 @@ def values_of(content: Mapping[str, object]) -> dict[str, object]:
 
 def _in_order(chunk: Mapping[str, torch.Tensor], era: Era, where: Path) -> list[str]:
     """The names of a model chunk in the order of its parameters, in which Megatron-core's files hold them, too."""
-    learned = [name for name in chunk if not name.endswith(BALANCE_BIAS)]
+    learned = [name for name in chunk if not name.endswith(BALANCES)]
     names = sorted(learned, key=lambda name: parameter_place(name, era))
     if ERAS[era].core and names != learned:
         odd = next(name for name, held in zip(names, learned, strict=True) if name != held)

@@ -13,7 +13,7 @@ import torch
 
 from mega.core.checkpoint.forms.keys import number_in
 from mega.core.checkpoint.forms.megatron.core import GROUP_KEYS, KINDS, buckets_of, own_buckets
-from mega.core.checkpoint.forms.megatron.eras import BALANCE_BIAS, ERAS, LEAVE, Era, parameter_place
+from mega.core.checkpoint.forms.megatron.eras import BALANCES, ERAS, LEAVE, Era, parameter_place
 from mega.core.checkpoint.forms.megatron.state import (
     DECAY,
     LR,
@@ -172,7 +172,7 @@ def written_vectors(
     weights: by common name. state: by `kind/common name`; without masters the weights, fp32, are written for them.
     tied: of the whole model, wherever its head is.
     """
-    names = [name for name in in_order(weights, "", era) if not name.endswith(BALANCE_BIAS)]
+    names = [name for name in in_order(weights, "", era) if not name.endswith(BALANCES)]
     buckets = buckets_of({name: weights[name].numel() for name in names}, None, own_buckets(names, tied))
     length, vectors = sum(bucket.length for bucket in buckets), {}
     for kind, theirs in KINDS.items():

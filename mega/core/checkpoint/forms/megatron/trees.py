@@ -27,7 +27,9 @@ from mega.core.checkpoint.forms.megatron.arguments import (
     vocabulary,
 )
 from mega.core.checkpoint.forms.megatron.eras import (
+    BALANCE_BIAS,
     LEAVE,
+    THRESHOLDS,
     TIED_COPY,
     WORDS,
     common_name,
@@ -297,6 +299,8 @@ def table(options: ModelConfig, tp: int, stages: Stages, rows: int, version: int
         unit = tensor.units[0]
         reads = isinstance(unit, int) and model.layers[unit].neighbours is not None
         theirs = retriever_name(tensor.name, layer) if reads and layer is not None else legacy_name(tensor.name, layer)
+        if options.router_choice == "quantile":
+            theirs = theirs.replace(BALANCE_BIAS, THRESHOLDS)
         held_at = (f"{stage}/{theirs}", *stages.copies.get(tensor.name, ()))
         here, *others = [[f"{t}.{place}" for t in range(tp)] for place in held_at]
         cut = tensor.cut()
