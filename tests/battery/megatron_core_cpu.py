@@ -99,7 +99,8 @@ def core(checkout: str, kind: str, line: list[str]) -> None:
     states._get_cuda_rng_state = lambda *a, **k: torch.get_rng_state()
     if kind == "fused":
         importlib.import_module("megatron.core.optimizer")
-        torch.optim.AdamW = fused_adam(torch)  # type: ignore[misc]
+        optimizers: Any = torch.optim
+        optimizers.AdamW = fused_adam(torch)
     sys.argv = ["pretrain_gpt.py", *line]
     runpy.run_path("pretrain_gpt.py", run_name="__main__")
 
