@@ -430,7 +430,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--task", "ppl", "--valid-data", "FILE", "--json", "absent/a.json"], "--json absent/a.json: directory"),
     (
         ["--task", "ppl", "--valid-data", "FILE", "--load", "."],
-        "(llama2.c); if BARE in it is a Hugging Face folder, give ",
+        "(llama2.c) or .gguf (llama.cpp); if BARE in it is a Hugging Face folder, give ",
     ),
     (
         ["--task", "ppl", "--valid-data", "pair.bin"],
