@@ -36,6 +36,7 @@ class ModelStage(Stage, Protocol):
     units: what it holds of the model. options: what it was built with, besides its model; a resumed run may replace its
     dropout rule. One that can leave its weights with their owners while it computes something else
     (ZeRO 3) has `with_full_params: UnshardHook | None` too, which runs a unit with its whole weights here meanwhile.
+    One whose layers need more of other context ranks' columns than a batch gives has `split(batch, index, size)`.
     """
 
     units: tuple[Unit, ...]

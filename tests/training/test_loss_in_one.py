@@ -47,8 +47,8 @@ def two_passes() -> Iterator[None]:
     """Heads that do not know what their losses will be multiplied by."""
     losses = StackStage._losses
 
-    def unknown(self: StackStage, stream: Any, batch: Any, scales: Any) -> Any:
-        return losses(self, stream, batch, None)
+    def unknown(self: StackStage[Any], stream: Any, batch: Any, scales: Any, auxiliary: Any) -> Any:
+        return losses(self, stream, batch, None, auxiliary)
 
     with mock.patch.object(StackStage, "_losses", unknown):
         yield

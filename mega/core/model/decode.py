@@ -56,7 +56,7 @@ class DecodeContext(NamedTuple):
     cache: KeyValueCache
     rotary: Sequence[Rotary | None]
     """cos and sin of the step's tokens: None, then those of each of the model's `ropes`."""
-    neighbours: NeighbourStep | None
+    neighbours: NeighbourStep | None = None
     """Of a model that reads neighbours."""
 
 

@@ -225,8 +225,8 @@ def _forward_only(state: TrainState, batches: Sequence[Batch]) -> tuple[Plan, li
 
 def _own_columns(state: TrainState, batches: Sequence[Batch]) -> list[Batch]:
     """What this context rank holds of each batch."""
-    cp = state.mesh.cp
-    return [state.stages[0].split(batch, cp.index, cp.size) for batch in batches]
+    where, split = (state.mesh.cp.index, state.mesh.cp.size), getattr(state.stages[0], "split", None)
+    return [batch.split(*where) if split is None else split(batch, *where) for batch in batches]
 
 
 def means(state: TrainState, sums: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
