@@ -90,7 +90,7 @@ mega.cli.main({ESTIMATE!r})
 print(loaded, time.process_time() - loaded)"""
     command = [sys.executable, "-c", program]
     shares = []
-    for _ in range(3):
+    for _ in range(6):
         done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
         loaded, mega = map(float, done.stdout.splitlines()[-1].split())
         shares.append(mega / loaded)

@@ -20,7 +20,7 @@ def test_the_page_needs_nothing_from_elsewhere() -> None:
 
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium")
 def test_a_person_continues_a_text_and_converses(server: Running, engine: FakeEngine) -> None:
-    engine.seconds = 0.02
+    engine.seconds = 0.2
     try:
         with Chromium(server.url, 390, 844, phone=True) as page:
             page.wait("document.querySelector('#model').textContent.startsWith('fake')")
@@ -29,6 +29,7 @@ def test_a_person_continues_a_text_and_converses(server: Running, engine: FakeEn
             page.js("document.querySelector('#go').click()")
             page.wait("document.querySelectorAll('.token').length > 2")  # before it is all there
             assert page.js("document.querySelector('#go').textContent") == "Stop"
+            engine.seconds = 0
             page.wait("document.querySelector('#go').textContent === 'Generate'")
             text = page.js("document.querySelector('#answer').textContent")
             assert text == f"Once <b>upon</b>{ANSWER}"

@@ -6,9 +6,10 @@ import atexit
 import json
 import shutil
 import tempfile
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsInt
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from mega.core.checkpoint.own.pieces import Box, CheckpointError, Tensors, whole
 from mega.core.untrusted import Json
 
 if TYPE_CHECKING:
-    from gguf import GGUFReader, ReaderTensor
+    from gguf import GGUFReader
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
@@ -91,7 +92,7 @@ class GgufSource:
                 raise CheckpointError(f"{path}: {tensor.name}: is {kind} (valid: {', '.join((*PLAIN, *BLOCKS))})")
         self.in_blocks = sorted({t.tensor_type.name for t in reader.tensors} - PLAIN.keys())
         self.tensors: Tensors = {
-            name: (shape_of(tensor), torch.float32 if self.in_blocks else PLAIN[tensor.tensor_type.name])
+            name: (shape_of(tensor.shape), torch.float32 if self.in_blocks else PLAIN[tensor.tensor_type.name])
             for name, tensor in self._tensors.items()
         }
 
@@ -123,9 +124,9 @@ class GgufSource:
         return torch.from_numpy(np.ascontiguousarray(dequantize(stored, kind)))
 
 
-def shape_of(tensor: ReaderTensor) -> tuple[int, ...]:
-    """A tensor's shape, the slowest dimension first."""
-    return tuple(int(size) for size in reversed(tensor.shape))
+def shape_of(sizes: Iterable[SupportsInt]) -> tuple[int, ...]:
+    """The shape of a tensor whose sizes the file lists, the slowest dimension first."""
+    return tuple(map(int, sizes))[::-1]
 
 
 def open_form(path: Path, given: Given) -> Opened:
