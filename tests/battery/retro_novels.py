@@ -38,19 +38,19 @@ from mega.core.inference.loading.load import load_model, load_tokenizer, open_mo
 from mega.core.text.build import build
 from mega.core.training.kinds.pretraining import datasets
 
-NOVELS, TRAINED, HELD_OUT = 20, 40, 10
-"""Novels, and parts of each (about 4,000 characters) that are trained on and held out."""
-CHUNK, LENGTH, BATCH = 32, 128, 8
+NOVELS, HELD_OUT = 20, 10
+"""Novels, and parts of each (about 4,000 characters) that are held out."""
+CHUNK, LENGTH = 32, 128
 SHUFFLES = 3
 """Other samples whose neighbours each sample is judged with."""
-SIZES = "--layers 4 --hidden 96 --heads 4 --activation gelu --position rope --hidden-dropout 0 --attention-dropout 0"
+SIZES = "--layers 4 --heads 4 --activation gelu --position rope --hidden-dropout 0 --attention-dropout 0"
 RETRIEVER = (
     f"--retriever --retro-layers 1 3 --retro-chunk-length {CHUNK} --retro-encoder-hidden-dropout 0 "
     "--retro-encoder-attention-dropout 0 --retro-gate 2"
 )
 BERT = (
     "--family bert --layers 2 --hidden 64 --heads 4 --seq-length 64 --micro-batch 32 --global-batch 32 --lr 1e-3 "
-    "--eval-iters 0 --device cpu --split 100,0,0"
+    "--eval-iters 0 --split 100,0,0"
 )
 
 
@@ -63,24 +63,25 @@ def run(*words: str) -> None:
 
 
 class Experiment:
-    """Folders of one experiment, and the commands that fill them. steps: of both GPTs."""
+    """Folders of one experiment, and the commands that fill them."""
 
-    def __init__(self, shared: Path, work: Path, steps: int, bert_steps: int) -> None:
-        self.work, self.steps, self.bert_steps, self.shared = work, steps, bert_steps, shared
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.work, self.shared, self.device = options.work, options.shared, options.device
+        self.steps, self.bert_steps, self.parts = options.steps, options.bert_steps, options.parts
+        self.hidden, self.batch, work = options.hidden, options.batch, options.work
         bpe, words = work / "bpe", work / "wordpiece"
         files = f"--vocab-file {bpe / 'vocab.json'} --merge-file {bpe / 'merges.txt'}"
         self.gpt = f"--tokenizer GPT2BPETokenizer {files}".split()
         self.bert = f"--tokenizer BertWordPieceLowerCase --vocab-file {words / 'vocab.txt'}".split()
-        self.blend = ["--data-path", "1", str(work / "novels"), "--split", f"{TRAINED},{HELD_OUT},0"]
+        self.blend = ["--data-path", "1", str(work / "novels"), "--split", f"{self.parts},{HELD_OUT},0"]
         self.embedder = ["--embedder", str(work / "bert")]
 
     @property
     def sizes(self) -> list[str]:
-        length = (
-            f"--seq-length {LENGTH} --micro-batch {BATCH} --global-batch {BATCH} --lr 4e-3 --lr-warmup-fraction 0.05"
-        )
-        steps = f"--steps {self.steps} --eval-interval {self.steps} --eval-iters 100 --device cpu --log-interval 50"
-        return [*SIZES.split(), *length.split(), *steps.split()]
+        batch = f"--seq-length {LENGTH} --micro-batch {self.batch} --global-batch {self.batch} --hidden {self.hidden}"
+        rate = f"--lr {0.4 / self.hidden:.2g} --lr-warmup-fraction 0.05 --lr-decay cosine --device {self.device}"
+        steps = f"--steps {self.steps} --eval-interval {self.steps} --eval-iters 50 --log-interval 50"
+        return [*SIZES.split(), *batch.split(), *rate.split(), *steps.split()]
 
     @property
     def reading(self) -> list[str]:
@@ -93,9 +94,9 @@ class Experiment:
             for line in lines:
                 found = json.loads(line)
                 parts[found["id"].rpartition("-")[0]].append(found["text"])
-        chosen = [each for each in parts.values() if len(each) >= TRAINED + HELD_OUT][:NOVELS]
+        chosen = [each for each in parts.values() if len(each) >= self.parts + HELD_OUT][:NOVELS]
         assert len(chosen) == NOVELS, len(chosen)
-        trained = [text for novel in chosen for text in novel[:TRAINED]]
+        trained = [text for novel in chosen for text in novel[: self.parts]]
         held = [text for novel in chosen for text in novel[-HELD_OUT:]]
         self.work.mkdir(parents=True, exist_ok=True)
         (self.work / "trained.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in trained))
@@ -115,8 +116,18 @@ class Experiment:
         data = ["--data-path", str(next(self.work.glob("sentences*.idx")).with_suffix(""))]
         steps = ["--steps", str(self.bert_steps), "--save-interval", str(self.bert_steps)]
         if not (self.work / "bert").exists():
-            run("pretrain", *BERT.split(), *self.bert, *data, *steps, "--save", str(self.work / "bert"))
-        sizes = f"--chunk-length {CHUNK} --block-size 20000 --device cpu".split()
+            run(
+                "pretrain",
+                *BERT.split(),
+                "--device",
+                self.device,
+                *self.bert,
+                *data,
+                *steps,
+                "--save",
+                str(self.work / "bert"),
+            )
+        sizes = f"--chunk-length {CHUNK} --block-size 20000 --device {self.device}".split()
         run("retro", "build", "--directory", str(self.work / "db"), *self.embedder, *sizes, *self.blend, *self.gpt)
         run("retro", "query", *self.reading, *self.embedder, "--candidates", "40", "--saved", "4")
         saved = ["--save-interval", str(self.steps), "--save"]
@@ -132,18 +143,19 @@ class Experiment:
         stage, tokenizer = load_model(opened), load_tokenizer(opened)
         flags: dict[str, object] = {
             **{"data_path": tuple(self.blend[1:3]), "split": self.blend[4], "retro": str(self.work / "db")},
-            **{"steps": self.steps, "eval_interval": self.steps, "eval_iters": 100, "global_batch": BATCH},
-            **{"micro_batch": BATCH, "seq_length": LENGTH, "device": "cpu", "retriever": True, "layers": 4},
+            **{"steps": self.steps, "eval_interval": self.steps, "eval_iters": 50, "global_batch": self.batch},
+            **{"micro_batch": self.batch, "seq_length": LENGTH, "device": "cpu", "retriever": True, "layers": 4},
             **{"retro_layers": (1, 3), "retro_chunk_length": CHUNK, "vocab": tokenizer.vocab_size},
         }
-        data = datasets(resolve(compose(flags={**flags, "hidden": 96, "heads": 4}), 1), tokenizer)
+        data = datasets(resolve(compose(flags={**flags, "hidden": self.hidden, "heads": 4}), 1), tokenizer)
         valid = cast(NeighbourDataset, data.valid)
-        count = min(most, len(valid)) // BATCH * BATCH
+        batch = self.batch
+        count = min(most, len(valid)) // batch * batch
         drawn = torch.Generator().manual_seed(1)
         others = torch.stack([torch.randperm(count, generator=drawn) for _ in range(SHUFFLES)], 1).tolist()
         losses: dict[str, list[float]] = {"true": [], "shuffled": [], "none": []}
-        for first in range(0, count, BATCH):
-            numbers = range(first, first + BATCH)
+        for first in range(0, count, batch):
+            numbers = range(first, first + batch)
             own, none = [valid[number] for number in numbers], [valid.alone()[number] for number in numbers]
             shuffled = [
                 [
@@ -183,16 +195,26 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--bert-steps", type=int, default=200)
     parser.add_argument("--samples", type=int, default=1600)
+    parser.add_argument("--parts", type=int, default=40, help="of each novel that are trained on")
+    parser.add_argument("--hidden", type=int, default=96)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--device", default="cpu", help="of training; losses are judged on the CPU")
     given = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.setdefault("NLTK_DATA", str(given.shared / "nltk_data"))
     began, cpu = time.monotonic(), time.process_time()
-    experiment = Experiment(given.shared, given.work, given.steps, given.bert_steps)
+    experiment = Experiment(given)
     if not (given.work / "novels.idx").exists():
         experiment.texts()
     experiment.train()
     found: dict[str, float] = experiment.judge(given.samples)
-    found |= {"steps": given.steps, "seconds": time.monotonic() - began, "cpu seconds": time.process_time() - cpu}
+    found |= {
+        "steps": given.steps,
+        "hidden": given.hidden,
+        "batch": given.batch,
+        "seconds": time.monotonic() - began,
+        "cpu seconds": time.process_time() - cpu,
+    }
     given.out.parent.mkdir(parents=True, exist_ok=True)
     with given.out.open("a") as file:
         file.write(json.dumps(found) + "\n")
