@@ -25,7 +25,8 @@ PAGES = (
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
-    *sorted(f"docs/{path.name}" for path in REPOSITORY.glob("docs/*.md")),
+    "recipes/README.md",
+    *sorted(path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("docs/**/*.md")),
 )
 
 
