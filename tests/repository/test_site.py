@@ -50,9 +50,9 @@ def test_examples_of_docstrings() -> None:
 
 
 def test_text_of_a_page() -> None:
-    text = "# A `b`\n[one](../README.md#x), [two](../mega/cli.py), [three](#a-b)\n```\n# [c](../mega/cli.py)\n```\n## D\n"
+    text = "# A `b`\n[one](../README.md#x), [two](../mega), [three](#a-b)\n```\n# [c](../mega)\n```\n## D\n"
     assert SITE.site_text("docs/hub.md", text) == (
-        "# A `b` { #a-b }\n[one](index.md#x), two, [three](#a-b)\n```\n# [c](../mega/cli.py)\n```\n## D { #d }\n"
+        "# A `b` { #a-b }\n[one](index.md#x), two, [three](#a-b)\n```\n# [c](../mega)\n```\n## D { #d }\n"
     )
 
 
