@@ -1,4 +1,4 @@
-"""Which files of a repository are fetched, by their names alone: nothing that could be executed when it is opened."""
+"""Choose which files of a repository are fetched, by their names alone; never a file that could execute when opened."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ TOKENIZER = re.compile(r"(tokenizer.*|vocab.*|merges.*|special_tokens.*|added_to
 ROWS = (".parquet", ".arrow", ".jsonl", ".ndjson", ".json", ".txt")
 PACKED = ("", ".gz", ".zst", ".xz", ".bz2")
 DESCRIBES = ("dataset_info.json", "dataset_infos.json", "state.json", "requirements.txt", "license.txt")
-"""JSON and text of a data set's folder that holds no rows."""
+"""JSON and text files in a data set's folder that hold no rows."""
 
 SPLITS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""A split -> the words by which the Hub recognises it in the path of a file."""
+"""Split -> the words in a file's path by which the Hub recognises it."""
 
 
 def chosen(files: Collection[str], name: HubName, kind: Kind) -> list[str]:
-    """Of the paths in a repository those that are fetched. Errors: ValueError, without the name, where nothing is."""
+    """Return the paths of a repository's `files` that are fetched.
+
+    Errors: ValueError, without the name, where there are none.
+    """
     if kind == "dataset":
         return _rows(files, name.part)
     if name.part is not None:
@@ -37,41 +40,47 @@ def chosen(files: Collection[str], name: HubName, kind: Kind) -> list[str]:
     top = sorted(file for file in files if "/" not in file)
     small = [file for file in top if file.endswith(SMALL)]
     if kind == "tokenizer":
-        found = [file for file in small if TOKENIZER.fullmatch(file) or file == "config.json"]
-        if not any(file != "config.json" for file in found):
+        tokenizer_files = [file for file in small if TOKENIZER.fullmatch(file) or file == "config.json"]
+        if not any(file != "config.json" for file in tokenizer_files):
             raise ValueError("holds no tokenizer: no tokenizer.json, tokenizer.model, vocab.json or vocab.txt")
-        return found
+        return tokenizer_files
     weights = [file for file in top if file.endswith(".safetensors")]
-    if any(file.startswith("model") for file in weights):  # the same in another form
+    if any(file.startswith("model") for file in weights):  # consolidated.* holds the same weights in Meta's format
         weights = [file for file in weights if not file.startswith("consolidated")]
     if not weights:
         ggufs = [file for file in top if file.endswith(".gguf")]
         other = next((file for file in top if file.endswith((".bin", ".pth", ".pt", ".h5", ".msgpack"))), None)
-        why = f"; it has {other}, which is not fetched: only safetensors are" if other is not None else ""
-        why = f"; choose a file by a colon and its name: {', '.join(ggufs[:8])}" if ggufs else why
-        raise ValueError(f"holds no .safetensors{why}")
+        remedy = f"; it has {other}, which is not fetched: only safetensors are" if other is not None else ""
+        remedy = f"; choose a file by a colon and its name: {', '.join(ggufs[:8])}" if ggufs else remedy
+        raise ValueError(f"holds no .safetensors{remedy}")
     return [*small, *weights]
 
 
 def _rows(files: Collection[str], part: str | None) -> list[str]:
-    found = [file for file in sorted(files) if _holds_rows(file)]
-    if not found:
+    """Return the files of a data set's rows: of one split or pattern, or of the training split."""
+    row_files = [file for file in sorted(files) if _holds_rows(file)]
+    if not row_files:
         raise ValueError(f"holds no rows: no {', '.join(ROWS)}, alone or packed")
-    by_split = {split: [file for file in found if _of_split(file, words)] for split, words in SPLITS.items()}
+    by_split = {split: [file for file in row_files if _of_split(file, words)] for split, words in SPLITS.items()}
     if part is None:
-        kept = by_split["train"] or [file for file in found if not any(file in of for of in by_split.values())] or found
+        selected = (
+            by_split["train"]
+            or [file for file in row_files if not any(file in files_of_split for files_of_split in by_split.values())]
+            or row_files
+        )
     else:
-        kept = by_split.get(part) or fnmatch.filter(found, part) or fnmatch.filter(found, f"{part}/*")
-    if not kept:
-        splits = [split for split, of in by_split.items() if of]
+        selected = by_split.get(part) or fnmatch.filter(row_files, part) or fnmatch.filter(row_files, f"{part}/*")
+    if not selected:
+        splits = [split for split, files_of_split in by_split.items() if files_of_split]
         raise ValueError(
             f"has no rows in {part}; valid after the colon: {', '.join((*splits, 'a pattern of its files'))}"
         )
-    tables = [file for file in kept if file.endswith((".parquet", ".arrow"))]
-    folders = {file.partition("/")[0] for file in kept if "/" in file} - {"data"}
-    if part is None and len(folders) > 1 and len(kept) == sum("/" in file for file in kept):
+    tables = [file for file in selected if file.endswith((".parquet", ".arrow"))]
+    # A data set with one folder per configuration (languages, subsets) has no default: the user must choose one.
+    folders = {file.partition("/")[0] for file in selected if "/" in file} - {"data"}
+    if part is None and len(folders) > 1 and len(selected) == sum("/" in file for file in selected):
         raise ValueError(f"has several parts; choose one by a colon: {', '.join(sorted(folders)[:12])}")
-    return tables or kept
+    return tables or selected
 
 
 def _holds_rows(file: str) -> bool:
@@ -82,7 +91,7 @@ def _holds_rows(file: str) -> bool:
 
 
 def _of_split(file: str, words: Collection[str]) -> bool:
-    """Whether a word stands in a path between signs, as the Hub looks for it.
+    """Whether a path contains one of the words between signs, as the Hub searches for it.
 
     >>> _of_split("data/train-00000-of-00001.parquet", ("train",)), _of_split("constraint.jsonl", ("train",))
     (True, False)

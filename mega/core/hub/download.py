@@ -1,9 +1,9 @@
-"""A repository's files in the cache that the Hub's own tools use, so that what one of them has fetched is not again.
+"""Fetch a repository's files into the cache that the Hub's own tools use, so that no tool fetches a file twice.
 
-    1 list      the revision's files and sizes, or, where the Hub is out of reach or HF_HUB_OFFLINE=1, what is cached
-    2 check     the bytes that are missing are reported, and must fit on the disk
-    3 fetch     large files by parts that stay after a cut or a kill and are continued; each is hashed, then named
-    4 place     huggingface_hub links all files of the revision into one folder, the small ones fetched by it
+    1 list      list the revision's files and sizes; if the Hub is out of reach or HF_HUB_OFFLINE=1, the cached ones
+    2 check     report how many bytes are missing; they must fit on the disk
+    3 fetch     fetch large files into partial files, which an interrupted fetch continues; hash, then rename each
+    4 place     huggingface_hub fetches the small files and links all files of the revision into one folder
 
 HF_TOKEN, HF_HOME, HF_HUB_OFFLINE and HF_ENDPOINT mean what they mean to huggingface_hub, which reads them.
 """
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
 Report = Callable[[str], None]
 
 LARGE = 1 << 20
-"""Bytes of a file from which on it is fetched so that it can be resumed."""
+"""Bytes. Files of at least this size are fetched so that an interrupted transfer can be resumed."""
 SPARE = 64 << 20
 """Bytes of the disk that are left free."""
 TRIES, PAUSE = 8, 1.0
-"""Attempts without a byte of progress after which a file is given up, and seconds between them."""
+"""Attempts in a row without progress before a fetch fails, and seconds between attempts."""
 
 
 class Fetched(NamedTuple):
-    """A name's files, which are in the cache. folder: of the revision, which may hold others of its files too."""
+    """The cached files of a name. folder: of the revision; it may also hold files that were not requested."""
 
     folder: Path
     files: list[Path]
 
 
 def fetched(flag: str, name: HubName, kind: Kind, report: Report = lambda line: None) -> Fetched:
-    """`flag` is the one that gave the name.
+    """Fetch the files of a name that the option `flag` gave.
 
-    report: takes lines for the user. Errors: ValueError, OSError, as of `explained`.
+    report: receives lines for the user. Errors: ValueError and OSError, as `explained` raises them.
     """
     try:
         from huggingface_hub import constants, snapshot_download
@@ -60,7 +60,7 @@ def fetched(flag: str, name: HubName, kind: Kind, report: Report = lambda line: 
         raise ValueError(f"{flag} {name}: {message}: {needs_library()}") from None
     if not sys.stderr.isatty():
         disable_progress_bars()
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # what it warns of is reported here
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # this function reports the same in its own words
     with explained(flag, name):
         files, commit = _listed(flag, name, kind, report)
         missing = [file for file in files if not _is_cached(name, kind, file.path, commit)]
@@ -87,13 +87,13 @@ def _repository_kind(kind: Kind) -> str:
 
 
 def _literally(path: str) -> str:
-    """A pattern that means one path."""
+    """A pattern that matches only this path."""
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in path)
 
 
 def _listed(flag: str, name: HubName, kind: Kind, report: Report) -> tuple[list[RepoFile], str | None]:
-    """The files that are wanted and the commit that they are of, as the Hub lists them; else, with None, as they were
-    listed when they were cached."""
+    """Return the files to fetch and the revision's commit, as the Hub lists them. If the Hub is out of reach, return
+    the list that was cached, and None in place of the commit."""
     from huggingface_hub import HfApi, constants, errors, get_cached_repo_tree
     from huggingface_hub.hf_api import RepoFile
 
@@ -104,23 +104,23 @@ def _listed(flag: str, name: HubName, kind: Kind, report: Report) -> tuple[list[
             raise errors.OfflineModeIsEnabled("HF_HUB_OFFLINE=1")
         commit = HfApi().repo_info(repository, revision=name.revision, repo_type=repository_kind).sha
         tree = HfApi().list_repo_tree(repository, recursive=True, revision=commit, repo_type=repository_kind)
-        found = [file for file in tree if isinstance(file, RepoFile)]
+        listed = [file for file in tree if isinstance(file, RepoFile)]
     except (errors.HTTPError, ConnectionError) as error:
         if isinstance(error, errors.HfHubHTTPError) and error.response.status_code < 500:
             raise
-        why = " ".join(str(error).split())[:200] or type(error).__name__
-        why = "HF_HUB_OFFLINE=1" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT}: {why}"
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = "HF_HUB_OFFLINE=1" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT}: {reason}"
         try:
-            found = get_cached_repo_tree(repository, repo_type=repository_kind, revision=name.revision)
+            listed = get_cached_repo_tree(repository, repo_type=repository_kind, revision=name.revision)
         except (errors.CachedRepoTreeNotFoundError, errors.EntryNotFoundError):
             cache = constants.HF_HUB_CACHE
-            raise ValueError(f"{flag} {name}: no such directory, and it is not in {cache}; {why}") from None
-        report(f"{name}: as it is in {constants.HF_HUB_CACHE}; the Hub was not asked ({why})")
+            raise ValueError(f"{flag} {name}: no such directory, and it is not in {cache}; {reason}") from None
+        report(f"{name}: as it is in {constants.HF_HUB_CACHE}; the Hub was not asked ({reason})")
     try:
-        wanted = set(chosen([file.path for file in found], name, kind))
+        selected = set(chosen([file.path for file in listed], name, kind))
     except ValueError as error:
         raise ValueError(f"{flag} {name}: {error}") from None
-    return [file for file in found if file.path in wanted], commit
+    return [file for file in listed if file.path in selected], commit
 
 
 def _is_cached(name: HubName, kind: Kind, path: str, commit: str | None) -> bool:
@@ -133,7 +133,7 @@ def _is_cached(name: HubName, kind: Kind, path: str, commit: str | None) -> bool
 
 
 def _check_room(flag: str, name: HubName, kind: Kind, missing: Sequence[RepoFile], report: Report) -> None:
-    """Report what is fetched. Errors: ValueError where the disk has less room."""
+    """Report how much is fetched. Errors: ValueError if the disk has too little free space."""
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE)
@@ -148,13 +148,13 @@ def _check_room(flag: str, name: HubName, kind: Kind, missing: Sequence[RepoFile
 
 
 def _on_disk(name: HubName, kind: Kind, file: RepoFile) -> int:
-    """Bytes of a large file that an earlier call, or another process, has fetched."""
+    """Bytes of a large file that an earlier call, or another process, has already fetched."""
     paths = () if file.lfs is None else _in_cache(name, kind, file.lfs.sha256)
     return next((path.stat().st_size for path in paths if path.exists()), 0)
 
 
 def _in_cache(name: HubName, kind: Kind, digest: str) -> tuple[Path, Path]:
-    """A large file in the cache: whole, and as far as it has come."""
+    """The cache's paths for a large file: the complete file and the partial file."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -174,9 +174,9 @@ def _size(count: int) -> str:
 
 
 def _fetch(name: HubName, kind: Kind, file: RepoFile, commit: str, report: Report) -> None:
-    """Put a large file into the cache under the name of its content, where huggingface_hub finds it.
+    """Fetch a large file into the cache, named by its hash, where huggingface_hub finds it.
 
-    Errors: OSError where what came is not what the Hub says it is; what came is then removed.
+    Errors: OSError if the hash differs from the Hub's; the damaged file is then removed.
     """
     from huggingface_hub import hf_hub_url
 
@@ -198,7 +198,7 @@ def _fetch(name: HubName, kind: Kind, file: RepoFile, commit: str, report: Repor
 
 @contextlib.contextmanager
 def _alone(part: Path) -> Iterator[BufferedRandom]:
-    """A file that is continued, for this process alone: others wait."""
+    """Open a partial file under a lock; other processes wait for the lock."""
     while True:
         with part.open("ab+") as stream:
             while not locked_alone(stream.fileno()):
@@ -209,22 +209,22 @@ def _alone(part: Path) -> Iterator[BufferedRandom]:
 
 
 def _pull(url: str, file: RepoFile, stream: BufferedRandom, report: Report) -> None:
-    """Append what is missing of a file, from where it stands, as often as the connection is cut."""
+    """Append the missing bytes of a file; reconnect as often as the connection is cut."""
     from huggingface_hub import errors
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers
 
     tries = 0
     while True:
-        have = stream.seek(0, os.SEEK_END)
-        if have > file.size:
+        start = stream.seek(0, os.SEEK_END)
+        if start > file.size:
             stream.truncate(0)
-            have = 0
+            start = 0
         try:
             http_get(
                 url,
                 stream,
-                resume_size=have,
+                resume_size=start,
                 headers=build_hf_headers(),
                 expected_size=file.size,
                 displayed_filename=file.path,
@@ -235,12 +235,13 @@ def _pull(url: str, file: RepoFile, stream: BufferedRandom, report: Report) -> N
             raise
         except errors.HTTPError:
             stream.flush()
-            came = stream.seek(0, os.SEEK_END)
-            tries = 0 if came > have else tries + 1
+            received = stream.seek(0, os.SEEK_END)
+            tries = 0 if received > start else tries + 1
             if tries >= TRIES:
                 raise
-            if came > have:
+            if received > start:
                 report(
-                    f"{file.path}: the connection was cut after {_size(came)} of {_size(file.size)}; it is continued"
+                    f"{file.path}: the connection was cut after {_size(received)} of {_size(file.size)}; "
+                    "it is continued"
                 )
             time.sleep(PAUSE)

@@ -1,4 +1,4 @@
-"""What the Hub, or the way to it, answers instead of files: one line that names the repository and what helps."""
+"""Turn errors of the Hub and of the network into one line that names the repository and a remedy."""
 
 from __future__ import annotations
 
@@ -15,39 +15,41 @@ def needs_library() -> ValueError:
 
 @contextlib.contextmanager
 def explained(flag: str, name: HubName) -> Iterator[None]:
-    """Errors: ValueError for what the user can change, OSError for what the network or the disk did."""
+    """Raise ValueError for errors that the user can correct, OSError for errors of the network or the disk."""
     from huggingface_hub import constants, errors
 
-    where, what = constants.ENDPOINT, f"{flag} {name}"
+    endpoint, subject = constants.ENDPOINT, f"{flag} {name}"
     try:
         yield
     except errors.GatedRepoError:
         raise ValueError(
-            f"{what}: access is granted on its page at {where}/{name.repository}; then give HF_TOKEN"
+            f"{subject}: access is granted on its page at {endpoint}/{name.repository}; then give HF_TOKEN"
         ) from None
     except errors.RevisionNotFoundError:
-        raise ValueError(f"{what}: has no revision {name.revision or 'main'}: no such branch, tag or commit") from None
+        raise ValueError(
+            f"{subject}: has no revision {name.revision or 'main'}: no such branch, tag or commit"
+        ) from None
     except errors.RepositoryNotFoundError:
         raise ValueError(
-            f"{what}: no such directory, and no such repository at {where}; a private one needs HF_TOKEN, or "
+            f"{subject}: no such directory, and no such repository at {endpoint}; a private one needs HF_TOKEN, or "
             "hf auth login"
         ) from None
     except errors.EntryNotFoundError as error:
-        raise ValueError(f"{what}: {_line(error)}") from None
+        raise ValueError(f"{subject}: {_line(error)}") from None
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
         if status in (401, 403):
             raise ValueError(
-                f"{what}: {where} refuses the token (HTTP {status}); see HF_TOKEN, or hf auth login"
+                f"{subject}: {endpoint} refuses the token (HTTP {status}); see HF_TOKEN, or hf auth login"
             ) from None
-        raise OSError(f"{what}: {where} answers HTTP {status}: {_line(error)}") from None
+        raise OSError(f"{subject}: {endpoint} answers HTTP {status}: {_line(error)}") from None
     except errors.HTTPError as error:
-        raise OSError(f"{what}: {where} cannot be reached: {_line(error)}") from None
+        raise OSError(f"{subject}: {endpoint} cannot be reached: {_line(error)}") from None
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            kept = "what has come is kept, and the same command fetches the rest"
+            hint = "what has come is kept, and the same command fetches the rest"
             raise OSError(
-                error.errno, f"{error.strerror}: {what} needs more room in {constants.HF_HUB_CACHE} ({kept})"
+                error.errno, f"{error.strerror}: {subject} needs more room in {constants.HF_HUB_CACHE} ({hint})"
             ) from None
         raise
 

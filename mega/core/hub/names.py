@@ -1,4 +1,4 @@
-"""What a name of the Hub is. It loads nothing, so that every verb may ask."""
+"""Recognise names of the Hub. Loads no library, so every verb can use it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 Kind = Literal["model", "tokenizer", "dataset"]
-"""What is fetched of a repository: the weights and all that belongs to them, the tokenizer alone, a data set's rows."""
+"""What to fetch from a repository: the weights with all that belongs to them, the tokenizer, or a data set's rows."""
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _FILE = re.compile(
@@ -18,9 +18,9 @@ _NAME = re.compile(rf"({_PART}/{_PART})(?:@([A-Za-z0-9][\w./-]*))?(?::([^:]+))?"
 
 
 class HubName(NamedTuple):
-    """A repository: OWNER/NAME, a branch, tag or commit, and which files of it.
+    """A repository: OWNER/NAME, a branch, tag or commit, and a selection of its files.
 
-    part: of a model a .gguf file; of a data set a split, such as test, or a pattern of its files.
+    part: for a model, a .gguf file; for a data set, a split such as test, or a pattern of file names.
     """
 
     repository: str
@@ -36,30 +36,30 @@ class HubName(NamedTuple):
 
 
 def cached_name(place: str | Path) -> HubName | None:
-    """The repository whose cached folder, as huggingface_hub lays it out, `place` is.
+    """Return the repository whose folder in huggingface_hub's cache is `place`.
 
     >>> str(cached_name("hub/models--meta-llama--Llama-3.2-1B/snapshots/0f1e2d"))
     'meta-llama/Llama-3.2-1B'
     """
     parts = Path(place).parts
-    found = re.fullmatch(r"models--(.+?)--(.+)", parts[-3]) if len(parts) > 2 and parts[-2] == "snapshots" else None
-    return None if found is None else HubName(f"{found[1]}/{found[2]}")
+    match = re.fullmatch(r"models--(.+?)--(.+)", parts[-3]) if len(parts) > 2 and parts[-2] == "snapshots" else None
+    return None if match is None else HubName(f"{match[1]}/{match[2]}")
 
 
 def hub_name(place: str | Path) -> HubName | None:
-    """The name that `place` is; None for a path: one that exists, or whose first folder does, or that ends as files do.
+    """Parse `place` as a name. Return None for a path: if it or its first folder exists, or it has a file's suffix.
 
     >>> hub_name("meta-llama/Llama-3.2-1B@main")
     HubName(repository='meta-llama/Llama-3.2-1B', revision='main', part=None)
     >>> hub_name("runs/first/step-0000010"), hub_name("./meta-llama/Llama-3.2-1B"), hub_name("s3://bucket/run")
     (None, None, None)
     """
-    found = _NAME.fullmatch(str(place))
+    match = _NAME.fullmatch(str(place))
     if (
-        found is None
-        or _FILE.fullmatch(found[1].rpartition("/")[2])
+        match is None
+        or _FILE.fullmatch(match[1].rpartition("/")[2])
         or os.path.lexists(place)
-        or os.path.isdir(found[1].partition("/")[0])
+        or os.path.isdir(match[1].partition("/")[0])
     ):
         return None
-    return HubName(found[1], found[2], found[3])
+    return HubName(match[1], match[2], match[3])

@@ -13,7 +13,7 @@ from mega.core.config.option import VerbSection, option
 
 @dataclass(frozen=True, kw_only=True)
 class DownloadOptions(VerbSection):
-    """What is fetched of a repository, and where it goes."""
+    """Which files of a repository are fetched, and where they are put."""
 
     title: ClassVar[str] = "Download"
 
@@ -25,12 +25,12 @@ class DownloadOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class PushOptions(VerbSection):
-    """The repository that a model is put into."""
+    """The repository that a model is uploaded to."""
 
     title: ClassVar[str] = "Push"
 
-    private: bool = option(False, "of a new repository: only its owners see it")
-    message: str = option("Upload a model with mega", "of the commit")
-    license: str | None = option(None, "of the model card, such as apache-2.0")
-    base_model: str | None = option(None, "of the model card: the name of the model that this one was made from")
-    card: Path | None = option(None, "a model card to upload instead of the one that is written")
+    private: bool = option(False, "create the repository as private: only its owners see it")
+    message: str = option("Upload a model with mega", "message of the commit")
+    license: str | None = option(None, "license in the model card, such as apache-2.0")
+    base_model: str | None = option(None, "base model in the model card: the name of the model that was finetuned")
+    card: Path | None = option(None, "upload this file as the model card instead of the generated one")

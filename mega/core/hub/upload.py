@@ -1,4 +1,4 @@
-"""A folder put into a repository of the Hub, with a model card where it has none."""
+"""Upload a folder to a repository of the Hub, with a model card if the repository has none."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ MODEL = re.compile(r"(.*config|params|model.*|sentencepiece.*|spiece.*|modules)\
 
 
 def repository(name: str) -> HubName:
-    """Errors: ValueError where `name` is not a repository's."""
-    found = hub_name(name)
-    if found is None or found.revision is not None or found.part is not None:
+    """Parse the name of a repository. Errors: ValueError where it is not one, or has a revision or a part."""
+    parsed = hub_name(name)
+    if parsed is None or parsed.revision is not None or parsed.part is not None:
         raise ValueError(f"NAME {name}: must be OWNER/NAME, and no path that exists")
-    return found
+    return parsed
 
 
 def pushed_files(folder: Path) -> list[str]:
-    """The names of the files that are uploaded. Errors: ValueError where there are no weights among them."""
-    found = sorted(path.name for path in folder.iterdir() if path.is_file() and _of_model(path.name))
-    if not any(name.endswith(WEIGHTS) for name in found):
+    """Return the names of the files to upload. Errors: ValueError where none of them holds weights."""
+    names = sorted(path.name for path in folder.iterdir() if path.is_file() and _of_model(path.name))
+    if not any(name.endswith(WEIGHTS) for name in names):
         raise ValueError(f"DIRECTORY {folder}: holds no .safetensors and no .gguf, and nothing else is uploaded")
-    return found
+    return names
 
 
 def _of_model(name: str) -> bool:
-    """Whether a file is one of a model: other JSON and text of the folder may be its owner's alone."""
-    described = name.endswith(SMALL) and (MODEL.fullmatch(name) or TOKENIZER.fullmatch(name)) is not None
-    return described or name.endswith(WEIGHTS)
+    """Whether a file belongs to a model. Other JSON and text files in the folder may be private notes."""
+    is_metadata = name.endswith(SMALL) and (MODEL.fullmatch(name) or TOKENIZER.fullmatch(name)) is not None
+    return is_metadata or name.endswith(WEIGHTS)
 
 
 def model_card(name: HubName, table: Mapping[str, str], options: PushOptions, *, task: str | None) -> str:
-    """The text of a model card. table: its rows. task: the Hub's word for what the model does.
+    """Return the text of a model card. table: its rows. task: the Hub's name for the task of the model.
 
     >>> print(model_card(HubName("me/toy"), {"layers": "2"}, PushOptions(), task=None))  # doctest: +ELLIPSIS
     ---
@@ -76,7 +76,7 @@ def model_card(name: HubName, table: Mapping[str, str], options: PushOptions, *,
 
 
 def check_push(name: HubName) -> None:
-    """Errors: ValueError where nothing can be uploaded from here, before anything is prepared for it."""
+    """Check that an upload is possible before anything is prepared for it. Errors: ValueError where it is not."""
     try:
         from huggingface_hub import constants, get_token
     except ImportError:
@@ -88,8 +88,8 @@ def check_push(name: HubName) -> None:
 
 
 def push(folder: Path, name: HubName, options: PushOptions, card: str, report: Callable[[str], None]) -> str:
-    """Upload the files of `folder`; the URL of the commit. A card that the repository has stays, unless --card names
-    another. Errors: ValueError, OSError."""
+    """Upload the files of `folder` and return the URL of the commit. A model card that the repository already has is
+    kept, unless --card gives another. Errors: ValueError, OSError."""
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.utils import disable_progress_bars
 
