@@ -1,13 +1,14 @@
-"""Text as tokens: the kinds of tokenizer. It knows no model and no ranks.
+"""Text as tokens: the kinds of tokenizer. This room knows neither models nor ranks.
 
-tokenizer, build     what a tokenizer is, and the one place where a kind becomes an object
+tokenizer, build     the interface of a tokenizer, and the only place that constructs one
 gpt2, llama3, huggingface, sentencepiece, wordpiece, fairseq, yuan, null   the kinds, by the file that they read
-fast, words, sentencepiece_bpe, probes   the same ids faster, where texts prove it; sentencepiece_json: for transformers
-train, options       a vocabulary from one's own texts, and its section
-special, neighbours  tokens that stand by name, and what small files say of them
-identity             what becomes of a tokenizer other than the one that belongs to weights
-sentences, detokenize   texts cut and mended before they are tokens
-probe, protobuf      files of others, read within limits
+fast, words, sentencepiece_bpe, probes   faster engines, used if probe texts give the same ids
+sentencepiece_json   a SentencePiece model as a tokenizer.json for transformers
+train, options       train a vocabulary on one's own texts; options of mega train-tokenizer
+special, neighbours  tokens that a text spells by name, and the small JSON files that describe tokens
+identity             rules for a tokenizer that differs from the one of the weights or the token files
+sentences, detokenize   split texts into sentences, and undo the spacing of published test sets
+probe, protobuf      read foreign tokenizer files within limits
 
-chat                 conversations by the template of a model, in a room of its own
+chat                 conversations in the template of a model
 """

@@ -1,6 +1,6 @@
-"""The one place where a kind of tokenizer becomes an object: one row a kind, which imports its file when it is used.
+"""The only place that constructs tokenizers: one row for each kind, which imports the kind's file when it is used.
 
-The options that each kind needs are in config (`TOKENIZERS`), where a run is checked without loading any of them.
+`TOKENIZERS` in config lists the options that each kind needs; a run is checked there without importing a tokenizer.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _MOST_EXTRA_IDS = 1_000_000
 
 
 class TokenizerFiles(NamedTuple):
-    """What a user gave for a kind of tokenizer: the tokenizer section of the configuration."""
+    """The options that describe a tokenizer, from the tokenizer section of the configuration."""
 
-    kind: str
+    kind: str  # a key of BUILDERS
     tokenizer_model: Path | None
     vocab_file: Path | None
     merge_file: Path | None
-    vocab_size: int | None
-    extra_ids: int
-    eod_last: bool
+    vocab_size: int | None  # of a NullTokenizer
+    extra_ids: int  # number of sentinels <extra_id_0> ... to add
+    eod_last: bool  # a NullTokenizer's last id, rather than one more, ends a document
 
     def model(self) -> Path:
         return self._file(self.tokenizer_model, "--tokenizer-model")
@@ -39,7 +39,7 @@ class TokenizerFiles(NamedTuple):
         return self._file(self.merge_file, "--merge-file")
 
     def _file(self, path: Path | None, flag: str) -> Path:
-        """`path` as a readable file, or a ValueError that names the flag."""
+        """Return `path` if it is a file, else raise a ValueError that names the flag."""
         if path is None:
             raise ValueError(f"{flag} is missing: {self.kind} needs it")
         if not path.is_file():
@@ -60,17 +60,17 @@ def build(
     vocab_extra_ids: int = 0,
     null_eod_last: bool = False,
 ) -> Tokenizer:
-    """The tokenizer that the fields of the configuration's tokenizer section describe.
+    """Construct the tokenizer that the fields of the configuration's tokenizer section describe.
 
-    Raises ValueError, naming the flag, where the kind is unknown or one of its files is missing or broken.
+    Errors: ValueError naming the flag, where the kind is unknown or one of its files is missing or broken.
     """
     if vocab_extra_ids > _MOST_EXTRA_IDS:
         raise ValueError(f"--vocab-extra-ids {vocab_extra_ids}: must be at most {_MOST_EXTRA_IDS}")
     if vocab_extra_ids and tokenizer not in _WITH_EXTRA_IDS:
         raise ValueError(f"--vocab-extra-ids {vocab_extra_ids}: must be 0 but for {', '.join(_WITH_EXTRA_IDS)}")
     if tokenizer not in BUILDERS:
-        given = "--tokenizer is missing: it" if tokenizer is None else f"--tokenizer {tokenizer}:"
-        raise ValueError(f"{given} must be one of {', '.join(entries()['tokenizer'].choices)}")
+        problem = "--tokenizer is missing: it" if tokenizer is None else f"--tokenizer {tokenizer}:"
+        raise ValueError(f"{problem} must be one of {', '.join(entries()['tokenizer'].choices)}")
     model, vocab, merges = (Path(path) if path else None for path in (tokenizer_model, vocab_file, merge_file))
     return BUILDERS[tokenizer](
         TokenizerFiles(tokenizer, model, vocab, merges, vocab_size, vocab_extra_ids, null_eod_last)
@@ -81,29 +81,29 @@ _FILES = ("tokenizer_model", "vocab_file", "merge_file")
 
 
 def located(options: Mapping[str, str | int | None]) -> dict[str, str | int]:
-    """Arguments of `build`, without those that are not given, and with files by their absolute names: what token files
-    note, so that training finds the tokenizer that made them.
+    """Arguments of `build` that have a value, with absolute paths. Token files store them, so that training finds the
+    tokenizer that made the ids.
 
     >>> located({"tokenizer": "NullTokenizer", "vocab_file": None, "vocab_size": 64, "vocab_extra_ids": 0})
     {'tokenizer': 'NullTokenizer', 'vocab_size': 64}
     """
-    given = {name: value for name, value in options.items() if value}
-    return {name: os.path.abspath(str(value)) if name in _FILES else value for name, value in given.items()}
+    options_set = {name: value for name, value in options.items() if value}
+    return {name: os.path.abspath(str(value)) if name in _FILES else value for name, value in options_set.items()}
 
 
 def made_by(tokenizer: Tokenizer, options: Mapping[str, str | int | None]) -> dict[str, object]:
-    """What token files note of their tokenizer: which one it is, and how it is built again."""
+    """The metadata that token files store about their tokenizer: its identity, and how to construct it again."""
     return {"tokenizer": tokenizer.identity()._asdict(), "tokenizer_options": located(options)}
 
 
 def missing_file(options: Mapping[str, object]) -> str | None:
-    """A file of such arguments that is not there any more."""
+    """The first file among such arguments that does not exist any more."""
     files = (str(options[name]) for name in _FILES if name in options)
     return next((path for path in files if not os.path.exists(path)), None)
 
 
 def register_tokenizer(kind: str, needs: tuple[str, ...], builder: Builder) -> None:
-    """Make `kind` a choice of --tokenizer; needs: the options without which it cannot be built."""
+    """Make `kind` a choice of --tokenizer; needs: the options that the kind requires."""
     TOKENIZERS[kind], BUILDERS[kind] = needs, builder
 
 
@@ -185,4 +185,4 @@ BUILDERS: dict[str, Builder] = {
     "EncDecTokenizer": _yuan,
     "NullTokenizer": _null,
 }
-"""Kind of tokenizer -> what builds it."""
+"""Kind of tokenizer -> its builder."""

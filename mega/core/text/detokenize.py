@@ -1,10 +1,10 @@
-"""Texts of published test sets as people write them: blanks around punctuation, and other marks of word lists, gone.
+"""Turn published test sets back into normal text: remove the blanks around punctuation and other marks of word lists.
 
-    wiki      WikiText (Merity et al. 2016), as Megatron-LM's evaluation turns it back
-    ptb       Penn Treebank as Mikolov et al. 2010 cut it, likewise
-    fairseq   a line of WikiText as fairseq's Megatron-11b recipe does, by the Moses rules of sacremoses
+    wiki      WikiText (Merity et al. 2016), by the rules of Megatron-LM's evaluation
+    ptb       Penn Treebank as split by Mikolov et al. 2010, by the same rules
+    fairseq   a line of WikiText, by the Moses rules of sacremoses, as in fairseq's Megatron-11b recipe
 
-Rules replace whole strings one after another, and their order is part of them. It knows no tokenizer.
+Each rule replaces one string by another; the order of the rules matters. This file knows no tokenizer.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def _moses() -> Callable[[list[str]], str]:
             "--detokenizer fairseq: needs the package sacremoses (pip install sacremoses); valid without it: wiki, "
             "ptb, none"
         ) from None
-    made: Callable[[list[str]], str] = MosesDetokenizer(lang="en").detokenize
-    return made
+    detokenize: Callable[[list[str]], str] = MosesDetokenizer(lang="en").detokenize
+    return detokenize
 
 
 def _replaced(text: str, rules: tuple[tuple[str, str], ...]) -> str:
@@ -66,11 +66,11 @@ def _replaced(text: str, rules: tuple[tuple[str, str], ...]) -> str:
 
 
 DETOKENIZERS: dict[str, Callable[[str], str]] = {"wiki": wiki, "ptb": ptb, "none": str}
-"""What turns a whole text back, by the name that --detokenizer gives it."""
+"""Name in --detokenizer -> function of a whole text."""
 
 
 def detokenizer_for(path: str) -> str | None:
-    """The name of the one that a file's path calls for, as Megatron-LM chooses it; None where it names none.
+    """Choose a detokenizer by the path of a file, as Megatron-LM does; None if the path suggests none.
 
     >>> [detokenizer_for(path) for path in ("wikitext-103/wiki.test.tokens", "data/ptb.wiki.txt", "a")]
     ['wiki', 'ptb', None]

@@ -1,8 +1,8 @@
-"""fairseq's tokens on GPT-2's BPE: the same pieces, numbered by a dict.txt after four special ids.
+"""fairseq's numbering of GPT-2's BPE: the same pieces, numbered by a dict.txt after four special ids.
 
-A line of dict.txt is a GPT-2 id in digits (a word of any BPE, for `FairseqWords`) and how often it occurred; its place,
-from 4 on, is the id. Lines such as `madeupword0000 0` fill the table up to a round size. RoBERTa, BART and
-Megatron-11b are numbered like this.
+A line of dict.txt holds a GPT-2 id in digits (for `FairseqWords`, a word of any BPE) and its number of occurrences. The
+first line has id 4. Lines such as `madeupword0000 0` pad the table to a round size. RoBERTa, BART and Megatron-11b use
+this numbering.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from mega.core.text.tokenizer import Encoded, Tokenizer
 from mega.core.untrusted import read_limited
 
 SPECIAL = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
-"""What comes before the lines of every dict.txt."""
+"""Special symbols before the lines of every dict.txt."""
 
 OVERWRITE = "#fairseq:overwrite"
-"""A word after the count which allows a symbol to come again; the later line wins."""
+"""A word after the count that allows a symbol to be repeated; the later line wins."""
 
 
 _UNPUBLISHED = "transformers has none that numbers tokens by a dict.txt of fairseq"
 
 
 class FairseqTokenizer(Tokenizer):
-    """vocab.json and merges.txt as GPT-2 has them, and dict.txt. No token is added around a text."""
+    """GPT-2's vocab.json and merges.txt, and a dict.txt. No token is added around a text."""
 
     kind = "FairseqTokenizer"
     bos = SPECIAL["<s>"]
@@ -52,13 +52,13 @@ class FairseqTokenizer(Tokenizer):
 
         encoded = self._gpt2.encode_batch(texts)
         table = np.full(self._gpt2.vocab_size, SPECIAL["<unk>"], np.int64)
-        for theirs, ours in self._fairseq_id.items():
-            if theirs < len(table):
-                table[theirs] = ours
+        for gpt2_id, fairseq_id in self._fairseq_id.items():
+            if gpt2_id < len(table):
+                table[gpt2_id] = fairseq_id
         return Encoded(table[encoded.ids], encoded.offsets)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Special and made-up ids have no text."""
+        """Decode ids; special and made-up ids have no text."""
         symbols = (self._symbols[int(token)] for token in ids)
         return self._gpt2.decode([int(symbol) for symbol in symbols if symbol.isdecimal()])
 
@@ -76,12 +76,12 @@ class FairseqTokenizer(Tokenizer):
 
     @cached_property
     def _fairseq_id(self) -> dict[int, int]:
-        """GPT-2's id -> fairseq's."""
+        """GPT-2's id -> fairseq's id."""
         return {int(symbol): number for number, symbol in enumerate(self._symbols) if symbol.isdecimal()}
 
 
 class FairseqWords(Tokenizer):
-    """dict.txt alone: its symbols are words between blanks, such as those of a file that is in BPE already."""
+    """Only a dict.txt: its symbols are words between blanks, such as those of a text that is already in BPE."""
 
     kind = "FairseqTokenizer"
     bos = SPECIAL["<s>"]
@@ -114,14 +114,14 @@ class FairseqWords(Tokenizer):
 
 
 def read_dictionary(path: Path) -> list[str]:
-    """The symbol of every id. Errors: ValueError naming the file and the line that is none."""
+    """The symbol of every id. Errors: ValueError naming the file and the malformed line."""
     symbols = list(SPECIAL)
     ids = dict(SPECIAL)
     try:
         text = read_limited(path, FILE_BYTES, f"--tokenizer-model {path}").decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"--tokenizer-model {path}: not UTF-8 ({error})") from None
-    for number, line in enumerate(io.StringIO(text, newline=None), 1):  # a symbol may hold other signs, as U+0085
+    for number, line in enumerate(io.StringIO(text, newline=None), 1):  # not splitlines: a symbol may contain U+0085
         symbol, *rest = (line := line.removesuffix("\n")).split(" ")
         overwrites = rest[1:] == [OVERWRITE]
         if not symbol or not rest or not rest[0].isdecimal() or (len(rest) > 1 and not overwrites):

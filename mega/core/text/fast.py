@@ -1,4 +1,4 @@
-"""Fast libraries for a vocabulary. One serves only where it gives the definition's ids on the probes of `probes.py`."""
+"""Fast libraries for a vocabulary. A library is used only if it gives the definition's ids on all of `PROBES`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Encode = Callable[[Sequence[str]], Encoded]
 
 
 def fastokens(tokenizer_json: str) -> Encode:
-    """fastokens' flat batches: two buffers, no Python object per token."""
+    """Encode with fastokens into two flat buffers, without a Python object per token."""
     import numpy as np
     from fastokens import Tokenizer as Library
 
@@ -27,15 +27,15 @@ def fastokens(tokenizer_json: str) -> Encode:
 
 
 def hugging_face(tokenizer_json: str) -> Encode:
-    """Hugging Face's library."""
+    """Encode with Hugging Face's library."""
     from tokenizers import Tokenizer as Library
 
     library = Library.from_str(tokenizer_json)
-    return lambda texts: flatten([found.ids for found in library.encode_batch_fast(list(texts))])
+    return lambda texts: flatten([encoding.ids for encoding in library.encode_batch_fast(list(texts))])
 
 
 ENGINES: dict[str, Callable[[str], Encode]] = {"fastokens": fastokens, "tokenizers": hugging_face}
-"""Name -> an engine of a tokenizer.json."""
+"""Name -> function that makes an engine of a tokenizer.json."""
 
 
 def first_equal(
@@ -45,10 +45,10 @@ def first_equal(
     engines: Sequence[str] = ("fastokens",),
     texts: Sequence[str] = PROBES,
 ) -> tuple[str, Encode] | None:
-    """Name and engine of the first that gives the ids of `definition` on `texts`; None where none does.
+    """Return name and engine of the first engine that gives the ids of `definition` on `texts`; None if none does.
 
-    what: calls the tokenizer in a warning for each that does not. tokenizer_json: the vocabulary as engines read it, or
-    None where it cannot be said so.
+    what: name of the tokenizer, for a warning about each engine that fails. tokenizer_json: returns the vocabulary as
+    engines read it, or None where a tokenizer.json cannot express it.
     """
     for name in engines:
         try:
@@ -59,16 +59,17 @@ def first_equal(
                 if all(a.tolist() == b.tolist() for a, b in zip(engine(texts), definition(texts), strict=True)):
                     return name, engine
             problem = "gives other ids"
-        except Exception as error:  # a compiled library may raise anything: the next engine serves
+        except Exception as error:  # a compiled library may raise anything: try the next engine
             problem = f"{type(error).__name__}: {error}"
         logging.getLogger("mega").warning("%s: %s is not used: %s", what, name, problem)
     return None
 
 
 def byte_level_json(vocab: Mapping[str, int], merges: Sequence[str], words: str | None = None) -> str:
-    """A byte-level BPE as a tokenizer.json; without added tokens it has an ordinary path only.
+    """Write a byte-level BPE as a tokenizer.json without added tokens, so that control tokens never match in a text.
 
-    words: the pattern that cuts a text into words; a word that is a token stays whole. None: GPT-2's, and it need not.
+    words: the pattern that splits a text into words; a word that is itself a token is not split further. None: GPT-2's
+    pattern, with which words are always split by the merges.
     """
     import orjson
 

@@ -1,7 +1,7 @@
 """GPT-2's byte-level BPE from vocab.json and merges.txt, on the fastest library that gives the same ids.
 
-`reference` below is the definition, written out. A faster engine is taken only where it gives the same ids (fast.py);
-otherwise the next one serves, down to the definition itself.
+`reference` is the definition in Python. A faster engine is used only if it gives the same ids (fast.py); the slowest
+alternative is the definition itself.
 
 Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.2.
 """
@@ -24,24 +24,24 @@ END_OF_TEXT = "<|endoftext|>"
 _WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 
 MISMATCHED = 100
-"""Merges without an id; with more of them two files are not of one tokenizer."""
+"""Number of merges without an id above which the two files are assumed to belong to different tokenizers."""
 
 Merges = Sequence[tuple[str, str]]
 
 
 def byte_letters() -> dict[int, str]:
-    """The letter that stands for each byte: printable bytes for themselves, the other 68 for U+0100 and on.
+    """The letter that represents each byte: a printable byte is itself, the other 68 are U+0100 and following.
 
     >>> letters = byte_letters(); letters[ord("A")], letters[0], letters[32], letters[10]
     ('A', 'Ā', 'Ġ', 'Ċ')
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in set(printable)]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(unprintable)}
 
 
 class GPT2Tokenizer(Tokenizer):
-    """vocab.json (piece -> id) and merges.txt (a header, then one pair a line, best first)."""
+    """vocab.json (piece -> id) and merges.txt (a header line, then one pair per line, best first)."""
 
     kind = "GPT2BPETokenizer"
     bos = None
@@ -83,18 +83,18 @@ class GPT2Tokenizer(Tokenizer):
         return dict(self._files)
 
     def huggingface_files(self) -> dict[str, dict[str, Json]]:
-        """A tokenizer.json too: without it each model_type of transformers has rules of its own for these files."""
+        """With a tokenizer.json: without it, each model_type of transformers applies its own rules to these files."""
         whole = json.loads(tokenizer_json(self._vocab, read_merges(self._files["merges.txt"])))
-        named: dict[str, Json] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        config: dict[str, Json] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         if self.eod is not None:
             plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
             whole["added_tokens"] = [{"id": self.eod, "content": END_OF_TEXT, "special": True, **plain}]
-            named |= {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
-        return {"tokenizer.json": whole, "tokenizer_config.json": named}
+            config |= {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+        return {"tokenizer.json": whole, "tokenizer_config.json": config}
 
     @cached_property
     def engine(self) -> str:
-        """Which library serves: "fastokens", "tokenizers" or "python"."""
+        """The library in use: "fastokens", "tokenizers" or "python"."""
         return self._chosen[0]
 
     @cached_property
@@ -103,22 +103,22 @@ class GPT2Tokenizer(Tokenizer):
 
     @cached_property
     def _chosen(self) -> tuple[str, Encode]:
-        # Merges are read only when something is encoded: training needs the vocabulary's size alone.
+        # Merges are read when the first text is encoded: training needs only the size of the vocabulary.
         merges = read_merges(self._files["merges.txt"])
-        lost = [left + right for left, right in merges if left + right not in self._vocab]
-        if len(lost) > MISMATCHED:
+        unnumbered = [first + second for first, second in merges if first + second not in self._vocab]
+        if len(unnumbered) > MISMATCHED:
             raise ValueError(
-                f"--merge-file {self._files['merges.txt']}: {len(lost)} of its {len(merges)} merges make pieces that "
-                f"--vocab-file {self._files['vocab.json']} does not have, such as {lost[0]!r}, and such text would be "
-                "lost; give the two files of one tokenizer"
+                f"--merge-file {self._files['merges.txt']}: {len(unnumbered)} of its {len(merges)} merges make pieces "
+                f"that --vocab-file {self._files['vocab.json']} does not have, such as {unnumbered[0]!r}, and such "
+                "text would be lost; give the two files of one tokenizer"
             )
-        made = {left + right for left, right in merges}
+        merged_pieces = {first + second for first, second in merges}
         longer = [piece for piece in self._vocab if len(piece) > 1]
-        whole = sum(piece in made for piece in longer)
-        if len(longer) > MISMATCHED and whole < len(longer) / 2:
+        mergeable = sum(piece in merged_pieces for piece in longer)
+        if len(longer) > MISMATCHED and mergeable < len(longer) / 2:
             raise ValueError(
-                f"--merge-file {self._files['merges.txt']}: its merges make {whole} of the {len(longer)} longer pieces "
-                f"of --vocab-file {self._files['vocab.json']}; give the two files of one tokenizer"
+                f"--merge-file {self._files['merges.txt']}: its merges make {mergeable} of the {len(longer)} longer "
+                f"pieces of --vocab-file {self._files['vocab.json']}; give the two files of one tokenizer"
             )
         return choose_engine(self._vocab, merges)
 
@@ -132,7 +132,7 @@ class GPT2Tokenizer(Tokenizer):
 
 
 def read_vocab(path: Path) -> dict[str, int]:
-    """piece -> id of a vocab.json whose ids are 0 .. n - 1, each once; ValueError otherwise."""
+    """Piece -> id of a vocab.json. Errors: ValueError where the ids are not 0 .. n - 1, each once."""
     import orjson
 
     data = read_limited(path, FILE_BYTES, f"--vocab-file {path}")
@@ -147,7 +147,7 @@ def read_vocab(path: Path) -> dict[str, int]:
 
 
 def read_merges(path: Path) -> list[tuple[str, str]]:
-    """The pairs of a merges.txt in order of rank; ValueError where a line is not a pair or the file is cut."""
+    """The pairs of a merges.txt by rank. Errors: ValueError where a line is not a pair or the file is truncated."""
     try:
         lines = read_limited(path, FILE_BYTES, f"--merge-file {path}").decode().split("\n")
     except UnicodeDecodeError as error:
@@ -156,15 +156,15 @@ def read_merges(path: Path) -> list[tuple[str, str]]:
         raise ValueError(f"--merge-file {path}: must begin with a #version line and end with a newline")
     pairs = []
     for number, line in enumerate(lines[1:-1], 2):
-        left, _, right = line.partition(" ")
-        if not left or not right or " " in right or "\r" in right:
+        first, _, second = line.partition(" ")
+        if not first or not second or " " in second or "\r" in second:
             raise ValueError(f"--merge-file {path}:{number}: {line!r} is not two symbols with one space between")
-        pairs.append((left, right))
+        pairs.append((first, second))
     return pairs
 
 
 def choose_engine(vocab: Mapping[str, int], merges: Merges) -> tuple[str, Encode]:
-    """The first of fastokens, tokenizers and the definition that gives the definition's ids on the probes."""
+    """Return the first of fastokens, tokenizers and the definition that gives the definition's ids on the probes."""
     definition = reference(vocab, merges)
 
     def whole() -> str | None:
@@ -174,13 +174,13 @@ def choose_engine(vocab: Mapping[str, int], merges: Merges) -> tuple[str, Encode
 
 
 def _complete(vocab: Mapping[str, int], merges: Merges) -> bool:
-    """Whether every byte and every merge has an id. The definition gives id 0 to those that have none."""
+    """Whether every byte and every merge has an id; the definition gives id 0 to a missing one."""
     letters = byte_letters().values()
-    return all(letter in vocab for letter in letters) and all(left + right in vocab for left, right in merges)
+    return all(letter in vocab for letter in letters) and all(first + second in vocab for first, second in merges)
 
 
 def reference(vocab: Mapping[str, int], merges: Merges) -> Encode:
-    """The definition: cut at the pattern, spell bytes as letters, join the best pair until none is left."""
+    """The definition: split at the pattern, spell bytes as letters, merge the best pair until no pair is left."""
     import regex
 
     ranks = {pair: rank for rank, pair in enumerate(merges)}
@@ -190,12 +190,12 @@ def reference(vocab: Mapping[str, int], merges: Merges) -> Encode:
     def word_ids(word: str) -> list[int]:
         return [vocab.get(piece, 0) for piece in _merge([letters[byte] for byte in word.encode()], ranks)]
 
-    known = Remembered(word_ids)
-    return lambda texts: flatten([[token for word in words.findall(text) for token in known[word]] for text in texts])
+    ids_of = Remembered(word_ids)
+    return lambda texts: flatten([[token for word in words.findall(text) for token in ids_of[word]] for text in texts])
 
 
 def _merge(pieces: list[str], ranks: Mapping[tuple[str, str], int]) -> list[str]:
-    """Join, again and again, every occurrence (from the left) of the pair with the lowest rank.
+    """Repeatedly merge every occurrence, from the left, of the pair with the lowest rank.
 
     With ranks (h, e) 0, (l, l) 1, (he, ll) 2: h e l l o -> he l l o -> he ll o -> hell o.
     """
@@ -208,7 +208,7 @@ def _merge(pieces: list[str], ranks: Mapping[tuple[str, str], int]) -> list[str]
 
 
 def _joined(pieces: list[str], pair: tuple[str, str]) -> Iterator[str]:
-    """`pieces` with each occurrence of `pair`, from the left, made one."""
+    """Yield `pieces` with each occurrence of `pair`, from the left, merged into one piece."""
     i = 0
     while i < len(pieces):
         if tuple(pieces[i : i + 2]) == pair:
@@ -220,5 +220,5 @@ def _joined(pieces: list[str], pair: tuple[str, str]) -> Iterator[str]:
 
 
 def tokenizer_json(vocab: Mapping[str, int], merges: Merges) -> str:
-    """The same vocabulary as a tokenizer.json."""
-    return byte_level_json(vocab, [f"{left} {right}" for left, right in merges])
+    """Write the same vocabulary as a tokenizer.json."""
+    return byte_level_json(vocab, [f"{first} {second}" for first, second in merges])

@@ -1,9 +1,9 @@
 """Vocabularies in Hugging Face's tokenizer.json, read by the `tokenizers` library.
 
-The file's own template applies (Llama-3's puts bos in front), as in Megatron-LM. Its *special* added tokens
-are not looked for in text; its other added tokens are part of the vocabulary and are.
+The file's own template applies (Llama-3's puts bos in front), as in Megatron-LM. Its *special* added tokens are not
+recognised in a text; its other added tokens are part of the vocabulary and are recognised.
 
-A text in which tokens stand by name (`parse`) has the ids that transformers' AutoTokenizer gives it.
+`parse` gives a text with control tokens the ids of transformers' AutoTokenizer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mega.core.untrusted import Json
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
 
-# Names of the end of a text, where no file next to tokenizer.json names it.
+# Names of the end and the beginning of a text, used if no file next to tokenizer.json names them.
 _ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
 _STARTS = ("<|begin_of_text|>", "<s>", "<bos>")
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
@@ -35,11 +35,11 @@ _NEIGHBOURS = (neighbours.CONFIG, neighbours.SPECIAL_MAP)
 _METASPACE = ("LlamaTokenizer", "CodeLlamaTokenizer")
 """Classes of transformers that split text by SentencePiece's rule for blanks, also with a BPE tokenizer.json."""
 _STANDS_FOR = [chr(0xFDD8 + number) for number in range(4)]
-"""Characters that stand for a token: one for each way in which it takes the blanks around it."""
+"""Placeholder characters for a token: one for each combination of lstrip and rstrip."""
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """Any tokenizer.json. eod, bos and pad come from tokenizer_config.json next to it, or are well-known names."""
+    """Any tokenizer.json. eod, bos and pad come from tokenizer_config.json next to it, or have well-known names."""
 
     kind = "HuggingFaceTokenizer"
 
@@ -49,48 +49,48 @@ class HuggingFaceTokenizer(Tokenizer):
             self._library = hugging_face(path)
         self._path = path
         self._refused = f"--tokenizer-model {path}: fails on what it is to encode or decode"
-        near = neighbours.paths(path)
-        self._said = neighbours.read(near)
-        self._files = {name: near[name] for name in _NEIGHBOURS if name in near}
+        files_beside = neighbours.paths(path)
+        self._said = neighbours.read(files_beside)
+        self._files = {name: files_beside[name] for name in _NEIGHBOURS if name in files_beside}
         if self._add_missing():
-            self._files |= near
+            self._files |= files_beside
         self._files["tokenizer.json"] = path
         self.eod = self._named("eos_token", _ENDS)
         self.bos = self._named("bos_token", _STARTS)
         self.pad = self._named("pad_token", ())
 
     def _add_missing(self) -> bool:
-        """Give the library the tokens that only the files next to tokenizer.json have, as transformers does. Whether
-        any of them has an id of its own."""
+        """Add to the library the tokens that only the files next to tokenizer.json have, as transformers does. Return
+        whether any of them has a new id."""
         from tokenizers import AddedToken as Added
 
-        known = {added.content for added in self._library.get_added_tokens_decoder().values()}
-        found = [token for _, token in sorted(self._said.added.items())]
-        found += [AddedToken(name, special=True) for name in self._said.named.values()]
-        missing = [token for token in dict.fromkeys(found) if token.name not in known]
+        library_names = {added_token.content for added_token in self._library.get_added_tokens_decoder().values()}
+        file_tokens = [token for _, token in sorted(self._said.added.items())]
+        file_tokens += [AddedToken(name, special=True) for name in self._said.named.values()]
+        missing = [token for token in dict.fromkeys(file_tokens) if token.name not in library_names]
         size = self._library.get_vocab_size()
         for token in {each.name: each for each in reversed(missing)}.values():
             if self._library.token_to_id(token.name) is None and token not in self._said.added.values():
-                continue  # a name of a token that the vocabulary lacks, and no file gives an id
+                continue  # the token is only named: the vocabulary lacks it, and no file gives it an id
             flags = token._asdict() | {"content": token.name}
             del flags["name"]
             self._library.add_tokens([Added(**flags)])
         return bool(self._library.get_vocab_size() > size)
 
     def _named(self, key: str, well_known: Sequence[str]) -> int | None:
-        """The id of the token that a neighbour file calls `key`, else of the first known name."""
-        said = [
+        """The id of the token that a file next to the vocabulary names `key`, else of the first well-known name."""
+        names_in_files = [
             neighbours.content(neighbours.read_object(self._files[name]).get(key))
             for name in _NEIGHBOURS
             if name in self._files
         ]
-        names = [name for name in said if name] or well_known
+        names = [name for name in names_in_files if name] or well_known
         ids = [self._library.token_to_id(name) for name in names]
         return next((token for token in ids if token is not None), None)
 
     @property
     def vocab_size(self) -> int:
-        """One above the largest id: a vocabulary with holes still needs a row for each id."""
+        """One above the largest id: a vocabulary with unused ids still needs a row for each."""
         vocabulary: dict[str, int] = self._library.get_vocab(with_added_tokens=True)
         return max(vocabulary.values()) + 1
 
@@ -101,13 +101,13 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> Encoded:
         with library_errors(self._refused):
-            found = self._ordinary.encode_batch_fast(list(texts))
-        return flatten([encoding.ids for encoding in found])
+            encodings = self._ordinary.encode_batch_fast(list(texts))
+        return flatten([encoding.ids for encoding in encodings])
 
     @cached_property
     def _ordinary(self) -> Library:
-        """The library for raw text. A unigram model finds its special tokens in text, as pieces: for text they have
-        other names."""
+        """The library for raw text. A unigram model recognises its special tokens in text, as pieces, so this copy has
+        other names for them."""
         whole = json.loads(self._library.to_str())
         if whole["model"].get("type") != "Unigram":
             return self._library
@@ -115,17 +115,17 @@ class HuggingFaceTokenizer(Tokenizer):
 
         whole["model"]["vocab"] = unreachable(whole["model"]["vocab"], self._special)
         whole["added_tokens"] = [each for each in whole["added_tokens"] if not each["special"]]
-        found = Library.from_str(json.dumps(whole))
-        found.encode_special_tokens = True
-        return found
+        library = Library.from_str(json.dumps(whole))
+        library.encode_special_tokens = True
+        return library
 
     def decode(self, ids: Iterable[int]) -> str:
         with library_errors(self._refused):
             return str(self._library.decode([int(token) for token in ids], skip_special_tokens=False))
 
     def control(self, name: str) -> int | None:
-        found: int | None = self._library.token_to_id(name)
-        return found
+        token_id: int | None = self._library.token_to_id(name)
+        return token_id
 
     def token_bytes(self, token: int) -> bytes:
         piece = self._library.id_to_token(token)
@@ -139,7 +139,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _special(self) -> set[int]:
-        return {token for token, added in self._added.items() if added.special}
+        return {token for token, added_token in self._added.items() if added_token.special}
 
     @cached_property
     def _added(self) -> dict[int, Any]:
@@ -147,7 +147,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _byte_letters(self) -> dict[str, bytes]:
-        """Letter -> byte where the vocabulary spells bytes as letters, as GPT-2's; else empty."""
+        """Letter -> byte if the vocabulary spells bytes as letters, as GPT-2's does; else empty."""
         spells = '"ByteLevel"' in json.dumps(json.loads(self._library.to_str()).get("decoder"))
         return {letter: bytes([byte]) for byte, letter in byte_letters().items()} if spells else {}
 
@@ -161,18 +161,18 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _by_name(self) -> dict[bool, dict[str, int]]:
-        """Whether they are special -> the added tokens' names -> ids."""
-        found: dict[bool, dict[str, int]] = {True: {}, False: {}}
-        for token, added in self._added.items():
-            found[added.special][added.content] = token
-        return found
+        """Whether the tokens are special -> name -> id of the added tokens."""
+        ids_by_name: dict[bool, dict[str, int]] = {True: {}, False: {}}
+        for token, added_token in self._added.items():
+            ids_by_name[added_token.special][added_token.content] = token
+        return ids_by_name
 
     def named_tokens(self) -> Mapping[str, str]:
         return self._said.named
 
     def parse(self, text: str, literal: Sequence[Span] = ()) -> Parsed:
-        """The library's own ids of the whole text. Where a part of it is literal, tokens are replaced by characters
-        that stand for them; what that gives without literal parts must be the same."""
+        """Encode the whole text with the library. If part of it is literal, tokens outside of that part are first
+        replaced by placeholder characters; without literal parts both ways must give the same ids."""
         with library_errors(self._refused):
             whole = self._parser.encode(text, add_special_tokens=False)
         if not literal:
@@ -191,17 +191,17 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def located(self, text: str, special: bool = False) -> list[Span] | None:
         with library_errors(self._refused):
-            found = (self._parser if special else self._ordinary).encode(text)
-        tokens = zip(found.offsets, found.special_tokens_mask, strict=True)
-        spans, at = list[Span](), 0
-        for span, put in tokens:
-            spans.append((at, at) if put and span == (0, 0) else span)
-            at = max(at, spans[-1][1])
+            encoding = (self._parser if special else self._ordinary).encode(text)
+        tokens = zip(encoding.offsets, encoding.special_tokens_mask, strict=True)
+        spans, reached = list[Span](), 0
+        for span, is_added in tokens:
+            spans.append((reached, reached) if is_added and span == (0, 0) else span)
+            reached = max(reached, spans[-1][1])
         return spans
 
     @cached_property
     def _parser(self) -> Library:
-        """The library, set to look for all added tokens, and to cut texts as transformers' class does."""
+        """The library, set to recognise all added tokens and to split texts as transformers' class does."""
         from tokenizers import Tokenizer as Library
 
         whole = json.loads(self._library.to_str())
@@ -216,7 +216,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _nameless(self) -> Library:
-        """The same without added tokens, but for the characters that stand for them."""
+        """The same library with placeholder characters in place of its added tokens."""
         from tokenizers import AddedToken as Added
         from tokenizers import Tokenizer as Library
 
@@ -231,27 +231,27 @@ class HuggingFaceTokenizer(Tokenizer):
         return library
 
     def _replaced(self, text: str, literal: Sequence[Span]) -> Parsed:
-        """`text` with a character for each added token outside of `literal`, and their ids put in afterwards."""
+        """Replace each added token outside of `literal` by a placeholder, encode, and insert the tokens' ids."""
         if any(character in text for character in _STANDS_FOR):
             raise ValueError("a text of the conversation holds one of U+FDD8 .. U+FDDB, which no text should")
-        named = {added.content: (token, added) for token, added in self._added.items()}
-        shown, origin, ids = "", list[Span](), list[int]()
-        for name, begin, end in sections(text, named, literal):
+        tokens_by_name = {added_token.content: (token, added_token) for token, added_token in self._added.items()}
+        placeholder_text, origin, ids = "", list[Span](), list[int]()
+        for name, begin, end in sections(text, tokens_by_name, literal):
             if name is None:
-                shown += text[begin:end]
-                origin += [(at, at + 1) for at in range(begin, end)]
+                placeholder_text += text[begin:end]
+                origin += [(position, position + 1) for position in range(begin, end)]
                 continue
-            token, added = named[name]
-            shown += _STANDS_FOR[added.lstrip + 2 * added.rstrip]
+            token, added_token = tokens_by_name[name]
+            placeholder_text += _STANDS_FOR[added_token.lstrip + 2 * added_token.rstrip]
             origin.append((begin, end))
             ids.append(token)
         with library_errors(self._refused):
-            found = self._nameless.encode(shown, add_special_tokens=False)
-        stands = {self._nameless.token_to_id(character) for character in _STANDS_FOR}
+            encoding = self._nameless.encode(placeholder_text, add_special_tokens=False)
+        placeholder_ids = {self._nameless.token_to_id(character) for character in _STANDS_FOR}
         rest = iter(ids)
-        made = [next(rest) if token in stands else token for token in found.ids]
-        spans = [(origin[a][0], origin[b - 1][1]) if b > a else (a, a) for a, b in found.offsets]
-        return Parsed(made, spans)
+        restored_ids = [next(rest) if token in placeholder_ids else token for token in encoding.ids]
+        spans = [(origin[a][0], origin[b - 1][1]) if b > a else (a, a) for a, b in encoding.offsets]
+        return Parsed(restored_ids, spans)
 
     # --- files --------------------------------------------------------------------------------------------------------
 
@@ -263,5 +263,5 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def huggingface_files(self) -> dict[str, dict[str, Json]]:
         ids = {"bos_token": self.bos, "eos_token": self.eod, "pad_token": self.pad}
-        named = {key: self._library.id_to_token(token) for key, token in ids.items() if token is not None}
-        return {"tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", **named}}
+        token_names = {key: self._library.id_to_token(token) for key, token in ids.items() if token is not None}
+        return {"tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", **token_names}}

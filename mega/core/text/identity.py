@@ -1,10 +1,10 @@
-"""What becomes of a tokenizer, or a manner of speaking, other than the one that belongs to weights or token files.
+"""Rules for a tokenizer or chat template that differs from the one of the weights or the token files.
 
-A model is its weights, its tokenizer and its chat template. Which tokenizer it is, is a fingerprint of its kind, its
-vocabulary and its behaviour (`Tokenizer.identity`). Token files note it next to them as they are made; that of weights
-is computed from the tokenizer files that came with them. The template of weights is its text.
+A model consists of its weights, its tokenizer and its chat template. A tokenizer is identified by a fingerprint of its
+kind, its vocabulary and its behaviour (`Tokenizer.identity`). Token files store the fingerprint when they are written;
+the fingerprint of weights is computed from the tokenizer files next to them. A template is identified by its text.
 
-RULES is the only place that decides; verbs ask `judge`. This file knows no files and no models.
+Only RULES decides; verbs call `judge`. This file knows neither files nor models.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from mega.core.text.tokenizer import Tokenizer, TokenizerIdentity
 
 Verdict = Literal["refused", "reported", "taken"]
 Case = Literal["token files", "tokenizer", "earlier version", "template", "no template"]
-"""Other token files: made by another tokenizer than the run's. Another tokenizer: flags name one that is not the
-weights'. Earlier version: the same tokenizer, whose fingerprint an earlier version noted. Another template, or none:
-than that of the weights."""
+"""The ways in which a tokenizer or template can differ.
+
+token files: another tokenizer than the run's made the token files. tokenizer: flags name another tokenizer than that
+of the weights. earlier version: the tokenizer is the same, but an earlier version of mega computed its fingerprint.
+template, no template: the chat template differs from that of the weights, or is missing."""
 
 _TRAINS: Mapping[Case, Verdict] = {
     "token files": "refused",
@@ -39,19 +41,19 @@ RULES: Mapping[str, Mapping[Case, Verdict]] = {
     "data note": {"token files": "refused", "earlier version": "taken"},
     "data show": {"token files": "reported", "earlier version": "taken"},
 }
-"""Verb -> case -> what becomes of it; a case that is missing cannot arise there. `serve` and `generate` are given
-another tokenizer by an adapter too, and `serve` another template. `eval` needs a template only with
---apply-chat-template. Pairs that versions with different fingerprints noted cannot be told from those of two
-tokenizers when they are merged."""
+"""Verb -> case -> verdict; a missing case cannot arise for that verb. For `serve` and `generate` an adapter may also
+bring another tokenizer, for `serve` another template. `eval` needs a template only with --apply-chat-template. `data
+merge` refuses an earlier version, because two fingerprints computed by different versions may belong to two
+tokenizers."""
 
 ALLOW = "--allow-tokenizer-mismatch"
 
 
 def judge(verb: str, case: Case, difference: str, *, advice: str = "", allowed: bool = False) -> str | None:
-    """A line for the user on a difference, or None where it is taken as it is.
+    """Apply the rule for a difference: return a line for the user, or None where the difference is accepted silently.
 
-    advice: what to give instead. allowed: whether --allow-tokenizer-mismatch was given, which makes an error a line.
-    Errors: ValueError where it is refused.
+    advice: what to give instead. allowed: --allow-tokenizer-mismatch was given; the line is then returned, not raised.
+    Errors: ValueError where the rule refuses the difference.
     """
     verdict = RULES[verb][case]
     if verdict == "refused" and not allowed:
@@ -60,28 +62,30 @@ def judge(verb: str, case: Case, difference: str, *, advice: str = "", allowed: 
 
 
 def other_files(label: str, noted: TokenizerIdentity | None, given: Tokenizer | None) -> str | None:
-    """How a tokenizer is not the one that made token files; None where it is, or one of them is not known."""
+    """Describe how `given` differs from the tokenizer that made token files; None if it does not, or one is unknown."""
     if noted is None or given is None or given.made(noted):
         return None
     return f"{label}: was made with {noted}, but the tokenizer given is {given.identity()}"
 
 
 def cuts_alike(first: Tokenizer, second: Tokenizer) -> bool:
-    """Whether two tokenizers, of any kinds, have equally many entries, the same ids of the probe texts, and the same
-    ids of the control tokens that both have."""
+    """Whether two tokenizers, of any kinds, have the same number of entries, give the same ids for the probe texts, and
+    the same ids to the control tokens that both have."""
     if first.made(second.identity()):
         return True
-    names, others = ({**each.special_tokens(), **each.vocabulary_tokens()} for each in (first, second))
-    if first.vocab_size != second.vocab_size or any(names[name] != others[name] for name in names.keys() & others):
+    names, other_names = ({**each.special_tokens(), **each.vocabulary_tokens()} for each in (first, second))
+    if first.vocab_size != second.vocab_size or any(
+        names[name] != other_names[name] for name in names.keys() & other_names
+    ):
         return False
-    found = (each.encode_batch(PROBES) for each in (first, second))
-    (ids, offsets), (other_ids, other_offsets) = found
+    batches = (each.encode_batch(PROBES) for each in (first, second))
+    (ids, offsets), (other_ids, other_offsets) = batches
     return bool(ids.tolist() == other_ids.tolist() and offsets.tolist() == other_offsets.tolist())
 
 
 def other_tokenizer(place: object, own: Tokenizer, given: Tokenizer) -> str | None:
-    """How a tokenizer that flags name is not that of the weights at `place`; None where it is."""
+    """Describe how a tokenizer named by flags differs from that of the weights at `place`; None if it does not."""
     if given.made(own.identity()):
         return None
-    mine, other = own.identity(), given.identity()
-    return f"--tokenizer {given.kind}: {place} has a tokenizer of its own, {mine}, and this is {other}"
+    own_identity, given_identity = own.identity(), given.identity()
+    return f"--tokenizer {given.kind}: {place} has a tokenizer of its own, {own_identity}, and this is {given_identity}"

@@ -1,7 +1,7 @@
-"""Llama-3's byte-level BPE from its tiktoken file: a line a token, its bytes in base64 and its rank.
+"""Llama-3's byte-level BPE from its tiktoken file: each line has a token's bytes in base64, and its rank.
 
-`reference` is the definition; fastokens serves where it gives the same ids on the probes. Text takes the ordinary
-path, so no text becomes one of the 256 control tokens that follow the ranks.
+`reference` is the definition; fastokens is used if it gives the same ids on the probes. Text takes the ordinary path,
+so no text becomes one of the 256 control tokens whose ids follow the ranks.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _NAMED = {
     7: "<|end_header_id|>",
     9: "<|eot_id|>",
 }
-"""Control tokens with a name, numbered after the ranks; the others are reserved."""
+"""Control tokens with a name, by their offset after the ranks; the others are reserved."""
 _CONTROLS = 256
 LONGEST_PIECE = 10_000
-"""Characters of a token in base64: every way to cut it is tried."""
+"""Characters of a token in base64; every way to split it in two is tried."""
 
 
 class Llama3Tokenizer(Tokenizer):
-    """bos is put in front of every text, as Llama-2's family does; <|end_of_text|> ends a document."""
+    """Puts bos in front of every text, as Llama-2's tokenizer does; <|end_of_text|> ends a document."""
 
     kind = "Llama3Tokenizer"
     pad = None
@@ -89,10 +89,12 @@ class Llama3Tokenizer(Tokenizer):
     def huggingface_files(self) -> dict[str, dict[str, Json]]:
         whole = json.loads(_tokenizer_json(self._ranks))
         plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        added = [{"id": token, "content": name, "special": True, **plain} for name, token in self.controls.items()]
-        whole |= {"added_tokens": added, "post_processor": leads_with(_NAMED[0], self.bos)}
-        named = {"bos_token": _NAMED[0], "eos_token": _NAMED[1]}
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
+        added_tokens = [
+            {"id": token, "content": name, "special": True, **plain} for name, token in self.controls.items()
+        ]
+        whole |= {"added_tokens": added_tokens, "post_processor": leads_with(_NAMED[0], self.bos)}
+        names = {"bos_token": _NAMED[0], "eos_token": _NAMED[1]}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
         return {"tokenizer.json": whole, "tokenizer_config.json": config}
 
     @cached_property
@@ -102,7 +104,7 @@ class Llama3Tokenizer(Tokenizer):
 
     @cached_property
     def engine(self) -> str:
-        """Which library serves: "fastokens" or "python"."""
+        """The library in use: "fastokens" or "python"."""
         return self._chosen[0]
 
     @cached_property
@@ -112,12 +114,12 @@ class Llama3Tokenizer(Tokenizer):
     @cached_property
     def _chosen(self) -> tuple[str, Encode]:
         definition = reference(self._ranks)
-        found = first_equal("Llama-3 BPE", definition, lambda: _tokenizer_json(self._ranks))
-        return found or ("python", definition)
+        engine = first_equal("Llama-3 BPE", definition, lambda: _tokenizer_json(self._ranks))
+        return engine or ("python", definition)
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """bytes -> rank of a tiktoken file whose ranks are 0 .. n - 1 in this order; ValueError otherwise."""
+    """Bytes -> rank of a tiktoken file. Errors: ValueError where the ranks are not 0 .. n - 1 in order."""
     ranks: dict[bytes, int] = {}
     lines = read_limited(path, FILE_BYTES, f"--tokenizer-model {path}").splitlines()
     try:
@@ -137,41 +139,41 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def reference(ranks: Mapping[bytes, int]) -> Encode:
-    """The definition: cut at the pattern; a piece is itself a token, or its bytes join, lowest rank first."""
+    """The definition: split at the pattern; a word that is a token is kept, others merge bytes by lowest rank."""
     import regex
 
     words = regex.compile(_WORDS)
-    known = Remembered(lambda word: spell(word.encode(), ranks))
-    return lambda texts: flatten([[token for word in words.findall(text) for token in known[word]] for text in texts])
+    ids_of = Remembered(lambda word: spell(word.encode(), ranks))
+    return lambda texts: flatten([[token for word in words.findall(text) for token in ids_of[word]] for text in texts])
 
 
 def spell(piece: bytes, ranks: Mapping[bytes, int]) -> list[int]:
-    """Ids of one piece: the neighbours whose union has the lowest rank join, the leftmost first, until none can.
+    """Ids of one word: merge the adjacent parts whose union has the lowest rank, the leftmost first, until none can.
 
-    With ranks a 0, b 1, ab 2, aba 3: abab -> ab a b -> ab ab; aba is a token as it stands.
+    With ranks a 0, b 1, ab 2, aba 3: abab -> ab a b -> ab ab; the word aba is itself a token.
     """
     if piece in ranks:
         return [ranks[piece]]
     parts = [piece[i : i + 1] for i in range(len(piece))]
-    none = len(ranks)
+    no_rank = len(ranks)
     while len(parts) > 1:
-        found = [ranks.get(left + right, none) for left, right in pairwise(parts)]
-        best = min(found)
-        if best == none:
+        pair_ranks = [ranks.get(first + second, no_rank) for first, second in pairwise(parts)]
+        best = min(pair_ranks)
+        if best == no_rank:
             break
-        at = found.index(best)
-        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        index = pair_ranks.index(best)
+        parts[index : index + 2] = [parts[index] + parts[index + 1]]
     return [ranks[part] for part in parts]
 
 
 def _tokenizer_json(ranks: Mapping[bytes, int]) -> str:
-    """The same ranks as a tokenizer.json: every way to make a token of two tokens is a merge."""
+    """Write the ranks as a tokenizer.json: every pair of tokens that forms a token is a merge."""
     letters = byte_letters()
-    written = {piece: "".join(map(letters.__getitem__, piece)) for piece in ranks}
+    letters_of = {piece: "".join(map(letters.__getitem__, piece)) for piece in ranks}
     merges = [
-        f"{written[piece[:cut]]} {written[piece[cut:]]}"
+        f"{letters_of[piece[:cut]]} {letters_of[piece[cut:]]}"
         for piece in ranks
         for cut in range(1, len(piece))
         if piece[:cut] in ranks and piece[cut:] in ranks
     ]
-    return byte_level_json({written[piece]: rank for piece, rank in ranks.items()}, merges, _WORDS)
+    return byte_level_json({letters_of[piece]: rank for piece, rank in ranks.items()}, merges, _WORDS)

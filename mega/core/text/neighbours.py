@@ -1,7 +1,7 @@
-"""What Hugging Face's small files next to a vocabulary say of its tokens: tokenizer_config.json,
+"""Read the tokens that Hugging Face's small files next to a vocabulary describe: tokenizer_config.json,
 special_tokens_map.json and added_tokens.json, by the rules of transformers' AutoTokenizer.
 
-It knows no vocabulary. Source: transformers 5, `PreTrainedTokenizerBase.from_pretrained`.
+This file knows no vocabulary. Source: transformers 5, `PreTrainedTokenizerBase.from_pretrained`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mega.core.untrusted import Json, parse_json, read_limited
 
 CONFIG, SPECIAL_MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Tokens that a chat template is given, where the tokenizer has them."""
+"""Tokens that a chat template receives as variables, if the tokenizer has them."""
 
 _END = "<|endoftext|>"
 DEFAULTS: Mapping[str, Mapping[str, str]] = {
@@ -31,57 +31,56 @@ DEFAULTS: Mapping[str, Mapping[str, str]] = {
         **{"pad_token": "<pad>", "mask_token": "<mask>"},
     },
 }
-"""`tokenizer_class` -> the tokens that it has where no file says otherwise."""
+"""`tokenizer_class` -> its tokens, where no file overrides them."""
 
 
 class AddedToken(NamedTuple):
-    """A token added to the vocabulary. special: raw text never becomes it. The rest as in Hugging Face's files."""
+    """A token added to the vocabulary, with the fields of Hugging Face's files."""
 
     name: str
-    special: bool
-    lstrip: bool = False
-    rstrip: bool = False
-    single_word: bool = False
-    normalized: bool = False
+    special: bool  # raw text never becomes this token
+    lstrip: bool = False  # the token absorbs blanks to its left
+    rstrip: bool = False  # and to its right
+    single_word: bool = False  # matches whole words only
+    normalized: bool = False  # is searched for in the normalised text
 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """kind: `tokenizer_class`, without Fast; None where no file says it. named: of NAMES. added: id -> token. config:
-    the whole tokenizer_config.json."""
+    """The tokens and settings in the small files next to a vocabulary."""
 
-    kind: str | None
-    named: Mapping[str, str]
-    added: Mapping[int, AddedToken]
-    config: Mapping[str, object]
+    kind: str | None  # `tokenizer_class` without Fast; None if no file gives it
+    named: Mapping[str, str]  # key of NAMES -> the token's text
+    added: Mapping[int, AddedToken]  # by id
+    config: Mapping[str, object]  # the whole tokenizer_config.json
 
 
 def paths(vocabulary: Path) -> dict[str, Path]:
-    """The files next to a vocabulary, by name."""
-    found = {name: vocabulary.with_name(name) for name in (CONFIG, SPECIAL_MAP, ADDED)}
-    return {name: path for name, path in found.items() if path.is_file()}
+    """The small files that exist next to a vocabulary, by name."""
+    candidates = {name: vocabulary.with_name(name) for name in (CONFIG, SPECIAL_MAP, ADDED)}
+    return {name: path for name, path in candidates.items() if path.is_file()}
 
 
 def read(files: Mapping[str, Path]) -> Neighbours:
-    """Errors: ValueError naming the file."""
-    config, mapped, added = (read_object(files[name]) if name in files else {} for name in (CONFIG, SPECIAL_MAP, ADDED))
+    """Parse these files. Errors: ValueError naming the file."""
+    config, mapped, older = (read_object(files[name]) if name in files else {} for name in (CONFIG, SPECIAL_MAP, ADDED))
     kind = config.get("tokenizer_class")
     kind = kind.removesuffix("Fast") if isinstance(kind, str) else None
-    listed = config.get("added_tokens_decoder")
-    whole = config if isinstance(listed, dict) else {**config, **mapped}
-    named = {key: text for key, text in DEFAULTS.get(kind or "", {}).items() if key not in whole}
-    named |= {key: text for key in NAMES if (text := content(whole.get(key))) is not None}
-    if isinstance(listed, dict):
-        return Neighbours(kind, named, dict(_listed(listed, named, files[CONFIG])), config)
-    others = whole.get("additional_special_tokens") or whole.get("extra_special_tokens") or []
-    others = list(others.values()) if isinstance(others, dict) else others if isinstance(others, list) else []
-    special = {*named.values(), *filter(None, map(content, others))}
-    return Neighbours(kind, named, dict(_older(added, special, files.get(ADDED))), config)
+    decoder = config.get("added_tokens_decoder")
+    whole = config if isinstance(decoder, dict) else {**config, **mapped}
+    named_tokens = {key: text for key, text in DEFAULTS.get(kind or "", {}).items() if key not in whole}
+    named_tokens |= {key: text for key in NAMES if (text := content(whole.get(key))) is not None}
+    if isinstance(decoder, dict):
+        return Neighbours(kind, named_tokens, dict(_listed(decoder, named_tokens, files[CONFIG])), config)
+    extra = whole.get("additional_special_tokens") or whole.get("extra_special_tokens") or []
+    extra = list(extra.values()) if isinstance(extra, dict) else extra if isinstance(extra, list) else []
+    special = {*named_tokens.values(), *filter(None, map(content, extra))}
+    return Neighbours(kind, named_tokens, dict(_older(older, special, files.get(ADDED))), config)
 
 
-def _listed(found: Mapping[str, object], named: Mapping[str, str], file: Path) -> Iterator[tuple[int, AddedToken]]:
-    """tokenizer_config.json's `added_tokens_decoder`."""
-    for number, token in found.items():
+def _listed(decoder: Mapping[str, object], named: Mapping[str, str], file: Path) -> Iterator[tuple[int, AddedToken]]:
+    """Parse `added_tokens_decoder` of a tokenizer_config.json."""
+    for number, token in decoder.items():
         text = content(token)
         if not number.isdecimal() or text is None or not isinstance(token, dict):
             raise ValueError(f"--tokenizer-model: {file}: added_tokens_decoder {number[:20]!r}: must be a token's id")
@@ -89,40 +88,40 @@ def _listed(found: Mapping[str, object], named: Mapping[str, str], file: Path) -
         yield int(number), AddedToken(text, bool(token.get("special")) or text in named.values(), **flags)
 
 
-def _older(found: Mapping[str, object], special: set[str], file: Path | None) -> Iterator[tuple[int, AddedToken]]:
-    """added_tokens.json: name -> id; which are special, other files say."""
-    for name, number in found.items():
+def _older(ids: Mapping[str, object], special: set[str], file: Path | None) -> Iterator[tuple[int, AddedToken]]:
+    """Parse added_tokens.json, name -> id; other files list which of them are special."""
+    for name, number in ids.items():
         if type(number) is not int or number < 0:
             raise ValueError(f"--tokenizer-model: {file}: {name[:40]!r}: must have an id of 0 or more")
         yield number, AddedToken(name, name in special, normalized=name not in special)
 
 
 def read_object(path: Path) -> dict[str, Json]:
-    """A JSON object; ValueError naming the file where it is not one."""
-    what = f"--tokenizer-model: {path}"
-    found = parse_json(read_limited(path, FILE_BYTES, what), what)
-    if not isinstance(found, dict):
-        raise ValueError(f"{what} holds no JSON object")
-    return found
+    """Read a JSON object. Errors: ValueError naming the file."""
+    label = f"--tokenizer-model: {path}"
+    parsed = parse_json(read_limited(path, FILE_BYTES, label), label)
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{label} holds no JSON object")
+    return parsed
 
 
 def prepend_scheme(config: Mapping[str, object]) -> str:
-    """Where SentencePiece's blank is put in front of a text, by a tokenizer_config.json of LlamaTokenizer: before every
-    text between two control tokens, before the first alone, or never."""
+    """Where SentencePiece's blank is prepended, according to a tokenizer_config.json of LlamaTokenizer: to every text
+    between two control tokens, only to the first, or never."""
     if config.get("add_prefix_space") is False:
         return "never"
     return "always" if config.get("legacy") else "first"
 
 
 def without_template(config: bytes) -> bytes:
-    """A tokenizer_config.json without its chat template, however it was written."""
-    found = parse_json(config, f"--tokenizer-model: {CONFIG}")
-    if not isinstance(found, dict):
+    """A tokenizer_config.json without its chat template, in a canonical form."""
+    parsed = parse_json(config, f"--tokenizer-model: {CONFIG}")
+    if not isinstance(parsed, dict):
         return config
-    return json.dumps({**found, "chat_template": None}, sort_keys=True).encode()
+    return json.dumps({**parsed, "chat_template": None}, sort_keys=True).encode()
 
 
 def content(token: object) -> str | None:
-    """A token is written as its text or as {"content": text, ...}."""
-    found = token.get("content") if isinstance(token, dict) else token
-    return found if isinstance(found, str) else None
+    """The text of a token, which files write as a string or as {"content": text, ...}."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None

@@ -1,4 +1,4 @@
-"""The tokenizer of no language: a text is integers apart by spaces. For tests, and for ids made elsewhere."""
+"""A tokenizer whose texts are integers separated by spaces. For tests, and for ids made elsewhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mega.core.text.tokenizer import Tokenizer
 class NullTokenizer(Tokenizer):
     """Ids 0 .. size - 1 are themselves and `size` ends a document: "7 0 12" <-> [7, 0, 12].
 
-    Ids are not held against the size, as Megatron-LM's are not either: its own sample corpus has larger ones.
+    The tokenizer does not check ids against its size; neither does Megatron-LM's, whose sample corpus has larger ids.
     Training refuses them.
     """
 

@@ -1,4 +1,4 @@
-"""What `mega train-tokenizer` reads and makes, as its section. No torch."""
+"""Options of `mega train-tokenizer`. No torch."""
 
 # ruff: noqa: RUF009 - every default below is immutable
 
@@ -13,20 +13,20 @@ from mega.core.config.option import REQUIRED, VerbSection, option
 
 @dataclass(frozen=True, kw_only=True)
 class TrainTokenizerOptions(VerbSection):
-    """Which tokenizer is trained on which texts."""
+    """Which kind of tokenizer is trained, and on which texts."""
 
     title: ClassVar[str] = "Tokenizer"
 
     input: tuple[str, ...] = option(REQUIRED, "any format that `mega preprocess` reads: JSON lines, text, parquet, ...")
     vocab_size: int = option(REQUIRED, "entries of the vocabulary")
-    output_dir: Path = option(REQUIRED, "where the files go")
+    output_dir: Path = option(REQUIRED, "directory of the trained tokenizer's files")
     kind: Literal["bpe", "wordpiece", "sentencepiece"] = option(
         "bpe", "bpe: vocab.json and merges.txt as GPT-2's; wordpiece: BERT's vocab.txt; sentencepiece"
     )
     model_type: Literal["unigram", "bpe", "char", "word"] | None = option(
-        None, "of a SentencePiece model; unigram if none is given"
+        None, "algorithm of a SentencePiece model; unigram if none is given"
     )
-    character_coverage: float | None = option(None, "share of characters that SentencePiece knows [1]")
+    character_coverage: float | None = option(None, "share of the texts' characters that SentencePiece covers [1]")
     json_key: str = option("text", "key of each line that holds the text", megatron="--json-keys")
     text_lines: bool = option(False, "each line of a text file is a document")
     overwrite: bool = option(False, "replace a tokenizer of other inputs or settings; an equal one is kept")

@@ -1,8 +1,7 @@
-"""Tokenizer files of others that a compiled library reads: first in a process of its own, within limits, with texts.
+"""Test foreign tokenizer files before a compiled library reads them: in a child process, within limits, on texts.
 
-A tokenizer.json is a program in pieces (pieces of regular expressions, tables, templates), of which a damaged one makes
-the library panic, abort, or ask for all memory. What has been read once is noted in the environment, so that processes
-started by this one do not repeat it.
+A tokenizer.json contains regular expressions, tables and templates; a damaged one makes the library panic, abort or
+allocate all memory. The environment records the files that passed, so that child processes do not test them again.
 """
 
 from __future__ import annotations
@@ -20,38 +19,39 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 FILE_BYTES = 1 << 28
-"""Most bytes of a tokenizer's file. The largest vocabularies of today take a tenth."""
+"""Largest size of a tokenizer's file in bytes, about ten times the largest vocabularies in use."""
 MOST_IDS = 1 << 26
 _SECONDS, _MEMORY = 10, 7 << 28
 _READ = "MEGA_READ_TOKENIZERS"
 
 
 def check(library: str, path: Path) -> None:
-    """See that `library` reads `path`, and encodes and decodes with it. Errors: ValueError naming the file."""
-    what, status = f"--tokenizer-model {path}", path.stat()
+    """Check that `library` reads `path`, and can encode and decode with it. Errors: ValueError naming the file."""
+    label, status = f"--tokenizer-model {path}", path.stat()
     if status.st_size > FILE_BYTES:
-        raise ValueError(f"{what}: {status.st_size} bytes; must be at most {FILE_BYTES}")
+        raise ValueError(f"{label}: {status.st_size} bytes; must be at most {FILE_BYTES}")
     mark = f"{library}:{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}"
     if mark in os.environ.get(_READ, "").split():
         return
-    with Confined("mega.core.text.probe", what, seconds=_SECONDS, memory=_MEMORY, about="as a tokenizer it ") as child:
+    with Confined("mega.core.text.probe", label, seconds=_SECONDS, memory=_MEMORY, about="as a tokenizer it ") as child:
         child.ask({"library": library, "path": os.fspath(path)})
     os.environ[_READ] = f"{os.environ.get(_READ, '')} {mark}".strip()
 
 
 def hugging_face(path: Path) -> Tokenizer:
-    """The library's object of a tokenizer.json, set to encode texts as they are."""
+    """Load a tokenizer.json with the library, set to treat control tokens in a text as text, and not to truncate or
+    pad."""
     from tokenizers import Tokenizer
 
-    found = Tokenizer.from_file(str(path))
-    found.encode_special_tokens = True
-    found.no_truncation()
-    found.no_padding()
-    return found
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def sentencepiece(path: Path) -> SentencePieceProcessor:
-    """The library's processor of a .model file."""
+    """Load a .model file with the library."""
     import sentencepiece as library
 
     return library.SentencePieceProcessor(model_file=str(path))
@@ -59,25 +59,25 @@ def sentencepiece(path: Path) -> SentencePieceProcessor:
 
 def _try_hugging_face(path: Path) -> None:
     try:
-        found = hugging_face(path)
+        tokenizer = hugging_face(path)
     except Exception as error:  # the library raises bare Exception
         raise ValueError(f"not a tokenizer.json ({error})") from None
-    ids = found.get_vocab(with_added_tokens=True).values()
+    ids = tokenizer.get_vocab(with_added_tokens=True).values()
     if not ids or max(ids) >= MOST_IDS:
         raise ValueError(f"must have ids, from 0 to {MOST_IDS - 1}, not {max(ids, default='none')}")
-    for encoded in found.encode_batch(list(PROBES)):
-        found.decode(encoded.ids, skip_special_tokens=False)
+    for encoded in tokenizer.encode_batch(list(PROBES)):
+        tokenizer.decode(encoded.ids, skip_special_tokens=False)
 
 
 def _try_sentencepiece(path: Path) -> None:
     try:
-        found = sentencepiece(path)
+        processor = sentencepiece(path)
     except (RuntimeError, OSError) as error:
         raise ValueError(f"not a SentencePiece model ({error})") from None
-    for token in range(found.vocab_size()):
-        found.id_to_piece(token)
-    for ids in found.encode(list(PROBES), num_threads=1):
-        found.decode(ids)
+    for token in range(processor.vocab_size()):
+        processor.id_to_piece(token)
+    for ids in processor.encode(list(PROBES), num_threads=1):
+        processor.decode(ids)
 
 
 LIBRARIES: dict[str, Callable[[Path], None]] = {
@@ -87,7 +87,7 @@ LIBRARIES: dict[str, Callable[[Path], None]] = {
 
 
 def answer(question: dict[str, str]) -> None:
-    """Read the file and use it. Errors: whatever the library raises, and ValueError."""
+    """Read the file and use it. Errors: any exception of the library, and ValueError."""
     LIBRARIES[question["library"]](Path(question["path"]))
 
 

@@ -1,4 +1,5 @@
-"""Texts on which two tokenizer engines must agree before the faster one is trusted. They aim at the seams."""
+"""Texts on which two tokenizer engines must agree before the faster one is used. They aim at boundaries of words,
+scripts and characters."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Vocabularies in SentencePiece's .model file: Llama-2's, GPT's plain kind, and the kind with tokens added.
+"""Vocabularies in SentencePiece's .model file: Llama-2's, GPT's plain kind, and the kind with added tokens.
 
-Text always takes the library's plain encode, which knows no control symbols in text. (Megatron-LM's
-SentencePieceTokenizer cuts a text at its special tokens first, so that a corpus can forge them; this one
-does not, and differs from it only where a document holds such a token as text.)
+Text always takes the library's plain encode, which recognises no control symbols in text. Megatron-LM's
+SentencePieceTokenizer splits a text at its special tokens first, so a corpus can forge them; this tokenizer does not,
+and differs from Megatron-LM's only where a document spells such a token.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 
 def _load(path: Path) -> SentencePieceProcessor:
-    """The library's processor of a .model file; ValueError where the file is not one."""
+    """Load a .model file. Errors: ValueError where the file is not one."""
     check("sentencepiece", path)
     with library_errors(f"--tokenizer-model {path}: not a SentencePiece model"):
         return sentencepiece(path)
 
 
 def _encoder(model: SentencePieceProcessor) -> Encode:
-    """The model's ids of many texts, by fastokens where it gives the same, else by the library."""
+    """Encode many texts with fastokens if it gives the same ids, else with the library."""
 
     def library(texts: Sequence[str]) -> Encoded:
         return flatten(model.encode(list(texts), num_threads=1))
@@ -44,7 +44,7 @@ def _encoder(model: SentencePieceProcessor) -> Encode:
 
 
 _SYMBOLS = 1 << 10
-"""Pieces among which control symbols are: they come first, or nearly."""
+"""Number of pieces that are searched for control symbols, which come first in a model."""
 
 
 def _present(token: int) -> int | None:
@@ -53,7 +53,7 @@ def _present(token: int) -> int | None:
 
 
 def _piece_bytes(model: SentencePieceProcessor, token: int) -> bytes:
-    """What one of the model's own pieces adds to a text: the mark of a blank is one, <0x0A> is a byte."""
+    """The bytes that one of the model's own pieces adds to a text: U+2581 is a blank, <0x0A> is a byte."""
     if model.is_control(token):
         return b""
     piece = str(model.id_to_piece(token))
@@ -63,8 +63,8 @@ def _piece_bytes(model: SentencePieceProcessor, token: int) -> bytes:
 class PlainSentencePiece(Tokenizer):
     """The model's own pieces; its eos ends a document. Llama-2 also puts its bos in front of every text.
 
-    Hugging Face's files next to the model add tokens, and say what text between tokens that stand by name begins with;
-    where there are none, each such text is encoded as a text of its own, as in Meta's programs.
+    Hugging Face's files next to the model add tokens, and decide whether text between control tokens begins with a
+    blank. Without such files, each such text is encoded separately, as in Meta's programs.
     """
 
     def __init__(self, path: Path, *, kind: str, prepend_bos: bool) -> None:
@@ -72,12 +72,12 @@ class PlainSentencePiece(Tokenizer):
         self._path = path
         self._model = _load(path)
         self._prepend_bos = prepend_bos
-        near = neighbours.paths(path)
-        self._said = neighbours.read(near)
+        files_beside = neighbours.paths(path)
+        self._said = neighbours.read(files_beside)
         self._pieces = int(self._model.vocab_size())
         self._added = dict(self._without_own(self._said.added))
-        self._files = near if self._added else {}
-        self._names = {token: added.name for token, added in self._added.items()}
+        self._files = files_beside if self._added else {}
+        self._names = {token: added_token.name for token, added_token in self._added.items()}
         self.bos = self._at("bos_token", self._model.bos_id())
         self.eod = self._at("eos_token", self._model.eos_id())
         self.pad = self._at("pad_token", self._model.pad_id())
@@ -85,7 +85,7 @@ class PlainSentencePiece(Tokenizer):
             raise ValueError(f"--tokenizer-model {path}: {kind} puts bos in front of a text, and the model has none")
 
     def _without_own(self, added: Mapping[int, AddedToken]) -> Iterator[tuple[int, AddedToken]]:
-        """The tokens that the model lacks. Errors: ValueError where one has the id of a piece."""
+        """Yield the added tokens that the model lacks. Errors: ValueError where one has the id of another piece."""
         for token, each in added.items():
             if token >= self._pieces:
                 yield token, each
@@ -96,7 +96,7 @@ class PlainSentencePiece(Tokenizer):
                 )
 
     def _at(self, key: str, own: int) -> int | None:
-        """The id of a token that the files next to the model name, where they add tokens; else the model's."""
+        """The id of the token that the files next to the model name, if they add tokens; else the model's id."""
         name = self._said.named.get(key) if self._added else None
         return _present(own) if name is None else self.control(name)
 
@@ -106,8 +106,8 @@ class PlainSentencePiece(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         if self._searched:
-            found: list[int] = self.encode_batch([text]).ids.tolist()
-            return found
+            searched_ids: list[int] = self.encode_batch([text]).ids.tolist()
+            return searched_ids
         ids: list[int] = self._model.encode(text)
         return [self.bos, *ids] if self._prepend_bos and self.bos is not None else ids
 
@@ -120,26 +120,26 @@ class PlainSentencePiece(Tokenizer):
         return Encoded(np.insert(ids.astype(np.int64), offsets[:-1], self.bos), offsets + np.arange(len(offsets)))
 
     def _split(self, text: str) -> list[int]:
-        """Raw text in which the added tokens that are not special are looked for."""
-        found: list[int] = []
+        """Encode raw text in which added tokens that are not special are recognised."""
+        ids: list[int] = []
         for name, begin, end in sections(text, self._searched):
-            found += [self._searched[name]] if name else self.section(text[begin:end], begin == 0).ids
-        return found
+            ids += [self._searched[name]] if name else self.section(text[begin:end], begin == 0).ids
+        return ids
 
     @cached_property
     def _searched(self) -> dict[str, int]:
-        return {added.name: token for token, added in self._added.items() if not added.special}
+        return {added_token.name: token for token, added_token in self._added.items() if not added_token.special}
 
     def special_tokens(self) -> Mapping[str, int]:
         return self._specials
 
     @cached_property
     def _specials(self) -> dict[str, int]:
-        own = (token for token in range(min(self._pieces, _SYMBOLS)) if self._model.is_control(token))
-        found = {str(self._model.id_to_piece(token)): token for token in own}
+        controls = (token for token in range(min(self._pieces, _SYMBOLS)) if self._model.is_control(token))
+        specials = {str(self._model.id_to_piece(token)): token for token in controls}
         if (unknown := self._model.unk_id()) >= 0:
-            found[str(self._model.id_to_piece(unknown))] = unknown
-        return found | {added.name: token for token, added in self._added.items() if added.special}
+            specials[str(self._model.id_to_piece(unknown))] = unknown
+        return specials | {added_token.name: token for token, added_token in self._added.items() if added_token.special}
 
     def vocabulary_tokens(self) -> Mapping[str, int]:
         return self._searched
@@ -160,12 +160,12 @@ class PlainSentencePiece(Tokenizer):
         return Parsed(ids, self._spans(text, ids, blank))
 
     def _spans(self, text: str, ids: Sequence[int], blank: bool) -> list[Span] | None:
-        """blank: the model has put one in front."""
+        """blank: whether the model has prepended a blank to the text."""
         pieces = [self.token_bytes(token) for token in ids]
         if blank and pieces and pieces[0].startswith(b" "):
             pieces[0] = pieces[0][1:]
         spans = aligned(text, pieces)
-        if spans and pieces[0] == b"":  # the blank alone: it is of the first character
+        if spans and pieces[0] == b"":  # the blank is a token of its own: assign it the first character
             spans[0] = (0, 1)
         return spans
 
@@ -173,7 +173,7 @@ class PlainSentencePiece(Tokenizer):
         return self._spans(text, ids, True)
 
     def _without_blank(self, text: str) -> list[int]:
-        """The ids of a text without the blank that the model puts in front: as they are after a line's end."""
+        """Encode a text without the blank that the model prepends: encode it after a newline, whose ids are removed."""
         ids: list[int] = self._model.encode("\n" + text)
         lead = self._model.encode("\n")
         if ids[: len(lead)] != lead:
@@ -183,27 +183,27 @@ class PlainSentencePiece(Tokenizer):
         return ids[len(lead) :]
 
     def control(self, name: str) -> int | None:
-        found = next((token for token, each in self._names.items() if each == name), None)
-        return self.special_tokens().get(name) if found is None else found
+        token_id = next((token for token, each in self._names.items() if each == name), None)
+        return self.special_tokens().get(name) if token_id is None else token_id
 
     @cached_property
     def _encode(self) -> Encode:
         return _encoder(self._model)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Added tokens are written by name."""
+        """Decode ids; added tokens are written by name."""
         tokens = [int(token) for token in ids]
         if not self._added:
             return str(self._model.decode(tokens))
-        runs = [(added, list(run)) for added, run in groupby(tokens, key=self._names.__contains__)]
+        runs = [(is_added, list(run)) for is_added, run in groupby(tokens, key=self._names.__contains__)]
         texts = (
-            "".join(map(self._names.__getitem__, run)) if added else self._decoded(run, number)
-            for number, (added, run) in enumerate(runs)
+            "".join(map(self._names.__getitem__, run)) if is_added else self._decoded(run, number)
+            for number, (is_added, run) in enumerate(runs)
         )
         return "".join(texts)
 
     def _decoded(self, run: list[int], number: int) -> str:
-        """The text of the model's own pieces; a blank in front of what is after an added token stays."""
+        """Decode the model's own pieces; a blank at the beginning is kept if an added token precedes it."""
         text = str(self._model.decode(run))
         return f" {text}" if number and self.piece(run[0]).startswith("\u2581") else text
 
@@ -223,14 +223,14 @@ class PlainSentencePiece(Tokenizer):
         return neighbours.without_template(content) if name == neighbours.CONFIG else content
 
     def huggingface_files(self) -> Mapping[str, Mapping[str, Json]]:
-        """A tokenizer.json too, where the model can be written so: transformers turns a tokenizer.model into its own
-        form by rules that may cut a text otherwise."""
+        """With a tokenizer.json if it can express the model: transformers converts a tokenizer.model by rules that may
+        split a text differently."""
         ids = {"bos_token": self.bos, "eos_token": self.eod, "pad_token": self.pad}
-        named = {key: None if token is None else self.piece(token) for key, token in ids.items()}
+        token_names = {key: None if token is None else self.piece(token) for key, token in ids.items()}
         if self._published is None:
             return {}
         unknown = {"unk_token": self.piece(self._model.unk_id())}
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", **named, **unknown}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **token_names, **unknown}
         return {"tokenizer.json": self._published, "tokenizer_config.json": config}
 
     @cached_property
@@ -243,14 +243,14 @@ class PlainSentencePiece(Tokenizer):
         return f"no tokenizer.json gives the ids of this {described(self._model)} of SentencePiece"
 
     def publishing_loss(self) -> str | None:
-        return f"transformers {' and '.join(lost)}" if (lost := losses(self._model)) else None
+        return f"transformers {' and '.join(differences)}" if (differences := losses(self._model)) else None
 
 
 class ExtendedSentencePiece(Tokenizer):
-    """The model's pieces and, after them, what BERT and T5 need and the model lacks.
+    """The model's pieces, followed by the tokens that BERT and T5 need and the model lacks.
 
-    Added where missing, in this order: <CLS> <SEP> <EOD> <MASK>, then pad, bos and eos under the model's own
-    names or as <PAD> <BOS> <EOS>, then <extra_id_0> ... `specials` maps each of these names to its id.
+    Missing tokens are added in this order: <CLS> <SEP> <EOD> <MASK>, then pad, bos and eos under the model's own names
+    or as <PAD> <BOS> <EOS>, then <extra_id_0> ... `specials` maps each of these names to its id.
     """
 
     kind = "SentencePieceTokenizer"
@@ -259,7 +259,7 @@ class ExtendedSentencePiece(Tokenizer):
         self._path = path
         self._model = _load(path)
         self._pieces = int(self._model.vocab_size())
-        known = {self._model.id_to_piece(token): token for token in range(self._pieces)}
+        id_of = {self._model.id_to_piece(token): token for token in range(self._pieces)}
         pad, bos, eos = (
             self._model.id_to_piece(token) if token >= 0 else missing
             for token, missing in (
@@ -269,12 +269,12 @@ class ExtendedSentencePiece(Tokenizer):
             )
         )
         sentinels = [f"<extra_id_{i}>" for i in range(extra_ids)]
-        self.added_sentinels = sum(name not in known for name in sentinels)
+        self.added_sentinels = sum(name not in id_of for name in sentinels)
         self.specials: dict[str, int] = {}
         for name in ["<CLS>", "<SEP>", "<EOD>", "<MASK>", pad, bos, eos, *sentinels]:
-            self.specials[name] = known.setdefault(name, len(known))
+            self.specials[name] = id_of.setdefault(name, len(id_of))
         self._names = {token: name for name, token in self.specials.items()}
-        self._size = len(known)
+        self._size = len(id_of)
         self.eod = self.specials["<EOD>"]
         self.bos = self.specials[bos]
         self.pad = self.specials[pad]
@@ -316,7 +316,7 @@ class ExtendedSentencePiece(Tokenizer):
         return b"" if token in self._names else _piece_bytes(self._model, token)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Special tokens are written by name, apart by spaces."""
+        """Decode ids; special tokens are written by name, separated by spaces."""
         spans = groupby((int(token) for token in ids), key=lambda token: token in self._names)
         parts = []
         for special, run in spans:

@@ -1,7 +1,7 @@
-"""A SentencePiece model of Llama's kind, rewritten for fastokens: several times the library's speed.
+"""Rewrite a SentencePiece model of Llama's kind for fastokens, which is several times faster than the library.
 
-Only a byte-fallback BPE without any normalisation can be rewritten, and it is taken only where it gives the
-library's ids on the probes; everything else stays with the library.
+Only a byte-fallback BPE without normalisation can be rewritten. The rewritten model is used only if it gives the
+library's ids on the probes; otherwise the library encodes.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 
 NORMAL, UNKNOWN, CONTROL, USER, _UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 _BPE = 2
-_LONGEST_PIECE = 1000  # every way to cut a piece is tried
+_LONGEST_PIECE = 1000  # characters; every way to split a piece in two is tried
 BLANK = "\u2581"
 SEAMS = tuple(" " * n + "x" + "\n" * n + "\t" * n + "-" * n for n in range(1, 40))
 
 
 def faster(model: SentencePieceProcessor, reference: Encode) -> Encode | None:
-    """An `Encode` with the ids of `reference` (the library on `model`, without bos), or None."""
+    """Return an `Encode` with the ids of `reference` (the library on `model`, without bos), or None."""
 
     def rewritten() -> str | None:
         pieces = _rewritable(model.serialized_model_proto())
         return None if pieces is None else _tokenizer_json(pieces)
 
-    found = first_equal("SentencePiece", reference, rewritten, texts=[*PROBES, *SEAMS])
-    return None if found is None else found[1]
+    engine = first_equal("SentencePiece", reference, rewritten, texts=[*PROBES, *SEAMS])
+    return None if engine is None else engine[1]
 
 
 def _rewritable(proto: bytes) -> list[tuple[str, float, int]] | None:
-    """(piece, score, type) of every piece of a byte-fallback BPE that leaves its text as it is; else None."""
+    """(piece, score, type) of every piece, if the model is a byte-fallback BPE without normalisation; else None."""
     model = protobuf.fields(proto)
     trainer, normalizer = (protobuf.fields(last(model, number, b"")) for number in (2, 3))
     pieces = pieces_of(model)
@@ -59,12 +59,12 @@ def last(found: dict[int, list[Any]], number: int, default: Any) -> Any:
 
 
 def pieces_of(fields: dict[int, list[Any]]) -> list[tuple[str, float, int]]:
-    """(piece, score, type) of all pieces of a model, by the fields of its file."""
+    """(piece, score, type) of every piece of a model, from the fields of its file."""
     return [_piece(protobuf.fields(value)) for value in fields[1] if isinstance(value, bytes)]
 
 
-def _piece(found: dict[int, list[Any]]) -> tuple[str, float, int]:
-    return found[1][-1].decode(), protobuf.packed_floats(found.get(2, [b"\0\0\0\0"]))[-1], last(found, 3, NORMAL)
+def _piece(values: dict[int, list[Any]]) -> tuple[str, float, int]:
+    return values[1][-1].decode(), protobuf.packed_floats(values.get(2, [b"\0\0\0\0"]))[-1], last(values, 3, NORMAL)
 
 
 def _tokenizer_json(pieces: Sequence[tuple[str, float, int]]) -> str:
@@ -75,16 +75,16 @@ def _tokenizer_json(pieces: Sequence[tuple[str, float, int]]) -> str:
 
 
 def merges_json(pieces: Sequence[tuple[str, float, int]], byte_fallback: bool) -> dict[str, Json]:
-    """A BPE as the model of a tokenizer.json: every way to make a piece of two is a merge, best score first."""
+    """A BPE as the model of a tokenizer.json: every pair of pieces that forms a piece is a merge, best score first."""
     vocab = {piece: token for token, (piece, _, _) in enumerate(pieces)}
     ordinary = {piece for piece, _, kind in pieces if kind == NORMAL}
     merges: list[tuple[float, int, int, str]] = []
     for piece, score, kind in pieces:
         if kind == NORMAL:
             for cut in range(1, len(piece)):
-                left, right = piece[:cut], piece[cut:]
-                if left in ordinary and right in ordinary:
-                    merges.append((-score, vocab[left], vocab[right], f"{left} {right}"))
+                head, tail = piece[:cut], piece[cut:]
+                if head in ordinary and tail in ordinary:
+                    merges.append((-score, vocab[head], vocab[tail], f"{head} {tail}"))
     merges.sort()
     unknown = next(piece for piece, _, kind in pieces if kind == UNKNOWN)
     model: dict[str, Json] = {

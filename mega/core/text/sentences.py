@@ -1,8 +1,8 @@
-"""Documents cut into sentences: NLTK's punkt as Megatron-LM takes it, or Wikimedia's sentencex, which is faster.
+"""Split documents into sentences with NLTK's punkt, as Megatron-LM does, or with Wikimedia's faster sentencex.
 
-Token files are to equal Megatron-LM's byte for byte whatever NLTK is installed, so the patterns by which punkt cuts
-text stand here, as they were in NLTK 3.6.6 to 3.10.0. Later releases also take curly quotes and guillemets for closing
-punctuation, and match with another engine, under a limit of time. From NLTK come the procedure and its parameters.
+Token files must equal Megatron-LM's byte for byte with any version of NLTK. This file therefore contains the patterns
+by which punkt splits text, as of NLTK 3.6.6 to 3.10.0. Later releases also treat curly quotes and guillemets as closing
+punctuation, and match with another engine under a time limit. The procedure and its parameters come from NLTK.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 SPLITTERS = ("punkt", "sentencex")
 
-_MOST_CHARACTERS = 1_000_000  # punkt gets a longer text in parts, as in Megatron-LM
+_MOST_CHARACTERS = 1_000_000  # longer texts are split into parts before punkt, as in Megatron-LM
 
-# The two-letter code of sentencex for the names that punkt uses.
+# punkt's name of a language -> sentencex's two-letter code
 _CODES = {
     "czech": "cs", "danish": "da", "dutch": "nl", "english": "en", "estonian": "et", "finnish": "fi", "french": "fr",
     "german": "de", "greek": "el", "italian": "it", "norwegian": "no", "polish": "pl", "portuguese": "pt",
@@ -24,10 +24,10 @@ _CODES = {
 
 
 def splitter(kind: str, language: str = "english", keep_newlines: bool = False) -> Callable[[str], list[str]]:
-    """A function from a text to its sentences.
+    """Return a function from a text to its sentences.
 
-    keep_newlines: blanks and newlines after a sentence belong to it (punkt only; sentencex keeps them always).
-    Raises ValueError where the library or its data is missing.
+    keep_newlines: keep the blanks and newlines after a sentence as part of it (punkt only; sentencex always does).
+    Errors: ValueError where the library or its data is missing.
     """
     if kind == "sentencex":
         return _sentencex(language)
@@ -70,25 +70,25 @@ _CLOSING = r"(?:[)\";}\]*:@'({\[?!])"
 _SEVERAL = r"(?:-{2,}|\.{2,}|(?:\.\s){2,}\.)"
 _END = rf"(?:\s|$|{_CLOSING}|{_SEVERAL}|,(?=$|\s|{_CLOSING}|{_SEVERAL}))"
 _WORD = re.compile(rf"({_SEVERAL}|(?=[^(\"`{{\[:;&#*@)}}\]\-,])\S+?(?={_END})|\S)")
-"""A word without punctuation but periods, several hyphens or periods, or any other character."""
+"""A word without punctuation except periods; or several hyphens or periods; or any other single character."""
 _BOUNDARY = re.compile(rf"[.?!](?=(?P<after_tok>{_CLOSING}|\s+(?P<next_tok>\S+)))")
-"""Where a sentence may end."""
+"""A position where a sentence may end."""
 _WITH_BLANKS = re.compile(rf"\S*[.?!]\s*(?=(?P<after_tok>{_CLOSING}|(?P<next_tok>\S+)))|\S+")
-"""Words up to where a sentence may end, and the blanks there, of which there may be none; or a word without such an
-end, which would take quadratic time if each of its characters were tried."""
+"""Words up to a possible end of a sentence with any blanks after it, or a word without such an end. The second
+alternative avoids quadratic time: it consumes the word instead of trying each of its characters."""
 _REALIGNED = re.compile(r"""["')\]}]+?(?:\s+|(?=--)|$)""", re.MULTILINE)
-"""What is moved to the sentence before the one that it begins."""
+"""Closing quotes and brackets at the beginning of a sentence, which are moved to the previous sentence."""
 
 
 class _Boundaries:
-    """Where sentences may end, with the blanks there."""
+    """Possible ends of sentences with the blanks after them, through the interface of a pattern."""
 
     def finditer(self, text: str) -> Iterator[re.Match[str]]:
-        return (found for found in _WITH_BLANKS.finditer(text) if found["after_tok"] is not None)
+        return (match for match in _WITH_BLANKS.finditer(text) if match["after_tok"] is not None)
 
 
 def _variables(punkt: Any, keep_newlines: bool) -> Any:
-    """punkt's variables of a language, the same for all."""
+    """punkt's variables for a language; they are the same for all languages."""
 
     class Variables(punkt.PunktLanguageVars):  # type: ignore[misc]
         sent_end_chars, internal_punctuation, re_boundary_realignment = (".", "?", "!"), ",:;", _REALIGNED
@@ -103,7 +103,7 @@ def _variables(punkt: Any, keep_newlines: bool) -> Any:
 
 
 def _token(punkt: Any) -> type:
-    """punkt's kinds of words."""
+    """punkt's classes of words."""
 
     class Token(punkt.PunktToken):  # type: ignore[misc]
         _RE_ELLIPSIS, _RE_INITIAL, _RE_ALPHA = map(re.compile, (r"\.\.+$", r"[^\W\d]\.$", r"[^\W\d]+$"))

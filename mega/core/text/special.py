@@ -1,6 +1,6 @@
-"""Texts in which tokens stand by name, such as `<|im_start|>user`: cut into these tokens and the text between them.
+"""Split texts that spell tokens by name, such as `<|im_start|>user`, into these tokens and the text between them.
 
-It knows texts, names and spans of characters, and neither tokenizers nor templates.
+This file knows texts, names and spans of characters, but neither tokenizers nor templates.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from functools import lru_cache
 from typing import NamedTuple
 
 Span = tuple[int, int]
-"""First character and the one after the last. An empty span in a list of literal text is a cut: no name crosses it."""
+"""Index of the first character, and of the one after the last. An empty span in a list of literal text is a cut: no
+token name may cross it."""
 
 
 class Parsed(NamedTuple):
-    """ids, and the characters of the text that each stands for; spans: None where the family cannot tell."""
+    """ids, and for each the span of characters that it encodes; spans: None if the family cannot tell."""
 
     ids: list[int]
     spans: list[Span] | None
 
 
 class TextSection(NamedTuple):
-    """A token that stands by name in a text, or, without a name, the text up to the next."""
+    """A token spelled by name in a text, or (with the name None) the text up to the next such token."""
 
     name: str | None
     begin: int
@@ -37,8 +38,8 @@ def _pattern(names: frozenset[str]) -> re.Pattern[str]:
 
 
 def sections(text: str, names: Collection[str], literal: Sequence[Span] = ()) -> Iterator[TextSection]:
-    """The whole of `text` in order: the leftmost name first, of several that begin there the longest. Names within or
-    across a span of `literal` are text.
+    """Split all of `text` in order. The leftmost name wins; of several that begin there, the longest. Names within or
+    across a span of `literal` count as text.
 
     >>> [(each.name, each.begin) for each in sections("<s>a<s></s>", {"<s>", "</s>"}, [(4, 7)])]
     [('<s>', 0), (None, 3), ('</s>', 7)]
@@ -58,12 +59,12 @@ def sections(text: str, names: Collection[str], literal: Sequence[Span] = ()) ->
 
 
 def _crossed(first: int, last: int, literal: Sequence[Span]) -> int | None:
-    """The end of a literal span that the characters first .. last - 1 touch; None where they touch none."""
+    """The end of the literal span that overlaps the characters first .. last - 1; None if no span does."""
     return next((end for begin, end in literal if begin < last and end > first), None)
 
 
 class Spelled:
-    """Which of some names a text holds: quick where it holds none, as nearly all texts."""
+    """Searches texts for token names; fast for texts without any, which are nearly all."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._groups: dict[str, frozenset[str]] = {}
@@ -72,14 +73,14 @@ class Spelled:
 
     def first_in(self, text: str) -> str | None:
         """The first name in the text."""
-        found = (_pattern(names).search(text) for start, names in self._groups.items() if start in text)
-        matches = [match for match in found if match is not None]
+        candidates = (_pattern(names).search(text) for start, names in self._groups.items() if start in text)
+        matches = [match for match in candidates if match is not None]
         return min(matches, key=lambda match: match.start())[0] if matches else None
 
 
 def aligned(text: str, pieces: Sequence[bytes]) -> list[Span] | None:
-    """The characters of each piece, where all pieces together are the text in UTF-8; a piece that is a part of a
-    character has that character. None where they are not.
+    """The span of characters of each piece, if all pieces together are the text in UTF-8, else None. A piece that is
+    part of a character gets the span of the whole character.
 
     >>> aligned("aé", [b"a", b"\\xc3", b"\\xa9"])
     [(0, 1), (1, 2), (1, 2)]
@@ -104,9 +105,9 @@ def aligned(text: str, pieces: Sequence[bytes]) -> list[Span] | None:
 
 
 def covered(spans: Sequence[Span], begin: int, end: int) -> range | None:
-    """The tokens of the characters begin .. end - 1: from the first that holds the first of them to the last that holds
-    the last. None where no token holds one of these two, as where a tokenizer leaves out blanks, or where several hold
-    the last, of which transformers takes the first: it would train a part of a character."""
+    """The range of tokens that encode the characters begin .. end - 1. None where no token holds the first or the last
+    of these characters (some tokenizers omit blanks), or where several tokens hold the last one: transformers takes the
+    first of them, and would train on a part of a character."""
     first = next((i for i, (a, b) in enumerate(spans) if a <= begin < b), None)
     last = [i for i, (a, b) in enumerate(spans) if a < end <= b]
     return None if first is None or len(last) != 1 else range(first, last[0] + 1)

@@ -1,7 +1,7 @@
-"""A vocabulary from one's own texts: byte-level BPE in the files that gpt2.py reads, BERT's WordPiece, or a
+"""Train a vocabulary on one's own texts: byte-level BPE in the files that gpt2.py reads, BERT's WordPiece, or a
 SentencePiece model.
 
-All count words first, so memory grows with the words of the corpus and not with its length.
+Training counts words first, so memory grows with the number of different words, not with the length of the corpus.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from mega.core.text.gpt2 import END_OF_TEXT, byte_letters
 Model = Literal["unigram", "bpe", "char", "word"]
 
 _CONTROLS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-_REPEATED = 10_000  # times a word at most in one text that the library is given
+_REPEATED = 10_000  # most repetitions of a word in one text for the library
 _MOST_WORDS = 10_000_000
-_LONGEST_WORD = 1000  # characters; the library leaves out longer ones
+_LONGEST_WORD = 1000  # characters; the library omits longer words
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, directory: Path) -> tuple[Path, Path]:
     """Write vocab.json and merges.txt into `directory` and return their paths.
 
-    Ids 0 .. 255 are the bytes, then come the merges in order of rank, and the last id is <|endoftext|>.
-    Few texts may give fewer than `vocab_size` entries. Raises ValueError for a vocab_size below 257, or no text.
+    Ids 0 .. 255 are the bytes, then come the merges by rank; the last id is <|endoftext|>. Few texts may give fewer
+    than `vocab_size` entries. Errors: ValueError for a vocab_size below 257, or if all texts are empty.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
@@ -36,7 +36,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, directory: Path) -> tuple[P
         raise ValueError(f"--vocab-size {vocab_size}: must be at least 257, 256 bytes and {END_OF_TEXT}, below 2^31")
     every = iter(texts)
     first = next((text for text in every if text), None)
-    if first is None:  # the bytes alone would look like a trained vocabulary
+    if first is None:  # without this check, the 256 bytes alone would pass for a trained vocabulary
         raise ValueError("--input: holds no text to train on")
     library = Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -58,10 +58,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int, directory: Path) -> tuple[P
 
 
 def train_wordpiece(texts: Iterable[str], vocab_size: int, directory: Path) -> Path:
-    """Write vocab.txt, of lower-case pieces, into `directory` and return its path.
+    """Write vocab.txt, with lower-case pieces, into `directory` and return its path.
 
-    First come BERT's control tokens, then every character by itself and inside a word, then what was merged. Few texts
-    may give fewer than `vocab_size` entries. Raises ValueError where the characters alone are more, or for no text.
+    BERT's control tokens come first, then every character at the start of a word and inside a word, then the merged
+    pieces. Few texts may give fewer than `vocab_size` entries. Errors: ValueError if the characters alone exceed
+    `vocab_size`, or if all texts are empty.
     """
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
@@ -78,7 +79,8 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int, directory: Path) -> P
             f"--vocab-size {vocab_size}: must be at least {len(fixed)}, the control tokens and the texts' "
             f"{len(letters)} characters twice, below 2^31"
         )
-    # What the library is not given as special gets its number in the order of a hash table, which ties go by.
+    # Characters are passed as special tokens: the library numbers others in the order of a hash table, which would
+    # decide between equally frequent merges.
     trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=fixed, show_progress=False)
     library.train_from_iterator(_repeated(counts), trainer)
     vocab = json.loads(library.to_str())["model"]["vocab"]
@@ -90,7 +92,7 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int, directory: Path) -> P
 
 
 def _repeated(counts: Counter[str]) -> Iterator[str]:
-    """Every word as often as it occurs.
+    """Yield every word as often as it occurs.
 
     >>> list(_repeated(Counter({"a": 2})))
     ['a a ']
@@ -105,8 +107,8 @@ def train_sentencepiece(
 ) -> tuple[Path, Path]:
     """Write tokenizer.model and tokenizer.vocab into `directory` and return their paths.
 
-    Ids 0, 1 and 2 are <unk>, <s> and </s>. coverage: share of the text's characters that get a piece; the others
-    are unknown. Raises ValueError where the texts do not give `vocab_size` pieces.
+    Ids 0, 1 and 2 are <unk>, <s> and </s>. coverage: share of the texts' characters that get a piece; the others are
+    unknown. Errors: ValueError if the texts do not give `vocab_size` pieces.
     """
     import io
 
@@ -116,12 +118,12 @@ def train_sentencepiece(
         raise ValueError(f"--vocab-size {vocab_size}: must be 1 .. {2**31 - 1}")
     if not 0.98 <= coverage <= 1:
         raise ValueError(f"--character-coverage {coverage}: must be of 0.98 .. 1")
-    written = io.BytesIO()
+    buffer = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=(f"{word}\t{count}" for word, count in sorted(words(texts).items())),
             input_format="tsv",
-            model_writer=written,
+            model_writer=buffer,
             model_type=model,
             vocab_size=vocab_size,
             character_coverage=coverage,
@@ -131,32 +133,32 @@ def train_sentencepiece(
     except (RuntimeError, OSError) as error:
         reason = str(error).rpartition("] ")[2].strip() or "the texts hold too few words"
         raise ValueError(f"--vocab-size {vocab_size}: SentencePiece finds no such vocabulary ({reason})") from None
-    library = sentencepiece.SentencePieceProcessor(model_proto=written.getvalue())
+    library = sentencepiece.SentencePieceProcessor(model_proto=buffer.getvalue())
     pieces = (f"{library.id_to_piece(i)}\t{library.get_score(i):g}\n" for i in range(library.vocab_size()))
     directory.mkdir(parents=True, exist_ok=True)
-    found = directory / "tokenizer.model", directory / "tokenizer.vocab"
-    for path, data in zip(found, (written.getvalue(), "".join(pieces).encode()), strict=True):
+    paths = directory / "tokenizer.model", directory / "tokenizer.vocab"
+    for path, data in zip(paths, (buffer.getvalue(), "".join(pieces).encode()), strict=True):
         with whole_file(path) as file:
             file.write(data)
-    return found
+    return paths
 
 
 def words(texts: Iterable[str], most: int = _MOST_WORDS) -> Counter[str]:
-    """How often each word between blanks occurs; a long one, as of a script without blanks, counts in parts.
+    """Count the words between blanks; a long word, as in a script without blanks, is counted in parts.
 
-    Beyond `most` different words the rarest are forgotten now and then.
+    Above `most` different words, the rarest are removed from time to time.
 
     >>> words(["a b", "b"])
     Counter({'b': 2, 'a': 1})
     """
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     rare = 1
     for text in texts:
-        found.update(_cut(text.replace("\0", " ").split()))
-        while len(found) > most:
-            found = Counter({word: count for word, count in found.items() if count > rare})
+        counts.update(_cut(text.replace("\0", " ").split()))
+        while len(counts) > most:
+            counts = Counter({word: count for word, count in counts.items() if count > rare})
             rare += 1
-    return found
+    return counts
 
 
 def _cut(every: Iterable[str]) -> Iterator[str]:

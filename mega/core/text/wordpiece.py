@@ -1,10 +1,10 @@
-"""BERT's WordPiece from vocab.txt, one piece a line, word by word through a cache.
+"""BERT's WordPiece from a vocab.txt with one piece per line; words are cached.
 
-A word is what lies between blanks, or one Chinese character; every rule acts within a word, so that one that was
-seen before costs a look-up. Control tokens in a text are split like other text.
+A word is the text between two blanks, or one Chinese character. Every rule acts within a word, so a word that occurred
+before costs one look-up. Control tokens in a text are split like other text.
 
-The rules are Google's, which Megatron-LM has too. Where a tokenizer_config.json of a BERT of transformers is next to
-vocab.txt, they are transformers', with the settings of that file. A tokenizer.json of a BERT may stand for vocab.txt.
+The rules are Google's, as in Megatron-LM. If the tokenizer_config.json of a transformers BERT is next to vocab.txt,
+transformers' rules apply, with the settings of that file. The tokenizer.json of a BERT can replace vocab.txt.
 
 Sources: google-research/bert, tokenization.py; BertNormalizer of Hugging Face's tokenizers.
 """
@@ -27,7 +27,7 @@ _CHINESE = (
     "\U0002b740-\U0002b81f\U0002b820-\U0002ceaf\uf900-\ufaff\U0002f800-\U0002fa1f"
 )
 _HF_CHINESE = _CHINESE.replace("\U0002b820", "\U0002b920")
-# Control characters at which Python would cut a word, but which the rules drop, joining what is around them.
+# Control characters at which Python would split a word. The rules drop them, which joins the text on both sides.
 _JOINING = re.compile("[\x0b\x0c\x1c-\x1f\x85]")
 _ASCII_CONTROLS = re.compile("[\x00-\x1f\x7f]+")
 _ASCII_PARTS = re.compile("[0-9A-Za-z]+|[!-/:-@[-`{-~]")
@@ -36,22 +36,21 @@ _REQUIRED = ("[CLS]", "[SEP]", "[PAD]", "[MASK]", "[UNK]")
 
 
 _MANY = 1000
-"""Pieces from which on a vocabulary has capital letters, if it is one that keeps them."""
+"""Number of pieces above which a vocabulary that keeps case is expected to contain capital letters."""
 SETTINGS = "tokenizer_config.json"
-"""The file of transformers that may be next to vocab.txt."""
+"""The file of transformers' settings that may be next to vocab.txt."""
 
 
 class WordRules(NamedTuple):
-    """What becomes of a word before it is spelt in pieces.
-
-    chinese: Chinese characters are words. transformers: the rules of its BertTokenizer, not Google's: characters for
-    private use are dropped, letters are lower-cased one by one, words have at most 100 characters.
-    """
+    """How a word is normalised before it is spelled in pieces."""
 
     lower: bool
     strip_accents: bool
     chinese: bool = True
+    """Each Chinese character is a word."""
     transformers: bool = False
+    """Apply the rules of transformers' BertTokenizer, not Google's: drop private-use characters, lower-case each letter
+    separately, limit words to 100 characters."""
 
     @property
     def longest(self) -> int:
@@ -64,7 +63,7 @@ class WordRules(NamedTuple):
         return re.compile(rf"[{signs}]|[^\s{signs}]+")
 
     def cleaned(self, word: str) -> str:
-        """`word` without control characters, lower-cased and without accents as the rules say."""
+        """Return `word` without control characters, and as the rules demand lower-cased and without accents."""
         dropped = ("Cc", "Cf", "Co") if self.transformers else ("Cc", "Cf")
         word = "".join(c for c in word if c != "\ufffd" and unicodedata.category(c) not in dropped)
         if self.lower and not self.transformers:
@@ -75,7 +74,7 @@ class WordRules(NamedTuple):
 
 
 class WordPieceTokenizer(Tokenizer):
-    """vocab.txt; [BOS], [EOS] and <extra_id_0> ... follow its lines where the file lacks them."""
+    """vocab.txt; [BOS], [EOS] and <extra_id_0> ... follow its lines if the file lacks them."""
 
     bos: int
     pad: int
@@ -84,13 +83,13 @@ class WordPieceTokenizer(Tokenizer):
     def __init__(self, path: Path, *, lower: bool, extra_ids: int = 0) -> None:
         self.kind = "BertWordPieceLowerCase" if lower else "BertWordPieceCase"
         self._path, settings = path, path.with_name(SETTINGS)
-        self._settings = settings if (said := _settings(settings)) is not None else None
+        self._settings = settings if (configured := _settings(settings)) is not None else None
         whole = _whole_json(path) if path.suffix == ".json" else None
         if whole is not None:
             self._settings = settings if settings.is_file() else None
-        if whole is not None and said is None:
-            said, settings = _settings_of(whole, settings), path
-        self._rules = _rules(said, settings, self.kind, lower)
+        if whole is not None and configured is None:
+            configured, settings = _settings_of(whole, settings), path
+        self._rules = _rules(configured, settings, self.kind, lower)
         self._words = self._rules.words()
         self._vocab = read_pieces(path) if whole is None else _pieces(whole)
         for name in _REQUIRED:
@@ -103,16 +102,16 @@ class WordPieceTokenizer(Tokenizer):
             self._vocab.setdefault(name, len(self._vocab))
         self._pieces = {token: piece for piece, token in self._vocab.items()}
         self._known = Remembered(self._word_ids)
-        at = self._vocab.__getitem__
-        self.pad, self.bos = at("[PAD]"), at("[BOS]")
+        token_id = self._vocab.__getitem__
+        self.pad, self.bos = token_id("[PAD]"), token_id("[BOS]")
         self.roles = Roles(
-            cls=at("[CLS]"),
-            sep=at("[SEP]"),
-            mask=at("[MASK]"),
+            cls=token_id("[CLS]"),
+            sep=token_id("[SEP]"),
+            mask=token_id("[MASK]"),
             pad=self.pad,
             bos=self.bos,
-            eos=at("[EOS]"),
-            sentinels=tuple(map(at, sentinels)),
+            eos=token_id("[EOS]"),
+            sentinels=tuple(map(token_id, sentinels)),
         )
 
     @property
@@ -122,11 +121,11 @@ class WordPieceTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         if _JOINING.search(text):
             text = _JOINING.sub("", text)
-        known = self._known
-        return [token for word in self._words.findall(text) for token in known[word]]
+        ids_of = self._known
+        return [token for word in self._words.findall(text) for token in ids_of[word]]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Pieces apart by blanks, continuations joined to what is before them."""
+        """Join pieces with blanks, and continuation pieces without."""
         return " ".join(self._pieces[int(token)] for token in ids).replace(" ##", "")
 
     def continues(self, token: int) -> bool:
@@ -147,14 +146,14 @@ class WordPieceTokenizer(Tokenizer):
         return {"vocab.txt": self._path}
 
     def part_for_ids(self, name: str, content: bytes) -> bytes:
-        """Of a tokenizer.json the vocab.txt that holds the same pieces."""
+        """Reduce a tokenizer.json to the vocab.txt with the same pieces."""
         if name != "vocab.txt" or self._path.suffix != ".json":
             return content
         pieces = _pieces(parse_json(content, f"--vocab-file {self._path}"))
         return "".join(f"{piece}\n" for piece in sorted(pieces, key=pieces.__getitem__)).encode()
 
     def doubt(self) -> str | None:
-        """Of a vocabulary with capital letters that are made small, or without them where they are kept."""
+        """Warn about a lower-casing tokenizer with capital letters in its vocabulary, and a cased one without any."""
         capitals = sum(piece.lower() != piece for piece in self._vocab if not piece.startswith("["))
         if self._rules.lower and capitals > len(self._vocab) / 20:
             return f"--tokenizer {self.kind}: {capitals} pieces of {self._path} have capital letters, which no text has"
@@ -163,13 +162,14 @@ class WordPieceTokenizer(Tokenizer):
         return None
 
     def behaviour(self) -> Mapping[str, object]:
-        """Settings that its kind does not imply. The two sets of rules differ in characters that no text is made of."""
+        """The settings that the kind does not imply. Google's and transformers' rules count as equal: they differ only
+        in characters that do not occur in normal text."""
         rules = self._rules
         usual = rules.strip_accents == rules.lower and rules.chinese
         return {} if usual else {"strip_accents": rules.strip_accents, "chinese": rules.chinese}
 
     def huggingface_files(self) -> Mapping[str, Mapping[str, Json]]:
-        """transformers lower-cases where nothing is said."""
+        """transformers' default is to lower-case, so do_lower_case is always written."""
         rules = self._rules
         settings: dict[str, Json] = {
             "tokenizer_class": "BertTokenizer",
@@ -180,49 +180,49 @@ class WordPieceTokenizer(Tokenizer):
         return {SETTINGS: {**settings, **{f"{name}_token": f"[{name.upper()}]" for name in _NAMED}}}
 
     def _word_ids(self, word: str) -> list[int]:
-        """A word between blanks: cleaned, lower-cased, cut at punctuation, each part spelt in pieces."""
-        if word.isascii():  # by far the most, and for them every rule is one call
+        """Ids of a word between blanks: clean it, lower-case it, split it at punctuation, spell each part in pieces."""
+        if word.isascii():  # nearly all words; for them each rule is a single call
             word = _ASCII_CONTROLS.sub("", word)
             parts = _ASCII_PARTS.findall(word.lower() if self._rules.lower else word)
             return [token for part in parts for token in self._spell(part)]
         return [token for part in _parts(self._rules.cleaned(word)) for token in self._spell(part)]
 
     def _spell(self, word: str) -> list[int]:
-        """The longest piece first, from the left; one [UNK] where that leads nowhere or the word is too long."""
-        found: list[int] = []
+        """Spell a word by its longest pieces from left to right; [UNK] if that fails or the word is too long."""
+        token_ids: list[int] = []
         start = 0
         while start < len(word) <= self._rules.longest:
             prefix = "##" if start else ""
             for end in range(len(word), start, -1):
                 token = self._vocab.get(prefix + word[start:end])
                 if token is not None:
-                    found.append(token)
+                    token_ids.append(token)
                     start = end
                     break
             else:
                 return [self._vocab["[UNK]"]]
-        return found if start else [self._vocab["[UNK]"]]
+        return token_ids if start else [self._vocab["[UNK]"]]
 
 
 def _settings(path: Path) -> Mapping[str, Json] | None:
-    """What transformers' settings say of a BERT; None where there are none, or they are of another tokenizer."""
+    """transformers' settings for a BERT; None if they are missing, or belong to another class of tokenizer."""
     if not path.is_file():
         return None
-    what = f"--vocab-file: {path}"
-    said = parse_json(read_limited(path, FILE_BYTES, what), what)
-    if not isinstance(said, dict):
-        raise ValueError(f"{what} holds no JSON object")
-    named = str(said.get("tokenizer_class", "BertTokenizer"))
-    return said if "Bert" in named and "JapaneseTokenizer" not in named else None
+    label = f"--vocab-file: {path}"
+    settings = parse_json(read_limited(path, FILE_BYTES, label), label)
+    if not isinstance(settings, dict):
+        raise ValueError(f"{label} holds no JSON object")
+    class_name = str(settings.get("tokenizer_class", "BertTokenizer"))
+    return settings if "Bert" in class_name and "JapaneseTokenizer" not in class_name else None
 
 
 def _whole_json(path: Path) -> dict[str, Json]:
-    """A tokenizer.json of a BERT. Errors: ValueError where it is none, or has rules that a BERT's has not."""
-    what = f"--vocab-file {path}"
-    whole = parse_json(read_limited(path, FILE_BYTES, what), what)
+    """Read the tokenizer.json of a BERT. Errors: ValueError where it is not a BERT's, or has other rules."""
+    label = f"--vocab-file {path}"
+    whole = parse_json(read_limited(path, FILE_BYTES, label), label)
     if not isinstance(whole, dict) or not is_bert(whole):
         raise ValueError(
-            f"{what}: must be a vocab.txt, or a tokenizer.json of a BERT: WordPiece with BertNormalizer and "
+            f"{label}: must be a vocab.txt, or a tokenizer.json of a BERT: WordPiece with BertNormalizer and "
             "BertPreTokenizer, ids without gaps, and no tokens but those of its vocabulary"
         )
     return whole
@@ -239,49 +239,52 @@ _PARTS = ("model", "normalizer", "pre_tokenizer")
 def is_bert(whole: Mapping[str, Json]) -> bool:
     """Whether a tokenizer.json cuts texts as a BERT's does."""
     model, normalizer, pre = (below(whole, name) for name in _PARTS)
-    vocab, added = model.get("vocab"), whole.get("added_tokens") or []
+    vocab, added_tokens = model.get("vocab"), whole.get("added_tokens") or []
     if not isinstance(vocab, dict) or not all(type(token) is int for token in vocab.values()):
         return False
     kinds = (model.get("type"), normalizer.get("type"), pre.get("type"))
     usual = model.get("continuing_subword_prefix") == "##" and model.get("max_input_chars_per_word") == 100
     whole_range = sorted(vocab.values()) == list(range(len(vocab)))
-    known = isinstance(added, list) and all(
-        isinstance(each, dict) and vocab.get(each.get("content")) == each.get("id") for each in added
+    adds_nothing = isinstance(added_tokens, list) and all(
+        isinstance(each, dict) and vocab.get(each.get("content")) == each.get("id") for each in added_tokens
     )
-    return kinds == ("WordPiece", "BertNormalizer", "BertPreTokenizer") and usual and whole_range and known
+    return kinds == ("WordPiece", "BertNormalizer", "BertPreTokenizer") and usual and whole_range and adds_nothing
 
 
 def _settings_of(whole: Mapping[str, Json], settings: Path) -> dict[str, Json]:
-    """As a tokenizer_config.json has them: those of a tokenizer.json where a file names a class that goes by it alone,
-    else those of transformers' BertTokenizer, which counts where there is no such file."""
+    """The settings in a tokenizer.json, under the names of a tokenizer_config.json. They apply if a `settings` file
+    exists, because the class that it names reads only tokenizer.json. Otherwise transformers uses BertTokenizer with
+    its defaults."""
     if not settings.is_file():
         return {}
     rules = below(whole, "normalizer")
     names = {"lowercase": "do_lower_case", "strip_accents": "strip_accents"}
     names["handle_chinese_chars"] = "tokenize_chinese_chars"
-    return {theirs: rules.get(name) for name, theirs in names.items()}
+    return {key: rules.get(name) for name, key in names.items()}
 
 
-def _rules(said: Mapping[str, Json] | None, path: Path, kind: str, lower: bool) -> WordRules:
-    """Errors: ValueError where the settings contradict the kind that was asked for, or are none."""
-    if said is None:
+def _rules(settings: Mapping[str, Json] | None, path: Path, kind: str, lower: bool) -> WordRules:
+    """The rules from settings. Errors: ValueError where settings contradict the requested kind, or are malformed."""
+    if settings is None:
         return WordRules(lower, lower)
-    found = {name: said.get(name) for name in ("do_lower_case", "strip_accents", "tokenize_chinese_chars")}
-    for name, value in found.items():
+    values = {name: settings.get(name) for name in ("do_lower_case", "strip_accents", "tokenize_chinese_chars")}
+    for name, value in values.items():
         if value not in (None, True, False):
             raise ValueError(f"--vocab-file: {path}: {name} {value!r}: must be true or false")
-    if (lowers := found["do_lower_case"] is not False) != lower:
-        right = "BertWordPieceLowerCase" if lowers else "BertWordPieceCase"
+    if (lowers := values["do_lower_case"] is not False) != lower:
+        other_kind = "BertWordPieceLowerCase" if lowers else "BertWordPieceCase"
         raise ValueError(
-            f"--tokenizer {kind}: {path} says do_lower_case {str(lowers).lower()}; give --tokenizer {right}, or a copy "
-            "of vocab.txt without that file"
+            f"--tokenizer {kind}: {path} says do_lower_case {str(lowers).lower()}; give --tokenizer {other_kind}, or "
+            "a copy of vocab.txt without that file"
         )
-    strip = found["strip_accents"]
-    return WordRules(lower, lower if strip is None else bool(strip), found["tokenize_chinese_chars"] is not False, True)
+    strip = values["strip_accents"]
+    return WordRules(
+        lower, lower if strip is None else bool(strip), values["tokenize_chinese_chars"] is not False, True
+    )
 
 
 def read_pieces(path: Path) -> dict[str, int]:
-    """piece -> line number of a vocab.txt; ValueError where it is not UTF-8 or holds a piece twice."""
+    """Piece -> line number of a vocab.txt. Errors: ValueError where it is not UTF-8 or repeats a piece."""
     try:
         lines = read_limited(path, FILE_BYTES, f"--vocab-file {path}").decode().removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
@@ -294,7 +297,7 @@ def read_pieces(path: Path) -> dict[str, int]:
 
 
 def _parts(word: str) -> Iterator[str]:
-    """`don't!` -> don ' t !"""
+    """Split at punctuation: `don't!` -> don ' t !"""
     begin = 0
     for i, character in enumerate(word):
         if _is_punctuation(character):
@@ -307,7 +310,7 @@ def _parts(word: str) -> Iterator[str]:
 
 
 def _is_punctuation(character: str) -> bool:
-    """All of ASCII that is neither letter, digit nor blank, and Unicode's punctuation."""
+    """ASCII characters other than letters, digits, blanks and controls, and Unicode's punctuation."""
     code = ord(character)
     return (
         33 <= code <= 47

@@ -1,15 +1,15 @@
-"""A cache of words in front of a tokenizer that treats each word alone: most words of a corpus are few."""
+"""A cache of words for tokenizers that treat each word separately: a few words make up most of a corpus."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 _MOST_WORDS = 1 << 18
-_LONGEST = 64  # a longer word hardly comes again
+_LONGEST = 64  # characters; longer words rarely occur twice
 
 
 class Remembered(dict[str, list[int]]):
-    """`remembered[word]` is `spell(word)`, computed once while the cache has room.
+    """`remembered[word]` is `spell(word)`; the cache is emptied when it is full.
 
     >>> lengths = Remembered(lambda word: [len(word)]); lengths["the"], "the" in lengths
     ([3], True)
@@ -20,9 +20,9 @@ class Remembered(dict[str, list[int]]):
         self._spell = spell
 
     def __missing__(self, word: str) -> list[int]:
-        found = self._spell(word)
+        ids = self._spell(word)
         if len(word) <= _LONGEST:
             if len(self) >= _MOST_WORDS:
                 self.clear()
-            self[word] = found
-        return found
+            self[word] = ids
+        return ids

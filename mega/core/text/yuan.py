@@ -1,7 +1,7 @@
-"""Yuan's (and CPM-2's) tokenizer: jieba cuts Chinese into words, the vocabulary cuts words into pieces.
+"""The tokenizer of Yuan and CPM-2: jieba splits Chinese into words, the vocabulary splits words into pieces.
 
-A blank is written U+2582 and a newline U+2583. A blank between two western tokens is left out and put back when
-decoding; western is what holds no Chinese character and is no blank. jieba is needed only for encoding.
+U+2582 represents a blank, U+2583 a newline. Encoding omits a blank between two western tokens, and decoding restores
+it. A token is western if it has no Chinese character and is not a blank. Only encoding needs jieba.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class YuanTokenizer(Tokenizer):
         return len(self._vocab)
 
     def encode(self, text: str) -> list[int]:
-        words = self._words.cut(text, HMM=True)  # before blanks are written: it takes \r\n for one word
+        words = self._words.cut(text, HMM=True)  # before blanks are replaced: jieba keeps \r\n as one word
         tokens = [token for word in words for token in self._spell(word.translate(_WRITTEN))]
         return self._without_blanks(tokens)
 
@@ -69,7 +69,7 @@ class YuanTokenizer(Tokenizer):
         return {"vocab.txt": self._path}
 
     def _without_blanks(self, tokens: list[int]) -> list[int]:
-        """Leave out each blank between two western tokens."""
+        """Omit each blank between two western tokens."""
         return [
             token
             for i, token in enumerate(tokens)
@@ -82,17 +82,17 @@ class YuanTokenizer(Tokenizer):
         return token != self._blank and not is_chinese(self._pieces[token])
 
     def _marked(self, left: int, right: int) -> bool:
-        """Whether a blank may have been left out between two tokens: both western, and neither a newline."""
+        """Whether decoding puts a blank between two tokens: both are western, and neither is a newline."""
         return all(self._western(token) and self._pieces[token] != _NEWLINE for token in (left, right))
 
     def _spell(self, word: str) -> list[int]:
-        """The longest piece first, from the left; a character that begins none is unknown, and the next one is tried.
+        """Spell a word by its longest pieces from left to right; a character that begins no piece becomes <unk>.
 
-        What continues a word carries `##`, unless it holds a Chinese character.
+        A piece that continues a word carries `##`, unless it contains a Chinese character.
         """
         if len(word) > _LONGEST_WORD:
             return [self._unknown]
-        found: list[int] = []
+        token_ids: list[int] = []
         start = 0
         while start < len(word):
             chinese = next((i for i in range(start, len(word)) if is_chinese(word[i])), len(word))
@@ -100,13 +100,13 @@ class YuanTokenizer(Tokenizer):
                 mark = "##" if start and end <= chinese else ""
                 token = self._vocab.get(mark + word[start:end])
                 if token is not None:
-                    found.append(token)
+                    token_ids.append(token)
                     start = end
                     break
             else:
-                found.append(self._unknown)
+                token_ids.append(self._unknown)
                 start += 1
-        return found
+        return token_ids
 
     @cached_property
     def _words(self) -> Any:
@@ -119,5 +119,5 @@ class YuanTokenizer(Tokenizer):
 
 
 def is_chinese(text: str) -> bool:
-    """Whether any character is of U+4E00 .. U+9FFF."""
+    """Whether any character is in U+4E00 .. U+9FFF."""
     return any("\u4e00" <= character <= "\u9fff" for character in text)

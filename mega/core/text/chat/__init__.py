@@ -1,8 +1,8 @@
-"""Conversations as tokens, by the template of a model. It knows tokenizers only as what encodes a text.
+"""Conversations as tokens, in the template of a model. This room only needs to encode texts with a tokenizer.
 
-messages        conversations as files and requests have them
-templates       the built-in ones, and where folders of models store theirs
-format          a conversation as tokens, and which of them are trained on
-turns           where the assistant's turns are in a rendered conversation
-jinja_process   foreign templates, rendered in a sandbox
+messages        parse conversations from files and requests
+templates       built-in templates; find the template in a model's folder
+format          encode a conversation, and mark the tokens that are trained on
+turns           locate the assistant's turns in a rendered conversation
+jinja_process   render foreign templates in a sandbox
 """

@@ -1,7 +1,8 @@
-"""Conversations as tokens: how a model converses, and which tokens are trained on: the assistant's turns, end included.
+"""Conversations as tokens in a model's template, with the tokens that are trained on: the assistant's turns with their
+ends.
 
-Control tokens come from the template alone. The text of a message is encoded as ordinary text, so that a message that
-spells `<|eot_id|>` consists of these characters and ends no turn.
+Only the template produces control tokens. The text of a message is encoded as ordinary text, so a message that spells
+`<|eot_id|>` gets the ids of these characters and does not end a turn.
 """
 
 from __future__ import annotations
@@ -19,35 +20,35 @@ from mega.core.text.tokenizer import Tokenizer
 from mega.core.untrusted import Confined
 
 RENDERING = 3
-"""How conversations become tokens: part of the cache key. 1 dropped blanks that Jinja keeps; 2
-encoded texts apart that are adjacent, and rendered Jinja once for each sequence of roles."""
+"""Version of the encoding of conversations, part of the cache key. Version 1 dropped blanks that Jinja keeps; version 2
+encoded adjacent texts separately, and rendered Jinja once for each sequence of roles."""
 
 _SECONDS, _MEMORY = 5, 1 << 29
 _MOST_TEXT = 256 << 20
 _MARKS = [chr(0xFDD0 + number) for number in range(8)]
-"""Characters that no text should hold, two of which stand around a control token that a message spells."""
+"""Characters that no text should contain. Two of them mark the control tokens that a message spells."""
 _READS_ALL = re.compile(r"\b(items|values|keys|tojson|dictsort|pprint|string|xmlattr)\b")
-"""What a template that reads all keys of a message has at least one of."""
+"""Matches templates that read all keys of a message."""
 
 
 class Labelled(NamedTuple):
-    """ids, and for each whether it is trained on."""
+    """The ids of a conversation, and for each whether it is trained on."""
 
     ids: list[int]
     trained: list[bool]
 
 
 class ChatFormat:
-    """How a model converses: a template, for one tokenizer, whose control tokens, beginning and end it is given.
+    """The format of a model's conversations: a template with the control tokens of one tokenizer.
 
-    ends: ids with which the assistant's turn ends; end_names: the same by name. source: the template, as Jinja;
-    variables: what it is given in addition to a conversation. tokens: names in its output -> their ids.
+    source: the template, as Jinja. variables: values that it receives in addition to a conversation. tokens: names in
+    its output -> their ids. ends: ids that end the assistant's turn; end_names: their names.
     """
 
     def __init__(self, template: str, tokenizer: Tokenizer, what: str, *, seconds: int = _SECONDS) -> None:
-        """template: a name of TEMPLATES, or Jinja. what: flag and file, for messages. seconds: of processor time to
-        render. Errors: ValueError beginning with `what`, for the template and of what is asked later."""
-        own = template in TEMPLATES
+        """template: a name of TEMPLATES, or Jinja. what: flag and file, for messages. seconds: processor time to
+        render. Errors: ValueError beginning with `what`, for the template now and for conversations later."""
+        is_built_in = template in TEMPLATES
         self.source, self._tokenizer, self._what, self._lock = (
             TEMPLATES.get(template, template),
             tokenizer,
@@ -57,16 +58,18 @@ class ChatFormat:
         special = tokenizer.special_tokens()
         self.tokens = {**tokenizer.vocabulary_tokens(), **special}
         self.variables = dict(tokenizer.named_tokens())
-        if own:
+        if is_built_in:
             self._check_own(template)
-        self._ask: Callable[[Mapping[str, object]], dict[str, object]] = _here if own else self._confined(seconds)
+        self._ask: Callable[[Mapping[str, object]], dict[str, object]] = (
+            _here if is_built_in else self._confined(seconds)
+        )
         frame = self._answer(ask="read")["frame"]
         self.end_names: tuple[str, ...] = tuple(frame["ends"])
         self.ends = frozenset(self.tokens[name] for name in self.end_names)
         self._controls = frozenset({*special, *frame["framing"]})
 
     def _check_own(self, template: str) -> None:
-        """See that a template of the house has its tokens; the end of a document has a name for it."""
+        """Check that the tokenizer has the tokens of a built-in template; `plain` gets the end of a document."""
         kind = self._tokenizer.kind
         for name in NEEDS.get(template, ()):
             if name not in self.tokens:
@@ -85,74 +88,75 @@ class ChatFormat:
         return child.ask
 
     def _answer(self, *, marks: Sequence[str] = _MARKS[:2], **question: Any) -> dict[str, Any]:
-        """Errors: ValueError beginning with `what`."""
+        """Ask the process that renders. Errors: ValueError beginning with `what`."""
         common = {"source": self.source, "variables": self.variables, "names": list(self.tokens), "marks": marks}
         with self._lock:  # its process answers one question at a time
             return self._ask({**common, **question})
 
-    # --- what is asked ------------------------------------------------------------------------------------------------
+    # --- public methods -----------------------------------------------------------------------------------------------
 
     def prompt(self, messages: Sequence[Message], tools: list[dict[str, object]] | None = None) -> tuple[int, ...]:
-        """The ids of a conversation as the prompt for its next turn. tools: that the assistant may call. Errors:
-        ValueError where the template refuses."""
-        found = self._rendered(Conversation(list(messages), tools), ask="text", reply=True)
-        return tuple(self._parsed(found).ids)
+        """The ids of a conversation as the prompt for its next turn. tools: functions that the assistant may call.
+        Errors: ValueError where the template refuses the conversation."""
+        rendered = self._rendered(Conversation(list(messages), tools), ask="text", reply=True)
+        return tuple(self._parsed(rendered).ids)
 
     def text(self, messages: Sequence[Message]) -> str:
-        """The same as a text in which tokens stand by name, a message's own spelling of them included."""
+        """The same prompt as text, with control tokens by name; a token that a message spells looks the same."""
         return str(self._rendered(Conversation(list(messages)), ask="text", reply=True)["text"])
 
     def labelled(self, talk: Conversation, first: int = 0) -> Labelled:
-        """A whole conversation. first: the number of messages that are not trained, whoever says them.
+        """Encode a whole conversation. first: the number of messages at the beginning that are not trained on.
 
-        Errors: ValueError where the template refuses it, or does not say what ends a turn.
+        Errors: ValueError where the template refuses the conversation, or the end of a turn cannot be determined.
         """
-        found = self._rendered(talk, ask="turns", first=first, ends=self.end_names)
-        turns = [(begin, end) for begin, end in found["turns"]]
-        if found["tagged"]:
+        rendered = self._rendered(talk, ask="turns", first=first, ends=self.end_names)
+        turns = [(begin, end) for begin, end in rendered["turns"]]
+        if rendered["tagged"]:
             turns = self._later(talk, turns, first)
-        parsed, trained = self._parsed(found), list[bool]()
+        parsed, trained = self._parsed(rendered), list[bool]()
         if parsed.spans is None:
-            parsed, trained = self._apart(found["text"], parsed, turns)
+            parsed, trained = self._apart(rendered["text"], parsed, turns)
         else:
             trained = self._covered(parsed.spans, turns)
-        if found["tagged"]:
+        if rendered["tagged"]:
             self._check_stop(parsed.ids, trained)
         return Labelled(parsed.ids, trained)
 
-    # --- within -------------------------------------------------------------------------------------------------------
+    # --- private methods ----------------------------------------------------------------------------------------------
 
     def _rendered(self, talk: Conversation, **question: Any) -> dict[str, Any]:
         self._check_read(talk)
         marks, messages, tools = self._marked(talk)
-        found = self._answer(marks=marks, messages=messages, tools=tools, **question)
+        rendered = self._answer(marks=marks, messages=messages, tools=tools, **question)
         most = SOURCE_BYTES + 4 * sum(map(len, _texts(messages)))
-        if len(found["text"]) > most:
+        if len(rendered["text"]) > most:
             raise ValueError(
-                f"{self._what}: makes {len(found['text'])} characters of a conversation, at most {most} are read"
+                f"{self._what}: makes {len(rendered['text'])} characters of a conversation, at most {most} are read"
             )
         for message in messages:
-            said = message.get("content")
-            if message["role"] == "tool" and isinstance(said, str) and not _holds(found["text"], said, marks):
+            content = message.get("content")
+            if message["role"] == "tool" and isinstance(content, str) and not _holds(rendered["text"], content, marks):
                 raise ValueError(f"{self._what}: leaves out what a tool says, so that something else would be trained")
-        return found
+        return rendered
 
     def _check_read(self, talk: Conversation) -> None:
-        """Errors: ValueError where a conversation holds what the template does not read."""
+        """Errors: ValueError where a conversation has keys that the template does not read."""
         if _READS_ALL.search(self.source) and "tools" in self.source:
             return
-        asked = {"tools": talk.tools, "tool_calls": [each for each in talk.messages if each.get("tool_calls")]}
-        thought = [each for each in talk.messages if any(each.get(key) for key in ("reasoning_content", "thinking"))]
-        for key, value in asked.items():
+        used_keys = {"tools": talk.tools, "tool_calls": [each for each in talk.messages if each.get("tool_calls")]}
+        reasoned = [each for each in talk.messages if any(each.get(key) for key in ("reasoning_content", "thinking"))]
+        for key, value in used_keys.items():
             if value and re.search(rf"\b{key}\b", self.source) is None:
                 raise ValueError(
                     f'{self._what}: does not read "{key}", so that something else would be trained; leave it out'
                 )
-        if thought and re.search("reasoning|thinking", self.source) is None:
+        if reasoned and re.search("reasoning|thinking", self.source) is None:
             raise ValueError(f"{self._what}: does not read what the assistant thought; leave it out")
 
     def _marked(self, talk: Conversation) -> tuple[list[str], list[Message], object]:
-        """Characters that the conversation does not hold, and it with these around what spells a control token."""
+        """Two characters that do not occur in the conversation, and the conversation with each spelled control token
+        between these characters."""
         texts = list(_texts([talk.messages, talk.tools]))
         free = [mark for mark in _MARKS if not any(mark in text for text in texts)][:2]
         if len(free) < 2:
@@ -163,9 +167,9 @@ class ChatFormat:
 
         def marked(value: Any) -> Any:
             if isinstance(value, str):
-                found = sections(value, self._controls)
+                parts = sections(value, self._controls)
                 return "".join(
-                    f"{first}{each.name}{last}" if each.name else value[each.begin : each.end] for each in found
+                    f"{first}{each.name}{last}" if each.name else value[each.begin : each.end] for each in parts
                 )
             if isinstance(value, list):
                 return [marked(each) for each in value]
@@ -180,49 +184,49 @@ class ChatFormat:
         messages = [{**marked(each), "role": role} for each, role in zip(talk.messages, roles, strict=True)]
         return free, messages, marked(talk.tools)
 
-    def _parsed(self, found: Mapping[str, Any]) -> Parsed:
-        """The ids of a rendered conversation. Errors: ValueError where a message's text becomes a control token."""
-        literal = [(begin, end) for begin, end in found["literal"]]
-        parsed = self._tokenizer.parse(found["text"], literal)
+    def _parsed(self, rendered: Mapping[str, Any]) -> Parsed:
+        """Encode a rendered conversation. Errors: ValueError where a message's text becomes a control token."""
+        literal = [(begin, end) for begin, end in rendered["literal"]]
+        parsed = self._tokenizer.parse(rendered["text"], literal)
         if literal:
             controls = {self.tokens[name] for name in self._controls}
-            stand = sum(each.name in self._controls for each in sections(found["text"], self.tokens, literal))
-            if sum(token in controls for token in parsed.ids) != stand:
+            expected = sum(each.name in self._controls for each in sections(rendered["text"], self.tokens, literal))
+            if sum(token in controls for token in parsed.ids) != expected:
                 raise ValueError(
                     f"{self._what}: a message spells a control token, which this tokenizer makes of text too"
                 )
         return parsed
 
     def _covered(self, spans: Sequence[Span], turns: Sequence[Span]) -> list[bool]:
-        """Which tokens are of a turn. Errors: ValueError where a turn's first or last character is of no token."""
+        """Whether each token is in a turn. Errors: ValueError where a turn's first or last character has no token."""
         trained = [False] * len(spans)
         for begin, end in turns:
-            found = covered(spans, begin, end) if begin < end else range(0)
-            if found is None:
+            tokens = covered(spans, begin, end) if begin < end else range(0)
+            if tokens is None:
                 raise ValueError(
                     f"{self._what}: the assistant's turn begins with a blank that this tokenizer counts to no token, "
                     "or ends with a blank or a character that is not one token of it; have the template strip blanks, "
                     "and end what is trained with a control token"
                 )
-            trained[found.start : found.stop] = [True] * len(found)
+            trained[tokens.start : tokens.stop] = [True] * len(tokens)
         return trained
 
     def _apart(self, text: str, whole: Parsed, turns: Sequence[Span]) -> tuple[Parsed, list[bool]]:
-        """The same where the tokenizer does not tell what its tokens stand for: cut where turns begin and end, which
+        """Like `_covered`, for tokenizers without spans: encode the parts before, in and after turns separately, which
         must give the same ids."""
-        ids, trained, at = list[int](), list[bool](), 0
+        ids, trained, position = list[int](), list[bool](), 0
         for begin, end in [*turns, (len(text), len(text))]:
-            for piece, train in ((text[at:begin], False), (text[begin:end], True)):
-                found = self._tokenizer.parse(piece).ids
-                ids += found
-                trained += [train] * len(found)
-            at = end
+            for piece, train in ((text[position:begin], False), (text[begin:end], True)):
+                piece_ids = self._tokenizer.parse(piece).ids
+                ids += piece_ids
+                trained += [train] * len(piece_ids)
+            position = end
         if ids != whole.ids:
             raise ValueError(f"{self._what}: this tokenizer joins the assistant's turn with what is before or after it")
         return whole, trained
 
     def _later(self, talk: Conversation, turns: Sequence[Span], first: int) -> list[Span]:
-        """The turns marked by {% generation %} of the messages from number `first` on."""
+        """The turns marked by {% generation %} in the messages from number `first` on."""
         answers = [number for number in range(len(talk.messages)) if talk.answered(number)]
         if not first:
             return list(turns)
@@ -231,33 +235,34 @@ class ChatFormat:
         return [turn for number, turn in zip(answers, turns, strict=True) if number >= first]
 
     def _check_stop(self, ids: Sequence[int], trained: Sequence[bool]) -> None:
-        """Errors: ValueError where no control token is trained after the assistant's words: who learns that never
-        stops."""
+        """Errors: ValueError where no control token is trained on after the assistant's words: the model would not
+        learn to stop."""
         last = [token for token, train in zip(ids, trained, strict=True) if train]
         if last and not self.ends & set(last[-3:]):
-            shown = self._tokenizer.decode(last[-5:]).strip()
+            excerpt = self._tokenizer.decode(last[-5:]).strip()
             raise ValueError(
-                f"{self._what}: ends what is trained of the assistant's turn with {shown!r}, which is no control token "
-                "of this tokenizer, so that no stop is trained; give one whose end of turn the tokenizer has"
+                f"{self._what}: ends what is trained of the assistant's turn with {excerpt!r}, which is no control "
+                "token of this tokenizer, so that no stop is trained; give one whose end of turn the tokenizer has"
             )
 
 
 def chat_format(name: str, tokenizer: Tokenizer, *, seconds: int = _SECONDS) -> ChatFormat:
-    """By the name of a template, or from a Jinja file or a tokenizer_config.json. Errors: ValueError naming it."""
+    """Make a format from the name of a template, a Jinja file or a tokenizer_config.json. Errors: ValueError naming
+    it."""
     return ChatFormat(
         name if name in TEMPLATES else source_of(name), tokenizer, f"--chat-template {name}", seconds=seconds
     )
 
 
 def _here(question: Mapping[str, object]) -> dict[str, object]:
-    """A template of the house needs no other process."""
+    """Render a built-in template in this process."""
     from mega.core.text.chat.jinja_process import answer
 
     return answer(question)
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Every text in a JSON value, names of keys included."""
+    """Yield every text in a JSON value, including the names of keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
@@ -268,15 +273,15 @@ def _texts(value: object) -> Iterator[str]:
         yield from (text for each in value.values() for text in _texts(each))
 
 
-def _holds(text: str, said: str, marks: Sequence[str]) -> bool:
+def _holds(text: str, content: str, marks: Sequence[str]) -> bool:
     for mark in marks:
-        said = said.replace(mark, "")
-    return all(word in text for word in said.split()[:1])
+        content = content.replace(mark, "")
+    return all(word in text for word in content.split()[:1])
 
 
 def shown(found: Labelled, tokenizer: Tokenizer, most: int = 400) -> str:
-    """A conversation on one line, what is trained between brackets; at most so many characters. What would act on a
-    terminal, as a line break or an escape sequence in somebody's text, is written as Python writes it."""
+    """A conversation on one line of at most `most` characters, with brackets around trained text. Characters that
+    affect a terminal, such as line breaks or escape sequences, are written as Python escapes."""
     runs: list[tuple[bool, list[int]]] = []
     for token, train in zip(found.ids, found.trained, strict=True):
         if not runs or runs[-1][0] != train:

@@ -1,12 +1,12 @@
-"""Foreign chat templates, rendered as transformers' `apply_chat_template` does, in a sandbox. It runs as a child of
-`untrusted.Confined`, which sets limits; the templates of the house are rendered in the process itself.
+"""Render foreign chat templates as transformers' `apply_chat_template` does, in a sandbox. This module runs as a child
+of `untrusted.Confined`, which sets limits; built-in templates are rendered in the calling process.
 
-A question is {"ask", "source", "variables", "names", "marks", ...}; names: of the tokens that a text can hold by name;
-marks: two characters around each of these that stands in a message, where it is text. What is answered:
+A question is {"ask", "source", "variables", "names", "marks", ...}. names: tokens that a text can spell by name. marks:
+two characters that surround such a name in a message, where it counts as text. Answers, by the value of "ask":
 
-    read      {"frame": Frame}: what can be known of a template without a conversation
-    text      {"text", "literal"}: of `messages`, `tools`; with what begins the assistant's turn where `reply` is set
-    turns     the same, and {"turns"}: the characters of each of the assistant's turns, `first` and later ones
+    read      {"frame": Frame}: what the template reveals without a conversation
+    text      {"text", "literal"} of `messages` and `tools`; with the generation prompt if `reply` is set
+    turns     the same with {"turns"}: the span of each assistant's turn from message `first` on
 
 Source: transformers 5, utils/chat_template_utils.py.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names under which files keep what the assistant thought."""
+"""Keys under which files store the assistant's reasoning."""
 
 
 @lru_cache(maxsize=2)
@@ -40,7 +40,7 @@ def _environment() -> Environment:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %} ... {% endgeneration %}: what the assistant says."""
+        """{% generation %} ... {% endgeneration %} surrounds the assistant's text."""
 
         tags = {"generation"}
 
@@ -58,26 +58,28 @@ def _environment() -> Environment:
                 spans.append((begin, begin + len(text)))
             return text
 
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    made.filters["tojson"] = _tojson
-    made.globals |= {"raise_exception": _refuse, "strftime_now": _now, **_plain_types()}
-    return made
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now, **_plain_types()}
+    return environment
 
 
 def _plain_types() -> dict[str, object]:
-    """`dict` and `namespace` of templates, without names of Python's own."""
+    """`dict` and `namespace` for templates, without access to Python's underscore names."""
     from jinja2.exceptions import SecurityError
     from jinja2.utils import Namespace
 
     class Plain(Namespace):
-        """A namespace without names of Python's own."""
+        """A namespace that rejects names beginning with an underscore."""
 
         def __init__(*given: object, **named: object) -> None:
-            own, *rest = given
+            namespace, *rest = given
             values = dict(*rest, **named)
             for name in values:
                 Plain._check(name)
-            Namespace.__init__(own, values)
+            Namespace.__init__(namespace, values)
 
         def __setitem__(self, name: str, value: object) -> None:
             Plain._check(name)
@@ -99,7 +101,7 @@ def _plain_types() -> dict[str, object]:
 
 
 _tracked: list[tuple[list[str], list[Span]]] = []
-"""The blocks that the rendering in progress has given so far, and what of them is the assistant's."""
+"""The blocks that the rendering in progress has produced, and the spans of the assistant's text in them."""
 
 
 def _refuse(message: object) -> None:
@@ -140,14 +142,14 @@ def _tracking(blocks: list[str], spans: list[Span]) -> Iterator[None]:
 
 
 def _aliased(message: Mapping[str, object]) -> dict[str, object]:
-    """A message as templates get it: without what is null, and with what was thought under the names they know."""
-    found = {key: value for key, value in message.items() if value is not None}
-    thought = next((found[key] for key in REASONING if key in found), None)
-    return found if thought is None else {"thinking": thought, **found, "reasoning_content": thought}
+    """A message as templates expect it: without null values, and with the reasoning under all usual keys."""
+    values = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((values[key] for key in REASONING if key in values), None)
+    return values if reasoning is None else {"thinking": reasoning, **values, "reasoning_content": reasoning}
 
 
 class _Renderer:
-    """One template with what does not change from conversation to conversation."""
+    """One template, with the values that do not change between conversations."""
 
     def __init__(self, question: Mapping[str, Any]) -> None:
         self._template = _compiled(question["source"])
@@ -159,7 +161,7 @@ class _Renderer:
         self.tagged = re.search(r"\{%-?\s*generation\s*-?%\}", question["source"]) is not None
 
     def __call__(self, messages: Sequence[Mapping[str, object]], reply: bool = False) -> Rendered:
-        """Errors: ValueError, of the template; what jinja2 raises."""
+        """Render. Errors: ValueError raised by the template, and exceptions of jinja2."""
         blocks: list[str] = []
         spans: list[Span] = []
         values = {**self._values, "messages": [_aliased(each) for each in messages], "add_generation_prompt": reply}
@@ -172,40 +174,41 @@ class _Renderer:
         return self._unmarked(raw, spans)
 
     def _unmarked(self, raw: str, spans: Sequence[Span]) -> Rendered:
-        """Without marks; a mark alone still parts the text, so that no control token is made of two halves."""
-        text, literal, at, moved = "", list[Span](), 0, list[tuple[int, int]]()
+        """Remove the marks, and record the text between them as literal. A mark alone still leaves an empty literal
+        span, so that no control token is formed from the text on its two sides."""
+        text, literal, position, offsets = "", list[Span](), 0, list[tuple[int, int]]()
         for match in self._marks.finditer(raw):
-            text += raw[at : match.start()]
-            moved.append((match.start(), len(text)))
+            text += raw[position : match.start()]
+            offsets.append((match.start(), len(text)))
             begin = len(text)
             text += match[1] or ""
             literal.append((begin, len(text)))
-            at = match.end()
-            moved.append((at, len(text)))
-        text += raw[at:]
+            position = match.end()
+            offsets.append((position, len(text)))
+        text += raw[position:]
 
         def place(position: int) -> int:
-            before, after = next(((a, b) for a, b in reversed(moved) if a <= position), (0, 0))
+            before, after = next(((a, b) for a, b in reversed(offsets) if a <= position), (0, 0))
             return after + position - before
 
         return Rendered(text, tuple(literal), tuple((place(a), place(b)) for a, b in spans))
 
 
 def answer(question: Mapping[str, Any]) -> dict[str, object]:
-    """Errors: ValueError, of the template."""
+    """Answer a question. Errors: ValueError raised by the template."""
     render, ask = _Renderer(question), question["ask"]
     if ask == "read":
         check_renders(render)
         return {"frame": frame_of(_quietly(render), question["names"])._asdict()}
-    found = render(question["messages"], question.get("reply", False))
+    rendered = render(question["messages"], question.get("reply", False))
     turns: list[Span] = []
     if ask == "turns":
-        turns = list(found.tagged if render.tagged else find_turns(render, question, found))
-    return {"text": found.text, "literal": found.literal, "turns": turns, "tagged": render.tagged}
+        turns = list(rendered.tagged if render.tagged else find_turns(render, question, rendered))
+    return {"text": rendered.text, "literal": rendered.literal, "turns": turns, "tagged": render.tagged}
 
 
 def _quietly(render: Callable[..., Rendered]) -> Callable[..., Rendered | None]:
-    """A rendering of what a template may refuse: then there is none."""
+    """Wrap `render` to return None where the template raises an exception."""
 
     def found(*given: object) -> Rendered | None:
         try:

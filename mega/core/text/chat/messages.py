@@ -1,5 +1,5 @@
-"""Conversations as files and requests have them: messages by role, functions that may be called. No tokens, no
-templates."""
+"""Parse conversations from files and requests: messages by role, and functions that may be called. Knows neither tokens
+nor templates."""
 
 from __future__ import annotations
 
@@ -11,38 +11,41 @@ from mega.core.untrusted import parse_json
 ROLES = ("system", "user", "assistant", "tool")
 
 Message = dict[str, Any]
-"""`role`, `content`, and what else a template may read: `tool_calls`, `reasoning_content`, `name` and others."""
+"""`role`, `content`, and any other keys that a template may read: `tool_calls`, `reasoning_content`, `name` and others.
+"""
 
 
 class Conversation(NamedTuple):
-    """messages, and the functions that the assistant may call, as JSON schemas."""
+    """Messages, and the functions that the assistant may call, as JSON schemas."""
 
     messages: list[Message]
     tools: list[dict[str, object]] | None = None
 
     def answered(self, number: int) -> bool:
         return bool(self.messages[number]["role"] == "assistant")
+        """Whether a message is the assistant's."""
 
 
 Nothings = Mapping[str, tuple[object, ...]]
 OF_CONVERSATION: Nothings = {"functions": (None, [])}
 OF_MESSAGE: Nothings = {"weight": (None, 1), "function_call": (None,)}
-"""Keys of OpenAI's and Hugging Face's files that no template here is given, and their values that ask for nothing."""
+"""Keys of OpenAI's and Hugging Face's files that no template receives, and the values with which they have no
+effect."""
 
 
 def check_unread(found: Mapping[str, object], keys: Nothings = OF_CONVERSATION) -> None:
-    """Errors: ValueError where an object asks for something by one of `keys`."""
+    """Errors: ValueError where one of `keys` has a value that would need an effect."""
     for key, nothing in keys.items():
         if found.get(key) not in nothing:
             raise ValueError(f'"{key}" has no effect here, so that something else would be trained; leave it out')
 
 
 def conversation(found: object) -> Conversation:
-    """The conversation of one JSON object; ValueError saying what is wrong with it.
+    """Parse the conversation of one JSON object. Errors: ValueError with the reason.
 
-    {"messages": [{"role", "content"}, ...]}, ShareGPT's {"conversations": [{"from", "value"}, ...]}, Alpaca's
-    {"instruction", "input", "output"} or {"prompt", "completion"}; with the first two "tools" too. "system" is a
-    message before all others.
+    Formats: {"messages": [{"role", "content"}, ...]}, ShareGPT's {"conversations": [{"from", "value"}, ...]}, Alpaca's
+    {"instruction", "input", "output"}, or {"prompt", "completion"}. The first two may have "tools". "system" is
+    inserted as the first message.
 
     >>> conversation({"instruction": "Add.", "input": "1, 2", "output": "3"}).messages[0]["content"]
     'Add.\\n\\n1, 2'
@@ -74,20 +77,22 @@ def conversation(found: object) -> Conversation:
     return Conversation(turns, _tools(found.get("tools")))
 
 
-def _alpaca(found: Mapping[str, object]) -> list[Message]:
-    """The input follows the instruction after a blank line. "history": pairs of earlier questions and answers."""
-    texts = [found["instruction"], *([found["input"]] if found.get("input") else [])]
+def _alpaca(example: Mapping[str, object]) -> list[Message]:
+    """Alpaca's format: the input follows the instruction after a blank line. "history": earlier (question, answer)s."""
+    texts = [example["instruction"], *([example["input"]] if example.get("input") else [])]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError('"instruction" and "input" must be strings')
     turns = [_turn({"role": "user", "content": "\n\n".join(map(str, texts))}, "role", "content")]
-    turns.append(_turn({"role": "assistant", "content": found["output"]}, "role", "content"))
-    earlier = found.get("history") or []
+    turns.append(_turn({"role": "assistant", "content": example["output"]}, "role", "content"))
+    earlier = example.get("history") or []
     for pair in earlier if isinstance(earlier, list) else [None]:
         if not isinstance(pair, list) or len(pair) != 2:
             raise ValueError('"history" must be pairs of a question and an answer')
-    said = [text for pair in earlier for text in pair] if isinstance(earlier, list) else []
+    history = [text for pair in earlier for text in pair] if isinstance(earlier, list) else []
     roles = ("user", "assistant")
-    return [_turn({"role": roles[at % 2], "content": text}, "role", "content") for at, text in enumerate(said)] + turns
+    return [
+        _turn({"role": roles[index % 2], "content": text}, "role", "content") for index, text in enumerate(history)
+    ] + turns
 
 
 def _check_message(message: Message) -> None:
@@ -101,25 +106,25 @@ def _check_message(message: Message) -> None:
         raise ValueError(f"the {role}'s tool_calls are not a list of objects")
 
 
-def _tools(found: object) -> list[dict[str, object]] | None:
-    """A list of JSON schemas, which some files keep as a text."""
-    if isinstance(found, str) and found.strip():
-        found = parse_json(found, '"tools"')
-    if not found:
+def _tools(tools: object) -> list[dict[str, object]] | None:
+    """Parse a list of JSON schemas, which some files store as a string."""
+    if isinstance(tools, str) and tools.strip():
+        tools = parse_json(tools, '"tools"')
+    if not tools:
         return None
-    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+    if not isinstance(tools, list) or not all(isinstance(each, dict) for each in tools):
         raise ValueError('"tools" are not a list of objects')
-    return found
+    return tools
 
 
 def _turn(turn: object, role: str, content: str) -> Message:
-    """A message by its usual keys; what is null, or says nothing, is left out."""
+    """A message under the usual keys; keys that are null, or have no effect, are omitted."""
     if not isinstance(turn, dict) or role not in turn or (content not in turn and not turn.get("tool_calls")):
         raise ValueError(f'a message without "{role}" and "{content}"')
     check_unread(turn, OF_MESSAGE)
-    others = {"human": "user", "gpt": "assistant", "observation": "tool"}
-    named = others.get(str(turn[role]), str(turn[role]))
+    standard_roles = {"human": "user", "gpt": "assistant", "observation": "tool"}
+    role_name = standard_roles.get(str(turn[role]), str(turn[role]))
     rest = {key: value for key, value in turn.items() if key not in (role, content, *OF_MESSAGE) and value is not None}
     rest = {key: value for key, value in rest.items() if not (key == "tool_calls" and value == [])}
-    said = {"content": turn[content]} if turn.get(content) is not None or "tool_calls" not in rest else {}
-    return {"role": named, **said, **rest}
+    text = {"content": turn[content]} if turn.get(content) is not None or "tool_calls" not in rest else {}
+    return {"role": role_name, **text, **rest}

@@ -1,4 +1,4 @@
-"""Chat templates as Jinja: the four built-in ones, and where foreign folders store theirs. Renders nothing."""
+"""Chat templates as Jinja: four built-in ones, and those in the folders of models. This file renders nothing."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from mega.core.untrusted import parse_json, read_limited
 
 MODELS_OWN = "model"
-"""Stands for the template that came with the weights."""
+"""Name of the template that came with the weights."""
 SOURCE_BYTES = 1 << 20
-"""Largest size of a template, and of the text that it adds to a conversation, in bytes."""
+"""Largest size, in bytes, of a template, and of the text that it may add to a conversation."""
 CONFIG_BYTES = 64 << 20
-"""Most bytes of a tokenizer_config.json, which may hold thousands of added tokens too."""
+"""Largest size of a tokenizer_config.json in bytes; it may also hold thousands of added tokens."""
 
 _LLAMA2 = """\
 {%- set found = namespace(system='', open=false) -%}
@@ -69,10 +69,10 @@ _PLAIN = """\
 TEMPLATES: Mapping[str, str] = {"llama2": _LLAMA2, "llama3": _LLAMA3, "chatml": _CHATML, "plain": _PLAIN}
 """Name -> Jinja.
 
-llama2: <s>[INST] <<SYS>> system <</SYS>> user [/INST] assistant </s>, once a turn
-llama3: <|begin_of_text|>, then <|start_header_id|>role<|end_header_id|>, two newlines, text <|eot_id|> each turn
-chatml: <|im_start|>role, newline, text <|im_end|>, newline, each turn
-plain: "User: text", a blank line between turns, and the end of document after the assistant's: for any tokenizer
+llama2: <s>[INST] <<SYS>> system <</SYS>> user [/INST] assistant </s>, for each turn
+llama3: <|begin_of_text|>, then for each turn <|start_header_id|>role<|end_header_id|>, two newlines, text <|eot_id|>
+chatml: for each turn <|im_start|>role, newline, text <|im_end|>, newline
+plain: "User: text", a blank line between turns, the end of document after the assistant's turns; for any tokenizer
 """
 
 
@@ -81,11 +81,11 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "llama3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "chatml": ("<|im_start|>", "<|im_end|>"),
 }
-"""Tokens without which a template of the house would be text alone."""
+"""Tokens that a tokenizer must have for a built-in template; it would encode their names as text otherwise."""
 
 
 def source_of(name: str) -> str:
-    """The Jinja text of a template by name, or in a Jinja file or a tokenizer_config.json. Errors: ValueError."""
+    """The Jinja text of a template, by name, Jinja file or tokenizer_config.json. Errors: ValueError."""
     if name in TEMPLATES:
         return TEMPLATES[name]
     if Path(name).is_file():
@@ -97,23 +97,23 @@ def source_of(name: str) -> str:
 
 def template_text(file: str) -> str:
     """The text of a Jinja file, or of the template in a tokenizer_config.json. Errors: ValueError."""
-    what = f"--chat-template {file}"
+    label = f"--chat-template {file}"
     if Path(file).name == "tokenizer_config.json":
-        found = parse_json(read_limited(file, CONFIG_BYTES, what), what)
-        if isinstance(found, dict) and (text := template_of(found)) is not None:
+        config = parse_json(read_limited(file, CONFIG_BYTES, label), label)
+        if isinstance(config, dict) and (text := template_of(config)) is not None:
             return text
-        raise ValueError(f'{what}: has no "chat_template"')
+        raise ValueError(f'{label}: has no "chat_template"')
     try:
-        return read_limited(file, SOURCE_BYTES, what).decode()
+        return read_limited(file, SOURCE_BYTES, label).decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{what}: not UTF-8 ({error})") from None
+        raise ValueError(f"{label}: not UTF-8 ({error})") from None
 
 
 def template_of(config: Mapping[str, object]) -> str | None:
-    """The template in a tokenizer_config.json; of several, by name, the default."""
-    found = config.get("chat_template")
-    if isinstance(found, list):
-        found = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
-    if isinstance(found, dict):
-        found = found.get("default")
-    return found if isinstance(found, str) else None
+    """The template in a tokenizer_config.json; if it has several by name, the default."""
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
+    if isinstance(template, dict):
+        template = template.get("default")
+    return template if isinstance(template, str) else None

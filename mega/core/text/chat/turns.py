@@ -1,8 +1,8 @@
-"""Where the assistant's turns are in a conversation that a template has rendered, and what ends them.
+"""Locate the assistant's turns in a conversation that a template has rendered, and the tokens that end them.
 
-A turn begins where the model would be asked for it: after the conversation before it with what begins the assistant's
-turn. It ends with the first of the template's ends after that. Both are found by rendering other conversations by the
-same template; what these do not agree on is refused.
+A turn begins where generation would begin: after the rendered previous messages with the generation prompt. It ends
+with the first end token after its text. Both positions are found by rendering other conversations with the same
+template; if these disagree, the template is refused.
 """
 
 from __future__ import annotations
@@ -14,33 +14,32 @@ from mega.core.text.special import Span, TextSection, sections
 
 ASKED, ANSWERED = ("What is asked first?", "What is asked then?"), ("The first answer.", "The last answer.")
 NEXT = "What comes next is this."
-"""Texts that no template holds."""
+"""Texts that no template contains."""
 
 
 class Rendered(NamedTuple):
-    """A conversation as text. literal: characters that never form a control token; tagged: those between
-    {% generation %} and {% endgeneration %}."""
+    """A conversation as text."""
 
     text: str
-    literal: tuple[Span, ...] = ()
-    tagged: tuple[Span, ...] = ()
+    literal: tuple[Span, ...] = ()  # characters that never form a control token
+    tagged: tuple[Span, ...] = ()  # characters between {% generation %} and {% endgeneration %}
 
 
 class Render(Protocol):
-    """messages, and whether what begins the assistant's turn follows them."""
+    """Renders messages; reply: with the generation prompt, which begins the assistant's next turn."""
 
     def __call__(self, messages: Sequence[Mapping[str, object]], reply: bool = False) -> Rendered: ...
 
 
 class Frame(NamedTuple):
-    """ends: tokens with which the assistant's turn ends, by name. framing: those that stand around a user's turn."""
+    """Token names. ends: end an assistant's turn; framing: surround a user's turn."""
 
     ends: tuple[str, ...]
     framing: tuple[str, ...]
 
 
 def _talk(turns: int) -> list[dict[str, str]]:
-    """user, assistant, user ... with texts that can be found again."""
+    """A conversation user, assistant, user ... with texts that can be found in a rendering."""
     texts = [text for pair in zip(ASKED, ANSWERED, strict=True) for text in pair]
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts[:turns])]
 
@@ -49,28 +48,30 @@ def _named(text: str, names: Collection[str]) -> list[TextSection]:
     return [each for each in sections(text, names) if each.name is not None]
 
 
-def _after(found: Rendered | None, answer: str, names: Collection[str]) -> list[TextSection]:
-    """The named tokens after an answer in a text."""
-    at = -1 if found is None else found.text.find(answer)
-    return [] if found is None or at < 0 else [each for each in _named(found.text, names) if each.begin >= at]
+def _after(rendered: Rendered | None, answer: str, names: Collection[str]) -> list[TextSection]:
+    """The named tokens after an answer in a rendered text."""
+    begin = -1 if rendered is None else rendered.text.find(answer)
+    return (
+        [] if rendered is None or begin < 0 else [each for each in _named(rendered.text, names) if each.begin >= begin]
+    )
 
 
 def frame_of(render: Callable[..., Rendered | None], names: Collection[str]) -> Frame:
-    """What is known of a template without a conversation. render: None where the template refuses."""
-    asked = render(_talk(1)) or render(_talk(1), True)
-    framing = {each.name for each in _named(asked.text, names)} if asked is not None else set()
+    """Find the end and framing tokens of a template. render: returns None where the template refuses."""
+    question = render(_talk(1)) or render(_talk(1), True)
+    framing = {each.name for each in _named(question.text, names)} if question is not None else set()
     last = _after(render(_talk(2)), ANSWERED[0], names)
     ends = dict.fromkeys(each.name for each in last[:1])
-    if (earlier := _earlier_end(render, names)) is not None:
-        ends[earlier] = None
-    if (called := _end_of_a_call(render, names)) is not None:
-        ends[called] = None
-    found = tuple(name for name in ends if name is not None)
-    return Frame(found, tuple(sorted({*filter(None, framing), *found})))
+    if (earlier_end := _earlier_end(render, names)) is not None:
+        ends[earlier_end] = None
+    if (call_end := _end_of_a_call(render, names)) is not None:
+        ends[call_end] = None
+    end_names = tuple(name for name in ends if name is not None)
+    return Frame(end_names, tuple(sorted({*filter(None, framing), *end_names})))
 
 
 def check_renders(render: Render) -> None:
-    """Errors: what a template raises that renders neither a question nor one with its answer."""
+    """Errors: the exception of a template that renders neither a question nor a question with its answer."""
     try:
         render(_talk(1), True)
     except Exception as error:
@@ -81,8 +82,8 @@ def check_renders(render: Render) -> None:
 
 
 def _earlier_end(render: Callable[..., Rendered | None], names: Collection[str]) -> str | None:
-    """What ends a turn of the assistant's that others follow; None where it is what begins the next turn."""
-    whole, begun = render(_talk(4)), render(_talk(1), True)
+    """The token that ends an assistant's turn before other turns; None where that token begins the next turn."""
+    whole, prompted = render(_talk(4)), render(_talk(1), True)
     after = _after(whole, ANSWERED[0], names)
     if whole is None or not after:
         return None
@@ -91,28 +92,30 @@ def _earlier_end(render: Callable[..., Rendered | None], names: Collection[str])
     if not between:
         return None
     name = between[0].name
-    asked = render(_talk(1))
-    opening = {each.name for each in _named(begun.text[len(asked.text) :], names)} if begun and asked else set()
+    question = render(_talk(1))
+    opening = (
+        {each.name for each in _named(prompted.text[len(question.text) :], names)} if prompted and question else set()
+    )
     before = _named(whole.text[: whole.text.find(ASKED[0])], names)
     opens = name in opening or (len(between) == 1 and name in {each.name for each in before})
     return None if opens else name
 
 
 def _end_of_a_call(render: Callable[..., Rendered | None], names: Collection[str]) -> str | None:
-    """What ends a turn in which the assistant calls a function."""
+    """The token that ends a turn in which the assistant calls a function."""
     call = {"type": "function", "id": "call12345", "function": {"name": "look", "arguments": {"at": "it"}}}
     talk = [*_talk(1), {"role": "assistant", "content": ANSWERED[0], "tool_calls": [call]}]
-    found, without = render(talk), render(_talk(2))
-    if found is None or without is None or found.text == without.text:
+    with_call, without_call = render(talk), render(_talk(2))
+    if with_call is None or without_call is None or with_call.text == without_call.text:
         return None
-    tokens = _after(found, ANSWERED[0], names)
-    return tokens[-1].name if tokens and not found.text[tokens[-1].end :].strip() else None
+    tokens = _after(with_call, ANSWERED[0], names)
+    return tokens[-1].name if tokens and not with_call.text[tokens[-1].end :].strip() else None
 
 
 def find_turns(render: Render, question: Mapping[str, Any], found: Rendered) -> list[Span]:
-    """The characters of each of the assistant's turns, with its end. Errors: ValueError saying what is not known.
+    """The span of each of the assistant's turns, including its end token. Errors: ValueError naming what is unknown.
 
-    question: `messages`, `ends`, `names`, and `first`, the number of messages before the first turn that counts.
+    question: `messages`, `ends`, `names`, and `first`, the number of messages before the first turn to return.
     """
     messages, ends, turns = question["messages"], question["ends"], list[Span]()
     for number, message in enumerate(messages):
@@ -129,9 +132,9 @@ def find_turns(render: Render, question: Mapping[str, Any], found: Rendered) -> 
 
 
 def _without_end(rest: str) -> str:
-    shown = rest.strip()[-20:]
+    excerpt = rest.strip()[-20:]
     return (
-        f"ends the assistant's turn with {shown!r}, which is no control token of this tokenizer, so that no stop is "
+        f"ends the assistant's turn with {excerpt!r}, which is no control token of this tokenizer, so that no stop is "
         "trained; give one whose end of turn the tokenizer has"
     )
 
@@ -145,11 +148,11 @@ _ENDS_LAST = (
 def _begin(
     render: Render, messages: Sequence[Mapping[str, object]], number: int, text: str, names: Collection[str]
 ) -> int | None:
-    """Where turn `number` begins in the text; None where the text does not begin with the messages before it."""
+    """Where turn `number` begins in the text; None if the text does not begin with the rendered messages before it."""
     before = messages[:number]
     try:
         closed = render(before).text if before else ""
-        asked = render(before, True).text
+        prompted = render(before, True).text
     except ValueError:
         raise
     except Exception as error:
@@ -157,39 +160,45 @@ def _begin(
             f"cannot render the conversation up to the assistant's turn, where that turn would begin "
             f"({type(error).__name__}: {error})"
         ) from None
-    if text.startswith(asked):
-        return len(asked) if asked != closed else _begin_by_content(render, messages, number, text, len(closed))
-    if not text.startswith(closed) or not asked.startswith(closed):
+    if text.startswith(prompted):
+        return len(prompted) if prompted != closed else _begin_by_content(render, messages, number, text, len(closed))
+    if not text.startswith(closed) or not prompted.startswith(closed):
         return None
-    opening, rest = asked[len(closed) :], text[len(closed) :]
+    # The rendering with a prompt and the real conversation agree up to `shared`; the turn begins at the last token
+    # boundary of the prompt before that.
+    opening, rest = prompted[len(closed) :], text[len(closed) :]
     shared = next((i for i, (a, b) in enumerate(zip(opening, rest, strict=False)) if a != b), len(rest))
-    bounds = [at for each in sections(opening, names) for at in (each.begin, each.end)]
-    return len(closed) + max((at for at in bounds if 0 < at <= shared), default=0) or None
+    bounds = [bound for each in sections(opening, names) for bound in (each.begin, each.end)]
+    return len(closed) + max((bound for bound in bounds if 0 < bound <= shared), default=0) or None
 
 
 def _begin_by_content(
     render: Render, messages: Sequence[Mapping[str, object]], number: int, text: str, closed: int
 ) -> int:
-    """The same where nothing is put in front of a turn that is asked for: what the template always writes before the
-    message's own text is not trained, but for blanks."""
-    own = messages[number]
-    if not isinstance(own.get("content"), str):
+    """Like `_begin`, for templates without a generation prompt: the text that the template always writes before the
+    message's own text is not trained on, unless it is blank."""
+    message = messages[number]
+    if not isinstance(message.get("content"), str):
         return closed
-    probed = render([*messages[:number], {**own, "content": NEXT}, *messages[number + 1 :][:1]]).text
-    at = probed.find(NEXT, closed)
-    return at if at >= 0 and text.startswith(probed[:at]) and probed[closed:at].strip() else closed
+    probed = render([*messages[:number], {**message, "content": NEXT}, *messages[number + 1 :][:1]]).text
+    content_start = probed.find(NEXT, closed)
+    return (
+        content_start
+        if content_start >= 0 and text.startswith(probed[:content_start]) and probed[closed:content_start].strip()
+        else closed
+    )
 
 
 def _begin_by_count(
-    render: Render, messages: Sequence[Mapping[str, object]], number: int, found: Rendered, names: Collection[str]
+    render: Render, messages: Sequence[Mapping[str, object]], number: int, rendered: Rendered, names: Collection[str]
 ) -> int:
-    """The same where turns look otherwise once others follow: by what begins each of them, which no message can spell.
-    Errors: ValueError where that is not as often in the text as there are turns."""
-    closed, asked = render(_talk(1)).text, render(_talk(1), True).text
-    opening = asked[len(closed) :] if asked.startswith(closed) else ""
+    """Like `_begin`, for templates that render turns differently once other turns follow: search for the tokens that
+    begin each turn, which no message can spell. Errors: ValueError where their number is not the number of turns."""
+    closed, prompted = render(_talk(1)).text, render(_talk(1), True).text
+    opening = prompted[len(closed) :] if prompted.startswith(closed) else ""
     tokens = _named(opening, names)
-    starts = [each.begin for each in sections(found.text, names, found.literal) if each.name is not None]
-    begins = [at + len(opening) for at in starts if found.text.startswith(opening, at)]
+    starts = [each.begin for each in sections(rendered.text, names, rendered.literal) if each.name is not None]
+    begins = [start + len(opening) for start in starts if rendered.text.startswith(opening, start)]
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not tokens or tokens[0].begin != 0 or len(begins) != len(turns):
         raise ValueError(
@@ -200,17 +209,18 @@ def _begin_by_count(
 
 
 def _end(render: Render, messages: Sequence[Mapping[str, object]], number: int, turn: Turn) -> int | None:
-    """Where turn `number` ends: with the first end after what the message says; a template may end parts of a turn with
-    the same token. None where there is no end. Errors: ValueError where it is not before the next message."""
+    """Where turn `number` ends: after the first end token that follows the message's text. A template may also end
+    parts of a turn with that token. None if no end follows. Errors: ValueError where it is not before the next
+    message."""
     ends = turn.ends_in(turn.found, len(turn.found.text))
-    own, after = messages[number], messages[number + 1 :][:1]
-    before = 0
-    if isinstance(own.get("content"), str) and len(ends) > 1:
-        probed = render([*messages[:number], {**own, "content": NEXT}, *after])
-        at = probed.text.find(NEXT, turn.begin)
-        if at >= 0 and probed.text[: turn.begin] == turn.found.text[: turn.begin]:
-            before = len(turn.ends_in(probed, at))
-    end = next(iter(ends[before:]), None)
+    message, after = messages[number], messages[number + 1 :][:1]
+    inner_ends = 0
+    if isinstance(message.get("content"), str) and len(ends) > 1:
+        probed = render([*messages[:number], {**message, "content": NEXT}, *after])
+        content_start = probed.text.find(NEXT, turn.begin)
+        if content_start >= 0 and probed.text[: turn.begin] == turn.found.text[: turn.begin]:
+            inner_ends = len(turn.ends_in(probed, content_start))
+    end = next(iter(ends[inner_ends:]), None)
     if end is not None and after and after[0]["role"] != "assistant" and isinstance(after[0].get("content"), str):
         probed = render([*messages[: number + 1], {**after[0], "content": NEXT}])
         if not probed.text.startswith(turn.found.text[:end]) or NEXT in probed.text[turn.begin : end]:
@@ -219,15 +229,15 @@ def _end(render: Render, messages: Sequence[Mapping[str, object]], number: int, 
 
 
 class Turn(NamedTuple):
-    """A turn of the assistant's in a rendered conversation, of which the end is looked for."""
+    """An assistant's turn in a rendered conversation, whose end is searched for."""
 
-    found: Rendered
-    begin: int
-    ends: Collection[str]
-    names: Collection[str]
+    found: Rendered  # the conversation
+    begin: int  # the turn's first character
+    ends: Collection[str]  # names of the tokens that may end it
+    names: Collection[str]  # of all tokens
 
     def ends_in(self, rendered: Rendered, until: int) -> list[int]:
-        """The places after each end between the turn's beginning and another place."""
+        """The positions after each end token between the turn's beginning and `until`."""
         literal = [(max(a - self.begin, 0), b - self.begin) for a, b in rendered.literal if b > self.begin]
-        named = sections(rendered.text[self.begin : until], self.names, literal)
-        return [self.begin + each.end for each in named if each.name in self.ends]
+        named_tokens = sections(rendered.text[self.begin : until], self.names, literal)
+        return [self.begin + each.end for each in named_tokens if each.name in self.ends]
