@@ -1,14 +1,14 @@
-"""Benchmarks: what scores a trained model. What is trained on is training/kinds.
+"""Benchmarks, which score a trained model. The losses that training minimises are in training/kinds.
 
-task.py        what a benchmark is, and how any of them is run in any layout
-options.py     what a user may ask of one
-benchmarks/    one file each
-score.py       how likely a model holds each token of a text
-labels.py      a classifier on labelled sets (data/formats); ensemble.py: several models' predictions as one
-rows.py        rows of which some ids are judged, windows of a text
-model.py       the model of an evaluation, on every rank
-evaluate.py    one benchmark of one model: resumed, reported (show.py)
-harness.py     lm-eval's tasks instead; continuation.py: the text that they ask for; chat.py: as conversations; kept.py:
-               answers that survive a kill
-toxicity.py    how toxic continuations are
+task.py        the interface of a benchmark, and how it is scored in any layout
+options.py     options of mega eval, and the list of benchmarks
+benchmarks/    one benchmark per file
+score.py       the likelihood of each token of a text
+labels.py      a classifier on labelled sets (data/formats); ensemble.py: the mean of several models' predictions
+rows.py        rows of ids with a scored part; windows of a long text
+model.py       checks and opens the model of an evaluation, on every rank
+evaluate.py    runs one benchmark on one model, and resumes it; show.py reports the result
+harness.py     runs lm-eval's tasks; continuation.py generates text for them; chat.py formats conversations; kept.py
+               stores their answers, so that a killed run can resume
+toxicity.py    the toxicity of generated continuations
 """

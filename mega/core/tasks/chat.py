@@ -1,6 +1,7 @@
-"""Conversations as texts: a harness passes prompts on as text, in which a template's control tokens stand by name.
+"""Conversations as text for a harness that handles prompts as text, with a template's control tokens by name.
 
-So a question that spells such a name ends a turn, as it does in the harness's own backends. It knows no harness.
+As in the harness's own backends, a question that spells a control token's name ends its turn. This file knows no
+harness.
 """
 
 from __future__ import annotations
@@ -13,22 +14,22 @@ from mega.core.text.tokenizer import Tokenizer
 
 
 class ChatTexts:
-    """Conversations by one template. ends: tokens with which the assistant's turn ends."""
+    """Formats conversations with one template. ends: tokens that end the assistant's turn."""
 
     def __init__(self, template: str, tokenizer: Tokenizer):
         """template: a name of text/chat/templates.py, or the text of a Jinja template. Errors: ValueError."""
-        what = f"--chat-template {template}" if template in TEMPLATES else "the chat template"
-        self._chat, self._tokenizer = ChatFormat(template, tokenizer, what), tokenizer
+        label = f"--chat-template {template}" if template in TEMPLATES else "the chat template"
+        self._chat, self._tokenizer = ChatFormat(template, tokenizer, label), tokenizer
         self.template, self.ends = template, self._chat.ends
         self._asked = False
 
     def text(self, history: Sequence[Mapping[str, str]], reply: bool) -> str:
-        """The prompt for the next turn; without `reply`, for more of the assistant's, which `history` ends with."""
+        """The prompt for the next turn. Without `reply`: for the continuation of the assistant's turn that ends it."""
         messages = [{"role": each["role"], "content": each["content"]} for each in history]
-        begun = "" if reply else messages.pop()["content"]
+        prefix = "" if reply else messages.pop()["content"]
         self._asked = True
-        return self._chat.text(messages) + begun
+        return self._chat.text(messages) + prefix
 
     def encode(self, text: str, lead: Sequence[int]) -> list[int]:
-        """Ids of a prompt or of any other text, without what the family puts in front of every text, `lead`."""
+        """Ids of a prompt or another text, without the ids `lead` that the tokenizer adds to each text."""
         return self._tokenizer.parse(text).ids if self._asked else self._tokenizer.encode(text)[len(lead) :]

@@ -1,6 +1,6 @@
-"""Prompts continued at any layout, data ranks sharing them: what lm-eval's generation tasks need.
+"""Generate continuations of prompts for lm-eval's tasks, at any layout; data ranks share the prompts.
 
-Each replica of the model has an engine with a cache (inference/): its first rank schedules, the others follow.
+Each replica of the model has an engine with a cache (inference/). Its first rank schedules, the others follow.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mega.core.parallel.mesh import Mesh
 
 Stop = Callable[[list[int]], bool]
 AT_ONCE = 64
-"""Prompts that an engine continues together."""
+"""Number of prompts that an engine continues at the same time."""
 
 
 def continue_prompts(
@@ -34,41 +34,41 @@ def continue_prompts(
     layers: int,
     relay: Relay | None,
 ) -> list[list[int]]:
-    """Up to `tokens` ids that follow each prompt, the same on every rank; all ranks call it.
+    """Up to `tokens` ids after each prompt, equal on every rank; all ranks must call it.
 
-    stage: this rank's, able to decode. how: of each prompt. ends: ids after any of which an answer ends. stop: whether
-    the ids of an answer end it there. known: ids are drawn below this. layers: most blocks of any stage. relay: of
-    the ranks that hold the model. Errors: ValueError where context ranks share rows; RequestError.
+    stage: this rank's stage, able to decode. how: sampling of each prompt. ends: ids that end an answer. stop: whether
+    the ids of an answer end it. known: ids are sampled below this bound. layers: the largest number of blocks in a
+    stage. relay: connects the ranks of the model. Errors: ValueError where context ranks share rows; RequestError.
     """
     if mesh.cp.size > 1:
         raise ValueError(f"--cp {mesh.cp.size}: must be 1 where text is generated")
-    own = range(mesh.dp.index, len(prompts), mesh.dp.size)
+    numbers = range(mesh.dp.index, len(prompts), mesh.dp.size)
     options = EngineOptions(max_requests=max(1, min(AT_ONCE, -(-len(prompts) // mesh.dp.size))), vocab=known)
-    engine, found = engine_on(stage, mesh, device, options, layers, relay=relay), dict[str, list[int]]()
-    if engine is not None:  # the first rank of a replica; the others have followed it to its end
+    engine, answers = engine_on(stage, mesh, device, options, layers, relay=relay), dict[str, list[int]]()
+    if engine is not None:  # on the first rank of a replica; on the others `engine_on` returns when the work is done
         try:
-            asked = {
+            requests = {
                 number: Request(prompt=tuple(prompts[number]), tokens=tokens, sampling=how[number], stop_ids=ends)
-                for number in own
+                for number in numbers
             }
-            found = _answers(engine, asked, stop)
+            answers = _answers(engine, requests, stop)
         finally:
             engine.close()
-    parts: list[dict[str, list[int]]] = gather_json(found, mesh.everyone, device.torch)
-    together = {int(number): ids for part in parts for number, ids in part.items()}
-    return [together[number] for number in range(len(prompts))]
+    parts: list[dict[str, list[int]]] = gather_json(answers, mesh.everyone, device.torch)
+    all_answers = {int(number): ids for part in parts for number, ids in part.items()}
+    return [all_answers[number] for number in range(len(prompts))]
 
 
-def _answers(engine: Engine, asked: Mapping[int, Request], stop: Stop) -> dict[str, list[int]]:
-    """Number of each request, as text -> its answer."""
-    made: dict[int, list[int]] = {engine.add(request): [] for request in asked.values()}
+def _answers(engine: Engine, requests: Mapping[int, Request], stop: Stop) -> dict[str, list[int]]:
+    """Answer requests: the number of each request, as a string -> its ids."""
+    answers: dict[int, list[int]] = {engine.add(request): [] for request in requests.values()}
     while not engine.idle:
         for event in engine.step():
             if event.message:
                 raise ValueError(f"--tasks: {event.message}")
             if event.token is None:
                 continue
-            made[event.request].append(event.token)
-            if event.finish is None and stop(made[event.request]):
+            answers[event.request].append(event.token)
+            if event.finish is None and stop(answers[event.request]):
                 engine.cancel(event.request)
-    return {str(number): ids for number, ids in zip(asked, made.values(), strict=True)}
+    return {str(number): ids for number, ids in zip(requests, answers.values(), strict=True)}

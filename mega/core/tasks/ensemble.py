@@ -1,6 +1,6 @@
-"""Several models' predictions as one: the mean of their probabilities (Megatron-LM's tasks/ensemble_classifier.py).
+"""Combine several models' predictions by the mean of their probabilities (Megatron-LM: tasks/ensemble_classifier.py).
 
-It reads and writes what `mega eval --task mnli|qqp|race` keeps of every question, in JSON lines. No torch.
+Reads and writes the JSON lines of predictions that `mega eval --task mnli|qqp|race` writes. No torch.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ Row = dict[str, Any]
 
 
 def ensemble(files: Sequence[str]) -> tuple[list[Row], list[Row]]:
-    """Predictions of the mean, and the accuracy of each set and of all: {"set", "correct", "total", "accuracy"}.
+    """The combined predictions, and the accuracy of each set and of all: {"set", "correct", "total", "accuracy"}.
 
-    Errors: ValueError where files are not of the same questions in the same order.
+    Errors: ValueError where the files do not have the same questions in the same order.
     """
     every = [predictions(file) for file in files]
     for file, rows in zip(files[1:], every[1:], strict=True):
         if len(rows) != len(every[0]):
             raise ValueError(f"--ensemble {file}: has {len(rows)} rows, and {files[0]} has {len(every[0])}")
         for number, (one, other) in enumerate(zip(every[0], rows, strict=True), 1):
-            if differ := [key for key in KEYS if one[key] != other[key]]:
+            if differing := [key for key in KEYS if one[key] != other[key]]:
                 raise ValueError(
-                    f"--ensemble {file}:{number}: its {differ[0]} is {other[differ[0]]}, and {files[0]} has "
-                    f"{one[differ[0]]}; all must be of the same questions in the same order"
+                    f"--ensemble {file}:{number}: its {differing[0]} is {other[differing[0]]}, and {files[0]} has "
+                    f"{one[differing[0]]}; all must be of the same questions in the same order"
                 )
-    found = [_mean(rows) for rows in zip(*every, strict=True)]
-    return found, accuracies(found)
+    combined = [_mean(rows) for rows in zip(*every, strict=True)]
+    return combined, accuracies(combined)
 
 
 def _mean(rows: Sequence[Row]) -> Row:
@@ -45,22 +45,24 @@ def _mean(rows: Sequence[Row]) -> Row:
 
 
 def predictions(file: str) -> list[Row]:
-    """Errors: ValueError naming file and line of what is not a prediction."""
+    """Read predictions. Errors: ValueError naming file and line where a line is not a prediction."""
     path = Path(file)
     if not path.is_file():
         raise ValueError(f"--ensemble {file}: there is no such file")
     rows = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        row = parse_json(line, where := f"--ensemble {file}:{number}")
+        row = parse_json(line, location := f"--ensemble {file}:{number}")
         if not isinstance(row, dict) or not {*KEYS, "probabilities"} <= set(row):
-            raise ValueError(f"{where}: is not a prediction of mega eval: needs {', '.join((*KEYS, 'probabilities'))}")
+            raise ValueError(
+                f"{location}: is not a prediction of mega eval: needs {', '.join((*KEYS, 'probabilities'))}"
+            )
         shares = row["probabilities"]
         try:
-            right = len(shares) == len(format_of(row["task"]).labels) and all(0 <= share <= 1 for share in shares)
+            valid = len(shares) == len(format_of(row["task"]).labels) and all(0 <= share <= 1 for share in shares)
         except (KeyError, TypeError):
-            right = False
-        if not right:
-            raise ValueError(f"{where}: must have a share of each class of its task, from 0 to 1")
+            valid = False
+        if not valid:
+            raise ValueError(f"{location}: must have a share of each class of its task, from 0 to 1")
         rows.append(row)
     if not rows:
         raise ValueError(f"--ensemble {file}: is empty")
@@ -68,19 +70,19 @@ def predictions(file: str) -> list[Row]:
 
 
 def accuracies(rows: Sequence[Row]) -> list[Row]:
-    """Of each set and of all, over the questions whose label is known."""
+    """The accuracy of each set and of all sets, over the questions with a known label."""
     names = list(dict.fromkeys(row["set"] for row in rows))
-    found = []
+    scores = []
     for name in (*names, None):
-        known = [row for row in rows if row["label"] is not None and name in (None, row["set"])]
-        right = sum(row["label"] == row["answer"] for row in known)
-        share = right / len(known) if known else None
-        found.append({"set": name or "all", "correct": right, "total": len(known), "accuracy": share})
-    return found
+        labelled = [row for row in rows if row["label"] is not None and name in (None, row["set"])]
+        correct = sum(row["label"] == row["answer"] for row in labelled)
+        share = correct / len(labelled) if labelled else None
+        scores.append({"set": name or "all", "correct": correct, "total": len(labelled), "accuracy": share})
+    return scores
 
 
 def run(files: Sequence[str], out: str) -> int:
-    """Combine, report, and keep predictions in `out`. Errors: ValueError."""
+    """Combine the predictions, print accuracies, and write the result to `out`. Errors: ValueError."""
     rows, scores = ensemble(files)
     write(Path(out), rows)
     for score in scores:
@@ -90,13 +92,13 @@ def run(files: Sequence[str], out: str) -> int:
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
-    """Predictions as JSON lines."""
+    """Write predictions as JSON lines."""
     with whole_file(path) as file:
         file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
 def line(score: Mapping[str, Any]) -> str:
-    """Megatron-LM's line.
+    """A line of accuracy in Megatron-LM's format.
 
     >>> line({"set": "dev", "correct": 3, "total": 4, "accuracy": 0.75})
     ' >> dev: correct / total = 3 / 4 = 75.0000 %'

@@ -1,10 +1,10 @@
-"""`mega eval --task`: one benchmark of one model at any layout; continued where it was killed, and reported.
+"""`mega eval --task`: run one benchmark on one model at any layout; resume a killed run; report the result.
 
-    prepare     in the process that the user started: the model, the layout, the flags, before any rank starts
-    evaluate    on every rank: stages, examples, sums; rank 0 keeps them on disk every few seconds and reports
+    prepare     in the process that the user started: check model, layout and flags before any rank starts
+    evaluate    on every rank: load stages, score examples, add sums; rank 0 stores them every few seconds and reports
 
-What was added up lies next to --json, as FILE.partial, under a fingerprint of model, data and settings; the layout and
-the micro batch are not of it.
+The sums are stored next to --json, as FILE.partial, with a fingerprint of model, data and settings. The fingerprint
+does not include layout and micro batch, so another layout can resume.
 """
 
 from __future__ import annotations
@@ -59,29 +59,28 @@ from mega.core.training.start.equal import code
 
 SAVE_SECONDS = 5.0
 HASHED_BYTES = 1 << 30
-"""Of a data file larger than this, size and time stand for its content."""
+"""Above this size, a data file is identified by its size and modification time instead of a hash of its content."""
 
 
 @dataclass(frozen=True)
 class CheckedEvaluation:
-    """A checked evaluation. json: the file of the result. retro, retriever: the database of the neighbours that the
-    model reads, and what opens it. quiet: print nothing."""
+    """An evaluation that `prepare` accepted."""
 
     model: CheckedModel
     options: TaskOptions
-    json: str
-    retro: str | None = None
-    retriever: OpenRetriever | None = None
-    quiet: bool = False
+    json: str  # the file of the result
+    retro: str | None = None  # the database of neighbours that the model reads
+    retriever: OpenRetriever | None = None  # opens that database
+    quiet: bool = False  # print nothing
 
 
 def note(line: str) -> None:
-    """A line for the user."""
+    """Print a line for the user."""
     print(line, file=sys.stderr)
 
 
 def discard(line: str) -> None:
-    """Prints nothing."""
+    """Print nothing."""
 
 
 def prepare(
@@ -93,19 +92,22 @@ def prepare(
     retriever: OpenRetriever | None = None,
     report: Callable[[str], None] | None = note,
 ) -> CheckedEvaluation:
-    """report: takes lines for the user; None prints nothing, also while it runs.
+    """Check an evaluation before any rank starts. report: receives lines for the user; None: the evaluation prints
+    nothing, neither now nor later.
 
     Errors: ValueError naming flag or file, its value, and the rule.
     """
-    model, opened = check_model(options, given, world, benchmark.task, retrieves=True)
+    model, model_files = check_model(options, given, world, benchmark.task, retrieves=True)
     lines = report or discard
     evaluation = CheckedEvaluation(model, benchmark, out, options.data.retro, retriever, report is None)
-    judged, tokenizer = _benchmark(evaluation, opened, lines)
-    _retriever(evaluation, opened, tokenizer, "cpu")  # what is wrong with it is said before any rank starts
-    check_result(Path(out), opened.digest, model.load, f"eval-{benchmark.task}.json", lines)
-    for line in getattr(judged, "notes", ()):
+    task, tokenizer = _benchmark(evaluation, model_files, lines)
+    # Opened only to report its errors before any rank starts.
+    _retriever(evaluation, model_files, tokenizer, "cpu")
+    check_result(Path(out), model_files.digest, model.load, f"eval-{benchmark.task}.json", lines)
+    for line in getattr(task, "notes", ()):
         lines(line)
-    judged.examples(Path(benchmark.valid_data[0]))  # what is wrong with a file is reported once, and before any rank
+    # Read only to report a file's errors once, before any rank starts.
+    task.examples(Path(benchmark.valid_data[0]))
     return evaluation
 
 
@@ -114,16 +116,16 @@ def _benchmark(
 ) -> tuple[Benchmark[object], Tokenizer | None]:
     model, run = evaluation.model, evaluation.model.run
     tokenizer = tokenizer_of(run, opened, report)
-    unit, mixed = lcm(column_unit(run.parallel), row_unit(run.model)), run.data.allow_tokenizer_mismatch
+    unit, allows_mismatch = lcm(column_unit(run.parallel), row_unit(run.model)), run.data.allow_tokenizer_mismatch
     vocab = architecture(run.model).input.vocab
-    inputs = BenchmarkInputs(evaluation.options, tokenizer, model.length, unit, vocab, mixed, report)
+    inputs = BenchmarkInputs(evaluation.options, tokenizer, model.length, unit, vocab, allows_mismatch, report)
     return benchmark(inputs), tokenizer
 
 
 def _retriever(
     evaluation: CheckedEvaluation, opened: OpenedModel, tokenizer: Tokenizer | None, device: str
 ) -> Retriever | None:
-    """Errors: ValueError naming flag or file."""
+    """Open the retriever, if there is a database. Errors: ValueError naming flag or file."""
     if evaluation.retriever is None:
         return None
     if tokenizer is None:
@@ -135,72 +137,72 @@ def _retriever(
 
 
 def evaluate(evaluation: CheckedEvaluation) -> int:
-    """Score as one rank of the world that the environment describes: 0. Errors: ValueError on every rank."""
+    """Score as one rank of the world that the environment describes; 0. Errors: ValueError on every rank."""
     as_rank(evaluation.model.run, partial(run_here, evaluation))
     return 0
 
 
 def evaluation_result(evaluation: CheckedEvaluation) -> Mapping[str, object]:
-    """The same; what the file holds, on every rank."""
+    """Score like `evaluate`, and return the content of the result's file, on every rank."""
     return as_rank(evaluation.model.run, partial(result_here, evaluation))[1]
 
 
 def run_here(
     evaluation: CheckedEvaluation, rank: int, world: int, device: Device, groups: Groups | None = None
 ) -> Mapping[str, Estimate]:
-    """One rank's part; what was found, the same on all of them."""
+    """Run one rank's part; return the estimates, equal on all ranks."""
     return result_here(evaluation, rank, world, device, groups)[0]
 
 
 def result_here(
     evaluation: CheckedEvaluation, rank: int, world: int, device: Device, groups: Groups | None = None
 ) -> tuple[Mapping[str, Estimate], Mapping[str, object]]:
-    """One rank's part; what was found, and the result that rank 0 keeps and shows."""
-    here = open_here(evaluation.model, rank, world, device, groups)
-    judged, tokenizer = _benchmark(evaluation, here.opened)
-    examples = judged.examples(Path(evaluation.options.valid_data[0]))[: evaluation.options.limit]
-    about = _about(evaluation, here, tokenizer, len(examples))
-    retriever = _retriever(evaluation, here.opened, tokenizer, device.torch.type)
+    """Run one rank's part; return the estimates, and the result that rank 0 writes and prints."""
+    model = open_here(evaluation.model, rank, world, device, groups)
+    task, tokenizer = _benchmark(evaluation, model.opened)
+    examples = task.examples(Path(evaluation.options.valid_data[0]))[: evaluation.options.limit]
+    description = _about(evaluation, model, tokenizer, len(examples))
+    retriever = _retriever(evaluation, model.opened, tokenizer, device.torch.type)
     check_consistent(
-        Comparable({**code(), **{name: str(value) for name, value in about.items()}}, {}),
-        here.mesh.everyone,
+        Comparable({**code(), **{name: str(value) for name, value in description.items()}}, {}),
+        model.mesh.everyone,
         device.torch,
     )
-    progress = _Progress(evaluation, str(about["fingerprint"]), judged, len(examples), here.mesh, device)
+    progress = _Progress(evaluation, str(description["fingerprint"]), task, len(examples), model.mesh, device)
     with progress.interruptible():
-        found = score(
-            here.row_scorer()
-            if isinstance(judged, RowBenchmark)
-            else here.scorer(greedy=judged.greedy, retriever=retriever),
-            judged,
+        estimates = score(
+            model.row_scorer()
+            if isinstance(task, RowBenchmark)
+            else model.scorer(greedy=task.greedy, retriever=retriever),
+            task,
             examples,
             evaluation.model.micro_batch,
             sums=progress.sums,
             done=progress.begun,
             after=progress,
         )
-    result = {**about, **_result(judged, found, progress), "memory": device.memory_peak()}
+    result = {**description, **_result(task, estimates, progress), "memory": device.memory_peak()}
     if rank == 0:
         progress.close()
-        if isinstance(judged, RowBenchmark) and progress.sums.shares is not None:
+        if isinstance(task, RowBenchmark) and progress.sums.shares is not None:
             result["predictions"] = str(predictions_path(evaluation.json))
-            write(predictions_path(evaluation.json), judged.predictions(progress.sums.shares))
+            write(predictions_path(evaluation.json), task.predictions(progress.sums.shares))
         with whole_file(Path(evaluation.json)) as file:
             file.write((json.dumps(result, indent=1) + "\n").encode())
         progress.path.unlink(missing_ok=True)
         if not evaluation.quiet:
-            show(result, judged.headline, evaluation.json)
-    return found, result
+            show(result, task.headline, evaluation.json)
+    return estimates, result
 
 
 def _about(
     evaluation: CheckedEvaluation, here: ModelHere, tokenizer: Tokenizer | None, examples: int
 ) -> dict[str, object]:
-    """Every setting that makes a score, and a hash of those that decide it."""
-    asked, run = dataclasses.asdict(evaluation.options), here.run
+    """All settings of a score, and a fingerprint of those that affect it."""
+    options, run = dataclasses.asdict(evaluation.options), here.run
     model = model_settings(evaluation.model, here)
-    decides: dict[str, object] = {
-        "options": {name: value for name, value in asked.items() if name != "valid_data"},
+    deciding: dict[str, object] = {
+        "options": {name: value for name, value in options.items() if name != "valid_data"},
         "data": {file: _content(Path(file)) for file in evaluation.options.valid_data},
         "model": model,
         "tokenizer": None if tokenizer is None else tokenizer.identity()._asdict(),
@@ -210,45 +212,45 @@ def _about(
         "examples": examples,
     }
     if evaluation.retro is not None:
-        noted = Path(evaluation.retro) / "retro.json"
-        decides["neighbours"] = _content(noted) if noted.is_file() else evaluation.retro
-    known_by = fingerprint({**decides, "model": {**model, "path": None}})
-    return {"task": evaluation.options.task, "fingerprint": known_by, "settings": {**decides, **layout_of(run)}}
+        database_file = Path(evaluation.retro) / "retro.json"
+        deciding["neighbours"] = _content(database_file) if database_file.is_file() else evaluation.retro
+    identity = fingerprint({**deciding, "model": {**model, "path": None}})
+    return {"task": evaluation.options.task, "fingerprint": identity, "settings": {**deciding, **layout_of(run)}}
 
 
 def predictions_path(out: str) -> Path:
-    """Where what was predicted of every question is kept, next to --json."""
+    """The file of the predictions for every question, next to --json."""
     return Path(out).with_name(f"{Path(out).stem}-predictions.jsonl")
 
 
 def _content(path: Path) -> str:
-    """What tells the content of a file, a folder, or a pair of token files, from another."""
-    found = hashlib.sha256()
+    """A digest of the content of a file, a folder, or a pair of token files."""
+    digest = hashlib.sha256()
     if path.is_dir():
         return folder_content(path)
     for part in (path, Path(f"{path}.idx"), Path(f"{path}.bin")):
         if not part.is_file():
             continue
-        about = part.stat()
-        found.update(f"{about.st_size} ".encode())
-        if about.st_size > HASHED_BYTES:
-            found.update(f"{about.st_mtime_ns} ".encode())
+        status = part.stat()
+        digest.update(f"{status.st_size} ".encode())
+        if status.st_size > HASHED_BYTES:
+            digest.update(f"{status.st_mtime_ns} ".encode())
             continue
         with part.open("rb") as file:
-            found.update(hashlib.file_digest(file, "sha256").digest())
-    return found.hexdigest()
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
 
 
 def _result(judged: Benchmark[object], found: Mapping[str, Estimate], progress: _Progress) -> dict[str, object]:
-    done, begun = progress.done, progress.begun
-    seconds = max(done.seconds, 1e-9)
+    current, resumed = progress.done, progress.begun
+    seconds = max(current.seconds, 1e-9)
     return {
         "figures": [_finite(figure._asdict()) for figure in judged.figures(found)],
         "terms": {name: _finite(each._asdict()) for name, each in found.items()},
-        "tokens": done.tokens,
-        "seconds": done.seconds,
-        "tokens_per_second": (done.tokens - begun.tokens) / seconds if done.tokens > begun.tokens else None,
-        "resumed_after": begun.examples or None,
+        "tokens": current.tokens,
+        "seconds": current.seconds,
+        "tokens_per_second": (current.tokens - resumed.tokens) / seconds if current.tokens > resumed.tokens else None,
+        "resumed_after": resumed.examples or None,
         "ranks": progress.mesh.world,
         "device": progress.device.name,
         "version": __version__,
@@ -257,7 +259,7 @@ def _result(judged: Benchmark[object], found: Mapping[str, Estimate], progress: 
 
 
 def _finite(values: Mapping[str, object]) -> dict[str, object]:
-    """JSON has no NaN: what nothing counts for is null.
+    """Replace NaN and infinities by null, since JSON has no such numbers.
 
     >>> _finite({"name": "ppl", "value": math.nan})
     {'name': 'ppl', 'value': None}
@@ -267,8 +269,8 @@ def _finite(values: Mapping[str, object]) -> dict[str, object]:
 
 
 class _Progress:
-    """What was added up, kept on disk by rank 0 and shown on a terminal. sums, begun: of an earlier process, the same
-    on every rank."""
+    """The progress of a score: rank 0 stores it on disk and shows it on a terminal. sums, begun: results and progress
+    of an earlier process, equal on every rank."""
 
     def __init__(
         self,
@@ -281,31 +283,31 @@ class _Progress:
     ):
         self.path, self.mesh, self.device = Path(f"{evaluation.json}.partial"), mesh, device
         self._fingerprint, self._saved = fingerprint, time.monotonic()
-        kept = self._read() if mesh.rank == 0 else None
-        kept = gather_json(kept, mesh.everyone, device.torch)[0]
+        stored = self._read() if mesh.rank == 0 else None
+        stored = gather_json(stored, mesh.everyone, device.torch)[0]
         self.begun, self.sums = Done(), Sums(judged.terms)
-        if kept is not None:
-            self.begun = Done(kept["examples"], kept["tokens"])
-            self.sums = Sums(judged.terms, torch.tensor(kept["sums"], dtype=torch.float64))
+        if stored is not None:
+            self.begun = Done(stored["examples"], stored["tokens"])
+            self.sums = Sums(judged.terms, torch.tensor(stored["sums"], dtype=torch.float64))
         if isinstance(judged, RowBenchmark):
-            rows = [] if kept is None else kept.get("shares", [])
+            rows = [] if stored is None else stored.get("shares", [])
             self.sums.shares = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), judged.classes)
         self.done = self.begun
         bar = evaluation.model.run.log.progress and sys.stderr.isatty()
-        speaks = mesh.rank == 0 and not evaluation.quiet
-        self._bar = Bar(evaluation.options.task, total, self.begun.examples, bar) if speaks else None
+        prints = mesh.rank == 0 and not evaluation.quiet
+        self._bar = Bar(evaluation.options.task, total, self.begun.examples, bar) if prints else None
 
     def _read(self) -> dict[str, Any] | None:
-        """What an earlier process of the same evaluation kept; of another one, or damaged, nothing."""
+        """Read what an earlier process of this evaluation stored; None if the file is damaged, or of another one."""
         try:
-            kept = json.loads(self.path.read_bytes())
+            stored = json.loads(self.path.read_bytes())
         except (OSError, ValueError):
             return None
-        if not isinstance(kept, dict) or kept.get("fingerprint") != self._fingerprint:
+        if not isinstance(stored, dict) or stored.get("fingerprint") != self._fingerprint:
             print(f"{self.path}: is of another model, data or settings; starting from the beginning", file=sys.stderr)
             return None
-        print(f"{self.path}: resuming after {kept['examples']} examples", file=sys.stderr)
-        return kept
+        print(f"{self.path}: resuming after {stored['examples']} examples", file=sys.stderr)
+        return stored
 
     def __call__(self, done: Done, sums: Sums) -> None:
         self.done = done
@@ -314,7 +316,7 @@ class _Progress:
         self._bar.update(done)
         if time.monotonic() - self._saved < SAVE_SECONDS:
             return
-        kept = {
+        state = {
             "fingerprint": self._fingerprint,
             "examples": done.examples,
             "tokens": done.tokens,
@@ -322,12 +324,12 @@ class _Progress:
             **({} if sums.shares is None else {"shares": sums.shares.tolist()}),
         }
         with whole_file(self.path) as file:
-            file.write(json.dumps(kept).encode())
+            file.write(json.dumps(state).encode())
         self._saved = time.monotonic()
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """A user who ends it by Ctrl-C is told what is kept."""
+        """On Ctrl-C, print which file holds the progress."""
         try:
             yield
         except KeyboardInterrupt:

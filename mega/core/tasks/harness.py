@@ -1,8 +1,8 @@
-"""`mega eval --tasks`: EleutherAI's lm-evaluation-harness in process, on our engine, at any layout.
+"""`mega eval --tasks`: EleutherAI's lm-evaluation-harness in this process, with mega's engine, at any layout.
 
-Every rank runs the harness alike, so that all of them score the same requests together; rank 0 reports. Task files and
-their data are the harness's: its own, or local ones under --include-path. Answers lie next to --json, as FILE.partial,
-until all are there.
+Every rank runs the harness with the same requests, so that all ranks score them together; rank 0 reports. The harness
+provides task files and data, or --include-path adds local ones. Answers are stored next to --json, as FILE.partial,
+until the result is complete.
 """
 
 from __future__ import annotations
@@ -52,20 +52,22 @@ from mega.core.tasks.task import shares
 from mega.core.text.tokenizer import Tokenizer
 
 MOST_NEW_TOKENS = 256
-"""Of an answer, where a task does not say: the harness's own number."""
+"""Most tokens of an answer where a task sets no limit; the harness's own default."""
 TURNS = 16
-"""Of microbatches on every rank, between two moments at which answers are kept."""
+"""Calls of the pipeline on every rank between two times at which answers are stored."""
 
 
 @dataclass(frozen=True)
 class HarnessRun:
+    """A checked evaluation. json: the file of the result."""
+
     model: CheckedModel
     options: HarnessOptions
     json: str
 
 
 def check_harness() -> None:
-    """Errors: ValueError where lm-eval is not installed, or what it needs is not."""
+    """Errors: ValueError where lm-eval, or a package that it needs, is not installed."""
     try:
         import lm_eval  # noqa: F401
     except ImportError as error:
@@ -75,21 +77,24 @@ def check_harness() -> None:
 
 
 def prepare(options: Options, given: GivenOptions, harness: HarnessOptions, out: str, world: int) -> HarnessRun:
-    """Errors: ValueError naming flag or file, its value, and the rule."""
+    """Check an evaluation before any rank starts. Errors: ValueError naming flag or file, its value, and the rule."""
     check_harness()
-    model, opened = check_model(options, given, world)
-    tokenizer = tokenizer_of(model.run, opened, lambda line: print(line, file=sys.stderr))
+    model, model_files = check_model(options, given, world)
+    tokenizer = tokenizer_of(model.run, model_files, lambda line: print(line, file=sys.stderr))
     if tokenizer is None:
         raise ValueError("--tokenizer is missing: the model carries none; give its kind and files")
     if harness.apply_chat_template:
-        _chat(model.load, opened, tokenizer)
+        _chat(model.load, model_files, tokenizer)
     _known_tasks(harness)
-    check_result(Path(out), opened.digest, model.load, "eval-lm-eval.json", lambda line: print(line, file=sys.stderr))
+    check_result(
+        Path(out), model_files.digest, model.load, "eval-lm-eval.json", lambda line: print(line, file=sys.stderr)
+    )
     return HarnessRun(model, harness, out)
 
 
 def _chat(load: str, opened: OpenedModel, tokenizer: Tokenizer) -> ChatTexts:
-    """Errors: ValueError where the model has no template, or the tokenizer not what it needs."""
+    """The formatter of conversations. Errors: ValueError where the model has no template, or the tokenizer lacks one of
+    its tokens."""
     template = opened.chat_template()
     if template is None:
         raise ValueError(f"--apply-chat-template: nothing at {load} says what its conversations look like")
@@ -97,15 +102,15 @@ def _chat(load: str, opened: OpenedModel, tokenizer: Tokenizer) -> ChatTexts:
 
 
 def _known_tasks(options: HarnessOptions) -> object:
-    """The harness's list of tasks. Errors: ValueError naming one that is not there."""
+    """The harness's list of tasks. Errors: ValueError naming an unknown task."""
     from lm_eval.tasks import TaskManager
 
     if options.include_path is not None and not Path(options.include_path).is_dir():
         raise ValueError(f"--include-path {options.include_path}: no such directory")
-    if options.include_path is not None:  # reading all of the harness's own takes seconds
-        own = TaskManager(include_path=options.include_path, include_defaults=False)
-        if all(own.match_tasks([name]) for name in options.tasks):
-            return own
+    if options.include_path is not None:  # first without the harness's own tasks, because reading those takes seconds
+        local_tasks = TaskManager(include_path=options.include_path, include_defaults=False)
+        if all(local_tasks.match_tasks([name]) for name in options.tasks):
+            return local_tasks
     manager = TaskManager(include_path=options.include_path, include_defaults=True)
     for name in options.tasks:
         if not manager.match_tasks([name]) and not Path(name).is_file():
@@ -122,16 +127,16 @@ def evaluate(asked: HarnessRun) -> int:
 def run_here(
     asked: HarnessRun, rank: int, world: int, device: Device, groups: Groups | None = None
 ) -> Mapping[str, object] | None:
-    """One rank's part; the harness's results, which it makes on the first rank of a host, None on others."""
+    """Run one rank's part. Return the harness's results on ranks that make them (the first of a host), else None."""
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.utils import make_table
 
     logging.getLogger("lm_eval").setLevel(logging.WARNING if rank == 0 else logging.ERROR)
-    here, options = open_here(asked.model, rank, world, device, groups), asked.options
-    tokenizer = tokenizer_of(here.run, here.opened)
+    model, options = open_here(asked.model, rank, world, device, groups), asked.options
+    tokenizer = tokenizer_of(model.run, model.opened)
     assert tokenizer is not None
-    native = _native(asked, here, tokenizer)
-    found: dict[str, object] | None = simple_evaluate(
+    native = _native(asked, model, tokenizer)
+    results: dict[str, object] | None = simple_evaluate(
         model=language_model(native),
         tasks=list(options.tasks),
         num_fewshot=options.num_fewshot,
@@ -140,22 +145,22 @@ def run_here(
         apply_chat_template=options.apply_chat_template,
         log_samples=True,
         bootstrap_iters=1000,
-        random_seed=here.run.runtime.seed,
-        numpy_random_seed=here.run.runtime.seed,
-        torch_random_seed=here.run.runtime.seed,
-        fewshot_random_seed=here.run.runtime.seed,
+        random_seed=model.run.runtime.seed,
+        numpy_random_seed=model.run.runtime.seed,
+        torch_random_seed=model.run.runtime.seed,
+        fewshot_random_seed=model.run.runtime.seed,
     )
-    if rank == 0 and found is not None:
-        kept = {name: value for name, value in found.items() if name != "samples" or options.log_samples}
-        settings = {**_decides(asked, here, tokenizer), **layout_of(here.run)}
-        about = {"tasks": options.tasks, "settings": settings, "version": __version__, "torch": torch.__version__}
+    if rank == 0 and results is not None:
+        reported = {name: value for name, value in results.items() if name != "samples" or options.log_samples}
+        settings = {**_decides(asked, model, tokenizer), **layout_of(model.run)}
+        header = {"tasks": options.tasks, "settings": settings, "version": __version__, "torch": torch.__version__}
         with whole_file(Path(asked.json)) as file:
-            file.write((json.dumps({**about, **kept}, indent=1, default=str) + "\n").encode())
-        print(make_table(found))
-        if found.get("groups"):
-            print(make_table(found, "groups"))
+            file.write((json.dumps({**header, **reported}, indent=1, default=str) + "\n").encode())
+        print(make_table(results))
+        if results.get("groups"):
+            print(make_table(results, "groups"))
     native.kept.close()
-    return found
+    return results
 
 
 def _decides(asked: HarnessRun, here: ModelHere, tokenizer: Tokenizer) -> dict[str, object]:
@@ -171,14 +176,14 @@ def _decides(asked: HarnessRun, here: ModelHere, tokenizer: Tokenizer) -> dict[s
 
 
 def _native(asked: HarnessRun, here: ModelHere, tokenizer: Tokenizer) -> NativeModel:
-    """One rank's part of the model, and the answers that an interrupted run has left."""
-    about = _decides(asked, here, tokenizer)
-    about["model"] = {**model_settings(asked.model, here), "path": None}
+    """Open one rank's part of the model, with the stored answers of an interrupted run."""
+    settings = _decides(asked, here, tokenizer)
+    settings["model"] = {**model_settings(asked.model, here), "path": None}
     return NativeModel(
         here,
         here.scorer(greedy=True),
         tokenizer,
-        KeptAnswers(Path(f"{asked.json}.partial"), about, here.mesh, here.device.torch),
+        KeptAnswers(Path(f"{asked.json}.partial"), settings, here.mesh, here.device.torch),
         _chat(asked.model.load, here.opened, tokenizer) if asked.options.apply_chat_template else None,
         asked.model.length,
         asked.model.micro_batch,
@@ -187,31 +192,32 @@ def _native(asked: HarnessRun, here: ModelHere, tokenizer: Tokenizer) -> NativeM
 
 @dataclass(frozen=True)
 class NativeModel:
-    """What the harness asks of a model, in ids; all ranks call it alike and get the same answers."""
+    """The operations that the harness needs of a model, on ids. All ranks must call them alike and get equal
+    answers."""
 
     here: ModelHere
     scorer: TokenScorer
     tokenizer: Tokenizer
-    kept: KeptAnswers
-    chat: ChatTexts | None
-    length: int
-    micro_batch: int
+    kept: KeptAnswers  # answers so far
+    chat: ChatTexts | None  # formats conversations; None without --apply-chat-template
+    length: int  # most columns of a row
+    micro_batch: int  # rows of a microbatch
 
     @property
     def turn(self) -> int:
-        """Rows that the ranks score together at once."""
+        """Number of rows that all ranks score in one call."""
         return self.micro_batch * self.scorer.mesh.dp.size * self.scorer.together
 
     @property
     def begin(self) -> int:
-        """What stands in front of a text that has nothing before it. Errors: ValueError where there is none."""
+        """The id in front of a text at the beginning of the input. Errors: ValueError if the tokenizer has none."""
         if self.tokenizer.start is None:
             raise ValueError(f"--tasks: {self.tokenizer.kind} has no token that begins a text")
         return self.tokenizer.start
 
     def encode(self, text: str, special: bool | None = None) -> list[int]:
-        """special: with what the family puts in front of every text; None: so too, but once where a conversation's text
-        begins with it."""
+        """Encode a text. special: whether the ids that the tokenizer adds to each text are put in front. None: they
+        are, but not twice if a conversation's text already begins with them."""
         lead = self.tokenizer.encode("")
         if self.chat is None:
             ids = self.tokenizer.encode(text)
@@ -220,14 +226,15 @@ class NativeModel:
         return ids if special is False or ids[: len(lead)] == lead else [*lead, *ids]
 
     def log_likelihoods(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """ln p of each continuation after its context, and whether all of it is the model's first choice.
+        """The log-probability (natural) of each continuation after its context, and whether all its tokens are the
+        model's first choices.
 
-        A long context is seen from its end. Errors: ValueError where a continuation alone is too long.
+        A long context is truncated on the left. Errors: ValueError where a continuation alone is too long.
         """
-        found = self.kept.each(
+        answers = self.kept.each(
             "loglikelihood", pairs, self._scored, TURNS * self.turn, lambda pair: len(pair[0]) + len(pair[1])
         )
-        return [(value, greedy) for value, greedy in found]
+        return [(value, greedy) for value, greedy in answers]
 
     def _scored(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         rows = []
@@ -239,28 +246,30 @@ class NativeModel:
             ids = [*context, *continuation][-(self.length + 1) :]
             rows.append(JudgedRow(ids, len(ids) - len(continuation)))
         mesh, unit = self.scorer.mesh, column_unit(self.here.run.parallel)
-        found = torch.zeros(len(rows), 2, dtype=torch.float64, device=self.scorer.device.torch)
+        likelihoods = torch.zeros(len(rows), 2, dtype=torch.float64, device=self.scorer.device.torch)
         for first in range(0, len(rows), self.turn):
             turn = range(first, min(first + self.turn, len(rows)))
             groups = shares(turn, self.micro_batch, mesh.dp.index, mesh.dp.size)
             batches = [batch_of([rows[number] for number in group], unit) for group, _ in groups]
             for (group, counts), batch, scores in zip(groups, batches, self.scorer.score(batches), strict=False):
                 if counts and mesh.cp.first:
-                    own = batch.to(self.scorer.device.torch)
-                    made = [-nll_of(own, scores).total, all_greedy(own, scores).total]
-                    found[torch.tensor(list(group), device=found.device)] = torch.stack(made, 1)
-        all_reduce(found, mesh.loss_group)
-        return [(value, bool(greedy)) for value, greedy in found.tolist()]
+                    batch_here = batch.to(self.scorer.device.torch)
+                    row_scores = [-nll_of(batch_here, scores).total, all_greedy(batch_here, scores).total]
+                    likelihoods[torch.tensor(list(group), device=likelihoods.device)] = torch.stack(row_scores, 1)
+        all_reduce(likelihoods, mesh.loss_group)
+        return [(value, bool(greedy)) for value, greedy in likelihoods.tolist()]
 
     def continuations(
         self, prompts: Sequence[str], until: Sequence[str], tokens: int, how: Sequence[Sampling]
     ) -> list[str]:
-        """The text that follows each prompt, up to one of `until`, the end of a document or of the assistant's turn."""
+        """The text that follows each prompt, up to one of `until`, the end of the document or of the assistant's
+        turn."""
         most, decode = self.length - tokens, self.tokenizer.decode
         if most < 1:
             raise ValueError(f"--seq-length {self.length}: must be more than the {tokens} tokens that a task generates")
         ends = self.here.opened.ends(self.tokenizer).union(() if self.chat is None else self.chat.ends)
-        # A stop's every byte may be a token of its own, after one that it begins in the middle of.
+        # Each byte of a stop string (up to 4 per character) may be a token, and earlier tokens may contain its
+        # beginning.
         last = 4 * max((len(stop) for stop in until), default=0) + 8
 
         def stopped(ids: list[int]) -> bool:
@@ -269,7 +278,7 @@ class NativeModel:
 
         run, stages = self.here.run, self.scorer.mesh.pp.size
         layers = run.parallel.stage_layers or even_layers(len(architecture(run.model).layers), stages)
-        made = continue_prompts(
+        answers = continue_prompts(
             self.here.decoding_stage,
             self.scorer.mesh,
             self.scorer.device,
@@ -282,11 +291,11 @@ class NativeModel:
             layers=max(layers),
             relay=self.here.relay,
         )
-        return [decode(ids[:-1] if ids and ids[-1] in ends else ids) for ids in made]
+        return [decode(ids[:-1] if ids and ids[-1] in ends else ids) for ids in answers]
 
 
 def language_model(native: NativeModel) -> object:
-    """A model as lm-eval knows one."""
+    """Wrap a model in lm-eval's interface."""
     from lm_eval.api.model import TemplateLM
 
     class MegaLM(TemplateLM):  # type: ignore[misc]
@@ -315,10 +324,10 @@ def language_model(native: NativeModel) -> object:
             return native.encode(string, add_special_tokens)
 
         def _loglikelihood_tokens(self, requests: Any, **_: object) -> list[tuple[float, bool]]:
-            found = native.log_likelihoods([(context, continuation) for _, context, continuation in requests])
-            for (key, _, _), answer in zip(requests, found, strict=True):
+            answers = native.log_likelihoods([(context, continuation) for _, context, continuation in requests])
+            for (key, _, _), answer in zip(requests, answers, strict=True):
                 self.cache_hook.add_partial("loglikelihood", key, answer)
-            return found
+            return answers
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
             return rolling(native, [request.args[0] for request in requests])
@@ -330,8 +339,8 @@ def language_model(native: NativeModel) -> object:
 
 
 def rolling(native: NativeModel, texts: Sequence[str]) -> list[float]:
-    """ln p of each text, in windows that follow one another, as the harness cuts them: what begins a text is in front
-    of the first window, and is not judged."""
+    """The log-probability of each text, in consecutive windows split as the harness does. The token that begins a text
+    precedes the first window and is not scored."""
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
     windows, owners = [], []
@@ -346,44 +355,46 @@ def rolling(native: NativeModel, texts: Sequence[str]) -> list[float]:
 
 
 def generated(native: NativeModel, requests: Sequence[tuple[str, Mapping[str, object]]]) -> list[str]:
-    """The answer to each prompt; those that ask for it in the same way are generated together."""
+    """The answer to each prompt. Prompts with equal generation options are generated together."""
     from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 
     answers: dict[int, str] = {}
     groups: dict[str, list[int]] = {}
-    for number, (_, asked) in enumerate(requests):
-        groups.setdefault(json.dumps(asked, sort_keys=True, default=str), []).append(number)
+    for number, (_, arguments) in enumerate(requests):
+        groups.setdefault(json.dumps(arguments, sort_keys=True, default=str), []).append(number)
     at_once = 4 * AT_ONCE * native.scorer.mesh.dp.size
     for key, numbers in groups.items():
-        how = normalize_gen_kwargs(dict(requests[numbers[0]][1]), MOST_NEW_TOKENS)
-        until = [each for each in how["until"] if each]
+        generation = normalize_gen_kwargs(dict(requests[numbers[0]][1]), MOST_NEW_TOKENS)
+        until = [each for each in generation["until"] if each]
 
         def answer(
-            asked: list[tuple[str, int]], how: Mapping[str, Any] = how, until: Sequence[str] = until
+            asked: list[tuple[str, int]], how: Mapping[str, Any] = generation, until: Sequence[str] = until
         ) -> list[str]:
             sampling = [_sampling(how, native.here.run.runtime.seed, each) for each in asked]
             prompts = [prompt for prompt, _ in asked]
             texts = native.continuations(prompts, until, int(how["max_gen_toks"]), sampling)
             return [postprocess_generated_text(text, until, None) for text in texts]
 
-        prompts, before = [requests[number][0] for number in numbers], Counter[str]()
-        drawn: list[tuple[str, int]] = []  # a prompt that is drawn from several times is another request each time
+        prompts, occurrences = [requests[number][0] for number in numbers], Counter[str]()
+        # A repeated prompt gets a number, so that each repetition is sampled again.
+        numbered_prompts: list[tuple[str, int]] = []
         for prompt in prompts:
-            drawn.append((prompt, before[prompt]))
-            before[prompt] += 1
-        found = native.kept.each(f"generate {key}", drawn, answer, at_once, lambda each: len(each[0]))
-        answers |= dict(zip(numbers, found, strict=True))
+            numbered_prompts.append((prompt, occurrences[prompt]))
+            occurrences[prompt] += 1
+        texts = native.kept.each(f"generate {key}", numbered_prompts, answer, at_once, lambda each: len(each[0]))
+        answers |= dict(zip(numbers, texts, strict=True))
     return [answers[number] for number in range(len(requests))]
 
 
 def _sampling(how: Mapping[str, Any], seed: int, asked: tuple[str, int]) -> Sampling:
-    """As a task wants it; draws depend on the request alone. Errors: ValueError where it cannot be."""
+    """Sampling as the task's options describe it. The seed depends only on the request. Errors: ValueError where the
+    options are invalid."""
     if not how.get("do_sample"):
         return Sampling(temperature=0.0)
-    own = hashlib.sha256(json.dumps([seed, asked]).encode()).digest()
+    digest = hashlib.sha256(json.dumps([seed, asked]).encode()).digest()
     return Sampling(
         temperature=float(how.get("temperature") or 0.0),
         top_k=int(how.get("top_k") or 0),
         top_p=float(how.get("top_p") or 1.0),
-        seed=int.from_bytes(own[:7], "big"),
+        seed=int.from_bytes(digest[:7], "big"),
     )

@@ -1,7 +1,7 @@
-"""Answers to a harness's requests, kept as they come: what was killed continues with those that are missing.
+"""Store the answers to a harness's requests as they are computed, so that a killed run continues with the missing ones.
 
-A request is known by a digest of what it asks; the file, by one of the model and the settings that decide every answer.
-All ranks hold all answers, rank 0 writes them. It knows no harness and no model.
+A request is identified by a digest of its content; the file by a digest of the model and of the settings that affect
+every answer. All ranks hold all answers, and rank 0 writes them. This file knows neither harness nor model.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from mega.core.parallel.mesh import Mesh
 
 
 def check_result(path: Path, digest: str, load: str, usual: str, report: Callable[[str], None]) -> None:
-    """What becomes of the file of a result that exists: of the same model it is replaced, and so it is, with a line,
-    where the user named it. usual: its name where --json was not given.
+    """Check an existing file of a result, which will be replaced. A different model's result is an error under the
+    default name `usual`, and a reported line under a name that the user gave.
 
-    Errors: ValueError where another model's result has the name that is usual.
+    Errors: ValueError where another model's result has the default name.
     """
     try:
         settings = json.loads(path.read_bytes())
@@ -45,20 +45,20 @@ Answer = TypeVar("Answer")
 
 
 class KeptAnswers:
-    """path: a file of JSON lines, the first one about what decides the answers."""
+    """Answers by request. path: a file of JSON lines; its first line is the fingerprint of `about`, the settings."""
 
     def __init__(self, path: Path, about: Mapping[str, object], mesh: Mesh, device: torch.device):
         self.path, self._writes = path, mesh.rank == 0
         self._first = json.dumps({"fingerprint": fingerprint(about)})
-        own = self._read() if self._writes else {}
-        self._known: dict[str, Any] = gather_json(own, mesh.everyone, device)[0]
+        stored = self._read() if self._writes else {}
+        self._known: dict[str, Any] = gather_json(stored, mesh.everyone, device)[0]
         if self._writes:
-            lines = [self._first, *(json.dumps([key, answer]) for key, answer in own.items())]
-            with whole_file(self.path) as file:  # killed now, it still holds what it held
+            lines = [self._first, *(json.dumps([key, answer]) for key, answer in stored.items())]
+            with whole_file(self.path) as file:  # written whole, so that a kill cannot lose the earlier answers
                 file.write("".join(f"{line}\n" for line in lines).encode())
 
     def _read(self) -> dict[str, object]:
-        """What an earlier process kept; a line that it was killed in is left out."""
+        """Read the answers of an earlier process, without a line that is incomplete because of a kill."""
         try:
             first, *lines = self.path.read_text().split("\n")
         except (OSError, ValueError):
@@ -66,16 +66,16 @@ class KeptAnswers:
         if first != self._first:
             print(f"{self.path}: is of another model or settings; starting from the beginning", file=sys.stderr)
             return {}
-        found = {}
+        answers = {}
         for line in lines:
             try:
                 key, answer = json.loads(line)
             except (TypeError, ValueError):
                 continue
-            found[str(key)] = answer
-        if found:
-            print(f"{self.path}: resuming with {len(found)} answers", file=sys.stderr)
-        return found
+            answers[str(key)] = answer
+        if answers:
+            print(f"{self.path}: resuming with {len(answers)} answers", file=sys.stderr)
+        return answers
 
     def each(
         self,
@@ -85,15 +85,15 @@ class KeptAnswers:
         at_once: int,
         size: Callable[[Asked], int],
     ) -> list[Answer]:
-        """The answer to each request, in order; those that are missing are asked for, `at_once` of them, the largest
-        first. Answers are values of JSON. All ranks call it alike."""
+        """The answer to each request, in order. Missing ones are computed by `answer`, up to `at_once` in a call, the
+        largest first. Answers are JSON values. All ranks must call it alike."""
         keys = [hashlib.sha256(json.dumps([kind, each]).encode()).hexdigest() for each in requests]
         missing = {key: each for key, each in zip(keys, requests, strict=True) if key not in self._known}
         order = sorted(missing, key=lambda key: -size(missing[key]))
         for first in range(0, len(order), at_once):
             part = order[first : first + at_once]
-            found = answer([missing[key] for key in part])
-            new = dict(zip(part, found, strict=True))
+            answers = answer([missing[key] for key in part])
+            new = dict(zip(part, answers, strict=True))
             self._known |= new
             if self._writes:
                 with self.path.open("a") as file:
@@ -101,6 +101,6 @@ class KeptAnswers:
         return [self._known[key] for key in keys]
 
     def close(self) -> None:
-        """All is answered and reported."""
+        """Remove the file after the result has been written."""
         if self._writes:
             self.path.unlink(missing_ok=True)

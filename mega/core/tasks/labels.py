@@ -1,6 +1,6 @@
-"""The score of a classifier on labelled sets: accuracy of each and of all, and what it predicted of every question.
+"""The score of a classifier on labelled sets: accuracy of each set and of all, and predictions for every question.
 
-The questions come from a `Format` (data/formats). A file without labels is predicted and not scored.
+The questions come from a `Format` (data/formats). Files without labels get predictions but no score.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from mega.core.tasks.options import BenchmarkInputs
 from mega.core.tasks.task import Estimate, Figure, as_share, interval
 
 READS: tuple[str, ...] = ()
-"""Fields of `options.OWN` that count here."""
+"""Fields of `options.OWN` that this benchmark reads."""
 
 HEADS = tuple(head for head, _ in LABELLED.values())
 
 
 class Item(NamedTuple):
-    """position: among all questions. where: number of its set. number: within that."""
+    """A question. position: index among all questions. where: index of its set. number: index within the set."""
 
     position: int
     where: int
@@ -38,7 +38,7 @@ class Item(NamedTuple):
 
 @dataclass
 class Labels:
-    """A benchmark that judges rows by the classes that the model's head gives."""
+    """A benchmark that classifies rows with the model's head."""
 
     asked: BenchmarkInputs
     form: Format
@@ -63,35 +63,35 @@ class Labels:
         self.headline = ("correct", "total", "accuracy")
 
     def examples(self, path: Path) -> Sequence[Item]:
-        """Every question of every set; `path` is one of them."""
-        every = [(where, number) for where, one in enumerate(self.sets.values()) for number in range(len(one))]
+        """Every question of every set; `path` is ignored, since the sets are known."""
+        every = [(set_index, number) for set_index, one in enumerate(self.sets.values()) for number in range(len(one))]
         return [Item(index, *each) for index, each in enumerate(every)]
 
     def batch(self, examples: Sequence[Item]) -> MaskedBatch:
-        """Rows as wide as the longest, in whole units. A row's sample number says which question it is."""
+        """Rows padded to the longest, in multiples of the unit. A row's sample number identifies the question."""
         sets, unit = list(self.sets.values()), self.asked.unit
         longest = max(sets[item.where].longest([item.number]) for item in examples)
         width = -(-longest // unit) * unit
-        made: MaskedBatch = labelled_batch([sets[item.where].row(item.number, width) for item in examples], 0)
+        rows: MaskedBatch = labelled_batch([sets[item.where].row(item.number, width) for item in examples], 0)
         first = torch.tensor([item.position for item in examples]) * self.form.choices
         samples = (first[:, None] + torch.arange(self.form.choices)).flatten()
-        return MaskedBatch(**{**made.tensors(), "samples": samples})
+        return MaskedBatch(**{**rows.tensors(), "samples": samples})
 
     def measure(self, batch: MaskedBatch, scores: torch.Tensor) -> Terms:
-        """scores: logits of the classes, [questions, classes]."""
-        known = (batch.pairs >= 0).double()
-        right = (scores.argmax(-1) == batch.pairs).double() * known
-        nll = F.cross_entropy(scores.double(), batch.pairs.clamp(min=0), reduction="none") * known
-        ends = torch.tensor([len(one) for one in self.sets.values()]).cumsum(0).to(known.device)
-        place = torch.searchsorted(ends, self.numbers(batch), right=True)
-        own = {}
-        for where, name in enumerate(self.sets):
-            here = (place == where).double()
-            own[f"accuracy {name}"] = Term(right * here, known * here)
-        return {"accuracy": Term(right, known), **own, "loss": Term(nll, known)}
+        """Terms of a batch. scores: logits of the classes, [questions, classes]."""
+        labelled = (batch.pairs >= 0).double()
+        correct = (scores.argmax(-1) == batch.pairs).double() * labelled
+        nll = F.cross_entropy(scores.double(), batch.pairs.clamp(min=0), reduction="none") * labelled
+        ends = torch.tensor([len(one) for one in self.sets.values()]).cumsum(0).to(labelled.device)
+        set_of_question = torch.searchsorted(ends, self.numbers(batch), right=True)
+        set_terms = {}
+        for set_index, name in enumerate(self.sets):
+            in_set = (set_of_question == set_index).double()
+            set_terms[f"accuracy {name}"] = Term(correct * in_set, labelled * in_set)
+        return {"accuracy": Term(correct, labelled), **set_terms, "loss": Term(nll, labelled)}
 
     def numbers(self, batch: MaskedBatch) -> torch.Tensor:
-        """Which questions a batch holds, among all."""
+        """Indices of a batch's questions among all questions."""
         return batch.samples[:: self.form.choices] // self.form.choices
 
     @property
@@ -99,16 +99,18 @@ class Labels:
         return len(self.form.labels)
 
     def figures(self, found: Mapping[str, Estimate]) -> list[Figure]:
-        accuracy, several = found["accuracy"], len(self.sets) > 1
-        right = 0 if math.isnan(accuracy.mean) else round(accuracy.mean * accuracy.weight)
-        own = (
-            [interval(f"accuracy {name}", found[f"accuracy {name}"], as_share) for name in self.sets] if several else []
+        accuracy, has_several = found["accuracy"], len(self.sets) > 1
+        correct = 0 if math.isnan(accuracy.mean) else round(accuracy.mean * accuracy.weight)
+        set_figures = (
+            [interval(f"accuracy {name}", found[f"accuracy {name}"], as_share) for name in self.sets]
+            if has_several
+            else []
         )
         return [
-            Figure("correct", right),
+            Figure("correct", correct),
             Figure("total", round(accuracy.weight)),
             interval("accuracy", accuracy, as_share),
-            *own,
+            *set_figures,
             interval("loss", found["loss"]),
         ]
 
@@ -123,7 +125,7 @@ class Labels:
 
 
 def prediction(form: Format, name: str, uid: int, label: int | None, shares: Sequence[float]) -> dict[str, object]:
-    """What is kept of a question. shares: the probability of each class."""
+    """The stored prediction for a question. shares: the probability of each class."""
     answer = max(range(len(shares)), key=shares.__getitem__)
     return {
         "task": form.name,
@@ -137,22 +139,22 @@ def prediction(form: Format, name: str, uid: int, label: int | None, shares: Seq
 
 
 def check_head(path: Path, model: ModelConfig, task: str) -> None:
-    """Errors: ValueError where a model has not the head that a benchmark asks."""
+    """Errors: ValueError where a model lacks the head that a benchmark needs."""
     head, classes = LABELLED[task]
     classifies = FAMILY_DEFAULTS[model.family].classifies
     if classifies and (model.head, model.classes) == (head, classes):
         return
-    has = f"--family {model.family}"
+    model_flags = f"--family {model.family}"
     if classifies:
-        has += f" with --head {model.head}" + (f" --classes {model.classes}" if model.head in HEADS else "")
+        model_flags += f" with --head {model.head}" + (f" --classes {model.classes}" if model.head in HEADS else "")
     raise ValueError(
-        f"--load {path}: is a model of {has}; --task {task} needs --family bert with --head {head} --classes "
+        f"--load {path}: is a model of {model_flags}; --task {task} needs --family bert with --head {head} --classes "
         f"{classes}, which `mega finetune --task {task}` makes"
     )
 
 
 def make(asked: BenchmarkInputs) -> Labels:
-    """Errors: ValueError naming the flag, the file and the line."""
+    """Make the benchmark. Errors: ValueError naming the flag, the file and the line."""
     task = asked.options.task
     if not asked.options.valid_data:
         raise ValueError(f"--valid-data is missing: give the files of --task {task} that are to be scored")

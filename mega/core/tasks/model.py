@@ -1,8 +1,8 @@
-"""The model of an evaluation: found and checked where the user started, opened and filled on every rank.
+"""The model of an evaluation: checked in the process that the user started, then opened and filled on every rank.
 
-check_model    what --load names, the layout, and the flags, before any rank starts
-as_rank        a job on this rank, among all
-open_here      one rank's part of it, at any layout, with its tokenizer
+check_model    opens the model that --load names and checks layout and flags, before any rank starts
+as_rank        runs a function as one rank of the job
+open_here      opens one rank's part of the model, at any layout
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ from mega.core.untrusted import numbers_below
 Answer = TypeVar("Answer")
 
 MICRO_BATCH = 4
-"""Rows of a microbatch where --micro-batch is not given, as of Megatron-LM's first evaluations."""
+"""Rows of a microbatch if --micro-batch is not given; Megatron-LM's early evaluations had the same default."""
 LONGEST = 4096
-"""Most columns of a row where --seq-length is not given: models may have positions for far more."""
+"""Largest default of --seq-length: a model may have positions for many more."""
 
 
 @dataclass(frozen=True)
 class CheckedModel:
-    """run: the layout and what else is read, resolved. typed_dtype: whether --dtype was given. load: the place."""
+    """A model that `check_model` accepted. run: resolved layout and other options. typed_dtype: --dtype was given.
+    load: the path or name in --load."""
 
     run: RunConfig
     typed_dtype: bool
@@ -66,7 +67,7 @@ class CheckedModel:
 
 @dataclass(frozen=True)
 class ModelHere:
-    """One rank's part of a model. run: with the dtype that it is computed in."""
+    """One rank's part of a model. run: has the dtype of the computation."""
 
     run: RunConfig
     opened: OpenedModel
@@ -74,14 +75,14 @@ class ModelHere:
     device: Device
 
     def scorer(self, *, greedy: bool, retriever: Retriever | None = None) -> TokenScorer:
-        """Fills this rank's stages. retriever: finds the neighbours that are read. Errors: CheckpointError naming
-        file or tensor."""
+        """Return a scorer on this rank's stages, which are filled first. retriever: finds the neighbours that the model
+        reads. Errors: CheckpointError naming file or tensor."""
         model = self.run.model
         reads = None if retriever is None else partial(read_by, retriever, model)
         return TokenScorer(model, self.stages, self.mesh, self.device, self._ops, greedy=greedy, reads=reads)
 
     def row_scorer(self) -> RowScorer:
-        """As `scorer`, of a model that judges rows."""
+        """Like `scorer`, for a model that classifies rows."""
         return RowScorer(self.stages, self.mesh, self.device)
 
     @property
@@ -90,20 +91,21 @@ class ModelHere:
 
     @cached_property
     def stages(self) -> list[ModelStage]:
-        """This rank's part, filled once. Errors: CheckpointError naming file or tensor."""
+        """This rank's stages, filled once. Errors: CheckpointError naming file or tensor."""
         parallel = self.run.parallel
         return self._load(parallel.sequence_parallel, parallel.tp_overlap)
 
     @cached_property
     def decoding_stage(self) -> object:
-        """This rank's part as an engine takes it: the same, but where tensor ranks share the tokens of a row."""
+        """This rank's stage for an engine: the same stage, unless the layout splits the tokens of a row over the tensor
+        ranks, which decoding does not support; then a second copy is loaded."""
         parallel = self.run.parallel
         shared = parallel.sequence_parallel or parallel.tp_overlap
         return (self._load(False, False) if shared else self.stages)[0]
 
     @cached_property
     def relay(self) -> Relay | None:
-        """For all engines on that part, one after another."""
+        """The connection between the ranks of the model, shared by all engines on it."""
         return relay_of(self.mesh)
 
     def _load(self, sequence: bool, overlap: bool) -> list[ModelStage]:
@@ -123,10 +125,10 @@ class ModelHere:
 def check_model(
     options: Options, given: GivenOptions, world: int, task: str | None = None, *, retrieves: bool = False
 ) -> tuple[CheckedModel, OpenedModel]:
-    """task: of labels, for which the model needs a head of its own; else it must continue text. retrieves: the model
-    may read neighbours, of --retro.
+    """Open the model that --load names and check it with the layout and the flags.
 
-    Errors: ValueError naming flag or file, its value, and the rule.
+    task: if the task has labels, the model needs its classification head; otherwise it must generate text. retrieves:
+    the model may read neighbours from --retro. Errors: ValueError naming flag or file, its value, and the rule.
     """
     load = options.checkpoint.load
     if load is None:
@@ -134,73 +136,77 @@ def check_model(
     files = [name for name in ("tokenizer_model", "vocab_file", "merge_file") if getattr(options.tokenizer, name)]
     if files and options.tokenizer.tokenizer is None:
         raise ValueError(f"{flag_of(files[0])}: needs --tokenizer, its kind")
-    opened = open_model(load)
+    model_files = open_model(load)
     if task in LABELLED:
-        check_head(opened.path, opened.model, task)
+        check_head(model_files.path, model_files.model, task)
     elif retrieves:
-        check_retrieval(opened.model, options.data.retro, load)
-    if task not in LABELLED and family(opened.model).prompt is None and not (retrieves and opened.model.retriever):
-        kind = "with --retriever" if opened.model.retriever else f"of --family {opened.model.family}"
+        check_retrieval(model_files.model, options.data.retro, load)
+    if (
+        task not in LABELLED
+        and family(model_files.model).prompt is None
+        and not (retrieves and model_files.model.retriever)
+    ):
+        kind = "with --retriever" if model_files.model.retriever else f"of --family {model_files.model.family}"
         raise ValueError(f"--load {load}: is a model {kind}, which does not continue text")
-    model = _model(opened, given)
+    model = _model(model_files, given)
     values = {name: value_of(options, name) for name in options_with(evaluated=True)}
     values["sample_kind"] = FAMILY_DEFAULTS[model.family].values.get("sample_kind", "gpt")
-    # Rows of labels are judged as the finetuning judged them; a text is given all the room there is.
-    usual = opened.trained_length if task in LABELLED else None
+    # Rows of labels are as long as in finetuning; texts use all positions of the model, up to LONGEST.
+    usual = model_files.trained_length if task in LABELLED else None
     room = min(architecture(model).positions, LONGEST)
     values["seq_length"] = options.batch.seq_length or usual or room - room % row_unit(model)
-    values["retro"] = None  # it was not made for these samples: their chunks are looked for as they are judged
+    values["retro"] = None  # a prepared file does not cover these samples: neighbours are searched during scoring
     values["micro_batch"] = options.batch.micro_batch or MICRO_BATCH
-    asked = updated(Options(model=model), {**values, "load": None, "mock_data": True, "skip_train": True})
-    check(asked, world)
-    run = resolve(asked, world)
+    evaluated = updated(Options(model=model), {**values, "load": None, "mock_data": True, "skip_train": True})
+    check(evaluated, world)
+    run = resolve(evaluated, world)
     if problems := list(reads_alone(run)):
         raise ValueError("\n".join(problems))
-    return CheckedModel(run, "dtype" in given.values, load), opened
+    return CheckedModel(run, "dtype" in given.values, load), model_files
 
 
 def row_unit(model: ModelConfig) -> int:
-    """What the columns of a row must be a multiple of for the model's sake: whole chunks that are looked for."""
+    """The divisor of a row's number of columns that the model needs: whole chunks if it retrieves neighbours."""
     return model.retro_chunk_length if model.retriever else 1
 
 
 def _model(opened: OpenedModel, given: GivenOptions) -> ModelConfig:
-    """The model that is there. Errors: ValueError where a flag or a preset says otherwise."""
+    """The model's own configuration. Errors: ValueError where a flag or a preset contradicts it."""
     model, problems = opened.model, []
-    said = {**(PRESETS[given.preset] if given.preset is not None else {}), **given.values}
-    if not architecture(model).input.learned_positions and said.get("positions"):
-        positions = int(numbers_below(said)["positions"])
+    options = {**(PRESETS[given.preset] if given.preset is not None else {}), **given.values}
+    if not architecture(model).input.learned_positions and options.get("positions"):
+        positions = int(numbers_below(options)["positions"])
         if not (positions > model.positions and scales_dynamically(opened.attachments)):
             model = dataclasses.replace(model, positions=positions)
-            del said["positions"]
+            del options["positions"]
     for name in (*options_with(on_resume="must match"), "positions"):
-        if entries()[name].section == "model" and said.get(name) not in (None, getattr(model, name)):
-            problems.append(f"{flag_of(name)} {said[name]}: the model at {opened.path} has {getattr(model, name)}")
+        if entries()[name].section == "model" and options.get(name) not in (None, getattr(model, name)):
+            problems.append(f"{flag_of(name)} {options[name]}: the model at {opened.path} has {getattr(model, name)}")
     if problems:
         raise ValueError("\n".join(problems))
     return model
 
 
 def open_here(checked: CheckedModel, rank: int, world: int, device: Device, groups: Groups | None) -> ModelHere:
-    """Computed in what the weights are stored in where --dtype does not say: on a CPU in fp32 at least."""
-    opened, run = open_model(checked.load), checked.run
+    """Open one rank's part. Without --dtype it computes in the weights' dtype, on a CPU in fp32 or wider."""
+    model, run = open_model(checked.load), checked.run
     if not checked.typed_dtype:
-        chosen = compute_dtype(opened, device)
-        dtype = next(name for name, each in DTYPES.items() if each == chosen)
+        compute = compute_dtype(model, device)
+        dtype = next(name for name, each in DTYPES.items() if each == compute)
         run = variant(run, {"dtype": dtype, "grad_dtype": None})
-    return ModelHere(run, opened, build_mesh(run, rank, world, groups), device)
+    return ModelHere(run, model, build_mesh(run, rank, world, groups), device)
 
 
 def as_rank(run: RunConfig, job: Callable[[int, int, Device, Groups], Answer]) -> Answer:
-    """Do `job` as one rank of the world that the environment describes; what it returns. Errors: of the job."""
-    runtime, joined = run.runtime, connected()
+    """Connect to the other ranks as the environment describes, run `job`, and return its result. Errors: of the job."""
+    runtime, was_connected = run.runtime, connected()
     with kept_settings():
         world, device, groups = connect(runtime.device, runtime.backend, runtime.timeout_minutes)
         if runtime.deterministic:
             device.deterministic()
         ACTIVITY.phase = "scoring"
         answer = job(world.rank, world.size, device, groups)
-    if not joined:
+    if not was_connected:
         disconnect()
     return answer
 
@@ -208,9 +214,9 @@ def as_rank(run: RunConfig, job: Callable[[int, int, Device, Groups], Answer]) -
 def tokenizer_of(
     run: RunConfig, opened: OpenedModel, report: Callable[[str], None] = lambda line: None
 ) -> Tokenizer | None:
-    """The one that flags name, which must be the model's own where that has one; None if no flag names one.
+    """The tokenizer that flags name, else the model's own; None if neither exists. If both exist they must be equal.
 
-    report: is given lines for the user. Errors: ValueError.
+    report: receives lines for the user. Errors: ValueError.
     """
     if run.tokenizer.tokenizer is not None:
         tokenizer = build(**dataclasses.asdict(run.tokenizer))
@@ -226,7 +232,7 @@ def tokenizer_of(
 
 
 def model_settings(checked: CheckedModel, here: ModelHere) -> dict[str, object]:
-    """Which model it is, for the record of a score."""
+    """The settings that identify the model in the record of a score."""
     return {
         "path": checked.load,
         "digest": here.opened.digest,
@@ -236,5 +242,5 @@ def model_settings(checked: CheckedModel, here: ModelHere) -> dict[str, object]:
 
 
 def layout_of(run: RunConfig) -> dict[str, object]:
-    """What a score does not depend on but for rounding."""
+    """The settings that affect a score only by rounding."""
     return {name: value_of(run, name) for name in ("tp", "cp", "pp", "sequence_parallel", "micro_batch")}

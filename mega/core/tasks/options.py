@@ -1,6 +1,6 @@
-"""What a user may ask of a benchmark, and which benchmarks exist. No torch; a benchmark is loaded when it is used.
+"""Options of mega eval, and the list of benchmarks. No torch; a benchmark is imported when it is used.
 
-A benchmark is a file of benchmarks/, or a format of labelled files (data/formats), which labels.py scores.
+A benchmark is a file in benchmarks/, or a format of labelled files (data/formats), which labels.py scores.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ TASKS = {
     **{found.name: f"{benchmarks.__name__}.{found.name}" for found in pkgutil.iter_modules(benchmarks.__path__)},
     **dict.fromkeys(LABELLED, f"{__package__}.labels"),
 }
-"""Name that --task gives, in any case -> the module that makes the benchmark."""
+"""Name in --task, in lower case -> the module that makes the benchmark."""
 
 
 @dataclass(frozen=True)
 class TaskOptions(VerbSection):
-    """What is scored, and how. A benchmark is made from this."""
+    """What to score, and how. A benchmark is made from these options."""
 
     title: ClassVar[str] = "Benchmark"
 
@@ -48,12 +48,14 @@ class TaskOptions(VerbSection):
     detokenizer: Literal["wiki", "ptb", "fairseq", "none"] | None = option(
         None, "how wikitext103 becomes plain text [by the file's path]"
     )
-    context_window: int | None = option(None, "score wikitext103 as fairseq does, with so many tokens seen (992)")
+    context_window: int | None = option(
+        None, "score wikitext103 as fairseq does, with this many tokens of context (992)"
+    )
     json_key: str = option("text", "the text's key in JSON lines", megatron="--json-keys")
-    random_windows: int | None = option(None, "of ppl, score so many windows drawn at random")
-    limit: int | None = option(None, "score only the first so many examples")
+    random_windows: int | None = option(None, "for ppl, score this many windows drawn at random")
+    limit: int | None = option(None, "score only this many examples, from the first on")
     seed: int = 1234
-    """Of what is drawn at random: the run's."""
+    """Seed of random windows: the run's --seed."""
 
     def __post_init__(self) -> None:
         for name in ("overlapping_eval", "context_window", "random_windows", "limit"):
@@ -64,7 +66,7 @@ class TaskOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions(VerbSection):
-    """Where the result is written; a vote of several models; tasks by the names of Megatron-LM v1."""
+    """The file of the result; an ensemble of several models; task names of Megatron-LM v1."""
 
     title: ClassVar[str] = "Result"
 
@@ -76,34 +78,34 @@ class EvalOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class HarnessOptions(VerbSection):
-    """Tasks of lm-eval."""
+    """Options of lm-eval's tasks."""
 
     title: ClassVar[str] = "Tasks of lm-eval"
 
     tasks: tuple[str, ...] = option((), "tasks of lm-eval instead, such as hellaswag,gsm8k")
-    num_fewshot: int | None = option(None, "of --tasks: examples in front of a question", within=FROM_0)
-    include_path: str | None = option(None, "of --tasks: a directory of more task files")
-    apply_chat_template: bool = option(False, "of --tasks: ask in the form of the model's conversations")
-    log_samples: bool = option(False, "of --tasks: keep every question and answer in --json")
+    num_fewshot: int | None = option(None, "with --tasks: number of examples before a question", within=FROM_0)
+    include_path: str | None = option(None, "with --tasks: a directory of more task files")
+    apply_chat_template: bool = option(False, "with --tasks: format questions with the model's chat template")
+    log_samples: bool = option(False, "with --tasks: write every question and answer to --json")
     limit: int | None = None
-    """Score only the first so many examples: --limit."""
+    """Score only this many examples: --limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToxicityOptions(VerbSection):
-    """Continuations of --task toxicity."""
+    """How --task toxicity generates continuations."""
 
     title: ClassVar[str] = "Toxicity"
 
-    continuations: int = option(25, "of toxicity: of each prompt", within=COUNT)
-    tokens: int = option(20, "of toxicity: of a continuation", megatron="--out-seq-length", within=COUNT)
-    top_p: float = option(0.9, "of toxicity")
-    temperature: float = option(1.0, "of toxicity")
+    continuations: int = option(25, "for toxicity: continuations of each prompt", within=COUNT)
+    tokens: int = option(20, "for toxicity: tokens of a continuation", megatron="--out-seq-length", within=COUNT)
+    top_p: float = option(0.9, "for toxicity: sample from the likeliest tokens of this total probability")
+    temperature: float = option(1.0, "for toxicity: temperature of sampling")
     valid_data: str = ""
     """The file of prompts."""
     scorer: ScorerOptions = field(default_factory=ScorerOptions)
     limit: int | None = None
-    """Score only the first so many prompts: --limit."""
+    """Score only this many prompts: --limit."""
 
     def __post_init__(self) -> None:
         sampling_of(temperature=self.temperature, top_p=self.top_p, seed=0)
@@ -117,31 +119,29 @@ OWN = {
     "json_key": "text",
     "random_windows": None,
 }
-"""Fields that only some benchmarks read -> what they hold where they were not given."""
+"""Fields that only some benchmarks read -> their defaults."""
 
 
 def unread(given: Iterable[str]) -> list[str]:
-    """Those options of a run, by name, that no score depends on: nothing is trained."""
+    """The given options of a run that affect no score, because nothing is trained."""
     read = {*options_with(evaluated=True), *options_with(on_resume="must match"), "positions"}
     return [name for name in given if name not in read]
 
 
 @dataclass(frozen=True)
 class BenchmarkInputs:
-    """What a benchmark is made for. tokenizer: the model's, or None. length: columns of a row at most. unit: what
-    they must be a multiple of. vocab: of the model. mixed: token files may be of another tokenizer. report: is given
-    lines for the user."""
+    """The inputs from which a benchmark is made."""
 
     options: TaskOptions
-    tokenizer: Tokenizer | None
-    length: int
-    unit: int
-    vocab: int
-    mixed: bool = False
-    report: Callable[[str], None] = lambda line: None
+    tokenizer: Tokenizer | None  # the model's tokenizer
+    length: int  # most columns of a row
+    unit: int  # the number of columns must be a multiple of this
+    vocab: int  # ids of the model
+    mixed: bool = False  # accept token files of another tokenizer
+    report: Callable[[str], None] = lambda line: None  # receives lines for the user
 
     def needs_tokenizer(self) -> Tokenizer:
-        """Errors: ValueError where there is none."""
+        """Return the tokenizer. Errors: ValueError if it is missing."""
         if self.tokenizer is None:
             raise ValueError(
                 "--tokenizer is missing: the model carries none; give its kind and files, such as --tokenizer-model"
@@ -149,7 +149,7 @@ class BenchmarkInputs:
         return self.tokenizer
 
     def one(self, what: str = "file") -> str:
-        """The one place that is scored. Errors: ValueError where there are none or several."""
+        """The single value of --valid-data. Errors: ValueError if it has no value or several."""
         files, task = self.options.valid_data, self.options.task
         if not files:
             raise ValueError(f"--valid-data is missing: give the {what} that --task {task} scores")
@@ -158,11 +158,11 @@ class BenchmarkInputs:
         return files[0]
 
     def one_file(self) -> Path:
-        """The same, where only a file will do. Errors: ValueError, as of `readable`."""
+        """Like `one`, but it must be a file. Errors: ValueError, as `readable` raises it."""
         return self.readable(self.one())
 
     def token_file(self, path: Path) -> IndexedDataset | None:
-        """The token files of a prefix; None where there are none. Errors: ValueError where the model lacks an id, or
+        """The token files of a prefix; None if they do not exist. Errors: ValueError where the model lacks an id, or
         another tokenizer made them."""
         from mega.core.data.indexed import IndexedDataset, exists
 
@@ -179,7 +179,7 @@ class BenchmarkInputs:
         return dataset
 
     def readable(self, file: str) -> Path:
-        """Errors: ValueError where nothing can be read there, or it is empty."""
+        """Check a file. Errors: ValueError where it does not exist or is empty."""
         path = Path(file)
         if not path.is_file():
             raise ValueError(f"--valid-data {file}: {'is a folder; give a file' if path.is_dir() else 'no such file'}")
@@ -188,20 +188,20 @@ class BenchmarkInputs:
         return path
 
     def text_of(self, path: Path) -> str:
-        """All of a file, without a byte order mark. Errors: ValueError where it is not UTF-8."""
+        """The content of a file, without a byte order mark. Errors: ValueError where it is not UTF-8."""
         try:
             return path.read_bytes().decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise ValueError(f"--valid-data {path}: not UTF-8 at byte {error.start}") from None
 
     def stride(self, default: int) -> int:
-        """How far windows are apart. Errors: ValueError where they would leave gaps."""
-        given, window = self.options.overlapping_eval, self.options.context_window
-        if window is not None and given is not None:
-            raise ValueError(f"--overlapping-eval {given}: excludes --context-window {window}, which sets it")
+        """The distance between windows. Errors: ValueError where windows would leave gaps."""
+        distance, window = self.options.overlapping_eval, self.options.context_window
+        if window is not None and distance is not None:
+            raise ValueError(f"--overlapping-eval {distance}: excludes --context-window {window}, which sets it")
         if window is not None and window >= self.length:
             raise ValueError(f"--context-window {window}: must be less than --seq-length {self.length}")
-        stride = self.length - window if window is not None else default if given is None else given
+        stride = self.length - window if window is not None else default if distance is None else distance
         if stride > self.length:
             raise ValueError(f"--overlapping-eval {stride}: must be at most --seq-length {self.length}")
         return stride
@@ -212,31 +212,31 @@ def flag(name: str) -> str:
 
 
 def task_named(name: str) -> str:
-    """The benchmark that a user names, in any case. Errors: ValueError."""
+    """The benchmark with a name in any case. Errors: ValueError."""
     if name.lower() not in TASKS:
         raise ValueError(f"--task {name}: is not a benchmark{nearest(name.lower(), TASKS)}; valid: {', '.join(TASKS)}")
     return name.lower()
 
 
 def benchmark(asked: BenchmarkInputs) -> Benchmark[object]:
-    """Errors: ValueError naming the flag."""
+    """Make the benchmark that the options name. Errors: ValueError naming the flag."""
     check_read(asked.options)
-    made: Benchmark[object] = importlib.import_module(TASKS[asked.options.task]).make(asked)
-    return made
+    task: Benchmark[object] = importlib.import_module(TASKS[asked.options.task]).make(asked)
+    return task
 
 
 def check_read(options: TaskOptions) -> None:
-    """Errors: ValueError naming a flag that was given and that the benchmark does not read, and those that do.
+    """Errors: ValueError naming a given flag that the benchmark does not read, and the benchmarks that read it.
 
-    A module says what it reads as READS, names of `OWN`; one that says nothing is taken to read all.
+    A module lists the fields of `OWN` that it reads in READS; a module without READS is assumed to read all.
     """
     reads = getattr(importlib.import_module(TASKS[options.task]), "READS", OWN)
     for name, default in OWN.items():
         value = getattr(options, name)
         if value == default or name in reads:
             continue
-        others = [task for task in TASKS if name in getattr(importlib.import_module(TASKS[task]), "READS", ())]
-        shown = "" if value is True else f" {value}"
+        readers = [task for task in TASKS if name in getattr(importlib.import_module(TASKS[task]), "READS", ())]
+        text = "" if value is True else f" {value}"
         raise ValueError(
-            f"{flag(name)}{shown}: has no effect with --task {options.task}; of {' and '.join(others) or 'no task'}"
+            f"{flag(name)}{text}: has no effect with --task {options.task}; of {' and '.join(readers) or 'no task'}"
         )

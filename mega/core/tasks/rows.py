@@ -1,4 +1,4 @@
-"""Rows of token ids of which some are judged, and a long text as windows of them. Knows no tokenizer, no model."""
+"""Rows of token ids with a part that is scored, and windows of a long text. Knows neither tokenizer nor model."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from mega.core.data.mapped import Unmapped
 from mega.core.parallel.vocab import TokenScores
 
 TokenIds: TypeAlias = Sequence[int] | NDArray[np.integer] | Unmapped
-"""Ids of a text, in memory or in a file."""
+"""Ids of a text, in memory or in a memory-mapped file."""
 
 
 class JudgedRow(NamedTuple):
-    """ids: of a text. judged: the position of the first one that counts, at least 1; all after it do too."""
+    """ids: of a text. judged: position of the first scored id, at least 1; all later ids are scored too."""
 
     ids: Sequence[int] | NDArray[np.integer]
     judged: int
 
 
 class Windows(Sequence[JudgedRow]):
-    """A text as windows of `length` inputs each, `stride` apart, that together judge every id but the first once.
+    """A text as windows of `length` inputs at distances of `stride`, which together score every id but the first once.
 
-    The first window judges all its labels, a later one its last `stride`: they have seen at least length - stride ids
-    (Baevski and Auli 2018, section 4.2; Megatron-LM's --overlapping-eval). ids: integers, any array.
-
+    The first window scores all its labels, a later one only its last `stride`, so that each has at least length -
+    stride ids of context (Baevski and Auli 2018, section 4.2; Megatron-LM's --overlapping-eval).
     >>> [(list(row.ids), row.judged) for row in Windows(range(8), length=4, stride=2)]
     [([0, 1, 2, 3, 4], 1), ([2, 3, 4, 5, 6], 3), ([4, 5, 6, 7], 3)]
     """
@@ -53,40 +52,46 @@ class Windows(Sequence[JudgedRow]):
         if not 0 <= number < self._count:
             raise IndexError(number)
         begin = number * self._stride
-        judged = self._length - self._stride + 1 if number else 1
-        return JudgedRow(self._ids[begin : begin + self._length + 1], judged)
+        first_judged = self._length - self._stride + 1 if number else 1
+        return JudgedRow(self._ids[begin : begin + self._length + 1], first_judged)
 
 
 def batch_of(rows: Sequence[JudgedRow], unit: int) -> DecoderBatch:
-    """Rows as one microbatch, padded on the right, where nothing that counts sees it, to a multiple of `unit`."""
+    """Make one microbatch of rows, padded on the right to a multiple of `unit`; padding has no weight.
+
+    ids      [b, s + 1]   a row's ids, then zeros
+    tokens   [b, s]       all ids but the last
+    labels   [b, s]       all ids but the first; weight 1 from the first scored id on
+    """
     longest = max(len(row.ids) for row in rows) - 1
     length = -(-max(longest, 1) // unit) * unit
     ids = torch.zeros(len(rows), length + 1, dtype=torch.int64)
     weights = torch.zeros(len(rows), length)
-    for number, (text, judged) in enumerate(rows):
+    for number, (text, first_judged) in enumerate(rows):
         ids[number, : len(text)] = torch.from_numpy(np.asarray(text, dtype=np.int64))
-        weights[number, judged - 1 : len(text) - 1] = 1
+        weights[number, first_judged - 1 : len(text) - 1] = 1
     positions = torch.arange(length).expand_as(weights)
     return DecoderBatch(ids[:, :-1], ids[:, 1:], weights, positions, torch.arange(len(rows)))
 
 
 def nll_of(batch: DecoderBatch, scores: TokenScores) -> Term:
-    """The negative log-likelihood of each row's judged ids, in nats, and how many they are; [b]."""
+    """The negative log-likelihood of each row's scored ids, in nats, weighted by their number; [b]."""
     weights = batch.loss_weights.double()
     return Term((scores.nll.double() * weights).sum(1), weights.sum(1))
 
 
 def per_row(term: Term) -> Term:
-    """The same totals, each of which counts once."""
+    """The same totals with weight 1 for each row."""
     return Term(term.total, torch.ones_like(term.total))
 
 
 def all_greedy(batch: DecoderBatch, scores: TokenScores) -> Term:
-    """Whether all judged ids of each row are the model's first choices; [b]."""
+    """1 for each row whose scored ids are all the model's first choices, else 0; [b]."""
     assert scores.greedy is not None
-    right = (scores.greedy | (batch.loss_weights == 0)).all(1).double()
-    return Term(right, torch.ones_like(right))
+    greedy_rows = (scores.greedy | (batch.loss_weights == 0)).all(1).double()
+    return Term(greedy_rows, torch.ones_like(greedy_rows))
 
 
 def nll_terms(batch: DecoderBatch, scores: TokenScores) -> Terms:
+    """The terms of a benchmark that measures only the negative log-likelihood."""
     return {"nll": nll_of(batch, scores)}

@@ -1,7 +1,8 @@
-"""How likely a model holds every token of a text, in any layout. Batches in, numbers out: it knows no tokenizer.
+"""The log-likelihood of every token of a text, in any layout. It takes batches and returns numbers; it knows no
+tokenizer.
 
-The last stage turns its logits into two numbers a token where they arise, so that no vocabulary is ever gathered, and
-no logits wait for the pipeline's other microbatches.
+The last stage reduces its logits to two numbers per token at once. Thus no rank gathers the vocabulary, and no logits
+are stored while other microbatches are in the pipeline.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from mega.core.plan import plan
 
 
 class _Scorer:
-    """A model in its layout. stages: this rank's, in evaluation. together: microbatches that keep the pipeline busy."""
+    """A model in its layout. stages: this rank's stages in evaluation mode. together: number of microbatches in one
+    call that keeps the pipeline busy."""
 
     def __init__(self, stages: Sequence[Stage], mesh: Mesh, device: Device):
         self.mesh, self.device, self.together = mesh, device, 4 * mesh.pp.size - 3
@@ -34,17 +36,19 @@ class _Scorer:
 
     @torch.no_grad()
     def _outputs(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
-        """What the last stage gives of each batch's columns of this context rank; [] on other stages.
+        """The last stage's output for each batch, in the columns of this context rank; [] on other stages.
 
-        All ranks call this with the same number of batches; those of one data coordinate with the same batches.
+        All ranks must call this with the same number of batches; ranks with the same data coordinate, with the same
+        batches.
         """
         mesh, pipeline = self.mesh, self._pipeline
-        own = [batch.to(self.device.torch).split(mesh.cp.index, mesh.cp.size) for batch in batches]
-        return pipeline.outputs(plan("forward", mesh.pp.size, len(pipeline.chunks), len(own)), own)
+        split_batches = [batch.to(self.device.torch).split(mesh.cp.index, mesh.cp.size) for batch in batches]
+        return pipeline.outputs(plan("forward", mesh.pp.size, len(pipeline.chunks), len(split_batches)), split_batches)
 
 
 class TokenScorer(_Scorer):
-    """greedy: say too whether a label is the likeliest id. reads: adds to a batch what the model reads besides."""
+    """Scores labels. greedy: also report whether each label is the most likely id. reads: adds neighbours to a batch
+    for a model that retrieves them."""
 
     def __init__(
         self,
@@ -62,7 +66,7 @@ class TokenScorer(_Scorer):
         self._greedy, self._reads = greedy, reads
 
     def score(self, batches: Sequence[Batch]) -> list[TokenScores]:
-        """Of the labels of each batch, [b, s], whole rows on every rank of the last stage."""
+        """Scores of the labels of each batch, [b, s]: whole rows on every rank of the last stage."""
         if self._reads is not None:
             rows = [each for each in batches if isinstance(each, DecoderBatch)]
             assert len(rows) == len(batches), "only decoders read neighbours"
@@ -72,15 +76,15 @@ class TokenScorer(_Scorer):
 
 
 class RowScorer(_Scorer):
-    """A model whose head judges whole rows."""
+    """Scores a model whose head classifies rows."""
 
     def score(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
-        """Logits of the classes, [rows, classes], on every rank of the last stage, right on the first context rank."""
+        """Logits of the classes, [rows, classes], on every rank of the last stage; valid on the first context rank."""
         return self._outputs(batches)
 
 
 class _Judge:
-    """A stage whose output is what it says of the labels of a batch, [b, s, 2]: nll and greedy."""
+    """A stage that outputs the negative log-likelihood and the greedy flag of each label, [b, s, 2]."""
 
     def __init__(self, stage: ModelStage, vocab: int, axis: Axis, ops: Ops, greedy: bool):
         self._stage, self._vocab, self._axis, self._ops, self._greedy = stage, vocab, axis, ops, greedy
@@ -99,13 +103,13 @@ class _Judge:
         if output.outputs is None:
             return output
         logits, labels = output.outputs.flatten(0, 1), batch.labels.flatten()
-        found = score_labels(logits, labels, self._vocab, self._axis, self._ops, greedy=self._greedy)
-        greedy = torch.zeros_like(found.nll) if found.greedy is None else found.greedy.to(found.nll.dtype)
-        return replace(output, outputs=torch.stack([found.nll, greedy], -1).view(*batch.labels.shape, 2))
+        scores = score_labels(logits, labels, self._vocab, self._axis, self._ops, greedy=self._greedy)
+        greedy = torch.zeros_like(scores.nll) if scores.greedy is None else scores.greedy.to(scores.nll.dtype)
+        return replace(output, outputs=torch.stack([scores.nll, greedy], -1).view(*batch.labels.shape, 2))
 
 
 def _whole_rows(part: torch.Tensor, cp: Axis) -> torch.Tensor:
-    """[b, columns of this context rank, ...] -> [b, s, ...]."""
+    """Gather rows over context ranks: [b, columns of this context rank, ...] -> [b, s, ...]."""
     if cp.size == 1:
         return part
     columns = torch.arange(part.shape[1] * cp.size, device=part.device)[None]

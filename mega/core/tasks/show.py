@@ -1,4 +1,4 @@
-"""A score as a person reads it: Megatron-LM's line, a table with confidence intervals, and a bar while it is made."""
+"""Show a score: Megatron-LM's line, a table with confidence intervals, and a progress bar."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from mega.core.tasks.task import Done
 from mega.core.terminal import stderr_console
 
 LINE_SECONDS = 30.0
-"""Between two lines of progress where stderr is no terminal."""
+"""Seconds between two lines of progress if stderr is not a terminal."""
 
 
 class Bar:
-    """How many examples are done: a bar on a terminal, else a line now and then on stderr."""
+    """The number of scored examples: a bar on a terminal, else an occasional line on stderr."""
 
     def __init__(self, what: str, total: int, begun: int, terminal: bool):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -40,7 +40,7 @@ class Bar:
 
 
 def line(result: Mapping[str, Any], headline: Sequence[str]) -> str:
-    """The line that Megatron-LM prints.
+    """A result in the format of Megatron-LM's line.
 
     >>> figures = [{"name": "ppl", "value": 19.31}, {"name": "token ratio", "value": 1.1008449901248143}]
     >>> line({"task": "wikitext103", "figures": figures}, ["ppl", "token ratio"])
@@ -52,12 +52,12 @@ def line(result: Mapping[str, Any], headline: Sequence[str]) -> str:
         value = values[name]
         return "none" if value is None else str(value) if name == "token ratio" else format(value, ".4E")
 
-    shown = [f"{name}: {number(name)}" for name in headline]
-    return f" validation results on {result['task'].upper()} | {' | '.join(shown)} |"
+    entries = [f"{name}: {number(name)}" for name in headline]
+    return f" validation results on {result['task'].upper()} | {' | '.join(entries)} |"
 
 
 def show(result: Mapping[str, Any], headline: Sequence[str], kept: str) -> None:
-    """Print a score, and the file that has it; off a terminal also Megatron-LM's line, for programs that read it."""
+    """Print a score and its file; if stdout is not a terminal, also Megatron-LM's line, which other programs parse."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -65,9 +65,9 @@ def show(result: Mapping[str, Any], headline: Sequence[str], kept: str) -> None:
 
     console = Console(highlight=False)
     if not console.is_terminal:
-        said = line(result, headline)
-        rule = "-" * len(said)
-        print(f"{rule}\n{said}\n{rule}")
+        headline_text = line(result, headline)
+        rule = "-" * len(headline_text)
+        print(f"{rule}\n{headline_text}\n{rule}")
     title = Text(f"{result['task']} of {result['settings']['model']['path']}")
     table = Table(title=title, box=box.SIMPLE_HEAD)
     for name in ("", "value", "95 % interval"):
@@ -91,7 +91,7 @@ def show(result: Mapping[str, Any], headline: Sequence[str], kept: str) -> None:
 
 
 def _number(value: float | None) -> str:
-    """None: nothing counts.
+    """Format a figure; None: the figure has no weight.
 
     >>> _number(3.14159265), _number(270330), _number(0.46123456), _number(None)
     ('3.1416', '270,330', '0.4612', 'none')

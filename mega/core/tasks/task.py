@@ -1,7 +1,7 @@
-"""What a benchmark is, and its score in any layout: examples shared over the data ranks, sums added up over all.
+"""The interface of a benchmark, and its score in any layout: data ranks share the examples, and sums are reduced.
 
-A benchmark is one file: it reads examples, makes batches of them, and judges what the model says. The benchmark
-knows no ranks; this file does.
+A benchmark is one file: it reads examples, makes batches of them, and measures the model's scores. A benchmark knows no
+ranks; this file does.
 """
 
 from __future__ import annotations
@@ -21,22 +21,21 @@ from mega.core.tasks.score import RowScorer, TokenScorer
 
 Example = TypeVar("Example")
 SPAN_SECONDS = 2.0
-"""About how long ranks work between two moments at which they add up what they have."""
+"""Approximate time between two reductions of the sums over all ranks, in seconds."""
 MOST_TURNS = 512
 
 
 class Estimate(NamedTuple):
-    """mean: of all examples. error: its standard error, the examples taken as a sample. weight: what the mean divides
-    by (tokens, passages). examples: how many there are."""
+    """A mean over examples, with its uncertainty."""
 
     mean: float
-    error: float
-    weight: float
+    error: float  # standard error of the mean, with the examples as a sample
+    weight: float  # the divisor of the mean: number of tokens or passages
     examples: int
 
 
 class Figure(NamedTuple):
-    """One number of a score, and the ends of its 95 % confidence interval where it has one."""
+    """One number of a result, with the ends of its 95 % confidence interval if it has one."""
 
     name: str
     value: float
@@ -45,7 +44,7 @@ class Figure(NamedTuple):
 
 
 def interval(name: str, found: Estimate, of: Callable[[float], float] = float) -> Figure:
-    """A figure that is a growing function of a mean, with its 95 % confidence interval."""
+    """A figure that is an increasing function `of` a mean, with its 95 % confidence interval."""
     spread = 1.96 * found.error
     if math.isnan(spread):
         return Figure(name, of(found.mean))
@@ -53,53 +52,52 @@ def interval(name: str, found: Estimate, of: Callable[[float], float] = float) -
 
 
 def as_share(value: float) -> float:
-    """A mean of zeros and ones, or an end of its interval, which may lie past what it can be."""
+    """Limit a share, or an end of its confidence interval, to 0 .. 1."""
     return min(max(value, 0.0), 1.0)
 
 
 class Benchmark(Protocol[Example]):
-    """name: as a user types it. terms: the names of what `measure` finds. greedy: whether it needs to know of each
-    label if the model's first choice was it. headline: the figures that Megatron-LM's line of results has."""
+    """A benchmark of texts or rows."""
 
-    name: str
-    terms: tuple[str, ...]
-    greedy: bool
-    headline: tuple[str, ...]
+    name: str  # as in --task
+    terms: tuple[str, ...]  # the names of the terms that `measure` returns
+    greedy: bool  # whether `measure` needs to know if each label is the most likely id
+    headline: tuple[str, ...]  # the figures in Megatron-LM's line of results
 
     def examples(self, path: Path) -> Sequence[Example]:
-        """Everything that is scored, the same on every rank. Errors: ValueError naming file and line."""
+        """All examples to score, equal on every rank. Errors: ValueError naming file and line."""
 
     def batch(self, examples: Sequence[Example]) -> Batch:
-        """One microbatch. Rows are padded to a length that tensor ranks (sequence parallelism) and context ranks can
-        split."""
+        """Make one microbatch. Rows are padded to a length that tensor ranks (sequence parallelism) and context ranks
+        can split."""
 
     def measure(self, batch: Any, scores: Any) -> Terms:
-        """Totals and weights of every example, [b], of a batch of ours. scores: `TokenScores` of its labels, [b, s]."""
+        """Total and weight of each term for every example, [b]. batch: from `batch`. scores: `TokenScores`, [b, s]."""
 
     def figures(self, found: Mapping[str, Estimate]) -> list[Figure]:
-        """What is reported of the terms, in order."""
+        """The figures to report, in order, from the estimate of each term."""
 
 
 @runtime_checkable
 class RowBenchmark(Benchmark[Example], Protocol[Example]):
-    """One that judges rows by the classes of the model's head: its scores are these logits, [b, classes]. Of every
-    example the classes' shares are kept."""
+    """A benchmark that classifies rows with the model's head. Its scores are the logits of the classes, [b, classes];
+    the probabilities of the classes are stored for every example."""
 
     @property
     def classes(self) -> int: ...
 
     def numbers(self, batch: object) -> torch.Tensor:
-        """Which examples a batch holds, among all: int64 [b]."""
+        """Indices of a batch's examples among all examples, int64 [b]."""
 
     def predictions(self, probabilities: torch.Tensor) -> list[dict[str, object]]:
-        """What is kept of every example, in order. probabilities: [examples, classes]."""
+        """The stored prediction for every example, in order. probabilities: [examples, classes]."""
 
 
 class Sums:
-    """Of each term over examples: how many, totals, weights, and the squares and products that an error needs.
+    """Sums over examples for each term: count, total, weight, and the squares and products for the standard error.
 
-    values: float64 [terms, 6]. Sums of parts of the examples add up, so they may be kept and continued. shares: float64
-    [examples, classes], of the examples so far, where a benchmark judges rows.
+    values: float64 [terms, 6]. Sums of disjoint parts of the examples add up, so an interrupted score can continue.
+    shares: float64 [examples, classes], probabilities of the classes so far, if the benchmark classifies rows.
     """
 
     def __init__(self, names: Sequence[str], values: torch.Tensor | None = None, shares: torch.Tensor | None = None):
@@ -113,20 +111,21 @@ class Sums:
             row += torch.stack([ones, total, weight, total * total, total * weight, weight * weight]).sum(1)
 
     def zeros(self, examples: int, where: torch.device) -> Sums:
-        """Of so many more examples, none of which has been added."""
+        """Empty sums with room for the probabilities of the next `examples` examples."""
         values = torch.zeros(len(self.names), 6, dtype=torch.float64, device=where)
         if self.shares is None:
             return Sums(self.names, values)
         return Sums(self.names, values, torch.zeros(examples, self.shares.shape[1], dtype=torch.float64, device=where))
 
     def join(self, part: Sums) -> None:
-        """Add those of the examples that follow."""
+        """Add the sums of the examples that follow."""
         self.values += part.values.cpu()
         if self.shares is not None and part.shares is not None:
             self.shares = torch.cat([self.shares, part.shares.cpu()])
 
     def estimates(self) -> dict[str, Estimate]:
-        """Of a ratio of sums, by linearisation (Cochran 1977, section 6.4). NaN where nothing counts."""
+        """The ratio of sums for each term, with its error by linearisation (Cochran 1977, section 6.4); NaN without
+        weight."""
         return {name: _estimate(*row) for name, row in zip(self.names, self.values.tolist(), strict=True)}
 
 
@@ -143,12 +142,14 @@ def _estimate(count: float, total: float, weight: float, squares: float, cross: 
 
 @dataclass(frozen=True)
 class Done:
-    """How far a score has come. examples: scored, the first ones. tokens: of all batches, padding included.
-    seconds: spent here, in this process."""
+    """The progress of a score."""
 
     examples: int = 0
+    """Number of scored examples, from the first on."""
     tokens: int = 0
+    """Number of tokens in all batches, padding included."""
     seconds: float = 0.0
+    """Time spent in this process."""
 
 
 def score(
@@ -161,21 +162,21 @@ def score(
     done: Done = Done(),
     after: Callable[[Done, Sums], None] = lambda done, sums: None,
 ) -> dict[str, Estimate]:
-    """Every term over all examples, the same on every rank; all ranks call it. NaN where nothing counts.
+    """Score all examples: an estimate for each term, equal on every rank; NaN without weight. All ranks must call it.
 
-    1 every data rank takes its share of the next examples; all play the same number of microbatches
+    1 every data rank takes its share of the next examples; all run the same number of microbatches
     2 the ranks of the last stage measure whole rows
-    3 sums are added up over all ranks, and those of more examples follow
+    3 the sums are reduced over all ranks; then the next examples follow
 
-    sums, done: of an earlier process, which had done that much. after: is told so every few seconds.
+    sums, done: results and progress of an earlier process. after: is called every few seconds with the current ones.
     """
-    mesh, where = scorer.mesh, scorer.device.torch
-    kept = Sums(benchmark.terms) if sums is None else sums
+    mesh, device = scorer.mesh, scorer.device.torch
+    total_sums = Sums(benchmark.terms) if sums is None else sums
     turns, turn_size = 1, micro_batch * mesh.dp.size * scorer.together
     while done.examples < len(examples):
         begin, tokens = time.monotonic(), 0
         stop = min(done.examples + turns * turn_size, len(examples))
-        part = kept.zeros(stop - done.examples, where)
+        part = total_sums.zeros(stop - done.examples, device)
         # 1
         for first in range(done.examples, stop, turn_size):
             turn = [examples[number] for number in range(first, min(first + turn_size, stop))]
@@ -183,32 +184,32 @@ def score(
             batches = [benchmark.batch(group) for group, _ in groups]
             tokens += sum(int(batch.tensors()["tokens"].numel()) for batch in batches)
             # 2
-            found: Sequence[Any] = scorer.score(batches)
-            for batch, scores, (_, counts) in zip(batches, found, groups, strict=False):
+            batch_scores: Sequence[Any] = scorer.score(batches)
+            for batch, scores, (_, counts) in zip(batches, batch_scores, groups, strict=False):
                 if counts and mesh.cp.first:
-                    part.add(benchmark.measure(batch.to(where), scores))
+                    part.add(benchmark.measure(batch.to(device), scores))
                     if part.shares is not None and isinstance(benchmark, RowBenchmark):
-                        rows = benchmark.numbers(batch).to(where) - done.examples
+                        rows = benchmark.numbers(batch).to(device) - done.examples
                         part.shares[rows] = scores.double().softmax(-1)
         # 3
         all_reduce(part.values, mesh.loss_group)
         if part.shares is not None:
             all_reduce(part.shares, mesh.loss_group)
-        kept.join(part)  # waits for the device, before time is taken
-        spent = torch.tensor([time.monotonic() - begin, float(tokens)], dtype=torch.float64, device=where)
+        total_sums.join(part)  # waits for the device, before time is taken
+        spent = torch.tensor([time.monotonic() - begin, float(tokens)], dtype=torch.float64, device=device)
         all_reduce(spent, mesh.everyone, "max")
-        seconds, fed = spent.tolist()
-        done = Done(stop, done.tokens + int(fed) * mesh.dp.size, done.seconds + seconds)
-        after(done, kept)
+        seconds, most_tokens = spent.tolist()
+        done = Done(stop, done.tokens + int(most_tokens) * mesh.dp.size, done.seconds + seconds)
+        after(done, total_sums)
         turns = min(max(1, int(turns * SPAN_SECONDS / max(seconds, 1e-3))), 2 * turns, MOST_TURNS)
-    return kept.estimates()
+    return total_sums.estimates()
 
 
 def shares(turn: Sequence[Example], micro_batch: int, index: int, size: int) -> list[tuple[Sequence[Example], bool]]:
-    """Microbatches of one of `size` data ranks, and whether each counts.
+    """Split examples into the microbatches of data rank `index` of `size`, and say whether each of them counts.
 
-    Ranks that are left without examples play the first ones again, which do not count.
+    Ranks without enough examples repeat the first microbatch, which does not count.
     """
     groups = [turn[first : first + micro_batch] for first in range(0, len(turn), micro_batch)]
-    own = [(group, True) for group in groups[index::size]]
-    return own + [(groups[0], False)] * (-(-len(groups) // size) - len(own))
+    microbatches = [(group, True) for group in groups[index::size]]
+    return microbatches + [(groups[0], False)] * (-(-len(groups) // size) - len(microbatches))

@@ -1,4 +1,4 @@
-"""Benchmarks, one file each, called as --task names them. A file with `make(asked) -> Benchmark` here is a benchmark.
+"""Benchmarks, one file each, named as in --task. Each file here must define `make(asked) -> Benchmark`.
 
-READS: the fields of `options.OWN` that it reads; all of them if it does not say.
+READS: the fields of `options.OWN` that the benchmark reads; all of them if it is missing.
 """

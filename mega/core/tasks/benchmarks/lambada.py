@@ -1,7 +1,7 @@
 """LAMBADA (Paperno et al. 2016), zero-shot: is the last word of a passage the model's first choice?
 
-The last token of a passage counts, or with --strict-lambada the whole last word, all of whose tokens must be first
-choices. As Megatron-LM has it (tasks/zeroshot_gpt).
+By default the last token of a passage is scored; with --strict-lambada the whole last word, all of whose tokens must be
+first choices. Same definition as Megatron-LM (tasks/zeroshot_gpt).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mega.core.tasks.task import Estimate, Figure, as_share, interval
 from mega.core.text.tokenizer import Tokenizer
 
 READS = ("strict_lambada", "json_key")
-"""Fields of `options.OWN` that count here."""
+"""Fields of `options.OWN` that this benchmark reads."""
 
 
 @dataclass
@@ -33,33 +33,35 @@ class Lambada:
     headline: tuple[str, ...] = ("number correct", "total examples", "avg accuracy")
 
     def examples(self, path: Path) -> Sequence[JudgedRow]:
-        """Longest first, so that rows of a batch are about equally long."""
+        """All passages, the longest first, so that the rows of a batch have similar lengths."""
         rows = list(self._rows(path))
         if not rows:
             raise ValueError(f"--valid-data {path}: holds no passage")
         return sorted(rows, key=lambda row: -len(row.ids))
 
     def _rows(self, path: Path) -> Iterator[JudgedRow]:
-        most, tokenizer = self.asked.length + 1, self.asked.needs_tokenizer()
+        limit, tokenizer = self.asked.length + 1, self.asked.needs_tokenizer()
         passages = texts([path], self.asked.options.json_key)
         for number, text in enumerate(islice(passages, self.asked.options.limit), 1):
-            where = f"--valid-data {path}: passage {number}"
+            location = f"--valid-data {path}: passage {number}"
             if self.asked.options.strict_lambada:
                 row = _last_word(text, tokenizer)
             else:
                 ids = tokenizer.encode(text)
                 row = JudgedRow(ids, len(ids) - 1)
             if row.judged < 1 or len(row.ids) == row.judged:
-                raise ValueError(f"{where}: needs a last word and something before it")
-            if len(row.ids) > most:
-                raise ValueError(f"{where}: has {len(row.ids)} tokens; --seq-length {most - 1} takes at most {most}")
+                raise ValueError(f"{location}: needs a last word and something before it")
+            if len(row.ids) > limit:
+                raise ValueError(
+                    f"{location}: has {len(row.ids)} tokens; --seq-length {limit - 1} takes at most {limit}"
+                )
             yield row
 
     def batch(self, examples: Sequence[JudgedRow]) -> DecoderBatch:
         return batch_of(examples, self.asked.unit)
 
     def measure(self, batch: DecoderBatch, scores: TokenScores) -> Terms:
-        """accuracy: of last words. nll: of a last word, in nats."""
+        """accuracy: of the last words. nll: of a last word, in nats."""
         return {"accuracy": all_greedy(batch, scores), "nll": per_row(nll_of(batch, scores))}
 
     def figures(self, found: Mapping[str, Estimate]) -> list[Figure]:
@@ -73,10 +75,10 @@ class Lambada:
 
 
 def _last_word(text: str, tokenizer: Tokenizer) -> JudgedRow:
-    """The text before the last occurrence of its last word, and the ids with which that word continues it.
+    """A row of the text before its last word, followed by the ids of that word.
 
-    Byte-level tokenizers have the same ids for a blank and the word alone; SentencePiece would put a blank of its own
-    in front.
+    For byte-level tokenizers the ids of a blank and the word can be encoded alone; SentencePiece would prepend another
+    blank, so the whole text is encoded if it begins with the ids of the context.
     """
     words = text.split()
     if len(words) < 2:
@@ -85,7 +87,7 @@ def _last_word(text: str, tokenizer: Tokenizer) -> JudgedRow:
     whole = tokenizer.encode(f"{before} {words[-1]}")
     if whole[: len(context)] == context:
         return JudgedRow(whole, len(context))
-    lead = len(tokenizer.encode(""))  # what a family puts in front of every text
+    lead = len(tokenizer.encode(""))  # ids that the family puts in front of every text
     return JudgedRow([*context, *tokenizer.encode(f" {words[-1]}")[lead:]], len(context))
 
 

@@ -1,8 +1,8 @@
-"""The perplexity of a corpus of any size: JSON lines, plain text, or token files that were preprocessed.
+"""The perplexity of a corpus of any size: JSON lines, plain text, or token files from `mega preprocess`.
 
-Documents follow one another, each ended by the end of a document, as in pretraining, and are cut into windows: by
-default without overlap. --random-windows draws some, as Megatron-LM's first version did of WebText: a document by its
-length in characters, then a window of it, or where it is too short more documents after it.
+Documents are concatenated, each with its end token, as in pretraining, and split into windows, by default without
+overlap. --random-windows draws windows instead, as Megatron-LM's first version did for WebText: a document with a
+probability proportional to its length in characters, then a window of it; a short document is extended by further ones.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from mega.core.tasks.task import Estimate, Figure, interval
 from mega.core.text.tokenizer import Tokenizer
 
 READS = ("overlapping_eval", "context_window", "json_key", "random_windows")
-"""Fields of `options.OWN` that count here."""
+"""Fields of `options.OWN` that this benchmark reads."""
 
 
 @dataclass
 class CorpusPerplexity:
-    """counts: bytes, words and tokens that are judged, where all of a text is scored."""
+    """counts: numbers of bytes, words and scored tokens, if a whole text is scored."""
 
     asked: BenchmarkInputs
     stride: int
@@ -55,19 +55,19 @@ class CorpusPerplexity:
         if options.random_windows is not None:
             return list(_random_windows(documents, tokenizer, self.asked.length, options.random_windows, options.seed))
         end = [] if tokenizer.eod is None else [tokenizer.eod]
-        found = self._windows(path, [each for text in documents for each in (*tokenizer.encode(text), *end)])
+        windows = self._windows(path, [each for text in documents for each in (*tokenizer.encode(text), *end)])
         self.counts |= {
             "bytes": sum(len(text.encode()) for text in documents),
             "words": sum(len(text.split()) for text in documents),
         }
-        return found
+        return windows
 
     def _windows(self, path: Path, ids: TokenIds) -> Windows:
-        found = Windows(ids, self.asked.length, self.stride)
-        if not len(found):
+        windows = Windows(ids, self.asked.length, self.stride)
+        if not len(windows):
             raise ValueError(f"--valid-data {path}: needs at least 2 tokens")
         self.counts = {"tokens": len(ids) - 1}
-        return found
+        return windows
 
     def batch(self, examples: Sequence[JudgedRow]) -> DecoderBatch:
         return batch_of(examples, self.asked.unit)
@@ -78,7 +78,8 @@ class CorpusPerplexity:
     def figures(self, found: Mapping[str, Estimate]) -> list[Figure]:
         loss = found["nll"]
         figures = [interval("loss", loss), interval("ppl", loss, perplexity), Figure("tokens", round(loss.weight))]
-        if "bytes" in self.counts and self.counts["tokens"] == loss.weight:  # not where --limit has left some out
+        # With --limit only some windows are scored, and the counts of the whole text do not apply.
+        if "bytes" in self.counts and self.counts["tokens"] == loss.weight:
             by_word, by_byte = (self.counts["tokens"] / self.counts[name] for name in ("words", "bytes"))
             figures += [
                 interval("word ppl", loss, lambda value: perplexity(value * by_word)),
@@ -90,18 +91,18 @@ class CorpusPerplexity:
 def _random_windows(
     documents: Sequence[str], tokenizer: Tokenizer, length: int, count: int, seed: int
 ) -> Iterator[JudgedRow]:
-    """`count` windows, each a function of seed and number alone."""
+    """Draw `count` windows; each depends only on the seed and its number."""
     shares = np.cumsum([len(text) for text in documents], dtype=np.float64)
     end = [] if tokenizer.eod is None else [tokenizer.eod]
     for number in range(count):
         random, ids = np.random.default_rng((seed, number)), list[int]()
         while len(ids) < length + 1:
-            drawn = documents[int(np.searchsorted(shares, random.random() * shares[-1], side="right"))]
-            fresh = [*tokenizer.encode(drawn), *end]
-            if not ids and len(fresh) > length + 1:
-                begin = int(random.integers(len(fresh) - length))
-                fresh = fresh[begin:]
-            ids += fresh
+            document = documents[int(np.searchsorted(shares, random.random() * shares[-1], side="right"))]
+            document_ids = [*tokenizer.encode(document), *end]
+            if not ids and len(document_ids) > length + 1:
+                begin = int(random.integers(len(document_ids) - length))
+                document_ids = document_ids[begin:]
+            ids += document_ids
         yield JudgedRow(ids[: length + 1], 1)
 
 

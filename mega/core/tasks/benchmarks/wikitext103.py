@@ -1,9 +1,10 @@
-"""WikiText-103, zero-shot: the perplexity of a text, and what it would be for a word of the original.
+"""WikiText-103, zero-shot: the perplexity of a text, also converted to a perplexity per original word.
 
-Tokenizers cut a text into unlike numbers of pieces, so a loss for each piece is brought to one for each word of the
-original: adjusted perplexity = exp(loss x tokens / words). As Megatron-LM reports it (tasks/zeroshot_gpt), and with
---context-window as fairseq does of Megatron-11b: lines end in the end of a document, which also begins the text.
-fairseq's recipe makes token files first; given their prefix, these are scored, without figures of the original's words.
+Tokenizers split a text into different numbers of pieces, so the loss per piece is converted to a loss per word of the
+original: adjusted perplexity = exp(loss x tokens / words), as Megatron-LM reports it (tasks/zeroshot_gpt). With
+--context-window the score is fairseq's for Megatron-11b: every line ends in the end of a document, which also begins
+the text. fairseq's recipe first makes token files; their prefix can be given too, but then figures per word are
+missing.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from mega.core.text.detokenize import DETOKENIZERS, detokenizer_for, fairseq
 from mega.core.text.tokenizer import Tokenizer
 
 READS = ("overlapping_eval", "detokenizer", "context_window")
-"""Fields of `options.OWN` that count here."""
+"""Fields of `options.OWN` that this benchmark reads."""
 
 STRIDE = 32
 """Megatron-LM's default of --overlapping-eval."""
 MOST_LOSS = 700.0
-"""The exponential of a greater loss is infinite."""
+"""A perplexity exp(loss) is infinite above this loss."""
 
 
 @dataclass
 class WikiText:
-    """counts: original words and targets, known once the text has been read."""
+    """counts: numbers of original words and of tokens, known after the text has been read."""
 
     asked: BenchmarkInputs
     stride: int
@@ -49,9 +50,9 @@ class WikiText:
 
     def examples(self, path: Path) -> Sequence[JudgedRow]:
         if (dataset := self.asked.token_file(path)) is not None:
-            found = binarised_ids(dataset)
-            self.counts = {"tokens": len(found)}
-            return Windows(found, self.asked.length, self.stride)
+            token_ids = binarised_ids(dataset)
+            self.counts = {"tokens": len(token_ids)}
+            return Windows(token_ids, self.asked.length, self.stride)
         text, tokenizer = self.asked.text_of(path), self.asked.needs_tokenizer()
         ids = (fairseq_ids if self.per_line else whole_ids)(text, tokenizer, self.detokenizer)
         words = len(text.strip().split(" "))
@@ -66,7 +67,7 @@ class WikiText:
 
     @property
     def ratio(self) -> float:
-        """Targets for each original word; Megatron-LM leaves out the first of both, fairseq judges it too."""
+        """Labels per original word. Megatron-LM omits the first token and word; fairseq scores the first token too."""
         targets, words = self.counts["tokens"] - 1, self.counts["original tokens"]
         return targets / (words if self.per_line else words - 1)
 
@@ -90,7 +91,8 @@ class WikiText:
 
 
 def perplexity(loss: float) -> float:
-    """Not cut off at e^20 as Megatron-LM's, which hides a model that is worse than guessing; infinite where a float is.
+    """exp(loss), or infinity if a float cannot hold it. Megatron-LM limits it to e^20, which hides a model that is
+    worse than guessing.
 
     >>> perplexity(1000.0)
     inf
@@ -99,12 +101,12 @@ def perplexity(loss: float) -> float:
 
 
 def whole_ids(text: str, tokenizer: Tokenizer, detokenizer: str) -> list[int]:
-    """The whole text in one go, without an end of document, as Megatron-LM has it."""
+    """The ids of the whole text without an end of document, as in Megatron-LM."""
     return tokenizer.encode(DETOKENIZERS[detokenizer](text))
 
 
 def fairseq_ids(text: str, tokenizer: Tokenizer, detokenizer: str) -> list[int]:
-    """Line by line, each ended by the end of a document, which also stands in front, where nothing judges it."""
+    """The ids line by line, each with the end of a document; the same token begins the text and is not scored."""
     if tokenizer.eod is None:
         raise ValueError(f"--context-window: {tokenizer.kind} has no end of document, which ends lines there")
     plain = fairseq if detokenizer == "fairseq" else DETOKENIZERS[detokenizer]
@@ -115,9 +117,9 @@ def fairseq_ids(text: str, tokenizer: Tokenizer, detokenizer: str) -> list[int]:
 
 
 def binarised_ids(dataset: IndexedDataset) -> NDArray[np.int64]:
-    """All ids of token files whose documents end in one id, which also stands in front, where nothing judges it.
+    """All ids of token files whose documents end in one id; the same id is put in front and is not scored.
 
-    Errors: ValueError where they end in several.
+    Errors: ValueError where documents end in different ids.
     """
     ids = np.asarray(dataset.tokens, np.int64)
     ends = np.unique(ids[np.cumsum(dataset.lengths[dataset.lengths > 0]) - 1])
@@ -138,12 +140,12 @@ def make(asked: BenchmarkInputs) -> WikiText:
             raise ValueError(f"--detokenizer {asked.options.detokenizer}: has no effect on the token file {path}")
         return WikiText(asked, asked.stride(min(STRIDE, asked.length)), "none", headline=("avg loss", "ppl"))
     asked.readable(str(path))
-    chosen = asked.options.detokenizer or ("fairseq" if window is not None else detokenizer_for(str(path)))
-    if chosen == "fairseq" and window is None:
+    detokenizer = asked.options.detokenizer or ("fairseq" if window is not None else detokenizer_for(str(path)))
+    if detokenizer == "fairseq" and window is None:
         raise ValueError("--detokenizer fairseq: needs --context-window; it reads line by line")
-    if chosen is None:
+    if detokenizer is None:
         raise ValueError(
             f"--valid-data {path}: its path names neither ptb, wiki nor lambada; give --detokenizer "
             f"{', '.join(DETOKENIZERS)}"
         )
-    return WikiText(asked, asked.stride(min(STRIDE, asked.length)), chosen)
+    return WikiText(asked, asked.stride(min(STRIDE, asked.length)), detokenizer)
