@@ -1,4 +1,4 @@
-"""Gives every document a score by attributes such as toxicity; one that cannot be scored gets null.
+"""Give every document a score for each attribute, such as toxicity. A document that cannot be scored gets null.
 
 Source: Megatron-LM 23.06, examples/detxoify_lm/annotations/perspective_api_annotate.py.
 """
@@ -15,35 +15,38 @@ from mega.core.corpus.scorers import Scorer, ScorerOptions, cleaned, make_scorer
 
 _TOGETHER = 256
 PART_BYTES_ASKED = 1 << 17
-"""Of text that is asked for again at most, where work that asks a server is interrupted."""
+"""Bytes of text in a part when a server scores it: at most this much is sent again after an interruption."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Annotate:
-    """The text without marks of a document's end, and its scores under `score_key`. most_bytes: that are scored.
-
-    how: how a server is asked, on which no score depends.
-    """
+    """Write each document with its scores under `score_key`. End-of-document marks are removed from the text."""
 
     name: ClassVar[str] = "annotate"
     scorer: str
+    """What scores the texts, see `scorers`."""
     key: str = "text"
+    """Key of the text."""
     score_key: str = "score"
+    """Key that the scores are written to."""
     most_bytes: int = 20480
+    """Bytes of a text that are scored."""
     how: ScorerOptions = field(metadata={"setting": False})
+    """Connection settings of a server. The scores do not depend on them."""
 
     @property
     def part_bytes(self) -> int | None:
-        """Of text that is done together."""
+        """Bytes of text in a part, or None for the default."""
         return PART_BYTES_ASKED if self.how.is_server else None
 
     @property
     def one_process(self) -> str:
-        """Why it runs in one process; "" where it may run in several."""
+        """The reason why the step must run in one process, or "" if it may run in several."""
         return "a server is asked by --connections of one process" if self.how.is_server else ""
 
     def check(self, document: CorpusDocument) -> None:
-        """A document is an object with a text: a line of text has no place for scores. Errors: ValueError."""
+        """A document must be a JSON object with a text, since a plain line has no place for scores. Errors:
+        ValueError."""
         if document.plain:
             raise ValueError("a line of text has no place for scores; must be JSON lines")
         _ = document.text
@@ -52,14 +55,14 @@ class Annotate:
         scorer = make_scorer(self.how)
 
         def annotate(documents: Iterable[CorpusDocument]) -> Iterator[Result]:
-            rest = iter(documents)
-            while together := list(islice(rest, _TOGETHER)):
-                yield from self._annotated(scorer, together)
+            remaining = iter(documents)
+            while batch := list(islice(remaining, _TOGETHER)):
+                yield from self._annotated(scorer, batch)
 
         return annotate
 
     def _annotated(self, scorer: Scorer, documents: list[CorpusDocument]) -> Iterator[Result]:
         scores = scored(scorer, [document.text for document in documents], self.most_bytes)
-        for document, found in zip(documents, scores, strict=True):
-            line = document.with_text(cleaned(document.text), **{self.score_key: found})
-            yield Result((line,), counts={"scored" if found is not None else "without a score": 1})
+        for document, score in zip(documents, scores, strict=True):
+            line = document.with_text(cleaned(document.text), **{self.score_key: score})
+            yield Result((line,), counts={"scored" if score is not None else "without a score": 1})

@@ -1,12 +1,11 @@
-"""From the bands of all documents to groups of near duplicates, on disk: what grows with the corpus in memory is one
-number for each document.
+"""Group near duplicates on disk, from the bands of all documents. Memory holds one number per document.
 
-    1 pairs_of_bands   band keys are distributed over files by value and sorted; documents with an equal one form a
-                       bucket; its pairs are distributed and sorted in turn, so that each is there once
-    2 (elsewhere)      the shingles of the documents in pairs are written, in the order of the documents
-    3 groups           pairs that overlap enough are joined, the first document of a group is the one that stays
+    1 pairs_of_bands   band keys are distributed over files by value and sorted; documents with equal keys form a
+                       bucket; the pairs of all buckets are distributed and sorted in turn, and duplicates removed
+    2 (elsewhere)      the shingles of the paired documents are written, in the order of the documents
+    3 groups           pairs that overlap enough are joined; the first document of a group is kept
 
-It knows neither text nor signatures.
+The file knows neither text nor signatures.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ Numbers = NDArray[np.uint64]
 _ROWS_TOGETHER = 1 << 21
 _MOST_FILES = 512
 _MOST_PAIRWISE = 64
-"""Documents of a bucket that are all compared with each other; further ones with the first of it, and with the one
-before them."""
+"""Documents of a bucket that are all compared with each other. Any further document is compared with the first of the
+bucket and with its predecessor only, so a large bucket does not need a quadratic number of comparisons."""
 
 
 class Distributed:
-    """Rows of two numbers, written to files by a number so that equal ones meet, and read sorted."""
+    """Rows of two numbers, distributed over files by an owner number. Each file is read sorted."""
 
     def __init__(self, folder: Path, name: str, expected: int) -> None:
         count = min(max(1, -(-expected // _ROWS_TOGETHER)), _MOST_FILES)
@@ -39,18 +38,18 @@ class Distributed:
         self._files = [self._stack.enter_context(open(path, "wb")) for path in self._paths]  # noqa: SIM115
 
     def add(self, owners: Numbers, rows: Numbers) -> None:
-        """rows: [n, 2]; those with an equal owner are read together."""
-        which = owners % np.uint64(len(self._files))
+        """Write rows [n, 2]. Rows with equal owners go to the same file."""
+        file_numbers = owners % np.uint64(len(self._files))
         if len(self._files) == 1:
             self._files[0].write(rows.tobytes())
             return
-        order = np.argsort(which, kind="stable")
-        rows, bounds = rows[order], np.searchsorted(which[order], np.arange(len(self._files) + 1))
+        order = np.argsort(file_numbers, kind="stable")
+        rows, bounds = rows[order], np.searchsorted(file_numbers[order], np.arange(len(self._files) + 1))
         for i, file in enumerate(self._files):
             file.write(rows[bounds[i] : bounds[i + 1]].tobytes())
 
     def sorted(self) -> Iterator[Numbers]:
-        """The rows of each file, by their first number, then by the second; the file is then gone."""
+        """Yield the rows of each file, sorted by their first and then their second number, and delete the file."""
         self._stack.close()
         for path in self._paths:
             rows = np.fromfile(path, np.uint64).reshape(-1, 2)
@@ -59,21 +58,22 @@ class Distributed:
 
 
 def pairs_of_bands(folder: Path, bands: Iterator[tuple[int, NDArray[np.uint64]]], documents: int, count: int) -> int:
-    """Write `pairs.bin`, rows of two numbers of documents, sorted, each once; returns how many.
+    """Write `pairs.bin`: sorted, distinct rows of two document numbers. Returns the number of rows.
 
-    bands: number of the first document of a block, and the block's keys [documents, count]; the largest key is none.
+    bands: for each block of documents, the number of its first document and its keys [documents, count]. NO_KEY marks a
+    missing key.
     """
     keyed = Distributed(folder, "bands", documents * count)
     for first, keys in bands:
         numbers = np.arange(first, first + len(keys), dtype=np.uint64)
         for band in range(count):
-            there = keys[:, band] != NO_KEY
-            own = keys[there, band]
-            keyed.add(own, np.column_stack([own, numbers[there]]))
+            present = keys[:, band] != NO_KEY
+            band_keys = keys[present, band]
+            keyed.add(band_keys, np.column_stack([band_keys, numbers[present]]))
     pairs = Distributed(folder, "pairs", documents)
     for rows in keyed.sorted():
-        for found in _pairs(rows):
-            pairs.add(found[:, 0] // np.uint64(_ROWS_TOGETHER // 8), found)
+        for pair_rows in _pairs(rows):
+            pairs.add(pair_rows[:, 0] // np.uint64(_ROWS_TOGETHER // 8), pair_rows)
     total = 0
     with open(folder / "pairs.bin.part", "wb") as file:
         for rows in pairs.sorted():
@@ -86,27 +86,28 @@ def pairs_of_bands(folder: Path, bands: Iterator[tuple[int, NDArray[np.uint64]]]
 
 
 NO_KEY = np.uint64(0xFFFFFFFFFFFFFFFF)
+"""The key of a document that has no key for a band."""
 
 
 def _pairs(rows: Numbers) -> Iterator[Numbers]:
-    """The pairs of all buckets: runs of rows with an equal key."""
+    """Yield the pairs of all buckets. A bucket is a run of rows with equal keys."""
     keys, numbers = rows[:, 0], rows[:, 1]
     starts = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]])) if len(rows) else np.zeros(0, np.int64)
     sizes = np.diff(np.append(starts, len(rows)))
-    place = np.arange(len(rows)) - np.repeat(starts, sizes)  # of each row in its bucket
+    position = np.arange(len(rows)) - np.repeat(starts, sizes)  # index of each row in its bucket
     size_of = np.repeat(sizes, sizes)
     small = size_of <= _MOST_PAIRWISE
     for gap in range(1, min(int(sizes.max(initial=0)), _MOST_PAIRWISE)):
-        chosen = np.flatnonzero((place >= gap) & (small if gap > 1 else size_of > 1))
-        if len(chosen):
-            yield np.column_stack([numbers[chosen - gap], numbers[chosen]])
-    chosen = np.flatnonzero(~small & (place > 0))
-    if len(chosen):
-        yield np.column_stack([numbers[chosen - place[chosen]], numbers[chosen]])
+        members = np.flatnonzero((position >= gap) & (small if gap > 1 else size_of > 1))
+        if len(members):
+            yield np.column_stack([numbers[members - gap], numbers[members]])
+    members = np.flatnonzero(~small & (position > 0))
+    if len(members):
+        yield np.column_stack([numbers[members - position[members]], numbers[members]])
 
 
 class ShingleFile:
-    """The shingles of some documents, in the order of their numbers, read one document at a time."""
+    """The shingles of documents, in ascending document number, read one document at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._numbers = np.fromfile(folder / "shingles.numbers", np.uint64)
@@ -115,7 +116,7 @@ class ShingleFile:
         self._last: tuple[int, Numbers] | None = None
 
     def close(self) -> None:
-        """It cannot be read any more."""
+        """Close the file."""
         os.close(self._file)
 
     def of(self, number: int) -> Numbers:
@@ -127,29 +128,29 @@ class ShingleFile:
         return np.frombuffer(os.pread(self._file, 8 * (end - begin), 8 * begin), np.uint64)
 
     def keep(self, number: int) -> Numbers:
-        """The same, of a document that the next pairs are of."""
-        found = self.of(number)
-        self._last = (number, found)
-        return found
+        """Like `of`, and cache the result, since the next pairs share this document."""
+        shingles = self.of(number)
+        self._last = (number, shingles)
+        return shingles
 
     @staticmethod
     def write(folder: Path, blocks: Iterator[tuple[Numbers, Numbers, Numbers]]) -> None:
-        """blocks: numbers of documents, where the shingles of each end, and the shingles of all."""
-        before = 0
+        """blocks: document numbers, the end offset of each document's shingles, and all shingles of the block."""
+        written_hashes = 0
         with (
             open(folder / "shingles.numbers", "wb") as numbers,
             open(folder / "shingles.ends", "wb") as ends,
             open(folder / "shingles.bin", "wb") as hashes,
         ):
-            for own, own_ends, own_hashes in blocks:
-                numbers.write(own.astype(np.uint64).tobytes())
-                ends.write((own_ends + np.uint64(before)).astype(np.uint64).tobytes())
-                hashes.write(own_hashes.tobytes())
-                before += len(own_hashes)
+            for block_numbers, block_ends, block_hashes in blocks:
+                numbers.write(block_numbers.astype(np.uint64).tobytes())
+                ends.write((block_ends + np.uint64(written_hashes)).astype(np.uint64).tobytes())
+                hashes.write(block_hashes.tobytes())
+                written_hashes += len(block_hashes)
 
 
 class Pair(NamedTuple):
-    """Two documents that overlap enough, and how much."""
+    """Two documents and their similarity."""
 
     first: int
     second: int
@@ -159,7 +160,8 @@ class Pair(NamedTuple):
 def similar_pairs(
     folder: Path, compare: Callable[[Numbers, Numbers], float], least: float, skip: Callable[[int, int], bool]
 ) -> Iterator[Pair]:
-    """The pairs of `pairs.bin` that overlap by at least `least`, in order; `skip` says which need not be compared."""
+    """Yield the pairs of `pairs.bin` with a similarity of at least `least`, in order. `skip` excludes pairs from
+    comparison."""
     shingles = ShingleFile(folder)
     with open(folder / "pairs.bin", "rb") as file:
         while len(rows := np.fromfile(file, np.uint64, 2 * _ROWS_TOGETHER).reshape(-1, 2)):
@@ -173,13 +175,13 @@ def similar_pairs(
 
 
 class DocumentGroups:
-    """Documents that are joined with each other, each group known by its first one."""
+    """Disjoint groups of documents (union-find). A group is identified by its first document."""
 
     def __init__(self, documents: int) -> None:
         self._parent = np.arange(documents, dtype=np.uint64)
 
     def root(self, number: int) -> int:
-        """The first document of the group of one."""
+        """The first document of the group that a document belongs to."""
         parent = self._parent
         while (above := int(parent[number])) != number:
             parent[number] = parent[above]
@@ -187,22 +189,22 @@ class DocumentGroups:
         return number
 
     def joined(self, first: int, second: int) -> bool:
-        """Whether two are in one group."""
+        """Whether two documents are in the same group."""
         return self.root(first) == self.root(second)
 
     def join(self, first: int, second: int) -> None:
-        """Put two, and all that are with them, into one group."""
+        """Merge the groups of two documents."""
         one, other = sorted((self.root(first), self.root(second)))
         self._parent[other] = one
 
     def members(self) -> dict[int, list[int]]:
-        """The groups of two and more, by their first one."""
-        found: dict[int, list[int]] = {}
+        """The groups of two or more documents, keyed by their first document."""
+        others_of: dict[int, list[int]] = {}
         for number in np.flatnonzero(self._parent != np.arange(len(self._parent), dtype=np.uint64)).tolist():
-            found.setdefault(self.root(number), []).append(number)
-        return {root: [root, *found[root]] for root in sorted(found)}
+            others_of.setdefault(self.root(number), []).append(number)
+        return {root: [root, *others_of[root]] for root in sorted(others_of)}
 
 
 def begins_of(sizes: Sequence[int]) -> list[int]:
-    """Where each of some runs begins, and where the last one ends."""
+    """The begin offset of each run, followed by the end of the last one."""
     return [0, *np.cumsum(np.array(sizes, np.int64)).tolist()]

@@ -1,14 +1,15 @@
-"""Repair text and drop what is too short or in another language: the tasks of Megatron-LM's two clean-up scripts.
+"""Repair texts, and drop documents that are too short or in another language: the tasks of Megatron-LM's two clean-up
+scripts.
 
-    ftfy_fix_text            mojibake, HTML entities, ligatures, curled quotes, line ends: by ftfy
-    language                 drop what is not in the language
-    min_tokens               drop what has fewer tokens than that, the end of the document included
-    general_cleaning         runs of blanks, and line breaks inside a sentence, become one blank
-    remove_512               drop what is shorter than 512 characters
-    remove_256_javascript    drop what is shorter than 256 characters and speaks of JavaScript
-    remove_512_non_english   drop what is shorter than 512 characters and not in the language
+    ftfy_fix_text            repair mojibake, HTML entities, ligatures, curled quotes and line ends with ftfy
+    language                 drop documents in other languages
+    min_tokens               drop documents of fewer tokens, the end-of-document token included
+    general_cleaning         replace runs of blanks, and line breaks inside a sentence, by one blank
+    remove_512               drop documents shorter than 512 characters
+    remove_256_javascript    drop documents shorter than 256 characters that mention JavaScript
+    remove_512_non_english   drop documents shorter than 512 characters in other languages
 
-They are applied in the order in which they are asked for. Source: Megatron-LM 23.06, tools/openwebtext.
+The tasks are applied in the order of --tasks. Source: Megatron-LM 23.06, tools/openwebtext.
 """
 
 from __future__ import annotations
@@ -35,25 +36,25 @@ DEFAULT_TASKS: tuple[CleanTask, ...] = ("ftfy_fix_text", "language", "min_tokens
 _FIX_TASKS = get_args(CleanTask)[3:]
 _BYTES_A_TOKEN = 4
 _CHARACTERS_A_TOKEN = 8
-"""A text that has more characters than these for each token is not tokenised: it has enough."""
+"""A text with more characters per required token than this has enough tokens and is not tokenized."""
 
 _UNTOUCHED = re.compile(r"[\t\n\x20-\x25\x27-\x7e]*")
-"""ASCII without control characters, and without & of HTML's entities: ftfy changes nothing there."""
+"""ASCII without control characters and without the & of HTML entities. ftfy does not change such text."""
 _BLANKS = re.compile(r"  +|\b\n+ |\b\n+")
 
 
 Task = Callable[[str], "str | None"]
-"""From a text to a text, or None where the document goes."""
+"""Maps a text to the new text, or to None to drop the document."""
 
 
 def fixer() -> Callable[[str], str]:
-    """ftfy's repair, of those lines alone in which it can have anything to do. Errors: ValueError."""
+    """ftfy's repair, applied only to lines that ftfy can change. Errors: ValueError."""
     try:
         import ftfy
     except ImportError:
         raise ValueError("--tasks ftfy_fix_text: needs ftfy; pip install '.[corpus]' in a clone") from None
     escaped = ftfy.TextFixerConfig()
-    kept = ftfy.TextFixerConfig(unescape_html=False)
+    unescaped = ftfy.TextFixerConfig(unescape_html=False)
     untouched = _UNTOUCHED.fullmatch
 
     def fix(text: str) -> str:
@@ -61,8 +62,8 @@ def fixer() -> Callable[[str], str]:
             return text
         lines, config = _lines(text), escaped
         for number, line in enumerate(lines):
-            if "<" in line:  # from there on &lt; is taken to be meant
-                config = kept
+            if "<" in line:  # ftfy keeps entities from here on: the text shows that it is HTML
+                config = unescaped
             if not untouched(line):
                 lines[number] = ftfy.fix_text(line, config)
         return "".join(lines)
@@ -77,16 +78,23 @@ def _lines(text: str) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Clean:
-    """tokenizer: names and values of the configuration's tokenizer section; without one a token is four bytes."""
+    """Apply clean-up tasks to each document."""
 
     name: ClassVar[str] = "clean"
     key: str = "text"
+    """Key of the text."""
     tasks: tuple[CleanTask, ...] = DEFAULT_TASKS
+    """Tasks, in the order in which they are applied."""
     language: str = "en"
+    """Language to keep, a code of ISO 639-1."""
     language_by: LanguageLibrary = "py3langid"
+    """Library that detects the language."""
     language_model: str = ""
+    """File of a fastText model."""
     min_tokens: int = 128
+    """Tokens of the shortest document, the end-of-document token included."""
     tokenizer: tuple[tuple[str, Any], ...] = ()
+    """Names and values of the tokenizer section. Empty: a token counts as four bytes."""
     as_megatron: bool = False
     """After ftfy_fix_text the tasks of cleanup_fix_dataset.py are skipped, as that script does."""
 
@@ -102,12 +110,12 @@ class Clean:
             counts: dict[str, int] = {}
             measures: dict[str, str] = {"language": self.language} if "language" in self.tasks else {}
             for task, apply in tasks:
-                found = apply(text)
-                if found is None:
+                new_text = apply(text)
+                if new_text is None:
                     return dropped(self.reason(task), **counts)
-                if found is not text and found != text:
+                if new_text is not text and new_text != text:
                     counts[_CHANGED[task]] = 1
-                    text = found
+                    text = new_text
             line = document.with_text(text) if counts else document.line
             return Result((line,), counts=counts, measures=measures)
 
@@ -116,8 +124,8 @@ class Clean:
     def _applied(self) -> Sequence[CleanTask]:
         if not self.as_megatron or "ftfy_fix_text" not in self.tasks:
             return self.tasks
-        at = self.tasks.index("ftfy_fix_text") + 1
-        return [*self.tasks[:at], *(task for task in self.tasks[at:] if task not in _FIX_TASKS)]
+        next_task = self.tasks.index("ftfy_fix_text") + 1
+        return [*self.tasks[:next_task], *(task for task in self.tasks[next_task:] if task not in _FIX_TASKS)]
 
     def _task(self, task: CleanTask, detect: Callable[[str], str] | None) -> Task:
         match task:
@@ -132,10 +140,10 @@ class Clean:
             case "min_tokens":
                 return self._long_enough()
         assert detect is not None
-        found, language = detect, self.language
+        detect_language, language = detect, self.language
         if task == "language":
-            return lambda text: text if found(text) == language else None
-        return lambda text: None if len(text) < 512 and found(text) != language else text
+            return lambda text: text if detect_language(text) == language else None
+        return lambda text: None if len(text) < 512 and detect_language(text) != language else text
 
     def _long_enough(self) -> Task:
         least = self.min_tokens
@@ -150,7 +158,7 @@ class Clean:
         return task
 
     def reason(self, task: CleanTask) -> str:
-        """Why a task drops a document."""
+        """The reason that a task gives for dropping a document."""
         return {
             "language": f"not in {self.language}",
             "min_tokens": f"fewer than {self.min_tokens} tokens",

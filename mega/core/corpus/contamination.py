@@ -1,7 +1,7 @@
-"""Questions of benchmarks as n-grams, and where a text has one: what decontamination looks for.
+"""N-grams of benchmark questions, and a search for them in texts.
 
-A question of fewer than `shortest` words is left out, one of fewer than `longest` is one n-gram, and of a longer one
-each run of `longest` words is. Source: Megatron-LM 23.06, tools/openwebtext/filter_ngrams.py.
+A question of fewer than `shortest` words is left out. A question of at most `longest` words is one n-gram. For a longer
+question, each run of `longest` words is an n-gram. Source: Megatron-LM 23.06, tools/openwebtext/filter_ngrams.py.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ QUESTION_KEYS = {
     "coqa": ("questions",),
     "piqa": ("goal",),
 }
-"""Under which keys the files of a task have their questions."""
+"""Task -> JSON keys of the questions in its files."""
 ANY_KEYS = ("question", "questions", "text", "prompt")
 _MARKS = ".!?"
 _WORD = re.compile(r"\w+")
 
 
 class WordPositions(NamedTuple):
-    """The words of a text in lower case, and where each begins in it."""
+    """The lower-case words of a text, and the offset of each word."""
 
     words: list[str]
     begins: list[int]
 
 
 def words_of(text: str, *, as_megatron: bool = False) -> WordPositions:
-    """as_megatron: positions are those in the lower-cased text, which may be longer.
+    """The words of a text. as_megatron: offsets refer to the lower-cased text, which may be longer.
 
     >>> words_of("İt is").begins, words_of("İt is", as_megatron=True).begins
     ([0, 3], [0, 2, 4])
     """
-    found = list(_WORD.finditer(text.lower() if as_megatron else text))
-    return WordPositions([match[0].lower() for match in found], [match.start() for match in found])
+    matches = list(_WORD.finditer(text.lower() if as_megatron else text))
+    return WordPositions([match[0].lower() for match in matches], [match.start() for match in matches])
 
 
 def questions(task: str, path: Path) -> Iterator[str]:
-    """The questions of a task's file, or of all files of its folder: JSON, JSON lines, lines of .txt; also in .gz.
+    """The questions in a task's file or folder: JSON, JSON lines, or lines of .txt; also in .gz.
 
-    Errors: ValueError naming the file if it holds none.
+    Errors: ValueError naming the file if it holds no question.
     """
     paths = sorted(inside for inside in path.rglob("*") if inside.is_file()) if path.is_dir() else [path]
     count = 0
-    for one in paths:
-        for question in _read(one, QUESTION_KEYS.get(task, ANY_KEYS)):
+    for file in paths:
+        for question in _read(file, QUESTION_KEYS.get(task, ANY_KEYS)):
             count += 1
             yield question
     if not count:
@@ -83,14 +83,14 @@ def _read(path: Path, keys: tuple[str, ...]) -> Iterator[str]:
     except json.JSONDecodeError:
         for number, line in enumerate(text.splitlines(), 1):
             try:
-                found = json.loads(line) if line.strip() else {}
+                content = json.loads(line) if line.strip() else {}
             except json.JSONDecodeError as error:
                 raise ValueError(f"--task-data {path}:{number}: not JSON ({error.msg})") from None
-            yield from _found(found, keys)
+            yield from _found(content, keys)
 
 
 def _found(value: object, keys: tuple[str, ...]) -> Iterator[str]:
-    """All texts under one of the keys, at any depth."""
+    """Yield all texts under any of the keys, at any depth."""
     if isinstance(value, list):
         for inside in value:
             yield from _found(inside, keys)
@@ -110,20 +110,20 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def ngrams(texts: Iterable[str], shortest: int, longest: int) -> dict[str, int]:
-    """The n-grams of some questions, each with the number of its words."""
-    found: dict[str, int] = {}
+    """Map each n-gram of the questions to its number of words."""
+    sizes: dict[str, int] = {}
     for text in texts:
         words = words_of(text).words
         if len(words) < shortest:
             continue
         size = min(len(words), longest)
         for begin in range(len(words) - size + 1):
-            found[" ".join(words[begin : begin + size])] = size
-    return found
+            sizes[" ".join(words[begin : begin + size])] = size
+    return sizes
 
 
 class Hit(NamedTuple):
-    """An n-gram in a text: where it begins there."""
+    """An n-gram in a text, and its offset."""
 
     begin: int
     ngram: str
@@ -131,32 +131,40 @@ class Hit(NamedTuple):
 
 @dataclass(frozen=True)
 class Finder:
-    """Finds the first n-gram of a text: at each word the longest, then the shorter ones. longest: words of a window; a
-    text of fewer is not searched, and the shorter n-grams at its very end only if it has more."""
+    """Find the first n-gram of a text. At each word the longest n-grams are tried first.
+
+    A text of fewer than `longest` words is not searched. Shorter n-grams at the very end of a text are found only if
+    the text has more than `longest` words. Both rules are Megatron-LM's.
+    """
 
     ngrams: dict[str, int]
+    """n-gram -> its number of words."""
     longest: int
+    """Words of the longest n-gram."""
     as_megatron: bool = False
+    """Offsets refer to the lower-cased text."""
 
     def __post_init__(self) -> None:
         lengths = sorted(set(self.ngrams.values()) - {self.longest})
-        hashes = {size: _hashes(ngram for ngram, own in self.ngrams.items() if own == size) for size in lengths}
+        hashes = {
+            size: _hashes(ngram for ngram, word_count in self.ngrams.items() if word_count == size) for size in lengths
+        }
         object.__setattr__(self, "_lengths", lengths)
         object.__setattr__(self, "_hashes", hashes | {self.longest: _hashes(self._of(self.longest))})
 
     def _of(self, size: int) -> list[str]:
-        return [ngram for ngram, own in self.ngrams.items() if own == size]
+        return [ngram for ngram, word_count in self.ngrams.items() if word_count == size]
 
     def may_have(self, text: str) -> bool:
-        """Whether any n-gram can be in a text: false for nearly all that have none, and never for one that has."""
-        plain = text.isascii()  # both find the same words there, and one is faster
-        words = words_of_text(text) if plain else words_of(text, as_megatron=self.as_megatron).words
+        """Fast test whether a text may contain an n-gram. False is always right, True is wrong for few texts."""
+        is_ascii = text.isascii()  # for ASCII both functions find the same words, and the first is faster
+        words = words_of_text(text) if is_ascii else words_of(text, as_megatron=self.as_megatron).words
         codes = word_codes(words)
-        known: dict[int, NDArray[np.uint64]] = self._hashes  # type: ignore[attr-defined]
-        return any(_meet(_runs(codes, size), own) for size, own in known.items())
+        hashes_of_size: dict[int, NDArray[np.uint64]] = self._hashes  # type: ignore[attr-defined]
+        return any(_meet(_runs(codes, size), hashes) for size, hashes in hashes_of_size.items())
 
     def first(self, text: str) -> Hit | None:
-        """The first n-gram."""
+        """The first n-gram of a text, or None."""
         words, begins = words_of(text, as_megatron=self.as_megatron)
         lengths: list[int] = self._lengths  # type: ignore[attr-defined]
         last = len(words) - self.longest
@@ -181,11 +189,12 @@ def _runs(codes: NDArray[np.uint64], size: int) -> NDArray[np.uint64]:
 
 
 def _meet(runs: NDArray[np.uint64], known: NDArray[np.uint64]) -> bool:
-    """Whether any run is a known one. known: sorted; there are far more of them, so `np.isin` would be slow."""
+    """Whether any run is in `known`, which is sorted. `np.isin` would be slow, since `known` is far longer than
+    `runs`."""
     if not len(known):
         return False
-    at = np.minimum(np.searchsorted(known, runs), len(known) - 1)
-    return bool((known[at] == runs).any())
+    positions = np.minimum(np.searchsorted(known, runs), len(known) - 1)
+    return bool((known[positions] == runs).any())
 
 
 def _hashes(found: Iterable[str]) -> NDArray[np.uint64]:
@@ -194,16 +203,16 @@ def _hashes(found: Iterable[str]) -> NDArray[np.uint64]:
 
 
 def before_and_after(text: str, hit: Hit, margin: int) -> tuple[str, str]:
-    """What is before a sentence end `margin` characters before an n-gram, and after one as far behind it.
+    """The text before and after an n-gram, cut at sentence ends at least `margin` characters away from it.
 
     >>> before_and_after("One. Two. what is it. Three. Four.", Hit(10, "what is it"), 1)
     ('One. Two.', ' Three. Four.')
     """
-    at = hit.begin - margin
-    while at > 0 and text[at] not in _MARKS:
-        at -= 1
-    before = text[: at + 1] if at > 0 else ""
-    at = hit.begin + len(hit.ngram) + margin
-    while at < len(text) and text[at] not in _MARKS:
-        at += 1
-    return before, text[at + 1 :]
+    position = hit.begin - margin
+    while position > 0 and text[position] not in _MARKS:
+        position -= 1
+    before = text[: position + 1] if position > 0 else ""
+    position = hit.begin + len(hit.ngram) + margin
+    while position < len(text) and text[position] not in _MARKS:
+        position += 1
+    return before, text[position + 1 :]

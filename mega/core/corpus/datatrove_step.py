@@ -1,4 +1,4 @@
-"""A step for datatrove's pipelines: any step of `mega corpus` that looks at one document at a time, on a cluster.
+"""A step for datatrove pipelines: runs any `mega corpus` step that looks at one document at a time on a cluster.
 
     from datatrove.executor import SlurmPipelineExecutor
     from datatrove.pipeline.readers import JsonlReader
@@ -9,7 +9,7 @@
     steps = [JsonlReader("raw"), CorpusFilter(Clean(language="de")), JsonlWriter("clean")]
     SlurmPipelineExecutor(steps, tasks=64, time="10:00:00", partition="cpu").run()
 
-Nothing here imports this file, since it needs datatrove: pip install '.[datatrove]' in a clone.
+No other module imports this file, since it needs datatrove: pip install '.[datatrove]' in a clone.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from mega.core.data.sources import parsed
 
 
 class CorpusFilter(PipelineStep):  # type: ignore[misc]
-    """Applies a step to datatrove's documents; reasons and counts become datatrove's statistics.
+    """Apply a step to datatrove's documents. Reasons and counts become datatrove's statistics.
 
-    A document's metadata are the other keys of its line. What a step cuts into pieces becomes several documents.
+    The metadata of a document become the other keys of its line. If a step cuts a document into pieces, each piece
+    becomes a document.
     """
 
     type = "FILTER"

@@ -1,7 +1,7 @@
-"""Cut the questions of benchmarks out of a corpus, with the text on both sides of them.
+"""Cut benchmark questions out of a corpus, together with the text around them.
 
-    survey    how often each n-gram occurs; those that do so `common` times and more are phrases of the language
-    judge     a document is cut at each of the others; what is left of it are pieces that are long enough
+    survey    count each n-gram; an n-gram that occurs `common` times or more is a common phrase and is kept
+    judge     cut each document at the remaining n-grams, and keep the pieces that are long enough
 
 Source: Megatron-LM 23.06, tools/openwebtext/filter_ngrams.py.
 """
@@ -27,7 +27,7 @@ _DICTIONARY = "dictionary.json"
 
 
 class Pieces(NamedTuple):
-    """What is left of a document; trimmed: it is one piece, and shorter than the document."""
+    """The remaining pieces of a document. trimmed: there is one piece, shorter than the document."""
 
     texts: list[str]
     trimmed: bool
@@ -35,72 +35,83 @@ class Pieces(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Decontaminate:
-    """tasks: names and files; least: characters of a piece that is kept; margin: characters that are cut on each side;
-    most_pieces: a document of more is dropped. save, load: files of n-grams, with the number of times each occurs."""
+    """Cut the n-grams of benchmark questions out of each document."""
 
     name: ClassVar[str] = "decontaminate"
     stages: ClassVar[int] = 1
     key: str = "text"
+    """Key of the text."""
     tasks: tuple[tuple[str, str], ...] = ()
+    """Names and files of the benchmarks."""
     shortest: int = 8
+    """Words of the shortest question that is searched for."""
     longest: int = 13
+    """Words of an n-gram of a longer question."""
     common: int = 10
+    """An n-gram that occurs this often is a common phrase and is kept."""
     least: int = 200
+    """A piece of no more characters is dropped."""
     margin: int = 200
+    """Characters that are cut on each side of an n-gram."""
     most_pieces: int = 10
+    """A document that is cut into more pieces is dropped."""
     save: str = ""
+    """File to write the n-grams and their counts to."""
     load: str = ""
+    """File of n-grams and counts to use in place of tasks."""
     as_megatron: bool = False
-    """Every document gets a split_id; positions are those in the lower-cased text."""
+    """Every document gets a split_id, and offsets refer to the lower-cased text."""
 
     def ngrams(self) -> dict[str, int]:
-        """The n-grams of all tasks, or those of the file, with their numbers of words. Errors: ValueError."""
+        """The n-grams of all tasks, or of the file `load`, with their numbers of words. Errors: ValueError."""
         if not self.load:
             texts = (text for task, path in self.tasks for text in questions(task, Path(path)))
             return ngrams(texts, self.shortest, self.longest)
-        found = read_record(Path(self.load))
-        if not found or not all(isinstance(count, int) for count in found.values()):
+        counts = read_record(Path(self.load))
+        if not counts or not all(isinstance(count, int) for count in counts.values()):
             raise ValueError(f"--load-dictionary {self.load}: must be a JSON object of n-grams and their counts")
-        return {ngram: ngram.count(" ") + 1 for ngram in found}
+        return {ngram: ngram.count(" ") + 1 for ngram in counts}
 
     def survey(self, stage: int, folder: Path) -> Survey:
-        """Counts the n-grams, but for those of a file, which are already counted; and the documents."""
+        """Count the documents, and the n-grams unless a file with counts was loaded."""
         finder = Finder(self.ngrams(), self.longest, self.as_megatron)
         numbers = {ngram: number for number, ngram in enumerate(finder.ngrams)}
 
         def survey(documents: Iterable[CorpusDocument]) -> Mapping[str, NDArray[np.generic]]:
-            total, found = 0, Counter[str]()
+            total, occurrence_counts = 0, Counter[str]()
             for document in documents:
                 total += 1
                 if not self.load and finder.may_have(document.text):
-                    found.update(occurrences(document.text, finder))
-            pairs = sorted((numbers[ngram], count) for ngram, count in found.items())
+                    occurrence_counts.update(occurrences(document.text, finder))
+            pairs = sorted((numbers[ngram], count) for ngram, count in occurrence_counts.items())
             return {"counts": np.array(pairs, np.int64).reshape(-1, 2), "documents": np.array([total])}
 
         return survey
 
     def conclude(self, stage: int, folder: Path, parts: Sequence[str]) -> None:
-        """Leaves the common phrases out of the n-grams."""
+        """Remove common phrases from the n-grams."""
         names = list(self.ngrams())
         counts = np.zeros(len(names), np.int64)
         begins: dict[str, int] = {}
         total = 0
         for part in parts:
-            found = notes(stage_folder(folder, stage), part)
-            counts[found["counts"][:, 0]] += found["counts"][:, 1]
+            part_notes = notes(stage_folder(folder, stage), part)
+            counts[part_notes["counts"][:, 0]] += part_notes["counts"][:, 1]
             begins[part] = total
-            total += int(found["documents"][0])
-        left = {name: int(count) for name, count in zip(names, counts, strict=True) if self.load or count < self.common}
-        write_record(folder / _DICTIONARY, left)
+            total += int(part_notes["documents"][0])
+        kept_ngrams = {
+            name: int(count) for name, count in zip(names, counts, strict=True) if self.load or count < self.common
+        }
+        write_record(folder / _DICTIONARY, kept_ngrams)
         write_record(folder / "begins.json", begins)
         if self.save:
-            write_record(Path(self.save), left)
+            write_record(Path(self.save), kept_ngrams)
 
     def judge(self, folder: Path) -> Work:
-        """Cuts the documents."""
-        found = json.loads((folder / _DICTIONARY).read_bytes())
+        """Cut the documents."""
+        dictionary = json.loads((folder / _DICTIONARY).read_bytes())
         begins = json.loads((folder / "begins.json").read_bytes())
-        finder = Finder({ngram: ngram.count(" ") + 1 for ngram in found}, self.longest, self.as_megatron)
+        finder = Finder({ngram: ngram.count(" ") + 1 for ngram in dictionary}, self.longest, self.as_megatron)
 
         def judge(documents: Iterable[CorpusDocument]) -> Iterator[Result]:
             for index, document in enumerate(documents):
@@ -132,7 +143,7 @@ class Decontaminate:
         return {"split_id": f"{f'{old}-' if old is not None else ''}{tasks}-{number:010}-{piece:04}"}
 
     def pieces(self, text: str, finder: Finder) -> Pieces:
-        """The pieces of a text that are free of n-grams, in order."""
+        """The pieces of a text that contain no n-gram, in order."""
         waiting, free = [text], []
         while waiting:
             part = waiting.pop(0)
@@ -148,9 +159,9 @@ class Decontaminate:
 
 
 def occurrences(text: str, finder: Finder) -> Counter[str]:
-    """How often each n-gram occurs; after one, the search continues behind it."""
-    found: Counter[str] = Counter()
+    """Count each n-gram of a text. The search continues after each match."""
+    counts: Counter[str] = Counter()
     while (hit := finder.first(text)) is not None:
-        found[hit.ngram] += 1
+        counts[hit.ngram] += 1
         text = text[hit.begin + len(hit.ngram) + 1 :]
-    return found
+    return counts

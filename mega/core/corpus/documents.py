@@ -1,6 +1,6 @@
-"""A document of a corpus, what a step does with it, and how it is written. It knows no files.
+"""A document of a corpus, the result of a step for it, and its serialization. The file knows no files.
 
-A step that looks at one document at a time is written so:
+A step that looks at one document at a time is written as follows:
 
     @dataclass(frozen=True)
     class Shortest:
@@ -11,7 +11,8 @@ A step that looks at one document at a time is written so:
         def load(self) -> Work:
             return each(lambda document: dropped("short") if len(document.text) < self.least else kept(document))
 
-Its fields are its settings: they say whether former work can be resumed, so all that the result depends on is a field.
+The fields of a step are its settings. Earlier work is resumed only if they are equal, so everything that affects the
+result must be a field.
 """
 
 from __future__ import annotations
@@ -30,15 +31,19 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _NOT_EXACT = re.compile(rb"\d{18}|NaN|Infinity|\d[eE][+]?\d\d")
-"""In a line: numbers that orjson may round, or write as null."""
+"""Matches a line with numbers that orjson may round, or write as null."""
 
 
 class CorpusDocument:
     """One line of the input.
 
-    line: its bytes, without the line end; key: the key of its text; plain: the line is the text itself; part: the name
-    of the input part that it belongs to; index: its number there, from 0, blank lines left out; number: its line's
-    number there, from 1; locate: from that number to "file:number", for messages.
+    line: its bytes, without the line end
+    key: the key of its text
+    plain: the line is the text itself, not JSON
+    part: name of the input part that contains the line
+    index: its number in the part, from 0; blank lines do not count
+    number: its line number in the part, from 1
+    locate: maps a line number to "file:number", for messages
     """
 
     def __init__(
@@ -58,12 +63,12 @@ class CorpusDocument:
 
     @property
     def where(self) -> str:
-        """File and line number. Finding the latter may take reading the file."""
+        """File and line number. It may have to read the file to count lines."""
         return self._locate(self.number)
 
     @property
     def shown(self) -> str:
-        """The text, or the whole line if it has no text, for people."""
+        """The text for display, or the whole line if the document has no text."""
         try:
             return self.text
         except ValueError:
@@ -71,7 +76,7 @@ class CorpusDocument:
 
     @property
     def fields(self) -> dict[str, object]:
-        """All keys and values. Errors: ValueError saying why the line does not hold a document."""
+        """All keys and values. Errors: ValueError with the reason if the line does not hold a document."""
         if self._fields is None:
             self._fields = self._plain_fields() if self.plain else _object(self.line)
         return self._fields
@@ -79,25 +84,26 @@ class CorpusDocument:
     @property
     def text(self) -> str:
         """The text under the key. Errors: ValueError with the reason if it is missing."""
-        found = self.fields.get(self.key)
-        if isinstance(found, str):
-            return found
+        value = self.fields.get(self.key)
+        if isinstance(value, str):
+            return value
         if self.key in self.fields:
-            raise ValueError(f'"{self.key}" is not a string, but {json.dumps(found)[:40]}')
+            raise ValueError(f'"{self.key}" is not a string, but {json.dumps(value)[:40]}')
         raise ValueError(f'no key "{self.key}"; {keys_there(self.fields, "--json-key")}')
 
     def with_text(self, text: str, **others: object) -> bytes:
-        """The line of this document with another text, and other values of other keys."""
+        """The line of this document with a new text, and new values of other keys."""
         if self.plain:
             return text.encode()
         return as_line(self._exact_fields() | {self.key: text} | others)
 
     def with_fields(self, **others: object) -> bytes:
-        """The line of this document with other values of some keys."""
+        """The line of this document with new values of some keys."""
         return as_line(self._exact_fields() | others)
 
     def _exact_fields(self) -> dict[str, object]:
-        """The fields with every number as it is written. Looking for such numbers costs more than parsing a line."""
+        """The fields, with every number exactly as written. The fast parser is used if the line has no critical
+        number."""
         return json.loads(self.line) if not self.plain and _NOT_EXACT.search(self.line) else self.fields
 
     def _plain_fields(self) -> dict[str, object]:
@@ -108,14 +114,14 @@ class CorpusDocument:
 
 
 def _object(line: bytes) -> dict[str, object]:
-    found = parsed(line)
-    if not isinstance(found, dict):
-        raise ValueError(f"must be a JSON object; {not_an_object(found)}")
-    return found
+    value = parsed(line)
+    if not isinstance(value, dict):
+        raise ValueError(f"must be a JSON object; {not_an_object(value)}")
+    return value
 
 
 def as_line(fields: Mapping[str, object]) -> bytes:
-    """One JSON line, without its end. No number is rounded.
+    """Serialize a document as one JSON line, without a line end. No number is rounded.
 
     >>> as_line({"text": "Ünder", "id": 2**70})
     b'{"text":"\\xc3\\x9cnder","id":1180591620717411303424}'
@@ -132,41 +138,37 @@ def as_line(fields: Mapping[str, object]) -> bytes:
 
 
 class Result(NamedTuple):
-    """What a step does with a document.
+    """The result of a step for one document."""
 
-    lines: what replaces it, without line ends: nothing, itself or several; reason: why it is dropped, or None;
-    counts: what else happened to it (such as "text repaired"); measures: values of the report's tables, as
-    {"language": "de"}.
-    """
-
-    lines: Sequence[bytes]
-    reason: str | None = None
-    counts: Mapping[str, int] = {}
-    measures: Mapping[str, str] = {}
+    lines: Sequence[bytes]  # Replacement of the document, without line ends: no line, the line itself, or several
+    reason: str | None = None  # Why the document is dropped, or None
+    counts: Mapping[str, int] = {}  # Other events to count, such as "text repaired"
+    measures: Mapping[str, str] = {}  # Values for the tables of the report, such as {"language": "de"}
 
 
 Work = Callable[[Iterable[CorpusDocument]], Iterator[Result]]
-"""From the documents of a part to their results, one each, in order."""
+"""Maps the documents of a part to their results, one each, in order."""
 
 
 class CorpusStep(Protocol):
-    """A step: a frozen dataclass whose fields are its settings, small enough to be sent to another process."""
+    """A step: a frozen dataclass whose fields are its settings. It must be small, since it is sent to other
+    processes."""
 
     @property
     def name(self) -> str:
-        """Of the verb."""
+        """Name of the verb."""
         ...
 
     @property
     def key(self) -> str:
-        """The key of the text, which every document must have; "": any object is a document.
+        """Key of the text, which every document must have. "": any JSON object is a document.
 
-        A step that needs something else has a method `check(document)`, which raises ValueError with the rule.
+        A step with other requirements has a method `check(document)`, which raises ValueError with the rule.
         """
         ...
 
     def load(self) -> Work:
-        """The work, with its libraries and files loaded. Called once in a process, and in the parent first.
+        """Load libraries and files, and return the work. Called once per process, and first in the parent.
 
         Errors: ValueError naming flag, value and rule.
         """
@@ -174,16 +176,16 @@ class CorpusStep(Protocol):
 
 
 Survey = Callable[[Iterable[CorpusDocument]], Mapping[str, "NDArray[np.generic]"]]
-"""From the documents of a part to notes about them: arrays by name, which stay on disk until the work is done."""
+"""Maps the documents of a part to notes: named arrays, which stay on disk until the work is done."""
 
 
 @runtime_checkable
 class SurveyStep(Protocol):
-    """A step that has to see all documents before it can judge one. A frozen dataclass like any step."""
+    """A step that must see all documents before it can decide about one. A frozen dataclass like `CorpusStep`."""
 
     @property
     def name(self) -> str:
-        """Of the verb."""
+        """Name of the verb."""
         ...
 
     @property
@@ -193,55 +195,55 @@ class SurveyStep(Protocol):
 
     @property
     def stages(self) -> int:
-        """How many surveys it needs."""
+        """The number of surveys."""
         ...
 
     def survey(self, stage: int, folder: Path) -> Survey:
-        """A pass, with its libraries loaded. Of stage 0 it is called once before there is a folder, too.
+        """Load libraries, and return the pass. For stage 0 it is also called once before the folder exists.
 
         Errors: ValueError naming flag, value and rule.
         """
         ...
 
     def conclude(self, stage: int, folder: Path, parts: Sequence[str]) -> None:
-        """From the notes of all parts, PART.npz of `stage_folder(folder, stage)`, to files that later passes read."""
+        """Read the notes of all parts, PART.npz in `stage_folder(folder, stage)`, and write files for later passes."""
         ...
 
     def judge(self, folder: Path) -> Work:
-        """The last pass: the same documents, part by part."""
+        """The last pass over the same documents, part by part."""
         ...
 
 
 def stage_folder(folder: Path, stage: int) -> Path:
-    """Where the notes of a survey are."""
+    """The folder with the notes of a survey."""
     return folder / f"stage-{stage}"
 
 
 def each(function: Callable[[CorpusDocument], Result]) -> Work:
-    """The work of a step that looks at one document at a time."""
+    """Build the work of a step that looks at one document at a time."""
     return lambda documents: map(function, documents)
 
 
 def kept(document: CorpusDocument, **counts: int) -> Result:
-    """The document stays as it is, byte for byte."""
+    """Keep the document unchanged, byte for byte."""
     return Result((document.line,), counts=counts)
 
 
 def dropped(reason: str, **counts: int) -> Result:
-    """The document goes, for a reason, which is a few words that are the same for all such documents."""
+    """Drop the document. `reason` is a few words, equal for all documents that are dropped by the same rule."""
     return Result((), reason, counts)
 
 
 Check = Callable[[CorpusDocument], None]
-"""Raises ValueError with the rule that a line breaks, if it does not hold a document."""
+"""Raises ValueError with the rule if a line does not hold a document."""
 
 
 def check_of(step: CorpusStep | SurveyStep) -> Check:
-    """The check of a step, its method `check` if it has one: by default a document is a JSON object, and has a text if
-    the step has a key."""
-    own: Check | None = getattr(step, "check", None)
-    if own is not None:
-        return own
+    """The method `check` of a step, if it has one. By default a document is a JSON object, with a text if the step has
+    a key."""
+    check: Check | None = getattr(step, "check", None)
+    if check is not None:
+        return check
     return _has_text if step.key else _is_object
 
 

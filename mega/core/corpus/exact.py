@@ -1,4 +1,5 @@
-"""Exact duplicates: whole documents, or paragraphs (lines) wherever they came before. The first one stays."""
+"""Exact duplicates of whole documents, or of paragraphs (lines) anywhere in the corpus. The first occurrence is
+kept."""
 
 from __future__ import annotations
 
@@ -16,17 +17,16 @@ from mega.core.corpus.repeats import keys_of, mark_repeats, repeats
 
 @dataclass(frozen=True, kw_only=True)
 class ExactDuplicates:
-    """paragraphs: cut out lines of at least `least` characters that came before, in any document; a document of which
-    less is left than that is dropped."""
+    """Drop repeated documents, or cut out repeated lines."""
 
     name: ClassVar[str] = "exact-duplicates"
     stages: ClassVar[int] = 1
-    key: str = "text"
-    paragraphs: bool = False
-    least: int = 60
+    key: str = "text"  # Key of the text
+    paragraphs: bool = False  # Cut out repeated lines in place of dropping repeated documents
+    least: int = 60  # Characters of the shortest line to compare, and of the shortest document to keep after cutting
 
     def survey(self, stage: int, folder: Path) -> Survey:
-        """Notes a key for every item."""
+        """Compute a key for every document or line."""
 
         def survey(documents: Iterable[CorpusDocument]) -> Mapping[str, NDArray[np.generic]]:
             return {"keys": keys_of(item for document in documents for item in self._items(document.text))}
@@ -42,20 +42,20 @@ class ExactDuplicates:
             yield line.encode("utf-8", "surrogatepass") if len(line) >= self.least else None
 
     def conclude(self, stage: int, folder: Path, parts: Sequence[str]) -> None:
-        """Marks the repeated items."""
+        """Mark the repeated items."""
         mark_repeats(stage_folder(folder, stage), parts)
 
     def judge(self, folder: Path) -> Work:
-        """Drops documents, or cuts paragraphs."""
+        """Drop documents, or cut out lines."""
 
         def judge(documents: Iterable[CorpusDocument]) -> Iterator[Result]:
-            marks, at = np.zeros(0, np.bool_), 0
+            marks, item = np.zeros(0, np.bool_), 0
             for index, document in enumerate(documents):
                 if not index:
                     marks = repeats(stage_folder(folder, 0), document.part)
                 count = document.text.count("\n") + 1 if self.paragraphs else 1
-                yield self._judged(document, marks[at : at + count])
-                at += count
+                yield self._judged(document, marks[item : item + count])
+                item += count
 
         return judge
 

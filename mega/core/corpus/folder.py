@@ -1,12 +1,12 @@
-"""The folder that a step writes: its files, the lock, the record of the work, and what a former call left in it.
+"""The output folder of a step: its files, its lock, the record of the work, and the remains of an earlier call.
 
-    OUT/00000-000000.jsonl ...    what is left of each part; a part of which nothing is left has no file
-    OUT/.00000-000000.json ...    its counts, until all are done: a part that has them is done
-    OUT/.survey/                  what a step that needs two passes noted in the first one, until all is done
-    OUT/.work.json                of what work they are
-    OUT/.corpus.json              the counts of all, when all is done, and of what work
+    OUT/00000-000000.jsonl ...    kept documents of each part; if no document is kept, the file is not written
+    OUT/.00000-000000.json ...    counts of the part, until all parts are done; a part with counts is done
+    OUT/.survey/                  notes of the first pass of a two-pass step, until all parts are done
+    OUT/.work.json                identity of the unfinished work
+    OUT/.corpus.json              identity of the finished work and the counts of all parts
 
-With an output that is one file, OUT is a hidden folder next to it until all is done. It knows no documents.
+If the output is one file, OUT is a hidden folder next to it until all parts are done. The file knows no documents.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SURVEY = ".survey"
 _WORK = ".work.json"
 _MOST_BYTES = 1 << 28
 _LOCK_SECONDS = 20.0
-"""How long a call waits for the workers of a killed one to end; on a busy machine that takes more than a moment."""
+"""How long a call waits for the workers of a killed call to exit. On a busy machine they need several seconds."""
 _PART_NAME = re.compile(r"\.?\d{5}-\d{6}\.")
 
 Packing = Literal["none", "gz", "zst"]
@@ -40,25 +40,30 @@ Packing = Literal["none", "gz", "zst"]
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How a step is run. Of these only `packing`, `on_error` and `part_bytes` change what it writes.
-
-    output: a folder, or a file if its name ends in .jsonl, .json, .txt, .gz or .zst; dropped: a folder for the dropped
-    documents; show_dropped: samples of each reason that are kept for the report; shard: (i, n), i of 0 .. n - 1.
-    """
+    """How a step is run. Only `packing`, `on_error` and `part_bytes` change the bytes that it writes."""
 
     output: Path
+    """A folder, or a file if its name ends in .jsonl, .json, .txt, .gz or .zst."""
     against: tuple[str, ...] = ()
-    """Files, folders, globs of documents that come before the input's and are not written."""
+    """Files, folders and globs of documents that precede the input and are not written."""
     dropped: Path | None = None
+    """Folder for the dropped documents."""
     packing: Packing = "none"
+    """Compression of the files in an output folder."""
     workers: int = 1
+    """Number of processes."""
     shard: tuple[int, int] = (0, 1)
+    """(i, n): process share i of n, with i in 0 .. n - 1."""
     on_error: Literal["stop", "skip"] = "stop"
+    """Reaction to a line that does not hold a document."""
     overwrite: bool = False
+    """Replace the result of other work."""
     show_dropped: int = 5
+    """Number of dropped documents per reason that are kept for the report."""
     part_bytes: int = PART_BYTES
+    """Bytes of text in a part."""
     progress: Callable[[StepCounts, int, int], None] | None = None
-    """Called after every part with the counts so far, and the stored bytes that are done and that there are."""
+    """Called after every part with the counts so far, the stored bytes that are done, and all stored bytes."""
 
     @property
     def one_file(self) -> bool:
@@ -66,23 +71,23 @@ class RunOptions:
 
     @property
     def folder(self) -> Path:
-        """Where the parts are written."""
+        """Folder for the files of the parts."""
         return self.output.with_name(f".{self.output.name}.parts") if self.one_file else self.output
 
     @property
     def record(self) -> Path:
-        """The file of all counts."""
+        """File with the counts of all parts."""
         return self.output.with_name(f".{self.output.name}{RECORD}") if self.one_file else self.output / RECORD
 
     @property
     def packed(self) -> Packing:
-        """How the lines are packed: as the name of the output says, if it is one file."""
+        """Compression of the lines. If the output is one file, its suffix decides."""
         ends: dict[str, Packing] = {".gz": "gz", ".zst": "zst"}
         return ends.get(self.output.suffix.lower(), "none") if self.one_file else self.packing
 
 
 def check_output(paths: Sequence[Path], options: RunOptions) -> None:
-    """Errors: ValueError naming the flag that cannot be as it is."""
+    """Check the output options. Errors: ValueError naming the wrong flag."""
     index, count = options.shard
     if options.workers < 1:
         raise ValueError(f"--workers {options.workers}: must be at least 1")
@@ -97,38 +102,40 @@ def check_output(paths: Sequence[Path], options: RunOptions) -> None:
         raise ValueError(f"--output {options.output}: exists, and is not a folder; name another place")
     if options.one_file and options.output.is_dir():
         raise ValueError(f"--output {options.output}: is a folder; must be a file, or a folder without such a suffix")
-    written = {options.output.resolve(), options.folder.resolve()}
+    output_paths = {options.output.resolve(), options.folder.resolve()}
     for path in paths:
-        if written & {path.resolve(), *path.resolve().parents}:
+        if output_paths & {path.resolve(), *path.resolve().parents}:
             raise ValueError(f"--output {options.output}: would replace the input {path}; name another place")
-    noted = options.record.exists() or (options.folder / _WORK).exists()
-    if options.one_file and options.output.exists() and not noted and not options.overwrite:
+    is_recorded = options.record.exists() or (options.folder / _WORK).exists()
+    if options.one_file and options.output.exists() and not is_recorded and not options.overwrite:
         raise ValueError(f"--output {options.output}: exists; name another, or give --overwrite to replace it")
 
 
 def read_record(path: Path) -> dict[str, Json] | None:
-    """A JSON object that `write_record` wrote; None where it is not there."""
+    """Read a JSON object written by `write_record`. None if the file does not exist."""
     if not path.is_file():
         return None
-    found = parse_json(read_limited(path, _MOST_BYTES, str(path)), str(path))
-    if not isinstance(found, dict):
+    record = parse_json(read_limited(path, _MOST_BYTES, str(path)), str(path))
+    if not isinstance(record, dict):
         raise ValueError(f"{path}: is not a record of a corpus step; remove it to start over")
-    return found
+    return record
 
 
 def write_record(path: Path, content: object) -> None:
-    """Write JSON, whole or not at all."""
+    """Write JSON atomically."""
     with whole_file(path) as file:
         file.write(json.dumps(content, ensure_ascii=False, indent=1).encode() + b"\n")
 
 
 @contextlib.contextmanager
 def locked_folder(options: RunOptions, accepted: Sequence[str]) -> Iterator[dict[str, list[Path]]]:
-    """The folder of the parts, for this process alone among those of its shard, with this work noted in it.
+    """Lock the folder of the parts for this shard, record this work in it, and yield the folder's temporary files by
+    part.
 
-    accepted: identities of this work, the first one, and of others that it may resume.
+    accepted: identity of this work, followed by identities of other work that it may resume.
 
-    Gives the half-written files of killed processes, by part. Errors: ValueError where the folder holds other things.
+    The temporary files are the half-written files of killed processes. Errors: ValueError if the folder holds other
+    files.
     """
     folder = options.folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -153,7 +160,7 @@ def locked_folder(options: RunOptions, accepted: Sequence[str]) -> Iterator[dict
 
 
 def locked_soon(descriptor: int) -> bool:
-    """Whether the lock is ours: the workers of a process that was killed hold it until they notice."""
+    """Wait for the lock, since workers of a killed process hold it until they exit. Returns whether it was acquired."""
     until = time.monotonic() + _LOCK_SECONDS
     while not locked_alone(descriptor):
         if time.monotonic() > until:
@@ -163,14 +170,14 @@ def locked_soon(descriptor: int) -> bool:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether `process` wrote a file of a folder."""
+    """Whether `process` wrote a file of the folder."""
     return path.name.startswith((_WORK, RECORD, SURVEY, ".shard-")) or _PART_NAME.match(path.name) is not None
 
 
 def _taken_over(options: RunOptions, accepted: Sequence[str]) -> list[Path]:
-    """What is in the folder of the parts, after what belongs to other work has gone; the work is noted there.
+    """Remove the files of other work if allowed, record this work, and return the files in the folder.
 
-    Errors: ValueError where other things may not go.
+    Errors: ValueError if files of other work may not be removed.
     """
     folder = options.folder
     names = [path for path in folder.iterdir() if not path.name.startswith(".lock-")]
@@ -183,7 +190,7 @@ def _taken_over(options: RunOptions, accepted: Sequence[str]) -> list[Path]:
     if options.overwrite and (is_other or (folder / RECORD).exists()):
         names, work = _removed([*names, *_dropped_parts(options)]), None
     elif work is not None and is_other and not _anything_done(options):
-        names, work = _removed(names), None  # such as after a mistake in the first line
+        names, work = _removed(names), None  # nothing was done, for example after an error in the first line
     elif work is not None and is_other:
         raise ValueError(
             f"--output {options.output}: belongs to unfinished work with other inputs or settings; repeat its "
@@ -200,35 +207,35 @@ def _taken_over(options: RunOptions, accepted: Sequence[str]) -> list[Path]:
 
 
 def _removed(paths: Sequence[Path]) -> list[Path]:
-    """Remove them; nothing is left."""
+    """Remove the paths, and return an empty list."""
     for path in paths:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     return []
 
 
 def _anything_done(options: RunOptions) -> bool:
-    """Whether unfinished work has results, or may be under way in another shard."""
+    """Whether unfinished work has results, or another shard may be running."""
     folder = options.folder
-    others = [path for path in folder.glob(".lock-*") if path.name != ".lock-1-of-1"]
-    return bool(others) or any(folder.glob(".0*.json")) or any((folder / SURVEY).rglob("*.*"))
+    other_locks = [path for path in folder.glob(".lock-*") if path.name != ".lock-1-of-1"]
+    return bool(other_locks) or any(folder.glob(".0*.json")) or any((folder / SURVEY).rglob("*.*"))
 
 
 def _dropped_parts(options: RunOptions) -> list[Path]:
-    """The files of parts in the folder of dropped documents."""
+    """The part files in the folder of dropped documents."""
     folder = options.dropped
     return [path for path in folder.iterdir() if _PART_NAME.match(path.name)] if folder and folder.is_dir() else []
 
 
 def remove_work(options: RunOptions, paths: Sequence[Path]) -> None:
-    """Take away what was needed to resume, the counts of parts and which work they are of, and half-written files."""
+    """Remove the files that are needed only to resume: counts of parts, the identity, and half-written files."""
     folder = options.folder
-    written = [path for path in folder.iterdir() if _is_ours(path)] + _dropped_parts(options)
-    for path in [*paths, folder / _WORK, *(path for path in written if path.name.endswith(".tmp"))]:
+    output_files = [path for path in folder.iterdir() if _is_ours(path)] + _dropped_parts(options)
+    for path in [*paths, folder / _WORK, *(path for path in output_files if path.name.endswith(".tmp"))]:
         path.unlink(missing_ok=True)
 
 
 def joined(folder: Path, output: Path) -> None:
-    """Concatenate the files of all parts: packed ones are packed as a whole by that, too."""
+    """Concatenate the files of all parts. Concatenated .gz or .zst files are a valid file of that format."""
     names = sorted(path for path in folder.iterdir() if path.name[:5].isdigit() and not path.name.endswith(".tmp"))
     with whole_file(output) as whole:
         for name in names:
@@ -237,7 +244,7 @@ def joined(folder: Path, output: Path) -> None:
 
 
 def tidy(options: RunOptions) -> None:
-    """Take away what a call that was killed at its very end has left next to a complete output."""
+    """Remove files next to a complete output that a call left when it was killed just before its end."""
     if not options.one_file:
         locks = options.folder.glob(".lock-*")
         hidden = [*locks, *(path for path in options.folder.glob(".*") if _is_ours(path) and path.name != RECORD)]
@@ -247,6 +254,6 @@ def tidy(options: RunOptions) -> None:
 
 
 def remove_joined_parts(options: RunOptions) -> None:
-    """Take away the parts of an output that is one file and is there."""
+    """Remove the folder of the parts if the output is one file and that file exists."""
     if options.one_file and options.folder.is_dir() and options.output.is_file():
         shutil.rmtree(options.folder, ignore_errors=True)

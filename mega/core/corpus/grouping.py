@@ -1,10 +1,11 @@
-"""From pairs of near duplicates to groups, and from groups to a corpus without their members but one.
+"""Group near duplicates from a file of pairs, and remove all documents of a group but the first.
 
-    pairs    {id: [{other id: overlap}, ...]}      a line each, as find_duplicates.py and --pairs write them
-    groups   {"0": [id, id, ...]}                  a line each, as group_duplicate_url.py and --groups write them
+    pairs    {id: [{other id: overlap}, ...]}      one object a line, as find_duplicates.py and --pairs write them
+    groups   {"0": [id, id, ...]}                  one object a line, as group_duplicate_url.py and --groups write them
 
-`mega corpus near-duplicates` does both in one call; here is the way through files that other programs wrote. Source:
-Megatron-LM 23.06, tools/openwebtext. It keeps the first document of the data, where the original keeps any of them.
+`mega corpus near-duplicates` does both in one call. This file works on pairs and groups that other programs wrote. It
+keeps the first document of the data, where Megatron-LM's script keeps an arbitrary one. Source: Megatron-LM 23.06,
+tools/openwebtext.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ REASON = "in a group whose first is kept"
 
 
 def group_pairs(pairs: Path, groups: Path, threshold: float) -> tuple[int, int]:
-    """Write the groups of documents that overlap by `threshold` or more; returns groups and their documents.
+    """Write the groups of documents that overlap by `threshold` or more. Returns the numbers of groups and of
+    documents.
 
     Groups and ids are in the order of their first occurrence. Errors: ValueError naming file and line.
     """
@@ -38,18 +40,18 @@ def group_pairs(pairs: Path, groups: Path, threshold: float) -> tuple[int, int]:
     if groups.resolve() == pairs.resolve():
         raise ValueError(f"--groups {groups}: is the file of pairs; name another")
     numbers: dict[str, int] = {}
-    joined: list[tuple[int, int]] = []
-    for where, row in _rows("--pairs", pairs):
-        for main, others in row.items():
-            if not isinstance(others, list) or not all(map(_is_overlap, others)):
-                raise ValueError(f"{where}: must be an object of lists of {{id: overlap}}")
-            for other, overlap in ((id, value) for each in others for id, value in each.items()):
+    similar: list[tuple[int, int]] = []
+    for location, row in _rows("--pairs", pairs):
+        for main, overlaps in row.items():
+            if not isinstance(overlaps, list) or not all(map(_is_overlap, overlaps)):
+                raise ValueError(f"{location}: must be an object of lists of {{id: overlap}}")
+            for other, overlap in ((id, value) for each in overlaps for id, value in each.items()):
                 if overlap >= threshold:
-                    joined.append((numbers.setdefault(main, len(numbers)), numbers.setdefault(other, len(numbers))))
-    found = DocumentGroups(len(numbers))
-    for first, second in joined:
-        found.join(first, second)
-    names, members = list(numbers), found.members()
+                    similar.append((numbers.setdefault(main, len(numbers)), numbers.setdefault(other, len(numbers))))
+    document_groups = DocumentGroups(len(numbers))
+    for first, second in similar:
+        document_groups.join(first, second)
+    names, members = list(numbers), document_groups.members()
     groups.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(groups) as file:
         for number, group in enumerate(members.values()):
@@ -64,51 +66,55 @@ def _is_overlap(found: object) -> bool:
 
 
 def _rows(flag: str, path: Path) -> Iterator[tuple[str, dict[str, object]]]:
-    """Errors: ValueError naming file and line."""
+    """Yield the objects of a file with their location. Errors: ValueError naming file and line."""
     try:
         with open(path, encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
-                where = f"{flag} {path}:{number}"
-                found = parse_json(line, where)
-                if not isinstance(found, dict):
-                    raise ValueError(f"{where}: must be an object")
-                yield where, found
+                location = f"{flag} {path}:{number}"
+                row = parse_json(line, location)
+                if not isinstance(row, dict):
+                    raise ValueError(f"{location}: must be an object")
+                yield location, row
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{flag} {path}: cannot be read ({error})") from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoveGroups:
-    """Drops all documents of a group but the first in the data. groups: file of groups. key: of a document's id."""
+    """Drop all documents of a group but the first in the data."""
 
     name: ClassVar[str] = "remove-groups"
     stages: ClassVar[int] = 1
     groups: str
+    """File of groups."""
     key: str = "url"
+    """Key of a document's id."""
 
     def survey(self, stage: int, folder: Path) -> Survey:
         owner: dict[str, int] = {}
         groups: list[list[str]] = []
-        for where, row in _rows("--groups", Path(self.groups)):
+        for location, row in _rows("--groups", Path(self.groups)):
             for ids in row.values():
                 if not isinstance(ids, list) or not all(isinstance(each, str) for each in ids):
-                    raise ValueError(f"{where}: must be an object of lists of ids")
+                    raise ValueError(f"{location}: must be an object of lists of ids")
                 groups.append(ids)
-        joined = DocumentGroups(len(groups))
+        merged_groups = DocumentGroups(len(groups))
         for number, ids in enumerate(groups):
             for each in ids:  # a later line joins a group that has one of its ids
-                joined.join(owner.setdefault(each, number), number)
+                merged_groups.join(owner.setdefault(each, number), number)
 
         def keys(documents: Iterable[CorpusDocument]) -> Mapping[str, NDArray[np.generic]]:
             numbers = (owner.get(document.text) for document in documents)
-            return {"keys": keys_of(None if each is None else str(joined.root(each)).encode() for each in numbers)}
+            return {
+                "keys": keys_of(None if each is None else str(merged_groups.root(each)).encode() for each in numbers)
+            }
 
         return keys
 
     def conclude(self, stage: int, folder: Path, parts: Sequence[str]) -> None:
-        """Marks all of a group but the first."""
+        """Mark all documents of a group but the first."""
         mark_repeats(stage_folder(folder, stage), parts)
 
     def judge(self, folder: Path) -> Work:

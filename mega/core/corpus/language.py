@@ -1,8 +1,9 @@
-"""Which language a text is in: a function from text to a code of ISO 639-1, or "" where nothing speaks for one.
+"""Detect the language of a text: a function from a text to an ISO 639-1 code, or "" if the language is unclear.
 
-`py3langid` (139 languages, its model in the wheel) reads 1,000 characters of a text, half of them from its middle: more
-change its answer rarely and cost in proportion. `langdetect` is what Megatron-LM's scripts ask: about fifty times
-slower, random (its seed is fixed here), and it reads up to 10,000 characters. A fastText model is given as a file.
+`py3langid` knows 139 languages, and its model is part of the wheel. It reads 1,000 characters of a text, half of them
+from the middle: reading more rarely changes the answer and costs proportionally more time. `langdetect`, which
+Megatron-LM's scripts use, is about fifty times slower and random (its seed is fixed here); it reads up to 10,000
+characters. For `fasttext` the user names a model file.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _WINDOW = 500
 
 
 def sample_of(text: str) -> str:
-    """The characters by which the language of a text is judged."""
+    """The characters of a text that the detector reads."""
     if len(text) <= 2 * _WINDOW:
         return text
     middle = len(text) // 2
@@ -28,20 +29,20 @@ Detector = tuple[Callable[[str], str], Collection[str]]
 
 
 def detector(library: LanguageLibrary, model: str = "", *, language: str = "en") -> Callable[[str], str]:
-    """language: one that it must know.
+    """Build the function that detects languages. language: a language that it must know.
 
-    Errors: ValueError where the library is not installed, or its model cannot be read.
+    Errors: ValueError if the library is not installed, or its model cannot be read.
     """
     try:
         if library == "langdetect":
-            detect, known = _langdetect()
+            detect, languages = _langdetect()
         else:
-            detect, known = _fasttext(model) if library == "fasttext" else _py3langid()
+            detect, languages = _fasttext(model) if library == "fasttext" else _py3langid()
     except ImportError:
         package = {"fasttext": "fasttext-predict"}.get(library, library)
         raise ValueError(f"--language-by {library}: is not installed; pip install {package}") from None
-    if language not in known:
-        raise ValueError(f"--language {language}: must be of {' '.join(sorted(known))}")
+    if language not in languages:
+        raise ValueError(f"--language {language}: must be of {' '.join(sorted(languages))}")
     return detect
 
 
@@ -64,7 +65,7 @@ def _langdetect() -> Detector:
         except langdetect.LangDetectException:  # no features
             return ""
 
-    detect("a word")  # reads its profiles
+    detect("a word")  # load its profiles
     return detect, langdetect.detector_factory._factory.langlist
 
 
@@ -82,7 +83,7 @@ def _fasttext(model: str) -> Detector:
         labels = predict(" ".join(sample_of(text).split()))[0]
         return _language(labels[0]) if len(labels) else ""
 
-    # Below any probability: at 0 those that are very unlikely are left out.
+    # The threshold is below any probability: with 0, fastText would leave out very unlikely languages.
     return detect, {_language(label) for label in predict("a word", k=1 << 16, threshold=-1.0)[0]}
 
 

@@ -1,8 +1,8 @@
-"""What became of the documents of a step: counts by reason, samples of what was dropped, measures of what was kept.
+"""Counts of a step: documents by reason, samples of dropped documents, measures of kept documents.
 
     documents = kept + the sum of dropped; written >= kept where a step cuts documents
 
-They add up over parts, in any order. It knows no step.
+Counts of parts can be added in any order. The file knows no step.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from typing import Any, NamedTuple
 
 SAMPLE_CHARACTERS = 400
 _MOST_VALUES = 2000
-"""Of one measure, such as domains: rarer values are counted together, as "(others)"."""
+"""Values that are counted separately for one measure, such as domains. Rarer values are counted together as "(others)".
+"""
 OTHERS = "(others)"
 _NUMBERS = ("documents", "kept", "written", "bytes")
 
 
 class DroppedSample(NamedTuple):
-    """order: a hash of where the document is: the least ones are a sample that does not depend on the run."""
+    """A dropped document. `order` is a hash of its location: the lowest hashes form a sample that is equal in every
+    run."""
 
     order: int
     where: str
@@ -30,32 +32,38 @@ class DroppedSample(NamedTuple):
 
 @dataclass
 class StepCounts:
-    """dropped: reason -> documents; other: what else was counted; samples: reason -> some dropped for it;
-    measures: name -> value -> written documents, as "language" -> "en" -> 90; bytes: of written lines.
-    """
+    """Counts of the documents of one or more parts."""
 
     documents: int = 0
+    """Documents that were read."""
     kept: int = 0
+    """Documents that were kept."""
     written: int = 0
+    """Documents that were written."""
     bytes: int = 0
+    """Bytes of the written lines."""
     dropped: Counter[str] = field(default_factory=Counter)
+    """Reason -> documents."""
     other: Counter[str] = field(default_factory=Counter)
+    """Other events -> documents."""
     samples: dict[str, list[DroppedSample]] = field(default_factory=dict)
+    """Reason -> some documents that were dropped for it."""
     measures: dict[str, Counter[str]] = field(default_factory=dict)
+    """Name -> value -> written documents, such as "language" -> "en" -> 90."""
 
     def sample(self, reason: str, where: str, part: str, index: int, text: str, most: int) -> None:
-        """Remember a dropped document, if it is one of the `most` that are shown of its reason."""
+        """Add a dropped document to the samples, if it is one of the first `most` of its reason."""
         if most < 1:
             return
         order = zlib.crc32(f"{part}/{index}".encode())
-        found = self.samples.setdefault(reason, [])
-        if len(found) < most or order < found[-1].order:
-            found.append(DroppedSample(order, where, text[:SAMPLE_CHARACTERS]))
-            found.sort()
-            del found[most:]
+        samples = self.samples.setdefault(reason, [])
+        if len(samples) < most or order < samples[-1].order:
+            samples.append(DroppedSample(order, where, text[:SAMPLE_CHARACTERS]))
+            samples.sort()
+            del samples[most:]
 
     def measure(self, values: Mapping[str, str]) -> None:
-        """Count a written document by what was measured of it."""
+        """Count the measured values of a written document."""
         for name, value in values.items():
             self.measures.setdefault(name, Counter())[value] += 1
 
@@ -73,7 +81,7 @@ class StepCounts:
             self.measures[name] = _most_common(self.measures.get(name, Counter()) + values)
 
     def as_json(self) -> dict[str, object]:
-        """As JSON's kinds, sorted, so that equal counts give equal bytes."""
+        """JSON-compatible values, sorted: equal counts give equal bytes."""
         return {
             **{name: getattr(self, name) for name in _NUMBERS},
             "dropped": dict(sorted(self.dropped.items())),
@@ -86,7 +94,7 @@ class StepCounts:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> StepCounts:
-        """The inverse of `as_json`. Errors: TypeError or KeyError if the value is not one."""
+        """The inverse of `as_json`. Errors: TypeError or KeyError if the value has another form."""
         return cls(
             **{name: int(found[name]) for name in _NUMBERS},
             dropped=Counter(found["dropped"]),
@@ -102,6 +110,6 @@ def _most_common(values: Counter[str]) -> Counter[str]:
     if len(values) <= _MOST_VALUES:
         return values
     ranked = sorted(values, key=lambda value: (value == OTHERS, -values[value], value))
-    found = Counter({value: values[value] for value in ranked[:_MOST_VALUES]})
-    found[OTHERS] += sum(values[value] for value in ranked[_MOST_VALUES:])
-    return found
+    common = Counter({value: values[value] for value in ranked[:_MOST_VALUES]})
+    common[OTHERS] += sum(values[value] for value in ranked[_MOST_VALUES:])
+    return common

@@ -1,4 +1,4 @@
-"""Many files into one, each line of them checked to be a document."""
+"""Merge many files into one, and check that each line is a document."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mega.core.corpus.documents import Work, each, kept
 
 @dataclass(frozen=True, kw_only=True)
 class Merge:
-    """Passes every document on. key: of a text that each must have; "": any JSON object is a document."""
+    """Keep every document. key: key of a text that each document must have; "": any JSON object is a document."""
 
     name: ClassVar[str] = "merge"
     key: str = ""

@@ -1,8 +1,8 @@
-"""MinHash: a short signature whose equal entries estimate how much two sets of shingles overlap, and its bands.
+"""MinHash: a short signature whose equal entries estimate the overlap of two sets of shingles, and its bands.
 
-Two settings. `WordShingles`: runs of five words, hashed by this file and permuted by rensa; the default.
-`CharShingles`: what Megatron-LM 23.06 gets of mattilyra/LSH: windows of five bytes, MurmurHash3, and minima of *signed*
-numbers that start at -1, so that a hash without its top bit never counts.
+There are two settings. `WordShingles` (the default): runs of five words, hashed by this file and permuted by rensa.
+`CharShingles`: what Megatron-LM 23.06 computes with mattilyra/LSH: windows of five bytes, MurmurHash3, and minima of
+*signed* numbers that start at -1, so a hash without its top bit never counts.
 Sources: Broder (1997); MurmurHash3_x86_32 (A. Appleby).
 """
 
@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 Signatures = NDArray[np.uint32]
 """[documents, permutations]"""
 Shingles = NDArray[np.uint64]
-"""Hashes of a document's shingles, sorted, each once."""
+"""Distinct hashes of a document's shingles, sorted."""
 Overlap = Literal["union", "min", "max"]
 
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
-"""A word; of scripts without blanks, a character."""
+"""A word, or a single character in scripts that do not separate words."""
 _KNOWN_WORDS = 1 << 20
 _SEED = 42
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
@@ -32,7 +32,7 @@ _NO_SHINGLE = np.uint32(0xFFFFFFFF)
 
 
 def mixed(hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Every bit of a number depends on every bit of the argument. Source: Steele et al. (2014), splitmix64."""
+    """Mix the bits of hashes: every output bit depends on every input bit. Source: Steele et al. (2014), splitmix64."""
     h = hashes.copy()
     h ^= h >> np.uint64(30)
     h *= np.uint64(0xBF58476D1CE4E5B9)
@@ -53,19 +53,19 @@ def _windows(codes: NDArray[np.uint64], size: int) -> Shingles:
 
 
 class _WordHashes(dict[str, int]):
-    """A hash of 64 bits for every word, which is computed once while it is among the known ones."""
+    """A cache of 64-bit word hashes. It is emptied when it is full."""
 
     def __missing__(self, word: str) -> int:
         if len(self) >= _KNOWN_WORDS:
             self.clear()
         data = word.encode("utf-8", "surrogatepass")
-        found = self[word] = zlib.crc32(data) << 32 | zlib.crc32(data, 0x5BD1E995)
-        return found
+        word_hash = self[word] = zlib.crc32(data) << 32 | zlib.crc32(data, 0x5BD1E995)
+        return word_hash
 
 
 @dataclass(frozen=True)
 class WordShingles:
-    """Runs of `size` words, in lower case. A text of fewer words is one shingle, one without words has none."""
+    """Runs of `size` words in lower case. A shorter text is one shingle, and a text without words has no shingle."""
 
     permutations: int = 120
     size: int = 5
@@ -82,7 +82,7 @@ class WordShingles:
         return np.unique(self._hashes([words_of_text(text)])[0])
 
     def _hashes(self, texts: Sequence[list[str]]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-        """The shingles of many texts, one after another and not each once, and where those of each begin and end."""
+        """The shingles of several texts, concatenated and not deduplicated, and the offsets of each text."""
         sizes = np.array([len(words) for words in texts], np.int64)
         size = self.size if len(texts) > 1 else min(self.size, max(int(sizes[0]), 1))
         codes = word_codes([word for words in texts for word in words])
@@ -96,14 +96,14 @@ class WordShingles:
         return mixed(h), np.concatenate([[0], np.cumsum(counts)])
 
     def signatures(self, texts: Sequence[str]) -> Signatures:
-        """A row for every text; of one without shingles, the largest numbers."""
+        """Signatures [texts, permutations]. A text without shingles gets the largest numbers."""
         from rensa import RMinHash
 
         words = [words_of_text(text) for text in texts]
-        found = np.full((len(texts), self.permutations), _NO_SHINGLE, np.uint32)
-        long = [i for i, own in enumerate(words) if len(own) >= self.size]
+        signatures = np.full((len(texts), self.permutations), _NO_SHINGLE, np.uint32)
+        long = [i for i, text_words in enumerate(words) if len(text_words) >= self.size]
         sets = [self._hashes([words[i] for i in long])] if len(long) > 1 else [self._hashes([words[i]]) for i in long]
-        short = [i for i, own in enumerate(words) if 0 < len(own) < self.size]
+        short = [i for i, text_words in enumerate(words) if 0 < len(text_words) < self.size]
         sets += [self._hashes([words[i]]) for i in short]
         rows: list[list[int]] = []
         for hashes, offsets in sets:
@@ -112,8 +112,8 @@ class WordShingles:
             )
             rows += matrix.to_rows()
         if rows:
-            found[long + short] = np.array(rows, np.uint32)
-        return found
+            signatures[long + short] = np.array(rows, np.uint32)
+        return signatures
 
 
 _known_words = _WordHashes()
@@ -123,7 +123,7 @@ _TO_WORDS = {code: " " for code in range(128) if not (chr(code).isalnum() or chr
 
 
 def words_of_text(text: str) -> list[str]:
-    """The words of a text, in lower case; of scripts without blanks, its characters.
+    """The words of a text in lower case, or its characters in scripts that do not separate words.
 
     >>> words_of_text("It's 3 o'clock"), words_of_text("It\u2019s \u65e5\u672c")
     (['it', 's', '3', 'o', 'clock'], ['it', 's', '\u65e5', '\u672c'])
@@ -133,20 +133,21 @@ def words_of_text(text: str) -> list[str]:
 
 
 def word_codes(words: Sequence[str]) -> NDArray[np.uint64]:
-    """A number for every word."""
+    """A hash of every word."""
     return mixed(np.fromiter(map(_known_words.__getitem__, words), np.uint64, len(words)))
 
 
 @dataclass(frozen=True)
 class CharShingles:
-    """Megatron-LM's: signatures of windows of five bytes, overlap of windows of five characters without the last."""
+    """Megatron-LM's setting: signatures of five-byte windows; overlap of five-character windows without the last
+    one."""
 
     permutations: int = 100
     seed: int = 1234
     size: int = 5
 
     def load(self) -> None:
-        """Needs no library."""
+        """Nothing to load."""
 
     def shingles(self, text: str) -> Shingles:
         """The windows of a text."""
@@ -154,7 +155,7 @@ class CharShingles:
         return _windows(codes, self.size)
 
     def signatures(self, texts: Sequence[str]) -> Signatures:
-        """A row for every text."""
+        """Signatures [texts, permutations]."""
         return np.stack([self._signature(text.encode("utf-8", "surrogatepass")) for text in texts])
 
     def _signature(self, data: bytes) -> NDArray[np.uint32]:
@@ -168,11 +169,11 @@ class CharShingles:
 
 
 _TOGETHER = 512
-"""Windows that stay in a processor's cache, with a hash for each seed."""
+"""Windows per batch, chosen so that their hashes for all seeds fit in the processor's cache."""
 
 
 def _byte_windows(data: bytes, size: int) -> NDArray[np.uint8]:
-    """All different windows of `size` bytes: [windows, size]."""
+    """The distinct windows of `size` bytes: [windows, size]."""
     if len(data) < size:
         return np.zeros((0, size), np.uint8)
     windows = np.lib.stride_tricks.sliding_window_view(np.frombuffer(data, np.uint8), size)
@@ -183,7 +184,7 @@ def _byte_windows(data: bytes, size: int) -> NDArray[np.uint8]:
 
 
 def murmur3(keys: NDArray[np.uint8], seeds: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """MurmurHash3_x86_32 of keys of five bytes: [keys, 5] and [seeds] -> [seeds, keys]."""
+    """MurmurHash3_x86_32 of five-byte keys: [keys, 5] and [seeds] -> [seeds, keys]."""
     assert keys.shape[1] == 5
     first, last = np.ascontiguousarray(keys[:, :4]).view("<u4")[:, 0], keys[:, 4].astype(np.uint32)
     c1, c2 = np.uint32(0xCC9E2D51), np.uint32(0x1B873593)
@@ -205,7 +206,8 @@ def _rotated(h: NDArray[np.uint32], bits: int) -> NDArray[np.uint32]:
 
 
 def band_keys(signatures: Signatures, bands: int) -> NDArray[np.uint64]:
-    """A number for every band of every document, [documents, bands]: equal where all entries of the band are."""
+    """A key for every band of every document, [documents, bands]. Keys are equal if all entries of the band are
+    equal."""
     documents, permutations = signatures.shape
     rows = signatures.reshape(documents, bands, permutations // bands)
     h = np.broadcast_to(np.arange(1, bands + 1, dtype=np.uint64), (documents, bands)).copy()
@@ -215,7 +217,7 @@ def band_keys(signatures: Signatures, bands: int) -> NDArray[np.uint64]:
 
 
 def overlap(first: Shingles, second: Shingles, of: Overlap = "union") -> float:
-    """The share of two sets that they have in common: of their union (Jaccard), or of the smaller or larger one.
+    """The shared part of two sets, as a fraction of their union (Jaccard), or of the smaller or larger set.
 
     >>> overlap(np.array([1, 2, 3], np.uint64), np.array([2, 3, 4], np.uint64))
     0.5
@@ -228,7 +230,7 @@ def overlap(first: Shingles, second: Shingles, of: Overlap = "union") -> float:
 
 
 def chance(similarity: float, bands: int, rows: int) -> float:
-    """How likely two documents of a similarity meet in a band.
+    """The probability that two documents of a given similarity share a band.
 
     >>> round(chance(0.8, 20, 6), 4), round(chance(0.8, 10, 10), 4)
     (0.9977, 0.6789)

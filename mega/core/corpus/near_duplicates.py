@@ -1,13 +1,13 @@
-"""Near duplicates: documents whose shingles overlap enough; of each group the first one stays.
+"""Near duplicates: documents whose shingles overlap enough. The first document of each group is kept.
 
-    survey 0     signatures, and a key for each of their bands
-    conclude 0   documents with an equal key are a pair that may overlap
-    survey 1     the shingles of the documents in such pairs
-    conclude 1   their overlap, exactly; groups of those that overlap by `threshold`; all but the first of each go
+    survey 0     compute signatures, and a key for each of their bands
+    conclude 0   two documents with an equal key are a candidate pair
+    survey 1     write the shingles of the documents in candidate pairs
+    conclude 1   compute their exact overlap; group pairs that overlap by `threshold`; drop all but the first of a group
 
-So what is dropped overlaps by the threshold with another one of its group, and what is missed has met it in no band:
-by default 0.2 % of the pairs at a Jaccard similarity of 0.8. Documents of `against` come before all others and are not
-written. Source: Megatron-LM 23.06, tools/openwebtext/find_duplicates.py, group_duplicate_url.py.
+A dropped document therefore overlaps by the threshold with another one of its group. A pair is missed if its documents
+share no band: by default 0.2 % of the pairs at a Jaccard similarity of 0.8. Documents of `against` come before all
+others and are not written. Source: Megatron-LM 23.06, tools/openwebtext/find_duplicates.py, group_duplicate_url.py.
 """
 
 from __future__ import annotations
@@ -40,68 +40,64 @@ from mega.core.files import whole_file
 
 REASON = "near duplicate"
 RECORDED = 0.5
-"""Pairs of a larger overlap are what Megatron-LM's find_duplicates.py writes."""
+"""Megatron-LM's find_duplicates.py writes pairs of a larger overlap than this."""
 _TOGETHER = 128
 
 
 @dataclass(frozen=True, kw_only=True)
 class NearDuplicates:
-    """bands: each of `rows` permutations; id_key: of what identifies a document in `groups` and `pairs`.
-
-    groups, pairs: files of JSON lines, in the forms of Megatron-LM's scripts: {"0": [id, id, ...]} and
-    {id: [{other id: overlap}, ...]}.
-    """
+    """Drop documents whose shingles overlap with those of an earlier document."""
 
     name: ClassVar[str] = "near-duplicates"
     stages: ClassVar[int] = 2
-    key: str = "text"
-    threshold: float = 0.8
-    bands: int = 20
-    rows: int = 6
-    shingle_words: int = 5
-    overlap_of: Overlap = "union"
-    as_megatron: bool = False
-    id_key: str = "url"
-    groups: str = ""
-    pairs: str = ""
+    key: str = "text"  # Key of the text
+    threshold: float = 0.8  # Overlap from which two documents are duplicates
+    bands: int = 20  # Bands of a signature
+    rows: int = 6  # Permutations of a band
+    shingle_words: int = 5  # Words of a shingle
+    overlap_of: Overlap = "union"  # The set that the overlap is a fraction of
+    as_megatron: bool = False  # Use the signatures and shingles of Megatron-LM's script
+    id_key: str = "url"  # Key of a document's id in the files `groups` and `pairs`
+    groups: str = ""  # File of JSON lines {"0": [id, id, ...]}, as Megatron-LM's script writes them; "": not written
+    pairs: str = ""  # File of JSON lines {id: [{other id: overlap}, ...]}; "": not written
 
     @property
     def shingling(self) -> WordShingles | CharShingles:
-        """How signatures and overlap are computed."""
+        """The method that computes signatures and shingles."""
         if self.as_megatron:
             return CharShingles(self.bands * self.rows)
         return WordShingles(self.bands * self.rows, self.shingle_words)
 
     def survey(self, stage: int, folder: Path) -> Survey:
-        """Of stage 0 the keys of all bands; of stage 1 shingles, of documents that are in a pair."""
+        """Stage 0 computes the keys of all bands, stage 1 the shingles of paired documents."""
         self.shingling.load()
         return self._keys if stage == 0 else partial(self._shingles, folder)
 
     def _keys(self, documents: Iterable[CorpusDocument]) -> Mapping[str, NDArray[np.generic]]:
-        found = [np.zeros((0, self.bands), np.uint64)]
+        blocks = [np.zeros((0, self.bands), np.uint64)]
         shingling, texts = self.shingling, (document.text for document in documents)
-        while together := list(islice(texts, _TOGETHER)):
-            signatures = shingling.signatures(together)
+        while batch := list(islice(texts, _TOGETHER)):
+            signatures = shingling.signatures(batch)
             keys = band_keys(signatures, self.bands)
-            if not self.as_megatron:  # a text without words is no duplicate of another one
+            if not self.as_megatron:  # texts without words are not duplicates of each other
                 keys[(signatures == 0xFFFFFFFF).all(1)] = NO_KEY
-            found.append(keys)
-        return {"keys": np.concatenate(found)}
+            blocks.append(keys)
+        return {"keys": np.concatenate(blocks)}
 
     def _shingles(self, folder: Path, documents: Iterable[CorpusDocument]) -> Mapping[str, NDArray[np.generic]]:
         shingling = self.shingling
         numbers: list[int] = []
         hashes: list[Shingles] = [np.zeros(0, np.uint64)]
         ids: list[str] = []
-        begin, wanted = 0, np.zeros(0, np.bool_)
+        begin, paired = 0, np.zeros(0, np.bool_)
         for index, document in enumerate(documents):
             if not index:
-                begin, wanted = _marked(folder, document.part, "paired.bin")
-            if wanted[index]:
+                begin, paired = _marked(folder, document.part, "paired.bin")
+            if paired[index]:
                 numbers.append(begin + index)
                 hashes.append(shingling.shingles(document.text))
                 ids.append(self._id(document) if self.groups or self.pairs else "")
-        ends = np.cumsum([len(own) for own in hashes[1:]], dtype=np.uint64)
+        ends = np.cumsum([len(document_hashes) for document_hashes in hashes[1:]], dtype=np.uint64)
         return {
             "numbers": np.array(numbers, np.uint64),
             "ends": ends,
@@ -110,34 +106,34 @@ class NearDuplicates:
         }
 
     def _id(self, document: CorpusDocument) -> str:
-        """What names a document in lists. Its place is looked for only if there is no other name, which takes long."""
-        found = document.fields.get(self.id_key)
-        return document.where if found is None else str(found)
+        """The id of a document in the lists. Its location is used only if it has no id, since finding it is slow."""
+        document_id = document.fields.get(self.id_key)
+        return document.where if document_id is None else str(document_id)
 
     def conclude(self, stage: int, folder: Path, parts: Sequence[str]) -> None:
-        """Of stage 0 which documents are to be compared; of stage 1 which are dropped."""
+        """Stage 0 decides which documents are compared, stage 1 which are dropped."""
         if stage == 0:
             self._conclude_pairs(folder, parts)
         else:
             self._conclude_groups(folder, parts)
 
     def _conclude_pairs(self, folder: Path, parts: Sequence[str]) -> None:
-        own = stage_folder(folder, 0)
-        begins = begins_of([len(notes(own, part)["keys"]) for part in parts])
-        keys = ((begin, notes(own, part)["keys"]) for begin, part in zip(begins, parts, strict=False))
+        notes_folder = stage_folder(folder, 0)
+        begins = begins_of([len(notes(notes_folder, part)["keys"]) for part in parts])
+        keys = ((begin, notes(notes_folder, part)["keys"]) for begin, part in zip(begins, parts, strict=False))
         pairs_of_bands(folder, keys, begins[-1], self.bands)
         paired = np.zeros(begins[-1], np.bool_)
         with open(folder / "pairs.bin", "rb") as file:
-            while len(found := np.fromfile(file, np.uint64, 1 << 20)):
-                paired[found] = True
+            while len(document_numbers := np.fromfile(file, np.uint64, 1 << 20)):
+                paired[document_numbers] = True
         _write_marks(folder, "paired.bin", paired)
         write_record(folder / "begins.json", dict(zip([*parts, ""], begins, strict=True)))
 
     def _conclude_groups(self, folder: Path, parts: Sequence[str]) -> None:
-        own = stage_folder(folder, 1)
+        notes_folder = stage_folder(folder, 1)
         total = int(_begins(folder)[""])
-        blocks = (notes(own, part) for part in parts)
-        ShingleFile.write(folder, ((found["numbers"], found["ends"], found["hashes"]) for found in blocks))
+        blocks = (notes(notes_folder, part) for part in parts)
+        ShingleFile.write(folder, ((block["numbers"], block["ends"], block["hashes"]) for block in blocks))
         groups = DocumentGroups(total)
         skip = groups.joined if not self.pairs else lambda first, second: False
         compare = partial(overlap, of=self.overlap_of)
@@ -155,7 +151,7 @@ class NearDuplicates:
             marks[group[1:]] = True
         _write_marks(folder, "dropped.bin", marks)
         if self.groups or self.pairs:
-            self._write_lists(own, parts, list(members.values()), recorded)
+            self._write_lists(notes_folder, parts, list(members.values()), recorded)
         write_record(folder / "groups.json", {"groups": len(members)})
 
     def _write_lists(
@@ -163,18 +159,18 @@ class NearDuplicates:
     ) -> None:
         names: dict[int, str] = {}
         for part in parts:
-            found = notes(own, part)
-            names |= zip(found["numbers"].tolist(), json.loads(found["ids"].tobytes()), strict=True)
+            part_notes = notes(own, part)
+            names |= zip(part_notes["numbers"].tolist(), json.loads(part_notes["ids"].tobytes()), strict=True)
         if self.groups:
             _write_lines(self.groups, ({str(i): [names[n] for n in group]} for i, group in enumerate(groups)))
         if self.pairs:
             mains: dict[int, list[dict[str, float]]] = {}
             for first, second, similarity in pairs:
                 mains.setdefault(first, []).append({names[second]: similarity})
-            _write_lines(self.pairs, ({names[first]: others} for first, others in mains.items()))
+            _write_lines(self.pairs, ({names[first]: overlaps} for first, overlaps in mains.items()))
 
     def judge(self, folder: Path) -> Work:
-        """Drops all of a group but its first document."""
+        """Drop all documents of a group but the first."""
 
         def judge(documents: Iterable[CorpusDocument]) -> Iterator[Result]:
             marks = np.zeros(0, np.bool_)
@@ -187,8 +183,8 @@ class NearDuplicates:
 
 
 def _begins(folder: Path) -> dict[str, int]:
-    found: dict[str, int] = json.loads((folder / "begins.json").read_bytes())
-    return found
+    begins: dict[str, int] = json.loads((folder / "begins.json").read_bytes())
+    return begins
 
 
 def _write_marks(folder: Path, name: str, marks: NDArray[np.bool_]) -> None:
@@ -197,7 +193,7 @@ def _write_marks(folder: Path, name: str, marks: NDArray[np.bool_]) -> None:
 
 
 def _marked(folder: Path, part: str, name: str) -> tuple[int, NDArray[np.bool_]]:
-    """The number of a part's first document, and the marks of its documents."""
+    """The number of a part's first document, and the marks of the part's documents."""
     begins = _begins(folder)
     names = list(begins)  # in the order of the parts
     begin, end = begins[part], begins[names[names.index(part) + 1]]

@@ -1,4 +1,4 @@
-"""What the verbs of `mega corpus` read, do and write, as their sections. No torch."""
+"""Option sections of the `mega corpus` verbs. No torch."""
 
 # ruff: noqa: RUF009 - every default below is immutable
 
@@ -14,17 +14,21 @@ from mega.core.corpus.language import LanguageLibrary
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusStepOptions(VerbSection):
-    """What every step reads and writes, and on how many processes."""
+    """Input and output of every step, and the number of processes."""
 
     title: ClassVar[str] = "Documents"
 
     input: tuple[str, ...] = option(REQUIRED, "JSON lines, also .gz .zst .xz .bz2; .parquet; a folder; a glob")
     output: Path = option(REQUIRED, "a folder, or a file: .jsonl, .json, .txt, also with .gz or .zst")
-    workers: int = option(1, "processes; the result does not depend on them")
-    shard: str = option("1/1", "i/N, 1 <= i <= N: only this share of the input; all write into one folder")
-    compress: Literal["none", "gz", "zst"] = option("none", "how files of an output folder are packed")
-    on_error: Literal["stop", "skip"] = option("stop", "at a line that is not a document")
-    against: tuple[str, ...] = option((), "documents that come first, of earlier runs: duplicates of them are dropped")
+    workers: int = option(1, "number of processes; the result does not depend on it")
+    shard: str = option(
+        "1/1", "i/N, 1 <= i <= N: process only this share of the input; all shards write into one folder"
+    )
+    compress: Literal["none", "gz", "zst"] = option("none", "compression of the files in an output folder")
+    on_error: Literal["stop", "skip"] = option("stop", "reaction to a line that is not a document")
+    against: tuple[str, ...] = option(
+        (), "documents of earlier runs that precede the input: duplicates of them are dropped"
+    )
     dropped: Path | None = option(None, "folder for the dropped documents, each with the reason")
     show_dropped: int = option(0, "dropped documents to print of each reason")
     overwrite: bool = option(False, "replace the result of other work")
@@ -32,7 +36,7 @@ class CorpusStepOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings(VerbSection):
-    """What one step does to documents."""
+    """Options of a single step."""
 
     title: ClassVar[str] = "Step"
 
@@ -42,50 +46,54 @@ class UrlOptions(StepSettings):
     """Which URLs are dropped."""
 
     json_key: str = option("url", "key of the URL in JSON lines; of .txt it is the line")
-    domains: Path | None = option(None, "file of labels to block, one a line, instead of the built-in list")
-    extensions: Path | None = option(None, "file of endings to block (.pdf), instead of the built-in list")
-    keep_duplicates: bool = option(False, "keep a URL as often as it passes the other tests")
-    as_megatron: bool = option(False, "decide as Megatron-LM's own script does, its slips included")
+    domains: Path | None = option(None, "file of domain labels to block, one per line, in place of the built-in list")
+    extensions: Path | None = option(None, "file of extensions to block (.pdf), in place of the built-in list")
+    keep_duplicates: bool = option(False, "do not drop repeated URLs")
+    as_megatron: bool = option(False, "reproduce Megatron-LM's own script, including its bugs")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CleanOptions(StepSettings):
-    """How texts are repaired, and which are dropped."""
+    """How texts are repaired, and which documents are dropped."""
 
     json_key: str = option("text", "key of the text")
-    tasks: tuple[str, ...] = option((), "what is done, in this order [ftfy_fix_text language min_tokens]")
-    language: str = option("en", "which is kept: a code of ISO 639-1")
+    tasks: tuple[str, ...] = option((), "tasks, in this order [ftfy_fix_text language min_tokens]")
+    language: str = option("en", "language to keep: an ISO 639-1 code")
     language_by: LanguageLibrary | None = option(
-        None, "the library that recognises it [py3langid; langdetect with --as-megatron]"
+        None, "library that detects the language [py3langid; langdetect with --as-megatron]"
     )
     language_model: str = option("", "fastText model, such as lid.176.ftz; sets --language-by fasttext")
-    min_tokens: int = option(128, "tokens of the shortest document, its end included; see --tokenizer")
+    min_tokens: int = option(
+        128, "tokens of the shortest document, the end-of-document token included; see --tokenizer"
+    )
     as_megatron: bool = like(UrlOptions, "as_megatron")
 
 
 @dataclass(frozen=True, kw_only=True)
 class NearDuplicateOptions(StepSettings):
-    """Which documents count as nearly the same."""
+    """Which documents count as near duplicates."""
 
     json_key: str = like(CleanOptions, "json_key")
     threshold: float | None = option(None, "overlap from which two documents are duplicates [0.8]")
     bands: int | None = option(
-        None, "of a signature; documents that share one are compared [20]", megatron="--num-bands"
+        None, "bands of a signature; documents that share a band are compared [20]", megatron="--num-bands"
     )
     permutations: int | None = option(None, "length of a signature [120]", megatron="--num-seeds")
     shingle_words: int = option(5, "words of a shingle")
     overlap: Literal["union", "min", "max"] = option(
-        "union", "what common shingles are a share of", megatron="--jaccard"
+        "union",
+        "the set that the overlap is a fraction of: the union, or the smaller or larger set",
+        megatron="--jaccard",
     )
     groups: Path | None = option(None, "file for the ids of each group")
-    pairs: Path | None = option(None, "file for pairs that overlap by over 0.5")
-    id_key: str = option("url", "key of what identifies a document in these files")
+    pairs: Path | None = option(None, "file for pairs with an overlap above 0.5")
+    id_key: str = option("url", "key of a document's id in these files")
     as_megatron: bool = like(UrlOptions, "as_megatron")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecontaminateOptions(StepSettings):
-    """Which questions are cut out, and how much around them."""
+    """Which questions are cut out, and how much text around them."""
 
     task_data: tuple[str, ...] = option(
         REQUIRED,
@@ -95,10 +103,10 @@ class DecontaminateOptions(StepSettings):
     json_key: str = like(CleanOptions, "json_key")
     min_ngram_size: int = option(8, "words of the shortest question")
     max_ngram_size: int = option(13, "words that make a match")
-    key_threshold: int = option(10, "n-grams that occur as often are common phrases, and stay")
-    filter_text_char_len: int = option(200, "a piece of no more characters is dropped")
+    key_threshold: int = option(10, "n-grams that occur this often are common phrases and are not cut")
+    filter_text_char_len: int = option(200, "pieces of at most this many characters are dropped")
     remove_char_each_side: int = option(200, "characters that are cut on both sides of a match")
-    splits_count: int = option(10, "a document of more pieces is dropped")
+    splits_count: int = option(10, "documents cut into more pieces are dropped")
     save_dictionary: Path | None = option(None, "file for n-grams and counts")
     load_dictionary: Path | None = option(None, "a file of n-grams to cut")
     as_megatron: bool = like(UrlOptions, "as_megatron")
@@ -108,19 +116,19 @@ class DecontaminateOptions(StepSettings):
 class WikipediaOptions(StepSettings):
     """How articles become documents."""
 
-    site: str = option("https://en.wikipedia.org/wiki", "of the URLs")
-    min_characters: int = option(1, "of the shortest article")
+    site: str = option("https://en.wikipedia.org/wiki", "first part of each article's URL")
+    min_characters: int = option(1, "characters of the shortest article")
     standard_punctuation: bool = option(
-        True, "quotes, dashes and dots of a keyboard", megatron={"--keep-punctuation": False}
+        True, "replace typographic quotes, dashes and dots by ASCII", megatron={"--keep-punctuation": False}
     )
     split_sentences: bool = option(False, "a line for each sentence, as BERT's data has them")
-    sentence_splitter: Literal["punkt", "sentencex"] = option("punkt", "what cuts texts into sentences")
+    sentence_splitter: Literal["punkt", "sentencex"] = option("punkt", "library that splits sentences")
     lang: str = option("english", "language of the sentences")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergeCorpusOptions(StepSettings):
-    """What every document must have."""
+    """Requirements for every document."""
 
     json_key: str = option("", "key of a text that every document must have")
 
@@ -140,7 +148,7 @@ class SelectOptions(StepSettings):
 
     by: str = option("score.toxicity", "key of the value, with dots between keys")
     share: float = option(0.5, "share of all documents that is kept")
-    above: float = option(0.5, "of the report: values above this are counted apart")
+    above: float = option(0.5, "the report counts values above this separately")
     report: Path | None = option(None, "JSON file of means, deviations and ranges")
 
 
@@ -152,27 +160,27 @@ class GroupOptions(VerbSection):
 
     pairs: Path = option(REQUIRED, "pairs, as near-duplicates --pairs writes them")
     groups: Path = option(REQUIRED, "the file of groups to write")
-    threshold: float = option(0.7, "overlap from which two are in one group")
+    threshold: float = option(0.7, "overlap from which two documents are in one group")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoveGroupsOptions(StepSettings):
-    """Which groups lose all documents but the first."""
+    """Which groups are reduced to their first document."""
 
     groups: Path = option(REQUIRED, "groups, as corpus group writes them")
-    id_key: str = option("url", "key of what identifies a document there")
+    id_key: str = option("url", "key of a document's id")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShuffleOptions(StepSettings):
     """The order of documents."""
 
-    seed: int = option(1234, "of the order")
+    seed: int = option(1234, "seed of the random order")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FilterOptions(StepSettings):
-    """Which rules texts must keep."""
+    """Which quality rules texts must satisfy."""
 
     json_key: str = like(CleanOptions, "json_key")
     preset: tuple[str, ...] = option((), "published rules: gopher-repetition, gopher-quality, fineweb [all three]")
@@ -180,16 +188,18 @@ class FilterOptions(StepSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ExactDuplicateOptions(StepSettings):
-    """What counts as equal."""
+    """Which documents or lines count as equal."""
 
     json_key: str = like(CleanOptions, "json_key")
-    paragraphs: bool = option(False, "cut out lines that came before")
-    min_characters: int = option(60, "of a paragraph that is looked at, and of what must be left")
+    paragraphs: bool = option(False, "cut out repeated lines")
+    min_characters: int = option(
+        60, "characters of the shortest paragraph to compare, and of the shortest document to keep"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskOptions(StepSettings):
-    """What is masked."""
+    """Which personal data are masked."""
 
     json_key: str = like(CleanOptions, "json_key")
-    kinds: tuple[str, ...] = option((), "of email, ip, phone, card [email ip]")
+    kinds: tuple[str, ...] = option((), "email, ip, phone, card [email ip]")

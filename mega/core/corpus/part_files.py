@@ -1,4 +1,5 @@
-"""One part of a step's input becomes the files of its output: what a worker does. It knows no other part."""
+"""Turn one part of a step's input into the files of its output: the work of one worker. The file knows no other
+part."""
 
 from __future__ import annotations
 
@@ -18,42 +19,42 @@ from mega.core.data.sources import BadLine
 from mega.core.files import whole_file
 
 UNREADABLE = "not a document"
-"""Why a line is dropped that holds no document, with --on-error skip."""
+"""The reason for dropping a line that holds no document, with --on-error skip."""
 
 _SUFFIXES = {"none": "", "gz": ".gz", "zst": ".zst"}
 
 
 class PartOptions(NamedTuple):
-    """Where a part is written, and how; samples: dropped documents to remember of each reason."""
+    """Where and how a part is written."""
 
-    folder: Path
-    dropped: Path | None
-    packing: Packing
-    on_error: str
-    samples: int
+    folder: Path  # Folder for the kept documents
+    dropped: Path | None  # Folder for the dropped documents, or None
+    packing: Packing  # Compression of the files
+    on_error: str  # "stop" or "skip", at a line that holds no document
+    samples: int  # Dropped documents to record per reason
 
 
 def write_part(part: InputPart, key: str, check: Check, work: Work, options: PartOptions) -> StepCounts:
-    """In a worker: do the work on one part and write its files. Errors: BadLine naming file and line."""
+    """Process one part in a worker, and write its files. Errors: BadLine naming file and line."""
     counts = StepCounts()
     with contextlib.ExitStack() as files:
-        kept = files.enter_context(line_file(options.folder, part.name, part.plain, options.packing))
-        lost = None
+        kept_file = files.enter_context(line_file(options.folder, part.name, part.plain, options.packing))
+        dropped_file = None
         if options.dropped is not None:
-            lost = files.enter_context(line_file(options.dropped, part.name, part.plain, options.packing))
+            dropped_file = files.enter_context(line_file(options.dropped, part.name, part.plain, options.packing))
         stop = options.on_error == "stop"
         documents = ReadableDocuments(part, key, check, counts, stop=stop, samples=options.samples)
         for result in work(documents):
-            _record(result, documents.last(), part, key, counts, kept, lost, options.samples)
+            _record(result, documents.last(), part, key, counts, kept_file, dropped_file, options.samples)
         assert not documents.waiting, "a step gives one result for each document"
     write_record(options.folder / f".{part.name}.json", counts.as_json())
     return counts
 
 
 class ReadableDocuments:
-    """The documents of a part that can be read, and those of them that have no result yet.
+    """The readable documents of a part, and a queue of those that have no result yet.
 
-    stop: raise BadLine at the first line that holds no document; else it is counted as dropped.
+    stop: raise BadLine at the first line that holds no document; otherwise the line is counted as dropped.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class ReadableDocuments:
         self.waiting: deque[CorpusDocument] = deque()
 
     def last(self) -> CorpusDocument:
-        """The first document without a result."""
+        """Remove and return the first document that has no result."""
         return self.waiting.popleft()
 
     def __iter__(self) -> Iterator[CorpusDocument]:
@@ -94,7 +95,7 @@ def _record(
     lost: _LineFile | None,
     samples: int,
 ) -> None:
-    """Write what a step has made of a document, and count it."""
+    """Write and count the result of a document."""
     for line in result.lines:
         kept.write(line)
     counts.written += len(result.lines)
@@ -110,22 +111,22 @@ def _record(
     if lost is not None:
         lost.write(document.line if document.plain else document.with_fields(dropped=result.reason))
     if samples:
-        where = part.near(document.number)
-        counts.sample(result.reason, where, part.name, document.index, document.shown, samples)
+        location = part.near(document.number)
+        counts.sample(result.reason, location, part.name, document.index, document.shown, samples)
 
 
 def _measures(document: CorpusDocument) -> dict[str, str]:
-    """The length of a document, as the power of two that it does not exceed, and where it is from."""
+    """The length of a document, rounded up to a power of two, and its domain."""
     length = len(document.text)
-    found = {"characters": str(1 << (length - 1).bit_length() if length else 0)}
+    measures = {"characters": str(1 << (length - 1).bit_length() if length else 0)}
     url = document.fields.get("url")
     if isinstance(url, str) and "://" in url:
-        found["domain"] = url.split("/", 3)[2].lower().removeprefix("www.")[:80]
-    return found
+        measures["domain"] = url.split("/", 3)[2].lower().removeprefix("www.")[:80]
+    return measures
 
 
 class _LineFile:
-    """A file of lines that appears whole, with the first line, or not at all."""
+    """A file of lines that appears atomically, and only if it has at least one line."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.lines = file, 0
@@ -139,24 +140,24 @@ class _LineFile:
     @contextlib.contextmanager
     def open(cls, path: Path, packing: Packing) -> Iterator[_LineFile]:
         with contextlib.suppress(_Empty), whole_file(path) as file, packed(file, packing) as inner:
-            found = cls(inner)
-            yield found
-            if not found.lines:
+            line_file = cls(inner)
+            yield line_file
+            if not line_file.lines:
                 raise _Empty
 
 
 def line_file(folder: Path, name: str, plain: bool, packing: Packing) -> contextlib.AbstractContextManager[_LineFile]:
-    """The file of a part's lines, of text or of JSON, to be written."""
+    """Open the file for a part's lines of text or JSON."""
     return _LineFile.open(folder / f"{name}{'.txt' if plain else '.jsonl'}{_SUFFIXES[packing]}", packing)
 
 
 class _Empty(Exception):
-    """Nothing was written, so no file is to appear."""
+    """Nothing was written, so the file must not appear."""
 
 
 @contextlib.contextmanager
 def packed(file: BinaryIO, packing: Packing) -> Iterator[BinaryIO]:
-    """A file that packs what is written into another. Equal content gives equal bytes."""
+    """A file that compresses into another one. Equal content gives equal bytes."""
     if packing == "none":
         yield file
     elif packing == "gz":

@@ -1,7 +1,7 @@
-"""The input of a step, cut into parts: runs of neighbouring lines that are processed together.
+"""Cut the input of a step into parts: runs of consecutive lines that are processed together.
 
-How files are cut depends on the files alone, not on workers or shards, so a part has the same name and the same
-lines in every run: `00002-000005` is the sixth part of the third file.
+The cuts depend only on the files, not on workers or shards. A part therefore has the same name and the same lines in
+every run: `00002-000005` is the sixth part of the third file.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from mega.core.corpus.documents import CorpusDocument
 from mega.core.data.sources import BLOCK_BYTES, STDIN, BadLine, Kind, LineBlock, SourcePiece, blocks, kind_of, pieces
 
 PART_BYTES = 1 << 24
-"""Of text in a part of lines. A part of parquet is a row group, one of arrow a whole file."""
+"""Bytes of text in a part of lines. For parquet a part is a row group, for arrow a whole file."""
 
 
 class UnreadLine(NamedTuple):
-    """A line that is longer than any that is read."""
+    """A line that exceeds the maximum line length."""
 
     where: str
     problem: str
@@ -27,22 +27,20 @@ class UnreadLine(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class InputPart:
-    """source: where a worker reads the lines; blocks: the lines themselves, of a packed file, with the number of lines
-    before them; plain: a line is text, not JSON; begin, end: stored bytes of all files before and after it.
-    """
+    """Consecutive lines of one input file."""
 
-    file: int
-    number: int
-    source: SourcePiece
-    plain: bool
-    begin: int
-    end: int
-    blocks: tuple[LineBlock, ...] = ()
-    lines_before: int | None = None
+    file: int  # Number of the file, from 0
+    number: int  # Number of the part in the file, from 0
+    source: SourcePiece  # Where a worker reads the lines
+    plain: bool  # A line is text, not JSON
+    begin: int  # Stored bytes of all files before the part
+    end: int  # Stored bytes of all files up to the end of the part
+    blocks: tuple[LineBlock, ...] = ()  # The lines themselves, for a packed file
+    lines_before: int | None = None  # Lines of the file before `blocks`
 
     @property
     def name(self) -> str:
-        """Of the part, and the beginning of the name of its output.
+        """Name of the part, and first part of the names of its output files.
 
         >>> lines = SourcePiece(Path("a"), "lines", 0, 9, 0)
         >>> InputPart(file=2, number=5, source=lines, plain=False, begin=0, end=9).name
@@ -52,15 +50,15 @@ class InputPart:
 
     @property
     def size(self) -> int:
-        """Bytes that it keeps in memory."""
+        """Bytes that the part holds in memory."""
         return sum(block.size for block in self.blocks)
 
     def documents(self, key: str) -> Iterator[CorpusDocument | UnreadLine]:
-        """The lines that are not blank, in order. Errors: ValueError where the file cannot be read."""
+        """Yield the lines that are not blank, in order. Errors: ValueError if the file cannot be read."""
         number, index = 0, 0
         for block in self.blocks or blocks(self.source, (), text_lines=True):
-            found = block.lines()
-            for line in found.removesuffix(b"\n").split(b"\n") if found else ():
+            lines = block.lines()
+            for line in lines.removesuffix(b"\n").split(b"\n") if lines else ():
                 number += 1
                 if not line or line.isspace():
                     continue
@@ -79,18 +77,18 @@ class InputPart:
                 yield UnreadLine(self.locate(number), block.problem)
 
     def near(self, number: int) -> str:
-        """The same as `locate` without reading the file: a line number that counts from the part's first byte."""
+        """Like `locate`, without reading the file: the line number counts from the part's first byte."""
         first = self.source.first if self.source.kind == "lines" else 0
         return f"{self.source.path} (from byte {first}):{number}" if first else self.locate(number)
 
     def locate(self, number: int) -> str:
-        """File and line of the part's line `number`, from 1."""
+        """The file and line of line `number` of the part, from 1."""
         if self.source.kind in ("parquet", "arrow"):
             return f"{self.source.path}: row {number} of row group {self.source.first}"
         if is_dump(self.source.path):
             return f"{self.source.path}: page {(self.lines_before or 0) + number}"
         before = self.lines_before
-        if before is None:  # a line that begins before the part is the part's before it
+        if before is None:  # a line that begins before the part belongs to the previous part
             before = _line_ends(self.source.path, self.source.first - 1) + 1 if self.source.first else 0
         return f"{self.source.path}:{before + number}"
 
@@ -104,14 +102,15 @@ def _line_ends(path: Path, end: int) -> int:
 
 
 def parts(paths: Sequence[Path], shard: tuple[int, int] = (0, 1), part_bytes: int = PART_BYTES) -> Iterator[InputPart]:
-    """The parts of all files that shard i of n processes, i of 0 .. n - 1; those of all shards are all parts.
+    """The parts of all files that shard i of n processes, with i in 0 .. n - 1.
 
-    A part belongs to the shard in whose equal share of all stored bytes it begins, a packed file as a whole.
+    The stored bytes of all files are divided equally among the shards. A part belongs to the shard in whose share it
+    begins; a packed file is not divided.
     """
     index, count = shard
     sizes = [0 if path == STDIN else path.stat().st_size for path in paths]
     low, high = (sum(sizes) * i // count for i in (index, index + 1))
-    high += index == count - 1  # an empty last file begins at the very end
+    high += index == count - 1  # include an empty last file, which begins at the very end
     before = 0
     for number, (path, size) in enumerate(zip(paths, sizes, strict=True)):
         for piece in pieces([path]):
@@ -121,31 +120,31 @@ def parts(paths: Sequence[Path], shard: tuple[int, int] = (0, 1), part_bytes: in
                 continue
             plain = is_plain(path)
             if piece.kind == "parquet" or (not _packed(path) and piece.kind in ("lines", "text")):
-                found = _direct_parts(number, piece, plain, before, size, part_bytes)
-                yield from (part for part in found if low <= part.begin < high)
+                direct_parts = _direct_parts(number, piece, plain, before, size, part_bytes)
+                yield from (part for part in direct_parts if low <= part.begin < high)
             elif low <= before < high:
                 yield from _unpacked_parts(number, piece, plain, before, size, part_bytes)
         before += size
 
 
 def is_plain(path: Path) -> bool:
-    """Whether the lines of a file are texts, not JSON."""
+    """Whether the lines of a file are text, not JSON."""
     return kind_of(path) == "text"
 
 
 def is_dump(path: Path) -> bool:
-    """Whether a file is a dump of Wikipedia, whose pages are its documents."""
+    """Whether a file is a Wikipedia dump. Its pages are its documents."""
     return path.name.lower().removesuffix(path.suffix.lower() if _packed(path) else "").endswith(".xml")
 
 
 def _pages(read: Iterator[LineBlock]) -> Iterator[LineBlock]:
-    """Blocks of whole pages, each one line: a line end inside is the character reference that means one."""
+    """Blocks of whole pages, one page per line. Line ends inside a page become character references."""
     rest = b""
     for block in read:
         rest += block.lines()
         *pages, rest = rest.split(b"</page>")
-        found = [begun for page in pages for begun in _begun(page + b"</page>")]
-        lines = b"".join(page.replace(b"\r", b"").replace(b"\n", b"&#10;") + b"\n" for page in found)
+        complete_pages = [complete_page for page in pages for complete_page in _begun(page + b"</page>")]
+        lines = b"".join(page.replace(b"\r", b"").replace(b"\n", b"&#10;") + b"\n" for page in complete_pages)
         if lines:
             yield block._replace(text=lines, problem=None)
     if b"<page>" in rest:
@@ -153,7 +152,7 @@ def _pages(read: Iterator[LineBlock]) -> Iterator[LineBlock]:
 
 
 def _begun(text: bytes) -> list[bytes]:
-    """The pages that begin in a text; where one lacks its end, it and the next one are two lines.
+    """The pages that begin in a text. A page without an end becomes a line of its own.
 
     >>> _begun(b" <page>a <page>b</page>")
     [b'<page>a ', b'<page>b</page>']
@@ -168,7 +167,7 @@ def _packed(path: Path) -> bool:
 def _direct_parts(
     file: int, piece: SourcePiece, plain: bool, before: int, size: int, part_bytes: int
 ) -> Iterator[InputPart]:
-    """Parts that can be read without what comes before them: row groups, and lines that are not packed."""
+    """Parts that can be read independently: row groups, and lines of files that are not packed."""
     rows = piece.kind == "parquet"
     step, last = (1, piece.last) if rows else (part_bytes, size)
     for number, first in enumerate(range(0, last, step)):
@@ -181,11 +180,11 @@ def _direct_parts(
 def _unpacked_parts(
     file: int, piece: SourcePiece, plain: bool, before: int, size: int, part_bytes: int
 ) -> Iterator[InputPart]:
-    """Parts of a file that is read from its beginning."""
+    """Parts of a file that must be read from its beginning."""
     kind: Kind = "arrow" if piece.kind == "arrow" else "packed lines"
     source = SourcePiece(piece.path, kind, piece.first, piece.last, before)
     number, lines, begin = 0, 0, before
-    held: list[LineBlock] = []
+    part_blocks: list[LineBlock] = []
 
     def part(end: int) -> InputPart:
         return InputPart(
@@ -195,16 +194,16 @@ def _unpacked_parts(
             plain=plain,
             begin=begin,
             end=end,
-            blocks=tuple(held),
+            blocks=tuple(part_blocks),
             lines_before=lines,
         )
 
     read = blocks(source, (), text_lines=True)
     for block in _pages(read) if is_dump(piece.path) else read:
-        held.append(block)
-        if sum(each.size for each in held) >= part_bytes:
+        part_blocks.append(block)
+        if sum(each.size for each in part_blocks) >= part_bytes:
             yield part(block.read)
-            lines += sum(each.lines().count(b"\n") + bool(each.problem) for each in held)
-            number, begin, held = number + 1, block.read, []
-    if held:
+            lines += sum(each.lines().count(b"\n") + bool(each.problem) for each in part_blocks)
+            number, begin, part_blocks = number + 1, block.read, []
+    if part_blocks:
         yield part(before + size)

@@ -1,11 +1,11 @@
-"""Mask what identifies a person: addresses of mail, of machines on the internet, telephone numbers, bank cards.
+"""Mask personal data: mail addresses, IP addresses, telephone numbers, bank cards.
 
     email   anything@host.tld              -> <EMAIL>
     ip      a public IPv4 address          -> <IP>
     phone   +49 30 901820, (030) 555-0134  -> <PHONE>
     card    13 to 19 digits that pass the check of bank cards (Luhn) -> <CARD>
 
-By pattern alone: names and addresses of streets stay.
+Only patterns are matched: names and postal addresses are not masked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PATTERNS: dict[PersonalKind, re.Pattern[str]] = {
         r"|\(\d{2,4}\)[ .-]?\d{3,4}[ .-]\d{3,4}|\d{3}[ .-]\d{3}[ .-]\d{4})(?![\w-])"
     ),
 }
-"""In the order in which they are looked for."""
+"""The patterns, in the order in which they are applied."""
 
 
 def _public(address: str) -> bool:
@@ -54,14 +54,15 @@ _CHECKS: dict[PersonalKind, Callable[[str], bool]] = {"ip": _public, "card": _is
 
 @dataclass(frozen=True, kw_only=True)
 class MaskPersonal:
-    """kinds: what is masked."""
+    """Replace personal data by placeholders."""
 
     name: ClassVar[str] = "mask-pii"
     key: str = "text"
     kinds: tuple[PersonalKind, ...] = ("email", "ip")
+    """Kinds of data to mask."""
 
     def load(self) -> Work:
-        """Needs no library."""
+        """Nothing to load."""
 
         def mask(document: CorpusDocument) -> Result:
             counts: dict[str, int] = {}
@@ -71,7 +72,7 @@ class MaskPersonal:
         return each(mask)
 
     def masked(self, text: str, counts: dict[str, int]) -> str:
-        """A text without them; `counts` gets how many of each kind there were."""
+        """The masked text. `counts` receives the number of replacements of each kind."""
         for kind, pattern in _PATTERNS.items():
             if kind not in self.kinds:
                 continue

@@ -1,10 +1,10 @@
-"""Filters on the quality of a text, with the published rules and thresholds of two corpora; words have blanks between.
+"""Filters on text quality, with the published rules and thresholds of two corpora. Words are separated by blanks.
 
     gopher-quality      Rae et al. (2021), table A1: length, words, symbols, bullets, stop words of English
-    gopher-repetition   the same: repeated lines, paragraphs and n-grams
-    fineweb             Penedo et al. (2024), section 3.6: ends of lines, short lines, repeated lines, lists
+    gopher-repetition   Rae et al. (2021), table A1: repeated lines, paragraphs and n-grams
+    fineweb             Penedo et al. (2024), section 3.6: line ends, short lines, repeated lines, lists
 
-A document goes for the first rule that it breaks. Each rule is a function of a text's `Measured` parts.
+A document is dropped for the first rule that it breaks. Each rule is a function of a `Measured` text.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ STOP_WORDS = frozenset("the be to of and that have with".split())
 _PUNCTUATION = regex.compile(r"[\p{P}\p{S}]+")
 _SENTENCE_END = regex.compile(r"\p{Sentence_Terminal}\Z")
 TOP_NGRAMS = ((2, 0.20), (3, 0.18), (4, 0.16))
-"""n -> largest share of the characters that the most frequent n-gram of words may have."""
+"""n -> largest fraction of the characters that the most frequent n-gram of words may cover."""
 REPEATED_NGRAMS = ((5, 0.15), (6, 0.14), (7, 0.13), (8, 0.12), (9, 0.11), (10, 0.10))
-"""n -> largest share of the characters that repeated n-grams of words may have."""
+"""n -> largest fraction of the characters that repeated n-grams of words may cover."""
 
 
 class Measured:
-    """A text, and its parts as far as a rule asks for them."""
+    """A text and its parts. Each part is computed when a rule first needs it."""
 
     def __init__(self, text: str) -> None:
         self.text = text
 
     @cached_property
     def words(self) -> list[str]:
-        """Runs of characters without blanks."""
+        """Runs of characters between blanks."""
         return self.text.split()
 
     @cached_property
     def lines(self) -> list[str]:
-        """Lines, the empty ones included."""
+        """All lines, including empty ones."""
         return self.text.splitlines()
 
     @cached_property
     def plain_words(self) -> list[str]:
-        """Words that are not of punctuation alone."""
+        """Words that are not pure punctuation."""
         return [word for word in self.words if not _PUNCTUATION.fullmatch(word)]
 
 
 Rules = Iterator["tuple[str, bool]"]
-"""Reasons, and whether a text is to go for each."""
+"""Reasons, and whether the text must be dropped for each."""
 
 
 def gopher_quality(text: Measured) -> Rules:
@@ -97,22 +97,22 @@ def gopher_repetition(text: Measured) -> Rules:
 
 
 def repeated(parts: Sequence[str]) -> tuple[int, int]:
-    """How many of some parts came before, and their characters.
+    """The number of parts that occurred before, and their characters.
 
     >>> repeated(["a", "bc", "a", "bc", "bc"])
     (3, 5)
     """
-    seen: set[str] = set()
+    earlier: set[str] = set()
     count = characters = 0
     for part in parts:
-        if part in seen:
+        if part in earlier:
             count, characters = count + 1, characters + len(part)
-        seen.add(part)
+        earlier.add(part)
     return count, characters
 
 
 def _commonest(words: Sequence[str], n: int) -> int:
-    """Characters of all occurrences of the commonest run."""
+    """Characters of all occurrences of the most common run of n words."""
     runs = Counter(" ".join(words[i : i + n]) for i in range(len(words) - n + 1))
     if not runs:
         return 0
@@ -121,21 +121,21 @@ def _commonest(words: Sequence[str], n: int) -> int:
 
 
 def _repeated_runs(words: Sequence[str], n: int) -> int:
-    """Characters of runs that came before; the next one is looked for behind such a run."""
-    seen: set[str] = set()
-    characters = at = 0
-    while at <= len(words) - n:
-        run = "".join(words[at : at + n])
-        if run in seen:
-            characters, at = characters + len(run), at + n
+    """Characters of runs that occurred before. The search continues after each such run."""
+    earlier: set[str] = set()
+    characters = word = 0
+    while word <= len(words) - n:
+        run = "".join(words[word : word + n])
+        if run in earlier:
+            characters, word = characters + len(run), word + n
         else:
-            seen.add(run)
-            at += 1
+            earlier.add(run)
+            word += 1
     return characters
 
 
 def fineweb(text: Measured) -> Rules:
-    """Source: Penedo et al. (2024), as datatrove's filter has it."""
+    """Source: Penedo et al. (2024), as implemented in datatrove's filter."""
     lines = [line for line in text.text.split("\n") if line.strip()]
     if not lines:
         yield "empty", True
@@ -153,7 +153,7 @@ PRESETS: dict[QualityPreset, Callable[[Measured], Rules]] = {
 
 
 def broken_rule(text: str, presets: Sequence[QualityPreset]) -> str | None:
-    """The first rule that a text breaks, with its preset."""
+    """The first rule that a text breaks, with its preset, or None."""
     measured = Measured(text)
     for preset in presets:
         for reason, breaks in PRESETS[preset](measured):
@@ -164,14 +164,14 @@ def broken_rule(text: str, presets: Sequence[QualityPreset]) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class QualityFilter:
-    """Keeps documents that break no rule of the presets."""
+    """Keep documents that break no rule of the presets."""
 
     name: ClassVar[str] = "filter"
     key: str = "text"
     presets: tuple[QualityPreset, ...] = ("gopher-repetition", "gopher-quality", "fineweb")
 
     def load(self) -> Work:
-        """Needs no library."""
+        """Nothing to load."""
 
         def judge(document: CorpusDocument) -> Result:
             reason = broken_rule(document.text, self.presets)

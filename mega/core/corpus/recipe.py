@@ -1,14 +1,14 @@
-"""A corpus as a recipe: a TOML file with the steps from raw files to a corpus, as command lines of `mega corpus`.
+"""A corpus recipe: a TOML file with the steps from raw files to a corpus, as command lines of `mega corpus`.
 
     input = ["raw/*.jsonl.gz"]
-    output = "corpus"             a folder; step 2 writes corpus/2-clean, and the last one is the corpus
+    output = "corpus"             a folder; step 2 writes corpus/2-clean, and the last step writes the corpus
     workers = 8                   any flag that all verbs share
 
     [[step]]
     verb = "clean"
     language = "en"               any flag of the verb, with _ or -
 
-It knows no verb.
+The file knows no verb.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OWN = ("input", "output", "step")
 
 
 class RecipeStep(NamedTuple):
-    """A verb and its command line."""
+    """A verb with its command line and output folder."""
 
     verb: str
     arguments: list[str]
@@ -35,26 +35,26 @@ def steps(path: Path) -> list[RecipeStep]:
         recipe = tomllib.loads(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"{path}: cannot be read as TOML: {error}") from None
-    given, output, listed = recipe.get("input"), recipe.get("output"), recipe.get("step")
-    if isinstance(given, str):
-        given = [given]
-    if not isinstance(given, list) or not given or not all(isinstance(word, str) for word in given):
+    inputs, output, step_tables = recipe.get("input"), recipe.get("output"), recipe.get("step")
+    if isinstance(inputs, str):
+        inputs = [inputs]
+    if not isinstance(inputs, list) or not inputs or not all(isinstance(word, str) for word in inputs):
         raise ValueError(f"{path}: input: must be a path or a list of paths, as input = ['raw/*.jsonl.gz']")
     if not isinstance(output, str) or not output:
         raise ValueError(f"{path}: output: must be a folder, as output = 'corpus'")
-    if not isinstance(listed, list) or not listed:
+    if not isinstance(step_tables, list) or not step_tables:
         raise ValueError(f"{path}: step: must be one or more tables [[step]], each with a verb")
     shared = {key: value for key, value in recipe.items() if key not in _OWN}
-    found: list[RecipeStep] = []
-    for number, step in enumerate(listed, 1):
+    recipe_steps: list[RecipeStep] = []
+    for number, step in enumerate(step_tables, 1):
         if not isinstance(step, dict) or not isinstance(step.get("verb"), str):
             raise ValueError(f"{path}: step {number}: must have a verb, as verb = 'clean'")
-        place = Path(output) / f"{number}-{step['verb']}"
+        step_output = Path(output) / f"{number}-{step['verb']}"
         flags = shared | {key: value for key, value in step.items() if key != "verb"}
-        line = ["--input", *given, "--output", str(place), *_flags(flags, f"{path}: step {number}")]
-        found.append(RecipeStep(step["verb"], line, place))
-        given = [str(place)]
-    return found
+        line = ["--input", *inputs, "--output", str(step_output), *_flags(flags, f"{path}: step {number}")]
+        recipe_steps.append(RecipeStep(step["verb"], line, step_output))
+        inputs = [str(step_output)]
+    return recipe_steps
 
 
 def _flags(given: Mapping[str, object], where: str) -> Iterator[str]:

@@ -1,8 +1,8 @@
-"""Which of many keys were there before: of whole documents, of paragraphs, of URLs. On disk, so in bounded memory.
+"""Find items that occurred before: documents, paragraphs or URLs. Keys are kept on disk, so memory is bounded.
 
-1 a survey notes a key of 128 bits of every item, part by part
-2 the keys are distributed over files by value, so that equal ones meet in one
-3 each file is sorted, and all but the first of equal keys are marked by their number among all items
+1 a survey computes a 128-bit key for every item, part by part
+2 the keys are distributed over files by value: equal keys are in the same file
+3 each file is sorted; of equal keys all but the first are marked, by item number
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MARKS, _BEGINS = "repeats.bin", "repeats.json"
 
 
 def keys_of(items: Iterable[bytes | None]) -> Keys:
-    """A key for each item; None has zeros.
+    """A key for each item. The key of None is zero.
 
     >>> keys_of([b"a", None, b"a"]).tolist()[1:]
     [[0, 0], [9189440641721877287, 9099881824081077545]]
@@ -39,7 +39,8 @@ def keys_of(items: Iterable[bytes | None]) -> Keys:
 
 
 def mark_repeats(folder: Path, parts: Sequence[str]) -> None:
-    """From the array `keys` of the notes of all parts to marks that `repeats` reads. The first of equal keys stays."""
+    """Mark repeated items for `repeats`, from the array `keys` in the notes of all parts. The first of equal keys is
+    kept."""
     begins, total = {}, 0
     for part in parts:
         begins[part] = total
@@ -49,11 +50,15 @@ def mark_repeats(folder: Path, parts: Sequence[str]) -> None:
     marks = np.zeros(total, np.bool_)
     for i in range(count):
         path = folder / f"keys-{i}.tmp"
-        found = np.fromfile(path, "<u8").reshape(-1, 3)
-        order = np.lexsort((found[:, 1], found[:, 0]))  # stable: equal keys stay in the order of the input
-        found = found[order]
-        same = (found[1:, 0] == found[:-1, 0]) & (found[1:, 1] == found[:-1, 1]) & found[1:, :2].any(1)
-        marks[found[1:, 2][same]] = True
+        keyed_items = np.fromfile(path, "<u8").reshape(-1, 3)
+        order = np.lexsort((keyed_items[:, 1], keyed_items[:, 0]))  # stable: equal keys stay in the order of the input
+        keyed_items = keyed_items[order]
+        same = (
+            (keyed_items[1:, 0] == keyed_items[:-1, 0])
+            & (keyed_items[1:, 1] == keyed_items[:-1, 1])
+            & keyed_items[1:, :2].any(1)
+        )
+        marks[keyed_items[1:, 2][same]] = True
         path.unlink()
     with whole_file(folder / _MARKS) as file:
         file.write(marks.tobytes())
@@ -61,8 +66,8 @@ def mark_repeats(folder: Path, parts: Sequence[str]) -> None:
 
 
 def _distribute(folder: Path, parts: Sequence[str], paths: Sequence[Path]) -> None:
-    with contextlib.ExitStack() as open_now:
-        files = [open_now.enter_context(open(path, "wb")) for path in paths]
+    with contextlib.ExitStack() as open_files:
+        files = [open_files.enter_context(open(path, "wb")) for path in paths]
         begin = 0
         for part in parts:
             keys = notes(folder, part)["keys"]
@@ -75,13 +80,13 @@ def _distribute(folder: Path, parts: Sequence[str], paths: Sequence[Path]) -> No
 
 
 def notes(folder: Path, part: str) -> Mapping[str, NDArray[Any]]:
-    """The arrays that the survey of a part noted."""
-    found: Mapping[str, NDArray[Any]] = np.load(folder / f"{part}.npz", allow_pickle=False)
-    return found
+    """The arrays that the survey of a part wrote."""
+    arrays: Mapping[str, NDArray[Any]] = np.load(folder / f"{part}.npz", allow_pickle=False)
+    return arrays
 
 
 def repeats(folder: Path, part: str) -> NDArray[np.bool_]:
-    """For every item of a part, whether an equal one came before it."""
+    """For every item of a part, whether an equal item occurred before it."""
     begins = json.loads((folder / _BEGINS).read_bytes())
     ends = sorted(begins.values())
     begin = begins[part]

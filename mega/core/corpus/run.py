@@ -1,13 +1,14 @@
-"""Apply a step to files: part by part, in any number of processes, resumable, with the same bytes however it is run.
+"""Apply a step to files, part by part, in any number of processes. Runs are resumable, and the output bytes do not
+depend on the number of processes.
 
-    1 survey    of a step that has to see all documents before it can judge one: each part is read, and notes are kept
-    2 conclude  from the notes of all parts: which documents go
+    1 survey    only for steps that must see all documents first: each part is read, and notes are stored
+    2 conclude  the notes of all parts decide which documents are dropped
     3 write     each part is read and its output is written; a step without a survey has only this phase
-    4 finish    the counts of all parts are summed up, and the parts joined if the output is one file
+    4 finish    the counts of all parts are summed, and the parts are joined if the output is one file
 
-A file appears whole or not at all: first the lines of a part, then its counts. Work that was interrupted, in any way,
-is resumed by the same call; other work is refused. Several shards write into one folder; with a survey each is called
-twice, since it needs the notes of all. It knows no step.
+Files appear atomically: first the lines of a part, then its counts. The same call resumes interrupted work and refuses
+other work. Several shards write into one folder. With a survey each shard is called twice, since it needs the notes of
+all. The file knows no step.
 """
 
 from __future__ import annotations
@@ -49,32 +50,31 @@ from mega.core.files import whole_file
 from mega.core.untrusted import below
 
 VERSION = 1
-"""Of what steps do; work of another version is not resumed."""
+"""Version of the steps. Work of another version is not resumed."""
 
 _CONCLUDED = "concluded.json"
 
 
 class StepOutcome(NamedTuple):
-    """complete: whether all shards are done; repeated: whether it was done before, and nothing was written; surveyed:
-    this shard's survey is done, and the call is to be repeated when those of all shards are."""
+    """The result of one call."""
 
-    counts: StepCounts
-    complete: bool = True
-    repeated: bool = False
-    surveyed: bool = False
+    counts: StepCounts  # Counts of the documents
+    complete: bool = True  # All shards are done
+    repeated: bool = False  # The work was done before, and nothing was written
+    surveyed: bool = False  # Only this shard's survey is done. The call must be repeated when all shards are surveyed.
 
 
 def process(inputs: Sequence[str | Path], step: CorpusStep | SurveyStep, options: RunOptions) -> StepOutcome:
-    """Apply a step to all documents of `inputs`: files, folders, globs, see `sources.find`.
+    """Apply a step to all documents of `inputs`: files, folders and globs, see `sources.find`.
 
-    JSON lines, also in .gz .zst .xz .bz2; parquet; arrow; of .txt each line is a document.
-    Errors: ValueError naming flag, or file and line; OSError of the machine. Parts that are done stay done.
+    Formats: JSON lines, also in .gz .zst .xz .bz2; parquet; arrow; .txt with one document per line.
+    Errors: ValueError naming flag, or file and line; OSError. Finished parts are kept.
     """
     paths, identity, repeated = begin(inputs, step, options)
     if repeated is not None:
         return repeated
     against = len(find(options.against, "--against")) if options.against else 0
-    # What is wrong with its files or libraries is reported before anything is written.
+    # Load first: problems with the step's files or libraries are reported before anything is written.
     _ = step.survey(0, options.folder / SURVEY) if isinstance(step, SurveyStep) else step.load()
     with locked_folder(options, accepted(step, paths, options)) as stale:
         writing: CorpusStep
@@ -85,14 +85,14 @@ def process(inputs: Sequence[str | Path], step: CorpusStep | SurveyStep, options
             writing = _Judging(step, options.folder / SURVEY)
         else:
             writing = step
-        done = _written(paths, against, writing, options, stale)
-        return finish(step, paths, options, identity, done)
+        counts = _written(paths, against, writing, options, stale)
+        return finish(step, paths, options, identity, counts)
 
 
 def begin(
     inputs: Sequence[str | Path], step: CorpusStep | SurveyStep, options: RunOptions
 ) -> tuple[list[Path], str, StepOutcome | None]:
-    """The files, a hash of the work, and its outcome if it was done before. Errors: ValueError."""
+    """The input files, a hash of the work, and its outcome if it is already done. Errors: ValueError."""
     against = find(options.against, "--against") if options.against else []
     paths = [*against, *find(inputs)]
     check_output(paths, options)
@@ -113,33 +113,38 @@ def begin(
 
 
 def _check_form(paths: Sequence[Path], options: RunOptions) -> None:
-    """One file of output has the form of the input, and a name that says so. Errors: ValueError."""
+    """Check that one output file has the form of the input, and a name that says so. Errors: ValueError."""
     if not options.one_file:
         return
     name = options.output.name.lower().removesuffix(".gz").removesuffix(".zst")
     for path in paths:
         if is_plain(path) != name.endswith(".txt"):
-            own, end = ("lines of text", ".txt") if is_plain(path) else ("JSON lines", ".jsonl")
-            raise ValueError(f"--output {options.output}: of {path} {own} are written; name it {end}, or a folder")
+            form, end = ("lines of text", ".txt") if is_plain(path) else ("JSON lines", ".jsonl")
+            raise ValueError(f"--output {options.output}: of {path} {form} are written; name it {end}, or a folder")
 
 
 def accepted(step: CorpusStep | SurveyStep, paths: Sequence[Path], options: RunOptions) -> list[str]:
-    """Hashes of this work and of unfinished work that it resumes: --on-error skip resumes what a bad line has ended."""
-    own = _identity(step, paths, options)
-    return [own] if options.on_error == "stop" else [own, _identity(step, paths, replace(options, on_error="stop"))]
+    """Hashes of this work and of unfinished work that it resumes. With --on-error skip it also resumes work that a bad
+    line stopped."""
+    identity = _identity(step, paths, options)
+    return (
+        [identity]
+        if options.on_error == "stop"
+        else [identity, _identity(step, paths, replace(options, on_error="stop"))]
+    )
 
 
 def _identity(step: CorpusStep | SurveyStep, paths: Sequence[Path], options: RunOptions) -> str:
-    """A hash of all that the output depends on."""
+    """A hash of everything that affects the output."""
     work = [VERSION, step.name, _settings(step), options.packed, options.on_error, options.part_bytes]
     work += [options.show_dropped, options.dropped is not None, list(options.against), stamps(paths)]
     return hashlib.sha256(json.dumps(work, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _settings(step: object) -> dict[str, object]:
-    """The fields that the result depends on."""
-    own = {each.name for each in fields(step) if each.metadata.get("setting", True)}  # type: ignore[arg-type]
-    return {name: value for name, value in asdict(step).items() if name in own}  # type: ignore[call-overload]
+    """The fields of a step that affect the result."""
+    setting_names = {each.name for each in fields(step) if each.metadata.get("setting", True)}  # type: ignore[arg-type]
+    return {name: value for name, value in asdict(step).items() if name in setting_names}  # type: ignore[call-overload]
 
 
 # --- parts in processes ---------------------------------------------------------------------------------------------
@@ -148,10 +153,10 @@ PartWork = Callable[[InputPart], StepCounts]
 
 
 class _PartJob(Protocol):
-    """What is done with every part; small enough to be sent to another process."""
+    """The work on every part. It must be small, since it is sent to other processes."""
 
     def load(self) -> PartWork:
-        """The work, with its libraries loaded."""
+        """Load libraries, and return the work."""
         ...
 
 
@@ -187,7 +192,8 @@ class _WriteJob:
 def _written(
     paths: Sequence[Path], against: int, step: CorpusStep, options: RunOptions, stale: dict[str, list[Path]]
 ) -> StepCounts:
-    """Write every part of the shard that is not done; the counts of all. The first `against` files are not written."""
+    """Write every unfinished part of the shard, and return the counts of all. The first `against` files are not
+    written."""
     total = sum(path.stat().st_size for path in paths)
     counts = StepCounts()
 
@@ -197,14 +203,14 @@ def _written(
                 continue
             for path in stale.get(part.name, ()):
                 path.unlink(missing_ok=True)
-            if (done := read_record(options.folder / f".{part.name}.json")) is None:
+            if (record := read_record(options.folder / f".{part.name}.json")) is None:
                 yield part
             else:
-                counts.add(StepCounts.from_json(done), options.show_dropped)
+                counts.add(StepCounts.from_json(record), options.show_dropped)
 
     part_options = PartOptions(options.folder, options.dropped, options.packed, options.on_error, options.show_dropped)
-    for part, found in _results(left(), _WriteJob(step, part_options), options.workers):
-        counts.add(found, options.show_dropped)
+    for part, part_counts in _results(left(), _WriteJob(step, part_options), options.workers):
+        counts.add(part_counts, options.show_dropped)
         if options.progress is not None:
             options.progress(counts, part.end, total)
     return counts
@@ -222,12 +228,12 @@ class _SurveyJob:
 
     def load(self) -> PartWork:
         survey = self.step.survey(self.stage, self.folder)
-        own, check = stage_folder(self.folder, self.stage), check_of(self.step)
+        notes_folder, check = stage_folder(self.folder, self.stage), check_of(self.step)
 
         def work(part: InputPart) -> StepCounts:
             counts = StepCounts()
             notes = survey(ReadableDocuments(part, self.step.key, check, counts, stop=self.stop, samples=0))
-            with whole_file(own / f"{part.name}.npz") as file:
+            with whole_file(notes_folder / f"{part.name}.npz") as file:
                 packed = io.BytesIO()
                 np.savez(packed, **notes)  # type: ignore[arg-type]
                 file.write(packed.getbuffer())
@@ -238,7 +244,7 @@ class _SurveyJob:
 
 @dataclass(frozen=True)
 class _Judging:
-    """The second pass of a step, as a step."""
+    """The second pass of a survey step, as a step."""
 
     step: SurveyStep
     folder: Path
@@ -260,57 +266,59 @@ class _Judging:
 
 
 def _surveyed(paths: Sequence[Path], step: SurveyStep, options: RunOptions) -> StepCounts | None:
-    """Make all surveys; each begins when the one before is concluded, which takes the notes of all shards.
+    """Make all surveys. Each stage begins after the previous one was concluded, which needs the notes of all shards.
 
-    None when that is done; else what this shard has counted, since others are not as far.
+    Returns None if all surveys are done, otherwise the counts of this shard, since other shards are still running.
     """
     for stage in range(step.stages):
         counts = StepCounts()
-        own = stage_folder(options.folder / SURVEY, stage)
-        own.mkdir(parents=True, exist_ok=True)
-        if not (own / _CONCLUDED).is_file():
+        notes_folder = stage_folder(options.folder / SURVEY, stage)
+        notes_folder.mkdir(parents=True, exist_ok=True)
+        if not (notes_folder / _CONCLUDED).is_file():
             _survey(paths, step, stage, options, counts)
-        if not (own / _CONCLUDED).is_file():
+        if not (notes_folder / _CONCLUDED).is_file():
             return counts
     return None
 
 
 def _survey(paths: Sequence[Path], step: SurveyStep, stage: int, options: RunOptions, counts: StepCounts) -> None:
-    """Survey every part of the shard that is not surveyed, and conclude when those of all shards are."""
+    """Survey every part of the shard that has no notes, and conclude when all shards are surveyed."""
     folder = options.folder / SURVEY
-    own = stage_folder(folder, stage)
+    notes_folder = stage_folder(folder, stage)
     total = sum(path.stat().st_size for path in paths)
     index, count = options.shard
-    mark = own / f"shard-{index + 1}-of-{count}.json"
+    mark = notes_folder / f"shard-{index + 1}-of-{count}.json"
     if not mark.is_file():
         job = _SurveyJob(step, stage, folder, options.on_error == "stop")
-        asked = (part for part in parts(paths, options.shard, options.part_bytes) if not _noted(own, part.name))
-        for part, found in _results(asked, job, options.workers):
-            counts.documents += found.documents
+        open_parts = (
+            part for part in parts(paths, options.shard, options.part_bytes) if not _noted(notes_folder, part.name)
+        )
+        for part, part_counts in _results(open_parts, job, options.workers):
+            counts.documents += part_counts.documents
             if options.progress is not None:
                 options.progress(counts, part.end + stage * total, (step.stages + 1) * total)
         write_record(mark, {"documents": counts.documents})
-    if not all((own / f"shard-{i + 1}-of-{count}.json").is_file() for i in range(count)):
+    if not all((notes_folder / f"shard-{i + 1}-of-{count}.json").is_file() for i in range(count)):
         return
-    with open(own / "lock", "wb") as lock:
-        if locked_soon(lock.fileno()) and not (own / _CONCLUDED).is_file():
-            for stale in [*folder.glob("*.tmp"), *own.glob("*.tmp")]:
+    with open(notes_folder / "lock", "wb") as lock:
+        if locked_soon(lock.fileno()) and not (notes_folder / _CONCLUDED).is_file():
+            for stale in [*folder.glob("*.tmp"), *notes_folder.glob("*.tmp")]:
                 stale.unlink(missing_ok=True)
-            step.conclude(stage, folder, sorted(path.stem for path in own.glob("*-*.npz")))
-            write_record(own / _CONCLUDED, {})
+            step.conclude(stage, folder, sorted(path.stem for path in notes_folder.glob("*-*.npz")))
+            write_record(notes_folder / _CONCLUDED, {})
 
 
 def _noted(folder: Path, name: str) -> bool:
     return (folder / f"{name}.npz").is_file()
 
 
-# --- the end --------------------------------------------------------------------------------------------------------
+# --- finish ---------------------------------------------------------------------------------------------------------
 
 
 def finish(
     step: CorpusStep | SurveyStep, paths: Sequence[Path], options: RunOptions, identity: str, done: StepCounts
 ) -> StepOutcome:
-    """When the parts of all shards are done: sum up their counts, join them if one file is asked for, and tidy up."""
+    """When all shards are done: sum the counts of all parts, join the parts for a single output file, and tidy up."""
     index, count = options.shard
     folder, total = options.folder, StepCounts()
     marks = [folder / f".shard-{i + 1}-of-{count}.json" for i in range(count)]
@@ -319,7 +327,7 @@ def finish(
         return StepOutcome(done, complete=False)
     with open(folder / ".lock-finish", "wb") as lock:
         if not locked_soon(lock.fileno()) or (count > 1 and (folder / RECORD).is_file()):
-            return StepOutcome(done)  # another shard finishes, or has done so
+            return StepOutcome(done)  # another shard is finishing, or has finished
         sidecars = sorted(path for path in folder.glob(".*.json") if path.name[1:6].isdigit())
         for path in sidecars:
             total.add(StepCounts.from_json(read_record(path) or {}), options.show_dropped)

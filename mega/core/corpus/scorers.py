@@ -1,11 +1,11 @@
-"""What scores a text by attributes between 0 and 1, such as toxicity: a server, a classifier, a word list, a file.
+"""Scorers of texts by attributes between 0 and 1, such as toxicity: a server, a classifier, a word list, a file.
 
-    https://HOST/...   a server that answers as Perspective's comments:analyze does; its key is in the environment
-    model:DIR          a sequence classifier of Hugging Face; its labels are the attributes
-    words:FILE         the share of a text's words that are in the file, times ten, at most 1: for tests and recipes
-    scores:FILE        JSON lines with "text" and "score", such as a former annotation
+    https://HOST/...   a server with the protocol of Perspective's comments:analyze; its key is in the environment
+    model:DIR          a Hugging Face sequence classifier; its labels are the attributes
+    words:FILE         the fraction of a text's words that are in the file, times ten, at most 1: for tests and recipes
+    scores:FILE        JSON lines with "text" and "score", such as an earlier annotation
 
-A scorer is made where it is used, and keeps the order of the texts.
+A scorer is created in the process that uses it, and returns scores in the order of the texts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mega.core.config.option import VerbSection, option
 from mega.core.untrusted import parse_json
 
 ATTRIBUTES = ("toxicity", "severe_toxicity", "sexually_explicit", "threat", "profanity", "identity_attack")
-"""That Perspective is asked for."""
+"""Attributes that Perspective is asked to score."""
 KINDS = "https://..., http://..., model:DIR, words:FILE or scores:FILE"
 _PATH = "/v1alpha1/comments:analyze"
 _WORD = re.compile(r"\w+")
@@ -36,35 +36,38 @@ _TOGETHER = 16
 _MOST_ANSWER = 1 << 20
 
 Scores = Mapping[str, float] | None
-"""Attribute -> value; None where a text has no score."""
+"""Attribute -> value; None if a text has no score."""
 
 
 class Scorer(Protocol):
-    """Scores texts; None for one that it cannot score."""
+    """Scores texts."""
 
     def score(self, texts: Sequence[str]) -> list[Scores]:
-        """Errors: ValueError naming the scorer, where it does not answer or not as it must."""
+        """Scores in the order of the texts; None for a text that cannot be scored.
+
+        Errors: ValueError naming the scorer if it does not answer, or answers in another form.
+        """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScorerOptions(VerbSection):
-    """What scores texts: see the file's beginning."""
+    """The scorer and its connection."""
 
     title: ClassVar[str] = "Scorer"
 
     scorer: str = option("", "https://HOST, model:DIR, words:FILE or scores:FILE")
     key_variable: str = option("PERSPECTIVE_API_KEY", "environment variable that holds a server's key")
-    rate: float = option(0.0, "requests a second at most; 0 is no limit")
-    connections: int = option(8, "requests to a server at a time")
-    tries: int = option(6, "requests for one text, with growing pauses")
-    timeout: float = option(30.0, "seconds that a server may take for one")
+    rate: float = option(0.0, "requests per second at most; 0: no limit")
+    connections: int = option(8, "simultaneous requests to a server")
+    tries: int = option(6, "requests for one text, with growing pauses between them")
+    timeout: float = option(30.0, "seconds that a server may take for a request")
 
     def __post_init__(self) -> None:
         rules = {"rate": self.rate >= 0, "connections": self.connections >= 1, "tries": self.tries >= 1}
         rules["timeout"] = self.timeout > 0
-        for name, kept in rules.items():
-            if not kept:
+        for name, is_valid in rules.items():
+            if not is_valid:
                 least = "at least 0" if name == "rate" else "greater than 0" if name == "timeout" else "at least 1"
                 raise ValueError(f"--{name} {getattr(self, name)}: must be {least}")
 
@@ -74,7 +77,7 @@ class ScorerOptions(VerbSection):
 
 
 def make_scorer(options: ScorerOptions) -> Scorer:
-    """Errors: ValueError naming flag and file."""
+    """Create the scorer. Errors: ValueError naming flag and file."""
     kind, _, rest = options.scorer.partition(":")
     if options.is_server:
         return ServerScorer(options)
@@ -88,7 +91,7 @@ def make_scorer(options: ScorerOptions) -> Scorer:
 
 
 class WordScorer:
-    """Ten times the share of listed words, at most 1, as toxicity."""
+    """The fraction of listed words times ten, at most 1, as toxicity."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -100,16 +103,16 @@ class WordScorer:
             raise ValueError(f"--scorer words:{path}: holds no word; must have one a line")
 
     def score(self, texts: Sequence[str]) -> list[Scores]:
-        found: list[Scores] = []
+        scores: list[Scores] = []
         for text in texts:
             words = _WORD.findall(text.lower())
-            listed = sum(word in self._words for word in words)
-            found.append({"toxicity": min(1.0, 10 * listed / max(len(words), 1))})
-        return found
+            count = sum(word in self._words for word in words)
+            scores.append({"toxicity": min(1.0, 10 * count / max(len(words), 1))})
+        return scores
 
 
 class FileScorer:
-    """Scores by text, read from a file of former scores."""
+    """Scores looked up by text in a file of earlier scores."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -122,10 +125,10 @@ class FileScorer:
             raise ValueError(f"--scorer scores:{path}: cannot be read ({error})") from None
 
     def _read(self, line: str, where: str) -> None:
-        found = parse_json(line, where) if line.strip() else {"text": "", "score": None}
-        if not isinstance(found, dict) or not isinstance(found.get("text"), str) or "score" not in found:
+        row = parse_json(line, where) if line.strip() else {"text": "", "score": None}
+        if not isinstance(row, dict) or not isinstance(row.get("text"), str) or "score" not in row:
             raise ValueError(f'{where}: must be an object with "text" and "score"')
-        self._scores[cleaned(found["text"])] = checked(found["score"], where)
+        self._scores[cleaned(row["text"])] = checked(row["score"], where)
 
     def score(self, texts: Sequence[str]) -> list[Scores]:
         for text in texts:
@@ -135,7 +138,7 @@ class FileScorer:
 
 
 class ClassifierScorer:
-    """A sequence classifier of Hugging Face; the attribute of a label is its name in lower case."""
+    """A Hugging Face sequence classifier. The attribute of a label is its name in lower case."""
 
     def __init__(self, path: Path) -> None:
         if not (path / "config.json").is_file():
@@ -150,12 +153,13 @@ class ClassifierScorer:
             raise ValueError(f"--scorer model:{path}: {' '.join(str(error).split())[:200]}") from None
 
     def score(self, texts: Sequence[str]) -> list[Scores]:
-        found: Any = self._classify(list(texts), batch_size=_TOGETHER) if texts else []
-        return [{each["label"].lower(): float(each["score"]) for each in row} for row in found]
+        answers: Any = self._classify(list(texts), batch_size=_TOGETHER) if texts else []
+        return [{each["label"].lower(): float(each["score"]) for each in row} for row in answers]
 
 
 class ServerScorer:
-    """Perspective's protocol: several requests at a time, no more than a rate, each tried again with growing pauses."""
+    """Perspective's protocol: concurrent requests below a given rate. A failed request is repeated with growing
+    pauses."""
 
     def __init__(self, options: ScorerOptions) -> None:
         self._options = options
@@ -171,7 +175,7 @@ class ServerScorer:
         try:
             return list(self._threads.map(self._one, texts))
         except ValueError:
-            self._failed.set()  # requests that wait are not sent any more
+            self._failed.set()  # waiting requests are not sent
             raise
 
     def _one(self, text: str) -> Scores:
@@ -194,7 +198,7 @@ class ServerScorer:
                     return self._read(answer.read(_MOST_ANSWER))
             except urllib.error.HTTPError as error:
                 reason = f"HTTP {error.code}"
-                if error.code == 400:  # a text that it does not judge, such as one of another language
+                if error.code == 400:  # a text that the server cannot score, such as an unsupported language
                     return None
                 if error.code in (401, 403, 404):
                     hint = f"; its key is read from ${self._options.key_variable}" if error.code != 404 else ""
@@ -206,19 +210,19 @@ class ServerScorer:
         raise ValueError(f"{self._where}: no answer in {self._options.tries} tries ({reason}); what is done stays done")
 
     def _wait(self) -> None:
-        """Until the rate allows another request."""
+        """Sleep until the rate allows another request."""
         if not self._options.rate:
             return
         with self._lock:
-            now = time.monotonic()
-            at = max(now, self._next)
-            self._next = at + 1 / self._options.rate
-        time.sleep(at - now)
+            current_time = time.monotonic()
+            send_time = max(current_time, self._next)
+            self._next = send_time + 1 / self._options.rate
+        time.sleep(send_time - current_time)
 
     def _read(self, answer: bytes) -> Scores:
         try:
-            found = json.loads(answer)["attributeScores"]
-            scores = {name.lower(): each["summaryScore"]["value"] for name, each in found.items()}
+            attributes = json.loads(answer)["attributeScores"]
+            scores = {name.lower(): each["summaryScore"]["value"] for name, each in attributes.items()}
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(
                 f"{self._where}: answers {answer[:60]!r}; must be attributeScores.NAME.summaryScore.value"
@@ -227,7 +231,7 @@ class ServerScorer:
 
 
 def checked(scores: object, where: str) -> Scores:
-    """Errors: ValueError unless all are numbers of 0 to 1."""
+    """Check that all scores are numbers from 0 to 1. Errors: ValueError."""
     if scores is None:
         return None
     if not isinstance(scores, Mapping):
@@ -239,7 +243,7 @@ def checked(scores: object, where: str) -> Scores:
 
 
 def cleaned(text: str, most_bytes: int | None = None) -> str:
-    """A text as it is scored: without marks of a document's end, cut to bytes at a character's boundary.
+    """A text as it is scored: without end-of-document marks, cut to `most_bytes` at a character boundary.
 
     >>> cleaned("a<|endoftext|>"), cleaned("aü", 2)
     ('a', 'a')
@@ -249,7 +253,7 @@ def cleaned(text: str, most_bytes: int | None = None) -> str:
 
 
 def scored(scorer: Scorer, wanted: Sequence[str], most_bytes: int | None = None) -> list[Scores]:
-    """Scores of texts; None for blank ones, which are not asked for."""
-    asked = [cleaned(text, most_bytes) for text in wanted]
-    found: Iterator[Scores] = iter(scorer.score([text for text in asked if text.strip()]))
-    return [next(found) if text.strip() else None for text in asked]
+    """Scores of texts. A blank text is not sent to the scorer and gets None."""
+    texts = [cleaned(text, most_bytes) for text in wanted]
+    scores: Iterator[Scores] = iter(scorer.score([text for text in texts if text.strip()]))
+    return [next(scores) if text.strip() else None for text in texts]

@@ -1,6 +1,6 @@
-"""Keeps the share of all documents that have the least value of a key, such as the least toxic half.
+"""Keep the share of all documents with the lowest values of a key, such as the least toxic half.
 
-Documents without a value leave; ties are decided by the order of the input, and what is kept stays in that order.
+Documents without a value are dropped. Ties are broken by the input order, and kept documents stay in that order.
 Source: Megatron-LM 23.06, examples/detxoify_lm/annotations/filter-selfgeneration.py.
 """
 
@@ -26,18 +26,19 @@ _MARKS = "selected.npz"
 
 @dataclass(frozen=True, kw_only=True)
 class Select:
-    """by: keys from the outside in, with dots between. share: of all documents, those without a value included.
-
-    above: a document with more counts as toxic in the report. report: file of the figures; "" is none.
-    """
+    """Keep the documents with the lowest values."""
 
     name: ClassVar[str] = "select"
     stages: ClassVar[int] = 1
     key: ClassVar[str] = ""
     by: str = "score.toxicity"
+    """Key of the value. Nested keys are joined with dots, outermost first."""
     share: float = 0.5
+    """Share of all documents that is kept, counting documents without a value."""
     above: float = 0.5
+    """The report counts documents with higher values as toxic."""
     report: str = ""
+    """File for the statistics; "": not written."""
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
@@ -50,22 +51,22 @@ class Select:
         return values
 
     def check(self, document: CorpusDocument) -> None:
-        """A document is an object whose value, if it has one, is a number. Errors: ValueError."""
+        """A document must be an object. Its value, if present, must be a number. Errors: ValueError."""
         _ = self._value(document)
 
     def _value(self, document: CorpusDocument) -> float:
-        """NaN if the document has none. Errors: ValueError where it is not a number."""
-        found: object = document.fields
+        """The value of a document, NaN if it is missing. Errors: ValueError if it is not a number."""
+        value: object = document.fields
         for name in self.by.split("."):
-            if not isinstance(found, dict) or found.get(name) is None:
+            if not isinstance(value, dict) or value.get(name) is None:
                 return math.nan
-            found = found[name]
-        if isinstance(found, bool) or not isinstance(found, int | float):
-            raise ValueError(f"{self.by} {found!r}: must be a number, or null")
-        return float(found)
+            value = value[name]
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{self.by} {value!r}: must be a number, or null")
+        return float(value)
 
     def conclude(self, stage: int, folder: Path, parts: Sequence[str]) -> None:
-        """Ranks all values."""
+        """Rank all values."""
         by_part = [notes(stage_folder(folder, 0), part)["values"] for part in parts]
         values = np.concatenate([np.zeros(0), *by_part])
         if len(values) and np.isnan(values).all():
@@ -75,24 +76,26 @@ class Select:
         marks[ranked[: min(int(len(values) * self.share), int((~np.isnan(values)).sum()))]] = True
         ends = np.cumsum([len(each) for each in by_part])
         with whole_file(folder / _MARKS) as file:
-            own = {part: marks[end - len(values) : end] for part, values, end in zip(parts, by_part, ends, strict=True)}
-            np.savez(file, **own)  # type: ignore[arg-type]  # no part is called allow_pickle
+            marks_by_part = {
+                part: marks[end - len(values) : end] for part, values, end in zip(parts, by_part, ends, strict=True)
+            }
+            np.savez(file, **marks_by_part)  # type: ignore[arg-type]  # no part is called allow_pickle
         if self.report:
             write_record(Path(self.report), self._figures(values, marks))
 
     def _figures(self, values: NDArray[np.float64], marks: NDArray[np.bool_]) -> dict[str, Json]:
-        known, chosen = values[~np.isnan(values)], values[marks]
-        sets = {"all": known, "above": known[known > self.above], "not above": known[known <= self.above]}
-        found: dict[str, Json] = {
-            name: {"documents": len(own), "mean": float(own.mean()), "deviation": float(own.std())}
-            for name, own in sets.items()
-            if len(own)
+        present, kept_values = values[~np.isnan(values)], values[marks]
+        sets = {"all": present, "above": present[present > self.above], "not above": present[present <= self.above]}
+        figures: dict[str, Json] = {
+            name: {"documents": len(subset), "mean": float(subset.mean()), "deviation": float(subset.std())}
+            for name, subset in sets.items()
+            if len(subset)
         }
-        found |= {"documents": len(values), "without a value": len(values) - len(known), "kept": len(chosen)}
-        found["share above"] = float((known > self.above).mean())
-        if len(chosen):
-            found["kept from"], found["kept to"] = float(chosen.min()), float(chosen.max())
-        return found
+        figures |= {"documents": len(values), "without a value": len(values) - len(present), "kept": len(kept_values)}
+        figures["share above"] = float((present > self.above).mean())
+        if len(kept_values):
+            figures["kept from"], figures["kept to"] = float(kept_values.min()), float(kept_values.max())
+        return figures
 
     def judge(self, folder: Path) -> Work:
         def judge(documents: Iterable[CorpusDocument]) -> Iterator[Result]:

@@ -1,9 +1,9 @@
-"""Documents in a random order, of any amount: a function of the seed and of each document's number.
+"""Shuffle documents of any total size. The order is a function of the seed and of each document's number.
 
-    1 each document gets a random key and goes to the file of its range of keys
+    1 each document gets a random key and is written to the file of its key range
     2 each file is sorted by key, and becomes a part of the output
 
-It reads the input once, and holds one file in memory.
+The input is read once, and one file at a time is held in memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SEED_STEP = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True, kw_only=True)
 class Shuffle:
-    """What a shuffled corpus depends on."""
+    """Settings of a shuffled corpus."""
 
     name: ClassVar[str] = "shuffle"
     key: ClassVar[str] = ""
@@ -41,12 +41,12 @@ class Shuffle:
     bucket_bytes: int = _BUCKET_BYTES
 
     def load(self) -> Work:
-        """Of one document there is no order."""
+        """A single document has no order: keep it."""
         return each(kept)
 
 
 def shuffle(inputs: Sequence[str | Path], step: Shuffle, options: RunOptions) -> StepOutcome:
-    """Write the documents of `inputs` in the order of their keys. Errors: as those of `run.process`."""
+    """Write the documents of `inputs` in the order of their keys. Errors: as in `run.process`."""
     if options.shard != (0, 1):
         raise ValueError("--shard: an order is one of all documents; leave it out")
     paths, identity, repeated = begin(inputs, step, options)
@@ -57,14 +57,14 @@ def shuffle(inputs: Sequence[str | Path], step: Shuffle, options: RunOptions) ->
         folder.mkdir(exist_ok=True)
         if not (folder / _DISTRIBUTED).is_file():
             _distribute(paths, step, options, folder)
-        found = read_record(folder / _DISTRIBUTED) or {}
+        distribution = read_record(folder / _DISTRIBUTED) or {}
         counts = StepCounts()
-        for number in range(int(numbers_below(found)["buckets"])):
+        for number in range(int(numbers_below(distribution)["buckets"])):
             if read_record(sidecar := options.folder / f".00000-{number:06}.json") is None:
                 write_record(
-                    sidecar, _sort(folder / f"bucket-{number}", options, number, bool(found["plain"])).as_json()
+                    sidecar, _sort(folder / f"bucket-{number}", options, number, bool(distribution["plain"])).as_json()
                 )
-        write_record(options.folder / f".00000-{found['buckets']:06}.json", found["skipped"])
+        write_record(options.folder / f".00000-{distribution['buckets']:06}.json", distribution["skipped"])
         return finish(step, paths, options, identity, counts)
 
 
@@ -72,8 +72,8 @@ def _distribute(paths: Sequence[Path], step: Shuffle, options: RunOptions, folde
     total = sum(path.stat().st_size for path in paths)
     count = min(max(1, -(-total // step.bucket_bytes)), _MOST_BUCKETS)
     number, plain, skipped = 0, None, StepCounts()
-    with contextlib.ExitStack() as open_now:
-        files = [open_now.enter_context(open(folder / f"bucket-{i}", "wb")) for i in range(count)]
+    with contextlib.ExitStack() as open_files:
+        files = [open_files.enter_context(open(folder / f"bucket-{i}", "wb")) for i in range(count)]
         for part in parts(paths, part_bytes=options.part_bytes):
             if plain not in (None, part.plain):
                 raise ValueError(f"--input {part.source.path}: .txt and JSON lines cannot be shuffled together")
@@ -98,8 +98,8 @@ def _sort(bucket: Path, options: RunOptions, number: int, plain: bool) -> StepCo
         while key := file.read(8):
             rows.append((key, file.readline()))
     rows.sort()
-    with line_file(options.folder, f"00000-{number:06}", plain, options.packed) as written:
+    with line_file(options.folder, f"00000-{number:06}", plain, options.packed) as output_file:
         for _, line in rows:
-            written.write(line[:-1])
+            output_file.write(line[:-1])
     size = sum(len(line) for _, line in rows)
     return StepCounts(documents=len(rows), kept=len(rows), written=len(rows), bytes=size)

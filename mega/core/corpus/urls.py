@@ -1,7 +1,7 @@
-"""Which URLs are worth a download: OpenWebText's five tests, in their order, each with its reason.
+"""Select URLs worth downloading: OpenWebText's five tests, in their order, each with its reason.
 
-A URL goes for its domain (the registered label, without suffix and subdomain), its extension, as too short, as
-malformed, or as a duplicate of one that is kept. Source: Megatron-LM 23.06, tools/openwebtext/blacklist_urls.py.
+A URL is dropped for its domain (the registered label, without suffix and subdomain), for its extension, as too short,
+as malformed, or as a duplicate of a kept URL. Source: Megatron-LM 23.06, tools/openwebtext/blacklist_urls.py.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _ENDS = (
 ).split()
 EXTENSIONS = tuple(f".{end}" for end in ["7z", "ai", *_ENDS])
 MEGATRON_EXTENSIONS = tuple(f".{end}" for end in ["7z.ai", *_ENDS])
-"""A comma that was forgotten joins two of them."""
+"""Megatron-LM's list, in which a missing comma joins two extensions."""
 
 _WELL_FORMED = re.compile(
     r"https?://"
@@ -63,9 +63,10 @@ _WELL_FORMED = re.compile(
 
 
 def url_test(domains: Iterable[str], extensions: Sequence[str], *, any_case: bool = True) -> Callable[[str], int]:
-    """A function from a URL to the first reason that it goes for, as an index of REASONS; 0 where none does.
+    """A function from a URL to the index in REASONS of the first test that it fails; 0 if it passes all.
 
-    any_case: http://IMGUR.com is one of imgur's. Errors: ValueError where tldextract is not installed.
+    any_case: domains are compared in lower case, so http://IMGUR.com matches imgur. Errors: ValueError if tldextract is
+    not installed.
     """
     label, blocked, ends = _registered_label(any_case), frozenset(domains), tuple(extensions)
     well_formed = _WELL_FORMED.fullmatch
@@ -83,9 +84,10 @@ def url_test(domains: Iterable[str], extensions: Sequence[str], *, any_case: boo
 
 
 def _registered_label(any_case: bool) -> Callable[[str], str]:
-    """From a URL to the label that was registered: "bbc" of http://news.bbc.co.uk/, by the list in tldextract's wheel.
+    """A function from a URL to its registered label, such as "bbc" for http://news.bbc.co.uk/, by tldextract's built-in
+    list.
 
-    A host is looked up once as long as it is among the last ones.
+    Labels of recent hosts are cached.
     """
     try:
         import tldextract
@@ -93,7 +95,7 @@ def _registered_label(any_case: bool) -> Callable[[str], str]:
     except ImportError:
         raise ValueError("mega corpus urls: needs tldextract; pip install '.[corpus]' in a clone") from None
     extract = tldextract.TLDExtract(suffix_list_urls=(), cache_dir=None)
-    extract("http://example.com")  # reads the list
+    extract("http://example.com")  # load the list
 
     @lru_cache(_HOSTS)
     def of_host(host: str) -> str:
@@ -104,31 +106,36 @@ def _registered_label(any_case: bool) -> Callable[[str], str]:
 
 
 def listed(flag: str, path: Path) -> list[str]:
-    """The lines of a file that are not blank, in lower case. Errors: ValueError naming flag and file."""
+    """The non-blank lines of a file, in lower case. Errors: ValueError naming flag and file."""
     try:
-        found = [line.strip().lower() for line in path.read_text("utf-8").splitlines() if line.strip()]
+        entries = [line.strip().lower() for line in path.read_text("utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{flag} {path}: cannot be read ({error})") from None
-    if not found:
+    if not entries:
         raise ValueError(f"{flag} {path}: holds no line; must have one entry a line")
-    return found
+    return entries
 
 
 @dataclass(frozen=True, kw_only=True)
 class Urls:
-    """Keeps documents whose URL passes all tests: lines of text that are URLs, or JSON lines with one under `key`."""
+    """Keep documents whose URL passes all tests. A document is a line of text that is a URL, or a JSON line with a
+    URL."""
 
     name: ClassVar[str] = "urls"
     stages: ClassVar[int] = 1
     key: str = "url"
+    """Key of the URL."""
     domains: tuple[str, ...] = tuple(sorted(DOMAINS))
+    """Registered labels to drop."""
     extensions: tuple[str, ...] = EXTENSIONS
+    """Extensions to drop."""
     any_case: bool = True
+    """Compare domains in lower case."""
     keep_duplicates: bool = False
-    """Duplicates are documents of one page, and are not told from each other by their URL alone."""
+    """Keep repeated URLs. Documents of the same page cannot be distinguished by their URL."""
 
     def survey(self, stage: int, folder: Path) -> Survey:
-        """Notes the outcome of every URL, and a key of each one that passes."""
+        """Compute the outcome of every URL, and a key for each URL that passes."""
         test = url_test(self.domains, self.extensions, any_case=self.any_case)
 
         def survey(documents: Iterable[CorpusDocument]) -> Mapping[str, NDArray[np.generic]]:
@@ -140,11 +147,11 @@ class Urls:
         return survey
 
     def conclude(self, stage: int, folder: Path, parts: Sequence[str]) -> None:
-        """Marks the duplicates."""
+        """Mark the duplicates."""
         mark_repeats(stage_folder(folder, stage), parts)
 
     def judge(self, folder: Path) -> Work:
-        """Drops what did not pass."""
+        """Drop documents whose URL did not pass."""
 
         def judge(documents: Iterable[CorpusDocument]) -> Iterator[Result]:
             outcomes: list[int] = []
@@ -156,7 +163,7 @@ class Urls:
         return judge
 
     def _outcomes(self, folder: Path, part: str) -> list[int]:
-        found = notes(folder, part)["outcomes"].copy()
+        outcomes = notes(folder, part)["outcomes"].copy()
         if not self.keep_duplicates:
-            found[repeats(folder, part)] = REASONS.index("duplicate")
-        return [int(outcome) for outcome in found]
+            outcomes[repeats(folder, part)] = REASONS.index("duplicate")
+        return [int(outcome) for outcome in outcomes]

@@ -2,7 +2,7 @@
 
     {"id": "12", "revid": "34", "url": "https://en.wikipedia.org/wiki?curid=12", "title": "Harbour", "text": "..."}
 
-A page of the dump reaches this file as one line of XML, see `parts.py`. Redirects and pages that are not articles go.
+`parts.py` passes each page of the dump as one line of XML. Redirects and pages that are not articles are dropped.
 """
 
 from __future__ import annotations
@@ -20,25 +20,24 @@ _NEEDED = ("title", "id", "revision/id", "revision/text")
 
 @dataclass(frozen=True, kw_only=True)
 class Wikipedia:
-    """site: beginning of each URL; least: characters of the shortest article; punctuation: standardise it; sentences:
-    a language, in which each sentence becomes a line (for BERT), or ""."""
+    """Extract the text of each article."""
 
     name: ClassVar[str] = "wikipedia"
     key: ClassVar[str] = ""
-    site: str = "https://en.wikipedia.org/wiki"
-    least: int = 1
-    punctuation: bool = True
-    sentences: str = ""
-    splitter: str = "punkt"
+    site: str = "https://en.wikipedia.org/wiki"  # First part of each URL
+    least: int = 1  # Characters of the shortest article
+    punctuation: bool = True  # Replace typographic punctuation by ASCII
+    sentences: str = ""  # Language for splitting each sentence into a line (for BERT); "": do not split
+    splitter: str = "punkt"  # Library that splits sentences
 
     def check(self, document: CorpusDocument) -> None:
-        """A document is a page of a dump, with what an article needs. Errors: ValueError."""
+        """A document must be a page of a dump with the required elements. Errors: ValueError."""
         page = _page(document)
         if missing := [name for name in _NEEDED if page.find(name) is None]:
             raise ValueError(f"a page without {missing[0]}; must have {', '.join(_NEEDED)}")
 
     def load(self) -> Work:
-        """Errors: ValueError where a library is not installed."""
+        """Errors: ValueError if a library is not installed."""
         parse, cut = parser(), self._sentences()
 
         def extract(document: CorpusDocument) -> Result:

@@ -1,9 +1,9 @@
-"""The text of a Wikipedia article: its markup is parsed by mwparserfromhell, and what is not prose is left out.
+"""The text of a Wikipedia article: mwparserfromhell parses the markup, and everything that is not prose is left out.
 
 Kept: paragraphs, the words of links, headings of sections that have text (as "History."), quoted italics. Left out:
-templates, tables, lists, references, files, categories, galleries, comments. A formula is `formula_1`, code `codice_1`.
-These are the choices of the package wikiextractor, whose output is what Wikipedia corpora are made of; the differences
-are listed in docs/corpora.md. It knows no dump.
+templates, tables, lists, references, files, categories, galleries, comments. A formula becomes `formula_1`, code
+becomes `codice_1`. These are the choices of the package wikiextractor, which most Wikipedia corpora were made with;
+docs/corpora.md lists the differences. The file knows no dump.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NAMESPACES = re.compile(
     r"\s*:?\s*(?:(?i:file|image|media|category|template|help|portal|user|talk|special|wikipedia|mediawiki|module|draft|"
     r"[a-z]+ talk)|[a-z]{2,3}(?:-[a-z-]+)?)\s*:"
 )
-"""Of a link that is not an article's: to a page of another kind, or in another language."""
+"""Links to pages that are not articles, or to articles in another language."""
 _DROPPED_TAGS = frozenset(
     "gallery timeline noinclude pre table tr td th caption div form input select option textarea ul ol menu dir ref "
     "references img imagemap source small syntaxhighlight score chem hiero graph mapframe templatestyles".split()
@@ -42,7 +42,7 @@ _STANDARD = str.maketrans(
 
 
 def parser() -> Callable[[str], Wikicode]:
-    """Errors: ValueError where mwparserfromhell is not installed."""
+    """The parse function of mwparserfromhell. Errors: ValueError if it is not installed."""
     try:
         import mwparserfromhell
     except ImportError:
@@ -52,14 +52,14 @@ def parser() -> Callable[[str], Wikicode]:
 
 
 class Article:
-    """One article while its text is written."""
+    """Converts one article to text."""
 
     def __init__(self, parse: Callable[[str], Wikicode]) -> None:
         self._parse = parse
         self._counts: dict[str, int] = {}
 
     def text(self, wikitext: str) -> str:
-        """The text: a line for each paragraph and heading."""
+        """The text of an article, with one line per paragraph or heading."""
         return "\n".join(_paragraphs(self._plain(self._parse(wikitext).nodes)))
 
     def _plain(self, nodes: Iterable[Node]) -> str:
@@ -108,19 +108,19 @@ class Article:
 
 
 def _is_bold(tag: Tag) -> bool:
-    """Whether what is in italics is bold as a whole."""
+    """Whether the whole content of an italic tag is bold."""
     nodes: list[Any] = tag.contents.nodes
     return len(nodes) == 1 and type(nodes[0]).__name__ == "Tag" and str(nodes[0].tag) == "b"
 
 
 def _paragraphs(text: str) -> Iterable[str]:
-    """Lines of prose, each after the headings of the sections that it is the first line of."""
+    """Yield lines of prose. A section's headings precede its first line; headings of empty sections are left out."""
     headings: dict[int, str] = {}
     for line in text.split("\n"):
         line = _EMPTY_BRACKETS.sub("", _MAGIC_WORD.sub("", line)).strip(" \t")
         level = len(line) - len(line.lstrip("="))
         if level and line.endswith("=" * level) and len(line) > 2 * level:
-            headings = {own: title for own, title in headings.items() if own < level}
+            headings = {heading_level: title for heading_level, title in headings.items() if heading_level < level}
             headings[level] = line[level:-level].strip()
             continue
         if not line or line[0] in "*#;{|}!" or not line.strip(".-"):
@@ -128,13 +128,13 @@ def _paragraphs(text: str) -> Iterable[str]:
         line = _BLANK_BEFORE.sub("", re.sub("'{2,}", "", line).lstrip(":").strip(" "))
         if line.startswith("(") and line.endswith(")"):
             continue
-        yield from (f"{headings[own]}." for own in sorted(headings))
+        yield from (f"{headings[heading_level]}." for heading_level in sorted(headings))
         headings = {}
         yield re.sub(" {2,}", " ", line)
 
 
 def standard_punctuation(text: str) -> str:
-    """Quotes, dashes, dots and blanks of typography as those of a keyboard.
+    """Replace typographic quotes, dashes, dots and blanks by ASCII.
 
     >>> standard_punctuation("\u201cIt\u2019s 3\u20134\u2026\u201d")
     '"It\\'s 3-4..."'
