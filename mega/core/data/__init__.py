@@ -1,13 +1,13 @@
-"""Token files, read as samples. Of ranks it knows which of how many data-parallel ranks reads.
+"""Read token files as samples. The room knows two facts about ranks: the index and the number of data-parallel ranks.
 
-indexed, inspect          the files themselves, and what is in them
+indexed, inspect          token files, and reports about their content
 preprocessing             from text to token files; datatrove_step: on a cluster
-sources, workers          documents in any wrapping (columns_process: of parquet), and processes that work on blocks
-order, phases             in which order a corpus is read, and how a blend changes
+sources, workers          documents in any container (columns_process: parquet), and worker processes for blocks of them
+order, phases             the order in which a corpus is read, and changes of a blend
 build, recipes            from options to datasets: gpt, masked (with mapping), infill, chat, pairs, labelled, tfrecords
-dataset, synthetic, show  what a dataset is, and what it gives
-chunks, neighbours        chunks of a corpus, and samples with those that were found for theirs
+dataset, synthetic, show  the dataset protocol, generated data, and display of samples
+chunks, neighbours        chunks of a corpus, and samples with the retrieved neighbours of their chunks
 batches                   microbatches of one data-parallel rank
 formats                   files of labelled questions
-cache, mapped             arrays that are computed once, and files as memory
+cache, mapped             arrays that are computed once, and memory-mapped files
 """

@@ -1,8 +1,8 @@
-"""Microbatches for one data-parallel coordinate. The position in the data is one global sample number.
+"""Microbatches of one data-parallel rank. The position in the data is one global sample number.
 
-Every coordinate reads its own rows straight from the mapped files: nothing is sent between ranks, and of
-ranks this file knows two integers. Rank r of d takes, in microbatch m of a step that begins at sample C,
-with b rows each, the samples C + (m d + r) b .. + b - 1.
+Every rank reads its own rows directly from the mapped files, so no data is sent between ranks. This file knows two
+integers about ranks: index and count. With d ranks and b rows per microbatch, rank r reads in microbatch m of a step
+that begins at sample C the samples C + (m d + r) b .. C + (m d + r) b + b - 1.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from mega.core.data.dataset import Dataset
 
 
 class Batches:
-    """Reads a dataset in steps: `take(consumed, microbatches)` is a function of its two numbers alone.
+    """Reads a dataset in steps. `take(consumed, microbatches)` is a pure function of its two arguments.
 
-    order: "single" reads the dataset's samples as they come; "cyclic" assigns them to the coordinates once and
-    reshuffles each one's share every epoch, as Megatron-LM's sampler of that name. sharding: whether a coordinate's
-    samples are a share of its own; else all are shuffled together and taken in turn, as with --no-data-sharding.
-    eod: the id that ends a document; needed by eod_mask_loss, reset_positions and reset_attention.
-    collate: (rows of token ids, number of the first) -> batch, where it is to be another than a `DecoderBatch`. A
-    dataset whose samples are more than a run of tokens has its own.
-    read_ahead: prepare the step that comes next in a thread meanwhile.
+    order: "single" reads the dataset's samples in sequence; "cyclic" assigns them to the ranks once and reshuffles the
+    share of each rank every epoch, like Megatron-LM's sampler of that name.
+    sharding: each rank has its own share of the samples in cyclic order. False: all samples are shuffled together and
+    distributed in turn, as with --no-data-sharding.
+    eod: the id that ends a document; required by eod_mask_loss, reset_positions and reset_attention.
+    collate: (rows of token ids, number of the first) -> batch, to build another batch than `DecoderBatch`. A dataset
+    whose samples are not plain token ids has its own `collate`.
+    read_ahead: prepare the next step in a background thread.
     """
 
     def __init__(
@@ -60,16 +61,16 @@ class Batches:
         self._loss_eod = eod if eod_mask_loss else None
         self._position_eod = eod if reset_positions else None
         self._attention_eod = eod if reset_attention else None
-        own: Callable[[Sequence[object], int], Batch] | None = getattr(dataset, "collate", None)
-        self._collate, self._of_tokens = own or collate or self._left_to_right, own is None
+        dataset_collate: Callable[[Sequence[object], int], Batch] | None = getattr(dataset, "collate", None)
+        self._collate, self._of_tokens = dataset_collate or collate or self._left_to_right, dataset_collate is None
         self._threads = ThreadPoolExecutor(1, "read-ahead") if read_ahead else None
         self._ahead: dict[tuple[int, int], Future[list[Batch]]] = {}
         self._permutation: tuple[int, NDArray[np.int64]] | None = None
 
     def take(self, consumed: int, microbatches: int) -> list[Batch]:
-        """This coordinate's microbatches of the step that begins at global sample `consumed`.
+        """The microbatches of this rank for the step that begins at global sample `consumed`.
 
-        Raises ValueError where the dataset ends before the step does, or holds an id outside the vocabulary.
+        Raises ValueError if the dataset ends before the step does, or holds an id outside the vocabulary.
         """
         ready = self._ahead.pop((consumed, microbatches), None)
         batches = ready.result() if ready else self._read(consumed, microbatches)
@@ -79,10 +80,10 @@ class Batches:
         return batches
 
     def turn(self, consumed: int, size: int) -> int:
-        """Where `size` samples begin that are read together, as by a validation, when `consumed` have been read.
+        """The first of `size` samples that are read together, for example in a validation, after `consumed` samples.
 
-        As many are laid out as a run reads in all. One that resumes with other sizes or intervals may have read more
-        than that: it begins again with the first. (Cyclic order always does so.)
+        The dataset holds as many samples as a run reads in all. A run that resumes with other sizes or intervals may
+        need more: it starts again with the first sample. In cyclic order the sampler itself wraps around.
         """
         if self._order == "cyclic":
             return consumed
@@ -90,7 +91,7 @@ class Batches:
 
     @property
     def _group(self) -> int:
-        """Samples of one microbatch over all coordinates."""
+        """Samples of one microbatch over all ranks."""
         return self._rows * self._ranks
 
     def _read(self, consumed: int, microbatches: int) -> list[Batch]:
@@ -98,7 +99,7 @@ class Batches:
         return [self._batch(begin + self._rank * self._rows, self._entries(begin)) for begin in groups]
 
     def _entries(self, begin: int) -> Sequence[int]:
-        """Which samples of the dataset make this coordinate's rows of the group that begins at `begin`."""
+        """The dataset indices of this rank's rows in the group that begins at `begin`."""
         if self._order == "cyclic":
             return self._cyclic_entries(begin)
         if begin + self._group > len(self._dataset):
@@ -124,26 +125,28 @@ class Batches:
         if not self._sharding:
             return self._in_turn(epoch, first, groups * self._rows)
         share = groups * self._rows
-        chosen: list[int] = self._shuffled(epoch, share)[first : first + self._rows].tolist()
-        return [self._rank * share + entry for entry in chosen]
+        shuffled: list[int] = self._shuffled(epoch, share)[first : first + self._rows].tolist()
+        return [self._rank * share + entry for entry in shuffled]
 
     def _in_turn(self, epoch: int, first: int, share: int) -> Sequence[int]:
-        """Of all samples of an epoch, shuffled, this coordinate's from its number `first` on.
+        """The samples of this rank from its number `first` on, from all samples of an epoch, shuffled together.
 
-        share: what every coordinate has in an epoch. One that can fill another microbatch from what is left over reads
-        that first in the next epoch, as Megatron-LM's sampler does.
+        share: samples of every rank in an epoch. If the remainder of an epoch fills another microbatch, a rank reads it
+        first in the next epoch, as in Megatron-LM's sampler.
         """
         samples = len(self._dataset) // self._rows * self._rows
         if epoch and not first:
             left_over: list[int] = self._shuffled(epoch - 1, samples)[self._rank :: self._ranks][share:].tolist()
             if len(left_over) >= self._rows:
                 return left_over[: self._rows]
-        mine: list[int] = self._shuffled(epoch, samples)[self._rank :: self._ranks][first : first + self._rows].tolist()
-        return mine
+        entries: list[int] = self._shuffled(epoch, samples)[self._rank :: self._ranks][
+            first : first + self._rows
+        ].tolist()
+        return entries
 
     def _shuffled(self, epoch: int, count: int) -> NDArray[np.int64]:
-        """The numbers below `count` in the order of an epoch."""
-        permutation = self._permutation  # held here, since the thread that reads ahead may put another epoch's
+        """The numbers below `count`, shuffled for an epoch."""
+        permutation = self._permutation  # local copy: the read-ahead thread may replace the attribute by another epoch
         if permutation is None or permutation[0] != epoch:
             generator = torch.Generator()
             generator.manual_seed(epoch)
@@ -151,7 +154,7 @@ class Batches:
         return permutation[1]
 
     def _batch(self, first: int, entries: Sequence[int]) -> Batch:
-        """Samples `entries` of the dataset under the global numbers from `first` on."""
+        """The samples `entries` of the dataset, with global numbers from `first` on."""
         samples = [self._dataset[entry] for entry in entries]
         if self._of_tokens:
             smallest, largest = min(int(row.min()) for row in samples), max(int(row.max()) for row in samples)
@@ -163,7 +166,7 @@ class Batches:
         return self._collate(samples, first)
 
     def _left_to_right(self, rows: Sequence[NDArray[np.int64]], first: int) -> DecoderBatch:
-        """Rows of a token more than a batch has, whose labels are the tokens that follow."""
+        """A batch from rows that have one token more than the batch: the label of a token is the next token."""
         text = np.stack(rows)
         tokens = np.ascontiguousarray(text[:, :-1])
         documents = None

@@ -1,8 +1,8 @@
-"""From the data section of a configuration to the datasets of training, validation and test.
+"""Build the datasets of training, validation and test from the data section of a configuration.
 
-Everything that can be wrong with the files is found here: a missing or cut file, an id outside the
-vocabulary, a corpus too small for one sample. No torch, so a launcher can do all of it before any rank
-starts, and fill the cache that the ranks then read.
+All errors of the files are found here: a missing or truncated file, an id outside the vocabulary, a corpus too small
+for one sample. The file needs no torch. A launcher can therefore build the datasets before any rank starts, and fill
+the cache that the ranks then read.
 """
 
 from __future__ import annotations
@@ -44,33 +44,36 @@ _WHOLE = {"train": "1,0,0", "valid": "0,1,0", "test": "0,0,1"}
 
 @dataclass(frozen=True)
 class Datasets:
-    """A dataset per split, None where nothing was asked or the split is empty; `notes` are for the user.
-
-    named: more validation sets, by the names that the user gave them. corpora: prefix of token files -> their content.
-    repeats: whether a corpus of the training set is read in more passes than one. example: a sample as the
-    user is to see it before the first step. one_pass: samples of one pass over the training set, where its corpora are
-    all passed over together.
-    """
+    """A dataset per split. None: no samples were requested, or the split is empty."""
 
     train: Dataset | None = None
+    """Training set."""
     valid: Dataset | None = None
+    """Validation set."""
     test: Dataset | None = None
+    """Test set."""
     named: Mapping[str, Dataset] = field(default_factory=dict)
+    """Additional validation sets, by the user's names."""
     notes: tuple[str, ...] = ()
+    """Messages for the user."""
     corpora: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
+    """Prefix of token files -> hashes of their content."""
     repeats: bool = False
+    """The training set reads a corpus more than once."""
     example: tuple[str, ...] = ()
+    """A sample, formatted for display before the first step."""
     one_pass: int | None = None
+    """Samples of one pass over the training set; None if weights give each corpus its own number of passes."""
     phases: tuple[BlendPhase, ...] = ()
-    """Former blends of the training set."""
+    """Earlier blends of the training set."""
     described: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Split -> what decides the samples of each corpus of its blend."""
+    """Split -> for each corpus of its blend, a description of everything that decides its samples."""
 
 
 def samples_requested(
     *, steps: int, global_batch: int, eval_interval: int, eval_iters: int, train_samples: int | None = None
 ) -> tuple[int, int, int]:
-    """Samples of training, validation and test that a run may read.
+    """The number of training, validation and test samples that a run may read.
 
     100 steps of 8, validating 5 batches every 50 steps: 800, (100 // 50 + 1) * 5 * 8 = 120, 40.
     """
@@ -79,7 +82,8 @@ def samples_requested(
 
 
 def parse_blend(flag: str, words: Sequence[str]) -> list[tuple[float | None, str]]:
-    """Prefixes, or weight prefix weight prefix ..., as (weight, prefix) pairs; without weights they are None.
+    """Parse prefixes, or weight prefix weight prefix ..., into (weight, prefix) pairs. Without weights each weight is
+    None.
 
     ("0.2", "a", "0.3", "b") -> [(0.2, "a"), (0.3, "b")]; ("a", "b") -> [(None, "a"), (None, "b")].
     """
@@ -89,7 +93,7 @@ def parse_blend(flag: str, words: Sequence[str]) -> list[tuple[float | None, str
     weights = [float(word) if is_number(word) else -1.0 for word in words[::2]]
     if len(words) % 2 or not all(0 < weight < float("inf") for weight in weights):
         raise ValueError(f"{flag} {' '.join(words)}: {rule}")
-    if not sum(weights) < float("inf"):  # each share would be 0
+    if not sum(weights) < float("inf"):  # an infinite sum would make each share 0
         raise ValueError(f"{flag} {' '.join(words)}: the weights' sum must be a finite number")
     return list(zip(weights, words[1::2], strict=True))
 
@@ -107,11 +111,11 @@ def build_datasets(
     by_corpus: bool = False,
     phases: Sequence[BlendPhase] = (),
 ) -> Datasets:
-    """Datasets that hold at least `samples` (train, valid, test) samples of the kind that `masking` names.
+    """Build datasets with at least `samples` (train, valid, test) samples of the kind that `masking` selects.
 
-    seq_length: tokens of a sample; a GPT sample has one more. vocab: the true vocabulary size, against which every
-    corpus is held. pairs: whether a BERT sample has two parts. by_corpus: each corpus of the validation blend is a set
-    of its own, too. phases: former blends of the training set. Raises ValueError naming flag and file.
+    seq_length: tokens of a sample; a GPT sample has one more. vocab: the true vocabulary size, for checking every
+    corpus. pairs: a BERT sample has two parts. by_corpus: each corpus of the validation blend is also a separate
+    validation set. phases: earlier blends of the training set. Raises ValueError naming flag and file.
     """
     if data.mock_data:
         train, valid, test = (
@@ -121,55 +125,56 @@ def build_datasets(
         return Datasets(train, valid, test)
     if data.chat_data:
         return _chat(data, seq_length, seed, samples, tokenizer)
-    own = {"train": data.train_data, "valid": data.valid_data, "test": data.test_data}
+    split_inputs = {"train": data.train_data, "valid": data.valid_data, "test": data.test_data}
     _check_corpora(data, training=samples[0] > 0)
     if masking.sample_kind == "tfrecords":
-        return _records(data, own, seq_length, seed, vocab, samples)
+        return _records(data, split_inputs, seq_length, seed, vocab, samples)
     split_shares(data.split)
-    made_by = recipe(
+    sample_recipe = recipe(
         masking, seq_length, seed, tokenizer, pairs, data.repeat_short_parts, vocab, infill_of(data, tokenizer, vocab)
     )
-    builder = _Builder(made_by, data, vocab, tokenizer, tuple(phases))
-    made: dict[str, Any] = {
+    builder = _Builder(sample_recipe, data, vocab, tokenizer, tuple(phases))
+    datasets: dict[str, Any] = {
         name: builder.blend(
             "--data-path" if data.data_path else f"--{name}-data",
-            expand(data.data_path or own[name], data.corpora),
+            expand(data.data_path or split_inputs[name], data.corpora),
             data.split if data.data_path else _WHOLE[name],
             name,
             count,
         )
         for name, count in zip(SPLITS, samples, strict=True)
     }
-    named = _named(builder, data, samples[2], by_corpus)
-    repeats, whole = "train" in builder.repeated, builder.one_pass.get("train")
-    return Datasets(**made, named=named, repeats=repeats, one_pass=whole, **builder.about)
+    named_datasets = _named(builder, data, samples[2], by_corpus)
+    repeats, one_pass = "train" in builder.repeated, builder.one_pass.get("train")
+    return Datasets(**datasets, named=named_datasets, repeats=repeats, one_pass=one_pass, **builder.about)
 
 
 def _named(builder: _Builder, data: DataConfig, samples: int, by_corpus: bool) -> dict[str, Dataset]:
-    """Validation sets with names: each corpus of the blend, if asked for, and --valid-sets."""
-    named = _by_corpus(builder, data, samples) if by_corpus else {}
+    """The named validation sets: each corpus of the blend if `by_corpus`, and --valid-sets."""
+    datasets = _by_corpus(builder, data, samples) if by_corpus else {}
     for label, word in named_sets(data):
         blended = expand([word], data.corpora), _WHOLE["valid"], "valid", samples
-        if (found := builder.blend("--valid-sets", *blended)) is not None:
-            named[label] = found
-    return named
+        if (dataset := builder.blend("--valid-sets", *blended)) is not None:
+            datasets[label] = dataset
+    return datasets
 
 
 def _by_corpus(builder: _Builder, data: DataConfig, samples: int) -> dict[str, Dataset]:
-    """The validation part of each corpus of a blend by the last part of its prefix, numbered where several share it."""
-    found: dict[str, Dataset] = {}
+    """The validation part of each corpus of a blend, keyed by the last part of its prefix. Repeated names get a
+    number."""
+    datasets: dict[str, Dataset] = {}
     flag, words = ("--data-path", data.data_path) if data.data_path else ("--valid-data", data.valid_data)
     for _, prefix in parse_blend(flag, expand(words, data.corpora)):
         split = data.split if data.data_path else _WHOLE["valid"]
         name = Path(prefix).name.removesuffix("_document").removesuffix("_text")
-        label = name if name not in found else f"{name}-{len(found) + 1}"
+        label = name if name not in datasets else f"{name}-{len(datasets) + 1}"
         if (dataset := builder.blend(flag, [prefix], split, "valid", samples)) is not None:
-            found[label] = dataset
-    return found
+            datasets[label] = dataset
+    return datasets
 
 
 def _check_corpora(data: DataConfig, *, training: bool) -> None:
-    """Errors: ValueError where corpora are missing, or given twice."""
+    """Errors: ValueError if corpora are missing, or given twice."""
     if data.data_path and any((data.train_data, data.valid_data, data.test_data)):
         raise ValueError(
             f"--data-path {' '.join(data.data_path)}: is split over training, validation and test; it cannot "
@@ -180,7 +185,7 @@ def _check_corpora(data: DataConfig, *, training: bool) -> None:
 
 
 def named_sets(data: DataConfig) -> list[tuple[str, str]]:
-    """The name and the prefix or file of each of --valid-sets."""
+    """(name, prefix or file) of each of --valid-sets."""
     pairs = [word.partition("=") for word in data.valid_sets]
     return [(name, value) for name, _, value in pairs]
 
@@ -188,24 +193,24 @@ def named_sets(data: DataConfig) -> list[tuple[str, str]]:
 def _chat(
     data: DataConfig, seq_length: int, seed: int, samples: tuple[int, int, int], tokenizer: Tokenizer | None
 ) -> Datasets:
-    """Rows of conversations; --valid-sets are files of conversations too."""
+    """Rows of conversations. --valid-sets are files of conversations too."""
     if tokenizer is None:
         raise ValueError("--chat-data: needs a tokenizer; give --tokenizer and its files")
     name = data.chat_template
-    made = chat_format(name, tokenizer)
+    chat = chat_format(name, tokenizer)
     cache = Path(data.data_cache) if data.data_cache else None
     notes: list[str] = []
 
     def rows(flag: str, inputs: Sequence[str], count: int) -> ChatDataset:
         size = {"seq_length": seq_length, "samples": count, "seed": seed}
-        return chat_dataset(flag, inputs, tokenizer, made, **size, cache=cache, note=notes.append)
+        return chat_dataset(flag, inputs, tokenizer, chat, **size, cache=cache, note=notes.append)
 
     train = rows("--chat-data", data.chat_data, samples[0]) if samples[0] else None
-    named = {label: rows("--valid-sets", [file], samples[2]) for label, file in named_sets(data) if samples[2]}
+    named_datasets = {label: rows("--valid-sets", [file], samples[2]) for label, file in named_sets(data) if samples[2]}
     example: tuple[str, ...] = (f"conversations by the template {name}",)
     if train is not None:
         example += (f"trained is what stands in ⟦⟧: {shown(train.conversation(0), tokenizer)}",)
-    return Datasets(train=train, named=named, notes=tuple(notes), example=example)
+    return Datasets(train=train, named=named_datasets, notes=tuple(notes), example=example)
 
 
 def _records(
@@ -216,7 +221,7 @@ def _records(
     vocab: int,
     samples: tuple[int, int, int],
 ) -> Datasets:
-    """BERT's samples from TFRecords, one list of files for each split."""
+    """BERT samples from TFRecords, with one list of files for each split."""
     if data.data_path:
         raise ValueError("--data-path: cannot be split where --sample-kind is tfrecords; give --train-data FILES")
     cache = Path(data.data_cache) if data.data_cache else None
@@ -229,12 +234,12 @@ def _records(
     train, valid, test = (
         records(f"--{name}-data", own[name], count) for name, count in zip(SPLITS, samples, strict=True)
     )
-    found = {label: records("--valid-sets", [file], samples[2]) for label, file in named_sets(data)}
-    return Datasets(train, valid, test, named={label: one for label, one in found.items() if one is not None})
+    named_records = {label: records("--valid-sets", [file], samples[2]) for label, file in named_sets(data)}
+    return Datasets(train, valid, test, named={label: one for label, one in named_records.items() if one is not None})
 
 
 class _Builder:
-    """Opens every corpus once and collects what to report to the user."""
+    """Opens every corpus once, and collects notes for the user."""
 
     def __init__(
         self,
@@ -250,74 +255,74 @@ class _Builder:
         self.phases = phases
         self.notes: list[str] = []
         self.repeated: set[str] = set()
-        """Splits that read a corpus more than once."""
+        # Splits that read a corpus more than once.
         self.described: dict[str, tuple[str, ...]] = {}
         self.one_pass: dict[str, int] = {}
-        """Split -> samples of one pass over it, but where weights give each corpus passes of its own."""
+        # Split -> samples of one pass over it. Absent where weights give each corpus its own number of passes.
 
     @property
     def contents(self) -> dict[str, Json]:
-        """Prefix -> what its token files hold."""
+        """Prefix -> hashes of its token files."""
         return {prefix: corpus.content() for prefix, corpus in self.corpora.items()}
 
     @property
     def about(self) -> dict[str, Any]:
-        """Fields of `Datasets` that say how they were made."""
-        known = {"corpora": self.contents, "phases": self.phases, "described": self.described}
-        return {"notes": self.reported, **known}
+        """The fields of `Datasets` that describe how the datasets were built."""
+        description = {"corpora": self.contents, "phases": self.phases, "described": self.described}
+        return {"notes": self.reported, **description}
 
     @property
     def reported(self) -> tuple[str, ...]:
-        """All notes, the one on --split first."""
+        """All notes. The note on --split is first."""
         note = split_note(self._data.split) if self._data.data_path else ""
         return (*([note] if note else []), *self.notes)
 
     def blend(self, flag: str, words: Sequence[str], split: str, name: str, samples: int) -> Dataset | None:
-        """The dataset of one split; None where nothing is asked of it or it is empty."""
+        """The dataset of one split. None if no samples are requested or the split is empty."""
         if not words or not samples:
             return None
-        given = parse_blend(flag, words)
+        weighted_prefixes = parse_blend(flag, words)
         if self.phases and name == "train":
-            return self._phased(flag, [*self.phases, BlendPhase(samples, samples, given)], split)
-        whole = [(weight, prefix, self._part(flag, prefix, split, name)) for weight, prefix in given]
-        # A corpus whose part is empty leaves the blend; the others share its weight, which is reported.
-        parts = [(weight, prefix, part) for weight, prefix, part in whole if part.first < part.last]
+            return self._phased(flag, [*self.phases, BlendPhase(samples, samples, weighted_prefixes)], split)
+        all_parts = [(weight, prefix, self._part(flag, prefix, split, name)) for weight, prefix in weighted_prefixes]
+        # A corpus with an empty part is removed from the blend. The others share its weight, and a note reports it.
+        parts = [(weight, prefix, part) for weight, prefix, part in all_parts if part.first < part.last]
         if not parts:
-            whose = f'the {name} part of --split "{split}" ' if flag == "--data-path" else ""
-            message = f"{flag} {' '.join(words)}: {whose}is empty"
+            split_name = f'the {name} part of --split "{split}" ' if flag == "--data-path" else ""
+            message = f"{flag} {' '.join(words)}: {split_name}is empty"
             if name == "train":
                 raise ValueError(message)
             self.notes.append(message)
             return None
-        for weight, prefix, part in whole:
+        for weight, prefix, part in all_parts:
             if part.first < part.last:
                 continue
             message = f"{flag} {prefix}: its {name} part is empty"
             if name == "train" and weight is not None:
                 raise ValueError(f"{message}, but its weight is {weight:g}; leave both out, or give it another share")
             self.notes.append(f"{message}; the other corpora have its share")
-        if len(given) == 1 or all(weight is None for weight, _ in given):
+        if len(weighted_prefixes) == 1 or all(weight is None for weight, _ in weighted_prefixes):
             self.one_pass[name] = sum(self._recipe.once(part) for _, _, part in parts)
-        if len(given) == 1:
+        if len(weighted_prefixes) == 1:
             self._describe(name, parts, [samples], split)
             return self._dataset(*parts[0][1:], samples, name)
-        # Without weights each corpus has its own size, so that all end together.
+        # Without weights the share of each corpus is its size, so all corpora end at the same sample.
         shares = blend_shares([self._recipe.once(part) if weight is None else weight for weight, _, part in parts])
         counts = blend_samples(shares, samples, core=self._core)
         self._describe(name, parts, counts, split)
         datasets = [
-            self._dataset(prefix, part, count, name, [each for _, each in given].index(prefix))
+            self._dataset(prefix, part, count, name, [each for _, each in weighted_prefixes].index(prefix))
             for (_, prefix, part), count in zip(parts, counts, strict=True)
         ]
         size = sum(blend_parts(shares, samples) if self._core else counts)
         lengths = [len(dataset) for dataset in datasets]
 
         def compute() -> Arrays:
-            """As long as Megatron-LM's, but for entries at the end that a corpus is too short for."""
-            chosen, numbers = blend_order(shares, size)
-            served = entries_served(chosen, numbers, lengths)
+            """Megatron-LM's order, without the entries at its end for which a corpus is too short."""
+            corpus_numbers, numbers = blend_order(shares, size)
+            served = entries_served(corpus_numbers, numbers, lengths)
             assert served >= samples
-            return {"chosen": chosen[:served], "numbers": numbers[:served]}
+            return {"chosen": corpus_numbers[:served], "numbers": numbers[:served]}
 
         key = {"kind": "blend", "shares": shares, "size": size, "lengths": lengths}
         arrays = cached(self._directory(parts[0][1]), key, ("chosen", "numbers"), compute)
@@ -334,28 +339,28 @@ class _Builder:
             )
 
     def _phased(self, flag: str, phases: Sequence[BlendPhase], split: str) -> Dataset:
-        """The training set of a blend that has changed."""
+        """The training set of a blend that changed during the run."""
         layouts: list[PhaseLayout] = []
         parts: dict[str, CorpusPart] = {}
         begin = 0
         for phase in phases:
             parts |= {prefix: self._part(flag, prefix, split, "train") for _, prefix in phase.blend}
-            used = [(weight, prefix) for weight, prefix in phase.blend if parts[prefix].first < parts[prefix].last]
-            sizes = [self._recipe.once(parts[prefix]) if weight is None else weight for weight, prefix in used]
-            shares, left = blend_shares(sizes), max(phase.asked - begin, 0)
-            counts = [left] if len(used) == 1 else blend_samples(shares, left, core=self._core)
-            layouts.append(PhaseLayout(phase.until, [prefix for _, prefix in used], shares, counts))
+            blend = [(weight, prefix) for weight, prefix in phase.blend if parts[prefix].first < parts[prefix].last]
+            sizes = [self._recipe.once(parts[prefix]) if weight is None else weight for weight, prefix in blend]
+            shares, remaining = blend_shares(sizes), max(phase.asked - begin, 0)
+            counts = [remaining] if len(blend) == 1 else blend_samples(shares, remaining, core=self._core)
+            layouts.append(PhaseLayout(phase.until, [prefix for _, prefix in blend], shares, counts))
             begin = max(phase.until, begin)
 
         def segment(prefix: str, samples: int, number: int) -> Dataset:
-            changed: Any = self._recipe
-            recipe = changed if not number else replace(changed, seed=changed.seed + number)
+            base_recipe: Any = self._recipe
+            recipe = base_recipe if not number else replace(base_recipe, seed=base_recipe.seed + number)
             return recipe.dataset(parts[prefix], samples, self._directory(prefix), lambda note: None)  # type: ignore[no-any-return]
 
         return phased_dataset(layouts, segment)
 
     def _dataset(self, prefix: str, part: CorpusPart, samples: int, name: str, number: int = 0) -> Dataset:
-        """number: of the corpus in the blend, of which some may be left out."""
+        """number: index of the corpus in the blend, in which empty corpora are counted."""
 
         def passes(note: str) -> None:
             self.notes.append(note)
@@ -367,18 +372,20 @@ class _Builder:
         return dataset
 
     def _part(self, flag: str, prefix: str, split: str, name: str) -> CorpusPart:
-        """What a split may use of a corpus; nothing where the split is empty."""
+        """The part of a corpus that belongs to a split. It may be empty."""
         corpus = self._corpus(flag, prefix)
         bounds = split_boundaries(split, self._recipe.units(corpus), core=self._core)
-        place = SPLITS.index(name)
+        split_index = SPLITS.index(name)
         remedy = ""
         if flag == "--data-path":
-            without = "; --split 95,5,0 makes no test part" if name == "test" else ""
-            remedy = f", or give other shares than --split {split}{without}"
-        return CorpusPart(corpus, bounds[place], bounds[place + 1], f"{flag} {prefix}: its {name} part", remedy)
+            hint = "; --split 95,5,0 makes no test part" if name == "test" else ""
+            remedy = f", or give other shares than --split {split}{hint}"
+        return CorpusPart(
+            corpus, bounds[split_index], bounds[split_index + 1], f"{flag} {prefix}: its {name} part", remedy
+        )
 
     def _corpus(self, flag: str, prefix: str) -> IndexedDataset:
-        """The checked token files of `prefix`, opened once."""
+        """The token files of `prefix`, checked, and opened once."""
         if prefix not in self.corpora:
             corpus = _open(flag, prefix, self._vocab, mmap=self._data.mmap)
             if message := other_files(f"{flag} {prefix}", corpus.tokenizer, self._tokenizer):
@@ -394,12 +401,12 @@ class _Builder:
 
 
 def _open(flag: str, prefix: str, vocab: int, *, mmap: bool) -> IndexedDataset:
-    """A corpus whose files agree and whose ids the vocabulary has."""
+    """Open a corpus: its files must agree, and all ids must be in the vocabulary."""
     if not exists(prefix):
         stem = prefix.removesuffix(".bin").removesuffix(".idx")
-        others = (stem, f"{stem}_text_document", f"{stem}_text_sentence")
-        near = [near for near in others if near != prefix and exists(near)]
-        hint = f"; did you mean {near[0]}?" if near else ""
+        alternatives = (stem, f"{stem}_text_document", f"{stem}_text_sentence")
+        suggestions = [suggestions for suggestions in alternatives if suggestions != prefix and exists(suggestions)]
+        hint = f"; did you mean {suggestions[0]}?" if suggestions else ""
         raise ValueError(f"{flag} {prefix}: {bin_path(prefix)} or its .idx does not exist{hint}")
     try:
         corpus = IndexedDataset(prefix, mmap=mmap)

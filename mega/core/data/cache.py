@@ -1,9 +1,9 @@
-"""Arrays that take long to compute and depend on nothing but a key: computed once, then mapped from the disk.
+"""A cache of arrays that take long to compute and depend only on a key. Cached arrays are memory-mapped.
 
-An entry is one file, named by the key's hash, in the format of safetensors: the 8-byte length of a JSON header, the
-header with the key and what lies where, the arrays. It is written next to its path and renamed, so it is complete or
-absent; a lock lets one process of a machine compute while the others wait. Where nothing can be written, the arrays
-live in memory. Nothing is ever unpickled.
+An entry is one safetensors file, named by the hash of its key: the 8-byte length of a JSON header, the header with the
+key and the offsets of the arrays, the arrays. The file is written under a temporary name and renamed, so it is complete
+or absent. A lock lets one process of a machine compute while the others wait. If the folder is not writable, the arrays
+stay in memory. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BLOCK = 1 << 24
 def cached(
     directory: Path | None, key: Mapping[str, object], names: Sequence[str], compute: Callable[[], Arrays]
 ) -> Arrays:
-    """The arrays `names` of `compute()`, from `directory` if they are there, and kept there if they can be.
+    """The arrays `names` of `compute()`, read from `directory` if cached, and written there if possible.
 
     key: everything that the arrays depend on, as plain JSON values.
     """
@@ -43,18 +43,18 @@ def cached(
         return compute()
     encoded_key = json.dumps(key, sort_keys=True)
     entry = directory / f"{hashlib.sha256(encoded_key.encode()).hexdigest()[:40]}.safetensors"
-    found = _load(entry, encoded_key, names)
-    if found is not None:
-        return found
-    with contextlib.ExitStack() as held:
+    cached_arrays = _load(entry, encoded_key, names)
+    if cached_arrays is not None:
+        return cached_arrays
+    with contextlib.ExitStack() as resources:
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            held.enter_context(_locked(entry.with_suffix(".lock")))
+            resources.enter_context(_locked(entry.with_suffix(".lock")))
         except OSError:
             return _load(entry, encoded_key, names) or compute()
-        found = _load(entry, encoded_key, names)
-        if found is not None:
-            return found
+        cached_arrays = _load(entry, encoded_key, names)
+        if cached_arrays is not None:
+            return cached_arrays
         arrays = compute()
         try:
             _sweep(entry)
@@ -65,27 +65,27 @@ def cached(
 
 
 def _load(entry: Path, key: str, names: Sequence[str]) -> Arrays | None:
-    """The entry's arrays, mapped; None where it is missing, cut short, damaged, or another key's."""
+    """The entry's arrays, mapped. None if the file is missing, truncated, damaged, or has another key."""
     try:
         stored = mapped(entry)
         begin = 8 + int.from_bytes(stored[:8], "little")
         header = json.loads(stored[8:begin])
         if header["__metadata__"]["key"] != key:
             return None
-        found = {}
+        arrays = {}
         for name in names:
             dtype, shape = _DTYPES[header[name]["dtype"]], header[name]["shape"]
             first, last = header[name]["data_offsets"]
             if not 0 <= first <= last <= len(stored) - begin or last - first != math.prod(shape) * dtype.itemsize:
                 return None
-            found[name] = np.frombuffer(stored, dtype, math.prod(shape), begin + first).reshape(shape)
-        return found
+            arrays[name] = np.frombuffer(stored, dtype, math.prod(shape), begin + first).reshape(shape)
+        return arrays
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
 def _publish(entry: Path, key: str, arrays: Arrays) -> None:
-    """Write all arrays, the widest first so that each is aligned, into one file that appears whole or not at all."""
+    """Write all arrays atomically into one file. The widest dtype is first, so every array is aligned."""
     header: dict[str, Json] = {"__metadata__": {"format": "np", "key": key}}
     in_order = sorted(arrays.items(), key=lambda item: -item[1].itemsize)
     end = 0
@@ -104,15 +104,16 @@ def _publish(entry: Path, key: str, arrays: Arrays) -> None:
 
 
 def _sweep(entry: Path) -> None:
-    """Take away what a killed process left of this entry. Its lock is held, so none is being written here."""
+    """Remove temporary files of this entry that killed processes left. The caller holds the entry's lock."""
     for stale in entry.parent.glob(f"{entry.name}.*.tmp"):
         stale.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Wait until no other process of this machine holds `path`; a killed holder's lock dies with it."""
+    """Hold an exclusive lock on `path` between the processes of this machine. The system releases it when a holder
+    dies."""
     with open(path, "ab") as file:
-        with contextlib.suppress(OSError):  # a file system without locks: several may compute, one is kept
+        with contextlib.suppress(OSError):  # a file system without locks: several may compute, the last rename wins
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

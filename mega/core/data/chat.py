@@ -1,7 +1,7 @@
-"""Finetuning samples: whole conversations packed into rows, apart from one another, trained where they should be.
+"""Finetuning samples: whole conversations packed into rows. Only selected tokens are trained on.
 
-Conversations are tokenised once and kept in the index cache. A row holds as many as fit; a longer one is cut. They do
-not attend to one another, and positions restart with each.
+Conversations are tokenized once and stored in the index cache. A row holds as many conversations as fit; a conversation
+longer than a row is cut. Conversations of a row do not attend to each other, and positions restart with each.
 """
 
 from __future__ import annotations
@@ -29,22 +29,24 @@ if TYPE_CHECKING:
 Found = TypeVar("Found")
 
 MOST_ARRAY = 1 << 30
-"""Bytes of a file that is one JSON array, which is read as a whole."""
+"""Maximum bytes of a file that is one JSON array, since it is read as a whole."""
 
 
 class ChatRow(NamedTuple):
-    """tokens, labels: int64 [s]; weights: float32 [s], 1 where the label is trained on; documents: int64 [s], number
-    of the conversation within the row; positions: int64 [s] within the conversation."""
+    """One packed row of s tokens."""
 
-    tokens: NDArray[np.int64]
-    labels: NDArray[np.int64]
-    weights: NDArray[np.float32]
-    documents: NDArray[np.int64]
-    positions: NDArray[np.int64]
+    tokens: NDArray[np.int64]  # int64 [s]
+    labels: NDArray[np.int64]  # int64 [s]
+    weights: NDArray[np.float32]  # float32 [s], 1 where the label is trained on
+    documents: NDArray[np.int64]  # int64 [s], number of the conversation within the row
+    positions: NDArray[np.int64]  # int64 [s], position within the conversation
 
 
 class TrainedTexts:
-    """Texts as tokens back to back, some of them trained. arrays: ids, trained, and offsets, int64 [texts + 1]."""
+    """Tokenized texts, concatenated, with a mask of trained tokens.
+
+    arrays: ids; trained; offsets int64 [texts + 1].
+    """
 
     def __init__(self, arrays: Arrays) -> None:
         self._ids, self._trained, self._offsets = arrays["ids"], arrays["trained"], arrays["offsets"]
@@ -53,21 +55,21 @@ class TrainedTexts:
         return len(self._offsets) - 1
 
     def cut(self, number: int, most: int) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
-        """The first ids of a text, `most` at the most, and which of them are trained."""
+        """The first `most` ids of a text, and the mask of trained tokens among them."""
         first, end = self._offsets[number : number + 2].tolist()
-        place = slice(first, min(end, first + most))
-        return self._ids[place], self._trained[place]
+        span = slice(first, min(end, first + most))
+        return self._ids[span], self._trained[span]
 
     def whole(self, number: int) -> Labelled:
-        place = slice(*self._offsets[number : number + 2].tolist())
-        return Labelled(self._ids[place].tolist(), self._trained[place].tolist())
+        span = slice(*self._offsets[number : number + 2].tolist())
+        return Labelled(self._ids[span].tolist(), self._trained[span].tolist())
 
 
 class ChatDataset:
-    """Row i of every pass over the conversations, reshuffled in each.
+    """Row i of consecutive passes over the conversations. Each pass is reshuffled.
 
-    arrays: those of `TrainedTexts`; members, conversations in the order in which they lie in rows; rows, int64
-    [rows + 1], first member of each.
+    arrays: those of `TrainedTexts`; members, the conversation numbers in row order; rows, int64 [rows + 1], the first
+    member of each row.
     """
 
     def __init__(self, arrays: Arrays, seq_length: int, filler: int) -> None:
@@ -84,23 +86,23 @@ class ChatDataset:
         trained = np.zeros(self._length + 1, np.float32)
         documents = np.full(self._length + 1, -1, np.int64)
         positions = np.zeros(self._length + 1, np.int64)
-        at = number = 0
+        end = number = 0
         for number, member in enumerate(self._members[self._rows[sample] : self._rows[sample + 1]].tolist()):
-            ids, kept = self._texts.cut(member, self._length + 1)
-            place = slice(at, at + len(ids))
-            text[place], trained[place] = ids, kept
-            documents[place], positions[place] = number, np.arange(len(ids))
-            at += len(ids)
-        documents[at:] = number + 1  # what fills the row is a document of its own
+            ids, trained_ids = self._texts.cut(member, self._length + 1)
+            span = slice(end, end + len(ids))
+            text[span], trained[span] = ids, trained_ids
+            documents[span], positions[span] = number, np.arange(len(ids))
+            end += len(ids)
+        documents[end:] = number + 1  # the padding at the end is a separate document
         weights = trained[1:] * (documents[1:] == documents[:-1])
         return ChatRow(text[:-1], text[1:], weights, documents[:-1], positions[:-1])
 
     def conversation(self, number: int) -> Labelled:
-        """One conversation's tokens."""
+        """The tokens of one conversation."""
         return self._texts.whole(number)
 
     def collate(self, rows: Sequence[ChatRow], first_sample: int) -> DecoderBatch:
-        """Rows as one microbatch whose first row is global sample `first_sample`."""
+        """Build a microbatch whose first row is global sample `first_sample`."""
         import torch
 
         from mega.core.batch import DecoderBatch
@@ -128,10 +130,10 @@ def chat_dataset(
     cache: Path | None,
     note: Callable[[str], None],
 ) -> ChatDataset:
-    """At least `samples` rows from conversations in JSON lines. `flag` is the one that gave them, for messages.
+    """Build at least `samples` rows from conversations in JSON lines.
 
-    note: called with what the user should know. Raises ValueError naming file and line of an invalid conversation, or
-    where nothing is trained.
+    flag: the flag that named the inputs, for messages. note: called with messages for the user.
+    Raises ValueError naming file and line of an invalid conversation, or if no token is trained.
     """
     key = {
         "kind": "chat",
@@ -144,34 +146,34 @@ def chat_dataset(
     def tokenised() -> Arrays:
         return arrays_of(labelled(inputs, chat), f"{flag} {' '.join(inputs)}: holds no conversation")
 
-    found = cached(cache, key, ("ids", "trained", "offsets"), tokenised)
-    if lost := lost_tokens(f"{flag} {' '.join(inputs)}", found, seq_length):
-        note(lost)
-    lengths = np.minimum(np.diff(found["offsets"]), seq_length + 1)
+    texts = cached(cache, key, ("ids", "trained", "offsets"), tokenised)
+    if loss_note := lost_tokens(f"{flag} {' '.join(inputs)}", texts, seq_length):
+        note(loss_note)
+    lengths = np.minimum(np.diff(texts["offsets"]), seq_length + 1)
     packing = key | {"kind": "packing", "seq_length": seq_length, "samples": samples, "seed": seed}
     packed = cached(cache, packing, ("members", "rows"), lambda: pack(lengths, seq_length + 1, samples, seed))
-    return ChatDataset({**found, **packed}, seq_length, filler(tokenizer))
+    return ChatDataset({**texts, **packed}, seq_length, filler(tokenizer))
 
 
 def digest(flag: str, inputs: Sequence[str], about: str = "") -> str:
-    """Of `about`, and of the files that a flag names. Errors: ValueError where one is standard input."""
-    paths, found = find(inputs, flag), hashlib.sha256(about.encode())
+    """A digest of `about` and of the files that a flag names. Errors: ValueError if one is standard input."""
+    paths, hasher = find(inputs, flag), hashlib.sha256(about.encode())
     if STDIN in paths:
         raise ValueError(f"{flag} -: standard input is gone once it is read, and every rank reads; give a file")
     for path in paths:
-        found.update(hashlib.sha256(path.read_bytes()).digest())
-    return found.hexdigest()
+        hasher.update(hashlib.sha256(path.read_bytes()).digest())
+    return hasher.hexdigest()
 
 
 def filler(tokenizer: Tokenizer) -> int:
-    """What rows are filled up with."""
+    """The token that pads rows."""
     return next(token for token in (tokenizer.pad, tokenizer.eod, 0) if token is not None)
 
 
 def lost_tokens(what: str, found: Arrays, seq_length: int, of: str = "conversations") -> str | None:
-    """How many conversations a row is too short for, and how many train nothing; ValueError where none trains anything.
+    """A message about conversations that are cut or have no trained token, or None. ValueError if nothing is trained.
 
-    A run without trained tokens has a loss of 0; weight decay alone changes the model.
+    Without trained tokens the loss is 0, and only weight decay changes the model.
     """
     sizes = np.diff(found["offsets"])
     firsts = found["offsets"][:-1]
@@ -188,7 +190,7 @@ def lost_tokens(what: str, found: Arrays, seq_length: int, of: str = "conversati
 
 
 def pack(lengths: NDArray[np.int64], room: int, samples: int, seed: int) -> Arrays:
-    """Conversations into rows of `room` tokens, in passes of shuffled order, until there are `samples` rows.
+    """Pack conversations into rows of `room` tokens, in shuffled passes, until there are `samples` rows.
 
     Lengths 3 4 2 in this order, room 6: rows [3] [4 2].
     """
@@ -208,48 +210,52 @@ def pack(lengths: NDArray[np.int64], room: int, samples: int, seed: int) -> Arra
 
 
 def labelled(inputs: Sequence[str], chat: ChatFormat) -> Iterator[Labelled]:
-    """Every conversation of the inputs as tokens; ValueError naming file and line where one is none."""
+    """Yield every conversation of the inputs as tokens. ValueError naming file and line of an invalid one."""
     return each_line(inputs, lambda found: chat.labelled(conversation(found)))
 
 
 def each_line(inputs: Sequence[str], read: Callable[[object], Found]) -> Iterator[Found]:
-    """What `read` makes of the JSON value of each line, of each item of a file that is one array, or of each row of a
-    table. Errors: its ValueErrors, naming file and line."""
-    for where, value in chain.from_iterable(map(_values, find(inputs))):
+    """Apply `read` to each JSON value: a line, an item of a file that is one array, or a row of a table.
+
+    Errors: the ValueErrors of `read`, with file and line added.
+    """
+    for location, value in chain.from_iterable(map(_values, find(inputs))):
         try:
-            found = value()
-            if not isinstance(found, dict):
-                raise ValueError(f"not a JSON object; {not_an_object(found)}")
-            yield read(found)
+            content = value()
+            if not isinstance(content, dict):
+                raise ValueError(f"not a JSON object; {not_an_object(content)}")
+            yield read(content)
         except ValueError as error:
             if str(error).startswith("--"):
                 raise
-            raise BadLine(f"{where}: {error}") from None
+            raise BadLine(f"{location}: {error}") from None
 
 
 def _values(path: Path) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Where each value of a file is, and what reads it."""
+    """Yield the location of each value of a file, and a function that reads it."""
     if (items := _array(path)) is not None:
         for number, item in enumerate(items, 1):
             yield f"{path}: item {number}", partial(lambda found: found, item)
         return
-    for where, line in lines([path], []):
-        yield where, partial(parsed, line)
+    for location, line in lines([path], []):
+        yield location, partial(parsed, line)
 
 
 def _array(path: Path) -> list[object] | None:
-    """The items of a .json that is one array, as alpaca_data.json is; None of any other file. Errors: ValueError."""
+    """The items of a .json file that is one array, such as alpaca_data.json. None for any other file. Errors:
+    ValueError."""
     if path.suffix != ".json":
         return None
     with path.open("rb") as file:
         if not file.read(64).lstrip().startswith(b"["):
             return None
-    found = parse_json(read_limited(path, MOST_ARRAY, str(path)), str(path))
-    return list(found) if isinstance(found, list) else None
+    content = parse_json(read_limited(path, MOST_ARRAY, str(path)), str(path))
+    return list(content) if isinstance(content, list) else None
 
 
 def arrays_of(found: Iterable[Labelled], none: str) -> Arrays:
-    """Texts as the arrays of `TrainedTexts`. Errors: ValueError saying `none` where there are none."""
+    """Convert texts to the arrays of `TrainedTexts`. Errors: ValueError with the message `none` if there are no
+    texts."""
     ids: list[NDArray[np.int32]] = []
     trained: list[NDArray[np.bool_]] = []
     for each in found:

@@ -1,15 +1,15 @@
-"""The chunks of a corpus in which neighbours are looked for (Retro): cut from token files block by block.
+"""The database chunks in which Retro looks for neighbours, cut from token files block by block.
 
-    db/individual/NAME/FIRST-LAST.safetensors   of a block of documents: chunks_valid, chunks_invalid uint32 [n, 4]
+    db/individual/NAME/FIRST-LAST.safetensors   one block of documents: chunks_valid, chunks_invalid uint32 [n, 4]
                                                 (document, first token, end, length in the embedder's tokens) and
                                                 doc_offsets uint64 [documents, 2] (document, chunks up to its end)
-    db/merged/{train,valid}.safetensors         chunks uint32 [n, 5], the corpus's number before them, and doc_offsets
-                                                uint64 [documents, 3]; a chunk's number is its row in train
-    db/indexed_dataset_infos.json               the corpora, and how many documents and chunks each has
+    db/merged/{train,valid}.safetensors         chunks uint32 [n, 5], with the corpus number as first column, and
+                                                doc_offsets uint64 [documents, 3]; a chunk's number is its row in train
+    db/indexed_dataset_infos.json               the corpora, with their numbers of documents and chunks
 
-Names and arrays are those of Megatron-LM 23.06, whose files are HDF5 and are read in their place (the extra `retro`). A
-document is a sequence of token files. A block is a function of the corpus alone, so that any number of processes write
-the same bytes. No torch.
+Names and arrays are those of Megatron-LM 23.06. Its HDF5 files are read if they are present (the extra `retro`). A
+document is a sequence of the token files. A block depends only on the corpus, so any number of processes write the same
+bytes. No torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MOST_BYTES = 1 << 24
 
 
 class Block(NamedTuple):
-    """A run of rows that one file holds."""
+    """A run of rows that is stored in one file."""
 
     first: int
     last: int
@@ -63,26 +63,26 @@ def blocks(rows: int, size: int, suffix: str) -> list[Block]:
 
 @dataclass(frozen=True)
 class ChunkedCorpus:
-    """A corpus of the database; its share of a blend, and what was counted of it. Field names are the file's."""
+    """A corpus of the database. Field names are those of the JSON file."""
 
-    ratio: float
-    prefix: str
-    name: str
-    n_docs: int
-    n_docs_train: int
-    n_chunks: int
-    n_chunks_train: int
-    n_chunks_invalid: int
+    ratio: float  # Share of the corpus in the blend
+    prefix: str  # Prefix of its token files
+    name: str  # Name of its folder
+    n_docs: int  # Documents
+    n_docs_train: int  # Documents of the training split
+    n_chunks: int  # Valid chunks
+    n_chunks_train: int  # Valid chunks of the training split
+    n_chunks_invalid: int  # Chunks that are empty for the embedder
 
 
 @dataclass(frozen=True)
 class ChunkSource:
-    """A corpus to be cut: number of the documents that neighbours may come from, the first ones."""
+    """A corpus to cut into chunks."""
 
-    ratio: float
-    prefix: str
-    corpus: IndexedDataset
-    training: int
+    ratio: float  # Share of the corpus in the blend
+    prefix: str  # Prefix of its token files
+    corpus: IndexedDataset  # The token files
+    training: int  # Number of documents, from the first one, that neighbours may come from
 
     @property
     def name(self) -> str:
@@ -90,30 +90,34 @@ class ChunkSource:
 
 
 def sources(blend: Sequence[tuple[float | None, str]], split: str) -> list[ChunkSource]:
-    """Opened. split: of which the first number says how many documents are the training's, in order.
+    """Open the corpora of a blend. The first number of `split` is the share of training documents, which come first.
 
-    Errors: ValueError naming the file, or two corpora of one name.
+    Errors: ValueError naming the file, or two corpora of the same name.
     """
-    share, found = split_shares(split)[0], list[ChunkSource]()
+    share, chunk_sources = split_shares(split)[0], list[ChunkSource]()
     for weight, prefix in blend:
-        corpus, prefix = IndexedDataset(prefix), os.path.abspath(prefix)  # which is read from elsewhere
-        # As the original counts them, but never one that a run validates with.
-        own = min(int(share * len(corpus)), split_boundaries(split, len(corpus))[1])
-        if own < 1:
+        corpus, prefix = (
+            IndexedDataset(prefix),
+            os.path.abspath(prefix),
+        )  # absolute: other processes read it from other folders
+        # Megatron-LM's count, limited so that validation documents are never included.
+        training_documents = min(int(share * len(corpus)), split_boundaries(split, len(corpus))[1])
+        if training_documents < 1:
             raise ValueError(f"--split {split}: gives no document of {prefix} ({len(corpus)} in all) to the training")
-        found.append(ChunkSource(1.0 if weight is None else weight, prefix, corpus, own))
-    names = [source.name for source in found]
+        chunk_sources.append(ChunkSource(1.0 if weight is None else weight, prefix, corpus, training_documents))
+    names = [source.name for source in chunk_sources]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"--data-path: two corpora are called {repeated[0]}; link one of them to another name")
-    return found
+    return chunk_sources
 
 
 def cut_block(
     source: ChunkSource, block: Block, length: int, tokenizer: Tokenizer, embedded_length: Callable[[str], int]
 ) -> Arrays:
-    """The chunks of a block of documents, without the token at their end. One of no tokens to the embedder is invalid.
+    """Cut a block of documents into chunks, without the end-of-document token. A chunk that is empty for the embedder
+    is invalid.
 
-    embedded_length: of a text, in tokens of the embedder.
+    embedded_length: the length of a text in tokens of the embedder.
     """
     valid, invalid, offsets = list[tuple[int, ...]](), list[tuple[int, ...]](), list[tuple[int, int]]()
     for document in range(block.first, block.last):
@@ -132,24 +136,25 @@ def cut_block(
 
 
 def write_arrays(path: Path, arrays: Arrays) -> None:
-    """Whole or not at all."""
+    """Write arrays atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
         file.write(save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
 
 
 def original(path: Path) -> Path:
-    """The file of Megatron-LM 23.06 that has the same content."""
+    """The path of Megatron-LM 23.06's file with the same content."""
     return path.with_suffix(".hdf5")
 
 
 def made(path: Path) -> bool:
-    """Whether a file is there, or the original's."""
+    """Whether the file, or Megatron-LM's file, exists."""
     return path.exists() or original(path).exists()
 
 
 def read_hdf5(path: Path, names: Sequence[str]) -> dict[str, NDArray[np.generic]]:
-    """Errors: ValueError naming the file where it is torn, or lacks an array, or h5py is not installed."""
+    """Read arrays. Errors: ValueError naming the file if it is damaged, an array is missing, or h5py is not
+    installed."""
     try:
         import h5py
     except ImportError:
@@ -162,34 +167,34 @@ def read_hdf5(path: Path, names: Sequence[str]) -> dict[str, NDArray[np.generic]
 
 
 def read_array(path: Path, name: str) -> NDArray[np.generic]:
-    """The array of a file, or `name` of the original's. Errors: OSError, ValueError."""
+    """The array of a file, or the array `name` of Megatron-LM's file. Errors: OSError, ValueError."""
     if not path.exists() and original(path).exists():
         return read_hdf5(original(path), (name,))[name]
-    found: NDArray[np.generic] = np.load(path, mmap_mode="r", allow_pickle=False)
-    return found
+    array: NDArray[np.generic] = np.load(path, mmap_mode="r", allow_pickle=False)
+    return array
 
 
 def read_arrays(path: Path, names: Sequence[str]) -> dict[str, NDArray[np.generic]]:
-    """Errors: ValueError naming the file where it is absent, torn, or lacks an array."""
+    """Read arrays. Errors: ValueError naming the file if it is missing, damaged, or lacks an array."""
     if not path.exists() and original(path).exists():
         return read_hdf5(original(path), names)
     try:
-        found = load_file(path)
+        arrays = load_file(path)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path}: cannot be read ({error}); delete it and build it again") from None
-    if missing := [name for name in names if name not in found]:
+    if missing := [name for name in names if name not in arrays]:
         raise ValueError(f"{path}: has no {missing[0]}; delete it and build it again")
-    return {name: found[name] for name in names}
+    return {name: arrays[name] for name in names}
 
 
 def individual(folder: Path, source: ChunkSource, size: int) -> Iterator[tuple[Block, Path]]:
-    """The blocks of a corpus, and their files."""
+    """Yield the blocks of a corpus, and their files."""
     for block in blocks(len(source.corpus), size, ".safetensors"):
         yield block, folder / "db" / "individual" / source.name / block.name
 
 
 def merge(folder: Path, corpora: Sequence[ChunkSource], size: int) -> list[ChunkedCorpus]:
-    """The database of all blocks, which must be there. Errors: ValueError naming a file that is not, or is torn."""
+    """Merge all blocks into the database. Errors: ValueError naming a file that is missing or damaged."""
     parts: dict[str, list[NDArray[np.generic]]] = {"train": [], "valid": []}
     offsets, infos, before = list[NDArray[np.generic]](), list[ChunkedCorpus](), 0
     for number, source in enumerate(corpora):
@@ -214,18 +219,19 @@ def merge(folder: Path, corpora: Sequence[ChunkSource], size: int) -> list[Chunk
 
 
 def _joined(folder: Path, source: ChunkSource, size: int) -> tuple[NDArray[np.uint32], NDArray[np.uint64], int]:
-    """The valid chunks of a corpus, how many there are up to the end of each document, and how many are invalid."""
+    """The valid chunks of a corpus, the number of chunks up to the end of each document, and the number of invalid
+    chunks."""
     chunks, ends, before, invalid = list[NDArray[np.uint32]](), list[NDArray[np.uint64]](), 0, 0
     for _, path in individual(folder, source, size):
-        found = read_arrays(path, ("chunks_valid", "chunks_invalid", "doc_offsets"))
-        chunks.append(found["chunks_valid"].astype(np.uint32))
-        ends.append(found["doc_offsets"][:, 1].astype(np.uint64) + np.uint64(before))
-        before, invalid = before + len(chunks[-1]), invalid + len(found["chunks_invalid"])
+        arrays = read_arrays(path, ("chunks_valid", "chunks_invalid", "doc_offsets"))
+        chunks.append(arrays["chunks_valid"].astype(np.uint32))
+        ends.append(arrays["doc_offsets"][:, 1].astype(np.uint64) + np.uint64(before))
+        before, invalid = before + len(chunks[-1]), invalid + len(arrays["chunks_invalid"])
     return np.concatenate(chunks), np.concatenate(ends), invalid
 
 
 def _counted(found: Json, path: Path) -> ChunkedCorpus:
-    """An entry of the file of the corpora. Errors: ValueError naming it where it is damaged."""
+    """Parse an entry of the JSON file of corpora. Errors: ValueError naming the file if it is damaged."""
     entry = below(found)
     match [entry.get(name) for name in ChunkedCorpus.__annotations__]:
         case [int() | float() as ratio, str(prefix), str(name), *counts] if all(isinstance(n, int) for n in counts):
@@ -235,23 +241,24 @@ def _counted(found: Json, path: Path) -> ChunkedCorpus:
 
 
 class ChunkDatabase:
-    """The chunks that neighbours are. `tokens(chunk)` is int64 [length], padded with the end of a document.
+    """The chunks that serve as neighbours. `tokens(chunk)` is int64 [length], padded with the end-of-document token.
 
-    prefixes: of its corpora, in their order, as a run has them; else as they were when it was built.
-    Errors: ValueError naming a file that is absent, torn, or of other corpora.
+    prefixes: where the run has the corpora, in their order. Empty: the prefixes of the time when the database was
+    built.
+    Errors: ValueError naming a file that is missing, damaged, or belongs to other corpora.
     """
 
     def __init__(self, folder: Path, length: int, eod: int, prefixes: Sequence[str] = ()) -> None:
         self.folder, self.length, self.eod, self._prefixes = folder, length, eod, prefixes
         path = folder / INFOS
-        found = parse_json(read_limited(path, _MOST_BYTES, str(path)), str(path))
-        self.corpora = [_counted(entry, path) for entry in (found if isinstance(found, list) else [found])]
+        infos = parse_json(read_limited(path, _MOST_BYTES, str(path)), str(path))
+        self.corpora = [_counted(entry, path) for entry in (infos if isinstance(infos, list) else [infos])]
 
     @cached_property
     def chunks(self) -> NDArray[np.uint32]:
-        """[n, 5], as of the file."""
-        found = read_arrays(self.folder / "db" / "merged" / "train.safetensors", ("chunks",))["chunks"]
-        return found.astype(np.uint32)
+        """[n, 5], as in the file."""
+        chunks = read_arrays(self.folder / "db" / "merged" / "train.safetensors", ("chunks",))["chunks"]
+        return chunks.astype(np.uint32)
 
     @cached_property
     def _files(self) -> list[IndexedDataset]:
@@ -266,6 +273,6 @@ class ChunkDatabase:
         return np.asarray(self._files[corpus].get(document, first, last - first))
 
     def tokens(self, chunk: int) -> NDArray[np.int64]:
-        found, ids = np.full(self.length, self.eod, np.int64), self.ids(chunk)
-        found[: len(ids)] = ids
-        return found
+        padded, ids = np.full(self.length, self.eod, np.int64), self.ids(chunk)
+        padded[: len(ids)] = ids
+        return padded

@@ -1,13 +1,13 @@
-"""Rows of parquet and arrow files as JSON lines. It runs as a child of `untrusted.Confined`, which sets limits: a file
-of others may ask its library for any memory, or end it. Its questions:
+"""Read rows of parquet and arrow files as JSON lines, in a child process. `untrusted.Confined` starts the child and
+limits its memory, since an untrusted file can make the library allocate any amount, or crash. Requests:
 
-    {"path", "kind"}               how many row groups a parquet file has; 1 of an arrow stream
+    {"path", "kind"}               number of row groups of a parquet file; 1 for an arrow stream
     {"reader", "path", "kind", "keys", "first", "last", "done"}
-                                   begin to read these columns (all, if there are none) of row groups first .. last - 1,
-                                   after `done` of their rows, under the number `reader`; null
+                                   open reader number `reader` of these columns (all, if `keys` is empty) and row groups
+                                   first .. last - 1, without the first `done` rows; null
     {"reader"}                     its next {RAW: lines, "rows", "read"}; null at the end. read: bytes of the file
                                    before the end of the rows
-    {"reader", "close"}            drop it; null
+    {"reader", "close"}            close the reader; null
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ROWS = 1024
 _BLOCK_BYTES = 1 << 22
 
 Rows = Iterator[tuple[Any, int]]
-"""A record batch, and the stored bytes of the file before its end."""
+"""A record batch, and the stored bytes of the file up to its end."""
 
 
 def _columns(names: Sequence[str], keys: Sequence[str]) -> list[str]:
@@ -57,28 +57,28 @@ def _arrow_rows(path: Path, keys: Sequence[str], first: int, last: int, done: in
         stream = pyarrow.ipc.open_stream(stored)
         columns = _columns(stream.schema.names, keys)
         for batch in stream:
-            batch.validate(full=True)  # offsets beyond what is stored would be followed
-            chosen = batch.select(columns)
-            for begin in range(0, chosen.num_rows, _ROWS):
-                part = chosen.slice(begin, _ROWS)
+            batch.validate(full=True)  # otherwise invalid offsets would read outside the buffers
+            selected = batch.select(columns)
+            for begin in range(0, selected.num_rows, _ROWS):
+                part = selected.slice(begin, _ROWS)
                 skip = min(done, part.num_rows)
                 done -= skip
                 yield from _in_blocks(part.slice(skip), stored.tell())
 
 
 def _in_blocks(batch: Any, read: int) -> Rows:
-    """A batch in parts that take little memory as text, each of one row at least."""
+    """Split a batch into parts of limited size as text, each with at least one row."""
     rows = max(1, batch.num_rows * _BLOCK_BYTES // max(batch.nbytes, _BLOCK_BYTES))
     for begin in range(0, batch.num_rows, rows):
         yield batch.slice(begin, rows), read
 
 
 _readers: dict[Any, Rows] = {}
-"""By number."""
+"""Reader number -> its rows."""
 
 
 def answer(question: dict[str, Any]) -> Any:
-    """See above."""
+    """Answer one request, see the module's docstring."""
     number, path, kind = question.get("reader"), question.get("path"), question.get("kind")
     if "close" in question:
         del _readers[number]
@@ -97,14 +97,14 @@ def answer(question: dict[str, Any]) -> Any:
 def _next(rows: Rows) -> dict[str, Json] | None:
     import orjson
 
-    found = next(rows, None)
-    if found is None:
+    row_batch = next(rows, None)
+    if row_batch is None:
         return None
-    # What JSON cannot represent (bytes, decimals) is not text either: null is refused with its row.
-    lines = b"".join(orjson.dumps(row, default=lambda value: None) + b"\n" for row in found[0].to_pylist())
-    return {RAW: lines, "rows": found[0].num_rows, "read": found[1]}
+    # JSON cannot represent bytes and decimals, and they are not text: write null, which the caller rejects by row.
+    lines = b"".join(orjson.dumps(row, default=lambda value: None) + b"\n" for row in row_batch[0].to_pylist())
+    return {RAW: lines, "rows": row_batch[0].num_rows, "read": row_batch[1]}
 
 
 if __name__ == "__main__":
-    os.environ["ARROW_DEFAULT_MEMORY_POOL"] = "system"  # the others reserve what they may never use
+    os.environ["ARROW_DEFAULT_MEMORY_POOL"] = "system"  # other pools reserve memory in advance
     serve(answer)

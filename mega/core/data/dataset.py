@@ -1,4 +1,4 @@
-"""What a dataset of token samples is, and the two kinds that need no token files: random ids, and a blend."""
+"""The protocol of datasets, and the datasets that read no token files: random ids, chained and blended datasets."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 
 class Dataset(Protocol):
-    """`dataset[i]`, 0 <= i < len(dataset), is int64 [seq_length + 1]: inputs and, one further on, labels.
+    """`dataset[i]`, 0 <= i < len(dataset), is int64 [seq_length + 1]: the inputs and, shifted by one, the labels.
 
-    A dataset whose samples are something else has `collate(samples, number of the first)`, which makes them a batch.
+    A dataset with other samples has a method `collate(samples, number of the first)`, which builds a batch.
     """
 
     def __len__(self) -> int: ...
@@ -21,7 +21,7 @@ class Dataset(Protocol):
 
 
 class MockDataset:
-    """Random ids below `vocab`; sample i is a function of (seed, i). For benchmarks without a corpus."""
+    """Random ids below `vocab`. Sample i is a function of (seed, i). For benchmarks without a corpus."""
 
     def __init__(self, *, samples: int, seq_length: int, vocab: int, seed: int) -> None:
         self._samples, self._length, self._vocab, self._seed = samples, seq_length + 1, vocab, seed
@@ -36,7 +36,7 @@ class MockDataset:
 
 
 class ChainedDataset:
-    """Datasets of one kind, one after another."""
+    """The concatenation of datasets of the same kind."""
 
     def __init__(self, datasets: Sequence[Dataset]) -> None:
         self._datasets = datasets
@@ -49,12 +49,13 @@ class ChainedDataset:
     def __getitem__(self, sample: int) -> object:
         if not 0 <= sample < len(self):
             raise IndexError(f"no sample {sample}, there are {len(self)}")
-        place = int(np.searchsorted(self._ends, sample, side="right"))
-        return self._datasets[place][sample - (int(self._ends[place - 1]) if place else 0)]
+        index = int(np.searchsorted(self._ends, sample, side="right"))
+        return self._datasets[index][sample - (int(self._ends[index - 1]) if index else 0)]
 
 
 class BlendedDataset:
-    """Sample i is sample numbers[i] of datasets[chosen[i]]; see `order.blend_order`. All are of one kind."""
+    """Sample i is sample numbers[i] of datasets[chosen[i]], see `order.blend_order`. All datasets have the same
+    kind."""
 
     def __init__(self, datasets: Sequence[Dataset], chosen: NDArray[np.integer], numbers: NDArray[np.integer]) -> None:
         assert len(chosen) == len(numbers)
@@ -70,7 +71,7 @@ class BlendedDataset:
         return self._datasets[int(self._chosen[sample])][int(self._numbers[sample])]
 
     def documents(self, sample: int) -> frozenset[tuple[int, int]]:
-        """(number of the corpus, document in it) of all documents that a sample has tokens of."""
+        """(corpus number, document number) of all documents that contribute tokens to a sample."""
         number, inner = int(self._chosen[sample]), int(self._numbers[sample])
-        own: Callable[[int], frozenset[tuple[int, int]]] = getattr(self._datasets[number], "documents")  # noqa: B009
-        return own(inner)
+        documents_of: Callable[[int], frozenset[tuple[int, int]]] = getattr(self._datasets[number], "documents")  # noqa: B009
+        return documents_of(inner)

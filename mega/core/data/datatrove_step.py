@@ -1,4 +1,4 @@
-"""A step for datatrove's pipelines that writes token files: the bytes of `mega preprocess`, one pair for each task.
+"""A step for datatrove pipelines that writes token files: the bytes of `mega preprocess`, one pair for each task.
 
     from datatrove.executor import SlurmPipelineExecutor
     from datatrove.pipeline.readers import JsonlReader
@@ -7,8 +7,8 @@
     options = {"tokenizer": "GPT2BPETokenizer", "vocab_file": "vocab.json", "merge_file": "merges.txt"}
     SlurmPipelineExecutor([JsonlReader("corpus"), TokenFiles("tokens/corpus", options, append_eod=True)], tasks=64, ...)
 
-Then `mega data merge tokens --output-prefix corpus_text_document`. Nothing here imports this file, since it needs
-datatrove: pip install '.[datatrove]' in a clone.
+Then run `mega data merge tokens --output-prefix corpus_text_document`. No other module imports this file, since it
+needs datatrove: pip install '.[datatrove]' in a clone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TOGETHER = 256
 
 
 class TokenFiles(PipelineStep):  # type: ignore[misc]
-    """Tokenises documents and passes them on with their `token_count`.
+    """Tokenize documents, and pass them on with their `token_count`.
 
     tokenizer: the fields of the configuration's tokenizer section, as `text.build.build` takes them.
     Task 3 of 8 writes `<output_prefix>_00003-of-00008_text_document`, a single task `<output_prefix>_text_document`.
@@ -43,12 +43,12 @@ class TokenFiles(PipelineStep):  # type: ignore[misc]
         self.output_prefix, self.tokenizer, self.append_eod = output_prefix, dict(tokenizer), append_eod
 
     def run(self, data: Iterable[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        made = build(**self.tokenizer)
-        encode = encoder(made, append_eod=self.append_eod)
+        tokenizer = build(**self.tokenizer)
+        encode = encoder(tokenizer, append_eod=self.append_eod)
         part = f"_{rank + 1:05}-of-{world_size:05}" if world_size > 1 else ""
         documents = iter(data)
-        prefix, noted = f"{self.output_prefix}{part}_text_document", {"tokenizer": made.identity()._asdict()}
-        with IndexedWriter(prefix, token_dtype(made.vocab_size), noted=noted) as writer:
+        prefix, provenance = f"{self.output_prefix}{part}_text_document", {"tokenizer": tokenizer.identity()._asdict()}
+        with IndexedWriter(prefix, token_dtype(tokenizer.vocab_size), noted=provenance) as writer:
             while block := list(islice(documents, _TOGETHER)):
                 with self.track_time("batch"):
                     for document in block:

@@ -1,7 +1,7 @@
-"""GPT samples: a corpus laid end to end in shuffled order and cut every seq_length tokens.
+"""GPT samples: a corpus concatenated in shuffled order and cut every seq_length tokens.
 
-Also what the tokens of a sample say about it: which positions carry loss, where documents begin. It knows
-neither ranks nor batches.
+The file also derives masks from the tokens of a sample: which positions have a loss, and where documents begin. It
+knows neither ranks nor batches.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from mega.core.data.order import SampleOrder
 
 
 class GPTDataset:
-    """Sample i is tokens q x s .. (q + 1) x s, both included, of the stream, q = shuffle[i], s = seq_length.
+    """Sample i is tokens q s .. (q + 1) s of the stream, both included, with q = shuffle[i] and s = seq_length.
 
-    A sample may run over any number of documents; neighbours in the stream share one token.
-    number: of the corpus in the blend that it is of.
+    A sample may span any number of documents. Adjacent samples of the stream share one token.
     """
 
     number = 0
+    """Index of the corpus in its blend."""
 
     def __init__(self, corpus: IndexedDataset, order: SampleOrder, seq_length: int) -> None:
         self._corpus, self._order, self._length = corpus, order, seq_length + 1
@@ -33,27 +33,27 @@ class GPTDataset:
         if not 0 <= sample < len(self):
             raise IndexError(f"no sample {sample}, there are {len(self)}")
         row = int(self._order.shuffle[sample])
-        (place, offset), (last_place, last_offset) = self._order.samples[row : row + 2].tolist()
-        found = np.empty(self._length, np.int64)
+        (first_place, offset), (last_place, last_offset) = self._order.samples[row : row + 2].tolist()
+        tokens = np.empty(self._length, np.int64)
         filled = 0
-        for sequence in self._order.documents[place:last_place].tolist():
+        for sequence in self._order.documents[first_place:last_place].tolist():
             piece = self._corpus.get(sequence, offset)
-            found[filled : filled + len(piece)] = piece
+            tokens[filled : filled + len(piece)] = piece
             filled += len(piece)
             offset = 0
         last = int(self._order.documents[last_place])
-        found[filled:] = self._corpus.get(last, offset, last_offset + 1 - offset)
-        return found
+        tokens[filled:] = self._corpus.get(last, offset, last_offset + 1 - offset)
+        return tokens
 
     def documents(self, sample: int) -> frozenset[tuple[int, int]]:
-        """(number of the corpus, sequence) of all sequences that a sample has tokens of."""
+        """(corpus number, sequence) of all sequences that contribute tokens to a sample."""
         row = int(self._order.shuffle[sample])
         first, last = self._order.samples[row : row + 2, 0].tolist()
         return frozenset((self.number, sequence) for sequence in self._order.documents[first : last + 1].tolist())
 
 
 def loss_weights(tokens: NDArray[np.int64], eod: int | None) -> NDArray[np.float32]:
-    """1 for every input token, 0 where it is `eod`: what follows a document's end is not to be predicted.
+    """1 for every input token, 0 for `eod`: the token after a document's end is not predicted.
 
     tokens [..., s] -> float32 [..., s]. 5 6 0 7 8 0 with eod 0 -> 1 1 0 1 1 0.
     """
@@ -61,7 +61,7 @@ def loss_weights(tokens: NDArray[np.int64], eod: int | None) -> NDArray[np.float
 
 
 def document_numbers(tokens: NDArray[np.int64], eod: int) -> NDArray[np.int64]:
-    """Number of each token's document within its row; an `eod` belongs to the document that it ends.
+    """The number of each token's document within its row. An `eod` belongs to the document that it ends.
 
     tokens [..., s] -> int64 [..., s]. 5 6 0 7 8 0 with eod 0 -> 0 0 0 1 1 1.
     """
@@ -70,7 +70,7 @@ def document_numbers(tokens: NDArray[np.int64], eod: int) -> NDArray[np.int64]:
 
 
 def positions(tokens: NDArray[np.int64], eod: int | None) -> NDArray[np.int64]:
-    """0 .. s - 1, restarting after each `eod` (where one is given).
+    """0 .. s - 1. If `eod` is given, positions restart after each one.
 
     tokens [..., s] -> int64 [..., s]. 5 6 0 7 8 0 with eod 0 -> 0 1 2 0 1 2.
     """

@@ -1,16 +1,16 @@
-"""Token files: a `<prefix>.bin` of ids back to back and a `<prefix>.idx` that holds where each sequence lies.
+"""Token files: `<prefix>.bin` with concatenated ids, and `<prefix>.idx` with the offset of each sequence.
 
-The bytes are Megatron-LM's MMIDIDX format, so either program reads what the other wrote. A *sequence* is one
-stored run of tokens (a document, or a sentence of one); a *document* is a run of neighbouring sequences.
-This file knows neither texts nor samples.
+The bytes are Megatron-LM's MMIDIDX format, and each program reads the other's files. A *sequence* is one stored run of
+tokens (a document, or a sentence of one). A *document* is a run of consecutive sequences. This file knows neither texts
+nor samples.
 
     .bin   ids of all sequences, little-endian, of the width that the .idx names; nothing else
     .idx   "MMIDIDX\\0\\0" · u64 version 1 · u8 dtype code · u64 S sequences · u64 D = documents + 1
            i32[S] lengths in tokens · i64[S] byte offsets in the .bin · i64[D] first sequence of each document
 
-A third file, `<prefix>.json`, holds the counts, the smallest and largest id, the checksums, and which tokenizer and
-which work made the pair. Other readers ignore it, and this one believes it only where its counts are those of the .idx.
-The older TNTIDX format is read too.
+A third file, `<prefix>.json`, is a note: the counts, the smallest and largest id, the checksums, and the tokenizer and
+options that produced the pair. Other programs ignore it. This file uses the note only if its counts equal those of the
+.idx. The older TNTIDX format is read too.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ DTYPES = {
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 _NOTE_BYTES = 1 << 20
-_BLOCK = 1 << 20  # entries of an array that are looked at together, so that memory stays bounded
-_SCAN_TOKENS = 1 << 28  # a foreign file is searched for its largest id up to this many tokens
+_BLOCK = 1 << 20  # entries of an array that are processed at a time, to bound memory
+_SCAN_TOKENS = 1 << 28  # tokens of a file without a note that are scanned for the largest id
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.integer]:
-    """The width of ids that Megatron-LM takes: uint16 below 65,500 entries (unpadded), else int32."""
+    """Megatron-LM's dtype for ids: uint16 below 65,500 entries (unpadded), else int32."""
     return DTYPES[8 if vocab_size < 65500 else 4]
 
 
@@ -64,35 +64,35 @@ def note_path(prefix: str | Path) -> Path:
 
 
 def read_note(prefix: str | Path) -> Any:
-    """What the third file holds. Errors: OSError where it is absent, ValueError where it is none."""
+    """The content of the note. Errors: OSError if it is missing, ValueError if it is not JSON."""
     if not (path := note_path(prefix)).is_file():
         raise FileNotFoundError(path)
     return parse_json(read_limited(path, _NOTE_BYTES, str(path)), str(path))
 
 
 def noted_tokenizer(prefix: str | Path) -> dict[str, str | int]:
-    """Arguments of `text.build` for the tokenizer that made a pair, as its note has them; {} where it has none."""
+    """The arguments of `text.build` for the tokenizer of a pair, from its note; {} if they are unknown."""
     try:
-        found = read_note(prefix)
+        note = read_note(prefix)
     except (OSError, ValueError):
         return {}
-    options = found.get("tokenizer_options") if isinstance(found, dict) else None
-    known = options if isinstance(options, dict) else {}
-    return {str(name): value for name, value in known.items() if isinstance(value, str | int)}
+    options = note.get("tokenizer_options") if isinstance(note, dict) else None
+    arguments = options if isinstance(options, dict) else {}
+    return {str(name): value for name, value in arguments.items() if isinstance(value, str | int)}
 
 
 def exists(prefix: str | Path) -> bool:
-    """Whether both files of the pair are there."""
+    """Whether both files of the pair exist."""
     return bin_path(prefix).is_file() and idx_path(prefix).is_file()
 
 
 class IndexedDataset:
-    """A pair of token files, mapped into memory and checked.
+    """A pair of token files, memory-mapped and checked.
 
     lengths: int32 [S]; document_index: int64 [D]; tokens: the whole .bin.
     `dataset[i]` is sequence i, without a copy.
-    mmap: False reads the .idx at once and from the .bin each run of tokens when it is asked for.
-    Raises ValueError naming the file where anything in the pair contradicts anything else.
+    mmap: False reads the whole .idx, and reads tokens from the .bin on each access.
+    Raises ValueError naming the file if the contents of the pair are inconsistent.
     """
 
     def __init__(self, prefix: str | Path, *, mmap: bool = True) -> None:
@@ -126,7 +126,7 @@ class IndexedDataset:
         return self.get(sequence)
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> NDArray[np.integer]:
-        """`length` tokens (or the rest) of one sequence from `offset` on, as a view."""
+        """`length` tokens (or the rest) of one sequence, starting at `offset`, as a view."""
         if not 0 <= sequence < len(self):
             raise IndexError(f"{self.prefix}: no sequence {sequence}, there are {len(self)}")
         whole = int(self.lengths[sequence])
@@ -137,7 +137,7 @@ class IndexedDataset:
         return self.tokens[first + offset : first + stop]
 
     def run(self, first: int, last: int) -> NDArray[np.integer]:
-        """Sequences `first` .. `last` - 1, one at least, one after another, as a view."""
+        """Sequences `first` .. `last` - 1 (at least one), concatenated, as a view."""
         if not 0 <= first < last <= len(self):
             raise IndexError(f"{self.prefix}: no sequences {first}..{last - 1}, there are {len(self)}")
         begin = int(self._offsets[first]) // self.dtype.itemsize
@@ -149,7 +149,7 @@ class IndexedDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 of the sequences' lengths: all that the order of samples depends on."""
+        """sha256 of the dtype and the sequence lengths, which decide the order of samples."""
         digest = hashlib.sha256(str(self.dtype).encode())
         for block in _blocks(len(self)):
             digest.update(self.lengths[block].tobytes())
@@ -157,40 +157,40 @@ class IndexedDataset:
 
     @cached_property
     def note(self) -> Mapping[str, Any]:
-        """What the writer of these files noted; nothing where that is missing, damaged, or of other files."""
+        """The writer's note; empty if it is missing, damaged, or belongs to other files."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            found = read_note(self.prefix)
-            if found["counts"] == [len(self), self.documents, len(self.tokens)]:
-                return dict(found)
+            note = read_note(self.prefix)
+            if note["counts"] == [len(self), self.documents, len(self.tokens)]:
+                return dict(note)
         return {}
 
     @property
     def tokenizer(self) -> TokenizerIdentity | None:
-        """Which tokenizer made the ids; None where that was not noted."""
+        """The tokenizer that made the ids; None if it was not recorded."""
         return TokenizerIdentity.read(self.note.get("tokenizer"))
 
     def content(self) -> dict[str, str | None]:
-        """Hashes that tell these token files from others: of lengths, of what is read of the tokens, and of all tokens
-        as their writer noted it, which is not checked."""
+        """Hashes that identify the content: of the lengths, of a sample of the .bin, and of all tokens. The last one
+        comes from the note and is not verified."""
         tokens = None
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             tokens = str(read_note(self.prefix)["sha256"]["bin"])
         return {"lengths": self.fingerprint, "content": sampled_digest(bin_path(self.prefix)), "tokens": tokens}
 
     def token_range(self) -> tuple[int, int]:
-        """The smallest and largest id: noted by the writer, else searched for (evenly in a huge file)."""
+        """The smallest and largest id, from the note or by a scan. A huge file is scanned in evenly spaced blocks."""
         if not len(self.tokens):
             return 0, 0
         with contextlib.suppress(ValueError, KeyError, TypeError):
             return int(self.note["smallest"]), int(self.note["largest"])
-        every = -(-len(self.tokens) // _SCAN_TOKENS)
-        # Not through the map: what it has shown stays in this process's memory, here the whole corpus.
+        stride = -(-len(self.tokens) // _SCAN_TOKENS)
+        # Read without the memory map: mapped pages stay in this process's memory, and the scan reads the whole corpus.
         stored = Unmapped(bin_path(self.prefix), self.dtype)
-        found = [_ends(stored[block]) for block in list(_blocks(len(stored)))[::every]]
-        return min(least for least, _ in found), max(most for _, most in found)
+        block_ranges = [_ends(stored[block]) for block in list(_blocks(len(stored)))[::stride]]
+        return min(least for least, _ in block_ranges), max(most for _, most in block_ranges)
 
     def _check_index(self) -> int:
-        """The number of tokens, once lengths, offsets and documents agree with one another."""
+        """Check that lengths, offsets and documents are consistent, and return the number of tokens."""
         path, total = idx_path(self.prefix), 0
         for block in _blocks(len(self)):
             ends = np.cumsum(self.lengths[block], dtype=np.int64) + total
@@ -215,7 +215,7 @@ Index = tuple[np.dtype[np.integer], NDArray[np.int32], NDArray[np.int64], NDArra
 
 
 def _read_index(path: Path, index: mmap.mmap | bytes) -> Index:
-    """An .idx whose size agrees with its header."""
+    """Read an .idx. Its size must agree with its header."""
     if len(index) < HEADER.size or index[:9] != MAGIC:
         raise ValueError(f"{path}: not an index of token files (no MMIDIDX header)")
     _, version, code, sequences, documents = HEADER.unpack(index[: HEADER.size])
@@ -228,12 +228,12 @@ def _read_index(path: Path, index: mmap.mmap | bytes) -> Index:
             f"{path}: has {len(index)} bytes, but its {sequences} sequences and {documents} document entries "
             f"take {expected}: truncated or corrupt"
         )
-    at = np.cumsum([HEADER.size, 4 * sequences, 8 * sequences]).tolist()
+    offsets = np.cumsum([HEADER.size, 4 * sequences, 8 * sequences]).tolist()
     return (
         dtype,
-        np.frombuffer(index, "<i4", sequences, at[0]),
-        np.frombuffer(index, "<i8", sequences, at[1]),
-        np.frombuffer(index, "<i8", documents, at[2]),
+        np.frombuffer(index, "<i4", sequences, offsets[0]),
+        np.frombuffer(index, "<i8", sequences, offsets[1]),
+        np.frombuffer(index, "<i8", documents, offsets[2]),
     )
 
 
@@ -253,16 +253,16 @@ def _read_old_index(path: Path, index: mmap.mmap | bytes) -> Index:
             f"{path}: has {len(index)} bytes, but its {items} items of {width} bytes, {sizes} sizes and {documents} "
             f"document entries take {expected}: truncated, corrupt, or without documents (fairseq's own)"
         )
-    at = np.cumsum([_OLD_HEADER.size, 8 * (items + 1), 8 * (items + 1), 8 * sizes]).tolist()
-    lengths = np.frombuffer(index, "<i8", items, at[2])
+    section_offsets = np.cumsum([_OLD_HEADER.size, 8 * (items + 1), 8 * (items + 1), 8 * sizes]).tolist()
+    lengths = np.frombuffer(index, "<i8", items, section_offsets[2])
     if len(lengths) and not 0 <= int(lengths.min()) <= int(lengths.max()) < 2**31:
         raise ValueError(f"{path}: corrupt, a sequence has a length outside 0 .. 2^31 - 1")
-    offsets = np.frombuffer(index, "<i8", items, at[1]) * dtype.itemsize
-    return dtype, lengths.astype("<i4"), offsets, np.frombuffer(index, "<i8", documents, at[3])
+    offsets = np.frombuffer(index, "<i8", items, section_offsets[1]) * dtype.itemsize
+    return dtype, lengths.astype("<i4"), offsets, np.frombuffer(index, "<i8", documents, section_offsets[3])
 
 
 def _checked(path: Path, version: int, code: int) -> np.dtype[np.integer]:
-    """The integer type of an index's code."""
+    """The integer type for the dtype code of an index."""
     if version != 1:
         raise ValueError(f"{path}: version {version}: must be 1")
     if code not in DTYPES or DTYPES[code].kind == "f":
@@ -271,5 +271,5 @@ def _checked(path: Path, version: int, code: int) -> np.dtype[np.integer]:
 
 
 def _blocks(count: int) -> Iterator[slice]:
-    """Slices of at most _BLOCK entries that cover `count`."""
+    """Slices of at most _BLOCK entries that cover 0 .. count."""
     return (slice(first, min(first + _BLOCK, count)) for first in range(0, count, _BLOCK))

@@ -1,9 +1,9 @@
-"""Samples with a part of each document moved to its end, so that a model learns to fill in the middle.
+"""Fill-in-the-middle samples: the middle of a document is moved to its end.
 
     <prefix> p <suffix> s <middle> m      or, suffix first,      <prefix> <suffix> s <middle> p m
 
-Megatron-core's decisions (its dataset for --fim-data), drawn by a generator of its own for every sample: a sample is a
-function of seed and number, independent of what was read before. Source of the two orders: Bavarian et al. 2022.
+The decisions are those of Megatron-core's dataset for --fim-data. Every sample has its own generator, so a sample is a
+function of seed and number and does not depend on earlier reads. Source of the two orders: Bavarian et al. 2022.
 """
 
 from __future__ import annotations
@@ -23,41 +23,36 @@ Ids = NDArray[np.int64]
 
 
 class InfillTokens(NamedTuple):
-    """Ids of the tokens that mark the parts. split: what parts the fragments of a document, such as files."""
+    """Ids of the tokens that mark the parts."""
 
-    prefix: int
-    middle: int
-    suffix: int
-    pad: int
-    eod: int
-    split: int | None = None
+    prefix: int  # Begins the text before the middle
+    middle: int  # Begins the middle
+    suffix: int  # Begins the text after the middle
+    pad: int  # Fills a sample that became too short
+    eod: int  # Ends a document
+    split: int | None = None  # Separates fragments of a document, such as files
 
 
 @dataclass(frozen=True)
 class Infill:
-    """How a sample is permuted.
+    """How the documents of a sample are permuted."""
 
-    encode, decode: between text and ids, without control tokens. rate: share of the documents. spm_rate: of those the
-    share with the suffix first. fragment_rate: share of the fragments, where a document has several. no_prefix: what
-    begins with it stays as it is.
-    """
-
-    tokens: InfillTokens
-    encode: Callable[[str], Sequence[int]]
-    decode: Callable[[Sequence[int]], str]
-    rate: float = 0.5
-    spm_rate: float = 0.5
-    fragment_rate: float = 0.5
-    no_prefix: str | None = None
+    tokens: InfillTokens  # Ids of the marks
+    encode: Callable[[str], Sequence[int]]  # From text to ids, without control tokens
+    decode: Callable[[Sequence[int]], str]  # From ids to text, without control tokens
+    rate: float = 0.5  # Probability that a document is permuted
+    spm_rate: float = 0.5  # Probability that a permuted document has the suffix first
+    fragment_rate: float = 0.5  # Probability that a fragment is permuted, for documents with several fragments
+    no_prefix: str | None = None  # Documents that begin with this text are not permuted
 
     def sample(self, ids: Ids, generator: np.random.RandomState) -> Ids:
-        """A sample of the same length: what becomes too long loses its end, what becomes too short is padded.
+        """Permute a sample, keeping its length: the end is cut off if it became longer, padded if it became shorter.
 
-        An empty document leaves, with the id that ends it.
+        Empty documents are removed, with the id that ends them.
         """
         parts = _pieces(ids, self.tokens.eod, lambda piece: self._document(piece, generator))
-        found = np.concatenate(parts)[: len(ids)]
-        return np.concatenate([found, np.full(len(ids) - len(found), self.tokens.pad, np.int64)])
+        permuted = np.concatenate(parts)[: len(ids)]
+        return np.concatenate([permuted, np.full(len(ids) - len(permuted), self.tokens.pad, np.int64)])
 
     def _document(self, ids: Ids, generator: np.random.RandomState) -> Ids:
         split = self.tokens.split
@@ -68,7 +63,8 @@ class Infill:
         return np.concatenate(_pieces(ids, split, lambda piece: self._permuted(piece, self.fragment_rate, generator)))
 
     def _permuted(self, ids: Ids, rate: float, generator: np.random.RandomState) -> Ids:
-        """A text cut at two characters, with its middle at its end; by one coin as it was."""
+        """Cut a text at two random characters and move the middle to the end. With probability 1 - rate it is
+        unchanged."""
         if not generator.binomial(1, rate):
             return ids
         special = set(self.tokens)
@@ -86,18 +82,18 @@ class Infill:
 
 
 def _pieces(ids: Ids, end: int, change: Callable[[Ids], Ids]) -> list[Ids]:
-    """What lies between ids `end`, changed, each with its end but the last; empty ones are left out."""
-    found: list[Ids] = []
+    """Apply `change` to the runs between ids `end`. All runs but the last keep their `end`; empty runs are removed."""
+    pieces: list[Ids] = []
     begin = 0
-    for at in np.flatnonzero(ids == end).tolist():
-        if at > begin:
-            found += [change(ids[begin:at]), np.array([end], np.int64)]
-        begin = at + 1
-    return [*found, change(ids[begin:])]
+    for position in np.flatnonzero(ids == end).tolist():
+        if position > begin:
+            pieces += [change(ids[begin:position]), np.array([end], np.int64)]
+        begin = position + 1
+    return [*pieces, change(ids[begin:])]
 
 
 class InfillDataset:
-    """Sample i of `dataset`, permuted by a generator of (seed, i)."""
+    """Sample i of `dataset`, permuted with a generator seeded by (seed, i)."""
 
     def __init__(self, dataset: Dataset, infill: Infill, seed: int) -> None:
         self._dataset, self._infill, self._seed = dataset, infill, seed
@@ -111,20 +107,20 @@ class InfillDataset:
 
 
 def infill_of(data: DataConfig, tokenizer: Tokenizer | None, vocab: int | None) -> Infill | None:
-    """What --fim-data asks for; None without it. Errors: ValueError naming the flag."""
+    """The `Infill` for the --fim options; None without --fim-data. Errors: ValueError naming the flag."""
     if not data.fim_data:
         return None
     if tokenizer is None:
         raise ValueError("--fim-data: needs a tokenizer, since texts are cut at characters; give --tokenizer")
 
     def token(flag: str, name: str) -> int:
-        found = tokenizer.control(name)
-        if found is None:
+        token_id = tokenizer.control(name)
+        if token_id is None:
             ids = tokenizer.encode(name)
-            found = ids[0] if len(ids) == 1 else None
-        if found is None or (vocab is not None and found >= vocab):
+            token_id = ids[0] if len(ids) == 1 else None
+        if token_id is None or (vocab is not None and token_id >= vocab):
             raise ValueError(f"{flag} {name}: is not one token of {tokenizer.kind}; name one that it has")
-        return found
+        return token_id
 
     names = ("prefix", "middle", "suffix", "pad", "eod")
     prefix, middle, suffix, pad, eod = (

@@ -1,4 +1,4 @@
-"""Questions about a pair of token files: is every byte what was written, and what is inside?"""
+"""Checks and statistics of a pair of token files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Print = Callable[[str], None]
 
 
 def verify(prefix: str, report: Print) -> None:
-    """Check header, sizes, offsets and documents, and the checksums where they were noted.
+    """Check header, sizes, offsets and documents, and the checksums if the pair has a note.
 
     Raises ValueError naming the file that is wrong.
     """
@@ -42,25 +42,25 @@ def verify(prefix: str, report: Print) -> None:
 
 
 def note(prefix: str, report: Print, tokenizer: Tokenizer | None = None) -> None:
-    """Write the note of a pair that has none (Megatron-LM's), so that later damage is found.
+    """Write a note for a pair without one (such as Megatron-LM's), so that later damage is detected.
 
-    tokenizer: which one made it, so that training with another is refused. What is noted of that already is kept.
-    Raises ValueError where the tokenizer lacks an id of the pair, or another one is noted.
+    tokenizer: the tokenizer that made the pair, to reject training with another one. A recorded tokenizer is kept.
+    Raises ValueError if the tokenizer lacks an id of the pair, or if another tokenizer is recorded.
     """
     data = IndexedDataset(prefix)
     smallest, largest = data.token_range()
     sums = {"bin": _sha256(bin_path(prefix)), "idx": _sha256(idx_path(prefix))}
-    kept = {name: value for name, value in data.note.items() if data.note.get("sha256") == sums}
-    made = None if tokenizer is None else tokenizer.identity()
-    noted = TokenizerIdentity.read(kept.get("tokenizer"))
+    old_note = {name: value for name, value in data.note.items() if data.note.get("sha256") == sums}
+    identity = None if tokenizer is None else tokenizer.identity()
+    recorded = TokenizerIdentity.read(old_note.get("tokenizer"))
     if tokenizer is not None and largest >= tokenizer.vocab_size:
         raise ValueError(_foreign(prefix, largest, tokenizer))
-    if tokenizer is not None and noted is not None and not tokenizer.made(noted):
-        difference = f"{prefix}: was made with {noted}, as {note_path(prefix)} says, and not with {made}"
+    if tokenizer is not None and recorded is not None and not tokenizer.made(recorded):
+        difference = f"{prefix}: was made with {recorded}, as {note_path(prefix)} says, and not with {identity}"
         judge("data note", "token files", difference)
-    found = {
-        **kept,
-        **({} if made is None else {"tokenizer": made._asdict()}),
+    new_note = {
+        **old_note,
+        **({} if identity is None else {"tokenizer": identity._asdict()}),
         "counts": [len(data), data.documents, len(data.tokens)],
         "smallest": smallest,
         "largest": largest,
@@ -69,22 +69,23 @@ def note(prefix: str, report: Print, tokenizer: Tokenizer | None = None) -> None
     from mega.core.files import whole_file
 
     with whole_file(note_path(prefix)) as file:
-        file.write(json.dumps(found).encode() + b"\n")
+        file.write(json.dumps(new_note).encode() + b"\n")
     report(f"{note_path(prefix)}: written")
 
 
 def show(
     prefix: str, report: Print, tokenizer: Tokenizer | None = None, samples: int = 3, *, as_json: bool = False
 ) -> None:
-    """Sizes, the range of ids, a histogram of lengths and, with a tokenizer, the beginning of some sequences."""
+    """Report sizes, the range of ids, a histogram of lengths and the first tokens of some sequences, decoded if
+    possible."""
     if samples < 0:
         raise ValueError(f"--samples {samples}: must be at least 0")
     data = IndexedDataset(prefix)
     smallest, largest = data.token_range()
     if tokenizer is not None and len(data.tokens) and largest >= tokenizer.vocab_size:
         raise ValueError(_foreign(prefix, largest, tokenizer))
-    chosen = np.linspace(0, len(data) - 1, min(samples, len(data)), dtype=int).tolist()
-    begins = {number: data.get(number, 0, min(64, int(data.lengths[number]))).tolist() for number in chosen}
+    numbers = np.linspace(0, len(data) - 1, min(samples, len(data)), dtype=int).tolist()
+    begins = {number: data.get(number, 0, min(64, int(data.lengths[number]))).tolist() for number in numbers}
     if as_json:
         report(json.dumps(_summary(data, begins, tokenizer), indent=2))
         return
@@ -99,13 +100,13 @@ def show(
 
 
 def _summary(data: IndexedDataset, begins: dict[int, list[int]], tokenizer: Tokenizer | None) -> dict[str, Json]:
-    """The same as one JSON object. begins: the first ids of some sequences."""
+    """The same report as one JSON object. begins: the first ids of some sequences."""
     smallest, largest = data.token_range()
     counts = {f"{low}..{high}": count for low, high, count in _counts(data.lengths)}
-    shown: list[Json] = []
+    sample_rows: list[Json] = []
     for number, ids in begins.items():
         text = {} if tokenizer is None else {"text": tokenizer.decode(ids)}
-        shown.append({"sequence": number, "tokens": int(data.lengths[number]), "ids": list(ids), **text})
+        sample_rows.append({"sequence": number, "tokens": int(data.lengths[number]), "ids": list(ids), **text})
     return {
         "prefix": data.prefix,
         "documents": data.documents,
@@ -116,12 +117,12 @@ def _summary(data: IndexedDataset, begins: dict[int, list[int]], tokenizer: Toke
         "largest": int(largest),
         "tokenizer": None if data.tokenizer is None else dict(data.tokenizer._asdict()),
         "lengths": {name: count for name, count in counts.items()},
-        "samples": shown,
+        "samples": sample_rows,
     }
 
 
 def histogram(lengths: NDArray[np.integer]) -> list[str]:
-    """How many sequences have 1, 2 .. 3, 4 .. 7, ... tokens, a line each.
+    """The number of sequences with 1, 2 .. 3, 4 .. 7, ... tokens, one line each.
 
     >>> histogram(np.array([1, 2, 3, 3]))
     ['      1 ..       1 tokens            1  25.0 %', '      2 ..       3 tokens            3  75.0 %']
@@ -133,7 +134,7 @@ def histogram(lengths: NDArray[np.integer]) -> list[str]:
 
 
 def _counts(lengths: NDArray[np.integer]) -> list[tuple[int, int, int]]:
-    """(shortest, longest, sequences) of each power of two that there is."""
+    """(shortest, longest, sequences) of each power of two that occurs."""
     if not len(lengths):
         return []
     powers = np.frexp(np.maximum(lengths, 1))[1] - 1
@@ -158,14 +159,14 @@ def _sizes(data: IndexedDataset) -> str:
 
 def _note(prefix: str) -> dict[str, Json]:
     try:
-        found = read_note(prefix)
+        content = read_note(prefix)
     except FileNotFoundError:
         return {}
     except ValueError as error:
         raise ValueError(f"{note_path(prefix)}: corrupt ({error})") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ValueError(f"{note_path(prefix)}: corrupt, not a JSON object")
-    return found
+    return content
 
 
 def _sha256(path: Path) -> str:

@@ -1,9 +1,9 @@
-"""Rows with labels: texts in one or two parts, packed as BERT reads them, and the classes that they belong to.
+"""Classification samples: texts in one or two parts, packed as BERT reads them, and their classes.
 
     [CLS] first [SEP] second [SEP]        types 0 to the first [SEP], then 1; padded with [PAD] of type 0
 
-A sample of several choices (RACE) is several rows, one for each first part, with one second part. It knows no file
-format: a `Format` reads files (formats/). No torch, but in the batch.
+A sample with several choices (RACE) is several rows with the same second part, one for each first part. The file knows
+no file format: a `Format` reads files (formats/). Only building a batch needs torch.
 """
 
 from __future__ import annotations
@@ -29,41 +29,41 @@ NAMES = ("ids", "offsets", "firsts", "seconds", "labels", "uids", "notes")
 
 
 class Question(NamedTuple):
-    """uid: its number in its file. firsts: a first part for each choice. label: None where the file tells none."""
+    """One sample as text."""
 
-    uid: int
-    firsts: tuple[str, ...]
-    second: str
-    label: int | None
+    uid: int  # Its number in the file
+    firsts: tuple[str, ...]  # The first part for each choice
+    second: str  # The second part
+    label: int | None  # Index of the class or choice; None if the file has no labels
 
 
 @dataclass(frozen=True)
 class Format:
-    """How the files of a benchmark are read. read: (flag, path, note) -> questions; ValueError naming the line. A note
-    says neither flag nor path.
-
-    labels: names of the classes, or of the choices. choices: rows of a sample. most_first: tokens of a first part at
-    the most.
-    """
+    """How the files of a benchmark are read."""
 
     name: str
+    """Name of the task."""
     labels: tuple[str, ...]
+    """Names of the classes, or of the choices."""
     read: Callable[[str, Path, Note], Iterator[Question]]
+    """(flag, path, note) -> questions; ValueError naming the line. Notes contain neither flag nor path."""
     choices: int = 1
+    """Rows of a sample."""
     most_first: int | None = None
+    """Maximum tokens of a first part."""
 
 
 class LabelledRow(NamedTuple):
-    """One sample. tokens, types: int64 [choices, s]; lengths: int64 [choices]; label: -1 where there is none."""
+    """One sample as tokens."""
 
-    tokens: NDArray[np.int64]
-    types: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-    label: int
+    tokens: NDArray[np.int64]  # int64 [choices, s]
+    types: NDArray[np.int64]  # int64 [choices, s]
+    lengths: NDArray[np.int64]  # int64 [choices]
+    label: int  # -1 without a label
 
 
 def clean(text: str) -> str:
-    """Megatron-LM's rules: one blank for any white space, and full stops on their words.
+    """Megatron-LM's normalization: single blanks, and no blank before a full stop.
 
     >>> clean("A cat .\\n It  sat . ")
     'A cat. It sat.'
@@ -75,33 +75,37 @@ def clean(text: str) -> str:
 
 
 def set_name(path: str) -> str:
-    """What a set is called: what follows a folder of the benchmark's name, else the file's own name.
+    """The name of a set: the path below the benchmark's folder, or the file name.
 
     >>> set_name("GLUE/MNLI/dev_matched.tsv"), set_name("data/RACE/dev/middle/"), set_name("/tmp/a.tar.gz")
     ('dev-matched', 'dev-middle', 'a')
     """
     parts = [part for part in path.split("/") if part]
-    named = [place for place, part in enumerate(parts) if part.upper() in ("MNLI", "QQP", "RACE")]
-    rest = parts[named[-1] + 1 :] if named and named[-1] + 1 < len(parts) else parts[-1:]
+    benchmark_folders = [place for place, part in enumerate(parts) if part.upper() in ("MNLI", "QQP", "RACE")]
+    rest = (
+        parts[benchmark_folders[-1] + 1 :]
+        if benchmark_folders and benchmark_folders[-1] + 1 < len(parts)
+        else parts[-1:]
+    )
     rest[-1] = re.sub(r"\.(tsv|tar|tgz|gz|txt)$", "", re.sub(r"\.gz$", "", rest[-1]))
     name = "-".join(rest).replace("_", "-")
     return f"set-{name}" if name in ("train", "valid", "test") else name
 
 
 def set_names(paths: Sequence[str]) -> dict[str, str]:
-    """Name -> path of every set. Errors: ValueError where two have one name."""
-    found: dict[str, str] = {}
+    """Name -> path of every set. Errors: ValueError if two sets have the same name."""
+    paths_by_name: dict[str, str] = {}
     for path in paths:
-        if found.setdefault(name := set_name(path), path) != path:
-            raise ValueError(f"--valid-data {path}: is named {name}, as {found[name]} is; rename one of them")
-    return found
+        if paths_by_name.setdefault(name := set_name(path), path) != path:
+            raise ValueError(f"--valid-data {path}: is named {name}, as {paths_by_name[name]} is; rename one of them")
+    return paths_by_name
 
 
 class LabelledSet:
-    """Every question of some files, as tokens. seq_length: of a row; longer ones lose the end of their second part.
+    """All questions of some files, as tokens. A row longer than seq_length loses the end of its second part.
 
-    arrays: ids, offsets of texts; firsts int64 [n, choices] and seconds int64 [n], numbers of texts; labels int64 [n],
-    -1 where there is none; uids int64 [n].
+    arrays: ids, offsets of texts; firsts int64 [n, choices] and seconds int64 [n], text numbers; labels int64 [n], -1
+    without a label; uids int64 [n].
     """
 
     def __init__(self, arrays: Arrays, roles: Roles, seq_length: int, digest: str) -> None:
@@ -115,7 +119,7 @@ class LabelledSet:
 
     @property
     def cut(self) -> int:
-        """Rows that are longer than `length`."""
+        """Number of rows that are longer than `length`."""
         return int((self._sizes(slice(None)) > self.length).sum())
 
     @property
@@ -123,7 +127,7 @@ class LabelledSet:
         return int(self._firsts.size)
 
     def row(self, number: int, width: int | None = None) -> LabelledRow:
-        """Question `number`. width: columns to pad to [length]."""
+        """Question `number`. width: length to pad to [length]."""
         second = self._text(self._seconds[number])
         packed = [pack(self._text(first), second, self._roles, self.length) for first in self._firsts[number]]
         width = width or self.length
@@ -135,22 +139,23 @@ class LabelledSet:
         return LabelledRow(tokens, types, lengths, int(self.labels[number]))
 
     def longest(self, numbers: Sequence[int]) -> int:
-        """Tokens of the longest row of these questions, as packed."""
+        """Tokens of the longest packed row of these questions."""
         return min(self.length, int(self._sizes(list(numbers)).max()))
 
     def _sizes(self, which: slice | list[int] | NDArray[np.integer]) -> NDArray[np.integer]:
-        """[questions, choices]: tokens of whole rows."""
+        """[questions, choices]: tokens of the rows before cutting."""
         sizes: NDArray[np.integer] = np.diff(self._offsets)
-        both: NDArray[np.integer] = sizes[self._firsts[which]] + sizes[self._seconds[which]][:, None] + 3
-        return both
+        row_sizes: NDArray[np.integer] = sizes[self._firsts[which]] + sizes[self._seconds[which]][:, None] + 3
+        return row_sizes
 
     def _text(self, number: int) -> list[int]:
-        found: list[int] = self._ids[self._offsets[number] : self._offsets[number + 1]].tolist()
-        return found
+        text_ids: list[int] = self._ids[self._offsets[number] : self._offsets[number + 1]].tolist()
+        return text_ids
 
 
 def pack(first: Sequence[int], second: Sequence[int], roles: Roles, most: int) -> tuple[list[int], int]:
-    """Ids of a row of at most `most`, and where type 1 begins. What is too long loses its end, and ends in [SEP].
+    """The ids of a row of at most `most`, and the first position of type 1. A longer row is cut and still ends in
+    [SEP].
 
     >>> roles = Roles(cls=1, sep=2, mask=3, pad=0, bos=4, eos=5, sentinels=())
     >>> pack([7, 8], [9], roles, 6), pack([7, 8], [9], roles, 5), pack([7, 8], [9], roles, 3)
@@ -163,25 +168,28 @@ def pack(first: Sequence[int], second: Sequence[int], roles: Roles, most: int) -
 def labelled_set(
     flag: str, path: str, form: Format, tokenizer: Tokenizer, *, seq_length: int, cache: Path | None, note: Note
 ) -> LabelledSet:
-    """The questions of one file or folder. note: called with what is cut or left out.
+    """The questions of one file or folder. note: called with messages about cut or skipped rows.
 
     Errors: ValueError naming flag, file and line.
     """
-    roles, what = tokenizer.roles, f"{flag} {path}"
+    roles, source = tokenizer.roles, f"{flag} {path}"
     if roles is None:
         raise ValueError(f"--tokenizer {tokenizer.kind}: has no CLS and SEP, which --task {form.name} packs rows with")
-    place = Path(path)
-    if not place.exists():
-        raise ValueError(f"{what}: there is no such file or folder")
-    digest = content(place)
+    source_path = Path(path)
+    if not source_path.exists():
+        raise ValueError(f"{source}: there is no such file or folder")
+    digest = content(source_path)
     key = {"kind": form.name, "content": digest, "tokenizer": tokenizer.fingerprint()}
-    arrays = cached(cache, key, NAMES, lambda: _tokenised(flag, place, form, tokenizer))
+    arrays = cached(cache, key, NAMES, lambda: _tokenised(flag, source_path, form, tokenizer))
     for line in bytes(arrays["notes"].tolist()).decode().splitlines():
-        note(f"{what}: {line}")
-    found = LabelledSet(arrays, roles, seq_length, digest)
-    if found.cut:
-        note(f"{what}: {found.cut} of {found.rows} rows are longer than --seq-length {seq_length} and lose their end")
-    return found
+        note(f"{source}: {line}")
+    dataset = LabelledSet(arrays, roles, seq_length, digest)
+    if dataset.cut:
+        note(
+            f"{source}: {dataset.cut} of {dataset.rows} rows are longer than --seq-length {seq_length} "
+            "and lose their end"
+        )
+    return dataset
 
 
 def content(path: Path) -> str:
@@ -194,16 +202,16 @@ def content(path: Path) -> str:
 
 @dataclass
 class _Texts:
-    """Texts as tokens back to back; one that comes again next to itself is kept once."""
+    """Tokenized texts. A text that is equal to the previous shared one is stored once."""
 
     tokenizer: Tokenizer
     ids: list[NDArray[np.int32]] = field(default_factory=list)
     last: tuple[str | None, int] = (None, -1)
 
     def add(self, text: str, most: int | None = None) -> int:
-        """Its number."""
-        found = np.array(self.tokenizer.encode(text)[:most], np.int32)
-        self.ids.append(found)
+        """Tokenize a text, and return its number."""
+        text_ids = np.array(self.tokenizer.encode(text)[:most], np.int32)
+        self.ids.append(text_ids)
         return len(self.ids) - 1
 
     def shared(self, text: str) -> int:
@@ -230,15 +238,19 @@ def _tokenised(flag: str, path: Path, form: Format, tokenizer: Tokenizer) -> Arr
         "seconds": np.array(seconds, np.int64),
         "labels": np.array(labels, np.int64),
         "uids": np.array(uids, np.int64),
-        "notes": np.array(list("\n".join(notes).encode()), np.uint16),  # which are said of a set that is kept, too
+        "notes": np.array(
+            list("\n".join(notes).encode()), np.uint16
+        ),  # cached too, so that they are reported again when the set is read from the cache
     }
 
 
 class LabelledDataset:
-    """`samples` samples of some sets, in passes of whole global batches; what a pass has too little is filled up.
+    """At least `samples` samples of some sets, in passes of whole global batches.
 
-    batch: samples of a global batch. seed: of the order of each pass, seed + its number; None: as they lie. keep_last:
-    an incomplete last batch of a pass is padded with samples without a label, of no weight; else it is left out.
+    batch: samples of a global batch.
+    seed: pass i is shuffled with seed + i; None: not shuffled.
+    keep_last: pad an incomplete last batch of a pass with samples without a label and with weight 0. False: drop the
+    batch. A set smaller than one batch is always padded.
     """
 
     def __init__(
@@ -267,7 +279,7 @@ class LabelledDataset:
         if not 0 <= sample < len(self):
             raise IndexError(f"no sample {sample}, there are {len(self)}")
         number, within = divmod(sample, self.one_pass)
-        order = self._order  # held here: the thread that reads ahead may put another pass's
+        order = self._order  # local copy: the read-ahead thread may replace the attribute by another pass
         if order[0] != number:
             order = self._order = number, self._shuffled(number)
         if within >= self.questions:
@@ -275,16 +287,16 @@ class LabelledDataset:
         return self._question(int(order[1][within]))
 
     def _question(self, number: int) -> LabelledRow:
-        place = int(np.searchsorted(self._ends, number, side="right"))
-        return self._sets[place].row(number - (int(self._ends[place - 1]) if place else 0))
+        set_index = int(np.searchsorted(self._ends, number, side="right"))
+        return self._sets[set_index].row(number - (int(self._ends[set_index - 1]) if set_index else 0))
 
     def collate(self, rows: Sequence[LabelledRow], first_sample: int) -> MaskedBatch:
-        """Samples as one microbatch whose first is global sample `first_sample`."""
+        """Build a microbatch whose first sample is global sample `first_sample`."""
         return labelled_batch(rows, first_sample * len(rows[0].tokens))
 
 
 def pass_length(questions: int, batch: int, keep_last: bool) -> int:
-    """Samples of one pass over some questions, in whole batches.
+    """Samples of one pass over all questions, in whole batches.
 
     >>> pass_length(10, 4, False), pass_length(10, 4, True), pass_length(3, 4, False)
     (8, 12, 4)
@@ -293,7 +305,7 @@ def pass_length(questions: int, batch: int, keep_last: bool) -> int:
 
 
 def labelled_batch(rows: Sequence[LabelledRow], first_row: int) -> MaskedBatch:
-    """Samples as a `MaskedBatch` without masks: a row for each choice, and the classes as `pairs`, int64 [samples]."""
+    """A `MaskedBatch` without masks: one row for each choice, and the classes as `pairs`, int64 [samples]."""
     import torch
 
     from mega.core.batch import MaskedBatch

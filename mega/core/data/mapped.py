@@ -1,6 +1,6 @@
-"""Files as bytes in memory's address space, and files that are read piece by piece where that is not wanted.
+"""Memory-mapped files, and arrays in files that are read without a map.
 
-It knows nothing of what the bytes mean.
+The file does not know what the bytes mean.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _SMALL = 1 << 16
 
 
 def mapped(path: Path) -> mmap.mmap | bytes:
-    """The whole file, read as it is touched. A small one is read at once: a map holds a file descriptor.
+    """The whole file as a memory map. A small file is read at once, since a map keeps a file descriptor.
 
-    Raises ValueError naming the file where it cannot be had.
+    Raises ValueError naming the file if it cannot be read.
     """
     with _opened(path) as file:
         if os.fstat(file.fileno()).st_size <= _SMALL:
@@ -35,15 +35,15 @@ def mapped(path: Path) -> mmap.mmap | bytes:
 
 
 def whole(path: Path) -> bytes:
-    """The whole file, read now. Raises ValueError naming it where it cannot be had."""
+    """The whole file, read at once. Raises ValueError naming the file if it cannot be read."""
     with _opened(path) as file:
         return file.read()
 
 
 class Unmapped:
-    """An array in a file of which `array[first:last]` is read when it is asked for.
+    """An array in a file. `array[first:last]` reads that part.
 
-    For file systems whose maps are slow, or fail with a signal where a file has been cut meanwhile.
+    For file systems on which memory maps are slow, or raise a signal if the file has been truncated.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[np.integer]) -> None:
@@ -54,7 +54,7 @@ class Unmapped:
         return self._length
 
     def __getitem__(self, wanted: slice) -> NDArray[np.integer]:
-        """Raises ValueError naming the file where it has become shorter."""
+        """Raises ValueError naming the file if it became shorter."""
         first, last, _ = wanted.indices(self._length)
         width = self._dtype.itemsize
         data = os.pread(self._file.fileno(), max(last - first, 0) * width, first * width)
@@ -73,9 +73,9 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _more_descriptors() -> bool:
-    """Raise this process's own limit of open files to the hard one; False where it is there already."""
-    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if now == most:
+    """Raise this process's soft limit of open files to the hard limit. False if it is already there."""
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft_limit == hard_limit:
         return False
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     return True

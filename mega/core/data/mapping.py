@@ -1,6 +1,6 @@
-"""Which sentences make which BERT or T5 sample: Megatron-LM's mapping, number for number.
+"""The sentences of each BERT or T5 sample: Megatron-LM's mapping, with equal numbers.
 
-Everything here is a function of document bounds, lengths and a seed. It knows no tokens and no files.
+All results are functions of document bounds, lengths and a seed. The file knows no tokens and no files.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def sentence_mapping(
     seed: int,
     min_sentences: int,
 ) -> NDArray[np.integer]:
-    """uint32 [n, 3]: first sentence, the one after the last, and target length of each sample, shuffled.
+    """uint32 [n, 3]: first sentence, the sentence after the last, and target length of each sample, shuffled.
 
-    documents: int64 [documents + 1], first sentence of each and the end; lengths: of all sentences of the corpus.
-    max_length: tokens of a sample without its control tokens. Whole passes are made until there are `samples`.
-    A document with too few sentences, or with one of more than 512 tokens among others, is left out.
-    Raises ValueError where none remains.
+    documents: int64 [documents + 1], first sentence of each document, and the end. lengths: of all sentences of the
+    corpus. max_length: tokens of a sample without its control tokens. The number of samples is that of whole passes, at
+    least `samples`. A document is skipped if it has too few sentences, or several of which one has more than 512
+    tokens. Raises ValueError if no document remains.
     """
     usable = [
         (first, [0, *np.cumsum(lengths[first:last], dtype=np.int64).tolist()])
@@ -46,21 +46,22 @@ def sentence_mapping(
             "was the corpus made with --split-sentences?"
         )
     targets = _targets(max_length, short_prob, seed)
-    wide = len(lengths) > 2**32 - 1
-    found = array("Q" if wide else "I")  # a list of tuples would take ten times the memory
-    while len(found) < 3 * samples:
+    needs_64_bits = len(lengths) > 2**32 - 1
+    entries = array("Q" if needs_64_bits else "I")  # a list of tuples would need ten times the memory
+    while len(entries) < 3 * samples:
         for first, ends in usable:
-            found.extend(_document(first, ends, min_sentences, targets))
-    kind: type[np.integer] = np.uint64 if wide else np.uint32
-    mapping = np.frombuffer(found, kind).reshape(-1, 3)
+            entries.extend(_document(first, ends, min_sentences, targets))
+    kind: type[np.integer] = np.uint64 if needs_64_bits else np.uint32
+    mapping = np.frombuffer(entries, kind).reshape(-1, 3)
     return mapping[_shuffled(len(mapping), seed + 1)]
 
 
 def _document(first: int, ends: list[int], least: int, targets: Iterator[int]) -> Iterator[int]:
-    """Three numbers a sample of one document: sentences until the target is reached, but never one alone at the end.
+    """Yield three numbers for each sample of a document: sentences until the target length, never one sentence alone at
+    the end.
 
-    ends: tokens of the document before each of its sentences, and all. One target is drawn more than there are samples,
-    as in the original.
+    ends: tokens of the document before each of its sentences, and in total. One more target is drawn than there are
+    samples, as in Megatron-LM.
     """
     target = next(targets)
     start, count = 0, len(ends) - 1
@@ -72,7 +73,8 @@ def _document(first: int, ends: list[int], least: int, targets: Iterator[int]) -
 
 
 def _targets(max_length: int, short_prob: float, seed: int) -> Iterator[int]:
-    """max_length, but in one of round(1 / short_prob) draws 2 .. max_length: 32-bit draws of mt19937(seed)."""
+    """Yield max_length, or in one of round(1 / short_prob) draws a value in 2 .. max_length: 32-bit draws of
+    mt19937(seed)."""
     ratio = round(1 / short_prob) if short_prob else 0
     generator = np.random.RandomState(seed)
     while True:
@@ -81,7 +83,7 @@ def _targets(max_length: int, short_prob: float, seed: int) -> Iterator[int]:
 
 
 def _shuffled(count: int, seed: int) -> NDArray[np.uint64]:
-    """0 .. count - 1 after C++'s mt19937_64(seed) has swapped i with output mod (i + 1), from the last down."""
+    """0 .. count - 1, shuffled with C++'s mt19937_64(seed): swap i with output mod (i + 1), from the last i down."""
     order = array("Q", range(count))
     draws = mt19937_64(seed)
     last = count - 1
@@ -112,16 +114,16 @@ def mt19937_64(seed: int) -> Iterator[NDArray[np.uint64]]:
 
 
 def _twisted(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The next 312 words: word i from words i, i + 1 and i + 156, of which the later ones are new already."""
+    """The next 312 words. Word i depends on words i, i + 1 and i + 156 (mod 312); the last one may be new already."""
     upper, lower = np.uint64(0xFFFFFFFF80000000), np.uint64(0x7FFFFFFF)
 
     def mixed(high: NDArray[np.uint64], low: NDArray[np.uint64]) -> NDArray[np.uint64]:
         y = (high & upper) | (low & lower)
         return (y >> np.uint64(1)) ^ ((y & np.uint64(1)) * np.uint64(0xB5026F5AA96619E9))
 
-    found = np.empty_like(state)
+    next_state = np.empty_like(state)
     twist = mixed(state[:-1], state[1:])
-    found[:156] = state[156:] ^ twist[:156]
-    found[156:311] = found[:155] ^ twist[156:]
-    found[311] = found[155] ^ mixed(state[311], found[0])
-    return found
+    next_state[:156] = state[156:] ^ twist[:156]
+    next_state[156:311] = next_state[:155] ^ twist[156:]
+    next_state[311] = next_state[155] ^ mixed(state[311], next_state[0])
+    return next_state

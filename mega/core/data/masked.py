@@ -1,7 +1,8 @@
-"""BERT and T5 samples: sentences put together, words masked or taken out. Megatron-LM's, draw for draw.
+"""BERT and T5 samples: sentences are joined, and words masked or replaced by sentinels. Every random draw is
+Megatron-LM's.
 
-Every sample has a generator of its own, seeded by seed + its number, and every draw is made where Megatron-LM makes
-it. This file knows neither batches nor ranks.
+Every sample has a generator seeded by seed + its number, and the draws are made in Megatron-LM's order. The file knows
+neither batches nor ranks.
 """
 
 from __future__ import annotations
@@ -28,45 +29,41 @@ Ints = NDArray[np.int64]
 
 
 class BertSample(NamedTuple):
-    """int64 [seq_length] each, and two numbers.
+    """Five arrays int64 [seq_length], and two flags."""
 
-    text: with masks, padded; types: 0 for the first part, 1 for the second, padded with the pad id; labels: the true
-    id where one is predicted, else -1; loss_mask: 1 there; padding_mask: 1 for tokens; is_random: 1 where the parts
-    stand in the wrong order; truncated: 1 where tokens were cut off.
-    """
-
-    text: Ints
-    types: Ints
-    labels: Ints
-    loss_mask: Ints
-    padding_mask: Ints
-    is_random: int
-    truncated: int
+    text: Ints  # Ids with masks, padded
+    types: Ints  # 0 for the first part, 1 for the second, padded with the pad id
+    labels: Ints  # The true id at predicted positions, else -1
+    loss_mask: Ints  # 1 at predicted positions
+    padding_mask: Ints  # 1 for tokens, 0 for padding
+    is_random: int  # 1 if the two parts are in the wrong order
+    truncated: int  # 1 if tokens were cut off
 
 
 class T5Sample(NamedTuple):
-    """text_enc: int64 [encoder length], spans replaced by sentinels; text_dec, labels, loss_mask: int64 [decoder
-    length], the spans after their sentinels, one step apart. Labels are padded with -1."""
+    """A sample with spans replaced by sentinels, and the spans."""
 
-    text_enc: Ints
-    text_dec: Ints
-    labels: Ints
-    loss_mask: Ints
-    truncated: int
+    text_enc: Ints  # int64 [encoder length], spans replaced by sentinels
+    text_dec: Ints  # int64 [decoder length], the spans, each after its sentinel
+    labels: Ints  # int64 [decoder length], `text_dec` shifted by one, padded with -1
+    loss_mask: Ints  # int64 [decoder length], 1 for tokens
+    truncated: int  # 1 if tokens were cut off
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What masking asks of a tokenizer. continues[t]: token t continues the word before it; ids: what a random
-    replacement is drawn from."""
+    """The properties of a tokenizer that masking needs."""
 
     roles: Roles
+    """The control tokens."""
     continues: NDArray[np.bool_]
+    """continues[t]: token t continues the word before it."""
     ids: Sequence[int]
+    """The ids that random replacements are drawn from."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, rows: int | None = None) -> Vocabulary:
-        """rows: of the model's table of tokens, where it may have fewer than the tokenizer has tokens.
+        """rows: rows of the model's embedding table, which may be smaller than the tokenizer's vocabulary.
 
         Raises ValueError for a tokenizer that lacks [CLS], [SEP] and [MASK].
         """
@@ -77,16 +74,16 @@ class Vocabulary:
 
 
 def bert_batch(rows: Sequence[BertSample], first_sample: int, most: int | None = None) -> MaskedBatch:
-    """BERT samples as one microbatch whose first row is global sample `first_sample`: a `MaskedBatch`.
+    """A microbatch of BERT samples whose first row is global sample `first_sample`.
 
-    most: tokens that are masked in a row at the most, where that is known.
+    most: maximum number of masked tokens in a row, if known.
     """
     import torch
 
     from mega.core.batch import MaskedBatch
 
     text, types, labels, weights, padding = (np.stack([row[i] for row in rows]) for i in range(5))
-    # The masked ones first.
+    # Positions [b, most] of the masked tokens. A row with fewer also lists unmasked positions, whose weight is 0.
     predicted = None if most is None else torch.from_numpy(np.argsort(-weights, axis=1, kind="stable")[:, :most])
     assert most is None or weights.sum(axis=1).max() <= most, (weights.sum(axis=1), most)
     return MaskedBatch(
@@ -102,7 +99,7 @@ def bert_batch(rows: Sequence[BertSample], first_sample: int, most: int | None =
 
 
 class _Own(threading.local):
-    """A generator of each thread's own, since to make one takes longer than all the rest of a sample."""
+    """A generator per thread, since creating one takes longer than the rest of a sample."""
 
     def __init__(self) -> None:
         self.generator = np.random.RandomState(0)
@@ -121,7 +118,8 @@ class _Mapped:
         return len(self._mapping)
 
     def _read(self, sample: int) -> tuple[NDArray[np.integer], NDArray[np.integer], int, np.random.RandomState]:
-        """Sentences one after another, their lengths, the target length, and the generator until the next call."""
+        """The concatenated sentences, their lengths, the target length, and the generator, valid until the next
+        call."""
         if not 0 <= sample < len(self):
             raise IndexError(f"no sample {sample}, there are {len(self)}")
         first, last, target = self._mapping[sample].tolist()
@@ -130,7 +128,7 @@ class _Mapped:
 
 
 class BertDataset(_Mapped):
-    """Two parts of a document, in the wrong order half of the time, with masked words. See `bert_sample`."""
+    """Two parts of a document with masked words; half of the time in the wrong order. See `bert_sample`."""
 
     def __init__(
         self,
@@ -154,12 +152,12 @@ class BertDataset(_Mapped):
         )
 
     def collate(self, rows: Sequence[BertSample], first_sample: int) -> MaskedBatch:
-        """As `bert_batch`."""
+        """See `bert_batch`."""
         return bert_batch(rows, first_sample, max(1, ceil(self._mask_prob * self._length)))
 
 
 class T5Dataset(_Mapped):
-    """Text without some spans, and the spans. See `t5_sample`."""
+    """Text with spans replaced by sentinels, and the spans. See `t5_sample`."""
 
     def __init__(
         self,
@@ -182,7 +180,7 @@ class T5Dataset(_Mapped):
         return t5_sample(text, target, *self._lengths, self._vocabulary, generator, self._mask_prob)
 
     def collate(self, rows: Sequence[T5Sample], first_sample: int) -> EncoderDecoderBatch:
-        """Samples as one microbatch whose first row is global sample `first_sample`: an `EncoderDecoderBatch`."""
+        """Build a microbatch whose first row is global sample `first_sample`."""
         import torch
 
         from mega.core.batch import EncoderDecoderBatch
@@ -209,11 +207,12 @@ def bert_sample(
     mask_prob: float,
     binary_head: bool,
 ) -> BertSample:
-    """[CLS] A [SEP] B [SEP], at most `target` tokens in A and B, some of them masked. lengths: of text's sentences."""
+    """Build [CLS] A [SEP] B [SEP] with masks, and at most `target` tokens in A and B. lengths: of the sentences of
+    `text`."""
     roles = vocabulary.roles
     first, second, swapped = _halves(text, lengths, generator) if binary_head else (text, text[:0], False)
     first, second = _truncated(first, second, target, generator)
-    begin = len(first) + 2  # of the second part
+    begin = len(first) + 2  # position of the second part
     size = begin + len(second) + (len(second) > 0)
     tokens, types, labels, loss_mask, padding_mask = _rows(seq_length, roles.pad, roles.pad, -1, 0, 0)
     tokens[0], tokens[1 : begin - 1], tokens[begin - 1] = roles.cls, first, roles.sep
@@ -221,10 +220,12 @@ def bert_sample(
     if len(second):
         tokens[begin : size - 1], tokens[size - 1] = second, roles.sep
         types[begin:size] = 1
-    chosen, instead = mask(tokens[:size], vocabulary, generator, prob=mask_prob, limit=mask_prob * target)
-    positions = np.array(chosen, np.int64)
+    masked_positions, replacements = mask(
+        tokens[:size], vocabulary, generator, prob=mask_prob, limit=mask_prob * target
+    )
+    positions = np.array(masked_positions, np.int64)
     labels[positions] = tokens[positions]
-    tokens[positions] = instead
+    tokens[positions] = replacements
     loss_mask[positions] = 1
     padding_mask[:size] = 1
     return BertSample(tokens, types, labels, loss_mask, padding_mask, int(swapped), int(len(text) > target))
@@ -239,9 +240,9 @@ def t5_sample(
     generator: np.random.RandomState,
     mask_prob: float,
 ) -> T5Sample:
-    """Spans out, a sentinel in: a b c d e with span c d -> encoder a b <0> e; decoder <bos> <0> c d.
+    """Replace spans by sentinels: a b c d e with span c d -> encoder a b <0> e; decoder <bos> <0> c d.
 
-    Raises ValueError where the sentinels or the decoder's length do not suffice.
+    Raises ValueError if there are too few sentinels, or the decoder's length is too short.
     """
     roles = vocabulary.roles
     tokens = text[:target].astype(np.int64)
@@ -250,14 +251,14 @@ def t5_sample(
     spans = sorted(_spans(starts, budget, _geometric_runs(generator).__next__, generator))
     if len(spans) > len(roles.sentinels):
         raise ValueError(f"--vocab-extra-ids {len(roles.sentinels)}: a sample has {len(spans)} spans; raise it")
-    words, kept, decoder = tokens[positions].tolist(), np.ones(len(tokens), np.bool_), list[int]()
+    words, is_kept, decoder = tokens[positions].tolist(), np.ones(len(tokens), np.bool_), list[int]()
     for sentinel, (first, last) in zip(roles.sentinels, spans, strict=False):
         decoder.append(sentinel)
         decoder += words[first:last]
-        at = positions[first]
-        tokens[at] = sentinel
-        kept[at + 1 : positions[last - 1] + 1] = False
-    encoder, size = tokens[kept], len(decoder) + 1
+        position = positions[first]
+        tokens[position] = sentinel
+        is_kept[position + 1 : positions[last - 1] + 1] = False
+    encoder, size = tokens[is_kept], len(decoder) + 1
     if size > decoder_seq_length:
         raise ValueError(f"--decoder-seq-length {decoder_seq_length}: a sample takes {size}; raise it")
     (text_enc,) = _rows(seq_length, roles.pad)
@@ -272,7 +273,7 @@ def t5_sample(
 def _halves(
     text: NDArray[np.integer], lengths: NDArray[np.integer], generator: np.random.RandomState
 ) -> tuple[NDArray[np.integer], NDArray[np.integer], bool]:
-    """The sentences in two runs, exchanged half of the time, and whether they were."""
+    """The sentences in two runs, exchanged half of the time, and whether they were exchanged."""
     pivot = generator.randint(1, len(lengths)) if len(lengths) >= 3 else 1
     cut = int(lengths[:pivot].sum())
     if generator.random_sample() < 0.5:
@@ -283,7 +284,7 @@ def _halves(
 def _truncated(
     first: NDArray[np.integer], second: NDArray[np.integer], target: int, generator: np.random.RandomState
 ) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
-    """Both parts without as many tokens, taken from either end of the longer one, as they have above `target`."""
+    """Remove tokens until both parts have `target` tokens: each from a random end of the longer part."""
     begin, end, other_begin, other_end = 0, len(first), 0, len(second)
     for at_begin in (generator.random_sample(max(0, end + other_end - target)) < 0.5).tolist():
         if end - begin > other_end - other_begin:
@@ -296,29 +297,29 @@ def _truncated(
 def mask(
     tokens: Ints, vocabulary: Vocabulary, generator: np.random.RandomState, *, prob: float, limit: float
 ) -> tuple[list[int], list[int]]:
-    """Which positions of a BERT sample are masked, and what stands there instead.
+    """The masked positions of a BERT sample, and the ids that replace their tokens.
 
     Words are masked in runs of 1 to 3, in random order, until `prob` of the tokens, or `limit`, are masked.
     """
     words, starts = _words(tokens, vocabulary)
     budget = min(limit, max(1, round(len(tokens) * prob)))
     bounds, draw, of_words = _bounds(), generator.random_sample, words.tolist()
-    positions, instead = list[int](), list[int]()
+    positions, replacements = list[int](), list[int]()
     for first, last in _spans(starts, budget, lambda: 1 + bisect_right(bounds, draw()), generator):
         for position in of_words[first:last]:
             positions.append(position)
-            # [MASK] in 8 of 10 cases, the token itself in 1, any other in 1.
+            # 80 %: [MASK]; 10 %: the token itself; 10 %: a random token.
             if draw() < 0.8:
-                instead.append(vocabulary.roles.mask)
+                replacements.append(vocabulary.roles.mask)
             elif draw() < 0.5:
-                instead.append(int(tokens[position]))
+                replacements.append(int(tokens[position]))
             else:
-                instead.append(vocabulary.ids[generator.randint(0, len(vocabulary.ids))])
-    return positions, instead
+                replacements.append(vocabulary.ids[generator.randint(0, len(vocabulary.ids))])
+    return positions, replacements
 
 
 def _words(tokens: Ints, vocabulary: Vocabulary) -> tuple[Ints, list[int]]:
-    """Places of the tokens of words, and where each word begins among them, with their number at the end.
+    """Positions of the tokens of words; and the index of each word's first token among them, followed by their number.
 
     [CLS] un ##aff a [SEP] -> [1, 2, 3], [0, 2, 3]
     """
@@ -331,10 +332,10 @@ def _words(tokens: Ints, vocabulary: Vocabulary) -> tuple[Ints, list[int]]:
 def _spans(
     starts: list[int], budget: float, draw: Callable[[], int], generator: np.random.RandomState
 ) -> Iterator[tuple[int, int]]:
-    """Runs of words, as the first of their tokens and the one after the last, as they are chosen in random order.
+    """Yield runs of words in random order: the index of the first token, and of the token after the last.
 
-    starts: as of `_words`; budget: of tokens. draw: for how many words a run is to have, of which those that are
-    beyond the budget are left out; a run that meets another is left out wholly.
+    starts: from `_words`; budget: in tokens. draw: draws the number of words of a run. A run that exceeds the budget is
+    shortened. A run that overlaps an earlier one is dropped.
     """
     order = np.arange(len(starts) - 1)
     generator.shuffle(order)
@@ -342,7 +343,7 @@ def _spans(
     covered, count = bytearray(starts[-1]), 0
     for word in order.tolist():
         if count + 1 > budget:
-            return  # nothing fits any more; the draws that Megatron-LM still makes decide nothing
+            return  # the budget is used up; Megatron-LM's remaining draws have no effect
         run = draw()
         first, last = starts[word], ends[word + run]
         while run > 1 and last - first > budget - count:
@@ -357,25 +358,26 @@ def _spans(
 
 
 _MOST = 10
-"""Words of a run, of T5; of BERT 3."""
+"""Maximum words of a run in T5. The maximum in BERT is 3."""
 _DRAWN = 32
 
 
 def _geometric_runs(generator: np.random.RandomState) -> Iterator[int]:
-    """Words of T5's runs: geometric with mean 5, cut at 10. Many are drawn at once: nothing else is between them."""
+    """Yield the numbers of words of T5's runs: geometric with mean 5, cut at 10. They can be drawn in batches, since no
+    other draws come between them."""
     while True:
         yield from np.minimum(generator.geometric(0.2, _DRAWN), _MOST).tolist()
 
 
 @cache
 def _bounds() -> list[float]:
-    """Of BERT's runs: 1, 2 or 3 words with weights 1 / n."""
+    """Cumulative probabilities of BERT's runs of 1, 2 or 3 words, with weights 1 / n."""
     weights = 1.0 / np.arange(1, 4)
     weights /= weights.sum()
     bounds = (weights / weights.sum()).cumsum()
     bounds /= bounds[-1]
-    found: list[float] = bounds.tolist()
-    return found
+    cumulative: list[float] = bounds.tolist()
+    return cumulative
 
 
 def _rows(length: int, *fillers: int) -> Ints:

@@ -1,9 +1,10 @@
-"""Samples whose chunks have neighbours (Retro): which chunks of a database were found for each chunk of each sample.
+"""Samples with the retrieved neighbours of their chunks (Retro).
 
-    query/SPLIT_HASH/FIRST-LAST.npy    int64 [rows, saved]: numbers of chunks, nearest first, -1 where there are no more
+    query/SPLIT_HASH/FIRST-LAST.npy    int64 [rows, saved]: chunk numbers, nearest first, then -1
 
-Row sample x l + u is chunk u of a sample of l chunks. HASH is the md5 of what decides the samples, as in Megatron-LM
-23.06, so that a run of other samples does not read them. No torch before a batch is made.
+With l chunks per sample, row sample x l + u holds the neighbours of chunk u. HASH is the md5 of the description of the
+samples, as in Megatron-LM 23.06, so a run with other samples does not read these files. Only building a batch needs
+torch.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _MOST_BYTES = 1 << 20
 
 
 def query_name(split_name: str, hashes: Sequence[str]) -> str:
-    """The folder of the neighbours of a blend's samples. hashes: `md5` of the description of each corpus's."""
+    """The folder of the neighbours of a blend's samples. hashes: the `md5` of each corpus's description."""
     return f"{split_name}_{md5(','.join(hashes))}"
 
 
@@ -43,21 +44,26 @@ def md5(text: str) -> str:
 
 @dataclass(frozen=True)
 class DatabaseManifest:
-    """Of what a database was made: what a run that reads it is held against."""
+    """The settings and corpora that a database was built with. A run that reads the database must agree with them."""
 
     NAME: ClassVar[str] = "retro.json"
 
     chunk_length: int
+    """Tokens of a chunk."""
     block_size: int
+    """Chunks of a file."""
     doc_block_size: int
+    """Documents of a file."""
     split: str
+    """The value of --split."""
     tokenizer: TokenizerIdentity
+    """Tokenizer of the token files."""
     eod: int
+    """Id that ends a document."""
     pad_chunks: bool
-    """Whether the vector of a chunk that is shorter is one of its text filled with the end of a document, as in
-    Megatron-LM."""
+    """A short chunk is padded with the end-of-document text before it is embedded, as in Megatron-LM."""
     embedder: str
-    """Digest of what made the vectors."""
+    """Digest of the embedding model and its settings."""
     corpora: tuple[tuple[float, str, str], ...]
     """Share, prefix, and a digest of the token files' lengths and bytes."""
 
@@ -70,36 +76,36 @@ class DatabaseManifest:
 
     @classmethod
     def read(cls, folder: Path) -> DatabaseManifest:
-        """Errors: ValueError where the folder is not a database, or its file is damaged."""
+        """Errors: ValueError if the folder is not a database, or its file is damaged."""
         path = folder / cls.NAME
         if not path.is_file():
             raise ValueError(f"{folder}: is not a database of neighbours (no {cls.NAME}); mega retro build makes one")
-        found = below(parse_json(read_limited(path, _MOST_BYTES, str(path)), str(path)))
-        identity, corpora = TokenizerIdentity.read(found.get("tokenizer")), found.get("corpora")
-        sizes = [found.get(name) for name in ("chunk_length", "block_size", "doc_block_size", "eod")]
-        words = [found.get(name) for name in ("split", "embedder")]
+        content = below(parse_json(read_limited(path, _MOST_BYTES, str(path)), str(path)))
+        identity, corpora = TokenizerIdentity.read(content.get("tokenizer")), content.get("corpora")
+        sizes = [content.get(name) for name in ("chunk_length", "block_size", "doc_block_size", "eod")]
+        words = [content.get(name) for name in ("split", "embedder")]
         match (sizes, words, identity, corpora):
             case [int(length), int(size), int(documents), int(eod)], [str(split), str(embedder)], TokenizerIdentity(), [
                 *_
             ]:
                 if min(length, size, documents) > 0 and eod >= 0:
                     read = tuple(map(_corpus, corpora if isinstance(corpora, list) else []))
-                    padded = found.get("pad_chunks") is True
+                    padded = content.get("pad_chunks") is True
                     return cls(length, size, documents, split, identity, eod, padded, embedder, read)
         raise ValueError(f"{path}: is damaged; build the database again")
 
     def check(self, other: DatabaseManifest, folder: Path) -> None:
-        """Errors: ValueError naming the first thing in which two differ."""
+        """Errors: ValueError naming the first field in which two manifests differ."""
         for name in self.__annotations__:
-            mine, theirs = getattr(self, name, None), getattr(other, name, None)
-            if name != "NAME" and mine != theirs:
+            value, other_value = getattr(self, name, None), getattr(other, name, None)
+            if name != "NAME" and value != other_value:
                 raise ValueError(
-                    f"{folder}: was made with {name.replace('_', ' ')} {mine}, not {theirs}; name another folder"
+                    f"{folder}: was made with {name.replace('_', ' ')} {value}, not {other_value}; name another folder"
                 )
 
 
 def _corpus(found: Json) -> tuple[float, str, str]:
-    """One of a manifest's corpora; of nothing that is known where it is damaged."""
+    """Parse a corpus of a manifest. A damaged entry gives an unknown corpus."""
     match found:
         case [int() | float() as ratio, str(prefix), str(digest)]:
             return float(ratio), prefix, digest
@@ -112,82 +118,88 @@ class DocumentedDataset(Protocol):
     def __len__(self) -> int: ...
     def __getitem__(self, sample: int) -> NDArray[np.int64]: ...
     def documents(self, sample: int) -> frozenset[tuple[int, int]]:
-        """(number of the corpus, of the document in it) of all documents that the sample has tokens of."""
+        """(corpus number, document number) of all documents that contribute tokens to the sample."""
 
 
 def without_own(
     candidates: NDArray[np.int64], chunks: NDArray[np.uint32], own: frozenset[tuple[int, int]], saved: int
 ) -> NDArray[np.int64]:
-    """The first `saved` of the candidates [n] for a chunk that are of no document of its sample; -1 after the last.
+    """The first `saved` of the candidates [n] of a chunk, without documents of its own sample; padded with -1.
 
     chunks: of the database. own: the documents of the sample.
     """
-    kept = [each for each in candidates.tolist() if each >= 0 and tuple(chunks[each, :2].tolist()) not in own]
-    return np.array((kept + [-1] * saved)[:saved], np.int64)
+    foreign = [each for each in candidates.tolist() if each >= 0 and tuple(chunks[each, :2].tolist()) not in own]
+    return np.array((foreign + [-1] * saved)[:saved], np.int64)
 
 
 def read_neighbours(path: Path, rows: int, chunks: int) -> NDArray[np.int64]:
-    """A block of neighbours, [rows, saved]. Errors: ValueError where it is torn, of another shape or beyond."""
+    """A block of neighbours, [rows, saved]. Errors: ValueError if it is damaged, or has a wrong shape or chunk
+    number."""
     try:
-        found = read_array(path, "neighbors")
+        block = read_array(path, "neighbors")
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: cannot be read ({error}); delete it and query again") from None
-    if found.ndim != 2 or len(found) != rows or found.dtype != np.int64:
-        raise ValueError(f"{path}: is {found.dtype} {list(found.shape)}, must be int64 [{rows}, neighbours]")
-    if found.size and (found.min() < -1 or found.max() >= chunks):
-        raise ValueError(f"{path}: names chunk {found.max()}, but the database has {chunks}")
-    return np.asarray(found, np.int64)
+    if block.ndim != 2 or len(block) != rows or block.dtype != np.int64:
+        raise ValueError(f"{path}: is {block.dtype} {list(block.shape)}, must be int64 [{rows}, neighbours]")
+    if block.size and (block.min() < -1 or block.max() >= chunks):
+        raise ValueError(f"{path}: names chunk {block.max()}, but the database has {chunks}")
+    return np.asarray(block, np.int64)
 
 
 class NeighbourTable:
-    """The neighbours of a dataset's chunks, read from their blocks as they are asked for.
+    """The neighbours of a dataset's chunks, memory-mapped from their blocks.
 
-    Errors: ValueError naming a block that is missing, as of `read_neighbours`, or of another width than the first.
+    Errors: ValueError naming a block that is missing, that `read_neighbours` refuses, or that has another width than
+    the first.
     """
 
     def __init__(self, folder: Path, rows: int, size: int, chunks: int) -> None:
         self._size = size
-        found: list[Block] = blocks(rows, size, ".npy")
-        for block in found:
+        table_blocks: list[Block] = blocks(rows, size, ".npy")
+        for block in table_blocks:
             if not made(folder / block.name):
                 raise ValueError(f"{folder / block.name}: does not exist; mega retro query writes it")
-        self._open = {block.first: read_neighbours(folder / block.name, block.rows, chunks) for block in found}
+        self._open = {block.first: read_neighbours(folder / block.name, block.rows, chunks) for block in table_blocks}
         widths = sorted({array.shape[1] for array in self._open.values()})
         if len(widths) > 1:
             raise ValueError(f"{folder}: holds blocks of {widths} neighbours a chunk; delete it and query again")
 
     @cached_property
     def saved(self) -> int:
-        """Neighbours of a chunk, at most."""
+        """Maximum number of neighbours of a chunk."""
         return next((array.shape[1] for array in self._open.values()), 0)
 
     def __getitem__(self, rows: slice) -> NDArray[np.int64]:
         """[rows, saved]"""
-        parts, at = [], rows.start
-        while at < rows.stop:
-            begin = at // self._size * self._size
-            parts.append(self._open[begin][at - begin : rows.stop - begin])
-            at = begin + self._size
+        parts, row = [], rows.start
+        while row < rows.stop:
+            begin = row // self._size * self._size
+            parts.append(self._open[begin][row - begin : rows.stop - begin])
+            row = begin + self._size
         return np.concatenate(parts)
 
 
 def filled(database: ChunkDatabase, numbers: NDArray[np.int64], retrieved: int, *, crossing: bool) -> NDArray[np.int64]:
-    """The tokens [l, k, r] of neighbours by their numbers [l, k], each with the chunks after it; of -1 ends of
-    documents. crossing: those may be of the next document (the first follows the last, as in Megatron-LM 23.06), of
-    which the neighbour's sample may have tokens; else ends of documents stand there."""
+    """The tokens [l, k, r] of neighbours, given by chunk number [l, k], each with the chunks after it. -1 gives ends of
+    documents.
+
+    crossing: the following chunks may belong to the next document (and the first chunk follows the last), as in
+    Megatron-LM 23.06. That document may be part of the neighbour's sample. False: ends of documents replace these
+    chunks.
+    """
     length = database.length
-    found = np.full((*numbers.shape, retrieved * length), database.eod, np.int64)
+    tokens = np.full((*numbers.shape, retrieved * length), database.eod, np.int64)
     for chunk, rank in np.argwhere(numbers >= 0).tolist():
         first = int(numbers[chunk, rank])
-        for place in range(retrieved):
-            number = (first + place) % len(database)
+        for following in range(retrieved):
+            number = (first + following) % len(database)
             if crossing or (database.chunks[number, :2] == database.chunks[first, :2]).all():
-                found[chunk, rank, place * length : (place + 1) * length] = database.tokens(number)
-    return found
+                tokens[chunk, rank, following * length : (following + 1) * length] = database.tokens(number)
+    return tokens
 
 
 class NeighbourSample(NamedTuple):
-    """tokens: int64 [seq_length + 1]. neighbours: int64 [l, k, r]. found: bool [l, k]."""
+    """tokens: int64 [seq_length + 1]. neighbours: int64 [l, k, r]. found: bool [l, k], whether the neighbour exists."""
 
     tokens: NDArray[np.int64]
     neighbours: NDArray[np.int64]
@@ -195,10 +207,10 @@ class NeighbourSample(NamedTuple):
 
 
 class NeighbourDataset:
-    """The samples of a dataset with the k nearest neighbours of each of their chunks, each with the chunks after it.
+    """The samples of a dataset with the k nearest neighbours of each chunk, each with the chunks after it.
 
-    A neighbour that is missing is filled with the end of a document, and is not read. loss_eod: the token after which
-    nothing is to be predicted; None: all is. crossing: as of `filled`.
+    A missing neighbour is filled with ends of documents and is masked. loss_eod: the token after which the loss is 0;
+    None: every token has a loss. crossing: see `filled`.
     """
 
     def __init__(
@@ -221,10 +233,10 @@ class NeighbourDataset:
         return len(self._dataset)
 
     def alone(self) -> NeighbourDataset:
-        """The same samples without any neighbours."""
-        found = copy(self)
-        found._reads = False
-        return found
+        """The same samples, with all neighbours missing."""
+        copied = copy(self)
+        copied._reads = False
+        return copied
 
     def __getitem__(self, sample: int) -> NeighbourSample:
         tokens, database = self._dataset[sample], self._database
@@ -242,7 +254,7 @@ class NeighbourDataset:
 
         text = np.stack([sample.tokens for sample in samples])
         tokens = np.ascontiguousarray(text[:, :-1])
-        found = np.stack([sample.found for sample in samples])
+        is_found = np.stack([sample.found for sample in samples])
         return NeighbourBatch(
             tokens=torch.from_numpy(tokens),
             labels=torch.from_numpy(np.ascontiguousarray(text[:, 1:])),
@@ -250,23 +262,23 @@ class NeighbourDataset:
             positions=torch.arange(tokens.shape[1]).expand(tokens.shape),
             samples=torch.arange(first, first + len(samples)),
             neighbours=torch.from_numpy(np.stack([sample.neighbours for sample in samples])),
-            found=None if found.all() else torch.from_numpy(found),
+            found=None if is_found.all() else torch.from_numpy(is_found),
         )
 
 
 def corpus_digest(content: Mapping[str, str | None]) -> str:
-    """What tells a corpus, by its content as `IndexedDataset` has it, from another one."""
+    """A string that identifies a corpus, from `IndexedDataset.content`."""
     return ":".join(str(value)[:16] for name, value in content.items() if name != "tokens")
 
 
 def _check_made(manifest: DatabaseManifest, folder: Path, length: int, tokenizer: Tokenizer | None) -> None:
-    """Errors: ValueError where a database has other chunks, or was made with another tokenizer."""
+    """Errors: ValueError if the database has another chunk length, or was made with another tokenizer."""
     if manifest.chunk_length != length:
         raise ValueError(f"--retro-chunk-length {length}: {folder} has chunks of {manifest.chunk_length} tokens")
     if tokenizer is None or not tokenizer.made(manifest.tokenizer):
-        named = "a vocabulary alone" if tokenizer is None else str(tokenizer.identity())
+        run_tokenizer = "a vocabulary alone" if tokenizer is None else str(tokenizer.identity())
         raise ValueError(
-            f"--retro {folder}: was made with the tokenizer {manifest.tokenizer}, and the run's is {named}"
+            f"--retro {folder}: was made with the tokenizer {manifest.tokenizer}, and the run's is {run_tokenizer}"
         )
 
 
@@ -281,18 +293,18 @@ def with_neighbours(
     crossing: bool,
     eod_loss: bool,
 ) -> Datasets:
-    """The datasets of a run with the neighbours of their chunks; validation without them is a set of its own.
+    """Add the neighbours of their chunks to the datasets of a run. Validation without neighbours is an additional set.
 
-    length: tokens of a chunk. each, retrieved, crossing: as of `NeighbourDataset`. eod_loss: nothing is to be predicted
-    after the end of a document. Errors: ValueError naming flag or file.
+    length: tokens of a chunk. each, retrieved, crossing: see `NeighbourDataset`. eod_loss: the loss after the end of a
+    document is 0. Errors: ValueError naming flag or file.
     """
     manifest = DatabaseManifest.read(folder)
     _check_made(manifest, folder, length, tokenizer)
-    own = {corpus_digest(content): prefix for prefix, content in data.corpora.items()}
-    for digest, prefix in own.items():
+    prefix_of = {corpus_digest(content): prefix for prefix, content in data.corpora.items()}
+    for digest, prefix in prefix_of.items():
         if digest not in {made_of for _, _, made_of in manifest.corpora}:
             raise ValueError(f"--data-path {prefix}: is none of the corpora of which {folder} was made; build it again")
-    prefixes = [own.get(digest, prefix) for _, prefix, digest in manifest.corpora]
+    prefixes = [prefix_of.get(digest, prefix) for _, prefix, digest in manifest.corpora]
     database = ChunkDatabase(folder, length, manifest.eod, prefixes)
     loss_eod = manifest.eod if eod_loss else None
 

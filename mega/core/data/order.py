@@ -1,8 +1,8 @@
 """The order in which a corpus is read: splits, the three indices of a GPT dataset, and blends.
 
-Everything here is a function of lengths, sizes and a seed and gives Megatron-LM's numbers exactly, through
-numpy's legacy generator: those of its release 23.06, or of Megatron-core 0.18, which rounds splits and blends
-otherwise. It knows no files and no tokens.
+Everything is a function of lengths, sizes and a seed. The numbers are exactly Megatron-LM's, from numpy's legacy
+generator: those of release 23.06, or of Megatron-core 0.18, which rounds splits and blends differently. The file knows
+no files and no tokens.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 _BLOCK = 1 << 20
-_TOGETHER = 1 << 15  # entries of the table in which runs of a blend advance in parallel: it stays in the cache
-_LEAST_RUNS = 8  # fewer are not worth it
+_TOGETHER = 1 << 15  # entries of the table of parallel runs of a blend: it fits in the processor's cache
+_LEAST_RUNS = 8  # fewer parallel runs are not faster
 
 
 def split_shares(split: str) -> tuple[float, float, float]:
     """Shares of train, validation and test, summing to 1: "969, 30, 1", "90/10" or "1".
 
-    Raises ValueError where there are more than three, a share is not a number of at least 0, or all are 0.
+    Raises ValueError if there are more than three, a share is not a number of at least 0, or all are 0.
     """
     parts = re.split("," if "," in split else "/", split)
     try:
@@ -32,13 +32,13 @@ def split_shares(split: str) -> tuple[float, float, float]:
         shares = [-1.0]
     if len(shares) > 3 or not all(0 <= share < float("inf") for share in shares) or not sum(shares) > 0:
         raise ValueError(f'--split "{split}": must be up to three numbers of at least 0, such as "969, 30, 1"')
-    train, valid, test = [*shares, 0.0, 0.0][:3]  # those that are not given are 0
+    train, valid, test = [*shares, 0.0, 0.0][:3]  # missing shares are 0
     total = train + valid + test
     return train / total, valid / total, test / total
 
 
 def split_note(split: str) -> str:
-    """What shares come to that do not sum to a round number, as a line for the user; else nothing.
+    """A line for the user with the resulting shares, if they do not sum to a round number; else "".
 
     >>> split_note("90,20"), split_note("969, 30, 1")
     ('--split 90,20: sums to 110: training has 81.8%, validation 18.2%, test 0.0% of the documents', '')
@@ -51,11 +51,11 @@ def split_note(split: str) -> str:
 
 
 def split_boundaries(split: str, items: int, *, core: bool = False) -> tuple[int, int, int, int]:
-    """Where train, validation and test begin and end among `items`.
+    """The boundaries of train, validation and test among `items`.
 
-    Each share is rounded (half to even) and what rounding leaves over is taken from train:
+    Each share is rounded (half to even), and train absorbs the difference to `items`:
     "90/10" of 7 -> shares 6.3 and 0.7 -> 0 6 7 7; "949,50,1" of 10 -> 9 + 0 (0.5) + 0 = 9 -> 0 10 10 10.
-    core: as Megatron-core, sums of shares are rounded; "949,50,1" of 10 -> 9.49, 9.99, 10 -> 0 9 10 10.
+    core: sums of shares are rounded, as in Megatron-core; "949,50,1" of 10 -> 9.49, 9.99, 10 -> 0 9 10 10.
     """
     train, valid, test = split_shares(split)
     if core:
@@ -70,22 +70,21 @@ def split_boundaries(split: str, items: int, *, core: bool = False) -> tuple[int
 def epochs(tokens: int, seq_length: int, samples: int) -> int:
     """The fewest passes over `tokens` that give `samples`: floor((E tokens - 1) / seq_length) >= samples.
 
-    44 tokens, sequences of 4: 10 samples take 1 pass (43 // 4 = 10), 11 take 2 (87 // 4 = 21).
+    44 tokens, sequences of 4: 10 samples need 1 pass (43 // 4 = 10), 11 need 2 (87 // 4 = 21).
     """
     return max(1, -(-(samples * seq_length + 1) // tokens))
 
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """Sample i is row q = shuffle[i]: the tokens from samples[q] to samples[q + 1], both included.
-
-    documents: int32 [epochs x sequences], sequence numbers in reading order; samples: [n + 1, 2], place in
-    `documents` and token within that sequence; shuffle: [n].
-    """
+    """Sample i is row q = shuffle[i]: the tokens from samples[q] to samples[q + 1], both included."""
 
     documents: NDArray[np.integer]
+    """int32 [epochs x sequences], sequence numbers in reading order."""
     samples: NDArray[np.integer]
+    """[n + 1, 2], position in `documents`, and token within that sequence."""
     shuffle: NDArray[np.integer]
+    """[n], row of each sample."""
 
     def __len__(self) -> int:
         return len(self.shuffle)
@@ -96,23 +95,23 @@ def sample_order(
 ) -> SampleOrder:
     """The order of at least `samples` samples of seq_length + 1 tokens from sequences first .. last - 1.
 
-    Where the last epoch is needed for less than 80 % of its samples it is shuffled on its own after the
-    others, so that no document is seen once too often early on.
+    If less than 80 % of the last epoch is needed, it is shuffled separately and comes last. Otherwise some documents
+    would be read once more than others early in the run.
     """
     tokens = int(lengths[first:last].sum(dtype=np.int64))
     passes = epochs(tokens, seq_length, samples)
     generator = np.random.RandomState(seed)
     before = ((passes - 1) * tokens - 1) // seq_length
-    apart = passes > 1 and samples - before < int(0.80 * ((tokens - 1) // seq_length))
+    last_is_separate = passes > 1 and samples - before < int(0.80 * ((tokens - 1) // seq_length))
 
-    documents = _documents(first, last, passes, apart, generator)
+    documents = _documents(first, last, passes, last_is_separate, generator)
     rows = _rows(lengths, documents, seq_length, (passes * tokens - 1) // seq_length)
-    shuffle = _shuffle(len(rows) - 1, before if apart else len(rows) - 1, generator)
+    shuffle = _shuffle(len(rows) - 1, before if last_is_separate else len(rows) - 1, generator)
     return SampleOrder(documents, rows, shuffle)
 
 
 def _documents(first: int, last: int, passes: int, apart: bool, generator: np.random.RandomState) -> NDArray[np.int32]:
-    """Each sequence once a pass, all passes shuffled together, or all but the last and then the last."""
+    """Each sequence once per pass. All passes are shuffled together, or all but the last, followed by the last."""
     once = np.arange(first, last, dtype=np.int32)
     parts = [np.tile(once, passes - 1), once] if apart else [np.tile(once, passes)]
     for part in parts:
@@ -123,18 +122,18 @@ def _documents(first: int, last: int, passes: int, apart: bool, generator: np.ra
 def _rows(
     lengths: NDArray[np.int32], documents: NDArray[np.int32], seq_length: int, samples: int
 ) -> NDArray[np.integer]:
-    """Place and offset of token i x seq_length of the documents laid end to end, for i = 0 .. samples.
+    """Position and offset of token i x seq_length of the concatenated documents, for i = 0 .. samples.
 
     Documents of 5, 0 and 4 tokens, sequences of 4: tokens 0, 4, 8 -> (0, 0) (0, 4) (2, 3).
     """
     ends = np.cumsum(lengths[documents], dtype=np.int64)
-    wide = max(len(documents), int(lengths.max(initial=0))) >= 2**31
-    rows = np.empty((samples + 1, 2), np.int64 if wide else np.int32)
+    needs_64_bits = max(len(documents), int(lengths.max(initial=0))) >= 2**31
+    rows = np.empty((samples + 1, 2), np.int64 if needs_64_bits else np.int32)
     for begin in range(0, samples + 1, _BLOCK):
         targets = np.arange(begin, min(begin + _BLOCK, samples + 1)) * seq_length
-        found = np.searchsorted(ends, targets, side="right")  # the first document that ends after the token
-        rows[begin : begin + len(targets), 0] = found
-        starts = np.where(found > 0, ends[found - 1], 0)
+        positions = np.searchsorted(ends, targets, side="right")  # the first document that ends after the token
+        rows[begin : begin + len(targets), 0] = positions
+        starts = np.where(positions > 0, ends[positions - 1], 0)
         rows[begin : begin + len(targets), 1] = targets - starts
     return rows
 
@@ -150,7 +149,7 @@ def _shuffle(count: int, together: int, generator: np.random.RandomState) -> NDA
 
 
 def blend_shares(weights: Sequence[float]) -> list[float]:
-    """Weights as shares of 1. Added up one by one: Python 3.12's `sum` of floats rounds otherwise."""
+    """Normalize weights to a sum of 1. The sum is a loop, since Python 3.12's `sum` of floats rounds differently."""
     total = 0.0
     for weight in weights:
         total += weight
@@ -158,9 +157,9 @@ def blend_shares(weights: Sequence[float]) -> list[float]:
 
 
 def blend_samples(shares: Sequence[float], samples: int, *, core: bool = False) -> list[int]:
-    """Samples to ask of each dataset of a blend: its share and half a percent more, rounded up.
+    """The number of samples of each dataset of a blend: its share plus half a percent, rounded up.
 
-    1000 samples at 0.2, 0.3, 0.5 -> 201, 302, 503. core: as Megatron-core, the share is rounded up, too.
+    1000 samples at 0.2, 0.3, 0.5 -> 201, 302, 503. core: as in Megatron-core, the share itself is rounded up first.
     """
     if core:
         return [math.ceil(share * 1.005) for share in blend_parts(shares, samples)]
@@ -168,26 +167,26 @@ def blend_samples(shares: Sequence[float], samples: int, *, core: bool = False) 
 
 
 def blend_parts(shares: Sequence[float], samples: int) -> list[int]:
-    """Each dataset's share of a blend, rounded up; their sum is the length of a blend of Megatron-core."""
+    """Each dataset's share of a blend, rounded up. The sum is the length of a Megatron-core blend."""
     return [math.ceil(samples * share) for share in shares]
 
 
 def blend_order(weights: Sequence[float], size: int) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-    """For each of `size` samples the dataset it comes from and its number there.
+    """For each of `size` samples: its dataset, and its number within that dataset.
 
-    The dataset that lags its share most is next, the first of equals: at 0.2, 0.3, 0.5 the datasets go
-    2 1 0 2 1 2 0 2 1 2 0 2. A longer order only continues a shorter one.
+    The next dataset is the one that lags its share most; of equals the first one. Shares 0.2, 0.3, 0.5 give the
+    datasets 2 1 0 2 1 2 0 2 1 2 0 2. A shorter order is a prefix of a longer one.
     """
     if len(weights) > 32766:
         raise ValueError(f"a blend of {len(weights)} datasets: must be at most 32766")
-    # Megatron-LM divides by numpy's sum here, also where the weights are shares already.
+    # Megatron-LM divides by numpy's sum here, even if the weights are already normalized.
     shares = np.array(weights, np.float64) / np.sum(weights, dtype=np.float64)
-    chosen = _chosen(shares, size)
-    return chosen, _running_numbers(chosen, len(shares))
+    datasets = _chosen(shares, size)
+    return datasets, _running_numbers(datasets, len(shares))
 
 
 def entries_served(chosen: NDArray[np.int16], numbers: NDArray[np.int64], lengths: Sequence[int]) -> int:
-    """How many entries of a blend come before the first that its dataset, of one of `lengths`, does not have.
+    """The number of entries of a blend before the first one that exceeds the length of its dataset.
 
     Datasets 0 1 0 0 with numbers 0 0 1 2 and lengths 2, 5 -> 3.
     """
@@ -196,16 +195,17 @@ def entries_served(chosen: NDArray[np.int16], numbers: NDArray[np.int64], length
 
 
 def _chosen(shares: NDArray[np.float64], size: int) -> NDArray[np.int16]:
-    """The datasets of a blend, one after another, found by many runs side by side.
+    """The dataset of each entry of a blend, computed by many runs in parallel.
 
-    Who is next depends on how often each was chosen so far, so the order is a chain; but a run that begins anywhere
-    with about the right counts soon has exactly the right ones: the one that lags most catches up.
+    The next dataset depends on how often each was chosen before, so the order is a sequential chain. But a run that
+    starts anywhere with nearly correct counts soon has exactly correct ones, since the dataset that lags most catches
+    up.
 
-        1 guess   each run begins some steps early, with every count next to its share
-        2 go      all runs take a step at a time, as rows of one table
-        3 check   a run stands where its predecessor has ended with the same counts; else it is done again from there
+        1 guess    each run starts some steps early, with every count rounded to its share
+        2 advance  all runs take their steps together, as rows of one table
+        3 check    a run is valid if its predecessor ended with the counts that it started with; else it is repeated
 
-    So every entry follows from the one before it by the rule, however good the guesses were.
+    The result is therefore exact for any guess.
     """
     early = 64 + 2 * len(shares)
     runs = min(_TOGETHER // len(shares), size // (4 * early))
@@ -215,15 +215,16 @@ def _chosen(shares: NDArray[np.float64], size: int) -> NDArray[np.int16]:
     begins = np.arange(runs) * length
     counts = np.stack([_guess(shares, begin - early) if begin else np.zeros(len(shares)) for begin in begins.tolist()])
     _, counts[1:] = _side_by_side(shares, begins[1:] - early, counts[1:], early)
-    found, ends = _side_by_side(shares, begins, counts, length)
+    choices, ends = _side_by_side(shares, begins, counts, length)
     for run in range(1, runs):
         if (counts[run] != ends[run - 1]).any():
-            found[run], ends[run] = _run(shares, int(begins[run]), ends[run - 1], length)
-    return found.ravel()[:size]
+            choices[run], ends[run] = _run(shares, int(begins[run]), ends[run - 1], length)
+    return choices.ravel()[:size]
 
 
 def _guess(shares: NDArray[np.float64], chosen: int) -> NDArray[np.float64]:
-    """Whole counts with the sum `chosen`, each next to its share: 10 of 0.25, 0.33, 0.42 -> 2, 4, 4 (2.5, 3.3, 4.2)."""
+    """Integer counts with the sum `chosen`, each next to its share: 10 of 0.25, 0.33, 0.42 -> 2, 4, 4 (2.5, 3.3,
+    4.2)."""
     exact = shares * chosen
     counts = np.floor(exact)
     counts[np.argsort(counts - exact, kind="stable")[: chosen - int(counts.sum())]] += 1
@@ -233,16 +234,16 @@ def _guess(shares: NDArray[np.float64], chosen: int) -> NDArray[np.float64]:
 def _run(
     shares: NDArray[np.float64], begin: int, counts: NDArray[np.float64], steps: int
 ) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
-    """The rule: `steps` choices from `begin` on, with `counts` so far, and the counts after them."""
+    """`steps` choices by the rule, from entry `begin` on with `counts` so far; and the counts after them."""
     counts, errors = counts.copy(), np.empty_like(counts)
-    found = np.empty(steps, np.int16)
+    choices = np.empty(steps, np.int16)
     for step in range(steps):
         np.multiply(shares, float(max(begin + step, 1)), out=errors)
         np.subtract(errors, counts, out=errors)
         best = int(errors.argmax())
-        found[step] = best
+        choices[step] = best
         counts[best] += 1
-    return found, counts
+    return choices, counts
 
 
 def _side_by_side(
@@ -251,18 +252,18 @@ def _side_by_side(
     """`_run` for many `begins` with `counts` [runs, datasets]: choices [runs, steps], counts [runs, datasets]."""
     counts, errors = counts.copy(), np.empty_like(counts)
     flat, rows = counts.reshape(-1), np.arange(len(begins)) * len(shares)
-    found = np.empty((steps, len(begins)), np.int16)
+    choices = np.empty((steps, len(begins)), np.int16)
     for step in range(steps):
         np.multiply(np.maximum(begins + step, 1)[:, None], shares, out=errors)
         np.subtract(errors, counts, out=errors)
         best = errors.argmax(axis=1)
-        found[step] = best
+        choices[step] = best
         flat[rows + best] += 1
-    return found.T, counts
+    return choices.T, counts
 
 
 def _running_numbers(chosen: NDArray[np.int16], datasets: int) -> NDArray[np.int64]:
-    """How often each entry occurred before: 2 1 2 2 -> 0 0 1 2."""
+    """The number of earlier occurrences of each entry: 2 1 2 2 -> 0 0 1 2."""
     numbers = np.empty(len(chosen), np.int64)
     before = np.zeros(datasets, np.int64)
     for first in range(0, len(chosen), _BLOCK):

@@ -1,8 +1,8 @@
-"""Pairs of answers to one prompt, one of them preferred: a row for each answer, its own tokens trained, not those of
-the assistant's turns before it. Rows are padded to the longest of their microbatch.
+"""Preference pairs: two answers to a prompt, one of them preferred. Each answer is a row in which only its own tokens
+are trained. Earlier assistant turns are not. Rows are padded to the longest of their microbatch.
 
-A line of a file is {"prompt", "chosen", "rejected"}: texts, or lists of messages (text/chat/messages.py);
-without "prompt" both answers are whole conversations, and they may be with it.
+A line of a file is {"prompt", "chosen", "rejected"}: texts, or lists of messages (text/chat/messages.py). Without
+"prompt" both answers must be whole conversations; with it they may be.
 """
 
 from __future__ import annotations
@@ -24,28 +24,29 @@ if TYPE_CHECKING:
 
 KEYS = ("prompt", "chosen", "rejected")
 JUDGED = 3
-"""Which tokens are an answer's own: part of the cache key. 1 had the prompt's assistant too; in
-2 what is shared ended with a run of text, and now ends with a message."""
+"""Version of the rule for an answer's own tokens, part of the cache key. Version 1 included the prompt's assistant
+turns. In version 2 the shared part could end inside a message; now it ends with a message."""
 
 
 class PairRows(NamedTuple):
-    """tokens, labels: int64 [2, s]; weights: float32 [2, s]; reference: float64 [2], or None. longest: tokens of the
-    longer row that are not padding."""
+    """The two rows of a pair: chosen, rejected."""
 
-    tokens: NDArray[np.int64]
-    labels: NDArray[np.int64]
-    weights: NDArray[np.float32]
-    reference: NDArray[np.float64] | None
-    longest: int
+    tokens: NDArray[np.int64]  # int64 [2, s]
+    labels: NDArray[np.int64]  # int64 [2, s]
+    weights: NDArray[np.float32]  # float32 [2, s]
+    reference: NDArray[np.float64] | None  # float64 [2], log-probabilities under the reference weights, or None
+    longest: int  # Tokens of the longer row without padding
 
 
 class PairDataset:
-    """Sample i is pair order[i]; every pass over the pairs is shuffled by itself.
+    """Sample i is pair order[i]. Every pass over the pairs is shuffled separately.
 
-    texts: all answers, each after its prompt; pair n's are 2 n and 2 n + 1. order: int64 [samples]. digest: of
-    everything that the rows depend on. reference: float64 [pairs, 2], log-probabilities of both answers under the
-    weights that training begins with, once they are known. unit: a microbatch is as wide as its longest row, in whole
-    multiples of it; None: as wide as seq_length, where all have to be alike.
+    texts: all answers, each with its prompt; pair n has texts 2 n and 2 n + 1.
+    order: int64 [samples].
+    digest: a digest of everything that affects the rows.
+    reference: float64 [pairs, 2], log-probabilities of both answers under the initial weights, once they are known.
+    unit: a microbatch is as long as its longest row, rounded up to a multiple of unit. None: all microbatches have
+    seq_length.
     """
 
     def __init__(
@@ -76,14 +77,14 @@ class PairDataset:
         trained = np.zeros((2, self._length + 1), np.float32)
         longest = 1
         for row in range(2):
-            ids, kept = self._texts.cut(2 * number + row, self._length + 1)
-            text[row, : len(ids)], trained[row, : len(ids)] = ids, kept
+            ids, trained_ids = self._texts.cut(2 * number + row, self._length + 1)
+            text[row, : len(ids)], trained[row, : len(ids)] = ids, trained_ids
             longest = max(longest, len(ids) - 1)
-        known = None if self.reference is None else self.reference[number]
-        return PairRows(text[:, :-1], text[:, 1:], trained[:, 1:], known, longest)
+        reference = None if self.reference is None else self.reference[number]
+        return PairRows(text[:, :-1], text[:, 1:], trained[:, 1:], reference, longest)
 
     def collate(self, rows: Sequence[PairRows], first_sample: int) -> PreferenceBatch:
-        """Pairs as one microbatch whose first pair is global sample `first_sample`."""
+        """Build a microbatch whose first pair is global sample `first_sample`."""
         import torch
 
         from mega.core.batch import PreferenceBatch
@@ -94,14 +95,14 @@ class PairDataset:
         tokens, labels, weights = (
             torch.from_numpy(np.concatenate([each[:, :width] for each in part])) for part in list(zip(*rows))[:3]
         )
-        known = [row.reference for row in rows if row.reference is not None]
+        references = [row.reference for row in rows if row.reference is not None]
         return PreferenceBatch(
             tokens=tokens,
             labels=labels,
             loss_weights=weights,
             positions=torch.arange(width).expand(len(tokens), -1).contiguous(),
             samples=torch.arange(2 * first_sample, 2 * (first_sample + len(rows))),
-            reference=torch.from_numpy(np.stack(known)) if known else None,
+            reference=torch.from_numpy(np.stack(references)) if references else None,
         )
 
 
@@ -116,44 +117,45 @@ def pair_dataset(
     seed: int,
     note: Callable[[str], None],
 ) -> PairDataset:
-    """At least `samples` pairs from JSON lines. `flag` is the one that gave them; note: called with lines for the user.
+    """Build at least `samples` pairs from JSON lines.
 
-    Errors: ValueError naming file and line of an invalid pair, or where no pair has two different answers.
+    flag: the flag that named the inputs, for messages. note: called with messages for the user.
+    Errors: ValueError naming file and line of an invalid pair, or if no pair has two different answers.
     """
-    about = f"{tokenizer.fingerprint()} {chat.source} {seq_length} {RENDERING} {JUDGED}"
-    what, made_of = f"{flag} {' '.join(inputs)}", digest(flag, inputs, about)
-    arrays = arrays_of(chain.from_iterable(encoded(inputs, chat)), f"{what}: holds no pair")
-    if lost := lost_tokens(what, arrays, seq_length, "answers"):
-        note(lost)
+    settings = f"{tokenizer.fingerprint()} {chat.source} {seq_length} {RENDERING} {JUDGED}"
+    source, dataset_digest = f"{flag} {' '.join(inputs)}", digest(flag, inputs, settings)
+    arrays = arrays_of(chain.from_iterable(encoded(inputs, chat)), f"{source}: holds no pair")
+    if loss_note := lost_tokens(source, arrays, seq_length, "answers"):
+        note(loss_note)
     texts, generator = TrainedTexts(arrays), np.random.RandomState(seed)
     pairs = len(texts) // 2
     order = np.concatenate([generator.permutation(pairs) for _ in range(-(-samples // pairs))]).astype(np.int64)
-    return PairDataset(texts, order, seq_length, filler(tokenizer), made_of)
+    return PairDataset(texts, order, seq_length, filler(tokenizer), dataset_digest)
 
 
 def encoded(inputs: Sequence[str], chat: ChatFormat) -> Iterator[tuple[Labelled, Labelled]]:
-    """Every pair of the inputs as tokens, chosen first; ValueError naming file and line where one is none."""
+    """Yield every pair of the inputs as tokens, chosen first. ValueError naming file and line of an invalid pair."""
 
     def read(found: object) -> tuple[Labelled, Labelled]:
         one, other = (conversation(each) for each in conversations(found))
         if _question(one.messages) != _question(other.messages):
             raise ValueError("the answers are to different questions")
-        # What both answers follow is no part of either: it has no effect on their difference, but would count in the
+        # The shared messages are not trained: they cancel in the difference of the answers, but would count in the
         # reward of each.
-        both = zip(one.messages, other.messages, strict=False)
-        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
+        message_pairs = zip(one.messages, other.messages, strict=False)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], message_pairs))
         return chat.labelled(one, shared), chat.labelled(other, shared)
 
     return each_line(inputs, read)
 
 
 def _question(messages: Sequence[Message]) -> list[Message]:
-    """What stands before the assistant's first turn."""
+    """The messages before the assistant's first turn."""
     return list(takewhile(lambda message: message["role"] != "assistant", messages))
 
 
 def conversations(found: object) -> tuple[Mapping[str, object], Mapping[str, object]]:
-    """The two conversations of one JSON object, as `conversation` takes them. Errors: ValueError.
+    """The two conversations of a JSON object, in the form that `conversation` takes. Errors: ValueError.
 
     >>> conversations({"prompt": "1 + 1", "chosen": "2", "rejected": "3"})[0]["messages"][-1]
     {'role': 'assistant', 'content': '2'}
@@ -164,17 +166,17 @@ def conversations(found: object) -> tuple[Mapping[str, object], Mapping[str, obj
     if absent := [key for key in KEYS[1:] if key not in found]:
         raise ValueError(f'no "{absent[0]}": a pair is {{"prompt", "chosen", "rejected"}}; it has {_listed(found)}')
     prompt = _messages(found.get("prompt", []), "user")
-    chosen, rejected = (_whole(prompt, _messages(found[key], "assistant")) for key in KEYS[1:])
-    if chosen == rejected:
+    chosen_messages, rejected_messages = (_whole(prompt, _messages(found[key], "assistant")) for key in KEYS[1:])
+    if chosen_messages == rejected_messages:
         raise ValueError("both answers are the same")
     if not prompt and not (isinstance(found["chosen"], list) and isinstance(found["rejected"], list)):
         raise ValueError('no "prompt", and the answers are not whole conversations')
     tools = {"tools": found["tools"]} if "tools" in found else {}
-    return {"messages": chosen, **tools}, {"messages": rejected, **tools}
+    return {"messages": chosen_messages, **tools}, {"messages": rejected_messages, **tools}
 
 
 def _whole(prompt: list[object], answer: list[object]) -> list[object]:
-    """An answer after its prompt, which it may begin with itself, as UltraFeedback's do."""
+    """The prompt followed by an answer. An answer may begin with the prompt itself, as in UltraFeedback."""
     return answer if answer[: len(prompt)] == prompt else prompt + answer
 
 

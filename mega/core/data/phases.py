@@ -1,8 +1,9 @@
-"""A blend whose weights change in mid-run: every corpus continues where it was, so nothing is lost or read twice.
+"""A blend whose weights change during the run. Every corpus continues at its position, so no sample is lost or
+repeated.
 
-A run that resumes with another blend has phases: the samples up to the change come from the former blend, as they were
-laid out for it, those after it from the new one. What has been read of a corpus in former phases is not read again
-before the rest of it is; a corpus that the former layout is too short for is passed over again in another order.
+A run that resumes with another blend has phases. The samples before the change come from the earlier blend, in its
+original layout; later samples come from the new blend. Samples of a corpus that were read in earlier phases come last
+in the next pass. A corpus that is too short for the earlier layout is reshuffled for another pass.
 """
 
 from __future__ import annotations
@@ -20,41 +21,43 @@ from mega.core.untrusted import Json
 
 
 class BlendPhase(NamedTuple):
-    """until: the sample at which the next phase begins. asked: samples that it was laid out for. blend: weight (None:
-    by size) and prefix of each corpus."""
+    """A part of a run with one blend."""
 
     until: int
+    """Sample at which the next phase begins."""
     asked: int
+    """Samples that the blend was laid out for."""
     blend: Sequence[tuple[float | None, str]]
+    """Weight (None: by size) and prefix of each corpus."""
 
     def as_json(self) -> dict[str, Json]:
-        """For a checkpoint."""
+        """The form in a checkpoint."""
         return {"until": self.until, "asked": self.asked, "blend": [list(each) for each in self.blend]}
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> BlendPhase:
-        """The inverse."""
+        """The inverse of `as_json`."""
         return cls(int(found["until"]), int(found["asked"]), [(weight, prefix) for weight, prefix in found["blend"]])
 
 
 class PhaseLayout(NamedTuple):
-    """A phase with what it is drawn from. shares: of each prefix. counts: samples to ask of each."""
+    """A phase, with its corpora."""
 
-    until: int
-    prefixes: Sequence[str]
-    shares: Sequence[float]
-    counts: Sequence[int]
+    until: int  # Sample at which the next phase begins
+    prefixes: Sequence[str]  # Prefix of each corpus
+    shares: Sequence[float]  # Share of each corpus
+    counts: Sequence[int]  # Samples to reserve of each corpus
 
 
 def phased_dataset(layouts: Sequence[PhaseLayout], segment: Callable[[str, int, int], Dataset]) -> Dataset:
-    """All phases as one dataset.
+    """Concatenate all phases.
 
-    segment: from a prefix, how many samples, and the number of former segments of it, to a dataset of at least as many.
+    segment: (prefix, number of samples, number of earlier segments of it) -> a dataset of at least as many samples.
     """
     order = list(dict.fromkeys(prefix for layout in layouts for prefix in layout.prefixes))
     segments: dict[str, list[Dataset]] = {prefix: [] for prefix in order}
     used: Counter[str] = Counter()
-    chosen: list[NDArray[np.integer]] = []
+    dataset_numbers: list[NDArray[np.integer]] = []
     numbers: list[NDArray[np.integer]] = []
     begin = 0
     for layout in layouts:
@@ -62,13 +65,13 @@ def phased_dataset(layouts: Sequence[PhaseLayout], segment: Callable[[str, int, 
             missing = used[prefix] + count - sum(map(len, segments[prefix]))
             if missing > 0:
                 segments[prefix].append(segment(prefix, missing, len(segments[prefix])))
-        picks, own = blend_order(layout.shares, max(layout.until - begin, 0))
+        picks, dataset_samples = blend_order(layout.shares, max(layout.until - begin, 0))
         owners = np.array([order.index(prefix) for prefix in layout.prefixes], np.int16)
-        before = np.array([used[prefix] for prefix in layout.prefixes], np.int64)
-        chosen.append(owners[picks])
-        numbers.append(own + before[picks])
+        samples_used = np.array([used[prefix] for prefix in layout.prefixes], np.int64)
+        dataset_numbers.append(owners[picks])
+        numbers.append(dataset_samples + samples_used[picks])
         for prefix, count in zip(layout.prefixes, np.bincount(picks, minlength=len(owners)).tolist(), strict=True):
             used[prefix] += count
         begin = max(layout.until, begin)
     chains: list[Dataset] = [ChainedDataset(segments[prefix]) for prefix in order]
-    return BlendedDataset(chains, np.concatenate(chosen), np.concatenate(numbers))
+    return BlendedDataset(chains, np.concatenate(dataset_numbers), np.concatenate(numbers))

@@ -1,7 +1,7 @@
 """How a part of a corpus becomes samples: GPT's runs of tokens, BERT's pairs of sentences, T5's spans.
 
-A recipe knows what `--split` divides, what one pass yields, and how a dataset of so many samples is made and cached.
-It knows neither flags' values nor blends.
+A recipe knows which units `--split` divides, how many samples one pass yields, and how to build and cache a dataset. It
+knows neither flag values nor blends.
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ from mega.core.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class CorpusPart:
-    """What one split may use of a corpus: units `first` .. `last` - 1. `label` begins a message about it; remedy: what
-    ends one about a part that is too small."""
+    """The part of a corpus that belongs to one split: units `first` .. `last` - 1."""
 
-    corpus: IndexedDataset
-    first: int
-    last: int
-    label: str
-    remedy: str = ""
+    corpus: IndexedDataset  # The token files
+    first: int  # First unit
+    last: int  # The unit after the last one
+    label: str  # Start of messages about the part
+    remedy: str = ""  # End of messages about a part that is too small
 
 
 class Recipe(Protocol):
     """One kind of samples."""
 
     def units(self, corpus: IndexedDataset) -> int:
-        """How many things `--split` shares out: sequences or documents."""
+        """The number of units that `--split` divides: sequences or documents."""
         ...
 
     def once(self, part: CorpusPart) -> int:
-        """About how many samples one pass yields: the weight of a corpus that was given none."""
+        """The approximate number of samples in one pass. It is the default weight of a corpus."""
         ...
 
     def dataset(self, part: CorpusPart, samples: int, cache: Path, note: Callable[[str], None]) -> Dataset:
-        """At least `samples` samples. `note` is called where they take several passes; ValueError if there are none."""
+        """A dataset of at least `samples` samples. `note` is called if it takes several passes; ValueError if it is
+        empty."""
         ...
 
 
 @dataclass(frozen=True)
 class Gpt:
-    """Runs of seq_length + 1 tokens; sequences are shared out, as in Megatron-LM."""
+    """Runs of seq_length + 1 tokens. The units of a split are sequences, as in Megatron-LM."""
 
-    seq_length: int
-    seed: int
-    repeat_short: bool = False
-    infill: Infill | None = None
+    seq_length: int  # Tokens of a sample, minus one
+    seed: int  # Seed of the order
+    repeat_short: bool = False  # Repeat a part that has fewer tokens than one sample
+    infill: Infill | None = None  # Fill-in-the-middle permutation, or None
 
     def units(self, corpus: IndexedDataset) -> int:
         return len(corpus)
@@ -104,12 +104,16 @@ class Gpt:
 
 @dataclass(frozen=True)
 class Masked:
-    """BERT's or T5's samples of a corpus of sentences; documents are shared out."""
+    """BERT's or T5's samples of a corpus of sentences. The units of a split are documents."""
 
     masking: MaskingConfig
+    """The masking section."""
     vocabulary: Vocabulary
+    """Ids for masking."""
     seq_length: int
+    """Tokens of a sample."""
     seed: int
+    """Seed of the order and of the masks."""
     pairs: bool = True
     """A BERT sample has two parts."""
 
@@ -121,7 +125,7 @@ class Masked:
 
     @property
     def _room(self) -> int:
-        """Tokens of a sample that are text."""
+        """Tokens of a sample without control tokens."""
         return self.seq_length - (3 if self.masking.sample_kind == "bert" else 2)
 
     def units(self, corpus: IndexedDataset) -> int:
@@ -134,7 +138,7 @@ class Masked:
     def dataset(self, part: CorpusPart, samples: int, cache: Path, note: Callable[[str], None]) -> Dataset:
         corpus, masking = part.corpus, self.masking
         documents = corpus.document_index[part.first : part.last + 1]
-        asked: dict[str, Any] = {
+        mapping_options: dict[str, Any] = {
             "samples": samples,
             "max_length": self._room,
             "short_prob": masking.short_seq_prob,
@@ -145,17 +149,17 @@ class Masked:
             "kind": "sentences",
             "corpus": corpus.fingerprint,
             "documents": hashlib.sha256(documents.tobytes()).hexdigest(),
-            **asked,
+            **mapping_options,
         }
 
         def compute() -> Arrays:
-            return {"mapping": sentence_mapping(documents, corpus.lengths, **asked)}
+            return {"mapping": sentence_mapping(documents, corpus.lengths, **mapping_options)}
 
         try:
             mapping = cached(cache, key, ("mapping",), compute)["mapping"]
         except ValueError as error:
             raise ValueError(f"{part.label}: {error}") from None
-        # The first document that is used gives the sample that begins earliest, once in every pass.
+        # Count the passes: the first usable document gives the sample that begins earliest, once in every pass.
         if (passes := int(np.count_nonzero(mapping[:, 0] == mapping[:, 0].min()))) > 1:
             note(f"{part.label} has {len(documents) - 1:,} documents; {samples:,} samples take {passes} epochs")
         if masking.sample_kind == "bert":
@@ -189,9 +193,10 @@ def recipe(
     vocab: int | None = None,
     infill: Infill | None = None,
 ) -> Recipe:
-    """The recipe of `--sample-kind`; ValueError where the tokenizer has not what it takes. pairs: of BERT's samples.
+    """The recipe of `--sample-kind`. ValueError if the tokenizer lacks required tokens.
 
-    repeat_short: whether a part of fewer tokens than one GPT sample may be repeated in it. vocab: the model's.
+    pairs: BERT samples have two parts. repeat_short: a part of fewer tokens than one GPT sample may be repeated. vocab:
+    the vocabulary size of the model.
     """
     if masking.sample_kind == "gpt":
         return Gpt(seq_length, seed, repeat_short, infill)
@@ -201,7 +206,7 @@ def recipe(
 
 
 def description(prefix: str, split_name: str, samples: int, seq_length: int, seed: int, split: str) -> str:
-    """What decides the samples of one corpus, as Megatron-LM 23.06 writes it."""
+    """Everything that decides the samples of one corpus, in the format of Megatron-LM 23.06."""
     return (
         f"GPT Dataset\n\nData prefix {prefix}\nDataset name {split_name}\nNumber of samples {samples}\n"
         f"Sequence length {seq_length}\nRandom seed {seed}\nSplit {split}\n"

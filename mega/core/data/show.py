@@ -1,4 +1,4 @@
-"""Samples made visible: a line a token, exactly as a model would get it. It knows no command line."""
+"""Print samples exactly as a model receives them, one token per line. The file knows no command line."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from mega.core.text.tokenizer import Tokenizer
 def conversations(
     inputs: Sequence[str], chat_template: str, tokenizer: Tokenizer, number: int, count: int
 ) -> Iterator[str]:
-    """Conversations by themselves, in the order of the files. Raises ValueError where there is none."""
-    found = labelled(inputs, chat_format(chat_template, tokenizer))
-    shown = 0
-    for shown, (ids, trained) in enumerate(islice(found, number, number + count), 1):  # noqa: B007
+    """Print conversations one by one, in the order of the files. Raises ValueError if `number` is too large."""
+    texts = labelled(inputs, chat_format(chat_template, tokenizer))
+    printed = 0
+    for printed, (ids, trained) in enumerate(islice(texts, number, number + count), 1):  # noqa: B007
         yield _row("token", "id", "trained")
         for token, train in zip(ids, trained, strict=True):
             yield _row(repr(tokenizer.piece(token)), token, _yes(train))
-    if not shown:
+    if not printed:
         raise ValueError(f"--number {number}: no such conversation")
 
 
@@ -41,8 +41,8 @@ def samples(
     seed: int,
     pairs: bool = True,
 ) -> Iterator[str]:
-    """Training samples `number` .. `number + count - 1` of what a run with these sections would read."""
-    made = build_datasets(
+    """Print training samples `number` .. `number + count - 1` of a run with these sections."""
+    datasets = build_datasets(
         data,
         seq_length=seq_length,
         seed=seed,
@@ -52,9 +52,9 @@ def samples(
         masking=masking,
         pairs=pairs,
     )
-    assert made.train is not None
+    assert datasets.train is not None
     batches = Batches(
-        made.train,
+        datasets.train,
         micro_batch=1,
         vocab=tokenizer.vocab_size,
         eod=tokenizer.eod,
@@ -71,38 +71,38 @@ def samples(
 
 
 def _decoder(arrays: Mapping[str, NDArray[np.number]], tokenizer: Tokenizer) -> Iterator[str]:
-    """Trained is a token that is to be predicted from those before it."""
+    """ "trained" marks a token whose prediction from the earlier tokens has a loss."""
     columns = ["positions", *(["documents"] if "documents" in arrays else [])]
     yield _row("token", "id", "trained", *(name[:-1] for name in columns))
     trained = [False, *(arrays["loss_weights"] > 0).tolist()]
     tokens = [*arrays["tokens"].tolist(), int(arrays["labels"][-1])]
-    for place, (token, train) in enumerate(zip(tokens, trained, strict=True)):
-        inputs = [int(arrays[name][place]) for name in columns] if place + 1 < len(tokens) else []
+    for position, (token, train) in enumerate(zip(tokens, trained, strict=True)):
+        inputs = [int(arrays[name][position]) for name in columns] if position + 1 < len(tokens) else []
         yield _row(repr(tokenizer.piece(token)), token, _yes(train), *inputs)
 
 
 def _bert(arrays: Mapping[str, NDArray[np.number]], tokenizer: Tokenizer) -> Iterator[str]:
     pair, masked = int(arrays["pairs"][0]), int(arrays["loss_weights"].sum())
     yield f"{int(arrays['lengths'][0])} tokens, {masked} of them masked; parts in the {('right', 'wrong')[pair]} order"
-    yield _row("token", "id", "part", "is to be")
-    for place, token in enumerate(arrays["tokens"][: int(arrays["lengths"][0])].tolist()):
-        hidden = arrays["loss_weights"][place] > 0
-        label = repr(tokenizer.piece(int(arrays["labels"][place]))) if hidden else ""
-        yield _row(repr(tokenizer.piece(token)), token, int(arrays["types"][place]), label)
+    yield _row("token", "id", "part", "label")
+    for position, token in enumerate(arrays["tokens"][: int(arrays["lengths"][0])].tolist()):
+        hidden = arrays["loss_weights"][position] > 0
+        label = repr(tokenizer.piece(int(arrays["labels"][position]))) if hidden else ""
+        yield _row(repr(tokenizer.piece(token)), token, int(arrays["types"][position]), label)
 
 
 def _t5(arrays: Mapping[str, NDArray[np.number]], tokenizer: Tokenizer) -> Iterator[str]:
     yield _row("encoder's token", "id")
     for token in arrays["encoder_tokens"][: int(arrays["encoder_lengths"][0])].tolist():
         yield _row(repr(tokenizer.piece(token)), token)
-    yield _row("decoder's token", "id", "", "foretells")
+    yield _row("decoder's token", "id", "", "predicts")
     size = int(arrays["lengths"][0])
     for token, label in zip(arrays["tokens"][:size].tolist(), arrays["labels"][:size].tolist(), strict=True):
         yield _row(repr(tokenizer.piece(token)), token, "", repr(tokenizer.piece(label)))
 
 
 _FORMS = {"pairs": _bert, "encoder_tokens": _t5, "documents": _decoder, "positions": _decoder}
-"""A field that only one kind of batch has -> how such a sample is written."""
+"""A field that only one kind of batch has -> the function that prints such a sample."""
 
 
 def _yes(flag: bool) -> str:

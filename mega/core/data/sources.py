@@ -1,7 +1,7 @@
-"""What `mega preprocess` reads: JSON lines in any wrapping, plain text, parquet, a dataset folder, standard input.
+"""The input of `mega preprocess`: JSON lines in any container, plain text, parquet, a dataset folder, standard input.
 
-Every format is read as blocks of whole JSON lines. A source is cut into pieces so that several hosts can
-share it, and a piece can be entered anywhere, so that interrupted work resumes. It knows no tokenizer.
+Every format is read as blocks of whole JSON lines. A source is cut into pieces, so several hosts can share it. Reading
+can start at any position of a piece, so interrupted work can be resumed. The file knows no tokenizer.
 """
 
 from __future__ import annotations
@@ -34,29 +34,32 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _TOO_LONG = "a line longer than {} MiB"
 _NOT_TEXT = (".json", ".jsonl", ".ndjson", ".parquet", ".arrow")
 _PACKED = (".gz", ".zst", ".xz", ".bz2")
-_COLUMNS_SECONDS, _COLUMNS_BYTES = 100, 2 << 30  # for a few rows; of address space, or four times the file's size
-_WINDOW_BYTES = 1 << 31  # of a Zstandard frame: large corpora are packed with `zstd --long=31`
-_FREE_WINDOW_BYTES = 1 << 27  # of any frame; a larger one of what is not packed to less than a 1024th
+_COLUMNS_SECONDS, _COLUMNS_BYTES = (
+    100,
+    2 << 30,
+)  # limits of a request: time, and address space (at least four times the file's size)
+_WINDOW_BYTES = 1 << 31  # largest window of a Zstandard frame: large corpora are packed with `zstd --long=31`
+_FREE_WINDOW_BYTES = 1 << 27  # a larger window is accepted only if the compression ratio is below 1024
 _MOST_RATIO = 1 << 10
-_XZ_BYTES = 1 << 30  # of an xz stream's dictionary and tables
+_XZ_BYTES = 1 << 30  # memory limit for an xz stream's dictionary and tables
 _PIECE_BYTES = 1 << 18
 
 Kind = Literal["lines", "packed lines", "text", "parquet", "arrow"]
 
 
 class BadLine(ValueError):
-    """A line that holds no document; its message names file and line."""
+    """A line that holds no document. The message names file and line."""
 
 
 class Place(NamedTuple):
-    """A run of bytes of a file."""
+    """A byte range of a file."""
 
     path: Path
     first: int
     size: int
 
     def read(self) -> bytes:
-        """Raises ValueError naming the file where it has shrunk meanwhile."""
+        """Raises ValueError naming the file if it became shorter."""
         with open(self.path, "rb", buffering=0) as file:
             data = os.pread(file.fileno(), self.size, self.first)
         if len(data) < self.size:
@@ -65,17 +68,13 @@ class Place(NamedTuple):
 
 
 class LineBlock(NamedTuple):
-    """Neighbouring lines, or a reason why the line after them is invalid.
+    """Consecutive lines, or the reason why the next line is invalid."""
 
-    name: of the file, for messages; text: whole JSON lines, or where they lie in a file.
-    done: units of the piece (bytes unpacked, or rows) before the block's end; read: bytes of all files as stored.
-    """
-
-    name: str
-    text: bytes | Place
-    done: int
-    read: int
-    problem: str | None = None
+    name: str  # Name of the file, for messages
+    text: bytes | Place  # Whole JSON lines, or their byte range in a file
+    done: int  # Units of the piece (bytes unpacked, or rows) up to the block's end
+    read: int  # Stored bytes of all files up to the block's end
+    problem: str | None = None  # Why the line after these lines is invalid, or None
 
     @property
     def size(self) -> int:
@@ -83,22 +82,19 @@ class LineBlock(NamedTuple):
         return self.text.size if isinstance(self.text, Place) else len(self.text)
 
     def lines(self) -> bytes:
-        """The text. Raises ValueError naming the file where it cannot be read."""
+        """The text. Raises ValueError naming the file if it cannot be read."""
         return self.text.read() if isinstance(self.text, Place) else self.text
 
 
 @dataclass(frozen=True)
 class SourcePiece:
-    """A run of one file: bytes `first` .. `last` of plain lines, row groups of parquet, or a whole file.
+    """A part of one file: bytes `first` .. `last` of plain lines, row groups of parquet, or a whole file."""
 
-    before: stored bytes of all files in front of this one.
-    """
-
-    path: Path
-    kind: Kind
-    first: int
-    last: int
-    before: int
+    path: Path  # The file
+    kind: Kind  # Its format
+    first: int  # First byte or row group
+    last: int  # The byte or row group after the last one
+    before: int  # Stored bytes of all files before this one
 
     @property
     def name(self) -> str:
@@ -106,26 +102,27 @@ class SourcePiece:
 
 
 def find(words: Sequence[str | Path], flag: str = "--input") -> list[Path]:
-    """The files that the words of `flag` mean: files, globs, folders with all that is in them, `-` for standard input.
+    """The files that the values of `flag` name: files, globs, folders with everything below them, `-` for standard
+    input.
 
-    Raises ValueError naming the word that matches no file, and what is found that cannot be read as one.
+    Raises ValueError naming a value that matches no file, or a file that cannot be read.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     for word in map(str, words):
         if word and os.path.isdir(word):
-            found += _in_folder(flag, Path(word))
+            files += _in_folder(flag, Path(word))
         elif glob.has_magic(word) and not os.path.exists(word):
             matches = [match for match in sorted(glob.glob(word, recursive=True)) if not os.path.isdir(match)]
             if not matches:
                 raise ValueError(f"{flag} {word}: matches no file")
-            found += [_file(flag, match) for match in matches]
+            files += [_file(flag, match) for match in matches]
         else:
-            found.append(_file(flag, word))
-    return found
+            files.append(_file(flag, word))
+    return files
 
 
 def _file(flag: str, word: str) -> Path:
-    """A file's path; ValueError where there is none that can be entered anywhere and read twice."""
+    """A file's path. ValueError if the file does not exist, or is not seekable."""
     path = Path(word)
     if path == STDIN or os.path.isfile(word):
         if path != STDIN and kind_of(path) in ("lines", "text"):
@@ -145,14 +142,14 @@ _SIGNATURES = {
     b"BZh": ("bzip2", ".bz2"),
     b"PAR1": ("parquet", ".parquet"),
 }
-"""First bytes of a packed file -> what it is, and the suffix by which it is recognised."""
+"""First bytes of a packed file -> its format, and the suffix that selects it."""
 
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 def _check_begin(flag: str, path: Path) -> None:
-    """Errors: ValueError where a file that is named as text begins as something else. One that cannot be opened is
-    reported where it is read."""
+    """Errors: ValueError if the first bytes of a file contradict its suffix. A file that cannot be opened is reported
+    when it is read."""
     try:
         with open(path, "rb") as file:
             begin = file.read(5)
@@ -160,26 +157,28 @@ def _check_begin(flag: str, path: Path) -> None:
         return
     suffix = path.suffix
     if suffix.lower() not in _PACKED:
-        for signature, (what, name) in _SIGNATURES.items():
+        for signature, (data_format, name) in _SIGNATURES.items():
             if begin.startswith(signature):
-                right = f"{path}{name}" if name != ".parquet" else path.with_suffix(name)
-                raise ValueError(f"{flag} {path}: is {what} data under another name; rename it to {right}")
+                correct_name = f"{path}{name}" if name != ".parquet" else path.with_suffix(name)
+                raise ValueError(
+                    f"{flag} {path}: is {data_format} data under another name; rename it to {correct_name}"
+                )
     if begin.startswith(_UTF_16):
         raise ValueError(f"{flag} {path}: is UTF-16; must be UTF-8, such as iconv -f UTF-16 -t UTF-8 makes it")
 
 
 def _in_folder(flag: str, folder: Path) -> list[Path]:
-    """The arrow files of a saved Hugging Face dataset in their order, or every file below a folder by name."""
+    """The arrow files of a saved Hugging Face dataset in their order, or all files below a folder, sorted."""
     if (folder / "dataset_dict.json").is_file():
         splits = ", ".join(str(folder / split) for split in _json(flag, folder / "dataset_dict.json")["splits"])
         raise ValueError(f"{flag} {folder}: a dataset of several splits; give one of {splits}")
     if (folder / "state.json").is_file():
         return [folder / file["filename"] for file in _json(flag, folder / "state.json")["_data_files"]]
     inside = sorted(path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
-    found = [_file(flag, str(path)) for path in inside if not path.name.startswith(".")]
-    if not found:
+    files = [_file(flag, str(path)) for path in inside if not path.name.startswith(".")]
+    if not files:
         raise ValueError(f"{flag} {folder}: a folder without files")
-    return found
+    return files
 
 
 def _json(flag: str, path: Path) -> Any:
@@ -190,7 +189,7 @@ def _json(flag: str, path: Path) -> Any:
 
 
 def kind_of(path: Path, *, text_lines: bool = False) -> Kind:
-    """The format that a file's suffix stands for; for any other suffix JSON lines, or plain text with `text_lines`."""
+    """The format for a file's suffix. Any other suffix means JSON lines, or plain text with `text_lines`."""
     suffix = path.suffix.lower()
     packed = suffix in _PACKED
     inner = Path(path.stem).suffix.lower() if packed else suffix
@@ -202,18 +201,18 @@ def kind_of(path: Path, *, text_lines: bool = False) -> Kind:
 
 
 def pieces(paths: Sequence[Path], shard: tuple[int, int] = (0, 1), *, text_lines: bool = False) -> list[SourcePiece]:
-    """The part of all files that shard i of n reads; the shards' parts, concatenated, are everything.
+    """The part of all files that shard i of n reads. The parts of all shards, concatenated, are the whole input.
 
-    All files are laid end to end and cut into n equal runs of stored bytes. Plain lines are cut where they fall (a
-    line belongs to the run in which it begins), parquet between row groups; any other file goes to the run in which
-    it begins.
+    All files are concatenated and cut into n equal runs of stored bytes. Plain lines are cut at any byte (a line
+    belongs to the run in which it begins), parquet between row groups. Any other file belongs to the run in which it
+    begins.
     """
     index, count = shard
     sizes = [0 if path == STDIN else path.stat().st_size for path in paths]
     low, high = (sum(sizes) * i // count for i in (index, index + 1))
     if index == count - 1:
-        high += 1  # an empty last file begins at the very end
-    found: list[SourcePiece] = []
+        high += 1  # include an empty last file, which begins at the very end
+    source_pieces: list[SourcePiece] = []
     before = 0
     for path, size in zip(paths, sizes, strict=True):
         kind = kind_of(path, text_lines=text_lines)
@@ -226,15 +225,15 @@ def pieces(paths: Sequence[Path], shard: tuple[int, int] = (0, 1), *, text_lines
         else:
             first, last = 0, int(low <= before < high)
         if first < last:
-            found.append(SourcePiece(path, kind, first, last, before))
+            source_pieces.append(SourcePiece(path, kind, first, last, before))
         before += size
-    return found
+    return source_pieces
 
 
 def blocks(piece: SourcePiece, keys: Sequence[str], *, text_lines: bool, done: int = 0) -> Iterator[LineBlock]:
     """The blocks of a piece after its first `done` units.
 
-    Raises ValueError naming the file where it cannot be read.
+    Raises ValueError naming the file if it cannot be read.
     """
     if piece.kind in ("parquet", "arrow"):
         yield from _row_blocks(piece, keys, done)
@@ -256,27 +255,27 @@ def blocks(piece: SourcePiece, keys: Sequence[str], *, text_lines: bool, done: i
 
 
 def _plain_blocks(piece: SourcePiece, done: int) -> Iterator[LineBlock]:
-    """Lines that lie in a file as they are: only the ends of blocks are looked for; the worker reads the text."""
+    """Lines of an uncompressed file. Only the ends of blocks are searched here; the worker reads the text."""
     with open(piece.path, "rb") as file:
-        at = piece.first + done
-        if piece.first and not done:  # a line that begins before the piece is the piece's before it
-            at = _end_of_line(file, at - 1)
-        elif not at and file.read(len(BYTE_ORDER_MARK)) == BYTE_ORDER_MARK:
-            at = len(BYTE_ORDER_MARK)
-        while at < piece.last:
-            cut = min(at + BLOCK_BYTES, piece.last)
+        offset = piece.first + done
+        if piece.first and not done:  # a line that begins before the piece belongs to the previous piece
+            offset = _end_of_line(file, offset - 1)
+        elif not offset and file.read(len(BYTE_ORDER_MARK)) == BYTE_ORDER_MARK:
+            offset = len(BYTE_ORDER_MARK)
+        while offset < piece.last:
+            cut = min(offset + BLOCK_BYTES, piece.last)
             end = _end_of_line(file, cut - 1)
-            place, problem = Place(piece.path, at, end - at), None
-            if end - at > MOST_LINE_BYTES:
-                start = at + Place(piece.path, at, cut - 1 - at).read().rfind(b"\n") + 1
+            place, problem = Place(piece.path, offset, end - offset), None
+            if end - offset > MOST_LINE_BYTES:
+                start = offset + Place(piece.path, offset, cut - 1 - offset).read().rfind(b"\n") + 1
                 if end - start > MOST_LINE_BYTES:
-                    place, problem = Place(piece.path, at, start - at), _TOO_LONG.format(MOST_LINE_BYTES >> 20)
-            at = end
-            yield LineBlock(piece.name, place, at - piece.first, piece.before + at, problem)
+                    place, problem = Place(piece.path, offset, start - offset), _TOO_LONG.format(MOST_LINE_BYTES >> 20)
+            offset = end
+            yield LineBlock(piece.name, place, offset - piece.first, piece.before + offset, problem)
 
 
 def _end_of_line(file: BinaryIO, at: int) -> int:
-    """The offset after the line, or the rest of one, that begins at `at`."""
+    """The offset after the line (or rest of a line) that begins at `at`."""
     file.seek(at)
     while part := file.readline(BLOCK_BYTES):
         at += len(part)
@@ -286,32 +285,32 @@ def _end_of_line(file: BinaryIO, at: int) -> int:
 
 
 def _packed_blocks(piece: SourcePiece, done: int) -> Iterator[LineBlock]:
-    """Lines that have to be unpacked, or made of plain text, in one go from the file's beginning."""
+    """Lines that must be unpacked, or converted from plain text, sequentially from the file's beginning."""
     with _stored(piece.path) as stored, _unpacked(piece.path, stored) as text:
-        at = _skipped(text, done)
+        unpacked = _skipped(text, done)
         while True:
             try:
                 data = text.read(BLOCK_BYTES)
                 if data and not data.endswith(b"\n"):
                     data += text.readline(MOST_LINE_BYTES)
             except _broken() as error:
-                raise BadLine(f"{piece.path}: cannot be read after byte {at} of its lines ({error})") from None
+                raise BadLine(f"{piece.path}: cannot be read after byte {unpacked} of its lines ({error})") from None
             if not data:
                 return
-            first = not at
-            at += len(data)
+            first = not unpacked
+            unpacked += len(data)
             if first:
                 data = data.removeprefix(BYTE_ORDER_MARK)
             problem = None
-            start = data.rfind(b"\n", 0, len(data) - 1) + 1  # of the last line
+            start = data.rfind(b"\n", 0, len(data) - 1) + 1  # start of the last line
             if len(data) - start > MOST_LINE_BYTES:
                 problem = _TOO_LONG.format(MOST_LINE_BYTES >> 20)
-                at += 0 if data.endswith(b"\n") else _rest_of_line(text)
+                unpacked += 0 if data.endswith(b"\n") else _rest_of_line(text)
                 data = data[:start]
             if piece.kind == "text":
                 data = _as_json(data)
             read = piece.before + (0 if piece.path == STDIN else stored.tell())
-            yield LineBlock(piece.name, data, at, read, problem)
+            yield LineBlock(piece.name, data, unpacked, read, problem)
 
 
 def _rest_of_line(text: BinaryIO) -> int:
@@ -324,33 +323,34 @@ def _rest_of_line(text: BinaryIO) -> int:
 
 
 def _as_json(data: bytes) -> bytes:
-    """Lines of plain text as JSON lines; a blank line stays blank, one of broken UTF-8 as it is, to be refused."""
+    """Convert lines of plain text to JSON lines. Blank lines stay blank. A line of invalid UTF-8 is unchanged, and
+    rejected later."""
     import orjson
 
-    written = []
+    json_lines = []
     for text in data.removesuffix(b"\n").split(b"\n"):
         try:
             line = text.removesuffix(b"\r").decode()
-            written.append(orjson.dumps({"text": line}) if line.strip() else b"")
+            json_lines.append(orjson.dumps({"text": line}) if line.strip() else b"")
         except UnicodeDecodeError:
-            written.append(text)
-    return b"\n".join(written) + b"\n"
+            json_lines.append(text)
+    return b"\n".join(json_lines) + b"\n"
 
 
 def _document(piece: SourcePiece, done: int) -> Iterator[LineBlock]:
-    """A .txt file as the one JSON line that it amounts to, under the key "text"."""
+    """A .txt file as one JSON line with the key "text"."""
     import orjson
 
     if done:
         return
     with _stored(piece.path) as stored, _unpacked(piece.path, stored) as text:
-        whole = text.read(MOST_LINE_BYTES)
+        content = text.read(MOST_LINE_BYTES)
         read, problem, line = piece.before + stored.tell(), None, b""
-        if len(whole) == MOST_LINE_BYTES:
+        if len(content) == MOST_LINE_BYTES:
             problem = f"one document of more than {MOST_LINE_BYTES >> 20} MiB; see --text-lines"
-        elif whole:
+        elif content:
             try:
-                line = orjson.dumps({"text": whole.removeprefix(BYTE_ORDER_MARK).decode()})
+                line = orjson.dumps({"text": content.removeprefix(BYTE_ORDER_MARK).decode()})
             except UnicodeDecodeError as error:
                 problem = f"not UTF-8 at byte {error.start} ({error.reason})"
         if line or problem:
@@ -358,13 +358,13 @@ def _document(piece: SourcePiece, done: int) -> Iterator[LineBlock]:
 
 
 def _broken() -> tuple[type[Exception], ...]:
-    """What readers of packed files raise; the errors of zlib and isal are no kind of OSError."""
-    found: list[Any] = [OSError, EOFError, ValueError, lzma.LZMAError, zlib.error]
+    """The exceptions of readers of packed files. The errors of zlib and isal are not subclasses of OSError."""
+    exceptions: list[Any] = [OSError, EOFError, ValueError, lzma.LZMAError, zlib.error]
     with contextlib.suppress(ImportError):
         from isal import isal_zlib
 
-        found.append(isal_zlib.error)
-    return tuple(found)
+        exceptions.append(isal_zlib.error)
+    return tuple(exceptions)
 
 
 def _stored(path: Path) -> BinaryIO:
@@ -376,7 +376,7 @@ def _stored(path: Path) -> BinaryIO:
 
 
 def _unpacked(path: Path, stored: BinaryIO) -> BinaryIO:
-    """The file's bytes as they were before it was packed."""
+    """A file object of the unpacked bytes."""
     opener: Any
     suffix = path.suffix.lower()
     if suffix == ".gz":
@@ -394,12 +394,12 @@ def _unpacked(path: Path, stored: BinaryIO) -> BinaryIO:
         opener = _from_zstandard
     else:
         return stored
-    found: BinaryIO = opener(stored)
-    return found
+    unpacked: BinaryIO = opener(stored)
+    return unpacked
 
 
 class _Unpacked(io.RawIOBase):
-    """What `pieces` yields, as a file."""
+    """The output of an iterator of bytes, as a file object."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces, self._ready = pieces, memoryview(b"")
@@ -423,7 +423,8 @@ def _from_xz(stored: BinaryIO) -> BinaryIO:
 
 
 def _xz_pieces(stored: BinaryIO) -> Iterator[bytes]:
-    """Concatenated xz streams in pieces of at most _PIECE_BYTES. The library's own file has no limit of memory."""
+    """Unpack concatenated xz streams in pieces of at most _PIECE_BYTES. The library's own file object has no memory
+    limit."""
     packed = stored.read(_PIECE_BYTES)
     while packed.strip(b"\0"):  # streams may be padded
         stream = lzma.LZMADecompressor(memlimit=_XZ_BYTES)
@@ -443,16 +444,18 @@ def _from_zstandard(stored: BinaryIO) -> BinaryIO:
     library = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES)
 
     def pieces() -> Iterator[bytes]:
-        frame, window, taken, made = None, 0, 0, 0
+        frame, window, bytes_in, bytes_out = None, 0, 0, 0
         try:
             for packed, ends in _zstandard_blocks(stored):
                 if frame is None:
-                    frame, window, taken, made = library.decompressobj(), 0, 0, 0
+                    frame, window, bytes_in, bytes_out = library.decompressobj(), 0, 0, 0
                     window = zstandard.get_frame_parameters(packed).window_size
                 piece = frame.decompress(packed)
-                taken, made = taken + len(packed), made + len(piece)
-                if min(window, made) > max(_FREE_WINDOW_BYTES, taken * _MOST_RATIO):  # a window is memory once filled
-                    raise OSError(f"{made} bytes in {taken}, and a window of {window} bytes")
+                bytes_in, bytes_out = bytes_in + len(packed), bytes_out + len(piece)
+                if min(window, bytes_out) > max(
+                    _FREE_WINDOW_BYTES, bytes_in * _MOST_RATIO
+                ):  # a filled window takes memory
+                    raise OSError(f"{bytes_out} bytes in {bytes_in}, and a window of {window} bytes")
                 yield piece
                 frame = None if ends else frame
         except zstandard.ZstdError as error:
@@ -462,10 +465,10 @@ def _from_zstandard(stored: BinaryIO) -> BinaryIO:
 
 
 def _zstandard_blocks(stored: BinaryIO) -> Iterator[tuple[bytes, bool]]:
-    """The parts of concatenated frames, each of which unpacks to at most 128 KiB, and whether a frame ends with it.
+    """Yield the parts of concatenated frames, each of which unpacks to at most 128 KiB, and whether it ends a frame.
 
-    The library unpacks all that it is given, 64 KiB of which may be 2 GiB, and takes a cut file for a whole one.
-    Source: RFC 8878, sections 3.1.1 and 3.1.2. Errors: EOFError where the last frame is cut.
+    The library unpacks its whole input at once (64 KiB can become 2 GiB), and does not detect a truncated file. Source:
+    RFC 8878, sections 3.1.1 and 3.1.2. Errors: EOFError if the last frame is truncated.
     """
 
     def exactly(size: int) -> bytes:
@@ -475,10 +478,10 @@ def _zstandard_blocks(stored: BinaryIO) -> Iterator[tuple[bytes, bool]]:
         return data
 
     while magic := stored.read(4):
-        if magic[1:] == b"\x2a\x4d\x18" and magic[0] >> 4 == 5:  # a frame to be skipped
-            left = int.from_bytes(exactly(4), "little")
-            while left:
-                left -= len(exactly(min(left, _PIECE_BYTES)))
+        if magic[1:] == b"\x2a\x4d\x18" and magic[0] >> 4 == 5:  # a skippable frame
+            remaining = int.from_bytes(exactly(4), "little")
+            while remaining:
+                remaining -= len(exactly(min(remaining, _PIECE_BYTES)))
             continue
         if magic != b"\x28\xb5\x2f\xfd":
             raise OSError("not a Zstandard frame")
@@ -497,12 +500,12 @@ def _zstandard_blocks(stored: BinaryIO) -> Iterator[tuple[bytes, bool]]:
 
 def _skipped(text: BinaryIO, size: int) -> int:
     """Read and drop `size` bytes."""
-    left = size
-    while left:
-        data = text.read(min(left, BLOCK_BYTES))
+    remaining = size
+    while remaining:
+        data = text.read(min(remaining, BLOCK_BYTES))
         if not data:
             raise EOFError(f"ends before byte {size}, where the work was to resume")
-        left -= len(data)
+        remaining -= len(data)
     return size
 
 
@@ -511,15 +514,16 @@ def _skipped(text: BinaryIO, size: int) -> int:
 
 @cache
 def _columns(memory: int) -> Confined:
-    """The process that reads files of columns."""
-    about = "parquet and arrow"
+    """The process that reads parquet and arrow files."""
+    formats = "parquet and arrow"
     return Confined(
-        "mega.core.data.columns_process", about, seconds=_COLUMNS_SECONDS, memory=memory, answer_bytes=memory
+        "mega.core.data.columns_process", formats, seconds=_COLUMNS_SECONDS, memory=memory, answer_bytes=memory
     )
 
 
 def _ask_columns(path: Path, /, **question: Any) -> Any:
-    """What that process answers about a file. It may take more for a larger one, whose row groups are larger."""
+    """Send a request about a file to that process. Its memory limit grows with the file, whose row groups may be
+    larger."""
     if find_spec("pyarrow") is None:
         raise ValueError(f"{path}: cannot be read: needs pyarrow; pip install '.[data]' in a clone")
     memory = _COLUMNS_BYTES
@@ -530,8 +534,8 @@ def _ask_columns(path: Path, /, **question: Any) -> Any:
 
 def _row_blocks(piece: SourcePiece, keys: Sequence[str], done: int) -> Iterator[LineBlock]:
     ask, reader = partial(_ask_columns, piece.path), next(_reader_numbers)
-    what = {"path": str(piece.path), "kind": piece.kind, "keys": list(keys)}
-    ask(reader=reader, **what, first=piece.first, last=piece.last, done=done)
+    source = {"path": str(piece.path), "kind": piece.kind, "keys": list(keys)}
+    ask(reader=reader, **source, first=piece.first, last=piece.last, done=done)
     try:
         while (rows := ask(reader=reader)) is not None:
             done += rows["rows"]
@@ -548,9 +552,9 @@ _reader_numbers = itertools.count()
 
 
 def parsed(line: bytes | memoryview) -> Any:
-    """The value of one JSON line; ValueError saying where it is none.
+    """Parse one JSON line. Errors: ValueError with the reason.
 
-    NaN and Infinity, which are not JSON but which Python's writer writes, are read as Python reads them.
+    NaN and Infinity are accepted: they are not JSON, but Python's json module writes them.
     """
     import orjson
 
@@ -562,9 +566,9 @@ def parsed(line: bytes | memoryview) -> Any:
             reason = f"not JSON lines, but the beginning of {AN_ARRAY}"
     if len(line) <= BLOCK_BYTES:
         try:
-            found = json.loads(str(line, "utf-8"))
-            json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is not text
-            return found
+            value = json.loads(str(line, "utf-8"))
+            json.dumps(value, ensure_ascii=False).encode()  # raises for half a surrogate pair, which is not text
+            return value
         except UnicodeDecodeError as error:
             reason = f"not UTF-8 at byte {error.start}"
         except (ValueError, RecursionError):
@@ -572,23 +576,25 @@ def parsed(line: bytes | memoryview) -> Any:
     raise ValueError(reason)
 
 
-# --- for work that needs no resuming --------------------------------------------------------------------------------
+# --- readers without resume -----------------------------------------------------------------------------------------
 
 
 class Line(NamedTuple):
-    """One JSON line that is not blank, and where it stands: "file:number"."""
+    """A JSON line that is not blank."""
 
     where: str
+    """Its location, "file:number"."""
     text: bytes
+    """Its bytes."""
 
 
 def lines(inputs: Sequence[str | Path], keys: Sequence[str], *, text_lines: bool = False) -> Iterator[Line]:
-    """The lines of all inputs. Raises BadLine at one that is too long."""
+    """The lines of all inputs. Raises BadLine at a line that is too long."""
     for piece in pieces(find(inputs), text_lines=text_lines):
         number = 0
         for block in blocks(piece, keys, text_lines=text_lines):
-            found = block.lines()
-            for text in found.removesuffix(b"\n").split(b"\n") if found else ():
+            block_lines = block.lines()
+            for text in block_lines.removesuffix(b"\n").split(b"\n") if block_lines else ():
                 number += 1
                 if text and not text.isspace():
                     yield Line(f"{block.name}:{number}", text)
@@ -600,27 +606,29 @@ AN_ARRAY = "an array; one object a line is read, which `jq -c '.[]' FILE` makes 
 
 
 def not_an_object(found: object) -> str:
-    """What a line of JSON is instead of an object, and what helps."""
+    """Describe a JSON value that is not an object, with advice."""
     if isinstance(found, list):
         return f"this is {AN_ARRAY}"
     return f"this is {json.dumps(found)[:40]}"
 
 
 def keys_there(found: Mapping[str, object], flag: str) -> str:
-    """Which keys an object has, and the flag that names one."""
+    """The keys of an object, and the flag that selects one, for messages."""
     return f"there are {', '.join(map(repr, found)) or 'none'}; name it by {flag}"
 
 
 def texts(inputs: Sequence[str | Path], key: str = "text", *, text_lines: bool = False) -> Iterator[str]:
-    """The text under `key` of every line. Raises BadLine naming file and line of one that has none."""
-    for where, line in lines(inputs, [key], text_lines=text_lines):
+    """The text under `key` of every line. Raises BadLine naming file and line without such a text."""
+    for location, line in lines(inputs, [key], text_lines=text_lines):
         try:
-            found = parsed(line)
+            document = parsed(line)
         except ValueError as error:
-            raise BadLine(f"{where}: {error}") from None
-        if not isinstance(found, dict):
-            raise BadLine(f'{where}: must be a JSON object with a text under "{key}"; {not_an_object(found)}')
-        if not isinstance(found.get(key), str):
-            there = f"this is {json.dumps(found[key])[:40]}" if key in found else keys_there(found, "--json-key")
-            raise BadLine(f'{where}: must be a JSON object with a text under "{key}"; {there}')
-        yield found[key]
+            raise BadLine(f"{location}: {error}") from None
+        if not isinstance(document, dict):
+            raise BadLine(f'{location}: must be a JSON object with a text under "{key}"; {not_an_object(document)}')
+        if not isinstance(document.get(key), str):
+            problem = (
+                f"this is {json.dumps(document[key])[:40]}" if key in document else keys_there(document, "--json-key")
+            )
+            raise BadLine(f'{location}: must be a JSON object with a text under "{key}"; {problem}')
+        yield document[key]

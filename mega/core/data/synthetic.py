@@ -1,4 +1,4 @@
-"""Batches that are functions of sample numbers alone, for comparing layouts and measuring speed without data."""
+"""Synthetic batches, which are functions of sample numbers, for comparing layouts and measuring speed without data."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ def decoder_batch(
 ) -> DecoderBatch:
     """Rows of `length` random tokens. samples: int64 [b].
 
-    ragged: rows differ in how many tokens count, from a third to all: a per-rank mean would show. Else all count.
-    documents: rows are packed with documents that attention keeps apart.
+    ragged: the number of tokens with a loss differs between rows, from a third to all, so a wrong per-rank mean is
+    detected. False: all tokens have a loss.
+    documents: rows contain several documents that do not attend to each other.
     """
     columns = torch.arange(length + 1, device=samples.device)
     bits = _bits(samples, columns, seed, "synthetic")
@@ -34,7 +35,7 @@ def decoder_batch(
 
 
 def packed(batch: DecoderBatch, shortest: int = 200, longest: int = 2000) -> DecoderBatch:
-    """The same rows as documents of `shortest` to `longest` tokens that attention keeps apart."""
+    """The same rows, divided into documents of `shortest` to `longest` tokens that do not attend to each other."""
     rows, length = batch.tokens.shape
     bits = mix(mix(batch.samples.cpu() + key("packed"))[:, None] + torch.arange(length // shortest + 1))
     ends = (shortest + (bits & 0x7FFFFFFF) % (longest - shortest + 1)).cumsum(1)
@@ -47,21 +48,22 @@ def neighbour_batch(
 ) -> NeighbourBatch:
     """Rows of `length` random tokens whose chunks have random neighbours. samples: int64 [b].
 
-    ragged: as of `decoder_batch`, and about every fifth neighbour is missing. documents: changes nothing, a row is one.
+    ragged: see `decoder_batch`; also, about one in five neighbours is missing. documents: ignored, a row is one
+    document.
     """
     text = decoder_batch(model, length, samples, seed=seed, ragged=ragged)
     chunks, each = length // model.retro_chunk_length, model.retro_neighbours
     width = model.retro_chunk_length * model.retro_retrieved_chunks
     columns = torch.arange(chunks * each * width, device=samples.device)
     bits = _bits(samples, columns, seed, "synthetic neighbours").view(-1, chunks, each, width)
-    found = (bits[..., 0] >> 32) % 5 != 0 if ragged else None
-    return NeighbourBatch(**text.tensors(), neighbours=_ids(bits, model), found=found)
+    is_found = (bits[..., 0] >> 32) % 5 != 0 if ragged else None
+    return NeighbourBatch(**text.tensors(), neighbours=_ids(bits, model), found=is_found)
 
 
 def neighbour_rows(
     samples: Sequence[NDArray[np.int64]], first: int, *, model: ModelConfig | None = None
 ) -> NeighbourBatch:
-    """Rows of token ids, int64 [seq_length + 1] each, each of whose chunks is its own neighbour, again and again."""
+    """A batch from rows of token ids, int64 [seq_length + 1]. Every chunk is repeated as its own neighbour."""
     text = torch.stack([torch.from_numpy(row) for row in samples])
     tokens = text[:, :-1].contiguous()
     assert model is not None
@@ -77,7 +79,7 @@ def neighbour_rows(
 
 
 def decoder_prompt(ids: torch.Tensor) -> DecoderBatch:
-    """ids int64 [b, s] as rows to be continued or judged, each as of a text's beginning; no token follows."""
+    """A batch from ids int64 [b, s] to be continued or scored. Each row begins a text. The labels are placeholders."""
     positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     weights = torch.ones(ids.shape, device=ids.device)
     return DecoderBatch(ids, ids, weights, positions, torch.arange(len(ids), device=ids.device))
@@ -88,8 +90,8 @@ def masked_batch(
 ) -> MaskedBatch:
     """Rows of two parts of random tokens, of which about one in seven is masked. samples: int64 [b].
 
-    ragged: rows are padded, half of their length at the most, and of every fourth it is not known in which order its
-    parts are. documents: changes nothing, a row is one.
+    ragged: rows are padded by up to half of their length, and the pair label of every fourth row is unknown (-1).
+    documents: ignored, a row is one document.
     """
     bits = _masked_bits(samples, length, seed)
     lengths = length - (samples * 7919) % (length // 2 + 1) if ragged else torch.full_like(samples, length)
@@ -103,7 +105,8 @@ def masked_batch(
 
 
 def masked_rows(samples: Sequence[Any], first: int) -> MaskedBatch:
-    """Rows of token ids, int64 [seq_length + 1] each, as rows of two parts. first: global number of the first."""
+    """A batch from rows of token ids, int64 [seq_length + 1], as rows of two parts. first: global number of the
+    first."""
     tokens = torch.stack([torch.from_numpy(row[:-1]) for row in samples])
     numbers = torch.arange(first, first + len(samples))
     lengths = torch.full_like(numbers, tokens.shape[1])
@@ -111,26 +114,26 @@ def masked_rows(samples: Sequence[Any], first: int) -> MaskedBatch:
 
 
 def _masked_bits(samples: torch.Tensor, length: int, seed: int) -> torch.Tensor:
-    """int64 [b, length], a function of sample numbers and columns."""
+    """int64 [b, length], random bits as a function of sample numbers and columns."""
     return mix(mix(samples + key(seed, "masked"))[:, None] + torch.arange(length, device=samples.device))
 
 
 def _masked_rows(
     tokens: torch.Tensor, lengths: torch.Tensor, pairs: torch.Tensor, samples: torch.Tensor, bits: torch.Tensor
 ) -> MaskedBatch:
-    """Token 0 stands for a mask: one of every seven columns. The second part begins in the middle."""
+    """Mask one of every seven columns with token 0. The second part begins in the middle."""
     length = tokens.shape[1]
     columns = torch.arange(length, device=samples.device)
-    real = columns < lengths[:, None]
-    # One among columns 0 to 6, one among 7 to 13, ...
-    chosen = torch.arange(0, length, 7, device=samples.device) + ((bits[:, ::7] >> 32) & 0x7FFFFFFF) % 7
-    predicted = chosen.clamp(max=length - 1)
-    masked = real & torch.zeros_like(real).scatter(1, predicted, True)
+    is_token = columns < lengths[:, None]
+    # [b, ceil(length / 7)]: one of columns 0 to 6, one of 7 to 13, ...
+    columns_to_mask = torch.arange(0, length, 7, device=samples.device) + ((bits[:, ::7] >> 32) & 0x7FFFFFFF) % 7
+    predicted = columns_to_mask.clamp(max=length - 1)
+    masked = is_token & torch.zeros_like(is_token).scatter(1, predicted, True)
     return MaskedBatch(
-        tokens=tokens.masked_fill(masked | ~real, 0),
+        tokens=tokens.masked_fill(masked | ~is_token, 0),
         labels=tokens.masked_fill(~masked, 0),
         loss_weights=masked.float(),
-        types=(real & (columns >= lengths[:, None] // 2)).long(),
+        types=(is_token & (columns >= lengths[:, None] // 2)).long(),
         lengths=lengths,
         pairs=pairs,
         samples=samples,
@@ -148,42 +151,45 @@ def encoder_decoder_batch(
     documents: bool = False,
     decoder_length: int = 0,
 ) -> EncoderDecoderBatch:
-    """Rows of `length` random tokens for the encoder and of `decoder_length` others for the decoder. samples: int64
-    [b]. ragged: both are padded, by other numbers of tokens in every row. There are no documents in them."""
+    """Rows of `length` random tokens for the encoder, and of `decoder_length` others for the decoder. samples: int64
+    [b].
+
+    ragged: both are padded, by a different number of tokens in every row. documents: ignored.
+    """
     columns = torch.arange(decoder_length + 1, device=samples.device)
     text = _ids(_bits(samples, columns, seed, "synthetic decoder"), model)
-    read = _ids(_bits(samples, torch.arange(length, device=samples.device), seed, "synthetic"), model)
-    seen, counted = _counted(samples, length, ragged), _counted(samples + 1, decoder_length, ragged)
+    encoder_ids = _ids(_bits(samples, torch.arange(length, device=samples.device), seed, "synthetic"), model)
+    encoder_mask, decoder_mask = _counted(samples, length, ragged), _counted(samples + 1, decoder_length, ragged)
     return EncoderDecoderBatch(
-        encoder_tokens=read * seen,
-        encoder_lengths=seen.sum(1),
-        tokens=text[:, :-1] * counted,
-        labels=text[:, 1:] * counted,
-        loss_weights=counted.float(),
-        lengths=counted.sum(1),
+        encoder_tokens=encoder_ids * encoder_mask,
+        encoder_lengths=encoder_mask.sum(1),
+        tokens=text[:, :-1] * decoder_mask,
+        labels=text[:, 1:] * decoder_mask,
+        loss_weights=decoder_mask.float(),
+        lengths=decoder_mask.sum(1),
         samples=samples,
     )
 
 
 def copied_rows(samples: Sequence[Any], first: int, *, decoder_length: int = 0) -> EncoderDecoderBatch:
-    """Rows of a token more than the encoder reads, whose beginning the decoder is to repeat; again and again where it
-    is longer."""
+    """A batch from rows of one token more than the encoder reads. The decoder must copy the row, repeated if the
+    decoder's row is longer."""
     text = torch.stack([torch.from_numpy(row) for row in samples])
-    read, whole = text[:, :-1], torch.full((len(samples),), text.shape[1] - 1)
-    written = text[:, torch.arange(decoder_length + 1) % text.shape[1]]
+    encoder_ids, lengths = text[:, :-1], torch.full((len(samples),), text.shape[1] - 1)
+    decoder_ids = text[:, torch.arange(decoder_length + 1) % text.shape[1]]
     return EncoderDecoderBatch(
-        encoder_tokens=read.contiguous(),
-        encoder_lengths=whole,
-        tokens=written[:, :-1].contiguous(),
-        labels=written[:, 1:].contiguous(),
+        encoder_tokens=encoder_ids.contiguous(),
+        encoder_lengths=lengths,
+        tokens=decoder_ids[:, :-1].contiguous(),
+        labels=decoder_ids[:, 1:].contiguous(),
         loss_weights=torch.ones(len(samples), decoder_length),
-        lengths=torch.full_like(whole, decoder_length),
+        lengths=torch.full_like(lengths, decoder_length),
         samples=torch.arange(first, first + len(samples)),
     )
 
 
 def _bits(samples: torch.Tensor, columns: torch.Tensor, seed: int, name: str) -> torch.Tensor:
-    """int64 [b, columns], a function of sample numbers and columns."""
+    """int64 [b, columns], random bits as a function of sample numbers and columns."""
     return mix(mix(samples + key(seed, name))[:, None] + columns)
 
 
@@ -192,8 +198,8 @@ def _ids(bits: torch.Tensor, model: ModelConfig) -> torch.Tensor:
 
 
 def _counted(samples: torch.Tensor, length: int, ragged: bool) -> torch.Tensor:
-    """int64 [b, length], 1 for the columns that count: from a third of them to all, or all."""
+    """int64 [b, length], 1 for the first columns of each row: from a third of them to all, or all."""
     if not ragged:
         return torch.ones(len(samples), length, dtype=torch.int64, device=samples.device)
-    counted = length // 3 + (samples * 7919) % (length - length // 3 + 1)
-    return (torch.arange(length, device=samples.device) < counted[:, None]).long()
+    counts = length // 3 + (samples * 7919) % (length - length // 3 + 1)
+    return (torch.arange(length, device=samples.device) < counts[:, None]).long()

@@ -1,8 +1,8 @@
-"""Processes that apply one function to many blocks and return results in order, through shared memory.
+"""Processes that apply one function to many blocks and return the results in order, through shared memory.
 
-They are forked from this process, after it has loaded all that the work needs, where that is safe; elsewhere they are
-spawned and load it again. A large answer need not pass through a pipe: every ask has a buffer of shared memory.
-It knows neither texts nor tokens.
+Where it is safe, the processes are forked after this process has loaded everything that the work needs. Otherwise they
+are spawned and load it again. Every request has a shared memory buffer, so large results need not pass through a pipe.
+The file knows neither texts nor tokens.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 BUFFER_BYTES = 1 << 22
 BYTES_UNDER_WAY = 64 << 20
-_ASKS_EACH = 3  # of which one is worked on: no worker waits while this process is busy
+_ASKS_EACH = 3  # one in progress and two queued, so no worker waits while this process is busy
 
 Buffer = memoryview
-"""Memory of BUFFER_BYTES that asker and worker share; of none where the processes were not forked."""
+"""Shared memory of BUFFER_BYTES; empty if the processes were not forked."""
 
 
 class HasSize(Protocol):
     @property
     def size(self) -> int:
-        """Bytes that it keeps in memory, or makes a worker keep."""
+        """Bytes of memory that the request takes, here or in a worker."""
         ...
 
 
@@ -43,15 +43,15 @@ Work = Callable[[Ask, Buffer], Answer]
 
 
 class Workers(Generic[Ask, Answer]):
-    """Processes that answer asks.
+    """Processes that answer requests.
 
         with Workers(2, here=lambda: encode, there=partial(made_encode, tokenizer)) as workers:
             for block, found, buffer in workers.answers(blocks):
                 ...
 
-    Files and locks that this process opens before `with` belong to its workers too: open them inside.
+    Forked workers inherit files and locks that this process opened before `with`: open them inside.
 
-    here: makes the work in this process, for processes forked from it; there: the same, sent to a new process.
+    here: creates the work in this process, for forked processes; there: creates the same work in a spawned process.
     """
 
     def __init__(self, count: int, *, here: Callable[[], Work[Ask, Answer]], there: Callable[[], Work[Ask, Answer]]):
@@ -63,7 +63,7 @@ class Workers(Generic[Ask, Answer]):
             stack.enter_context(_one_thread_each())
             asks = (_ASKS_EACH * self._count) + 1
             forked = _can_fork()
-            work = self._here()  # also where processes are spawned, so that this one reports its errors
+            work = self._here()  # also if processes are spawned: this process then reports the errors
             if forked:
                 memory = memoryview(mmap.mmap(-1, asks * BUFFER_BYTES))
                 buffers = [memory[i * BUFFER_BYTES : (i + 1) * BUFFER_BYTES] for i in range(asks)]
@@ -75,7 +75,7 @@ class Workers(Generic[Ask, Answer]):
             context = get_context("fork" if forked else "spawn")
             self._pool = ProcessPoolExecutor(self._count, context, initializer=_begin, initargs=begin)
             stack.callback(self._pool.shutdown, wait=True, cancel_futures=True)
-            self._pool.submit(int)  # forks now
+            self._pool.submit(int)  # starts the processes now
             self._stack = stack.pop_all()
         return self
 
@@ -85,20 +85,21 @@ class Workers(Generic[Ask, Answer]):
         self._stack.close()
 
     def answers(self, asks: Iterable[Ask]) -> Generator[tuple[Ask, Answer, Buffer]]:
-        """Every ask with its answer, in order. What lies in the buffer lasts until the next answer is asked for.
+        """Yield every request with its answer, in order. The buffer is valid until the next answer is requested.
 
-        No more than BYTES_UNDER_WAY of asks are held at a time, or one. Raises ChildProcessError where a process dies.
+        At most BYTES_UNDER_WAY of requests are in flight, or a single larger one. Raises ChildProcessError if a process
+        dies.
         """
         under_way: deque[tuple[Ask, int, Future[Answer]]] = deque()
-        held = 0
+        bytes_in_flight = 0
         try:
             for ask in asks:
-                while under_way and (not self._free or held + ask.size > BYTES_UNDER_WAY):
-                    held -= under_way[0][0].size
+                while under_way and (not self._free or bytes_in_flight + ask.size > BYTES_UNDER_WAY):
+                    bytes_in_flight -= under_way[0][0].size
                     yield from self._first(under_way)
                 buffer = self._free.pop()
                 under_way.append((ask, buffer, self._pool.submit(_answer, ask, buffer)))
-                held += ask.size
+                bytes_in_flight += ask.size
             while under_way:
                 yield from self._first(under_way)
         except BrokenProcessPool:
@@ -107,28 +108,28 @@ class Workers(Generic[Ask, Answer]):
     def _first(self, under_way: deque[tuple[Ask, int, Future[Answer]]]) -> Iterator[tuple[Ask, Answer, Buffer]]:
         ask, buffer, future = under_way.popleft()
         yield ask, future.result(), self._buffers[buffer]
-        self._free.append(buffer)  # the one used last is taken first: its memory is warm
+        self._free.append(buffer)  # the most recently used buffer is used next: its memory is in the cache
 
 
 def _can_fork() -> bool:
-    """Whether a copy of this process would be sound: another thread might hold a lock that the copy never releases."""
+    """Whether forking is safe. A lock that another thread holds would never be released in the child."""
     return sys.platform == "linux" and threading.active_count() == 1
 
 
 @contextlib.contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """Processes that start inside run their libraries on one thread: the processes are the parallelism.
+    """Limit the libraries of processes that are started inside to one thread each.
 
-    A library that has no thread of its own can be forked, too.
+    A library without threads of its own can also be forked.
     """
-    one = dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "FASTOKENS_BPE_THREADS"), "1")
-    wanted = one | {"TOKENIZERS_PARALLELISM": "false"}
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
+    thread_limits = dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "FASTOKENS_BPE_THREADS"), "1")
+    settings = thread_limits | {"TOKENIZERS_PARALLELISM": "false"}
+    old_values = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in old_values.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
@@ -143,13 +144,13 @@ _buffers: list[Buffer] | None
 
 def _begin(make: Callable[[], Work[Any, Any]], buffers: list[Buffer] | None) -> None:
     global _work, _buffers
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C also reaches the parent, which ends its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _work, _buffers = make(), buffers
 
 
 def _end_with_parent() -> None:
-    """Workers end with a killed parent."""
+    """End this worker when its parent dies."""
     parent = parent_process()
     assert parent is not None
     wait([parent.sentinel])

@@ -1,7 +1,7 @@
 """Files of labelled questions: mnli.py and qqp.py (glue.py reads their files), race.py.
 
-A format is a module with a `FORMAT` (data/labelled.py), called as --task names it; `LABELLED` in the config lists them
-with the heads that they need. A format is loaded when it is used.
+A format is a module named after its --task, with a `FORMAT` (data/labelled.py). `LABELLED` in the config lists the
+formats with the heads that they need. A format is imported when it is first used.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def format_of(task: str) -> Format:
-    """How the files of a task of labels are read. Errors: KeyError for another one."""
+    """The format of the files of a task. Errors: KeyError if the task has no labels."""
     if task not in LABELLED:
         raise KeyError(task)
-    found: Format = importlib.import_module(f"{__name__}.{task}").FORMAT
-    return found
+    labelled_format: Format = importlib.import_module(f"{__name__}.{task}").FORMAT
+    return labelled_format

@@ -1,4 +1,4 @@
-"""GLUE's files (Wang et al. 2018): columns between tabs, one header line, and no quoting."""
+"""GLUE's files (Wang et al. 2018): tab-separated columns, one header line, no quoting."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ Lines = Iterator[tuple[str, list[str]]]
 
 
 def table(flag: str, path: Path) -> tuple[list[str], Lines]:
-    """The header's columns, and each further line's with where it stands.
+    """The columns of the header, and (location, columns) of each further line.
 
-    Errors: ValueError where the file is empty, not UTF-8, or has no line besides its header.
+    Errors: ValueError if the file is empty, not UTF-8, or has only a header.
     """
     if not path.is_file():
         raise ValueError(f"{flag} {path}: is a folder; give its .tsv file")
@@ -27,7 +27,7 @@ def table(flag: str, path: Path) -> tuple[list[str], Lines]:
 
 
 def _rows(what: str, lines: list[str]) -> Lines:
-    return ((f"{what}:{place}", _columns(line)) for place, line in enumerate(lines, 2) if line.strip())
+    return ((f"{what}:{line_number}", _columns(line)) for line_number, line in enumerate(lines, 2) if line.strip())
 
 
 def _columns(line: str) -> list[str]:
@@ -35,7 +35,7 @@ def _columns(line: str) -> list[str]:
 
 
 def number(where: str, column: str) -> int:
-    """The number of a row. Errors: ValueError where it is none of at least 0."""
+    """Parse the number of a row. Errors: ValueError unless it is an integer of at least 0."""
     if not column.strip().isdecimal():
         raise ValueError(f"{where}: the first column is {column.strip()!r}; must be the row's number, at least 0")
     return int(column)

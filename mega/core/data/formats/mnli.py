@@ -1,7 +1,7 @@
 """MNLI (Williams et al. 2018) in GLUE's files: does the second sentence follow from the first?
 
-Tab-separated, one header line; nothing quotes. Column 0 is the number, 8 and 9 the sentences, the last the label; with
-10 columns a file has none.
+Tab-separated, one header line, no quoting. Column 0 is the row number, columns 8 and 9 are the sentences, and the last
+column is the label. A file with 10 columns has no labels.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ UNLABELLED = 10
 
 
 def read(flag: str, path: Path, note: Note) -> Iterator[Question]:
-    """Errors: ValueError naming file and line, where a column is missing, empty or unknown."""
+    """Errors: ValueError naming file and line if a column is missing, empty or unknown."""
     header, lines = table(flag, path)
     if len(header) < UNLABELLED or [name.strip() for name in header[8:10]] != ["sentence1", "sentence2"]:
         raise ValueError(
             f"{flag} {path}: its header has {len(header)} columns; MNLI's has sentence1 and sentence2 as columns 9 and "
             f"10, and the label as the last of more than {UNLABELLED}"
         )
-    for where, columns in lines:
+    for location, columns in lines:
         if len(columns) != len(header):
-            raise ValueError(f"{where}: has {len(columns)} columns, and the header {len(header)}")
+            raise ValueError(f"{location}: has {len(columns)} columns, and the header {len(header)}")
         first, second, label = clean(columns[8]), clean(columns[9]), columns[-1].strip()
         if not first or not second:
-            raise ValueError(f"{where}: sentence{1 if not first else 2} is empty")
+            raise ValueError(f"{location}: sentence{1 if not first else 2} is empty")
         if len(header) != UNLABELLED and label not in LABELS:
-            raise ValueError(f"{where}: the label is {label!r}; valid: {', '.join(LABELS)}")
-        known = None if len(header) == UNLABELLED else LABELS.index(label)
-        yield Question(number(where, columns[0]), (first,), second, known)
+            raise ValueError(f"{location}: the label is {label!r}; valid: {', '.join(LABELS)}")
+        label_index = None if len(header) == UNLABELLED else LABELS.index(label)
+        yield Question(number(location, columns[0]), (first,), second, label_index)
 
 
 FORMAT = Format("mnli", LABELS, read)

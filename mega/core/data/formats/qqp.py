@@ -1,8 +1,8 @@
 """QQP (Quora 2017) in GLUE's files: do two questions ask the same?
 
-Tab-separated, one header line; nothing quotes. Six columns: id, qid1, qid2, question1, question2, is_duplicate; or
-three without labels: id, question1, question2. Rows of other widths and empty questions, which the originals hold, are
-left out and counted.
+Tab-separated, one header line, no quoting. Six columns: id, qid1, qid2, question1, question2, is_duplicate; or three
+without labels: id, question1, question2. The original files contain rows with other numbers of columns and empty
+questions. These rows are skipped and counted.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ LABELS = ("different", "duplicate")
 
 
 def read(flag: str, path: Path, note: Note) -> Iterator[Question]:
-    """Errors: ValueError naming file and line, for another header, and a label that is neither 0 nor 1."""
+    """Errors: ValueError naming file and line if the header differs, or a label is neither 0 nor 1."""
     header, lines = table(flag, path)
     if len(header) not in (3, 6):
         raise ValueError(
             f"{flag} {path}: its header has {len(header)} columns; QQP's has 6 (id qid1 qid2 question1 question2 "
             "is_duplicate), or 3 without labels (id question1 question2)"
         )
-    labelled, left, example = len(header) == 6, 0, ""
-    for where, columns in lines:
+    labelled, skipped, example = len(header) == 6, 0, ""
+    for location, columns in lines:
         texts = columns[3:5] if labelled else columns[1:3]
         first, second = (clean(text) for text in texts) if len(columns) == len(header) else ("", "")
         if not first or not second:
-            left, example = left + 1, example or where.rpartition(":")[2]
+            skipped, example = skipped + 1, example or location.rpartition(":")[2]
             continue
         if labelled and columns[5].strip() not in ("0", "1"):
-            raise ValueError(f"{where}: the label is {columns[5].strip()!r}; valid: 0, 1")
-        yield Question(number(where, columns[0]), (first,), second, int(columns[5]) if labelled else None)
-    if left:
-        note(f"{left} rows of other widths or with an empty question are left out, the first in line {example}")
+            raise ValueError(f"{location}: the label is {columns[5].strip()!r}; valid: 0, 1")
+        yield Question(number(location, columns[0]), (first,), second, int(columns[5]) if labelled else None)
+    if skipped:
+        note(f"{skipped} rows of other widths or with an empty question are left out, the first in line {example}")
 
 
 FORMAT = Format("qqp", LABELS, read)

@@ -1,8 +1,8 @@
 """RACE (Lai et al. 2017): which of four options answers a question about an article?
 
-A folder, or the .tar.gz that is shipped, in which every .txt file has a JSON object on each line: article, questions,
-options (four for each question) and answers, letters from A to D. A question with underscores is completed by the
-option; any other is followed by it.
+The input is a folder, or the .tar.gz of the distribution. Every .txt file in it has a JSON object on each line:
+article, questions, options (four for each question) and answers, letters from A to D. If a question contains an
+underscore, the option replaces it; otherwise the option follows the question.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ FILE_BYTES = 1 << 26
 
 
 def read(flag: str, path: Path, note: Note) -> Iterator[Question]:
-    """Errors: ValueError naming file and line of a question without exactly four options."""
+    """Errors: ValueError naming file and line of a question that does not have exactly four options."""
     uid = 0
-    for where, line in _lines(flag, path):
-        passage = parse_json(line, where)
-        article = clean(_text(where, passage, "article"))
-        questions, options, answers = (_list(where, passage, name) for name in ("questions", "options", "answers"))
+    for location, line in _lines(flag, path):
+        passage = parse_json(line, location)
+        article = clean(_text(location, passage, "article"))
+        questions, options, answers = (_list(location, passage, name) for name in ("questions", "options", "answers"))
         if not len(questions) == len(options) == len(answers):
             raise ValueError(
-                f"{where}: has {len(questions)} questions, {len(options)} lists of options and {len(answers)} answers; "
-                "must be equally many"
+                f"{location}: has {len(questions)} questions, {len(options)} lists of options and {len(answers)} "
+                "answers; must be equally many"
             )
-        for question, given, answer in zip(questions, options, answers, strict=True):
-            if not isinstance(given, list) or len(given) != len(LABELS):
-                raise ValueError(f"{where}: a question has not exactly {len(LABELS)} options")
-            if not isinstance(question, str) or not all(isinstance(each, str) for each in given):
-                raise ValueError(f"{where}: a question or an option is not a string")
+        for question, choices, answer in zip(questions, options, answers, strict=True):
+            if not isinstance(choices, list) or len(choices) != len(LABELS):
+                raise ValueError(f"{location}: a question has not exactly {len(LABELS)} options")
+            if not isinstance(question, str) or not all(isinstance(each, str) for each in choices):
+                raise ValueError(f"{location}: a question or an option is not a string")
             if answer not in LABELS:
-                raise ValueError(f"{where}: the answer is {answer!r}; valid: {', '.join(LABELS)}")
-            yield Question(uid, tuple(asked(question, each) for each in given), article, LABELS.index(answer))
+                raise ValueError(f"{location}: the answer is {answer!r}; valid: {', '.join(LABELS)}")
+            yield Question(uid, tuple(asked(question, each) for each in choices), article, LABELS.index(answer))
             uid += 1
 
 
@@ -65,31 +65,31 @@ def _list(where: str, passage: Any, name: str) -> list[Any]:
 
 def _lines(flag: str, path: Path) -> Iterator[tuple[str, bytes]]:
     for name, data in _files(flag, path):
-        for place, line in enumerate(data.splitlines(), 1):
+        for line_number, line in enumerate(data.splitlines(), 1):
             if line.strip():
-                yield f"{flag} {path}: {name}:{place}", line
+                yield f"{flag} {path}: {name}:{line_number}", line
 
 
 def _files(flag: str, path: Path) -> Iterator[tuple[str, bytes]]:
-    """Name and content of every .txt file, in the order of names."""
+    """Yield name and content of every .txt file, sorted by name."""
     if path.is_dir():
         for file in sorted(path.rglob("*.txt")):
             yield str(file.relative_to(path)), read_limited(file, FILE_BYTES, f"{flag} {file}")
         return
     try:
         with tarfile.open(path) as archive:
-            found = {}
-            for member in archive:  # a compressed one is read but once, from its beginning to its end
+            contents = {}
+            for member in archive:  # sequential, since seeking in a compressed archive would decompress it again
                 if not member.isfile() or not member.name.endswith(".txt"):
                     continue
                 content = archive.extractfile(member)
                 if member.size > FILE_BYTES or content is None:
                     raise ValueError(f"{flag} {path}: {member.name} has {member.size} bytes; at most {FILE_BYTES}")
-                found[member.name] = content.read()
-            yield from sorted(found.items())
+                contents[member.name] = content.read()
+            yield from sorted(contents.items())
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
-        said = " ".join(str(error).split())
-        raise ValueError(f"{flag} {path}: is neither a folder nor a complete .tar.gz of RACE: {said}") from None
+        message = " ".join(str(error).split())
+        raise ValueError(f"{flag} {path}: is neither a folder nor a complete .tar.gz of RACE: {message}") from None
 
 
 FORMAT = Format("race", LABELS, read, choices=4, most_first=128)

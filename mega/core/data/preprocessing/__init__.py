@@ -1,8 +1,8 @@
-"""From text to token files. It knows no samples: what training makes of the files is decided when they are read.
+"""From text to token files. The room knows no samples: reading a token file decides its samples.
 
-preprocess, progress      documents tokenised by several processes, and how far they are
-writer                    token files as they are written
+preprocess, progress      tokenize documents in several processes, and show progress
+writer                    write token files
 numpy_files, merge        token files from ids in .npy files, and from other token files
-plain_lines, split        lines instead: as text or ids, and into training, development and test files
-made                      whether an output stands there already, and of which work
+plain_lines, split        output of lines: text or ids, and training, development and test files
+made                      whether an output already exists, and whether the same work made it
 """

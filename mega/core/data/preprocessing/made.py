@@ -1,7 +1,7 @@
-"""Whether an output stands there already, and of which work: the same is kept, another is never replaced unasked.
+"""Check for existing outputs. Output of the same work is kept; output of other work is replaced only with --overwrite.
 
-Work is all that an output depends on: the inputs' names, sizes and times, and the settings. It is noted next to the
-output. This file knows no settings.
+The work is everything that an output depends on: names, sizes and times of the inputs, and the settings. A record of it
+is stored next to the output. The file knows no settings.
 """
 
 from __future__ import annotations
@@ -19,65 +19,65 @@ from mega.core.untrusted import Json
 
 
 def work_of(settings: object, inputs: Sequence[Path]) -> str | None:
-    """A hash of settings (of JSON's kinds) and inputs; None where an input is gone once it is read."""
+    """A hash of settings (JSON values) and inputs; None if an input cannot be read twice."""
     if STDIN in inputs:
         return None
     return hashlib.sha256(json.dumps([settings, stamps(inputs)], sort_keys=True).encode()).hexdigest()
 
 
 def stamps(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
-    """Path, size and time of every input: if they are equal, so is taken to be the content."""
-    found = [(path, path.stat()) for path in paths if path != STDIN]
-    return [(str(path.absolute()), status.st_size, status.st_mtime_ns) for path, status in found]
+    """Path, size and time of every input. Equal stamps are taken as equal content."""
+    statuses = [(path, path.stat()) for path in paths if path != STDIN]
+    return [(str(path.absolute()), status.st_size, status.st_mtime_ns) for path, status in statuses]
 
 
 def check_absent(flag: str, value: object, paths: Iterable[Path], overwrite: bool) -> None:
-    """Errors: ValueError where one of `paths` would be replaced."""
-    if (there := next((path for path in paths if path.is_file()), None)) is not None and not overwrite:
-        raise ValueError(f"{flag} {value}: {there} exists; name another place, or give --overwrite to replace it")
+    """Errors: ValueError if one of `paths` would be replaced."""
+    if (existing := next((path for path in paths if path.is_file()), None)) is not None and not overwrite:
+        raise ValueError(f"{flag} {value}: {existing} exists; name another place, or give --overwrite to replace it")
 
 
 def kept_pairs(value: str, prefixes: Sequence[str], work: str | None, overwrite: bool) -> list[IndexedDataset]:
-    """The token files at all `prefixes`, where this very work made them; else nothing, and the work is to be done.
+    """The token files at all `prefixes` if this work made them; otherwise [], and the work must be done.
 
-    A part of them may be there, of work that was interrupted. value: of --output-prefix.
-    Errors: ValueError where any other pair would be replaced.
+    Interrupted work may have written only some of them. value: of --output-prefix.
+    Errors: ValueError if a pair of other work would be replaced.
     """
     if overwrite:
         return []
-    found = []
+    pairs = []
     for prefix in filter(exists, prefixes):
-        with contextlib.suppress(ValueError):  # a damaged pair is not this work's
-            found.append(IndexedDataset(prefix))
-        if work is None or not found or found[-1].prefix != prefix or found[-1].note.get("work") != work:
+        with contextlib.suppress(ValueError):  # a damaged pair counts as other work
+            pairs.append(IndexedDataset(prefix))
+        if work is None or not pairs or pairs[-1].prefix != prefix or pairs[-1].note.get("work") != work:
             raise ValueError(
                 f"--output-prefix {value}: {prefix}.bin exists, and was not made of these inputs with these settings; "
                 "name another place, or give --overwrite to replace it"
             )
-    return found if len(found) == len(prefixes) else []
+    return pairs if len(pairs) == len(prefixes) else []
 
 
 class WorkRecord:
-    """The note next to files of any kind: the first one's name and `.made.json`, with their hashes."""
+    """The record next to output files of any kind: `.made.json` with the work and the hashes of the files."""
 
     def __init__(self, paths: Sequence[Path], work: str | None) -> None:
         self._paths, self._work = paths, work
         self._path = paths[0].with_suffix(".made.json")
 
     def kept(self, flag: str, value: object, overwrite: bool) -> bool:
-        """Whether this very work made the files. Errors: ValueError where any other's would be replaced."""
+        """Whether this work made the existing files. Errors: ValueError if files of other work would be replaced."""
         if overwrite:
             return False
-        found = {}
+        record = {}
         with contextlib.suppress(OSError, ValueError):
-            found = dict(json.loads(self._path.read_bytes()))
-        if self._work is not None and found == self._content():
+            record = dict(json.loads(self._path.read_bytes()))
+        if self._work is not None and record == self._content():
             return True
         check_absent(flag, value, self._paths, overwrite)
         return False
 
     def write(self) -> None:
-        """To be called when the files are there."""
+        """Write the record. The files must exist."""
         with whole_file(self._path) as file:
             file.write(json.dumps(self._content()).encode() + b"\n")
 

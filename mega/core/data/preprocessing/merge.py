@@ -1,4 +1,4 @@
-"""Pairs of token files, concatenated as one pair: what `mega data merge` does."""
+"""Concatenate pairs of token files into one pair: the work of `mega data merge`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mega.core.text.tokenizer import TokenizerIdentity
 
 
 def merge(prefixes: Sequence[str], output_prefix: str, *, overwrite: bool = False, mixed: bool = False) -> Report:
-    """The pairs `prefixes`, concatenated, as one pair `output_prefix`: documents keep their order.
+    """Concatenate the pairs `prefixes` into the pair `output_prefix`. Documents keep their order.
 
-    overwrite: as of `preprocess`. mixed: the pairs may have been made with different tokenizers.
-    Raises ValueError naming a pair that is damaged, or of another width or tokenizer than the first.
+    overwrite: as in `preprocess`. mixed: the pairs may have been made with different tokenizers.
+    Raises ValueError naming a pair that is damaged, or has another dtype or tokenizer than the first.
     """
     if not prefixes:
         raise ValueError("--input: must be at least one prefix of a .bin/.idx pair")
@@ -32,13 +32,13 @@ def merge(prefixes: Sequence[str], output_prefix: str, *, overwrite: bool = Fals
     first = IndexedDataset(prefixes[0])
     report = Report(outputs=[output_prefix])
     tokenizer = _common_tokenizer(prefixes, mixed, report.notes)
-    noted: dict[str, object] = {} if tokenizer is None else {"tokenizer": tokenizer._asdict()}
-    work = work_of(["merge", noted], [path(prefix) for prefix in prefixes for path in (bin_path, idx_path)])
-    if kept := kept_pairs(output_prefix, [output_prefix], work, overwrite):
-        return as_reported(report, kept)
-    if tokenizer is not None and (made_by := first.note.get("tokenizer_options")) is not None:
-        noted["tokenizer_options"] = made_by
-    with IndexedWriter(output_prefix, first.dtype, noted={**noted, "work": work}) as writer:
+    provenance: dict[str, object] = {} if tokenizer is None else {"tokenizer": tokenizer._asdict()}
+    work = work_of(["merge", provenance], [path(prefix) for prefix in prefixes for path in (bin_path, idx_path)])
+    if kept_output := kept_pairs(output_prefix, [output_prefix], work, overwrite):
+        return as_reported(report, kept_output)
+    if tokenizer is not None and (tokenizer_options := first.note.get("tokenizer_options")) is not None:
+        provenance["tokenizer_options"] = tokenizer_options
+    with IndexedWriter(output_prefix, first.dtype, noted={**provenance, "work": work}) as writer:
         for prefix in prefixes:
             writer.append(IndexedDataset(prefix))
     report.documents, report.tokens = writer.documents, writer.tokens
@@ -46,23 +46,25 @@ def merge(prefixes: Sequence[str], output_prefix: str, *, overwrite: bool = Fals
 
 
 def _common_tokenizer(prefixes: Sequence[str], mixed: bool, notes: list[str]) -> TokenizerIdentity | None:
-    """The tokenizer that made all pairs, where it is noted for all; None, with a note, where it is not known for some.
+    """The tokenizer that made all pairs. If a pair does not record its tokenizer, None, with a note.
 
-    mixed: several tokenizers are no error.
+    mixed: accept different tokenizers.
     """
-    made = {prefix: IndexedDataset(prefix).tokenizer for prefix in prefixes}
-    known = {prefix: tokenizer for prefix, tokenizer in made.items() if tokenizer is not None}
-    if not known:
+    tokenizers = {prefix: IndexedDataset(prefix).tokenizer for prefix in prefixes}
+    recorded = {prefix: tokenizer for prefix, tokenizer in tokenizers.items() if tokenizer is not None}
+    if not recorded:
         return None
-    first, *others = known
-    other = next((prefix for prefix in others if known[prefix].fingerprint != known[first].fingerprint), None)
+    first, *later_prefixes = recorded
+    other = next(
+        (prefix for prefix in later_prefixes if recorded[prefix].fingerprint != recorded[first].fingerprint), None
+    )
     if other is not None:
-        difference = f"--input {other}: was made with {known[other]}, but {first} with {known[first]}"
+        difference = f"--input {other}: was made with {recorded[other]}, but {first} with {recorded[first]}"
         advice = f"merge pairs of one tokenizer, or give {ALLOW} where an id means the same in both"
         judge("data merge", "token files", difference, advice=advice, allowed=mixed)
-    if other is None and len(known) == len(made):
-        return known[first]
-    unknown = next((prefix for prefix, tokenizer in made.items() if tokenizer is None), None)
-    why = f"{first} and {other} have different ones" if unknown is None else f"{unknown} notes none"
-    notes.append(f"no tokenizer is noted for the result: {why}")
+    if other is None and len(recorded) == len(tokenizers):
+        return recorded[first]
+    unknown = next((prefix for prefix, tokenizer in tokenizers.items() if tokenizer is None), None)
+    reason = f"{first} and {other} have different ones" if unknown is None else f"{unknown} notes none"
+    notes.append(f"no tokenizer is noted for the result: {reason}")
     return None

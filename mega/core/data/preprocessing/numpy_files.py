@@ -1,7 +1,7 @@
-"""Token ids in numpy's .npy files, as Megatron-LM of 2019 and others kept them, one document after another.
+"""Token ids in numpy's .npy files, one document after another, as Megatron-LM of 2019 and other programs stored them.
 
-An array of integers is read as it is. An array of arrays lies in the file as a pickle: its opcodes are read by the
-standard library's disassembler, which runs nothing, and only what describes arrays of integers is understood.
+An array of integers is read directly. An array of arrays is stored as a pickle. It is not unpickled: the standard
+library's disassembler reads its opcodes without running them, and only descriptions of integer arrays are accepted.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from mega.core.data.sources import find
 from mega.core.files import check_folder
 
 LARGEST = 2**31 - 1
-"""The largest id that token files hold."""
+"""The largest id that token files can store."""
 
 
 def convert(inputs: Sequence[str | Path], output_prefix: str, eod: int | None, *, overwrite: bool = False) -> Report:
     """Write the documents of all files as one pair of token files.
 
-    overwrite: replace a pair of other work; one of the same work is kept.
-    Raises ValueError naming a file that holds anything but ids.
+    overwrite: replace a pair of other work; a pair of the same work is kept.
+    Raises ValueError naming a file that contains other data than ids.
     """
     check_folder("--output-prefix", output_prefix, Path(output_prefix).parent)
     paths = [path for path in find(inputs) if path.suffix == ".npy"]
     if not paths:
         raise ValueError(f"--input {' '.join(map(str, inputs))}: holds no .npy file")
     work = work_of(["numpy", eod], paths)
-    if kept := kept_pairs(output_prefix, [output_prefix], work, overwrite):
-        pair = kept[0]
+    if kept_output := kept_pairs(output_prefix, [output_prefix], work, overwrite):
+        pair = kept_output[0]
         return Report(documents=pair.documents, tokens=len(pair.tokens), outputs=[output_prefix], kept=True)
-    narrow = all(document.dtype.itemsize < 3 for path in paths for document in documents(path, eod))
-    with IndexedWriter(output_prefix, token_dtype(0 if narrow else 1 << 17), noted={"work": work}) as writer:
+    all_small = all(document.dtype.itemsize < 3 for path in paths for document in documents(path, eod))
+    with IndexedWriter(output_prefix, token_dtype(0 if all_small else 1 << 17), noted={"work": work}) as writer:
         for path in paths:
             for document in documents(path, eod):
                 writer.extend(document, np.array([len(document)]), np.array([1]))
@@ -49,22 +49,24 @@ def convert(inputs: Sequence[str | Path], output_prefix: str, eod: int | None, *
 
 
 def documents(path: Path, eod: int | None) -> Iterator[NDArray[np.integer]]:
-    """The documents of one file: the arrays in an array of arrays, the rows of a table, else all ids.
+    """Yield the documents of a file: the arrays of an array of arrays, the rows of a table, or else all ids.
 
-    eod: a run of ids ends a document after each of these. 7 8 0 9 0 with eod 0 -> 7 8 0 | 9 0.
+    eod: if given, it ends a document within an array of ids. 7 8 0 9 0 with eod 0 -> 7 8 0 | 9 0.
     """
     try:
-        found = _array(path)
+        array = _array(path)
     except Exception as error:  # numpy's parser of a damaged header raises any exception
         raise ValueError(f"{path}: not an array of token ids ({error})") from None
-    for row in found if found.dtype.hasobject or found.ndim == 2 else [found]:
+    for row in array if array.dtype.hasobject or array.ndim == 2 else [array]:
         ids = np.asarray(row)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ValueError(f"{path}: holds {ids.dtype} of {ids.ndim} dimensions; must be runs of whole numbers")
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) <= LARGEST:
             raise ValueError(f"{path}: holds {ids.min()} to {ids.max()}; ids must be 0 to {LARGEST}")
-        one = eod is None or found.dtype.hasobject
-        yield from (part for part in ([ids] if one else np.split(ids, np.flatnonzero(ids == eod) + 1)) if len(part))
+        is_one_document = eod is None or array.dtype.hasobject
+        yield from (
+            part for part in ([ids] if is_one_document else np.split(ids, np.flatnonzero(ids == eod) + 1)) if len(part)
+        )
 
 
 def _array(path: Path) -> NDArray[np.integer]:
@@ -76,9 +78,9 @@ def _array(path: Path) -> NDArray[np.integer]:
             rows = _rows(_described(file))
             if len(rows) != np.prod(shape, dtype=int):
                 raise ValueError(f"{len(rows)} arrays, {shape} announced")
-            found = np.empty(len(rows), object)
-            found[:] = rows
-            return found
+            row_array = np.empty(len(rows), object)
+            row_array[:] = rows
+            return row_array
     mapped: NDArray[np.integer] = np.load(path, mmap_mode="r", allow_pickle=False)
     return mapped
 
@@ -87,7 +89,7 @@ def _array(path: Path) -> NDArray[np.integer]:
 
 
 class _Object:
-    """Stands for any object that a pickle names: keeps its name, its arguments and its state, and does nothing."""
+    """Represents any object that a pickle names: stores its name, arguments and state, and has no behavior."""
 
     def __init__(self, name: str, arguments: tuple[object, ...] = ()) -> None:
         self.name, self.arguments = name, arguments
@@ -95,7 +97,7 @@ class _Object:
 
 
 def _rows(whole: object) -> list[NDArray[np.integer]]:
-    """The arrays in numpy's description of an array of objects, whose state ends in a list."""
+    """The arrays in numpy's description of an array of objects. The last element of its state is a list."""
     rows = whole.state[-1] if isinstance(whole, _Object) and isinstance(whole.state, tuple) else None
     if not isinstance(rows, list):
         raise ValueError("a pickle of something else than an array")
@@ -103,18 +105,18 @@ def _rows(whole: object) -> list[NDArray[np.integer]]:
 
 
 def _integers(row: Any) -> NDArray[np.integer]:
-    """A list of numbers, or numpy's description of an array: state = (version, shape, dtype, order, bytes)."""
+    """An array from a list of numbers, or from numpy's description: state = (version, shape, dtype, order, bytes)."""
     if isinstance(row, list) and all(type(token) is int for token in row):
         return np.array(row, np.int64)
     try:
         _, shape, dtype, _, data = row.state
         kind, order = dtype.arguments[0], dtype.state[1]
-        found = np.frombuffer(data, np.dtype(kind).newbyteorder(order))
-        if dtype.name != "numpy dtype" or np.dtype(kind).kind not in "iu" or found.shape != shape:
+        array = np.frombuffer(data, np.dtype(kind).newbyteorder(order))
+        if dtype.name != "numpy dtype" or np.dtype(kind).kind not in "iu" or array.shape != shape:
             raise TypeError
     except (AttributeError, TypeError, IndexError, ValueError):
         raise ValueError("an array that holds something else than arrays of whole numbers") from None
-    return found
+    return array
 
 
 _LITERALS = frozenset(
@@ -126,7 +128,7 @@ _MARK = object()
 
 
 def _described(file: BinaryIO) -> object:
-    """What a pickle describes, without making any of it: named things become `_Object`s.
+    """The object that a pickle describes. Nothing is instantiated: named objects become `_Object`s.
 
     Raises ValueError for an opcode that arrays do not need.
     """
@@ -134,10 +136,10 @@ def _described(file: BinaryIO) -> object:
     memo: dict[int, object] = {}
 
     def since_mark() -> list[object]:
-        at = len(stack) - 1 - stack[::-1].index(_MARK)
-        found = stack[at + 1 :]
-        del stack[at:]
-        return found
+        mark = len(stack) - 1 - stack[::-1].index(_MARK)
+        items = stack[mark + 1 :]
+        del stack[mark:]
+        return items
 
     for opcode, argument, _ in pickletools.genops(file):
         name = opcode.name
@@ -185,7 +187,7 @@ def _described(file: BinaryIO) -> object:
 
 
 def _made(name: str, arguments: tuple[object, ...]) -> object:
-    """Bytes travel as text in old pickles; anything else is only noted."""
+    """The result of a call. Old pickles store bytes as encoded text; any other call becomes an `_Object`."""
     if name == "_codecs encode":
         text, encoding = arguments
         return str(text).encode("latin1" if encoding == "latin1" else "utf-8")

@@ -1,6 +1,6 @@
-"""Plain text, line by line: detokenised, or as the ids of its tokens. The steps before fairseq's binarisation.
+"""Plain text, line by line: detokenized, or as token ids. These are the steps before fairseq's binarization.
 
-A line stays a line, so that the output can be compared with fairseq's own; token files come from `mega preprocess`.
+Lines are kept, so the output can be compared with fairseq's; `mega preprocess` writes token files.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from mega.core.text.detokenize import DETOKENIZERS, fairseq
 from mega.core.text.tokenizer import Tokenizer
 
 _TOGETHER = 256
-"""Lines that are encoded in one call."""
+"""Lines per call of the tokenizer."""
 
 
 def detokenize(inputs: Sequence[str], output: Path | None, name: str, *, overwrite: bool = False) -> int:
-    """Write every line as people write it, to `output` or standard output; returns the lines.
+    """Detokenize every line, and write it to `output` or standard output. Returns the number of lines.
 
     name: of a detokenizer. Errors: ValueError naming the flag, or file and line.
     """
@@ -41,9 +41,10 @@ def encode(
     keep_empty: bool = False,
     overwrite: bool = False,
 ) -> tuple[int, int]:
-    """Write the ids of each line's tokens, separated by blanks, an output for each input; returns lines and empty ones.
+    """Write the token ids of each line, separated by blanks, one output per input. Returns the numbers of lines and of
+    empty lines.
 
-    Blanks at a line's ends are no part of it. Empty lines are left out unless `keep_empty`.
+    White space at the ends of a line is removed. Empty lines are left out unless `keep_empty`.
     Errors: ValueError naming the flag, or file and line.
     """
     if len(inputs) != len(outputs):
@@ -51,12 +52,12 @@ def encode(
     paths = [find([word])[0] for word in inputs]
     for output in outputs:
         _check_output(output, paths, overwrite)
-    written, empty = 0, 0
+    written_lines, empty_lines = 0, 0
     for path, output in zip(paths, outputs, strict=True):
         counts = [0]
-        written += _write(output, _encoded(_lines(path), tokenizer, keep_empty, counts))
-        empty += counts[0]
-    return written, empty
+        written_lines += _write(output, _encoded(_lines(path), tokenizer, keep_empty, counts))
+        empty_lines += counts[0]
+    return written_lines, empty_lines
 
 
 def _encoded(lines: Iterator[str], tokenizer: Tokenizer, keep_empty: bool, empty: list[int]) -> Iterator[str]:
@@ -64,13 +65,13 @@ def _encoded(lines: Iterator[str], tokenizer: Tokenizer, keep_empty: bool, empty
         texts = block if keep_empty else [text for text in block if text]
         empty[0] += len(block) - len(texts)
         if texts:
-            found = tokenizer.encode_batch(texts)
-            bounds = itertools.pairwise(found.offsets.tolist())
-            yield from (" ".join(map(str, found.ids[begin:end].tolist())) for begin, end in bounds)
+            encoded = tokenizer.encode_batch(texts)
+            bounds = itertools.pairwise(encoded.offsets.tolist())
+            yield from (" ".join(map(str, encoded.ids[begin:end].tolist())) for begin, end in bounds)
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Errors: ValueError naming file and line where it is not UTF-8."""
+    """Errors: ValueError naming file and line that is not UTF-8."""
     with sys.stdin.buffer if path == STDIN else open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             try:

@@ -1,12 +1,11 @@
-"""From text to token files: what `mega preprocess` does.
+"""From text to token files: the work of `mega preprocess`.
 
     1 read    the parent cuts the input into blocks of whole lines
-    2 encode  workers parse and tokenise a block each, straight into arrays
-    3 write   the parent writes the blocks in the order of the input: the bytes do not depend on the workers
-    4 note    every few seconds, on request, how far it has come: `resume` continues from there after any end
+    2 encode  each worker parses and tokenizes a block into arrays
+    3 write   the parent writes the blocks in input order, so the bytes do not depend on the number of workers
+    4 note    with `resume`, progress is saved every few seconds, and a later call continues from it
 
-No more than a few blocks per worker are under way, so memory does not grow with the input. It knows no
-command line.
+Only a few blocks per worker are in flight, so memory does not grow with the input. The file knows no command line.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ from mega.core.untrusted import Json, parse_json, read_limited
 
 OnError = Literal["stop", "skip"]
 
-_LISTED = 100  # skipped lines that are named; the others are counted
-_BATCH_BYTES = 1 << 17  # of lines that are parsed and tokenised together
+_LISTED = 100  # skipped lines that are reported in detail; further ones are counted
+_BATCH_BYTES = 1 << 17  # bytes of lines that are parsed and tokenized together
 _NOTES_BYTES = 1 << 24
 _EMPTY_LINES = re.compile(rb"\n+")
 
@@ -66,31 +65,30 @@ NO_END = (
 
 
 class Documents(NamedTuple):
-    """Many tokenised documents in the form in which they are written: see `IndexedWriter.extend`."""
+    """Tokenized documents in the form that `IndexedWriter.extend` takes."""
 
     ids: NDArray[np.integer]
+    """Ids of all documents, concatenated."""
     lengths: NDArray[np.int64]
+    """Tokens of each sequence."""
     counts: NDArray[np.int64]
+    """Sequences of each document."""
 
 
 @dataclass
 class Report:
-    """What was done so far. documents + skipped = lines of the input that are not blank.
+    """The work done so far. documents + skipped = lines of the input that are not blank."""
 
-    kept: it was done before, and nothing was written. notes: lines for the user. spelled: documents whose text spells
-    a special token of the tokenizer, such as `spells`.
-    """
-
-    documents: int = 0
-    tokens: int = 0
-    bytes: int = 0
-    skipped: int = 0
-    kept: bool = False
-    reasons: list[str] = field(default_factory=list)
-    outputs: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    spelled: int = 0
-    spells: str | None = None
+    documents: int = 0  # Documents that were written
+    tokens: int = 0  # Tokens that were written
+    bytes: int = 0  # Bytes of the processed lines
+    skipped: int = 0  # Lines that hold no document
+    kept: bool = False  # The work was done before, and nothing was written
+    reasons: list[str] = field(default_factory=list)  # Location and reason of the first skipped lines
+    outputs: list[str] = field(default_factory=list)  # Prefixes of the output pairs
+    notes: list[str] = field(default_factory=list)  # Messages for the user
+    spelled: int = 0  # Documents whose text contains the name of a special token
+    spells: str | None = None  # An example of such a name
 
     def add(self, found: EncodedBlock, reasons: Sequence[str], size: int) -> None:
         """Count a block of `size` bytes, except for its tokens."""
@@ -104,7 +102,7 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class Sentences:
-    """How documents are cut into sentences: see `text.sentences.splitter`."""
+    """How documents are split into sentences, see `text.sentences.splitter`."""
 
     splitter: str = "punkt"
     language: str = "english"
@@ -129,67 +127,67 @@ def preprocess(
     save_every: float = 5.0,
     progress: Callable[[Report, int], None] | None = None,
 ) -> Report:
-    """Tokenise `inputs` into `<output_prefix>_<key>_document.bin/.idx`, a pair of files per key.
+    """Tokenize `inputs` into `<output_prefix>_<key>_document.bin/.idx`, a pair of files per key.
 
     inputs: files, folders, globs or "-", see `sources.find`. JSON lines, also in .gz .zst .xz .bz2; parquet; arrow;
-        a .txt file is one document under the key "text"; with `text_lines` each line of a plain file is one.
+        a .txt file is one document under the key "text"; with `text_lines` each line of a plain file is a document.
     tokenizer: the fields of the configuration's tokenizer section, as `text.tokenizer.build` takes them.
     append_eod: append the end-of-document id to every document that has a token.
-    parse_special_tokens: special tokens that a text spells are these tokens; else they are text like any other.
-    sentences: cut every text into sentences first; the files are then called `<output_prefix>_<key>_sentence`.
-    shard: (i, n), i of 0 .. n - 1: only this part of the input; `merge` of all parts in order is the whole.
-    resume: note the state every `save_every` seconds and continue from a former call's, however that ended.
-    overwrite: replace token files of other work; without it they are refused, and those of the same work are kept.
+    parse_special_tokens: parse names of special tokens in texts as these tokens; False: they are plain text.
+    sentences: split texts into sentences first; the files are then `<output_prefix>_<key>_sentence`.
+    shard: (i, n), i of 0 .. n - 1: process only this part of the input; `merge` joins the output of all parts.
+    resume: save the state every `save_every` seconds, and continue from an earlier call, however it ended.
+    overwrite: replace token files of other work; False: refuse. Token files of the same work are kept.
     progress: called after every block with the report so far and the bytes read of the input files.
-    Raises ValueError naming flag, or file and line; then nothing appears under the output names.
+    Raises ValueError naming flag, or file and line; then no output file appears.
     """
     check_folder("--output-prefix", output_prefix, Path(output_prefix).parent)
-    made = build(**tokenizer)
-    eod = _checked_eod(made, append_eod)
-    made.encode("")  # what is wrong with its files is found here, not in every worker
+    built_tokenizer = build(**tokenizer)
+    eod = _checked_eod(built_tokenizer, append_eod)
+    built_tokenizer.encode("")  # load it now: problems with its files are reported here, not by every worker
     paths = find(inputs)
     _check(workers, json_keys, sentences, in_parts=STDIN in paths and (resume or shard != (0, 1)))
-
     level = "document" if sentences is None else "sentence"
     report = Report(
-        outputs=[f"{output_prefix}_{key}_{level}" for key in json_keys], notes=_doubts(made, tokenizer, eod, sentences)
+        outputs=[f"{output_prefix}_{key}_{level}" for key in json_keys],
+        notes=_doubts(built_tokenizer, tokenizer, eod, sentences),
     )
-    dtype = token_dtype(made.vocab_size)
+    dtype = token_dtype(built_tokenizer.vocab_size)
     job = _Job(tuple(json_keys), eod, dtype, sentences, parse_special_tokens)
     work = job.described | {"dtype": str(dtype), "shard": shard, "text_lines": text_lines, "on_error": on_error}
-    identity = [work, made.fingerprint(), stamps(paths)]
-    noted: dict[str, Any] = {**made_by(made, tokenizer), "work": work_of(identity[:2], paths)}
+    identity = [work, built_tokenizer.fingerprint(), stamps(paths)]
+    provenance: dict[str, Any] = {**made_by(built_tokenizer, tokenizer), "work": work_of(identity[:2], paths)}
     notes = _Notes(Path(f"{output_prefix}.resume.json"), identity, save_every) if resume else None
     saved = notes.load() if notes else None
     if saved and saved["finished"] and all(_published(prefix) for prefix in report.outputs):
         assert notes is not None
         notes.drop()
         return Report(**saved["report"])
-    if not saved and (kept := kept_pairs(output_prefix, report.outputs, noted["work"], overwrite)):
-        return as_reported(report, kept)
+    if not saved and (kept_outputs := kept_pairs(output_prefix, report.outputs, provenance["work"], overwrite)):
+        return as_reported(report, kept_outputs)
     states = saved["writers"] if saved else [None] * len(report.outputs)
     begin, line = (Begin(**saved["begin"]), saved["line"]) if saved else (Begin(), 0)
     if saved:
         report = Report(**saved["report"])
 
-    with contextlib.ExitStack() as open_now:
-        encoded = open_now.enter_context(_encoders(made, tokenizer, job, workers))
+    with contextlib.ExitStack() as open_files:
+        encoded = open_files.enter_context(_encoders(built_tokenizer, tokenizer, job, workers))
         writers = [
-            open_now.enter_context(IndexedWriter(prefix, dtype, keep=resume, state=state, noted=noted))
+            open_files.enter_context(IndexedWriter(prefix, dtype, keep=resume, state=state, noted=provenance))
             for prefix, state in zip(report.outputs, states, strict=True)
         ]
         read = _blocks(pieces(paths, shard, text_lines=text_lines), json_keys, text_lines, begin)
-        for (block, after), found in encoded(read):
+        for (block, after), encoded_block in encoded(read):
             if after.piece != begin.piece:
                 line = 0
-            reasons = [f"{block.name}:{line + number}: {reason}" for number, reason in found.reasons]
+            reasons = [f"{block.name}:{line + number}: {reason}" for number, reason in encoded_block.reasons]
             if reasons and on_error == "stop":
                 raise BadLine(reasons[0])
-            for writer, part in zip(writers, found.documents, strict=True):
+            for writer, part in zip(writers, encoded_block.documents, strict=True):
                 writer.extend(*part)
-            report.add(found, reasons, block.size)
+            report.add(encoded_block, reasons, block.size)
             report.tokens = sum(writer.tokens for writer in writers)
-            begin, line = after, line + found.lines
+            begin, line = after, line + encoded_block.lines
             if notes and notes.due():
                 notes.save(writers, begin, line, report)
             if progress:
@@ -198,7 +196,7 @@ def preprocess(
             raise ValueError(f"--input {' '.join(map(str, inputs))}: holds no document")
         if notes:
             notes.save(writers, begin, line, report, finished=True)
-        _complete(report, made, writers)
+        _complete(report, built_tokenizer, writers)
     if notes:
         notes.drop()
     return report
@@ -207,15 +205,16 @@ def preprocess(
 def _doubts(
     tokenizer: Tokenizer, options: Mapping[str, Any], eod: int | None, sentences: Sentences | None
 ) -> list[str]:
-    """Lines where documents have no end, and could have one; and on a tokenizer that may not be the right one."""
-    found = [NO_END] if eod is None and tokenizer.eod is not None and sentences is None else []
+    """Warnings about documents without an end-of-document token, and about a doubtful choice of tokenizer."""
+    warnings = [NO_END] if eod is None and tokenizer.eod is not None and sentences is None else []
     if (size := options.get("vocab_size")) is not None and tokenizer.kind != "NullTokenizer":
-        found.append(f"--vocab-size {size}: changes nothing, {tokenizer.kind} has {tokenizer.vocab_size} tokens")
-    return found if (doubt := tokenizer.doubt()) is None else [*found, doubt]
+        warnings.append(f"--vocab-size {size}: changes nothing, {tokenizer.kind} has {tokenizer.vocab_size} tokens")
+    return warnings if (doubt := tokenizer.doubt()) is None else [*warnings, doubt]
 
 
 def _complete(report: Report, tokenizer: Tokenizer, writers: Sequence[IndexedWriter]) -> None:
-    """Note skipped lines next to the ids, and report ids that are not tokens, as of too small a NullTokenizer."""
+    """Record the number of skipped lines, and report ids outside the vocabulary (such as that of a small
+    NullTokenizer)."""
     for writer in writers:
         writer.noted["skipped"] = report.skipped
     largest, size = max((writer.largest for writer in writers), default=0), tokenizer.vocab_size
@@ -226,14 +225,14 @@ def _complete(report: Report, tokenizer: Tokenizer, writers: Sequence[IndexedWri
 
 
 def as_reported(report: Report, kept: Sequence[IndexedDataset]) -> Report:
-    """What work that was done before reported then, as far as its notes say it."""
+    """The report of work that was done before, as far as its notes contain it."""
     report.documents, report.tokens = kept[0].documents, sum(len(data.tokens) for data in kept)
     report.skipped, report.kept = int(kept[0].note.get("skipped", 0)), True
     return report
 
 
 def _check(workers: int, json_keys: Sequence[str], sentences: Sentences | None, *, in_parts: bool) -> None:
-    """in_parts: standard input is asked for in parts."""
+    """in_parts: --resume or --shard is used with standard input."""
     if workers < 1:
         raise ValueError(f"--workers {workers}: must be at least 1")
     if not json_keys or len(set(json_keys)) != len(json_keys):
@@ -241,7 +240,7 @@ def _check(workers: int, json_keys: Sequence[str], sentences: Sentences | None, 
     if in_parts:
         raise ValueError("--input -: standard input cannot be combined with --resume or --shard")
     if sentences is not None:
-        splitter(sentences.splitter, sentences.language)  # is it there?
+        splitter(sentences.splitter, sentences.language)  # raises ValueError if it is not installed
 
 
 def _checked_eod(tokenizer: Tokenizer, append_eod: bool) -> int | None:
@@ -254,14 +253,16 @@ def _checked_eod(tokenizer: Tokenizer, append_eod: bool) -> int | None:
 
 
 class Begin(NamedTuple):
-    """Where reading begins: the piece, and how much of it is done."""
+    """A position in the input."""
 
     piece: int = 0
+    """Number of the piece."""
     done: int = 0
+    """How much of the piece is done, see `sources.blocks`."""
 
 
 class Read(NamedTuple):
-    """A block, and where reading continues after it."""
+    """A block, and the position after it."""
 
     block: LineBlock
     after: Begin
@@ -272,12 +273,12 @@ class Read(NamedTuple):
 
 
 def _blocks(found: Sequence[SourcePiece], keys: Sequence[str], text_lines: bool, begin: Begin) -> Iterator[Read]:
-    """The blocks of every piece, in order, from `begin` on."""
-    done = begin.done
+    """The blocks of every piece in order, starting at `begin`."""
+    units_done = begin.done
     for number, piece in enumerate(found[begin.piece :], begin.piece):
-        for block in blocks(piece, keys, text_lines=text_lines, done=done):
+        for block in blocks(piece, keys, text_lines=text_lines, done=units_done):
             yield Read(block, Begin(number, block.done))
-        done = 0
+        units_done = 0
 
 
 # --- 2 encode -------------------------------------------------------------------------------------------------------
@@ -285,86 +286,86 @@ def _blocks(found: Sequence[SourcePiece], keys: Sequence[str], text_lines: bool,
 
 @dataclass(frozen=True)
 class _Job:
-    """What every worker does with every block."""
+    """The work of every worker on every block."""
 
-    keys: tuple[str, ...]
-    eod: int | None
-    dtype: np.dtype[np.integer]
-    sentences: Sentences | None
-    parse: bool = False
+    keys: tuple[str, ...]  # Keys of the texts
+    eod: int | None  # Id to append to documents, or None
+    dtype: np.dtype[np.integer]  # Type of the stored ids
+    sentences: Sentences | None  # Sentence splitting, or None
+    parse: bool = False  # Parse names of special tokens
 
     @property
     def described(self) -> dict[str, Json]:
-        """What is noted of it; earlier versions knew nothing of `parse`."""
+        """The job as recorded for `resume`. `parse` is left out if False, so records of earlier versions stay valid."""
         return {name: value for name, value in asdict(self).items() if name != "parse" or value}
 
     def worker(self, tokenizer: Tokenizer) -> _Worker:
-        cut = self.sentences
-        split = splitter(cut.splitter, cut.language, cut.keep_newlines) if cut else None
+        options = self.sentences
+        split = splitter(options.splitter, options.language, options.keep_newlines) if options else None
         return _Worker(self, tokenizer, split, Spelled(tokenizer.special_tokens()))
 
 
 class EncodedBlock(NamedTuple):
-    """What has become of a block.
+    """The result of a block."""
 
-    documents: one per key; lines: how many the block has; skipped: those that hold no document, and for the first of
-    them the number within the block and the reason; spelled: documents that spell a special token, such as `spells`.
-    """
-
-    documents: list[Documents]
-    lines: int
-    skipped: int
-    reasons: list[tuple[int, str]]
-    spelled: int = 0
-    spells: str | None = None
+    documents: list[Documents]  # One `Documents` per key
+    lines: int  # Lines of the block
+    skipped: int  # Lines that hold no document
+    reasons: list[tuple[int, str]]  # Line number within the block and reason, for the first skipped lines
+    spelled: int = 0  # Documents that contain the name of a special token
+    spells: str | None = None  # An example of such a name
 
     def with_ids(self, ids: Sequence[NDArray[np.integer]]) -> EncodedBlock:
-        """The same with other ids: an array for each key."""
-        documents = [part._replace(ids=own) for part, own in zip(self.documents, ids, strict=True)]
+        """The same block with other ids, one array per key."""
+        documents = [part._replace(ids=key_ids) for part, key_ids in zip(self.documents, ids, strict=True)]
         return self._replace(documents=documents)
 
 
 class _Batch(NamedTuple):
-    """Neighbouring documents on their way to the tokenizer: their lines, and of each the sentences under every key."""
+    """Consecutive documents for one call of the tokenizer."""
 
     lines: list[int]
+    """Line number of each document."""
     texts: list[list[list[str]]]
+    """[document][key][sentence]."""
 
 
 @dataclass(frozen=True)
 class _Worker:
     """A job and its tools."""
 
-    job: _Job
-    tokenizer: Tokenizer
-    split: Callable[[str], list[str]] | None
-    special: Spelled
+    job: _Job  # The work
+    tokenizer: Tokenizer  # The tokenizer
+    split: Callable[[str], list[str]] | None  # Function that splits a text into sentences, or None
+    special: Spelled  # Finds names of special tokens
 
     def load(self) -> _Worker:
-        """This, when the tokenizer has loaded its library: the first text does that."""
+        """Load the tokenizer's library, which happens with the first text."""
         self.tokenizer.encode_batch([""])
         return self
 
     def encode(self, block: LineBlock) -> EncodedBlock:
-        """The documents of a block. Raises ValueError where its file cannot be read."""
+        """Encode a block. Raises ValueError if its file cannot be read."""
         text = block.lines()
         lines = text.count(b"\n") + (not text.endswith(b"\n") and bool(text))
         bad: list[tuple[int, str]] = []
-        spelled: list[str] = []
-        parts = [part for batch in self._batches(text, lines, bad, spelled) for part in self._parts(batch, bad)]
+        spelled_names: list[str] = []
+        parts = [part for batch in self._batches(text, lines, bad, spelled_names) for part in self._parts(batch, bad)]
         if block.problem:
             lines += 1
             bad.append((lines, block.problem))
         documents = [self._finished([part[k] for part in parts]) for k in range(len(self.job.keys))]
-        return EncodedBlock(documents, lines, len(bad), sorted(bad)[:_LISTED], len(spelled), next(iter(spelled), None))
+        return EncodedBlock(
+            documents, lines, len(bad), sorted(bad)[:_LISTED], len(spelled_names), next(iter(spelled_names), None)
+        )
 
     def _batches(self, text: bytes, lines: int, bad: list[tuple[int, str]], spelled: list[str]) -> Iterator[_Batch]:
-        """The documents, in runs that stay in a processor's cache while they are parsed and tokenised."""
+        """Yield the documents in runs that fit in the processor's cache while they are parsed and tokenized."""
         view, begin, stop, batch = memoryview(text), 0, _BATCH_BYTES, _Batch([], [])
         number = 0
         while number < lines:
             number += 1
-            if empty := _EMPTY_LINES.match(text, begin):  # of which there may be millions
+            if empty := _EMPTY_LINES.match(text, begin):  # a file may contain millions of empty lines
                 number, begin = number + len(empty[0]) - 1, empty.end()
                 continue
             end = text.find(b"\n", begin)
@@ -384,7 +385,7 @@ class _Worker:
         yield batch
 
     def _texts(self, found: object) -> list[list[str]]:
-        """The sentences under each key of a line's value; a plain string is one, unless it is to be cut."""
+        """The sentences under each key of a line. Without splitting a plain string is one sentence."""
         if not isinstance(found, dict):
             raise ValueError(f"not a JSON object; {not_an_object(found)}")
         columns = [_sentences(found, key) for key in self.job.keys]
@@ -393,7 +394,7 @@ class _Worker:
         return [[part for sentence in column for part in self.split(sentence)] for column in columns]
 
     def _parts(self, batch: _Batch, bad: list[tuple[int, str]]) -> list[list[Documents]]:
-        """A batch as one part; where the tokenizer refuses a text, as a part for each document that it takes."""
+        """Tokenize a batch as one part. If the tokenizer refuses a text, each accepted document becomes a part."""
         try:
             return [[self._documents([texts[k] for texts in batch.texts]) for k in range(len(self.job.keys))]]
         except ValueError as error:
@@ -404,7 +405,7 @@ class _Worker:
         return [part for one in singly for part in self._parts(one, bad)]
 
     def _documents(self, documents: Sequence[Sequence[str]]) -> Documents:
-        """Documents of sentences as they come from the tokenizer."""
+        """Tokenize documents, each a list of sentences."""
         texts = [text for sentences in documents for text in sentences]
         ids, offsets = (
             flatten(list(map(self.tokenizer.encode_special, texts)))
@@ -418,9 +419,9 @@ class _Worker:
         return Documents(ids, np.diff(offsets), counts)
 
     def _finished(self, parts: Sequence[Documents]) -> Documents:
-        """All parts in order; sentences without a token are dropped, then eod is appended."""
-        nothing = Documents(np.zeros(0, self.job.dtype), np.zeros(0, np.int64), np.zeros(0, np.int64))
-        columns = zip(nothing, *parts, strict=True)
+        """Concatenate all parts in order. Sentences without a token are dropped, then eod is appended."""
+        empty_part = Documents(np.zeros(0, self.job.dtype), np.zeros(0, np.int64), np.zeros(0, np.int64))
+        columns = zip(empty_part, *parts, strict=True)
         ids, lengths, counts = (np.concatenate(c, dtype=c[0].dtype, casting="unsafe") for c in columns)
         owners = np.repeat(np.arange(len(counts)), counts)
         lengths, owners = lengths[lengths > 0], owners[lengths > 0]
@@ -433,7 +434,7 @@ class _Worker:
 
 
 def encoder(tokenizer: Tokenizer, *, append_eod: bool) -> Callable[[Sequence[str]], Documents]:
-    """A function from texts to what `preprocess` would write of them, for another program's pipeline."""
+    """A function from texts to the documents that `preprocess` would write, for the pipelines of other programs."""
     job = _Job(("text",), _checked_eod(tokenizer, append_eod), token_dtype(tokenizer.vocab_size), None)
     worker = job.worker(tokenizer)
     return lambda texts: worker._finished([worker._documents([[text] for text in texts])])
@@ -451,34 +452,33 @@ def _sentences(found: dict[str, object], key: str) -> list[str]:
 
 
 class Handed(NamedTuple):
-    """What a worker hands over.
-
-    inside: how many ids of each key lie in the buffer, one key's after another's; empty where it is too small for them
-    and they come along.
-    """
+    """The result of a worker, sent to the parent."""
 
     found: EncodedBlock
+    """The block. Its ids are empty if they are in the buffer."""
     inside: list[int]
+    """Number of ids of each key in the shared buffer, where the keys are concatenated. Empty if the buffer is too
+    small; the ids are then part of `found`."""
 
 
 def _hand_over(worker: _Worker, read: Read, buffer: Buffer) -> Handed:
-    """In a worker: what has become of a block, with its ids in the buffer."""
-    found = worker.encode(read.block)
-    ids = [part.ids for part in found.documents]
+    """In a worker: encode a block, and put its ids into the buffer."""
+    encoded = worker.encode(read.block)
+    ids = [part.ids for part in encoded.documents]
     if not buffer or sum(part.nbytes for part in ids) > len(buffer):
-        return Handed(found, [])
-    inside = [len(part) for part in ids]
-    np.concatenate(ids, out=np.frombuffer(buffer, ids[0].dtype)[: sum(inside)])
-    return Handed(found.with_ids([part[:0] for part in ids]), inside)
+        return Handed(encoded, [])
+    id_counts = [len(part) for part in ids]
+    np.concatenate(ids, out=np.frombuffer(buffer, ids[0].dtype)[: sum(id_counts)])
+    return Handed(encoded.with_ids([part[:0] for part in ids]), id_counts)
 
 
 def _taken_over(handed: Handed, buffer: Buffer) -> EncodedBlock:
-    """The inverse: ids that last as long as the buffer's content."""
-    found, inside = handed
-    if not inside:
-        return found
-    ids = np.frombuffer(buffer, found.documents[0].ids.dtype)
-    return found.with_ids(np.split(ids[: sum(inside)], np.cumsum(inside)[:-1]))
+    """In the parent: the inverse of `_hand_over`. The ids are valid as long as the buffer's content."""
+    encoded, id_counts = handed
+    if not id_counts:
+        return encoded
+    ids = np.frombuffer(buffer, encoded.documents[0].ids.dtype)
+    return encoded.with_ids(np.split(ids[: sum(id_counts)], np.cumsum(id_counts)[:-1]))
 
 
 def _another(tokenizer: Mapping[str, Any], job: _Job) -> Callable[[Read, Buffer], Handed]:
@@ -489,24 +489,28 @@ def _another(tokenizer: Mapping[str, Any], job: _Job) -> Callable[[Read, Buffer]
 def _encoders(
     made: Tokenizer, tokenizer: Mapping[str, object], job: _Job, workers: int
 ) -> Iterator[Callable[[Iterator[Read]], Iterator[tuple[Read, EncodedBlock]]]]:
-    """A function that gives every block with what has become of it, in the order of the input."""
-    alone = job.worker(made)
+    """A function that yields every block with its result, in input order."""
+    local_worker = job.worker(made)
     if workers == 1:
-        alone.load()
-        yield lambda read: ((now, alone.encode(now.block)) for now in read)
+        local_worker.load()
+        yield lambda read: ((block_read, local_worker.encode(block_read.block)) for block_read in read)
         return
-    pool = Workers(workers, here=lambda: partial(_hand_over, alone.load()), there=partial(_another, tokenizer, job))
+    pool = Workers(
+        workers, here=lambda: partial(_hand_over, local_worker.load()), there=partial(_another, tokenizer, job)
+    )
     with pool:
-        yield lambda read: ((now, _taken_over(handed, buffer)) for now, handed, buffer in pool.answers(read))
+        yield lambda read: (
+            (block_read, _taken_over(handed, buffer)) for block_read, handed, buffer in pool.answers(read)
+        )
 
 
 # --- 4 note ---------------------------------------------------------------------------------------------------------
 
 
 class _Notes:
-    """How far the work has come, in one file next to the output that is complete at every moment.
+    """Saved progress: one file next to the output, replaced atomically.
 
-    identity: all that the output depends on; another call's notes are refused.
+    identity: everything that the output depends on. Saved progress with another identity is refused.
     """
 
     def __init__(self, path: Path, identity: object, every: float) -> None:
@@ -518,17 +522,17 @@ class _Notes:
         if not os.path.lexists(self._path):
             return None
         try:
-            found = parse_json(read_limited(self._path, _NOTES_BYTES, str(self._path)), str(self._path))
+            state = parse_json(read_limited(self._path, _NOTES_BYTES, str(self._path)), str(self._path))
         except ValueError as error:
             raise ValueError(f"{error}; remove it to start over") from None
-        if not isinstance(found, dict) or found.get("identity") != self._identity:
+        if not isinstance(state, dict) or state.get("identity") != self._identity:
             raise ValueError(
                 f"--resume: {self._path} belongs to work with other inputs, options or tokenizer; "
                 "repeat its command line, or remove the file to start over"
             )
-        if not _is_note(found):
+        if not _is_note(state):
             raise ValueError(f"{self._path}: is not a note of how far the work has come; remove it to start over")
-        return dict(found)
+        return dict(state)
 
     def due(self) -> bool:
         return time.monotonic() - self._last >= self._every
@@ -536,7 +540,7 @@ class _Notes:
     def save(
         self, writers: Sequence[IndexedWriter], begin: Begin, line: int, report: Report, *, finished: bool = False
     ) -> None:
-        """line: how many lines of the piece are done."""
+        """line: number of finished lines of the piece."""
         state = {
             "identity": self._identity,
             "finished": finished,
@@ -550,14 +554,14 @@ class _Notes:
         self._last = time.monotonic()
 
     def drop(self) -> None:
-        """The work is done: nothing stays, not even what a killed process had half written."""
+        """Remove the saved progress, and temporary files of killed processes."""
         self._path.unlink(missing_ok=True)
         for stale in self._path.parent.glob(f"{glob.escape(self._path.name)}.*.tmp"):
             stale.unlink(missing_ok=True)
 
 
 def _is_note(found: dict[str, Any]) -> bool:
-    """Whether it has the form in which `_Notes.save` writes it."""
+    """Whether the object has the form that `_Notes.save` writes."""
     try:
         report, begin = Report(**found["report"]), Begin(**found["begin"])
         counts = [*begin, found["line"], report.documents, report.tokens, report.bytes, report.skipped]
@@ -565,10 +569,10 @@ def _is_note(found: dict[str, Any]) -> bool:
             counts += [writer["tokens"], writer["sequences"], writer["documents"], *(writer["range"] or ())]
     except (KeyError, TypeError):
         return False
-    whole = all(type(count) is int and 0 <= count < 1 << 62 for count in counts)
-    return whole and type(found.get("finished")) is bool and len(found["writers"]) == len(report.outputs)
+    are_valid = all(type(count) is int and 0 <= count < 1 << 62 for count in counts)
+    return are_valid and type(found.get("finished")) is bool and len(found["writers"]) == len(report.outputs)
 
 
 def _published(prefix: str) -> bool:
-    """Whether a finished writer's pair stands under its name: it takes its own files away last."""
+    """Whether a finished writer's pair is in place. A writer removes its temporary files last."""
     return exists(prefix) and not Path(f"{bin_path(prefix)}.tmp").exists()

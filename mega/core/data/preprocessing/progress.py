@@ -1,4 +1,4 @@
-"""How far preprocessing is: a bar on a terminal, a line every few seconds anywhere else. On stderr."""
+"""Progress of preprocessing, on stderr: a bar on a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 @contextlib.contextmanager
 def shown(total: int) -> Iterator[Callable[[Report, int], None]]:
-    """A callback for `preprocess` that shows its reports; `total` is the size of all input files in bytes."""
+    """A callback for `preprocess` that shows its reports. `total` is the size of all input files in bytes."""
     begin = time.monotonic()
     if sys.stderr.isatty():
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -29,7 +29,7 @@ def shown(total: int) -> Iterator[Callable[[Report, int], None]]:
         task = bar.add_task("", total=total)
 
         def draw(report: Report, read: int) -> None:
-            bar.start()  # its thread only now: processes that are forked must find none
+            bar.start()  # starts a thread: do this after the workers were forked
             bar.update(task, completed=read, description=_line(report, begin))
 
         try:
@@ -42,12 +42,12 @@ def shown(total: int) -> Iterator[Callable[[Report, int], None]]:
 
     def log(report: Report, read: int) -> None:
         nonlocal last
-        now = time.monotonic()
-        if now - last >= _SECONDS_BETWEEN_LINES:
-            last = now
-            left = (now - begin) * (total - read) / max(read, 1)
+        current_time = time.monotonic()
+        if current_time - last >= _SECONDS_BETWEEN_LINES:
+            last = current_time
+            seconds_left = (current_time - begin) * (total - read) / max(read, 1)
             print(
-                f"{100 * read / max(total, 1):5.1f} %  {_line(report, begin)}  {left:,.0f} s left",
+                f"{100 * read / max(total, 1):5.1f} %  {_line(report, begin)}  {seconds_left:,.0f} s left",
                 file=sys.stderr,
             )
 

@@ -1,4 +1,5 @@
-"""Documents into training, development and test files, by share and seed. They stay lines; nothing is tokenised."""
+"""Split documents into training, development and test files, by share and seed. The output is text lines, not
+tokens."""
 
 from __future__ import annotations
 
@@ -26,10 +27,10 @@ def split(
     *,
     overwrite: bool = False,
 ) -> dict[str, int]:
-    """Write train.jsonl, valid.jsonl and test.jsonl into `directory`; returns the documents of each.
+    """Write train.jsonl, valid.jsonl and test.jsonl into `directory`. Returns the number of documents of each.
 
-    shares: "98, 1, 1", as --split takes them. Which document goes where is a function of its number and the seed; in
-    each file the documents keep the order of the input. Blank lines are dropped.
+    shares: "98, 1, 1", as --split takes them. The file of a document is a function of its number and the seed. Within
+    each file the documents are in input order. Blank lines are dropped.
     """
     if not 0 <= seed < 2**32:
         raise ValueError(f"--seed {seed}: must be 0 .. {2**32 - 1}")
@@ -48,8 +49,8 @@ def split(
     for part in range(3):
         owners[order[bounds[part] : bounds[part + 1]]] = part
     directory.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as open_now:
-        files = [open_now.enter_context(whole_file(directory / f"{name}.jsonl")) for name in SPLITS]
+    with contextlib.ExitStack() as open_files:
+        files = [open_files.enter_context(whole_file(directory / f"{name}.jsonl")) for name in SPLITS]
         for owner, (_, line) in zip(owners.tolist(), lines(inputs, [key]), strict=True):
             files[owner].write(line.rstrip(b"\r") + b"\n")
     return dict(zip(SPLITS, np.bincount(owners, minlength=3).tolist(), strict=True))
@@ -64,7 +65,8 @@ def presplit(
     *,
     overwrite: bool = False,
 ) -> int:
-    """Each document's text as one sentence a line, the other keys as they are; returns the documents."""
+    """Split each document's text into one sentence per line, and keep the other keys. Returns the number of
+    documents."""
     from mega.core.text.sentences import splitter
 
     check_folder("--output", output, output.parent)
@@ -75,21 +77,21 @@ def presplit(
     cut, count = splitter(kind, language), 0
     output.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(output) as file:
-        for where, line in lines(inputs, [key]):
+        for location, line in lines(inputs, [key]):
             try:
-                parsed(line)  # is it what preprocess will read?
-                found = json.loads(line)  # the other reader rounds whole numbers of more than 64 bits
-                found[key] = "\n".join(s for part in found[key].split("\n") for s in cut(part) if s.strip())
+                parsed(line)  # raises ValueError if preprocess could not read the line
+                document = json.loads(line)  # `parsed` rounds integers of more than 64 bits
+                document[key] = "\n".join(s for part in document[key].split("\n") for s in cut(part) if s.strip())
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise BadLine(f"{where}: not a JSON object with text under {key!r} ({error})") from None
-            file.write(json.dumps(found, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
+                raise BadLine(f"{location}: not a JSON object with text under {key!r} ({error})") from None
+            file.write(json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
             count += 1
     return count
 
 
 def _spared(flag: str, value: Path, inputs: Sequence[Path], outputs: Sequence[Path]) -> None:
-    """ValueError where an output is an input: it would be lost, or be split again with what it was split from."""
-    written = {os.path.realpath(path) for path in outputs}
+    """ValueError if an output is an input, which would then be lost."""
+    output_paths = {os.path.realpath(path) for path in outputs}
     for path in inputs:
-        if path != STDIN and os.path.realpath(path) in written:
+        if path != STDIN and os.path.realpath(path) in output_paths:
             raise ValueError(f"{flag} {value}: would replace the input {path}; name another place, or give other files")

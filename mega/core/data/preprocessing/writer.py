@@ -1,7 +1,7 @@
-"""Writing token files: a pair that appears whole or not at all, in bounded memory, and can be gone on with.
+"""Write token files atomically, in bounded memory. An interrupted writer can be resumed.
 
-While it is written the pair is three files: `<prefix>.bin.tmp`, and the lengths and the sequences per document, from
-which the .idx is made at the end. This file knows neither texts nor tokenizers.
+During writing the pair consists of three files: `<prefix>.bin.tmp`, the sequence lengths, and the sequences per
+document. The .idx is built from the last two at the end. The file knows neither texts nor tokenizers.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _BLOCK = 1 << 20
 
 
 class IndexedWriter:
-    """Writes a pair of token files that appears under `prefix` when `with` ends well, the .idx last.
+    """Writes a pair of token files. It appears under `prefix` when `with` ends without an error, the .idx last.
 
         with IndexedWriter(prefix, token_dtype(vocab_size)) as writer:
             writer.add([[10, 11], [12]])     # one document of two sequences
 
-    Memory stays bounded: lengths and documents wait in files, not in lists. A second writer on the same prefix is
+    Memory is bounded: lengths and documents are stored in files, not in lists. A second writer on the same prefix is
     refused with ValueError.
 
-    keep: when the writing fails, leave what is there, so that a later writer that is given the last `state()` resumes
-    from it; without it nothing stays.
-    noted: what else its note says; what made the files and who may read them is for others to know.
+    keep: after an error, keep the temporary files. A later writer resumes from them if it is given the last `state()`.
+    False: remove them.
+    noted: additional entries of the note, such as the tokenizer. The writer does not interpret them.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class IndexedWriter:
         self.noted = dict(noted)
         self._digest = hashlib.sha256()
         with self._named():
-            for place in (bin_path(prefix), idx_path(prefix), note_path(prefix)):
-                if place.is_dir():
-                    raise ValueError(f"{place}: is a directory; must be a file")
+            for output_path in (bin_path(prefix), idx_path(prefix), note_path(prefix)):
+                if output_path.is_dir():
+                    raise ValueError(f"{output_path}: is a directory; must be a file")
             bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
             self._paths = [Path(f"{prefix}.{name}.tmp") for name in ("bin", "lengths", "counts")]
             self._bin = _open_alone(self._paths[0])
-            for published in (idx_path(prefix), note_path(prefix)):  # what a killed writer left of them
+            for published in (idx_path(prefix), note_path(prefix)):  # remove temporary files of a killed writer
                 for stale in published.parent.glob(f"{glob.escape(published.name)}.*.tmp"):
                     stale.unlink(missing_ok=True)
             self._lengths, self._counts = (open(path, "a+b") for path in self._paths[1:])  # noqa: SIM115
@@ -89,7 +89,7 @@ class IndexedWriter:
                 for path in self._paths:
                     path.unlink(missing_ok=True)
             for file in self._files:
-                with contextlib.suppress(OSError):  # what a full disk did not take was never counted
+                with contextlib.suppress(OSError):  # data that a full disk rejected was never counted
                     file.close()
 
     @property
@@ -97,7 +97,7 @@ class IndexedWriter:
         return self._bin, self._lengths, self._counts
 
     def state(self) -> dict[str, Json]:
-        """How much lies on the disk now, for a later writer; everything written so far is flushed first."""
+        """Flush everything to the disk, and return the sizes that a later writer can resume from."""
         with self._named():
             for file in self._files:
                 file.flush()
@@ -110,13 +110,13 @@ class IndexedWriter:
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        """Cut the files to a former writer's `state()`; ValueError where they hold less than that."""
+        """Truncate the files to an earlier writer's `state()`. ValueError if they are shorter."""
         self.tokens, self.sequences, self.documents = (state[name] for name in ("tokens", "sequences", "documents"))
         self._range = tuple(state["range"]) if state["range"] else None
         sizes = self.tokens * self.dtype.itemsize, 4 * self.sequences, 8 * self.documents
         with self._named():
             if self.tokens and not os.fstat(self._bin.fileno()).st_size and bin_path(self.prefix).exists():
-                # Killed between the two renames of publishing: the ids are under their name already.
+                # Killed between the two renames of `_publish`: the .bin already has its final name. Move it back.
                 idx_path(self.prefix).unlink(missing_ok=True)
                 os.replace(bin_path(self.prefix), self._paths[0])
                 self._bin.close()
@@ -130,13 +130,13 @@ class IndexedWriter:
                     self._digest.update(block)
 
     def add(self, document: Sequence[Sequence[int]]) -> None:
-        """One document: its sequences, of which the empty ones are dropped."""
+        """Add one document: its sequences, without empty ones."""
         lengths = [len(sequence) for sequence in document if len(sequence)]
         ids = [token for sequence in document for token in sequence]
         self.extend(np.array(ids, np.int64), np.array(lengths, np.int64), np.array([len(lengths)]))
 
     def extend(self, ids: NDArray[np.integer], lengths: NDArray[np.integer], counts: NDArray[np.integer]) -> None:
-        """Many documents at once: all their ids, the lengths of all their sequences, sequences per document.
+        """Add many documents: all ids, the lengths of all sequences, and the number of sequences per document.
 
         Raises ValueError for an id that the dtype cannot hold.
         """
@@ -144,16 +144,16 @@ class IndexedWriter:
         self._write(ids, lengths, counts)
 
     def append(self, other: IndexedDataset) -> None:
-        """Append all of another pair; ValueError where its ids are of another width."""
+        """Append all documents of another pair. ValueError if its ids have another dtype."""
         if other.dtype != self.dtype:
             raise ValueError(f"{other.prefix}: its ids are {other.dtype}, those of {self.prefix} {self.dtype}")
-        nothing = np.zeros(0, np.int64)
+        no_entries = np.zeros(0, np.int64)
         for first in range(0, len(other.tokens), _BLOCK):
-            self._write(other.tokens[first : first + _BLOCK], nothing, nothing)
+            self._write(other.tokens[first : first + _BLOCK], no_entries, no_entries)
         for first in range(0, len(other), _BLOCK):
-            self._write(nothing, other.lengths[first : first + _BLOCK], nothing)
+            self._write(no_entries, other.lengths[first : first + _BLOCK], no_entries)
         for first in range(0, other.documents, _BLOCK):
-            self._write(nothing, nothing, np.diff(other.document_index[first : first + _BLOCK + 1]))
+            self._write(no_entries, no_entries, np.diff(other.document_index[first : first + _BLOCK + 1]))
 
     def _write(self, ids: NDArray[np.integer], lengths: NDArray[np.integer], counts: NDArray[np.integer]) -> None:
         if len(ids):
@@ -175,7 +175,7 @@ class IndexedWriter:
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        """A full disk and its like become a ValueError that names the output."""
+        """Convert disk errors, such as a full disk, to a ValueError that names the output."""
         try:
             yield
         except OSError as error:
@@ -185,11 +185,11 @@ class IndexedWriter:
 
     @property
     def largest(self) -> int:
-        """Of the ids so far."""
+        """The largest id so far."""
         return (self._range or (0, 0))[1]
 
     def _publish(self) -> None:
-        """Take the old index away, then put down ids, note and index in this order."""
+        """Remove the old index, then put ids, note and index in place, in this order."""
         self._bin.flush()
         os.fsync(self._bin.fileno())
         for old in (idx_path(self.prefix), note_path(self.prefix)):
@@ -213,7 +213,7 @@ class IndexedWriter:
                 note_file.write(json.dumps(note).encode() + b"\n")
 
     def _index(self) -> Iterator[bytes]:
-        """The bytes of the .idx, part by part."""
+        """Yield the bytes of the .idx."""
         yield HEADER.pack(MAGIC, 1, CODES[self.dtype], self.sequences, self.documents + 1)
         for lengths in _stored(self._lengths, "<i4"):
             yield lengths.tobytes()
@@ -231,20 +231,20 @@ class IndexedWriter:
 
 
 def _stored(file: BinaryIO, dtype: str) -> Iterator[NDArray[np.integer]]:
-    """The numbers of a spool file from its beginning, in blocks."""
+    """The numbers of a temporary file from its beginning, in blocks."""
     file.seek(0)
     while data := file.read(_BLOCK * np.dtype(dtype).itemsize):
         yield np.frombuffer(data, dtype)
 
 
 def _open_alone(path: Path) -> BinaryIO:
-    """Open `path` and lock it; ValueError where a living process is writing it."""
+    """Open and lock `path`. ValueError if a living process is writing it."""
     while True:
         file = open(path, "ab")  # noqa: SIM115
         if not locked_alone(file.fileno()):
             file.close()
             raise ValueError(f"{path}: another process is writing this output")
-        # Another writer may have published or removed this very file between open and lock.
+        # Another writer may have renamed or removed this file between open and lock: check, and try again.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
                 return file
