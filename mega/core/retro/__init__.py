@@ -1,10 +1,10 @@
-"""From a corpus to a model that reads neighbours (Retro): its stages, each of blocks that can be built again alone.
+"""From a corpus to a model that reads neighbours (Retro), in stages of blocks that can each be rebuilt separately.
 
 stages     the database of chunks, their vectors, and the neighbours of a run's samples
-embed      texts as vectors, by a BERT
+embed      embed texts with a BERT
 index      an approximate index of the vectors, by faiss
-search     the nearest of many vectors, exactly
-retrieve   neighbours of texts that are continued or judged
-database   the verbs: what is checked first, and which stages follow
-options    what the verbs are given
+search     exact search for the nearest vectors
+retrieve   neighbours of texts during generation and evaluation
+database   the verbs: checks, and the sequence of stages
+options    option sections of the verbs
 """

@@ -1,4 +1,4 @@
-"""The verbs of `mega retro`: what is checked before a stage begins, and which stages follow one another."""
+"""The verbs of `mega retro`: the checks before each stage, and the sequence of stages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Report = Callable[[str], None]
 
 
 def build_database(options: DatabaseOptions, tokenizer: Tokenizer, share: Share, report: Report) -> None:
-    """Chunks, then vectors. A process of several makes vectors once the chunks have been joined.
+    """Build chunks, then vectors. A sharded process builds vectors only after all chunks have been merged.
 
     Errors: ValueError naming flag or file; CheckpointError.
     """
@@ -44,7 +44,7 @@ def build_database(options: DatabaseOptions, tokenizer: Tokenizer, share: Share,
         )
     if options.index is not None:
         index_folder(folder, options.index)
-    found = sources(parse_blend("--data-path", options.data_path), options.split)
+    corpora = sources(parse_blend("--data-path", options.data_path), options.split)
     device = Device.choose(options.device).torch
     embedder = BertEmbedder(
         options.embedder, batch=options.embed_batch, length=options.embed_length, device=str(device)
@@ -58,13 +58,13 @@ def build_database(options: DatabaseOptions, tokenizer: Tokenizer, share: Share,
         eod=tokenizer.eod,
         pad_chunks=options.pad_chunks,
         embedder=embedder.digest,
-        corpora=tuple((source.ratio, source.prefix, corpus_digest(source.corpus.content())) for source in found),
+        corpora=tuple((source.ratio, source.prefix, corpus_digest(source.corpus.content())) for source in corpora),
     )
     begin(folder, manifest)
-    joined = (folder / INFOS).exists()
-    if not joined:
-        build_chunks(folder, manifest, found, tokenizer, embedder, share, report)
-    if share.whole or joined:
+    is_merged = (folder / INFOS).exists()
+    if not is_merged:
+        build_chunks(folder, manifest, corpora, tokenizer, embedder, share, report)
+    if share.whole or is_merged:
         build_vectors(folder, manifest, tokenizer, embedder, share, report)
     if share.whole and options.index is not None:
         chunks = len(ChunkDatabase(folder, manifest.chunk_length, manifest.eod))
@@ -72,7 +72,7 @@ def build_database(options: DatabaseOptions, tokenizer: Tokenizer, share: Share,
 
 
 def query_run(options: Options, search: QueryOptions, share: Share, report: Report) -> None:
-    """The neighbours of a run's training, validation and test samples. Errors: as of `build_database`."""
+    """Find the neighbours of a run's training, validation and test samples. Errors: as in `build_database`."""
     run, tokenizer, folder = _opened(options)
     manifest = DatabaseManifest.read(folder)
     _check_run(run, tokenizer, manifest)
@@ -100,10 +100,10 @@ def query_run(options: Options, search: QueryOptions, share: Share, report: Repo
 
 
 def _opened(options: Options) -> tuple[RunConfig, Tokenizer, Path]:
-    """A run, its tokenizer and its database. Errors: ValueError naming the flag."""
+    """The run, its tokenizer and its database folder. Errors: ValueError naming the flag."""
     if options.data.retro is None:
         raise ValueError("--retro is missing: give the folder that mega retro build has made")
-    parallel = options.parallel  # of which only the number of samples matters here
+    parallel = options.parallel  # the layout only affects the number of samples here
     resolved = resolve_run(options, options.runtime.nproc or parallel.tp * parallel.cp * parallel.pp)
     if resolved.tokenizer is None:
         raise ValueError("--tokenizer is missing: chunks are embedded as text")
@@ -111,7 +111,7 @@ def _opened(options: Options) -> tuple[RunConfig, Tokenizer, Path]:
 
 
 def _check_run(run: RunConfig, tokenizer: Tokenizer, manifest: DatabaseManifest) -> None:
-    """That a run reads the corpora of the database as they were read. Errors: ValueError naming the flag."""
+    """Check that a run reads the same corpora as the database. Errors: ValueError naming the flag."""
     folder = run.data.retro
     if not tokenizer.made(manifest.tokenizer):
         rule = f"the database of {folder} was made with {manifest.tokenizer}"
@@ -124,14 +124,16 @@ def _check_run(run: RunConfig, tokenizer: Tokenizer, manifest: DatabaseManifest)
         raise ValueError("--data-path is missing: neighbours are of the samples of the corpora of the database")
     digests = [corpus_digest(IndexedDataset(prefix).content()) for _, prefix in parse_blend("--data-path", words)]
     if digests != [digest for _, _, digest in manifest.corpora]:
-        named = ", ".join(prefix for _, prefix, _ in manifest.corpora)
-        raise ValueError(f"--data-path {' '.join(words)}: must be the corpora of the database in their order: {named}")
+        expected_prefixes = ", ".join(prefix for _, prefix, _ in manifest.corpora)
+        raise ValueError(
+            f"--data-path {' '.join(words)}: must be the corpora of the database in their order: {expected_prefixes}"
+        )
     if split_shares(run.data.split) != split_shares(manifest.split):
         raise ValueError(f"--split {run.data.split}: the database was made with {manifest.split}")
 
 
 def look(options: Options, shown: LookOptions) -> Iterator[str]:
-    """Lines about a database. Errors: ValueError naming flag or file."""
+    """Yield lines about a database. Errors: ValueError naming flag or file."""
     run, tokenizer, folder = _opened(options)
     manifest = DatabaseManifest.read(folder)
     database = ChunkDatabase(folder, manifest.chunk_length, manifest.eod)
@@ -152,10 +154,10 @@ def _sample(run: RunConfig, tokenizer: Tokenizer, number: int, of: str) -> Itera
     if dataset is None or number >= len(dataset):
         raise ValueError(f"--sample {number}: must be below {0 if dataset is None else len(dataset)}")
     sample, length = dataset[number], run.model.retro_chunk_length
-    for chunk, near in enumerate(sample.neighbours):
+    for chunk, neighbours in enumerate(sample.neighbours):
         yield f"chunk {chunk}: {_text(tokenizer, sample.tokens[chunk * length : (chunk + 1) * length].tolist())}"
-        for rank, (ids, found) in enumerate(zip(near.tolist(), sample.found[chunk], strict=True)):
-            yield f"  neighbour {rank}: {_text(tokenizer, ids) if found else 'none'}"
+        for rank, (ids, is_found) in enumerate(zip(neighbours.tolist(), sample.found[chunk], strict=True)):
+            yield f"  neighbour {rank}: {_text(tokenizer, ids) if is_found else 'none'}"
 
 
 def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Texts as vectors, by a BERT: the mean of its last states over the tokens of the text, without those around it."""
+"""Embed texts with a BERT: the mean of its last hidden states over the tokens of the text, without [CLS] and [SEP]."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from mega.core.model.bert import BertHead, BertStage
 
 
 class Embedder(Protocol):
-    """digest: tells its vectors from another's."""
+    """Embeds texts. `digest` identifies the model and settings that determine the vectors."""
 
     @property
     def digest(self) -> str: ...
     def tokens(self, text: str) -> int:
-        """How many tokens a text is to it."""
+        """The number of tokens of a text."""
 
     def __call__(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """[texts, width]"""
 
 
 class BertEmbedder:
-    """A BERT checkpoint, or a Hugging Face folder of one.
+    """A BERT checkpoint, or a Hugging Face folder with a BERT.
 
-    batch: texts that are embedded together. length: tokens that are read of a text, without those around it.
-    Errors: ValueError where it is not a BERT, or has no tokenizer with it; CheckpointError.
+    batch: texts that are embedded together. length: maximum tokens of a text, without [CLS] and [SEP]. Errors:
+    ValueError if the model is not a BERT, or has no tokenizer; CheckpointError.
     """
 
     def __init__(self, load: str, *, batch: int, length: int, device: str) -> None:
@@ -57,14 +57,14 @@ class BertEmbedder:
 
     @torch.no_grad()
     def __call__(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Texts of about one length are read together; the result does not depend on their order in the file."""
+        """Texts of similar length are embedded together. The result does not depend on the order of the texts."""
         ids = [self._tokenizer.encode(text)[: self._length] for text in texts]
         order = sorted(range(len(ids)), key=lambda number: (len(ids[number]), number))
-        found = np.empty((len(ids), self._opened.model.hidden), np.float32)
+        vectors = np.empty((len(ids), self._opened.model.hidden), np.float32)
         for first in range(0, len(order), self._batch):
-            part = order[first : first + self._batch]
-            found[part] = self._embedded([ids[number] for number in part])
-        return found
+            batch_numbers = order[first : first + self._batch]
+            vectors[batch_numbers] = self._embedded([ids[number] for number in batch_numbers])
+        return vectors
 
     def _embedded(self, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
         batch, stage = self._batch_of(texts), self._stage
@@ -76,7 +76,7 @@ class BertEmbedder:
         return np.asarray(((states * inner[..., None]).sum(1) / inner.sum(1, keepdim=True)).cpu().numpy())
 
     def _batch_of(self, texts: Sequence[Sequence[int]]) -> MaskedBatch:
-        """Each text between the tokens that open and close one; one without any is a single pad."""
+        """A batch of [CLS] text [SEP]. A text without tokens becomes a single pad token."""
         roles = self._tokenizer.roles
         assert roles is not None
         rows = [[roles.cls, *(text or [roles.pad]), roles.sep] for text in texts]
@@ -90,7 +90,7 @@ class BertEmbedder:
 
 
 def opened_embedder(folder: Path, manifest: DatabaseManifest, load: str, device: str) -> BertEmbedder:
-    """The one that made the vectors of a database. Errors: ValueError where `load` is another."""
+    """The embedder that made the vectors of a database. Errors: ValueError if `load` is a different one."""
     length = manifest.embedder.rpartition(" ")[2]
     if not length.isdecimal():
         raise ValueError(f"{folder / manifest.NAME}: embedder {manifest.embedder!r}: is damaged; build it again")

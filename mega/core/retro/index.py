@@ -1,10 +1,11 @@
 """An approximate index of a database's vectors, by faiss (the extra `retro`): trained on a sample, then filled.
 
-    index/faiss/DESCRIPTION/empty.faissindex    trained
-    index/faiss/DESCRIPTION/added.faissindex    with all vectors, by their numbers
-    index/faiss/DESCRIPTION/index.json          of which database, written last
+    index/faiss/DESCRIPTION/empty.faissindex    the trained index
+    index/faiss/DESCRIPTION/added.faissindex    the index with all vectors, by chunk number
+    index/faiss/DESCRIPTION/index.json          a digest of the database, written last
 
-DESCRIPTION is faiss's: IVF1024,Flat or OPQ32_64,IVF65536_HNSW8,PQ32. Distances are Euclidean, as in Megatron-LM.
+DESCRIPTION is a string for faiss's index factory: IVF1024,Flat or OPQ32_64,IVF65536_HNSW8,PQ32. Distances are
+Euclidean, as in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ if TYPE_CHECKING:
     import faiss
 
 Search: TypeAlias = Callable[[NDArray[np.float32], int], NDArray[np.int64]]
-"""queries [n, width], count -> numbers of the nearest vectors, [n, count], -1 where there are fewer."""
+"""queries [n, width], count -> numbers of the nearest vectors, [n, count], padded with -1."""
 
 _NAME = re.compile(r"[A-Za-z0-9_,()x.]{1,200}")
 
 
 def exact_search(folder: Path, manifest: DatabaseManifest, chunks: int, device: torch.device) -> Search:
-    """Of all vectors, block by block. Errors: ValueError naming a block that is not there, or is not whole."""
+    """Search in all vectors, block by block. Errors: ValueError naming a block that is missing or damaged."""
     for _ in read_vectors(folder, chunks, manifest.block_size):
-        pass  # all of them are there, and of one width
+        pass  # checks that all blocks exist and have the same width
 
     def search(queries: NDArray[np.float32], count: int) -> NDArray[np.int64]:
         return nearest(queries, read_vectors(folder, chunks, manifest.block_size), count, device)
@@ -49,22 +50,26 @@ def exact_search(folder: Path, manifest: DatabaseManifest, chunks: int, device: 
 def open_search(
     folder: Path, manifest: DatabaseManifest, chunks: int, device: torch.device, index: str | None, probes: int
 ) -> Search:
-    """That of the index of a description, or exact. probes: lists of an index that are searched. Errors: ValueError
-    naming flag or file."""
+    """Open the index of a description, or exact search without one. probes: lists of an IVF index that are searched.
+
+    Errors: ValueError naming flag or file.
+    """
     if index is None:
         return exact_search(folder, manifest, chunks, device)
-    library, place = _library(), index_folder(folder, index)
-    found = _read(library, place / "added.faissindex", place, manifest, index)
-    width = next((vectors.shape[1] for _, vectors in read_vectors(folder, chunks, manifest.block_size)), found.d)
-    if (found.ntotal, found.d) != (chunks, width):
-        rule = f"has {found.ntotal} vectors of {found.d} numbers, the database {chunks} of {width}; delete it"
-        raise ValueError(f"{place}: {rule} and run mega retro build --index {index} again")
-    lists = library.try_extract_index_ivf(found)
+    library, index_path = _library(), index_folder(folder, index)
+    faiss_index = _read(library, index_path / "added.faissindex", index_path, manifest, index)
+    width = next((vectors.shape[1] for _, vectors in read_vectors(folder, chunks, manifest.block_size)), faiss_index.d)
+    if (faiss_index.ntotal, faiss_index.d) != (chunks, width):
+        rule = (
+            f"has {faiss_index.ntotal} vectors of {faiss_index.d} numbers, the database {chunks} of {width}; delete it"
+        )
+        raise ValueError(f"{index_path}: {rule} and run mega retro build --index {index} again")
+    lists = library.try_extract_index_ivf(faiss_index)
     if lists is not None:
         lists.nprobe = min(probes, lists.nlist)
 
     def search(queries: NDArray[np.float32], count: int) -> NDArray[np.int64]:
-        return np.asarray(found.search(np.ascontiguousarray(queries), count)[1], np.int64)
+        return np.asarray(faiss_index.search(np.ascontiguousarray(queries), count)[1], np.int64)
 
     return search
 
@@ -72,35 +77,35 @@ def open_search(
 def build_index(
     folder: Path, manifest: DatabaseManifest, chunks: int, index: str, sample: int, report: Callable[[str], None]
 ) -> None:
-    """Phase 1: train on a sample. Phase 2: add all vectors, in their order. What is there is not made again.
+    """Phase 1: train on a sample. Phase 2: add all vectors in order. Existing files are kept.
 
     Errors: ValueError naming the flag, or a file.
     """
-    library, place = _library(), index_folder(folder, index)
-    if (place / "index.json").exists():
-        _check(place, manifest, index)
+    library, index_path = _library(), index_folder(folder, index)
+    if (index_path / "index.json").exists():
+        _check(index_path, manifest, index)
         return
-    empty = place / "empty.faissindex"
+    empty = index_path / "empty.faissindex"
     if not empty.exists():
         vectors = _sample(folder, manifest, chunks, sample)
-        made = _made(library, vectors.shape[1], index)
+        trained = _made(library, vectors.shape[1], index)
         try:
-            made.train(vectors)
+            trained.train(vectors)
         except RuntimeError as error:
             raise ValueError(f"--index {index}: cannot be trained on {len(vectors)} vectors ({_line(error)})") from None
-        _write(library, made, empty)
+        _write(library, trained, empty)
         report(f"index {index}: trained on {len(vectors):,} of {chunks:,} vectors")
     filled = _load(library, empty)
     for first, block in read_vectors(folder, chunks, manifest.block_size):
         filled.add(np.ascontiguousarray(block))
         report(f"index {index}: {first + len(block):,} of {chunks:,} vectors are added")
-    _write(library, filled, place / "added.faissindex")
-    with whole_file(place / "index.json") as file:
+    _write(library, filled, index_path / "added.faissindex")
+    with whole_file(index_path / "index.json") as file:
         file.write(json.dumps({"index": index, "database": _digest(manifest)}).encode())
 
 
 def index_folder(folder: Path, index: str) -> Path:
-    """Errors: ValueError where a description is none."""
+    """The folder of an index. Errors: ValueError if `index` is not a description."""
     if not _NAME.fullmatch(index):
         raise ValueError(f"--index {index}: must be a description of faiss's index factory, such as IVF1024,Flat")
     return folder / "index" / "faiss" / index
@@ -122,7 +127,7 @@ def _made(library: faiss, width: int, index: str) -> faiss.Index:
 
 
 def _sample(folder: Path, manifest: DatabaseManifest, chunks: int, sample: int) -> NDArray[np.float32]:
-    """Vectors drawn at random, the same each time, in their order."""
+    """A random sample of the vectors, in order. It is the same in every call."""
     rows = np.sort(np.random.default_rng(0).choice(chunks, min(sample, chunks), replace=False))
     parts = [
         vectors[rows[(rows >= first) & (rows < first + len(vectors))] - first]
@@ -132,7 +137,7 @@ def _sample(folder: Path, manifest: DatabaseManifest, chunks: int, sample: int) 
 
 
 def _write(library: faiss, index: faiss.Index, path: Path) -> None:
-    """Whole or not at all."""
+    """Write the index atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
         file.write(library.serialize_index(index).tobytes())
@@ -151,12 +156,12 @@ def _read(library: faiss, path: Path, place: Path, manifest: DatabaseManifest, i
 
 
 def _check(place: Path, manifest: DatabaseManifest, index: str) -> None:
-    """Errors: ValueError where there is no whole index, or it is of another database."""
+    """Errors: ValueError if the index is incomplete, or belongs to another database."""
     path = place / "index.json"
     if not path.is_file():
         raise ValueError(f"--index {index}: {place} is not whole; mega retro build --index {index} makes it")
-    found = below(parse_json(read_limited(path, 1 << 16, str(path)), str(path)))
-    if found.get("database") != _digest(manifest):
+    record = below(parse_json(read_limited(path, 1 << 16, str(path)), str(path)))
+    if record.get("database") != _digest(manifest):
         raise ValueError(f"--index {index}: {place} is of another database; delete it and build it again")
 
 

@@ -1,4 +1,4 @@
-"""Neighbours of chunks that a model writes or is judged on: embedded, looked for, and read, while it waits."""
+"""Neighbours of chunks that a model generates or scores: embed, search and read them on demand."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from mega.core.text.tokenizer import Tokenizer
 def opener(
     given: RetrievalOptions, engine: EngineOptions, layout: DecodingLayout, adapter: Sequence[str], beams: int = 0
 ) -> OpenRetriever | None:
-    """What opens the retriever of a model that continues texts. Errors: ValueError naming a flag that it excludes."""
+    """The function that opens the retriever of a generating model. Errors: ValueError naming an incompatible flag."""
     if given.retro is not None:
         check_decoding(engine, layout, adapter, beams)
     return named_opener(given)
 
 
 def named_opener(given: RetrievalOptions) -> OpenRetriever | None:
-    """What opens the retriever that flags name. Errors: ValueError naming the flag."""
+    """The function that opens the retriever that the flags select, or None. Errors: ValueError naming the flag."""
     given.check()
     return None if given.retro is None else partial(open_retriever, given)
 
 
 def open_retriever(given: RetrievalOptions, model: ModelConfig, tokenizer: Tokenizer, device: str) -> Retriever:
-    """Errors: ValueError naming flag or file."""
+    """Open a retriever. Errors: ValueError naming flag or file."""
     retro = given.retro
     if retro is None or retro == NOTHING:
         return NoNeighbours(model)
@@ -58,21 +58,21 @@ def open_retriever(given: RetrievalOptions, model: ModelConfig, tokenizer: Token
         raise ValueError(
             f"--retro {retro}: was made with the tokenizer {manifest.tokenizer}, the model's is {tokenizer.identity()}"
         )
-    made = opened_embedder(folder, manifest, given.embedder or "", device)
+    embedder = opened_embedder(folder, manifest, given.embedder or "", device)
     database = ChunkDatabase(folder, manifest.chunk_length, manifest.eod)
     search = open_search(folder, manifest, len(database), torch.device(device), given.index, given.probes)
-    return DatabaseRetriever(model, tokenizer, database, made, search)
+    return DatabaseRetriever(model, tokenizer, database, embedder, search)
 
 
 @dataclass(frozen=True)
 class DatabaseRetriever:
-    """The nearest chunks of a database."""
+    """Retrieves the nearest chunks of a database."""
 
-    model: ModelConfig
-    tokenizer: Tokenizer
-    database: ChunkDatabase
-    embedder: Embedder
-    search: Search
+    model: ModelConfig  # The model that reads the neighbours
+    tokenizer: Tokenizer  # Its tokenizer
+    database: ChunkDatabase  # The chunks
+    embedder: Embedder  # Embeds the queries
+    search: Search  # Search in the vectors of the chunks
 
     def __call__(self, chunks: NDArray[np.int64]) -> Retrieved:
         model, database = self.model, self.database
@@ -86,10 +86,10 @@ class DatabaseRetriever:
         return Retrieved(neighbours, numbers >= 0, [self._cited(row) for row in numbers.tolist()])
 
     def _cited(self, numbers: Sequence[int]) -> list[Citation]:
-        found = list[Citation]()
+        citations = list[Citation]()
         for number in numbers:
             if number >= 0:
                 corpus, document = self.database.chunks[number, :2].tolist()
                 text = self.tokenizer.decode(self.database.ids(number).tolist())
-                found.append(Citation(0, number, self.database.corpora[corpus].prefix, document, text))
-        return found
+                citations.append(Citation(0, number, self.database.corpora[corpus].prefix, document, text))
+        return citations

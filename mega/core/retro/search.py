@@ -1,7 +1,7 @@
-"""The nearest of many vectors by Euclidean distance, exactly, block by block: memory is that of two blocks.
+"""Exact search for the nearest of many vectors by Euclidean distance, block by block. Memory holds two blocks.
 
-A block's best candidates are found by a matrix product and then judged again by differences in float64, so that the
-order of what is found does not depend on how products are rounded; equal distances go by the lower number.
+A matrix product selects the best candidates of a block. Their distances are then recomputed from differences in
+float64, so the order does not depend on rounding in the product. Of equal distances the lower number is first.
 """
 
 from __future__ import annotations
@@ -13,34 +13,35 @@ import torch
 from numpy.typing import NDArray
 
 SPARE = 16
-"""Candidates of a block beyond those that are wanted, which rounding may have put behind them."""
+"""Additional candidates of a block, since rounding may have ranked a true neighbour too low."""
 
 
 def nearest(
     queries: NDArray[np.float32], blocks: Iterable[tuple[int, NDArray[np.float32]]], count: int, device: torch.device
 ) -> NDArray[np.int64]:
-    """int64 [n, count]: for each query the numbers of its nearest vectors, -1 where there are fewer.
+    """int64 [n, count]: for each query the numbers of its nearest vectors, padded with -1.
 
     blocks: number of the first vector, vectors [m, width].
     """
-    asked = torch.from_numpy(np.ascontiguousarray(queries)).to(device)
-    distances = torch.full((len(asked), count), torch.inf, dtype=torch.float64, device=device)
-    numbers = torch.full((len(asked), count), -1, dtype=torch.int64, device=device)
+    query_vectors = torch.from_numpy(np.ascontiguousarray(queries)).to(device)
+    distances = torch.full((len(query_vectors), count), torch.inf, dtype=torch.float64, device=device)
+    numbers = torch.full((len(query_vectors), count), -1, dtype=torch.int64, device=device)
     for first, vectors in blocks:
         block = torch.from_numpy(np.array(vectors)).to(device)
-        found, exact = _of_block(asked, block, count)
-        distances, numbers = _best(torch.cat([distances, exact], 1), torch.cat([numbers, found + first], 1), count)
+        candidates, exact = _of_block(query_vectors, block, count)
+        distances, numbers = _best(torch.cat([distances, exact], 1), torch.cat([numbers, candidates + first], 1), count)
     return numbers.cpu().numpy()
 
 
 def _of_block(asked: torch.Tensor, block: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers in the block, and distances, of the best candidates."""
+    """Numbers within the block, and distances, of the best candidates."""
+    # |v - q|^2 without |q|^2, which is equal for all candidates of a query: [n, m].
     rough = block.square().sum(1) - 2 * asked @ block.T
-    found = rough.topk(min(count + SPARE, len(block)), 1, largest=False).indices
+    candidates = rough.topk(min(count + SPARE, len(block)), 1, largest=False).indices
     exact = torch.stack(
-        [(block[mine].double() - one.double()).square().sum(1) for one, mine in zip(asked, found, strict=True)]
+        [(block[row].double() - one.double()).square().sum(1) for one, row in zip(asked, candidates, strict=True)]
     )
-    return found, exact
+    return candidates, exact
 
 
 def _best(distances: torch.Tensor, numbers: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

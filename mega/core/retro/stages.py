@@ -1,8 +1,8 @@
-"""The stages of a database of neighbours: chunks, their vectors, the neighbours of a run's samples.
+"""The stages of a neighbour database: chunks, their vectors, the neighbours of a run's samples.
 
-Each writes blocks that are functions of their input alone, whole or not at all; what is there is not made again. So a
-stage that was killed resumes, and several processes share one by `--shard`. The folder notes of what it was made
-(retro.json), and nothing of another origin is mixed in.
+Each stage writes blocks atomically, and a block is a function of its input. Existing blocks are kept. A killed stage
+can therefore be resumed, and several processes can share one by `--shard`. The folder records its settings and corpora
+(retro.json), and blocks of other origin are refused.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from mega.core.text.tokenizer import Tokenizer
 
 Report = Callable[[str], None]
 QUERIES = 1000
-"""Chunks that are looked for together, which bounds the memory of a search."""
+"""Chunks per search, to bound memory."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """The blocks of one process: every `count`-th from number `index` on."""
+    """The blocks of one process: every `count`-th, starting with number `index`."""
 
     index: int = 0
     count: int = 1
@@ -50,12 +50,12 @@ class Share:
         return self.count == 1
 
     def of(self, found: Sequence[tuple[Block, Path]]) -> list[tuple[Block, Path]]:
-        """Its blocks that are not there yet."""
+        """The blocks of this share that do not exist yet."""
         return [each for each in found[self.index :: self.count] if not made(each[1])]
 
 
 def begin(folder: Path, manifest: DatabaseManifest) -> None:
-    """Note of what a database is made, or compare it with what is noted. Errors: ValueError naming what differs."""
+    """Write the manifest, or compare it with the existing one. Errors: ValueError naming the difference."""
     path = folder / DatabaseManifest.NAME
     if path.exists():
         DatabaseManifest.read(folder).check(manifest, folder)
@@ -74,10 +74,10 @@ def build_chunks(
     share: Share,
     report: Report,
 ) -> None:
-    """Phase 1: cut blocks of documents. Phase 2, without a shard: join them."""
+    """Phase 1: cut blocks of documents. Phase 2, without a shard: merge them."""
     for source in corpora:
-        found = list(individual(folder, source, manifest.doc_block_size))
-        for block, path in share.of(found):
+        document_blocks = list(individual(folder, source, manifest.doc_block_size))
+        for block, path in share.of(document_blocks):
             write_arrays(path, cut_block(source, block, manifest.chunk_length, tokenizer, embedder.tokens))
             report(f"{source.name}: documents {block.first:,} to {block.last - 1:,} are cut")
     if share.whole:
@@ -94,7 +94,7 @@ def vector_blocks(folder: Path, chunks: int, size: int) -> list[tuple[Block, Pat
 def build_vectors(
     folder: Path, manifest: DatabaseManifest, tokenizer: Tokenizer, embedder: Embedder, share: Share, report: Report
 ) -> None:
-    """The vectors of all chunks that can be found. Errors: ValueError where the chunks have not been joined."""
+    """Embed all chunks of the database. Errors: ValueError if the chunks have not been merged."""
     database = ChunkDatabase(folder, manifest.chunk_length, manifest.eod)
     for block, path in share.of(vector_blocks(folder, len(database), manifest.block_size)):
         read = database.tokens if manifest.pad_chunks else database.ids
@@ -104,25 +104,25 @@ def build_vectors(
 
 
 def write_array(path: Path, array: NDArray[np.generic]) -> None:
-    """Whole or not at all."""
+    """Write the array atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
         np.save(file, array, allow_pickle=False)
 
 
 def read_vectors(folder: Path, chunks: int, size: int) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """Number of the first chunk of each block, and the vectors. Errors: ValueError naming a file that is not whole."""
+    """Yield the number of the first chunk of each block, and its vectors. Errors: ValueError naming a damaged file."""
     width = None
     for block, path in vector_blocks(folder, chunks, size):
         try:
-            found = read_array(path, "data")
+            vectors = read_array(path, "data")
         except (OSError, ValueError) as error:
             raise ValueError(f"{path}: cannot be read ({error}); mega retro build writes it") from None
-        width = width or found.shape[-1]
-        if found.dtype != np.float32 or found.shape != (block.rows, width):
+        width = width or vectors.shape[-1]
+        if vectors.dtype != np.float32 or vectors.shape != (block.rows, width):
             rule = f"must be float32 [{block.rows}, {width}]"
-            raise ValueError(f"{path}: is {found.dtype} {list(found.shape)}, {rule}; delete it and build it again")
-        yield block.first, np.asarray(found, np.float32)
+            raise ValueError(f"{path}: is {vectors.dtype} {list(vectors.shape)}, {rule}; delete it and build it again")
+        yield block.first, np.asarray(vectors, np.float32)
 
 
 def find_neighbours(
@@ -139,29 +139,37 @@ def find_neighbours(
     share: Share,
     report: Report,
 ) -> None:
-    """Neighbours of the chunks of all samples of a dataset, in query/NAME. search: the nearest vectors' numbers."""
+    """Write the neighbours of all chunks of a dataset to query/NAME. search: returns the numbers of the nearest
+    vectors."""
     database = ChunkDatabase(folder, manifest.chunk_length, manifest.eod)
     each = (len(dataset[0]) - 1) // manifest.chunk_length
     rows = len(dataset) * each
-    found = [(block, folder / "query" / name / block.name) for block in blocks(rows, manifest.block_size, ".npy")]
-    for block, path in found:
+    query_blocks = [
+        (block, folder / "query" / name / block.name) for block in blocks(rows, manifest.block_size, ".npy")
+    ]
+    for block, path in query_blocks:
         width = read_neighbours(path, block.rows, len(database)).shape[1] if made(path) else saved
         if width != saved:
             raise ValueError(f"--saved {saved}: {path} has {width} of each chunk; delete {path.parent} to query again")
-    for block, path in share.of(found):
+    for block, path in share.of(query_blocks):
         parts = []
         for first in range(block.first, block.last, QUERIES):
             numbers = range(first, min(first + QUERIES, block.last))
             texts = [tokenizer.decode(ids) for ids in chunk_ids(dataset, numbers, each, manifest.chunk_length)]
-            near = search(embedder(texts), candidates)
-            own = [dataset.documents(number // each) for number in numbers]
-            parts.append([without_own(row, database.chunks, mine, saved) for row, mine in zip(near, own, strict=True)])
+            neighbours = search(embedder(texts), candidates)
+            own_documents = [dataset.documents(number // each) for number in numbers]
+            parts.append(
+                [
+                    without_own(row, database.chunks, documents, saved)
+                    for row, documents in zip(neighbours, own_documents, strict=True)
+                ]
+            )
         write_array(path, np.concatenate([np.stack(part) for part in parts]))
         report(f"{name}: neighbours of chunks {block.first:,} to {block.last - 1:,} of {rows:,} are found")
 
 
 def chunk_ids(dataset: DocumentedDataset, numbers: range, each: int, length: int) -> Iterator[list[int]]:
-    """The tokens of chunks by their rows; a sample is read once."""
+    """Yield the tokens of chunks by row number. Each sample is read once."""
     for sample, rows in groupby(numbers, lambda number: number // each):
         tokens = dataset[sample]
         for row in rows:
