@@ -1,6 +1,6 @@
-"""What each rank of a pipeline holds of a model, in numbers: chunks that are equal hold, take and cost equally much.
+"""The part of a model on each pipeline rank, as numbers. Equal chunks have equal memory and time.
 
-Knows no torch and no bytes.
+The file knows no torch and no bytes.
 """
 
 from __future__ import annotations
@@ -17,32 +17,35 @@ from mega.core.config.sections import ModelConfig
 
 
 class LayerKind(NamedTuple):
-    """What layers of one stack differ by in what they take. rotates: it has rotary positions."""
+    """The properties in which layers of one stack differ in memory or time."""
 
     window: int | None
+    """Attention window, or None."""
     rotates: bool
+    """The layer has rotary positions."""
     experts: bool = False
+    """The layer has experts."""
 
 
 class Chunk(NamedTuple):
-    """What a rank holds of the model in one piece: names of its units, and its blocks of each of the model's stacks.
-
-    Ranks whose chunks are equal hold equally much, and take equally long. kinds: of each of its blocks, where those of
-    the model are not all alike. before: blocks before its own, of a model whose blocks are known by their numbers: some
-    read neighbours, which others before them or after them make.
-    """
+    """A contiguous part of the model on one rank. Ranks with equal chunks have equal memory and time."""
 
     names: tuple[str, ...]
+    """Names of its units outside the stacks."""
     stacks: tuple[int, ...]
+    """Its number of blocks in each stack of the model."""
     kinds: tuple[LayerKind, ...] = ()
+    """Kind of each of its blocks; empty if all blocks of the model are alike."""
     before: int | None = None
+    """Number of blocks before its own. Only set if the position of a block matters: some blocks read neighbours that
+    earlier or later blocks encode."""
 
     @property
     def blocks(self) -> int:
         return sum(self.stacks)
 
     def unit(self, stacks: int) -> int:
-        """Which of a chunk's units the one is that follows so many stacks, its blocks counted one by one.
+        """The index, among all units of the chunk, of the unit after the given number of stacks. Each block is a unit.
 
         >>> Chunk(("embedding", "middle", "head"), (2, 3)).unit(1)
         3
@@ -61,9 +64,9 @@ def _stage_chunks(
     model: ModelConfig, pp: int, chunks: int, stage_layers: tuple[int, ...]
 ) -> tuple[tuple[Chunk, ...], ...]:
     stack_of, stacks, kinds = shape(model).stack_of, len(model.stacks), _kinds(model)
-    held: dict[tuple[int, int], list[Unit]] = {}
+    units_at: dict[tuple[int, int], list[Unit]] = {}
     for unit, place in placement(model, pp, chunks, stage_layers).items():
-        held.setdefault(place, []).append(unit)
+        units_at.setdefault(place, []).append(unit)
 
     def chunk(units: Sequence[Unit]) -> Chunk:
         blocks = [unit for unit in units if isinstance(unit, int)]
@@ -75,11 +78,11 @@ def _stage_chunks(
             (blocks or [0 if "embedding" in units else model.layers])[0] if model.retriever else None,
         )
 
-    return tuple(tuple(chunk(held.get((stage, number), [])) for number in range(chunks)) for stage in range(pp))
+    return tuple(tuple(chunk(units_at.get((stage, number), [])) for number in range(chunks)) for stage in range(pp))
 
 
 def _kinds(model: ModelConfig) -> list[LayerKind]:
-    """Of each layer; [] where all are of one."""
+    """The kind of each layer; [] if all layers have the same kind."""
     kinds = [
         LayerKind(layer.attention.window, layer.attention.rope is not None, layer.experts is not None)
         for layer in architecture(model).layers
@@ -88,7 +91,7 @@ def _kinds(model: ModelConfig) -> list[LayerKind]:
 
 
 def of_kind(model: ModelConfig, kind: LayerKind) -> ModelConfig:
-    """The model with layers of one kind alone."""
+    """The model with all layers of one kind."""
     rope = () if kind.rotates or model.position != "rope" else (0,)
     model = replace(model, window=kind.window, window_layers=(), local_rope_base=None, rope_layers=rope)
     experts = model.experts if kind.experts else 0

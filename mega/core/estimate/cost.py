@@ -1,11 +1,11 @@
-"""What operations cost: the operations of a chunk of the model, heard on the meta device, in seconds of a card.
+"""The time of operations: a chunk's operations, recorded on the meta device, in seconds on a card.
 
-    ChunkOperations  one microbatch on a chunk: what each of its units runs, forward, backward, and gradients put off
+    ChunkOperations  one microbatch on a chunk: operations of each unit, forward, backward, deferred weight gradients
     seconds          of one operation, read from measured curves
-    played           operations one after the other, with exchanges that run along with them
+    played           a sequence of operations, with overlapping exchanges
 
-Nothing here knows what a model consists of: an operation is a shape. heard.py lists them; curves.json was measured on
-an H100 (tests/gpu/cost_curves.py) and is scaled to what another card reaches at most (hardware.toml).
+The file does not know what a model consists of: an operation is a shape. heard.py records operations. curves.json was
+measured on an H100 (tests/gpu/cost_curves.py) and is scaled to the peak rates of other cards (hardware.toml).
 """
 
 from __future__ import annotations
@@ -23,30 +23,27 @@ from mega.core.estimate.hardware import Hardware
 
 
 class Gemm(NamedTuple):
-    """One of the three matmuls of a linear layer [m tokens, k inputs] -> [m, n outputs], `times` times.
+    """A matmul of a linear layer [m tokens, k inputs] -> [m, n outputs]: forward, dgrad or wgrad."""
 
-    layout: "forward", "dgrad" or "wgrad". dtype: of what is multiplied. moved: bytes in and out.
-    """
-
-    m: int
-    k: int
-    n: int
-    layout: str
-    dtype: str
-    moved: int
-    times: int = 1
+    m: int  # Tokens
+    k: int  # Inputs
+    n: int  # Outputs
+    layout: str  # "forward", "dgrad" or "wgrad"
+    dtype: str  # Dtype of the factors
+    moved: int  # Bytes read and written
+    times: int = 1  # Number of repetitions
 
 
 class AttentionWork(NamedTuple):
-    """rows: batch x heads. share: of all pairs of queries and keys, those that are computed."""
+    """One attention kernel."""
 
-    kernel: str
-    backward: bool
-    rows: int
-    queries: int
-    keys: int
-    width: int
-    share: float
+    kernel: str  # Name of its curve
+    backward: bool  # Whether it is the backward pass
+    rows: int  # Batch x heads
+    queries: int  # Tokens of queries
+    keys: int  # Tokens of keys
+    width: int  # Head dimension
+    share: float  # Fraction of all (query, key) pairs that is computed
 
 
 class ElementwiseWork(NamedTuple):
@@ -57,23 +54,23 @@ class ElementwiseWork(NamedTuple):
 
 
 class CollectiveBegin(NamedTuple):
-    """A collective begins: `size` bytes in all over ranks that lie `stride` apart."""
+    """A collective begins."""
 
-    number: int
-    kind: str
-    size: int
-    ranks: int
-    stride: int
+    number: int  # Identifies the collective for `Wait`
+    kind: str  # "all-reduce", "shift", ..
+    size: int  # Bytes in total
+    ranks: int  # Number of ranks
+    stride: int  # Distance between consecutive ranks
 
 
 class Wait(NamedTuple):
-    """What follows needs collective `number`."""
+    """The following operations need the result of collective `number`."""
 
     number: int
 
 
 class Send(NamedTuple):
-    """`blocks` copies of `size` bytes each into other ranks' memory begin."""
+    """Copies of `blocks` blocks of `size` bytes each into the memory of other ranks begin."""
 
     exchange: int
     size: int
@@ -81,7 +78,7 @@ class Send(NamedTuple):
 
 
 class Received(NamedTuple):
-    """What follows needs the next `blocks` blocks of other ranks, which send as we do."""
+    """The following operations need the next `blocks` blocks of other ranks, which send as this rank does."""
 
     exchange: int
     blocks: int
@@ -89,31 +86,30 @@ class Received(NamedTuple):
 
 Operation = Gemm | AttentionWork | ElementwiseWork | CollectiveBegin | Wait | Send | Received
 Units = tuple[tuple[Operation, ...], ...]
-"""Operations by units: what precedes a stack of blocks, every block, what follows them, ..."""
+"""Operations by unit: the unit before a stack, every block, the unit after it, ..."""
 
 
 class ChunkOperations(NamedTuple):
-    """One microbatch on a chunk. weight: what a schedule that splits the backward pass puts off. cargo: bytes that come
-    from the stage before, or go to the next."""
+    """The operations of one microbatch on a chunk."""
 
-    forward: Units
-    backward: Units
-    weight: Units
-    cargo: int
+    forward: Units  # Forward pass
+    backward: Units  # Backward pass
+    weight: Units  # Weight gradients that a schedule with a split backward pass defers
+    cargo: int  # Bytes received from the previous stage, or sent to the next
 
 
 # -- curves
 
 
 class Curve:
-    """Seconds by shape, between measured points: work / rate, times what the points nearby deviate by, + delay.
+    """Seconds as a function of shape, interpolated: work / rate, times the mean deviation of nearby points, + delay.
 
-    points: coordinates (any positive numbers), work and measured seconds; near points count more, by the distance
-    between logarithms of their coordinates. delay: seconds of the least work.
+    points: coordinates (any positive numbers), work and measured seconds. The weight of a point falls with the distance
+    between the logarithms of the coordinates. delay: seconds of a kernel without work.
     """
 
     CLOSE = 0.02
-    """Squared distance (in powers of two) within which a point is as good as the shape itself."""
+    """Squared distance (in powers of two) within which a point counts as an exact match."""
 
     def __init__(self, points: Sequence[tuple[tuple[float, ...], float, float]], delay: float) -> None:
         self._delay = delay
@@ -122,14 +118,19 @@ class Curve:
         self._off = [math.log((seconds - delay) * self._rate / work) for _, work, seconds in points]
 
     def seconds(self, place: tuple[float, ...], work: float, speed: float = 1.0) -> float:
-        """speed: of another card, whose units are as busy with its share of the first coordinate."""
-        where, total, off = tuple(math.log2(max(x, 1e-9)) for x in (place[0] / speed, *place[1:])), 0.0, 0.0
+        """speed: relative speed of another card. The first coordinate is divided by it, since a faster card is less
+        busy with it."""
+        point_logs, total, weighted_deviation = (
+            tuple(math.log2(max(x, 1e-9)) for x in (place[0] / speed, *place[1:])),
+            0.0,
+            0.0,
+        )
         for point, deviation in zip(self._coordinates, self._off, strict=True):
-            distance = sum((a - b) ** 2 for a, b in zip(where, point, strict=True))
+            distance = sum((a - b) ** 2 for a, b in zip(point_logs, point, strict=True))
             weight = 1.0 / (distance + self.CLOSE) ** 2
             total += weight
-            off += weight * deviation
-        return work / self._rate / speed * math.exp(off / total) + self._delay
+            weighted_deviation += weight * deviation
+        return work / self._rate / speed * math.exp(weighted_deviation / total) + self._delay
 
 
 @cache
@@ -147,10 +148,14 @@ def _gemms(kind: str, layout: str) -> Curve:
 @cache
 def _attentions(kernel: str, backward: bool) -> Curve:
     points = _measured()[f"attention {kernel}"]
-    half = 0.5 if "causal" in kernel else 1.0
+    visible_share = 0.5 if "causal" in kernel else 1.0
     return Curve(
         [
-            ((rows, s, width), half * _attention_flops(rows, s, s, width, backward), microseconds[backward] * 1e-6)
+            (
+                (rows, s, width),
+                visible_share * _attention_flops(rows, s, s, width, backward),
+                microseconds[backward] * 1e-6,
+            )
             for rows, s, width, *microseconds in points
         ],
         12e-6 if backward else 4e-6,
@@ -166,16 +171,16 @@ def _attention_flops(rows: float, queries: float, keys: float, width: float, bac
 
 @dataclass(frozen=True)
 class Card:
-    """A device with what its curves are scaled by."""
+    """A device, with methods that scale the curves to it."""
 
     on: Hardware
 
     def seconds(self, operation: Gemm | AttentionWork | ElementwiseWork) -> float:
-        """How long a device is busy with it, the gap before the next included."""
+        """How long the device is busy with an operation, including the gap before the next one."""
         return _seconds(operation, self.on)
 
     def collective(self, kind: str, size: float, ranks: int, stride: int) -> float:
-        """An exchange of `size` bytes in all over ranks that lie `stride` apart."""
+        """A collective of `size` bytes in total over ranks with distance `stride`."""
         on = self.on
         if ranks == 1:
             return 0.0
@@ -184,13 +189,14 @@ class Card:
         share = (ranks - 1) / ranks * (2 if kind == "all-reduce" else 1)
         if stride * ranks <= on.node:
             return share * size / (on.inside * 1e9) + on.latency * 1e-6
-        # A ring that passes through a node on several GPUs uses the network card of each.
-        cards = max(1, on.node // stride)
-        rate = min(on.inside, on.outside * cards)
+        # A ring that enters and leaves a node through several GPUs uses the network card of each.
+        network_cards = max(1, on.node // stride)
+        rate = min(on.inside, on.outside * network_cards)
         return share * size / (rate * 1e9) + on.latency_outside * 1e-6 * ranks
 
     def handed(self, size: float, ranks: int, stride: int) -> float:
-        """`size` bytes from each of ranks that lie `stride` apart to the next, all at once: the slowest pair counts."""
+        """Each rank sends `size` bytes to the next one, at distance `stride`, at the same time. The slowest pair
+        decides."""
         outside = stride * ranks > self.on.node
         rate = self.on.outside if outside else self.on.peer
         delay = self.on.latency_outside if outside else self.on.latency
@@ -205,10 +211,11 @@ SHORTEST = 2e-6
 """Seconds of the smallest kernel."""
 
 PEAK, FP8, PRODUCT, ATTENTION = 989.0, 1979.0, 0.70, (0.558, 0.467)
-"""Of the card of curves.json: TFLOP/s at most, and the shares of a large product and of plain causal attention."""
+"""The card of curves.json: peak TFLOP/s in bf16 and fp8, and the fractions of the peak that a large product and plain
+causal attention (forward, backward) reach."""
 
 GEMM_IN_STEP, ATTENTION_IN_STEP = 1.015, 0.912
-"""Speed within a step to that of the curves: an operation that runs alone for long sets its own clock."""
+"""Speed within a step relative to the curves. The curves repeat one operation, which changes the card's clock rate."""
 
 
 @lru_cache(maxsize=1 << 16)
@@ -223,8 +230,8 @@ def _seconds(operation: Gemm | AttentionWork | ElementwiseWork, on: Hardware) ->
         return max(times * curve.seconds((m, k, n), 2.0 * m * k * n, speed), moved / (on.bandwidth * 1e12)) + gap
     if isinstance(operation, AttentionWork):
         kernel, backward, rows, queries, keys, width, share = operation
-        reached = (on.attention_forward, on.attention_backward)[backward] / ATTENTION[backward]
-        speed = on.peak["bf16"] / PEAK * reached * ATTENTION_IN_STEP
+        relative_efficiency = (on.attention_forward, on.attention_backward)[backward] / ATTENTION[backward]
+        speed = on.peak["bf16"] / PEAK * relative_efficiency * ATTENTION_IN_STEP
         work = share * _attention_flops(rows, queries, keys, width, backward)
         return _attentions(kernel, backward).seconds((rows, math.sqrt(queries * keys), width), work, speed) + gap
     assert isinstance(operation, ElementwiseWork), operation
@@ -235,58 +242,64 @@ def _seconds(operation: Gemm | AttentionWork | ElementwiseWork, on: Hardware) ->
 
 
 class Taken(NamedTuple):
-    """Seconds of a device, and how often the host launched a kernel and an exchange."""
+    """The time and launches of a sequence of operations."""
 
     seconds: float
+    """Seconds of the device."""
     launches: int
+    """Kernels that the host launched."""
     exchanges: int
+    """Exchanges that the host launched."""
 
 
 @lru_cache(maxsize=1 << 12)
 def played(unit: Sequence[Operation], on: Hardware) -> Taken:
-    """The operations of a unit. Collectives run one after the other on a stream of their own, and so do copies."""
-    card, now, network, copies = Card(on), 0.0, 0.0, 0.0
-    begun: dict[int, tuple[float, float]] = {}
+    """Play the operations of a unit. Collectives run one after the other on their own stream, and so do copies."""
+    card, device_time, network_free, copies_end = Card(on), 0.0, 0.0, 0.0
+    running: dict[int, tuple[float, float]] = {}
     arrivals: dict[int, list[float]] = {}
     launches = exchanges = 0
     for operation in unit:
         if isinstance(operation, CollectiveBegin):
-            start = max(now, network)
-            network = start + card.collective(*operation[1:])
-            begun[operation.number] = start, network
+            start = max(device_time, network_free)
+            network_free = start + card.collective(*operation[1:])
+            running[operation.number] = start, network_free
             exchanges += 1
         elif isinstance(operation, Wait):
-            start, end = begun.pop(operation.number, (now, now))
-            # It takes some processors from what runs along with it.
-            now = max(now + CROWDED * max(0.0, min(now, end) - start), end)
+            start, end = running.pop(operation.number, (device_time, device_time))
+            # While a collective runs, it takes some processors from the overlapping kernels.
+            device_time = max(device_time + CROWDED * max(0.0, min(device_time, end) - start), end)
         elif isinstance(operation, Send):
             exchanges += 1
-            copies = max(copies, now)
+            copies_end = max(copies_end, device_time)
             for _ in range(operation.blocks):
-                copies += operation.size / (on.inside * 1e9)
-                arrivals.setdefault(operation.exchange, []).append(copies)
+                copies_end += operation.size / (on.inside * 1e9)
+                arrivals.setdefault(operation.exchange, []).append(copies_end)
         elif isinstance(operation, Received):
-            coming = arrivals.get(operation.exchange, [])
-            for end in coming[: operation.blocks]:
-                now = max(now, end)
-            del coming[: operation.blocks]
+            block_arrivals = arrivals.get(operation.exchange, [])
+            for end in block_arrivals[: operation.blocks]:
+                device_time = max(device_time, end)
+            del block_arrivals[: operation.blocks]
         else:
-            now += card.seconds(operation)
+            device_time += card.seconds(operation)
             launches += 1
-    return Taken(now, launches, exchanges)
+    return Taken(device_time, launches, exchanges)
 
 
 CROWDED = 0.43
-"""Share of an overlapped collective by which what runs along with it is slower."""
+"""Slowdown of overlapped work, as a fraction of the collective's time."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds of a part: forward, backward, and weight gradients that are put off."""
+    """Seconds of one part of the model."""
 
     forward: float = 0.0
+    """Forward pass."""
     backward: float = 0.0
+    """Backward pass, without deferred weight gradients."""
     weight: float = 0.0
+    """Deferred weight gradients."""
 
     def __add__(self, other: Pass) -> Pass:
         return Pass(self.forward + other.forward, self.backward + other.backward, self.weight + other.weight)
@@ -300,22 +313,22 @@ class Pass:
 
 
 def chunk_pass(found: ChunkOperations, on: Hardware, *, recorded: bool) -> Pass:
-    """One microbatch. recorded: as a graph, which asks nothing of the host."""
+    """The time of one microbatch. recorded: replayed as a CUDA graph, so the host has no work per operation."""
     device, host = zip(*(_summed(units, on) for units in (found.forward, found.backward, found.weight)), strict=True)
     total = Pass(*device)
-    # The host asks for one operation after the other, and a device that is faster waits.
-    late = 1.0 if recorded else max(1.0, sum(host) / max(total.all, 1e-12))
-    return total * late
+    # The host launches the operations one by one. A device that is faster waits for it.
+    slowdown = 1.0 if recorded else max(1.0, sum(host) / max(total.all, 1e-12))
+    return total * slowdown
 
 
 def _summed(units: Units, on: Hardware) -> tuple[float, float]:
-    """Seconds of a device and of its host."""
-    taken = [played(unit, on) for unit in units]
-    device = sum(one.seconds for one in taken)
-    asked = sum(UNIT * bool(one.launches) + LAUNCH * one.launches + EXCHANGE * one.exchanges for one in taken)
-    return device, asked * on.host * 1e-6
+    """Seconds of the device and of the host."""
+    unit_times = [played(unit, on) for unit in units]
+    device = sum(one.seconds for one in unit_times)
+    host_time = sum(UNIT * bool(one.launches) + LAUNCH * one.launches + EXCHANGE * one.exchanges for one in unit_times)
+    return device, host_time * on.host * 1e-6
 
 
 UNIT, LAUNCH, EXCHANGE = 0.27, 0.016, 0.061
-"""Shares of the host's time for a plain block (25 launches, forward and backward): what a pass of a unit takes in
-addition to its launches, a launch, and an exchange between ranks, who wait for each other's hosts too."""
+"""Fractions of the host's time for a plain block (25 launches, forward and backward): the overhead of a unit's pass, of
+a launch, and of an exchange, which also waits for the hosts of other ranks."""

@@ -1,4 +1,4 @@
-"""How long a whole training takes, failures included, and how often it should be saved."""
+"""The time of a whole training, failures included, and the best checkpoint interval."""
 
 from __future__ import annotations
 
@@ -16,45 +16,39 @@ DAY = 86400.0
 
 @dataclass(frozen=True)
 class Stops:
-    """What keeps a run from training. mtbf_hours: between failures of the whole machine, None for never.
-
-    save_seconds: how long a save takes. restart_seconds: from a failure to the next step: noticing it, new processes,
-    reading a checkpoint.
-    """
+    """Interruptions of training."""
 
     mtbf_hours: float | None = None
+    """Mean time between failures of the whole machine; None: no failures."""
     save_seconds: float = 30.0
+    """Time of a save."""
     restart_seconds: float = 600.0
+    """From a failure to the next step: detection, new processes, reading a checkpoint."""
 
 
 @dataclass(frozen=True)
 class TrainingTime:
-    """days: from the first step to the last. effective: share of it that is neither saved, lost nor repeated.
+    """The predicted time of a training."""
 
-    save_interval: steps between the checkpoints of that time, None without any; saves: how many. save_every: seconds
-    between checkpoints that waste least, save_every_steps: the same in steps, save_every_days: how long the training
-    then takes; None where nothing fails.
-    """
-
-    steps: int
-    days: float
-    effective: float
-    save_interval: int | None
-    saves: int
-    save_every: float | None
-    save_every_steps: int | None
-    save_every_days: float | None
+    steps: int  # Number of steps
+    days: float  # From the first step to the last
+    effective: float  # Fraction of the time that is neither saving, lost nor repeated
+    save_interval: int | None  # Steps between checkpoints, None without any
+    saves: int  # Number of checkpoints
+    save_every: float | None  # Seconds between checkpoints at the best interval; None without failures
+    save_every_steps: int | None  # The best interval in steps
+    save_every_days: float | None  # The time of the training with the best interval
 
 
 def training(run: RunConfig, world: int, device: Hardware, stops: Stops) -> TrainingTime | None:
-    """How long the whole training takes, where its length is given. Errors: ValueError where it would never end.
+    """The time of the whole training, or None if its length is not given. Errors: ValueError if it would never end.
 
-    Saves are those of --save-interval; where nothing is said and the machine fails, those that waste least.
+    Saves follow --save-interval. Without it, and with failures, the best interval is used.
     """
     steps, interval = lengths(run).steps, run.checkpoint.save_interval
     if not steps:
         return None
-    whole = training_time(
+    training_days = training_time(
         step_time(run, world, device).seconds * _whole_steps(run, world, device) / steps,
         steps,
         save_interval=interval,
@@ -63,25 +57,29 @@ def training(run: RunConfig, world: int, device: Hardware, stops: Stops) -> Trai
         restart_seconds=stops.restart_seconds,
         failure_seconds=stops.mtbf_hours * 3600 if stops.mtbf_hours is not None else None,
     )
-    if whole.days == inf:
+    if training_days.days == inf:
         typed = f"--save-interval {interval}, " if interval is not None else ""
         raise ValueError(
             f"--mtbf {stops.mtbf_hours:g}: with {typed}--save-seconds {stops.save_seconds:g} and --restart-seconds "
             f"{stops.restart_seconds:g} such a training never ends; valid: more hours, shorter saves or restarts"
-            + (f", or --save-interval {whole.save_every_steps}" if typed and whole.save_every_days != inf else "")
+            + (
+                f", or --save-interval {training_days.save_every_steps}"
+                if typed and training_days.save_every_days != inf
+                else ""
+            )
         )
-    return whole
+    return training_days
 
 
 def _whole_steps(run: RunConfig, world: int, device: Hardware) -> float:
-    """The training's length in steps of the whole batch: those of a ramp-up are shorter."""
+    """The length of the training in steps of the full batch. Steps of a batch ramp-up count as fractions."""
 
     def rough(size: int) -> float:
         return step_time(variant(run, {"global_batch": size}), world, device, play=False).seconds
 
-    rising = Counter(rising_steps(run.batch))
-    whole = rough(run.batch.global_batch)
-    return lengths(run).steps - sum(count * (1 - rough(size) / whole) for size, count in rising.items())
+    ramp_up = Counter(rising_steps(run.batch))
+    full_seconds = rough(run.batch.global_batch)
+    return lengths(run).steps - sum(count * (1 - rough(size) / full_seconds) for size, count in ramp_up.items())
 
 
 def training_time(
@@ -94,16 +92,15 @@ def training_time(
     restart_seconds: float = 0.0,
     failure_seconds: float | None = None,
 ) -> TrainingTime:
-    """`steps` of `step_seconds`, saved every `save_interval` steps and after the last, against a mean time between
-    failures; without an interval saved by Young's and Daly's.
+    """The time of `steps` steps of `step_seconds` each, saved every `save_interval` steps and after the last, with
+    failures. Without an interval the optimum of Young and Daly is used.
 
-    save_seconds: how long one save takes, and stops the training unless it is `overlapped`. restart_seconds: from a
-    failure to the next step. failure_seconds: mean time between failures of the whole machine, not of one device; None
-    for never.
+    save_seconds: time of one save. It stops the training unless `overlapped`. restart_seconds: from a failure to the
+    next step. failure_seconds: mean time between failures of the whole machine, not of one device; None: no failures.
 
     Source: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps". The wall time is
-    his equation 20: M exp(R/M) (exp((t+d)/M) - 1) T/t for interval t, save d, restart R, failures M, work T, the last
-    interval as short as it is; infinite where that is more than a float holds.
+    his equation 20: M exp(R/M) (exp((t+d)/M) - 1) T/t for interval t, save d, restart R, failures M, work T, with the
+    true length of the last interval. It is infinite if it exceeds the range of a float.
 
     >>> plan = training_time(30.0, 95000, save_seconds=60, restart_seconds=600, failure_seconds=10 * 3600)
     >>> round(plan.days, 1), round(plan.effective, 3), plan.save_every_steps, round(plan.save_every / 60)
@@ -111,12 +108,12 @@ def training_time(
     >>> training_time(4.0, 21600, save_interval=100, save_seconds=400).days
     2.0
     """
-    # An overlapped save costs the steps nothing, as we assume, until the next is due: that one waits for its end. What
-    # is trained meanwhile is lost with a failure, for the checkpoint is not there yet.
+    # Assumption: an overlapped save does not slow down steps, but the next save waits for its end. A failure during the
+    # save loses the steps since it began, since the checkpoint is not complete yet.
     restart = restart_seconds + (save_seconds if overlapped else 0.0)
 
     def stretch(trained: int, last: bool) -> float:
-        """Seconds of so many steps and the save after them; the run waits for its last."""
+        """Seconds of `trained` steps and the save after them. The run waits for its last save."""
         work = trained * step_seconds
         stop = max(0.0, save_seconds - work) if overlapped and not last else save_seconds
         if failure_seconds is None:
@@ -131,26 +128,26 @@ def training_time(
         before = (count - 1) * stretch(interval, False) if count > 1 else 0.0
         return before + stretch(steps - (count - 1) * interval, True)
 
-    work, best = step_seconds * steps, None
+    work, best_interval = step_seconds * steps, None
     if failure_seconds is not None:
         seconds = save_seconds if overlapped else optimum_interval(max(save_seconds, 1e-3), failure_seconds)
-        best = max(1, min(steps, (ceil if overlapped else round)(min(seconds / step_seconds, steps))))
-    interval = save_interval if save_interval is not None else best
-    taken = work if interval is None else wall(interval)
+        best_interval = max(1, min(steps, (ceil if overlapped else round)(min(seconds / step_seconds, steps))))
+    interval = save_interval if save_interval is not None else best_interval
+    total_seconds = work if interval is None else wall(interval)
     return TrainingTime(
         steps=steps,
-        days=taken / DAY,
-        effective=work / taken,
+        days=total_seconds / DAY,
+        effective=work / total_seconds,
         save_interval=interval,
         saves=_saves(steps, interval) if interval is not None else 0,
-        save_every=best * step_seconds if best is not None else None,
-        save_every_steps=best,
-        save_every_days=wall(best) / DAY if best is not None else None,
+        save_every=best_interval * step_seconds if best_interval is not None else None,
+        save_every_steps=best_interval,
+        save_every_days=wall(best_interval) / DAY if best_interval is not None else None,
     )
 
 
 def _saves(steps: int, interval: int) -> int:
-    """Every `interval` steps and after the last.
+    """The number of saves: every `interval` steps and after the last step.
 
     >>> _saves(10, 5), _saves(10, 4), _saves(10, 99)
     (2, 3, 1)

@@ -1,4 +1,4 @@
-"""From measured seconds to the constants of a device, and the file that says them. It measures nothing itself."""
+"""Fit the constants of a device to measured times, and write them as a file. The file does not measure."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from mega.core.estimate.hardware import SHARES
 
 @dataclass(frozen=True)
 class Product:
-    """A product [m, k] x [k, n] of elements of `width` bytes that took so many seconds."""
+    """A measured product [m, k] x [k, n]."""
 
-    m: int
-    k: int
-    n: int
-    width: int
-    seconds: float
+    m: int  # Rows of the first factor
+    k: int  # Inner dimension
+    n: int  # Columns of the second factor
+    width: int  # Bytes of an element
+    seconds: float  # Measured time
 
     @property
     def flops(self) -> float:
@@ -28,7 +28,7 @@ class Product:
 
 
 def line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """(delay, seconds per unit) of the line through the points whose relative errors are smallest; none below 0.
+    """(delay, seconds per unit) of the line with the smallest relative errors. Both are at least 0.
 
     >>> delay, each = line([1, 10, 100], [3, 12, 102])
     >>> round(delay, 6), round(each, 6)
@@ -38,19 +38,20 @@ def line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float
     total = sum(weights)
     mean_size = sum(w * size for w, size in zip(weights, sizes, strict=True)) / total
     mean_second = sum(w * second for w, second in zip(weights, seconds, strict=True)) / total
-    spread = sum(w * (size - mean_size) ** 2 for w, size in zip(weights, sizes, strict=True))
-    if not spread:
+    variance = sum(w * (size - mean_size) ** 2 for w, size in zip(weights, sizes, strict=True))
+    if not variance:
         return 0.0, mean_second / mean_size
-    both = sum(
+    covariance = sum(
         w * (size - mean_size) * (second - mean_second) for w, size, second in zip(weights, sizes, seconds, strict=True)
     )
-    each = max(both / spread, 1e-18)
+    each = max(covariance / variance, 1e-18)
     delay = mean_second - each * mean_size
     return (delay, each) if delay > 0 else (0.0, mean_second / mean_size)
 
 
 def product_shares(samples: Sequence[Product], peak: float, bandwidth: float, launch: float) -> tuple[float, float]:
-    """(product, traffic): the share of `peak` (operations a second), and of reading and writing that is not hidden.
+    """(product, traffic): the fraction of `peak` (operations per second), and the fraction of memory traffic that is
+    not hidden.
 
     Least squares of relative errors of seconds = flops / (peak product) + traffic moved / bandwidth + launch.
 
@@ -61,7 +62,7 @@ def product_shares(samples: Sequence[Product], peak: float, bandwidth: float, la
     >>> min(product_shares(made, 1e12, 1e11, launch=1.0)) > 0
     True
     """
-    # A product is never all launch, though a tiny one may be measured faster than the launch was.
+    # Keep 10 % for the product: a tiny product may be measured faster than the launch alone.
     rows = [(one.flops / one.seconds, one.moved / one.seconds, max(1 - launch / one.seconds, 0.1)) for one in samples]
     aa, ab, bb = (sum(x * y for x, y in pairs) for pairs in zip(*(_squares(a, b) for a, b, _ in rows), strict=True))
     ay, by = sum(a * y for a, _, y in rows), sum(b * y for _, b, y in rows)
@@ -79,15 +80,15 @@ def _squares(a: float, b: float) -> tuple[tuple[float, float], ...]:
 
 
 def as_toml(values: Mapping[str, float], peaks: Mapping[str, float], title: str) -> str:
-    """A file that `memory-estimate --gpu` reads; what is not named keeps the value of `base` in hardware.toml.
+    """A file for `memory-estimate --gpu`. Missing keys keep the value of `base` in hardware.toml.
 
     >>> print(as_toml({"elementwise": 1.02, "node": 8}, {"bf16": 989.0}, "measured").splitlines()[1])
     elementwise = 1
     """
-    # A share is measured above 1 where what it is a share of was measured too small.
-    shown = {name: min(value, 1.0) if name in SHARES else value for name, value in values.items()}
+    # A measured share exceeds 1 if the corresponding maximum was measured too low.
+    limited = {name: min(value, 1.0) if name in SHARES else value for name, value in values.items()}
     lines = [f"# {title}"]
-    lines += [f"{name} = {_number(value)}" for name, value in shown.items()]
+    lines += [f"{name} = {_number(value)}" for name, value in limited.items()]
     lines += ["[peak]", *(f"{name} = {_number(value)}" for name, value in peaks.items())]
     return "\n".join(lines) + "\n"
 

@@ -1,7 +1,7 @@
-"""Bytes that one microbatch takes on one model chunk, from its trace, with the buckets that come and go meanwhile.
+"""Bytes of one microbatch on one model chunk, from its trace, together with temporary buckets.
 
-trace.py says what each part of the chunk keeps and takes; here the parts are put one after the other. Knows no
-pipeline, and no torch before it is asked.
+trace.py measures each part of the chunk. This file plays the parts in sequence. It knows no pipeline, and imports torch
+only when it is called.
 """
 
 from __future__ import annotations
@@ -20,56 +20,59 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Footprint:
-    """One microbatch on one chunk, in bytes.
-
-    held: from its forward to its backward. forward, backward: the most that lives while it runs, `held` included.
-    deferred: from its backward to its weights' act, where these are two. in_flight: blocks of exchanges that are over,
-    after a forward pass, once for all microbatches; what there is of them is part of `forward` and `backward`.
-    cargo: what it gets from the stage before, or gives to the next. batch: the batch itself. mapped: outside the
-    allocator. head: of `held`, what is kept after the last block.
-    """
+    """One microbatch on one chunk, in bytes."""
 
     held: int
+    """Stored from the forward to the backward pass."""
     forward: int
+    """Peak of the forward pass, `held` included."""
     backward: int
+    """Peak of the backward pass, `held` included."""
     deferred: int
+    """Stored from the backward pass to a separate weight-gradient pass."""
     in_flight: int
+    """Blocks of finished exchanges that are still allocated after a forward pass, once for all microbatches. They are
+    included in `forward` and `backward`."""
     cargo: int
+    """Received from the previous stage, or sent to the next."""
     batch: int
+    """The batch."""
     mapped: int
+    """Outside the allocator."""
     head: int
+    """The part of `held` that is stored after the last block."""
 
 
 def footprint(run: RunConfig, chunk: Chunk, buckets: Sequence[Transient] = (), *, repeats: bool = False) -> Footprint:
-    """One microbatch of a resolved `run` on a chunk.
+    """The footprint of one microbatch of a resolved `run` on a chunk.
 
-    buckets: those that come and go meanwhile (ZeRO 2 and 3), of the only stage. repeats: a microbatch went before.
+    buckets: temporary buckets (ZeRO 2 and 3) of the only stage. repeats: another microbatch ran before.
     """
     from mega.core.estimate.trace import trace
 
-    found = trace(run, chunk)
-    walk = _Walk(buckets, len(found.forward))
-    backward = walk.backward(found.backward, found.held + found.in_flight)
+    chunk_trace = trace(run, chunk)
+    walk = _Walk(buckets, len(chunk_trace.forward))
+    backward = walk.backward(chunk_trace.backward, chunk_trace.held + chunk_trace.in_flight)
     if repeats and buckets:
-        backward = walk.backward(found.backward, found.held + found.in_flight)
-    forward = walk.forward(found.forward, found.before + (walk.leaving if repeats else 0))
+        backward = walk.backward(chunk_trace.backward, chunk_trace.held + chunk_trace.in_flight)
+    forward = walk.forward(chunk_trace.forward, chunk_trace.before + (walk.leaving if repeats else 0))
     return Footprint(
-        held=found.held,
-        forward=max(found.held, forward),
-        backward=max(found.held, backward),
-        deferred=found.deferred,
-        in_flight=found.in_flight,
-        cargo=found.cargo,
-        batch=found.batch,
-        mapped=found.mapped,
-        head=sum(part.change for part in found.forward[-1]),
+        held=chunk_trace.held,
+        forward=max(chunk_trace.held, forward),
+        backward=max(chunk_trace.held, backward),
+        deferred=chunk_trace.deferred,
+        in_flight=chunk_trace.in_flight,
+        cargo=chunk_trace.cargo,
+        batch=chunk_trace.batch,
+        mapped=chunk_trace.mapped,
+        head=sum(part.change for part in chunk_trace.forward[-1]),
     )
 
 
 class _Walk:
-    """The parts of a chunk one after the other, with what is alive at each.
+    """Plays the parts of a chunk in sequence, and tracks live bytes.
 
-    leaving: bytes of a sum of gradients that is still on its way.
+    leaving: bytes of the gradient reduction that is in flight.
     """
 
     def __init__(self, buckets: Sequence[Transient], units: int) -> None:
@@ -84,29 +87,29 @@ class _Walk:
         """The peak of a forward pass that begins with `live` bytes."""
         peak = live
         for unit, gathered, following in zip(parts, self._gathered, [*self._gathered[1:], []], strict=True):
-            here = sum(bucket.weights for bucket in [*gathered, *self._sent_for(following, gathered)])
-            peak = max(peak, live + here)
+            gathered_bytes = sum(bucket.weights for bucket in [*gathered, *self._sent_for(following, gathered)])
+            peak = max(peak, live + gathered_bytes)
             for part in unit:
-                peak = max(peak, live + here + part.peak)
+                peak = max(peak, live + gathered_bytes + part.peak)
                 live += part.change
         return peak
 
     @staticmethod
     def _sent_for(following: Sequence[Transient], here: Sequence[Transient]) -> list[Transient]:
-        """What a unit sends for, of the unit that runs next."""
+        """The buckets of the next unit that a unit prefetches."""
         return [bucket for bucket in following if bucket.sent_for and bucket not in here]
 
     def backward(self, parts: Parts, live: int) -> int:
         live += self.leaving
-        peak, here = live, set[int]()
-        waiting: dict[int, int] = {}
+        peak, gathered_ids = live, set[int]()
+        open_gradients: dict[int, int] = {}
         order = self._gathered[::-1]
         for unit, gathered, following in zip(reversed(parts), order, [*order[1:], []], strict=True):
-            arriving = [
-                bucket for bucket in [*gathered, *self._sent_for(following, gathered)] if id(bucket) not in here
+            new_buckets = [
+                bucket for bucket in [*gathered, *self._sent_for(following, gathered)] if id(bucket) not in gathered_ids
             ]
-            here |= set(map(id, arriving))
-            live += sum(bucket.weights for bucket in arriving)
+            gathered_ids |= set(map(id, new_buckets))
+            live += sum(bucket.weights for bucket in new_buckets)
             peak = max(peak, live)
             for part in unit:
                 peak = max(peak, live + part.peak)
@@ -115,13 +118,13 @@ class _Walk:
                     continue
                 bucket = self._home[part.weight]
                 if part.opens:
-                    live += 0 if id(bucket) in waiting else bucket.grads
-                    waiting.setdefault(id(bucket), len(bucket.places))
+                    live += 0 if id(bucket) in open_gradients else bucket.grads
+                    open_gradients.setdefault(id(bucket), len(bucket.places))
                     continue
-                waiting[id(bucket)] -= 1
-                if not waiting[id(bucket)]:
-                    # One bucket at a time is on its way, with room for our span of its sum.
+                open_gradients[id(bucket)] -= 1
+                if not open_gradients[id(bucket)]:
+                    # One bucket at a time is being reduced, together with the output buffer for this rank's span.
                     peak = max(peak, live + bucket.summed)
-                    live += bucket.summed - self.leaving - (bucket.weights if id(bucket) in here else 0)
+                    live += bucket.summed - self.leaving - (bucket.weights if id(bucket) in gathered_ids else 0)
                     self.leaving = bucket.grads + bucket.summed
         return peak

@@ -1,4 +1,4 @@
-"""Devices and their clusters as numbers: hardware.toml next to this file, or a file of the user's in the same form."""
+"""Devices and clusters as numbers: hardware.toml next to this file, or a user's file in the same format."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ from mega.core.config.toml import loads, read_text, shown
 GIB = 2**30
 
 SHARES = ("product", "elementwise", "attention_forward", "attention_backward")
-"""Fields that are a share of what the device can do at most."""
+"""Fields that are fractions of the device's peak."""
 
 RETIRED = {"traffic"}
-"""Fields of files that were written before curves were measured; they are read and not used."""
+"""Fields of files from before curves were measured. They are accepted and ignored."""
 
 LEAST, MOST = 1e-12, 1e12
-"""What a number of any field may be: far from where reckoning with it ends."""
+"""Limits of every number, well inside the range in which float arithmetic is safe."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of device in its cluster; hardware.toml says what each field means and in which unit."""
+    """One kind of device in its cluster. hardware.toml documents the fields in detail."""
 
-    name: str
-    memory: float
-    communicator: float
-    peak: Mapping[str, float] = field(hash=False)
-    bandwidth: float
-    product: float
-    elementwise: float
-    attention_forward: float
-    attention_backward: float
-    launch: float
-    host: float
-    node: int
-    inside: float
-    outside: float
-    peer: float
-    latency: float
-    latency_outside: float
-    link: float
-    host_memory: float
+    name: str  # Name of the device
+    memory: float  # GiB that a process can allocate
+    communicator: float  # GiB outside the allocator for each process group
+    peak: Mapping[str, float] = field(hash=False)  # Dense TFLOP/s by dtype
+    bandwidth: float  # TB/s of the memory
+    product: float  # Fraction of the peak that a large product reaches
+    elementwise: float  # Fraction of the bandwidth that an elementwise kernel reaches
+    attention_forward: float  # Fraction of the peak
+    attention_backward: float  # Fraction of the peak
+    launch: float  # Microseconds between two kernels
+    host: float  # Microseconds of the host for a block of a microbatch, forward and backward
+    node: int  # GPUs of one host
+    inside: float  # Bus GB/s of collectives within a host
+    outside: float  # GB/s of each GPU's network card
+    peer: float  # GB/s between two GPUs of a host
+    latency: float  # Microseconds per ring step within a host
+    latency_outside: float  # Microseconds per ring step between hosts
+    link: float  # GB/s of copies between a GPU and its host, one direction
+    host_memory: float  # GB/s of a host's memory
 
     @property
     def fp8(self) -> float:
-        """TFLOP/s of products in fp8: in fp32, which they are emulated in, where the device has none."""
+        """TFLOP/s of fp8 products. A device without fp8 emulates them in fp32."""
         return self.peak.get("fp8", self.peak["fp32"])
 
 
@@ -60,35 +60,35 @@ def _known() -> Mapping[str, Mapping[str, Any]]:
 
 
 def hardware(name: str, asked: str | None = None) -> Hardware:
-    """A device that we know, or the one that the TOML file `name` describes.
+    """A known device, or the one that the TOML file `name` describes.
 
-    asked: how the user said it, if not by --gpu. Errors: ValueError naming that, for an unknown name, a broken file, or
-    a field that is none.
+    asked: how the user named it, if not by --gpu. Errors: ValueError naming that, for an unknown name, a broken file,
+    or an unknown field.
 
     >>> hardware("h200").peak["bf16"]
     989.0
     """
-    known, asked = _known(), asked or f"--gpu {name}"
+    devices, asked = _known(), asked or f"--gpu {name}"
     if not name.endswith(".toml"):
-        if name.lower() not in known or name.lower() == "base":
-            valid = ", ".join(other for other in known if other != "base")
+        if name.lower() not in devices or name.lower() == "base":
+            valid = ", ".join(other for other in devices if other != "base")
             raise ValueError(f"{asked}: is no known device; valid: {valid}, or a TOML file")
-        return _made(name.lower(), known[name.lower()], asked)
+        return _made(name.lower(), devices[name.lower()], asked)
     return _made(Path(name).stem, loads(read_text(name, asked), asked), asked)
 
 
 def _made(name: str, table: Mapping[str, Any], asked: str) -> Hardware:
-    base, own = _known()["base"], {field.name for field in fields(Hardware)} - {"name"}
+    base, field_names = _known()["base"], {field.name for field in fields(Hardware)} - {"name"}
     table = {key: value for key, value in table.items() if key not in RETIRED}
-    given = table.get("peak", {})
-    if not isinstance(given, Mapping):
+    peaks = table.get("peak", {})
+    if not isinstance(peaks, Mapping):
         raise ValueError(
-            f"{asked}: peak is {shown(given)}; must be a table of TFLOP/s by dtype, such as {{bf16 = 989.0}}"
+            f"{asked}: peak is {shown(peaks)}; must be a table of TFLOP/s by dtype, such as {{bf16 = 989.0}}"
         )
-    for keys, valid in ((table.keys(), own), (given.keys(), base["peak"].keys() | {"fp8"})):
+    for keys, valid in ((table.keys(), field_names), (peaks.keys(), base["peak"].keys() | {"fp8"})):
         if unknown := sorted(keys - valid):
             raise ValueError(f"{asked}: unknown field {unknown[0]}; valid: {', '.join(sorted(valid))}")
-    values, peak = {**base, **table}, {**base["peak"], **given}
+    values, peak = {**base, **table}, {**base["peak"], **peaks}
     for key, value in {**values, **peak}.items():
         most = 1.0 if key in SHARES else MOST
         if key != "peak" and (type(value) not in (int, float) or not LEAST <= value <= most):

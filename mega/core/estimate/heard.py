@@ -1,7 +1,8 @@
-"""The operations of a stage while it runs on the meta device, as the shapes that cost.py prices.
+"""Record the operations of a stage on the meta device, as shapes for cost.py.
 
-Ops of torch come from trace.py's dispatch mode; kernels, attention and exchanges report themselves (ops/observe.py).
-Bytes are those of tensors read and written, once each; a table of which some rows are read counts as those rows.
+trace.py's dispatch mode reports torch ops. Kernels, attention and exchanges report themselves (ops/observe.py). Bytes
+are those of the tensors read and written, each counted once. If an op reads some rows of a table, only these rows
+count.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ from mega.core.estimate.cost import (
 from mega.core.ops.mask import AttentionMask
 
 GEMMS = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1}
-"""Ops of torch that multiply -> place of their first factor."""
+"""Matmul ops of torch -> index of the first factor among the arguments."""
 
 ALLOCATIONS = {
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
     *("detach", "alias", "lift_fresh", "resize_", "set_", "_unsafe_view", "_reshape_alias"),
 }
-"""Ops that launch nothing."""
+"""Ops that launch no kernel."""
 
 LOOK_UPS = {"embedding": 2.0, "index": 2.0, "index_select": 2.0, "gather": 2.0, "nll_loss_forward": 1.0}
-"""Ops that read some rows of a table -> passes over their result."""
+"""Ops that read some rows of a table -> passes over the result."""
 
 ADDED_ROWS = {"index_add_": 3.0, "index_put_": 3.0, "embedding_dense_backward": 3.0, "scatter": 3.0, "scatter_": 3.0}
-"""Ops that write some rows of a table -> passes over these rows, the largest argument but the table."""
+"""Ops that write some rows of a table -> passes over these rows, the largest argument except the table."""
 
 WRITTEN = {"copy_", "fill_", "zero_"}
-"""Ops in place that do not read what they write."""
+"""In-place ops that do not read their output."""
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
@@ -49,21 +50,21 @@ CUDNN = ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_atten
 
 
 class Heard:
-    """Operations in the order in which they ran. packed: share of a row's pairs that are left by packed documents."""
+    """Operations in the order of execution. packed: fraction of a row's pairs that remain with packed documents."""
 
     def __init__(self, *, packed: float = 1.0) -> None:
         self.operations: list[Operation] = []
         self._packed, self._count = packed, 0
 
     def take(self) -> tuple[Operation, ...]:
-        """What has run since it was asked before."""
-        found, self.operations = tuple(self.operations), []
-        return found
+        """The operations since the last call."""
+        operations, self.operations = tuple(self.operations), []
+        return operations
 
     # -- ops of torch
 
     def op(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, object], out: Any) -> None:
-        """An op that is no view, after its result was made."""
+        """Record an op that is not a view, after it was executed."""
         name = func.overloadpacket.__name__
         if name in ALLOCATIONS:
             return
@@ -83,7 +84,7 @@ class Heard:
         kernel, share = ("cudnn causal", 0.5) if causal else ("cudnn full", 1.0)
         self.operations.append(AttentionWork(kernel, backward, b * heads, s, t, d, share))
 
-    # -- what reports itself
+    # -- kernels and exchanges that report themselves
 
     def kernel(self, name: str, arguments: Sequence[object]) -> None:
         self.operations.append(ElementwiseWork(name, sum(map(_bytes, arguments))))
@@ -112,19 +113,20 @@ class Heard:
 
 
 def _gemm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Gemm:
-    """[.., m, k] x [.., k, n]. The layout is that of the strides: whose inner dim is not the last lies transposed."""
+    """[.., m, k] x [.., k, n]. The strides decide the layout: a factor whose inner dim is not the last one is
+    transposed."""
     (m, k), n = a.shape[-2:], b.shape[-1]
     layout = "wgrad" if _turned(a) else "forward" if _turned(b) else "dgrad"
     fp8 = a.element_size() == 1
     if fp8 and out.dtype == torch.float32:
         layout = "wgrad"
     dtype = "fp8" if fp8 else DTYPES[a.dtype]
-    moved = a.nbytes + b.nbytes + out.nbytes
-    return Gemm(*(_measured_as(m, k, n, layout)), layout, dtype, moved, a.shape[0] if a.ndim == 3 else 1)
+    bytes_moved = a.nbytes + b.nbytes + out.nbytes
+    return Gemm(*(_measured_as(m, k, n, layout)), layout, dtype, bytes_moved, a.shape[0] if a.ndim == 3 else 1)
 
 
 def _measured_as(m: int, k: int, n: int, layout: str) -> tuple[int, int, int]:
-    """The linear layer [tokens, in] -> [tokens, out] of which this is one of the three products."""
+    """(tokens, in, out) of the linear layer [tokens, in] -> [tokens, out] that this product belongs to."""
     return (m, k, n) if layout == "forward" else (m, n, k) if layout == "dgrad" else (k, n, m)
 
 
@@ -133,7 +135,7 @@ def _turned(x: torch.Tensor) -> bool:
 
 
 def _bytes(x: object) -> int:
-    """What a tensor takes where it is stored; an expanded one less than its elements."""
+    """Bytes of a tensor's storage. An expanded tensor has less storage than elements."""
     if not isinstance(x, torch.Tensor):
         return 0
     return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
@@ -153,7 +155,7 @@ def _moved(name: str, args: Sequence[object], out: object) -> int:
 
 @lru_cache(maxsize=256)
 def _visible(s: int, t: int, low: int | None, high: int | None) -> float:
-    """Share of the pairs of s queries and t keys in a band (ops.mask.AttentionMask.band).
+    """The fraction of the pairs of s queries and t keys that are in a band (ops.mask.AttentionMask.band).
 
     >>> _visible(4, 4, None, 0), _visible(4, 4, None, None), round(_visible(8, 8, -1, 0), 3)
     (0.625, 1.0, 0.234)

@@ -1,7 +1,7 @@
-"""Megatron-LM's own `report_theoretical_memory`, formula for formula, to compare with our figures.
+"""Megatron-LM's own `report_theoretical_memory`, formula by formula, for comparison.
 
-It counts neither biases nor position tables, assumes bf16 with fp32 gradients and Adam, and approximates activations by
-the closed form of Korthikanti et al. 2022 (arXiv 2205.05198). A megabyte is 1024 squared.
+It ignores biases and position tables, assumes bf16 with fp32 gradients and Adam, and approximates activations by the
+closed form of Korthikanti et al. 2022 (arXiv 2205.05198). A megabyte is 1024 squared bytes.
 """
 
 from __future__ import annotations
@@ -18,19 +18,15 @@ MEGABYTE = 1024.0**2
 
 @dataclass(frozen=True)
 class TheoreticalMemory:
-    """What Megatron-LM prints. Parameters are elements; sizes are megabytes of the most loaded rank.
+    """Megatron-LM's output. Parameters are elements; sizes are megabytes of the most loaded rank."""
 
-    parameters: of the whole model. shard: of the most loaded rank; others: of the other shards, where there are several
-    stages. layer: activations of one layer and rank. in_flight: microbatches, where there are several stages.
-    """
-
-    parameters: float
-    shard: float
-    others: float
-    layer: float
-    in_flight: int | None
-    weights: float
-    activations: float
+    parameters: float  # Parameters of the whole model
+    shard: float  # Parameters of the most loaded rank
+    others: float  # Parameters of each other rank, with several stages
+    layer: float  # Activations of one layer on a rank
+    in_flight: int | None  # Microbatches in flight, None with one stage
+    weights: float  # Weights and optimizer
+    activations: float  # Activations
 
     @property
     def total(self) -> float:
@@ -38,7 +34,7 @@ class TheoreticalMemory:
 
 
 def report(run: RunConfig, world: int) -> TheoreticalMemory:
-    """Megatron-LM's figures for a resolved `run`."""
+    """Megatron-LM's numbers for a resolved `run`."""
     model, parallel = architecture(run.model), run.parallel
     queries, dense = model.block.attention, model.block.feed_forward
     layers, h, t, p = _layers(model), model.hidden, parallel.tp, parallel.pp
@@ -46,15 +42,15 @@ def report(run: RunConfig, world: int) -> TheoreticalMemory:
     mlp = 2 * h * dense.width * (1.5 if dense.gated else 1)
     norm = (2 if model.block.norm.kind == "layernorm" else 1) * h
     embedding = h * model.input.rows(t)
-    whole = layers * (attention + mlp + 2 * norm) + norm + embedding * (1 if model.tied else 2)
-    others = layers * (attention + mlp) / p / t + (layers * 2 * norm + norm) / p
-    shard = others + embedding / t * (2 if not model.tied and p == 1 else 1)
+    all_parameters = layers * (attention + mlp + 2 * norm) + norm + embedding * (1 if model.tied else 2)
+    layers_per_rank = layers * (attention + mlp) / p / t + (layers * 2 * norm + norm) / p
+    shard = layers_per_rank + embedding / t * (2 if not model.tied and p == 1 else 1)
     per_parameter = 6 + 12 / data_parallel(run, world) if parallel.zero else 18
     layer, activations, in_flight = _activations(run, world)
     return TheoreticalMemory(
-        parameters=whole,
+        parameters=all_parameters,
         shard=shard,
-        others=others,
+        others=layers_per_rank,
         layer=layer / MEGABYTE,
         in_flight=in_flight,
         weights=shard * per_parameter / MEGABYTE,
@@ -63,26 +59,26 @@ def report(run: RunConfig, world: int) -> TheoreticalMemory:
 
 
 def _layers(model: Architecture) -> int:
-    """--num-layers, which are those of an encoder where there is a decoder too."""
+    """--num-layers, which are the encoder's if there is also a decoder."""
     return len(model.stacks[0].layers)
 
 
 def _activations(run: RunConfig, world: int) -> tuple[float, float, int | None]:
-    """Bytes of one layer and of the rank, and microbatches in flight (None on one stage)."""
+    """Bytes of one layer and of the rank, and microbatches in flight (None with one stage)."""
     model, parallel, batch = architecture(run.model), run.parallel, run.batch
     s, b, h, t, p, v = batch.seq_length, batch.micro_batch, model.hidden, parallel.tp, parallel.pp, parallel.chunks
     vocab, ffn = model.input.rows(t), model.block.feed_forward.width
-    both = parallel.sequence_parallel and run.memory.recompute == "selective"
-    layer = s * b * h * (18 + 4 * ffn / h) if both else s * b * h * (10 + 24 / t)
+    selective = parallel.sequence_parallel and run.memory.recompute == "selective"
+    layer = s * b * h * (18 + 4 * ffn / h) if selective else s * b * h * (10 + 24 / t)
     total = layer * _layers(model) + 8 * s * b * p + s * b * h * p
     in_flight = None
     if v > 1:
-        more = 1 + (p - 1) / (p * v)
-        total, in_flight = total * more, ceil(p * more)
+        interleave_factor = 1 + (p - 1) / (p * v)
+        total, in_flight = total * interleave_factor, ceil(p * interleave_factor)
     elif p > 1:
         in_flight = min(microbatches(run, world), p)
         total *= in_flight / p
-    if both:
+    if selective:
         if p == 1:
             total += 4 * s * b * h * (1 + vocab / h)
         return layer / t, total / t, in_flight

@@ -1,7 +1,7 @@
-"""Memory of every rank of a run: what it holds all the time, and a step played through the pipeline's own plan.
+"""Memory of every rank of a run: constant memory, and a step played through the pipeline's plan.
 
-The ranks of one pipeline stage hold equally much, so there is one answer per stage: its peak, what it consists of, and
-when it comes. The plan is the one that the trainer executes.
+All ranks of a pipeline stage use equal memory, so there is one answer per stage: its peak, the parts of the peak, and
+when it occurs. The plan is the one that the trainer executes.
 """
 
 from __future__ import annotations
@@ -26,35 +26,30 @@ from mega.core.plan import Act, Compute, Exchange, plan
 from mega.core.plan.exchange import needs
 
 LIBRARIES = 32 << 20
-"""Workspace of cuBLAS on a Hopper device, which comes out of the allocator like any tensor; a graph has two of its own,
+"""Workspace of cuBLAS on a Hopper device, which comes from the allocator like any tensor. A CUDA graph has two more,
 one for each pass."""
 
 SENT = 4
-"""Sends of a pipeline that may be on their way (parallel/pipeline.py)."""
+"""Maximum number of pipeline sends in flight (parallel/pipeline.py)."""
 
 SLACK = 0.06
-"""Share of the moving memory that the caching allocator reserves and cannot use, as we budget it."""
+"""Assumed fraction of the moving memory that the caching allocator reserves and cannot use."""
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """One rank of a pipeline stage; bytes. The parts add up to the peak.
+    """One rank of a pipeline stage, in bytes. The parts add up to the peak."""
 
-    activations: kept for microbatches in flight. working: what the op at the peak needs besides. cargo: pipeline
-    sends and receives. live: the most microbatches (of a chunk) in flight. when: what runs at the peak. graph: what a
-    recorded microbatch keeps from the allocator besides (--cuda-graph).
-    """
-
-    stage: int
-    layers: int
-    held: Weights
-    batches: int
-    activations: int
-    working: int
-    cargo: int
-    live: int
-    when: str
-    graph: int = 0
+    stage: int  # Number of the stage
+    layers: int  # Its blocks
+    held: Weights  # Weights and optimizer state
+    batches: int  # All microbatches of a step
+    activations: int  # Stored for microbatches in flight
+    working: int  # Additional memory of the op at the peak
+    cargo: int  # Pipeline sends and receives
+    live: int  # Maximum number of microbatches (of a chunk) in flight
+    when: str  # What runs at the peak
+    graph: int = 0  # Additional memory that a recorded microbatch keeps from the allocator (--cuda-graph)
 
     @property
     def moving(self) -> int:
@@ -62,7 +57,7 @@ class StageMemory:
 
     @property
     def peak(self) -> int:
-        """The most that is allocated at once."""
+        """The maximum of allocated bytes."""
         return self.held.total + self.batches + self.moving
 
     @property
@@ -72,15 +67,18 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class Memory:
-    """All stages of a run, and the sizes that belong to the whole of it."""
+    """All stages of a run, and totals."""
 
     stages: tuple[StageMemory, ...]
+    """The stages in order."""
     parameters: int
+    """Elements of the model."""
     checkpoint: int
+    """Bytes of a checkpoint."""
     communicators: int
-    """The most that one rank takes part in; each has buffers outside the allocator."""
+    """Maximum number of process groups of a rank. Each has buffers outside the allocator."""
     mapped: int
-    """Bytes outside the allocator, into which tensor ranks write the tokens of an exchange (--tp-overlap)."""
+    """Bytes outside the allocator, which tensor ranks write the tokens of an exchange into (--tp-overlap)."""
 
     @property
     def worst(self) -> StageMemory:
@@ -89,45 +87,49 @@ class Memory:
 
     @property
     def need(self) -> int:
-        """Bytes that a device must have for the fullest rank, slack included."""
+        """Bytes that a device needs for the fullest rank, slack included."""
         return max(stage.peak + stage.slack for stage in self.stages)
 
     def needed(self, communicator: float) -> float:
-        """GiB of the fullest rank, with so many GiB for each communicator."""
+        """GiB of the fullest rank, with `communicator` GiB for each process group."""
         return (self.need + self.mapped) / GIB + self.communicators * communicator
 
 
 def memory(run: RunConfig, world: int) -> Memory:
-    """What a resolved `run` needs on `world` ranks."""
+    """The memory of a resolved `run` on `world` ranks."""
     parallel, count = run.parallel, microbatches(run, world)
     timelines = played(parallel.schedule, parallel.pp, parallel.chunks, representative(run, count))
     dp, chunks = data_parallel(run, world), stage_chunks(run)
-    weights = {own: stage_weights(run, dp, own) for own in set(chunks)}
+    weights = {stage_chunk: stage_weights(run, dp, stage_chunk) for stage_chunk in set(chunks)}
     prints = footprints(run, set(chain(*chunks)), dp, count)
     libraries = 0 if run.runtime.device == "cpu" else LIBRARIES
     stages = []
-    for stage, own in enumerate(chunks):
-        held, timeline, footprints_ = weights[own], timelines[stage], [prints[chunk] for chunk in own]
+    for stage, stage_chunk in enumerate(chunks):
+        weights_of_stage, timeline, footprints_ = (
+            weights[stage_chunk],
+            timelines[stage],
+            [prints[chunk] for chunk in stage_chunk],
+        )
         activations, working, cargo, when = timeline.peak(footprints_)
-        update = _update(run, held) + max(one.in_flight for one in footprints_)
-        # A graph keeps what its microbatch took. Not recorded are the last of several, where data are shared, or else
-        # updates and validation.
+        update = _update(run, weights_of_stage) + max(one.in_flight for one in footprints_)
+        # A graph keeps the memory of its microbatch. With data-parallel ranks the last microbatch of several runs
+        # eagerly and adds to it; otherwise only updates and validation do.
         graph = (activations + working) if records_graph(run, world) else 0
-        kept = graph if eager_microbatches(dp * parallel.cp, count) else min(graph, max(update, working))
+        graph_bytes = graph if eager_microbatches(dp * parallel.cp, count) else min(graph, max(update, working))
         if update > activations + working + cargo:
-            activations, working, cargo, when, kept = 0, update, 0, "optimizer step", graph
+            activations, working, cargo, when, graph_bytes = 0, update, 0, "optimizer step", graph
         stages.append(
             StageMemory(
                 stage=stage,
-                layers=sum(chunk.blocks for chunk in own),
-                held=held,
+                layers=sum(chunk.blocks for chunk in stage_chunk),
+                held=weights_of_stage,
                 batches=count * footprints_[0].batch,  # all microbatches of a step are on the device
                 activations=activations,
                 working=working + libraries * (3 if graph else 1),
                 cargo=cargo,
                 live=timeline.live,
                 when=when,
-                graph=kept,
+                graph=graph_bytes,
             )
         )
     return Memory(
@@ -140,13 +142,14 @@ def memory(run: RunConfig, world: int) -> Memory:
 
 
 def least(run: RunConfig, world: int, communicator: float) -> float:
-    """GiB below which `memory(run, world).needed(communicator)` cannot be: what the first stage holds all the time."""
+    """A lower bound of `memory(run, world).needed(communicator)`: the constant memory of the first stage, in GiB."""
     dp = data_parallel(run, world)
     return stage_weights(run, dp, stage_chunks(run)[0]).total / GIB + communicators(run, dp) * communicator
 
 
 def communicators(run: RunConfig, dp: int) -> int:
-    """Process groups of an inner rank: those of its axes (equal sets of ranks share one), and links to neighbours.
+    """The number of process groups of an inner rank: those of its axes (equal sets of ranks share one), and links to
+    neighbours.
 
     >>> from mega.core.config.compose import compose
     >>> from mega.core.config.resolve import resolve
@@ -165,52 +168,52 @@ def communicators(run: RunConfig, dp: int) -> int:
 
 
 def checkpoint_bytes(run: RunConfig) -> int:
-    """Bytes of tensors in one checkpoint: trained weights, and masters and moments where they are saved."""
+    """Bytes of tensors in a checkpoint: trained weights; also masters and moments if they are saved."""
     weight, high = BYTES[run.precision.dtype], wide(run.precision.dtype)
-    apart = run.optimizer.optimizer_offload  # the host then updates masters of its own
-    masters = high if high != weight and (apart or run.precision.masters) else 0
+    offloaded = run.optimizer.optimizer_offload  # the host then keeps separate masters
+    masters = high if high != weight and (offloaded or run.precision.masters) else 0
     trained = [tensor for tensor in inventory(run.model) if tensor.trainable]
-    kept = sum(tensor.elements for tensor in trained)
+    elements = sum(tensor.elements for tensor in trained)
     if not run.checkpoint.save_optim:
-        return kept * weight
+        return elements * weight
     moments = {"adam": 2, "lamb": 2, "sgd": int(run.optimizer.sgd_momentum > 0), "adafactor": 0, "muon": 2}
-    values = moments[run.optimizer.optimizer] * kept
+    values = moments[run.optimizer.optimizer] * elements
     if run.optimizer.optimizer == "muon":
         values -= sum(tensor.elements for tensor in trained if tensor.hidden_matrix)
-    return kept * (weight + masters) + values * high
+    return elements * (weight + masters) + values * high
 
 
 def logits_bytes(run: RunConfig) -> int:
-    """Bytes that the last stage keeps of a microbatch's logits and loss until their backward pass."""
+    """Bytes of a microbatch's logits and loss that the last stage stores for their backward pass."""
     return footprint(run, stage_chunks(run)[-1][-1]).head
 
 
 def serving_bytes(run: RunConfig) -> int:
-    """Bytes of the weights alone, over all tensor ranks, as a server holds them."""
+    """Bytes of the weights over all tensor ranks of a server."""
     return parameters(run.model) * BYTES[run.precision.dtype]
 
 
 def kv_cache_bytes(run: RunConfig) -> int:
-    """Bytes of one token's keys and values over all layers and tensor ranks, while serving."""
+    """Bytes of one token's keys and values while serving, over all layers and tensor ranks."""
     return cache_bytes(architecture(run.model), BYTES[run.precision.dtype])
 
 
 def footprints(run: RunConfig, chunks: Collection[Chunk], dp: int, count: int) -> dict[Chunk, Footprint]:
-    """One microbatch of `count` on each of the chunks."""
+    """The footprint of one microbatch of `count` on each of the chunks."""
     buckets = transient_buckets(run, dp)
     return {chunk: footprint(run, chunk, buckets, repeats=count > 1) for chunk in chunks}
 
 
 STEADY = ("1f1b", "interleaved", "zb-h1")
-"""Schedules of which a few microbatches show the peaks of many."""
+"""Schedules with a steady state, in which few microbatches have the same peaks as many."""
 
 
 def representative(run: RunConfig, count: int) -> int:
-    """The fewest microbatches whose plan has the peaks that `count` would have: the steady part only repeats itself.
+    """The fewest microbatches whose plan has the same peaks as `count`: the steady state only repeats.
 
-    Any other schedule, as gpipe, may have no steady part. Under 1F1B rank r is full once it holds pp - r microbatches;
-    interleaved plans take two rounds of pp to fill every chunk, a third with all cargo on its way, and their last round
-    may be uneven.
+    Any other schedule, such as gpipe, may have no steady state. Under 1F1B rank r is full once it holds pp - r
+    microbatches. Interleaved plans need two rounds of pp to fill every chunk, and a third for the maximum cargo in
+    flight; their last round may be uneven.
     """
     parallel = run.parallel
     if parallel.schedule not in STEADY:
@@ -220,48 +223,43 @@ def representative(run: RunConfig, count: int) -> int:
 
 
 def _update(run: RunConfig, held: Weights) -> int:
-    """What the optimizer needs besides its state: copies of a bucket's span, wide. Weights are gathered in place."""
+    """Temporary memory of the optimizer: wide copies of a bucket's span. Weights are gathered in place."""
     precision, options = run.precision, run.optimizer
     assert precision.grad_dtype
     high = wide(precision.dtype)
     copies = {"adam": 0, "sgd": 1, "lamb": 3, "adafactor": 2, "muon": 1}[options.optimizer]
     copies += (BYTES[precision.grad_dtype] != high) + (not precision.masters)
-    # Whole matrices of which this rank is the owner: as they come, put together, made orthogonal, and as they return.
+    # Four copies of the whole matrices that this rank owns (Muon): gathered, assembled, orthogonalized, and returned.
     return (0 if options.optimizer_offload else copies * held.largest * high) + 4 * held.owned * high
 
 
 class LiveSet(NamedTuple):
-    """What is alive on a rank during a compute, in numbers: no bytes, so that many runs share one plan's.
+    """The live tensors of a rank during a compute, as counts. Without bytes, so runs with the same plan share it."""
 
-    held: microbatches of each chunk from forward to backward. deferred: those between backward and weights.
-    cargo: pieces that have come and wait, and gradients sent that may be in flight.
-    """
-
-    kind: str
-    chunk: int
-    held: tuple[int, ...]
-    deferred: tuple[int, ...]
-    cargo: int
+    kind: str  # "F" or "B"
+    chunk: int  # The chunk that runs
+    held: tuple[int, ...]  # Microbatches of each chunk between forward and backward
+    deferred: tuple[int, ...]  # Microbatches of each chunk between backward and weight gradients
+    cargo: int  # Received pieces that wait, and sent gradients that may be in flight
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """One rank's plan: its different live sets, each with the first microbatch that meets it, in order.
-
-    live: the most microbatches (of a chunk) in flight.
-    """
+    """One rank's plan."""
 
     sets: Mapping[LiveSet, int]
+    """Its distinct live sets in order -> the first microbatch with this set."""
     live: int
+    """Maximum number of microbatches (of a chunk) in flight."""
 
     def peak(self, chunks: Sequence[Footprint]) -> tuple[int, int, int, str]:
-        """Activations, working and cargo of the first of the largest live sets, and what runs then."""
-        held, deferred = [chunk.held for chunk in chunks], [chunk.deferred for chunk in chunks]
+        """Activations, working memory and cargo of the (first) largest live set, and what runs then."""
+        held_bytes, deferred_bytes = [chunk.held for chunk in chunks], [chunk.deferred for chunk in chunks]
         peaks = {"F": [chunk.forward for chunk in chunks], "B": [chunk.backward for chunk in chunks]}
 
         def bytes_of(live: LiveSet) -> tuple[int, int, int]:
-            kept = sum(map(mul, live.held, held)) + sum(map(mul, live.deferred, deferred))
-            return kept, peaks[live.kind][live.chunk] - held[live.chunk], live.cargo * chunks[0].cargo
+            stored = sum(map(mul, live.held, held_bytes)) + sum(map(mul, live.deferred, deferred_bytes))
+            return stored, peaks[live.kind][live.chunk] - held_bytes[live.chunk], live.cargo * chunks[0].cargo
 
         largest = max(self.sets, key=lambda live: sum(bytes_of(live)))
         pass_ = "forward" if largest.kind == "F" else "backward"
@@ -278,24 +276,26 @@ def played(kind: str, stages: int, chunks: int, count: int) -> tuple[Timeline, .
 
 def _timeline(acts: Sequence[Act], stage: int, stages: int, chunks: int) -> Timeline:
     sets: dict[LiveSet, int] = {}
-    held, deferred = [0] * chunks, [0] * chunks
-    later = any(isinstance(act, Compute) and act.kind == "W" for act in acts)
-    arrived, sent = 0, deque[bool](maxlen=SENT)
+    held_count, deferred_count = [0] * chunks, [0] * chunks
+    splits_weights = any(isinstance(act, Compute) and act.kind == "W" for act in acts)
+    waiting_cargo, sent = 0, deque[bool](maxlen=SENT)
     for act in acts:
         if isinstance(act, Exchange):
-            # What is sent forwards is kept for the backward pass anyway.
+            # Forward sends need no extra memory, since the backward pass keeps the tensors. Count gradients only.
             sent.extend(transfer.kind == "B" for transfer in act.sends)
-            arrived += len(act.recvs)
+            waiting_cargo += len(act.recvs)
         elif act.kind == "W":
-            deferred[act.chunk] -= 1
+            deferred_count[act.chunk] -= 1
         else:
-            forward, brought = act.kind == "F", needs(act, act.chunk * stages + stage, chunks * stages - 1)
-            used = stages > 1 and brought is not None
-            arrived -= used and forward
-            held[act.chunk] += forward
-            live = LiveSet(act.kind, act.chunk, tuple(held), tuple(deferred), max(0, arrived) + sum(sent))
+            forward, cargo_source = act.kind == "F", needs(act, act.chunk * stages + stage, chunks * stages - 1)
+            receives_cargo = stages > 1 and cargo_source is not None
+            waiting_cargo -= receives_cargo and forward
+            held_count[act.chunk] += forward
+            live = LiveSet(
+                act.kind, act.chunk, tuple(held_count), tuple(deferred_count), max(0, waiting_cargo) + sum(sent)
+            )
             sets.setdefault(live, act.microbatch)
-            arrived -= used and not forward
-            held[act.chunk] -= not forward
-            deferred[act.chunk] += later and not forward
+            waiting_cargo -= receives_cargo and not forward
+            held_count[act.chunk] -= not forward
+            deferred_count[act.chunk] += splits_weights and not forward
     return Timeline(sets, max(sum(live.held) for live in sets))

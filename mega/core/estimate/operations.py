@@ -1,4 +1,5 @@
-"""The operations of a chunk of the model, from its trace. Knows no seconds, and no torch before it is asked."""
+"""The operations of a chunk of the model, from its trace. The file knows no seconds, and imports torch only when it is
+called."""
 
 from __future__ import annotations
 
@@ -13,18 +14,20 @@ from mega.core.estimate.cost import ChunkOperations, Operation
 
 
 def operations(run: RunConfig, chunk: Chunk) -> ChunkOperations:
-    """Of a resolved run."""
+    """The operations of a chunk of a resolved run."""
     from mega.core.estimate.trace import trace
 
-    found = trace(run, chunk)
-    return ChunkOperations(found.forward_work, found.backward_work, found.weight_work, found.cargo)
+    chunk_trace = trace(run, chunk)
+    return ChunkOperations(
+        chunk_trace.forward_work, chunk_trace.backward_work, chunk_trace.weight_work, chunk_trace.cargo
+    )
 
 
 def rough_operations(run: RunConfig, chunk: Chunk) -> ChunkOperations:
-    """The same in few traces: every number of an operation grows evenly with the size of a microbatch. Weight gradients
-    that are put off are counted as backward."""
+    """The same from fewer traces: the sizes of all operations are linear in the microbatch size. Deferred weight
+    gradients are counted as backward."""
     run, size = variant(run, {"schedule": "1f1b", "zero": 0}), run.batch.micro_batch
-    if size <= 2 or run.parallel.tp_overlap:  # pieces of an exchange are joined by their size
+    if size <= 2 or run.parallel.tp_overlap:  # with tp_overlap the pieces of an exchange depend on the size nonlinearly
         return operations(run, chunk)
     one, two = (operations(variant(run, {"micro_batch": few}), chunk) for few in (1, 2))
     if [list(map(len, units)) for units in one[:3]] != [list(map(len, units)) for units in two[:3]]:
@@ -35,9 +38,9 @@ def rough_operations(run: RunConfig, chunk: Chunk) -> ChunkOperations:
 
 @lru_cache(maxsize=1 << 10)
 def _grown(one: tuple[Operation, ...], two: tuple[Operation, ...], size: int) -> tuple[Operation, ...]:
-    """Operations of `size` samples from those of one and of two."""
-    found = []
+    """Extrapolate to `size` samples from the operations of one and of two."""
+    scaled = []
     for a, b in zip(one, two, strict=True):
         kind: Any = type(a)
-        found.append(kind(*(x + (size - 1) * (y - x) if type(x) is int else x for x, y in zip(a, b, strict=True))))  # type: ignore[operator]
-    return tuple(found)
+        scaled.append(kind(*(x + (size - 1) * (y - x) if type(x) is int else x for x, y in zip(a, b, strict=True))))  # type: ignore[operator]
+    return tuple(scaled)

@@ -1,4 +1,4 @@
-"""What `mega memory-estimate` plans for and shows, as its section. No torch."""
+"""Option section of `mega memory-estimate`. No torch."""
 
 # ruff: noqa: RUF009 - every default below is immutable
 
@@ -11,7 +11,7 @@ from typing import ClassVar
 from mega.core.config.option import COUNT, Range, VerbSection, option
 
 MOST = 10**9
-"""The most hours or seconds that are accepted."""
+"""Maximum number of hours or seconds."""
 
 
 def _to_most(least: float) -> Range:
@@ -20,16 +20,18 @@ def _to_most(least: float) -> Range:
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateOptions(VerbSection):
-    """The devices that a run is planned for, what else is counted, and how it is shown."""
+    """The devices that a run is planned for, failures, and the output."""
 
     title: ClassVar[str] = "Estimate"
 
     json: bool = option(False, "print one JSON value, sizes in bytes")
-    gpu: str | None = option(None, "device to plan for: h200, h100, a100, ... or a TOML file; adds the step's time")
+    gpu: str | None = option(
+        None, "device to plan for: h200, h100, a100, ... or a TOML file; also predicts the step time"
+    )
     fit: str | None = option(None, "find the fastest layout on these devices, such as 8x80GB or 8xh200")
     gpus: int | None = option(
         None,
-        "find the fastest layout on so many of --gpu",
+        "find the fastest layout on this number of --gpu devices",
         metavar="COUNT",
         within=Range("a whole number from 1 to 9,999,999", lambda value: 1 <= value < 10**7),
     )
@@ -37,13 +39,13 @@ class EstimateOptions(VerbSection):
         None, "hours between failures of the whole machine", metavar="HOURS", within=_to_most(0.01)
     )
     save_seconds: float | None = option(
-        None, "how long a save takes; it stops training [30]", metavar="SECONDS", within=_to_most(0)
+        None, "time of a save, during which training stops [30]", metavar="SECONDS", within=_to_most(0)
     )
     restart_seconds: float | None = option(
-        None, "from a failure to the next step [600]", metavar="SECONDS", within=_to_most(0)
+        None, "time from a failure to the next step [600]", metavar="SECONDS", within=_to_most(0)
     )
-    megatron: bool = option(False, "show Megatron-LM's own estimate next to ours")
-    draw: Path | None = option(None, "write the bars to a .svg or .png file")
-    draw_schedule: Path | None = option(None, "write the pipeline's timeline to a .svg or .png file, or - for here")
-    serve: bool = option(False, "what mega serve will report of the model on --tp x --pp ranks of --gpu")
-    max_length: int | None = option(None, "with --serve: prompt and answer [the model's]", within=COUNT)
+    megatron: bool = option(False, "also show Megatron-LM's own estimate")
+    draw: Path | None = option(None, "write the memory bars to a .svg or .png file")
+    draw_schedule: Path | None = option(None, "write the pipeline's timeline to a .svg or .png file; -: print it")
+    serve: bool = option(False, "print what mega serve will report for the model on --tp x --pp ranks of --gpu")
+    max_length: int | None = option(None, "with --serve: tokens of prompt and answer [the model's]", within=COUNT)

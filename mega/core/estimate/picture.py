@@ -1,4 +1,5 @@
-"""The bars of a memory estimate as a picture, .svg or .png. Only .png needs matplotlib, asked for when it is wanted."""
+"""The bars of a memory estimate as a .svg or .png picture. Only .png needs matplotlib, which is imported when
+needed."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from mega.core.files import whole_file
 
 
 def draw(found: Memory, title: str, path: Path) -> None:
-    """The bars as a picture: .svg, or .png (needs matplotlib). The file appears whole or not at all."""
+    """Write the bars as .svg, or as .png (needs matplotlib). The file is written atomically."""
     content = {".svg": _svg, ".png": _png}[path.suffix](found, title)
     with whole_file(path) as out:
         out.write(content)
@@ -31,17 +32,17 @@ def _svg(found: Memory, title: str) -> bytes:
         lines.append(f'<rect x="{corner}" y="28" width="12" height="12" fill="{colour}"/>')
         lines.append(f'<text x="{corner + 16}" y="38">{heading}</text>')
     for row, (first, last, stage) in enumerate(rows):
-        top, left = 52 + 30 * row, 90.0
+        top, bar_start = 52 + 30 * row, 90.0
         name = f"stage {first}" if first == last else f"{first} to {last}"
         lines.append(f'<text x="8" y="{top + 15}">{name}</text>')
         for (heading, _, colour), size in zip(PARTS, parts(stage).values(), strict=True):
-            wide = 800 * size / largest
+            bar_width = 800 * size / largest
             lines.append(
-                f'<rect x="{left:.1f}" y="{top}" width="{wide:.1f}" height="22" fill="{colour}">'
+                f'<rect x="{bar_start:.1f}" y="{top}" width="{bar_width:.1f}" height="22" fill="{colour}">'
                 f"<title>{heading}: {gib(size)} GiB</title></rect>"
             )
-            left += wide
-        lines.append(f'<text x="{left + 6:.1f}" y="{top + 15}">{gib(stage.peak)} GiB</text>')
+            bar_start += bar_width
+        lines.append(f'<text x="{bar_start + 6:.1f}" y="{top + 15}">{gib(stage.peak)} GiB</text>')
     return "\n".join([*lines, "</svg>", ""]).encode()
 
 

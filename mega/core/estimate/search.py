@@ -1,7 +1,8 @@
-"""The layout of a run: every way to share a model out over some devices, those that fit, and the fastest of them.
+"""Search for the layout of a run: all ways to divide a model over some devices, those that fit, and the fastest of
+them.
 
-A candidate is the same run with other values for its layout. It is judged by the rules of every run, weighed by the
-memory estimate and timed by playing its plan; nothing here knows a formula of its own.
+A candidate is the run with other layout values. The rules of every run check it, the memory estimate decides whether it
+fits, and its plan gives the time. The file has no formulas of its own.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from mega.core.estimate.memory import Memory, least, memory
 from mega.core.estimate.steptime import StepTime, step_time
 
 RESERVE = 0.03
-"""Share of a device's memory that a layout must leave: peaks are predicted to within about as much."""
+"""Fraction of a device's memory that a layout must leave free. Predicted peaks have about this error."""
 
 CONTEXT = 4096
-"""Tokens of a sequence that a rank of the context axis keeps at least; shorter parts are cheaper to share otherwise."""
+"""Minimum tokens per rank of the context axis. For shorter parts other axes are cheaper."""
 
 MICRO = (1, 2, 4, 8, 16)
-"""Samples of a microbatch."""
+"""Microbatch sizes."""
 
 ZERO = (1, 2, 3)
-"""Ways to share the optimizer's state; pipelines know the first."""
+"""ZeRO stages. Pipelines support only the first."""
 
 
 class RecomputeOptions(TypedDict):
-    """What is computed again."""
+    """Options for recomputation."""
 
     recompute: str
     recompute_method: str | None
@@ -46,7 +47,7 @@ class RecomputeOptions(TypedDict):
 
 
 class LayoutOptions(RecomputeOptions):
-    """A layout by its options' names."""
+    """A layout, keyed by option name."""
 
     tp: int
     cp: int
@@ -68,14 +69,14 @@ RECOMPUTE: tuple[RecomputeOptions, ...] = (
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that fits: its options, the run it makes, and what is predicted of it."""
+    """A layout that fits."""
 
-    world: int
-    options: LayoutOptions
-    run: RunConfig
-    memory: Memory
-    time: StepTime
-    communicator: float
+    world: int  # Number of ranks
+    options: LayoutOptions  # The options of the layout
+    run: RunConfig  # The resolved run
+    memory: Memory  # Its predicted memory
+    time: StepTime  # Its predicted step time
+    communicator: float  # GiB for each process group
 
     @property
     def dp(self) -> int:
@@ -89,19 +90,22 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """Fastest first. tried: layouts that the rules allow. weighed: the fastest of them, as many as it took to find
-    enough that fit, or all. fitting: those of the weighed that fit."""
+    """The result of a search."""
 
     candidates: list[Candidate]
+    """Layouts that fit, fastest first."""
     tried: int
+    """Layouts that obey the rules."""
     weighed: int
+    """The fastest of them whose memory was estimated, until enough fit."""
     fitting: int
+    """Layouts among these that fit."""
     smallest: float
     """GiB of the smallest layout, whether it fits or not."""
 
 
 def cluster(fit: str | None, gpus: int | None, gpu: str | None) -> tuple[int, Hardware]:
-    """How many of which device: `--fit 8x80GB` (an H100 with that memory), `--fit 8xh200`, or `--gpus 8 --gpu h200`.
+    """Number and kind of devices: `--fit 8x80GB` (an H100 with that memory), `--fit 8xh200`, or `--gpus 8 --gpu h200`.
 
     Errors: ValueError naming the flag.
 
@@ -123,7 +127,7 @@ def cluster(fit: str | None, gpus: int | None, gpu: str | None) -> tuple[int, Ha
             raise ValueError(f"--fit {fit}: excludes --gpu {gpu}; give one of them, or the memory as in {count}x80GB")
         device = hardware(gpu or parsed[3] or "h100", None if gpu else f"--fit {fit}")
         if parsed[2]:
-            # The driver keeps a little of what is printed on the box.
+            # The driver reserves about 1.5 % of the nominal memory.
             device = replace(device, memory=0.985 * int(parsed[2]))
     if count < 1:
         raise ValueError(f"--gpus {count}: must be at least 1")
@@ -131,20 +135,20 @@ def cluster(fit: str | None, gpus: int | None, gpu: str | None) -> tuple[int, Ha
 
 
 def without_layout(options: Options) -> Options:
-    """`options` as if it said nothing of its layout."""
+    """`options` with all layout options at their defaults."""
     return updated(options, {name: entries()[name].default for name in options_with(layout=True)})
 
 
 def any_layout(options: Options, world: int) -> Options:
-    """`options` with the smallest layout in place of its own, as a dry run on `world` ranks."""
+    """`options` with the smallest layout, as a dry run on `world` ranks."""
     return updated(without_layout(options), {"micro_batch": 1, "dry_run": True, "nproc": None, "world": world})
 
 
 def search(options: Options, world: int, on: Hardware, keep: int = 8) -> Found:
     """The best layouts of `options` on `world` devices.
 
-    Takes a run as typed, with its vocabulary; what it says of its layout is replaced. Errors: ValueError where the
-    global batch is missing, or the first rule that every layout breaks.
+    options: a run as typed, with its vocabulary; its layout options are replaced. Errors: ValueError if the global
+    batch is missing, or with the first rule that every layout breaks.
     """
     if options.batch.global_batch is None:
         raise ValueError("--global-batch is missing: layouts can only be compared at one batch size")
@@ -157,7 +161,7 @@ def search(options: Options, world: int, on: Hardware, keep: int = 8) -> Found:
 
 @contextmanager
 def _looking_for_new_garbage_only() -> Iterator[None]:
-    """Leave what is loaded alone, which is most of it torch's: to walk through it again and again takes a fifth of a
+    """Exclude existing objects, mostly torch's, from garbage collection: collecting them repeatedly takes a fifth of a
     search."""
     gc.freeze()
     try:
@@ -167,40 +171,44 @@ def _looking_for_new_garbage_only() -> Iterator[None]:
 
 
 def _searched(options: Options, world: int, on: Hardware, keep: int) -> Found:
-    """Fastest first, by a rough time: what a layout holds is asked only until enough of them fit."""
+    """Visit layouts in order of a rough time, and estimate their memory until enough of them fit."""
     allowed = _by_rough_time(options, world, on)
     fitting: list[tuple[LayoutOptions, RunConfig, Memory]] = []
-    weighed, smallest, room = 0, inf, (1 - RESERVE) * on.memory
-    full: dict[tuple[object, ...], int] = {}
+    weighed, smallest, available_gib = 0, inf, (1 - RESERVE) * on.memory
+    smallest_too_large: dict[tuple[object, ...], int] = {}
     for layout, resolved in allowed:
         weighed += 1
-        # What does not fit does not with more samples in a microbatch.
-        others = tuple(value for name, value in layout.items() if name != "micro_batch")
-        if layout["micro_batch"] >= full.get(others, inf):
+        # A layout that does not fit also does not fit with larger microbatches.
+        other_options = tuple(value for name, value in layout.items() if name != "micro_batch")
+        if layout["micro_batch"] >= smallest_too_large.get(other_options, inf):
             continue
-        if least(resolved, world, on.communicator) > max(room, smallest):
+        if least(resolved, world, on.communicator) > max(available_gib, smallest):
             continue
-        needs = memory(resolved, world)
-        size = needs.needed(on.communicator)
+        layout_memory = memory(resolved, world)
+        size = layout_memory.needed(on.communicator)
         smallest = min(smallest, size)
-        if size > room:
-            full[others] = layout["micro_batch"]
+        if size > available_gib:
+            smallest_too_large[other_options] = layout["micro_batch"]
             continue
-        fitting.append((layout, resolved, needs))
-        # The rough time is off by less than the pipeline's ends, so the best is among the first of it.
+        fitting.append((layout, resolved, layout_memory))
+        # The error of the rough time is less than the pipeline's fill and drain, so the best layout is among the first.
         if len(fitting) == 3 * keep:
             break
     played = [
-        Candidate(world, layout, resolved, needs, step_time(resolved, world, on), on.communicator)
-        for layout, resolved, needs in fitting
+        Candidate(world, layout, resolved, layout_memory, step_time(resolved, world, on), on.communicator)
+        for layout, resolved, layout_memory in fitting
     ]
     played.sort(key=lambda candidate: candidate.time.seconds)
     return Found(played[:keep], len(allowed), weighed, len(fitting), smallest)
 
 
 def _by_rough_time(options: Options, world: int, on: Hardware) -> list[tuple[LayoutOptions, RunConfig]]:
-    """Layouts that obey the rules, resolved, fastest first as far as can be told without playing their plans."""
-    found, refusals, base = list[tuple[float, LayoutOptions, RunConfig]](), list[str](), any_layout(options, world)
+    """Layouts that obey the rules, resolved, sorted by a rough time that does not need to play their plans."""
+    timed_layouts, refusals, base = (
+        list[tuple[float, LayoutOptions, RunConfig]](),
+        list[str](),
+        any_layout(options, world),
+    )
     for layout in layouts(options, world, on.node):
         candidate = updated(base, layout)
         try:
@@ -209,44 +217,44 @@ def _by_rough_time(options: Options, world: int, on: Hardware) -> list[tuple[Lay
             refusals.append(str(error))
             continue
         resolved = resolve(candidate, world)
-        found.append((step_time(resolved, world, on, play=False).seconds, layout, resolved))
-    if not found:
+        timed_layouts.append((step_time(resolved, world, on, play=False).seconds, layout, resolved))
+    if not timed_layouts:
         raise ValueError(_no_layout(options, world, on.node, refusals))
-    found.sort(key=lambda row: row[0])
-    return [(layout, resolved) for _, layout, resolved in found]
+    timed_layouts.sort(key=lambda row: row[0])
+    return [(layout, resolved) for _, layout, resolved in timed_layouts]
 
 
 def _no_layout(options: Options, world: int, node: int, refusals: list[str]) -> str:
-    """Why no layout obeys the rules: those that all break, or else what would have to divide."""
+    """Why no layout obeys the rules: the rules that all layouts break, or else the numbers that must divide."""
     first = refusals[0].splitlines() if refusals else []
     broken = [set(refusal.splitlines()) for refusal in refusals]
     if shared := [line for line in first if all(line in lines for lines in broken)]:
         return "\n".join(shared)
-    said = f"--global-batch {options.batch.global_batch}: no layout of {world} devices "
+    message = f"--global-batch {options.batch.global_batch}: no layout of {world} devices "
     if refusals:
-        said += f"obeys every rule (of {len(refusals)} that divide it the first breaks: {first[0]})"
+        message += f"obeys every rule (of {len(refusals)} that divide it the first breaks: {first[0]})"
     else:
-        said += f"divides it, --layers {options.model.layers} and --heads {options.model.heads}"
+        message += f"divides it, --layers {options.model.layers} and --heads {options.model.heads}"
     units = _units(options, world, node)
     multiples = f"multiples of {' or '.join(map(str, units))}, or " if units else ""
-    return f"{said}; valid: {multiples}another number of devices"
+    return f"{message}; valid: {multiples}another number of devices"
 
 
 def _units(options: Options, world: int, node: int) -> list[int]:
-    """Global batches for which there is a layout, as there is for their multiples, those left out.
+    """The smallest global batches with a valid layout. Their multiples, which also have one, are left out.
 
     >>> _units(compose("llama2-13b"), 12, 8), _units(compose("llama2-13b"), 14, 8)
     ([3], [7])
     """
-    base, found = any_layout(options, world), list[int]()
+    base, batch_units = any_layout(options, world), list[int]()
     sizes = {world // (tp * cp * pp) * micro for (tp, cp, pp), micro in product(_grids(options, world, node), MICRO)}
     for size in sorted(sizes):
-        asked = updated(base, {"global_batch": size})
-        if any(size % unit == 0 for unit in found):
+        sized_options = updated(base, {"global_batch": size})
+        if any(size % unit == 0 for unit in batch_units):
             continue
-        if any(_allowed(updated(asked, layout), world) for layout in layouts(asked, world, node)):
-            found.append(size)
-    return found
+        if any(_allowed(updated(sized_options, layout), world) for layout in layouts(sized_options, world, node)):
+            batch_units.append(size)
+    return batch_units
 
 
 def _allowed(options: Options, world: int) -> bool:
@@ -258,12 +266,12 @@ def _allowed(options: Options, world: int) -> bool:
 
 
 def layouts(options: Options, world: int, node: int) -> list[LayoutOptions]:
-    """Every layout worth judging, as options of a run.
+    """All layouts worth checking, as options of a run.
 
-    On whole hosts a group of tensor ranks fills its share of one; others only where there is no such layout.
+    On whole hosts tp must divide the number of GPUs per host, unless no such layout exists.
     """
-    every = list(_layouts(options, world, node))
-    return [layout for layout in every if world % node or node % layout["tp"] == 0] or every
+    all_layouts = list(_layouts(options, world, node))
+    return [layout for layout in all_layouts if world % node or node % layout["tp"] == 0] or all_layouts
 
 
 def _layouts(options: Options, world: int, node: int) -> Iterator[LayoutOptions]:
@@ -271,12 +279,12 @@ def _layouts(options: Options, world: int, node: int) -> Iterator[LayoutOptions]
     assert layers and batch
     for tp, cp, pp in _grids(options, world, node):
         dp = world // (tp * cp * pp)
-        data = dp * cp
+        data_ranks = dp * cp
         stages = ZERO if pp == 1 else ZERO[:1]
-        for micro, (schedule, chunks), again in product(MICRO, _schedules(layers, pp), RECOMPUTE):
+        for micro, (schedule, chunks), recompute in product(MICRO, _schedules(layers, pp), RECOMPUTE):
             if batch % (micro * dp):
                 continue
-            for zero in stages if data > 1 else (0,):
+            for zero in stages if data_ranks > 1 else (0,):
                 yield {
                     "tp": tp,
                     "cp": cp,
@@ -287,15 +295,15 @@ def _layouts(options: Options, world: int, node: int) -> Iterator[LayoutOptions]
                     "sequence_parallel": tp > 1 and (options.batch.seq_length or 0) % (tp * cp) == 0,
                     "zero": zero,
                     "micro_batch": micro,
-                    **again,
+                    **recompute,
                 }
 
 
 def _grids(options: Options, world: int, node: int) -> Iterator[tuple[int, int, int]]:
     """tp, cp and pp of whole replicas on `world` ranks.
 
-    Tensor ranks share out a block's heads and its feed-forward layer, on one host; the context axis leaves a rank at
-    least CONTEXT tokens of a sequence.
+    Tensor ranks divide a block's heads and its feed-forward layer, within one host. The context axis leaves at least
+    CONTEXT tokens of a sequence to a rank.
     """
     model, parts = architecture(model_alone(options, vocab=1)), (options.batch.seq_length or 0) // CONTEXT
     shared = gcd(*model.block.shared.values())
@@ -307,24 +315,24 @@ def _grids(options: Options, world: int, node: int) -> Iterator[tuple[int, int, 
 
 
 def _schedules(layers: int, pp: int) -> list[tuple[str, int]]:
-    """Plans of a pipeline, with their chunks."""
+    """Schedules of a pipeline, with their numbers of chunks."""
     if pp == 1:
         return [("1f1b", 1)]
     return [("1f1b", 1), ("zb-h1", 1), *(("interleaved", c) for c in (2, 3, 4) if layers // pp % c == 0)]
 
 
 def command(candidate: Candidate, options: Options) -> list[str]:
-    """The flags of `mega pretrain` for a candidate: what was typed, and the layout.
+    """The flags of `mega pretrain` for a candidate: the typed flags, and the layout.
 
-    Options that are their family's defaults are left out.
+    Options at the default of their family are left out.
     """
-    chosen = updated(options, candidate.options)
-    chosen = updated(chosen, {"dry_run": False, "world": None, "nproc": None})
-    plain = compose(flags={"family": chosen.model.family})
+    final_options = updated(options, candidate.options)
+    final_options = updated(final_options, {"dry_run": False, "world": None, "nproc": None})
+    family_defaults = compose(flags={"family": final_options.model.family})
     words: list[str] = []
     for name, entry in entries().items():
-        value = value_of(chosen, name)
-        if name != "family" and value == value_of(plain, name):
+        value = value_of(final_options, name)
+        if name != "family" and value == value_of(family_defaults, name):
             continue
         if entry.kind is bool and not entry.many:
             words.append(entry.flag if value else entry.flag.replace("--", "--no-", 1))

@@ -1,4 +1,4 @@
-"""An estimate for people and programs: tables, bars and lines for the first, one JSON value for the second."""
+"""The output of an estimate: tables, bars and lines as text, and one JSON value."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ PARTS: tuple[tuple[str, str, str], ...] = (
 
 
 LATE = 0.95
-"""A host is told to be late where a step without it takes this share of the time, or less."""
+"""The host is reported as too slow if the step time without it is at most this fraction."""
 
 SHORT = {"gradients": "grads", "activations": "activ.", "working": "work"}
-"""Headings where there is little room."""
+"""Headings for narrow columns."""
 
 
 def parts(stage: StageMemory) -> dict[str, int]:
-    """Bytes of each part by its heading; they add up to the peak."""
-    held = ("weights", "grads", "masters", "moments")
-    return {head: getattr(stage.held if name in held else stage, name) for head, name, _ in PARTS}
+    """Bytes of each part, keyed by heading; they add up to the peak."""
+    held_names = ("weights", "grads", "masters", "moments")
+    return {head: getattr(stage.held if name in held_names else stage, name) for head, name, _ in PARTS}
 
 
 def layout(run: RunConfig, world: int) -> str:
-    """One line: which ranks do what."""
+    """One line that describes the layout."""
     parallel, batch, count = run.parallel, run.batch, microbatches(run, world)
     words = [
         f"world {world} = tp {parallel.tp} x cp {parallel.cp} x dp {data_parallel(run, world)} x pp {parallel.pp}",
@@ -67,7 +67,7 @@ def layout(run: RunConfig, world: int) -> str:
 
 
 def options(run: RunConfig, world: int) -> dict[str, Json]:
-    """The layout by its options' names, and what follows from them: `dp` and `microbatches`."""
+    """The layout keyed by option name, with the derived values `dp` and `microbatches`."""
     parallel = run.parallel
     return {
         "tp": parallel.tp,
@@ -89,7 +89,7 @@ def options(run: RunConfig, world: int) -> dict[str, Json]:
 
 
 def as_json(run: RunConfig, world: int, found: Memory, device: Hardware | None = None) -> dict[str, Json]:
-    """Sizes in bytes (`_gib`: GiB), times in seconds; stages in order. The layout stands by its options' names."""
+    """Sizes in bytes (`_gib`: GiB), times in seconds, stages in order. The layout is keyed by option name."""
     timed: dict[str, Json] = {}
     if device is not None:
         need = found.needed(device.communicator)
@@ -128,9 +128,9 @@ def as_json(run: RunConfig, world: int, found: Memory, device: Hardware | None =
 
 
 def choice_as_json(found: Found, start: Sequence[str], missing: Sequence[str]) -> dict[str, object]:
-    """What a search found, fastest first: each layout by its options, GiB of its fullest rank, and its step.
+    """The result of a search, fastest first: the options of each layout, GiB of its fullest rank, and its step time.
 
-    start: lines that start the first; missing: flags that they still lack.
+    start: command lines that start the first layout; missing: flags that they still need.
     """
     return {
         "tried": found.tried,
@@ -151,38 +151,39 @@ def choice_as_json(found: Found, start: Sequence[str], missing: Sequence[str]) -
 
 
 def table(found: Memory) -> Table:
-    """GiB of each part at the peak, a row for each kind of stage; equal neighbours share one. Fits 80 columns."""
+    """GiB of each part at the peak, one row per kind of stage. Equal consecutive stages share a row. Fits 80
+    columns."""
     from rich.table import Table
 
-    shown = Table(
+    output = Table(
         box=None, padding=(0, 1, 0, 0), pad_edge=False, title="GiB per rank at its peak", title_justify="left"
     )
     for heading in ("stage", "layers", *(SHORT.get(head, head) for head, _, _ in PARTS), "peak"):
-        shown.add_column(heading, justify="left" if heading == "stage" else "right", no_wrap=True)
+        output.add_column(heading, justify="left" if heading == "stage" else "right", no_wrap=True)
     for first, last, stage in alike(found):
-        shown.add_row(
+        output.add_row(
             str(first) if first == last else f"{first}-{last}",
             str(stage.layers),
             *(gib(size) for size in parts(stage).values()),
             f"[bold]{gib(stage.peak)}[/bold]",
         )
-    return shown
+    return output
 
 
 def bars(found: Memory, width: int = 52) -> Iterator[Text]:
-    """A stacked bar for each row of the table, and what the colours mean."""
+    """A stacked bar for each row of the table, and a legend."""
     from rich.text import Text
 
     largest = max(stage.peak for stage in found.stages)
     for first, last, stage in alike(found):
         line = Text(f"{f'stage {first}' if first == last else f'stages {first}-{last}':<14}")
-        end = 0
-        done = 0
+        cells_drawn = 0
+        bytes_drawn = 0
         for (_, _, colour), size in zip(PARTS, parts(stage).values(), strict=True):
-            done += size
-            cells = round(done / largest * width) - end
+            bytes_drawn += size
+            cells = round(bytes_drawn / largest * width) - cells_drawn
             line.append("█" * cells, colour)
-            end += cells
+            cells_drawn += cells
         yield line.append(f" {gib(stage.peak)} GiB")
     legend = Text()
     for head, _, colour in PARTS:
@@ -192,7 +193,7 @@ def bars(found: Memory, width: int = 52) -> Iterator[Text]:
 
 def _continues(run: RunConfig) -> bool:
     """Whether the family can be served."""
-    from mega.core.family import family  # loads torch, which a refused run does not need
+    from mega.core.family import family  # imports torch, which an invalid run does not need
 
     return family(run.model).prompt is not None
 
@@ -205,16 +206,16 @@ def _serving(run: RunConfig) -> str:
 
 
 def notes(run: RunConfig, world: int, found: Memory, device: Hardware | None, megatron: bool) -> Iterator[str]:
-    """Lines below the table; with a `device`, whether it fits and how long a step takes."""
-    worst, held = found.worst, found.worst.held
+    """Lines below the table. With a `device`: whether the run fits, and the step time."""
+    worst, stage_weights = found.worst, found.worst.held
     yield (
         f"peak: {gib(worst.peak)} GiB on stage {worst.stage}, in the {worst.when}, {worst.live} in flight; "
         f"the allocator may take {gib(worst.slack)} more"
     )
     active = f" ({active_parameters(run.model) / 1e9:.3f}e9 active)" if run.model.experts else ""
     yield (
-        f"parameters {found.parameters / 1e9:.3f}e9{active}, {held.parameters / 1e9:.3f}e9 on a rank of it, "
-        f"{held.total / held.parameters:.2f} bytes each; "
+        f"parameters {found.parameters / 1e9:.3f}e9{active}, {stage_weights.parameters / 1e9:.3f}e9 on a rank of it, "
+        f"{stage_weights.total / stage_weights.parameters:.2f} bytes each; "
         f"checkpoint {gib(found.checkpoint)} GiB{_serving(run)}"
     )
     yield f"logits and loss of a microbatch: {gib(logits_bytes(run))} GiB of the last stage's activations"
@@ -228,13 +229,13 @@ def notes(run: RunConfig, world: int, found: Memory, device: Hardware | None, me
     outside += f" and {gib(found.mapped)} GiB mapped" if found.mapped else ""
     if outside and device is None:
         yield f"besides, outside the allocator: {outside}"
-    if held.host:
-        yield f"in the host's memory: {gib(held.host)} GiB of masters and moments for each rank"
+    if stage_weights.host:
+        yield f"in the host's memory: {gib(stage_weights.host)} GiB of masters and moments for each rank"
     if device is not None:
-        need = found.needed(device.communicator)
-        verdict = "fits" if need <= device.memory else "does not fit"
-        others = f" and {outside}" if outside else ""
-        yield f"{device.name}: {need:.2f} GiB with slack{others}, of {device.memory:g}: {verdict}"
+        needed_gib = found.needed(device.communicator)
+        verdict = "fits" if needed_gib <= device.memory else "does not fit"
+        outside_note = f" and {outside}" if outside else ""
+        yield f"{device.name}: {needed_gib:.2f} GiB with slack{outside_note}, of {device.memory:g}: {verdict}"
         step = step_time(run, world, device)
         yield (
             f"{device.name}: {step.seconds:.3f} s a step ({step.tflops:.0f} TFLOP/s per device, MFU {step.mfu:.1%}); "
@@ -249,36 +250,36 @@ def notes(run: RunConfig, world: int, found: Memory, device: Hardware | None, me
             )
         if run.precision.fp8 and "fp8" not in device.peak:
             yield f"--fp8: {device.name} has no fp8 products; timed as emulated in fp32, wide copies not counted"
-    if megatron and not run.model.experts:  # its formula is of a dense network
+    if megatron and not run.model.experts:  # its formula holds for dense models only
         yield from _megatron_says(run, world)
 
 
 def _megatron_says(run: RunConfig, world: int) -> Iterator[str]:
-    """Its own theoretical report of the run."""
+    """Lines with Megatron-LM's theoretical report of the run."""
     from mega.core.estimate.megatron import report
 
-    theirs = report(run, world)
-    others = f", {theirs.others / 1e9:.4f}e9 on the others" if run.parallel.pp > 1 else ""
-    in_flight = f", {theirs.in_flight} microbatches in flight" if theirs.in_flight is not None else ""
+    estimate = report(run, world)
+    other_shards = f", {estimate.others / 1e9:.4f}e9 on the others" if run.parallel.pp > 1 else ""
+    in_flight = f", {estimate.in_flight} microbatches in flight" if estimate.in_flight is not None else ""
     yield (
-        f"Megatron-LM says: {theirs.parameters / 1e9:.4f}e9 parameters, {theirs.shard / 1e9:.4f}e9 on the fullest "
-        f"shard{others}; activations of a layer {theirs.layer:.2f} MB{in_flight}"
+        f"Megatron-LM says: {estimate.parameters / 1e9:.4f}e9 parameters, {estimate.shard / 1e9:.4f}e9 on the fullest "
+        f"shard{other_shards}; activations of a layer {estimate.layer:.2f} MB{in_flight}"
     )
     yield (
-        f"Megatron-LM says: weights and optimizer {theirs.weights:.2f} MB, "
-        f"activations {theirs.activations:.2f} MB, total {theirs.total:.2f} MB"
+        f"Megatron-LM says: weights and optimizer {estimate.weights:.2f} MB, "
+        f"activations {estimate.activations:.2f} MB, total {estimate.total:.2f} MB"
     )
 
 
 def precision(run: RunConfig, found: Memory, halved: Memory, seconds: tuple[float, float] | None) -> str:
-    """What an fp32 run would need in bf16, `halved`; seconds: a step's as it is and in bf16, if a device is given."""
+    """The memory of an fp32 run compared with bf16, `halved`. seconds: step times of both, if a device is given."""
     text = f"precision: {run.precision.dtype}, {gib(found.worst.peak)} GiB at the peak; with --dtype bf16 "
     text += f"{gib(halved.worst.peak)} GiB"
     return text if seconds is None else f"{text}, and {seconds[1]:.3f} s a step instead of {seconds[0]:.3f}"
 
 
 def _recorded(run: RunConfig, world: int, device: Hardware) -> float | None:
-    """Seconds of a step by --cuda-graph, where the run may have it and has it not."""
+    """Seconds of a step with --cuda-graph, if the run could use it and does not."""
     recorded = variant(run, {"cuda_graph": True})
     if records_graph(run, world) or any(graph(recorded)):
         return None
@@ -286,27 +287,27 @@ def _recorded(run: RunConfig, world: int, device: Hardware) -> float | None:
 
 
 def training_note(whole: TrainingTime, stops: Stops, typed: bool) -> str:
-    """How long the training takes, in words; typed: its saves are those that were asked for."""
-    told = f"{whole.steps} steps: {whole.days:.2f} days"
+    """A line with the time of the training. typed: the user gave a save interval."""
+    text = f"{whole.steps} steps: {whole.days:.2f} days"
     if whole.save_interval is None:
-        return told
-    told += f", of which {whole.effective:.1%} train"
+        return text
+    text += f", of which {whole.effective:.1%} train"
     if typed:
-        told += f", with {whole.saves} saves, one every {whole.save_interval} steps"
+        text += f", with {whole.saves} saves, one every {whole.save_interval} steps"
     if whole.save_every is None or whole.save_every_days is None:
-        return told
-    told += (
+        return text
+    text += (
         f"; with a failure every {stops.mtbf_hours:g} h save every {whole.save_every_steps} steps "
         f"({whole.save_every / 60:.0f} minutes)"
     )
-    return f"{told}: {whole.save_every_days:.2f} days" if typed else told
+    return f"{text}: {whole.save_every_days:.2f} days" if typed else text
 
 
 def layouts_table(found: Found) -> Table:
-    """The best layouts, fastest first."""
+    """A table of the best layouts, fastest first."""
     from rich.table import Table
 
-    shown = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    output = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for heading in (
         "tp",
         "cp",
@@ -322,10 +323,10 @@ def layouts_table(found: Found) -> Table:
         "exposed",
         "GiB",
     ):
-        shown.add_column(heading, justify="left" if heading in ("plan", "recompute") else "right", no_wrap=True)
+        output.add_column(heading, justify="left" if heading in ("plan", "recompute") else "right", no_wrap=True)
     for candidate in found.candidates:
         run, time = candidate.run, candidate.time
-        shown.add_row(
+        output.add_row(
             str(run.parallel.tp),
             str(run.parallel.cp),
             str(run.parallel.pp),
@@ -340,11 +341,11 @@ def layouts_table(found: Found) -> Table:
             f"{(time.reduction + time.update) / time.seconds:.1%}",
             f"{candidate.need:.1f}",
         )
-    return shown
+    return output
 
 
 def _plan(run: RunConfig) -> str:
-    """The pipeline's schedule in a word."""
+    """A short name of the pipeline's schedule."""
     parallel = run.parallel
     if parallel.pp == 1:
         return ""
@@ -352,7 +353,7 @@ def _plan(run: RunConfig) -> str:
 
 
 def why(found: Found, device: Hardware) -> str:
-    """The choice in a sentence."""
+    """One sentence that explains the choice."""
     best = found.candidates[0]
     text = (
         f"{found.tried} layouts obey the rules; of the {found.weighed} fastest {found.fitting} fit into "
@@ -366,9 +367,9 @@ def why(found: Found, device: Hardware) -> str:
 
 
 def launch_lines(words: Sequence[str], world: int, node: int, tp: int) -> list[str]:
-    """Ready command lines: torchrun on one host or several, and sbatch.
+    """Complete command lines: torchrun on one or several hosts, and sbatch.
 
-    Every host starts equally many ranks, as many as there are devices or else whole groups of `tp`.
+    Every host starts the same number of ranks: all its devices, or else whole groups of `tp`.
     """
     import shlex
 
@@ -392,7 +393,7 @@ def gib(size: float) -> str:
 
 
 def alike(found: Memory) -> Iterator[tuple[int, int, StageMemory]]:
-    """First and last stage of each run of equal ones, to a hundredth of a GiB."""
+    """Yield first and last number of consecutive stages that are equal to a hundredth of a GiB, with the stage."""
     begin = 0
     for number, stage in enumerate(found.stages):
         after = found.stages[number + 1] if number + 1 < len(found.stages) else None

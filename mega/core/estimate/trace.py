@@ -1,10 +1,11 @@
-"""Live bytes of real stages on the meta device: what a microbatch keeps for its backward pass, what lives meanwhile.
+"""Live bytes of real stages on the meta device: the memory that a microbatch stores for its backward pass, and its
+peaks.
 
-A rank's stage is built as training builds it, with the ops of the run's own device, and runs forward and backward on
-tensors without memory. Every storage that an op makes is counted until it is gone. So a model that trains is estimated,
-and nothing here knows what it consists of, but that blocks repeat: a few of them are run, and the rest follow.
+A rank's stage is built as for training, with the ops of the run's own device, and runs forward and backward on tensors
+without memory. Every storage that an op allocates is counted until it is freed. Any model that trains can therefore be
+estimated. The file only assumes that blocks repeat: a few blocks are run, and the others are extrapolated.
 
-Knows one microbatch on one chunk of the model. Weights, gradients and the optimizer's state are not counted here.
+The file knows one microbatch on one chunk of the model. Weights, gradients and optimizer state are not counted here.
 """
 
 from __future__ import annotations
@@ -51,67 +52,61 @@ from mega.core.plan.kinds import splits_backward
 from mega.core.training.wire import build_grads, build_stages
 
 REPEATS, ENOUGH = 4, 3
-"""Periods of equal blocks that are run: the first two and the last have other neighbours than the third, which stands
-for all others. ENOUGH where what a block keeps is its own: then the last is as the third."""
+"""Periods of equal blocks that are run. The first two and the last have special neighbours; the third represents all
+others. ENOUGH is used if blocks share no memory: the last one then equals the third."""
 
 WORKSPACES = {
     torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default: lambda grad, query, *_: 4 * query.numel()
 }
-"""Bytes that an op's kernel takes from the allocator while it runs: cuDNN sums the query's gradient in fp32."""
+"""Bytes that an op's kernel allocates while it runs. cuDNN accumulates the query's gradient in fp32."""
 
 
 PACKED = 0.33
-"""Share of a row's causal pairs that packed documents leave: of 200 to 2,000 tokens in 4,096."""
+"""Fraction of a row's causal pairs that remains with packed documents of 200 to 2,000 tokens in 4,096."""
 
 
 class Part(NamedTuple):
-    """A part of a pass, in bytes. peak: the most that lives besides what lived when it began. change: what lives more
-    (or less) when it ends.
-
-    weight: (unit, number there) of the weight whose gradient begins to be added when this part ends (`opens`), or is
-    complete; None where a unit ends.
-    """
+    """A part of a pass, in bytes."""
 
     peak: int
+    """Maximum of live bytes, relative to the beginning."""
     change: int
+    """Live bytes at the end, relative to the beginning."""
     weight: tuple[int, int] | None = None
+    """(unit, number there) of the weight whose gradient is first accumulated when this part ends (`opens`), or is
+    complete then. None at the end of a unit."""
     opens: bool = False
+    """The gradient is first accumulated."""
 
 
 Parts = tuple[tuple[Part, ...], ...]
-"""A pass by units: what precedes a stack of blocks, every block, what follows them, ... Backward goes from the last to
-the first."""
+"""The parts of a pass by unit: the unit before a stack of blocks, every block, the unit after it, ... The backward pass
+runs from the last to the first."""
 
 
 class Trace(NamedTuple):
-    """One microbatch on a chunk.
+    """One microbatch on a chunk, in bytes."""
 
-    forward_work, backward_work, weight_work: operations by units; the last of a schedule that splits the backward pass.
-    before: bytes that earlier microbatches left. in_flight: of blocks of exchanges that are over, after the forward
-    pass. given: gradients with which the backward pass begins. cargo: what comes from the stage before, or goes to the
-    next. batch: the batch itself. mapped: outside the allocator.
-    """
-
-    forward: Parts
-    backward: Parts
-    before: int
-    in_flight: int
-    given: int
-    cargo: int
-    batch: int
-    mapped: int
-    forward_work: Units
-    backward_work: Units
-    weight_work: Units
+    forward: Parts  # Parts of the forward pass
+    backward: Parts  # Parts of the backward pass
+    before: int  # Left by earlier microbatches
+    in_flight: int  # Blocks of finished exchanges, after the forward pass
+    given: int  # Gradients at the start of the backward pass
+    cargo: int  # Received from the previous stage, or sent to the next
+    batch: int  # The batch
+    mapped: int  # Outside the allocator
+    forward_work: Units  # Operations of the forward pass by unit
+    backward_work: Units  # Operations of the backward pass by unit
+    weight_work: Units  # Deferred weight gradients by unit, for schedules with a split backward pass
 
     @property
     def held(self) -> int:
-        """From the forward pass to the backward pass."""
+        """Stored from the forward pass to the backward pass."""
         return self.before + _change(self.forward) - self.in_flight
 
     @property
     def deferred(self) -> int:
-        """From the backward pass to the weights' act, where these are two."""
+        """Stored from the backward pass to a separate weight-gradient pass."""
         return self.held + self.in_flight + _change(self.backward) - 2 * self.given - self.before
 
 
@@ -120,11 +115,11 @@ def _change(parts: Parts) -> int:
 
 
 Values = tuple[object, ...]
-"""What an op is given, or what it makes."""
+"""The arguments or results of an op."""
 
 
 class Live(TorchDispatchMode):
-    """Bytes of the storages that ops have made and that are still alive.
+    """Bytes of live storages that ops have allocated.
 
     workspaces: as in WORKSPACES. heard: every op is reported to it.
     """
@@ -137,13 +132,13 @@ class Live(TorchDispatchMode):
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def ignore(self, *tensors: torch.Tensor) -> None:
-        """Tensors that are counted elsewhere."""
+        """Exclude tensors that are counted elsewhere."""
         for tensor in tensors:
             self._add(tensor.untyped_storage(), 0)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import its compiler, to leave us out of it
+        return False  # otherwise torch imports its compiler in order to skip this mode
 
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: Values = (), kwargs: dict[str, object] | None = None
@@ -151,9 +146,9 @@ class Live(TorchDispatchMode):
         kwargs = kwargs or {}
         kind = _KINDS.get(id(func)) or _KINDS.setdefault(id(func), _kind(func))
         if kind == "written":
-            written = kwargs["out"] if "out" in kwargs else args[0]
-            self._heard.op(func, args, kwargs, written)
-            return written
+            output = kwargs["out"] if "out" in kwargs else args[0]
+            self._heard.op(func, args, kwargs, output)
+            return output
         if kind == "view":
             return func(*args, **kwargs)
         out = _made(func, args, kwargs)
@@ -181,11 +176,11 @@ class Live(TorchDispatchMode):
 
 
 _KINDS: dict[int, str] = {id(torch.ops.aten._unsafe_view.default): "view"}
-"""By the op's id, as below: ops stay, and to hash them takes longer."""
+"""Kind of each op, by id: ops are never freed, and hashing them is slower."""
 
 
 def _kind(func: OpOverload) -> str:
-    """What an op's result is: "written" into a tensor that it was given, a "view" of one, or "made"."""
+    """The kind of an op's result: "written" into an argument, a "view" of one, or "made" (newly allocated)."""
     if func.is_view:
         return "view"
     schema = func._schema
@@ -193,31 +188,34 @@ def _kind(func: OpOverload) -> str:
 
 
 class _Made(NamedTuple):
-    """A tensor on the meta device, as a key and as a recipe."""
+    """A tensor on the meta device: hashable, and enough to create it."""
 
     shape: tuple[int, ...]
+    """Its shape."""
     stride: tuple[int, ...]
+    """Its strides."""
     dtype: torch.dtype
+    """Its dtype."""
 
     def empty(self) -> torch.Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
 
 _MADE: dict[object, Values] = {}
-"""What ops made before: blocks repeat."""
+"""A cache of the results of ops, since blocks repeat."""
 
 
 def _made(func: OpOverload, args: Values, kwargs: dict[str, object]) -> object:
-    """func(*args, **kwargs), all of it new."""
+    """func(*args, **kwargs), with newly allocated results."""
     key = (id(func), tuple(map(_described, args)), tuple(kwargs.items()))
-    made = _MADE.get(key)
-    if made is None:
-        made = _shrunk(func, key[1], kwargs)
-        if made is None:
+    results = _MADE.get(key)
+    if results is None:
+        results = _shrunk(func, key[1], kwargs)
+        if results is None:
             out = func(*args, **kwargs)
-            made = tuple(map(_described, out if isinstance(out, tuple) else (out,)))
-        _MADE[key] = made
-    outs = tuple(value.empty() if isinstance(value, _Made) else value for value in made)
+            results = tuple(map(_described, out if isinstance(out, tuple) else (out,)))
+        _MADE[key] = results
+    outs = tuple(value.empty() if isinstance(value, _Made) else value for value in results)
     return outs if len(outs) > 1 else outs[0]
 
 
@@ -228,7 +226,7 @@ def _described(value: object) -> object:
 
 
 def _dense(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> _Made:
-    """Without gaps, its dims in the order that `stride` says."""
+    """A tensor without gaps, whose dims are in the order of `stride`."""
     dense, step = [1] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda dim: (stride[dim], -dim)):
         dense[dim], step = step, step * max(shape[dim], 1)
@@ -247,18 +245,19 @@ _ATTENTION: dict[OpOverload, Callable[..., Values]] = {
         _dense(*one) for one in qkv[:3]
     ),
 }
-"""cuDNN's, which has no kernel for a CPU."""
+"""cuDNN's attention, which has no CPU kernel."""
 
 
 class _Unknown(Exception):
-    """A length whose stand-in does not tell it."""
+    """A result has a length that does not correspond to an input length."""
 
 
 def _shrunk(func: OpOverload, args: Values, kwargs: dict[str, object]) -> Values | None:
-    """What an op makes, by torch's kernels for a CPU, on tensors whose long dims are short; None where that fails.
+    """The results of an op, computed by torch's CPU kernels on tensors with short dims in place of long ones. None if
+    that fails.
 
-    The shapes that torch computes for the meta device come out of Python, and import its compiler. A length that is a
-    sum of others could be taken for one of them, so two sets of short lengths have to agree.
+    torch computes shapes for the meta device in Python, and imports its compiler for that. A length that is a sum of
+    other lengths could be mistaken for one of them, so the results for two sets of short lengths must agree.
     """
     if func.overloadpacket is torch.ops.aten.arange:
         return (_described(func(*args, **{**kwargs, "device": "cpu"})),)
@@ -274,7 +273,7 @@ def _shrunk(func: OpOverload, args: Values, kwargs: dict[str, object]) -> Values
 
 
 class _StandIns:
-    """Short lengths for long ones: `begin`, `begin + step`, ..."""
+    """Maps long lengths to short ones: `begin`, `begin + step`, ..."""
 
     def __init__(self, begin: int, step: int) -> None:
         self._begin, self._step, self._short = begin, step, dict[int, int]()
@@ -290,8 +289,8 @@ class _StandIns:
     def _small(self, value: object) -> object:
         if isinstance(value, _Made):
             order = sorted(range(len(value.shape)), key=lambda dim: -value.stride[dim])
-            made = torch.zeros([self._less(value.shape[dim]) for dim in order], dtype=value.dtype)
-            return made.permute([order.index(dim) for dim in range(len(order))])
+            small_tensor = torch.zeros([self._less(value.shape[dim]) for dim in order], dtype=value.dtype)
+            return small_tensor.permute([order.index(dim) for dim in range(len(order))])
         if isinstance(value, tuple):
             return [self._less(one) if isinstance(one, int) else self._small(one) for one in value]
         return value
@@ -305,14 +304,14 @@ class _StandIns:
 
 
 class _Recorder:
-    """Cuts what `live` counts into the parts of units, and what `heard` lists into their operations."""
+    """Divides the live bytes of `live` into the parts of units, and the operations of `heard` into those of units."""
 
     def __init__(self, live: Live, heard: Heard, units: int) -> None:
         self.live, self.heard, self.units = live, heard, units
         self.begin(0)
 
     def begin(self, unit: int) -> None:
-        """A pass begins, in `unit`."""
+        """Begin a pass in `unit`."""
         self._parts: list[list[Part]] = [[] for _ in range(self.units)]
         self._work: list[list[Operation]] = [[] for _ in range(self.units)]
         self._working = unit
@@ -322,13 +321,13 @@ class _Recorder:
         self.backward = unit > 0
 
     def enter(self, unit: int) -> None:
-        """What follows is of `unit`."""
+        """The following bytes belong to `unit`."""
         if unit != self._unit:
             self.cut()
             self._unit = unit
 
     def works(self, unit: int) -> None:
-        """Operations that follow are of `unit`."""
+        """The following operations belong to `unit`."""
         self._work[self._working] += self.heard.take()
         self._working = unit
 
@@ -344,7 +343,7 @@ class _Recorder:
 
 
 def trace(run: RunConfig, chunk: Chunk) -> Trace:
-    """One microbatch of a resolved `run` on a chunk."""
+    """Trace one microbatch of a resolved `run` on a chunk."""
     if chunk.kinds:
         return _woven(run, chunk)
     parallel = run.parallel
@@ -360,23 +359,24 @@ def trace(run: RunConfig, chunk: Chunk) -> Trace:
 
 
 _FOUND: dict[object, Trace] = {}
-"""Traces by all of a run that matters to them (`reduced_run`), which takes longer to reduce than to look up."""
+"""Cached traces, keyed by everything in a run that affects them. The key is faster to build than the `reduced_run`."""
 
 
 PerUnit = TypeVar("PerUnit")
-"""What a pass has of one unit."""
+"""A value that a pass has for each unit."""
 
 
 def _woven(run: RunConfig, chunk: Chunk) -> Trace:
-    """Of blocks of several kinds: each as in a chunk of its kind alone, and so are the ends, with their neighbours."""
-    alike = {
+    """A trace of blocks of several kinds. Each block is taken from a chunk of its kind alone; the ends from the chunks
+    of their neighbours."""
+    traces = {
         kind: trace(replace(run, model=of_kind(run.model, kind)), chunk._replace(kinds=()))
         for kind in dict.fromkeys(chunk.kinds)
     }
-    units = [alike[kind] for kind in (chunk.kinds[0], *chunk.kinds, chunk.kinds[-1])]
+    units = [traces[kind] for kind in (chunk.kinds[0], *chunk.kinds, chunk.kinds[-1])]
 
     def each(whole: Callable[[Trace], tuple[PerUnit, ...]]) -> tuple[PerUnit, ...]:
-        return tuple(whole(found)[number] for number, found in enumerate(units))
+        return tuple(whole(unit_trace)[number] for number, unit_trace in enumerate(units))
 
     return units[0]._replace(
         forward=each(lambda found: found.forward),
@@ -403,13 +403,15 @@ def _found(run: RunConfig, chunk: Chunk) -> Trace:
             singly = max(counts[0] for counts in short)
             reduced = variant(reduced, {"recompute_layers": singly})
         return _repeated(_traced(reduced, stage, rows), regimes, short)
-    # A chunk with both ends and one with none have the parts of all others.
-    whole, bare = (chunk._replace(names=names, stacks=(ENOUGH,)) for names in (tuple(shape(run.model).after), ()))
-    begin, end = (
-        _traced(*reduced_run(run, whole if name in chunk.names else bare), rows)
-        for name in (whole.names[0], whole.names[-1])
+    # Two traces contain the parts of all chunks: one with both ends, and one with neither.
+    with_ends, without_ends = (
+        chunk._replace(names=names, stacks=(ENOUGH,)) for names in (tuple(shape(run.model).after), ())
     )
-    ended = begin._replace(
+    begin, end = (
+        _traced(*reduced_run(run, with_ends if name in chunk.names else without_ends), rows)
+        for name in (with_ends.names[0], with_ends.names[-1])
+    )
+    combined = begin._replace(
         forward=(*begin.forward[:-1], end.forward[-1]),
         backward=(*begin.backward[:-1], end.backward[-1]),
         forward_work=(*begin.forward_work[:-1], end.forward_work[-1]),
@@ -417,34 +419,42 @@ def _found(run: RunConfig, chunk: Chunk) -> Trace:
         weight_work=(*begin.weight_work[:-1], end.weight_work[-1]),
         given=end.given,
     )
-    return _repeated(ended, regimes, [[ENOUGH]])
+    return _repeated(combined, regimes, [[ENOUGH]])
 
 
 def _composable(run: RunConfig) -> bool:
-    """Whether what a block keeps is its own: neither blocks of exchanges in flight, nor what its callers hold alone."""
+    """Whether blocks share no memory: no blocks of exchanges in flight, and no tensors that only their callers hold."""
     plain = run.runtime.device == "cpu" or run.runtime.ops == "reference" or run.precision.dtype == "fp64"
     return not (plain or run.parallel.tp_overlap or run.parallel.cp > 1)
 
 
 def reduced_run(run: RunConfig, chunk: Chunk) -> tuple[RunConfig, int]:
-    """A run of which one stage is the chunk, and that stage; its neighbours have a block of each stack that they need.
+    """A run in which one stage is the chunk, and the number of that stage. Neighbour stages have one block of each
+    stack that they need.
 
-    It has all that matters to a microbatch but its size, so that layouts which differ elsewhere share their answer.
+    It keeps everything that affects a microbatch except its size, so layouts that differ elsewhere share a trace.
     """
     if chunk.before is not None:
         stages = [[chunk.before], list(chunk.stacks), [run.model.layers - chunk.before - chunk.blocks]]
-        own = stages[1]
-        return _staged(run, run.model, [each for each in stages if sum(each) or each is own], chunk.before > 0)
+        chunk_positions = stages[1]
+        return _staged(
+            run, run.model, [each for each in stages if sum(each) or each is chunk_positions], chunk.before > 0
+        )
     after = shape(run.model).after
-    # The model in order: what follows so many stacks is at an even number, and a stack at an odd one.
-    own = [2 * after[name] for name in chunk.names]
-    own += [2 * number + 1 for number, count in enumerate(chunk.stacks) if count]
+    # Positions in the model: the units after n stacks are at 2 n, and stack n is at 2 n + 1.
+    chunk_positions = [2 * after[name] for name in chunk.names]
+    chunk_positions += [2 * number + 1 for number, count in enumerate(chunk.stacks) if count]
     last = 2 * len(chunk.stacks)
-    before = [int(min(own) > 0 and 2 * number + 1 <= min(own)) for number in range(len(chunk.stacks))]
-    following = [int(max(own) < last and 2 * number + 1 >= max(own)) for number in range(len(chunk.stacks))]
+    before = [
+        int(min(chunk_positions) > 0 and 2 * number + 1 <= min(chunk_positions)) for number in range(len(chunk.stacks))
+    ]
+    following = [
+        int(max(chunk_positions) < last and 2 * number + 1 >= max(chunk_positions))
+        for number in range(len(chunk.stacks))
+    ]
     stages = [*([before] if any(before) else []), list(chunk.stacks), *([following] if any(following) else [])]
     model = run.model.with_stacks(tuple(sum(counts) for counts in zip(*stages, strict=True)))
-    if model.experts:  # of layers without any the model is dense (`of_kind`)
+    if model.experts:  # a model of dense layers only has no experts (`of_kind`)
         model = replace(model, experts_from=0, experts_every=1, dense_layers=())
     return _staged(run, model, stages, any(before))
 
@@ -452,7 +462,8 @@ def reduced_run(run: RunConfig, chunk: Chunk) -> tuple[RunConfig, int]:
 def _staged(
     run: RunConfig, model: ModelConfig, stages: Sequence[Sequence[int]], preceded: bool
 ) -> tuple[RunConfig, int]:
-    """A run of a model in so many stages, of which the first or, where it is preceded, the second is meant."""
+    """A run of a model divided into `stages`, and the number of the stage of interest: the second if `preceded`, else
+    the first."""
     parallel, layers = run.parallel, tuple(sum(stacks) for stacks in stages)
     options = Options(
         model=model,
@@ -481,7 +492,7 @@ def _staged(
 
 
 def _regimes(run: RunConfig, blocks: int) -> Iterator[tuple[int, int]]:
-    """Blocks that are treated alike: how many, and after how many the treatment repeats."""
+    """Groups of blocks with equal treatment: number of blocks, and the period after which the treatment repeats."""
     memory = run.memory
     if memory.recompute == "full" and memory.recompute_method == "block":
         singly = min(memory.recompute_layers or 0, blocks)
@@ -492,29 +503,30 @@ def _regimes(run: RunConfig, blocks: int) -> Iterator[tuple[int, int]]:
 
 
 def _repeated(found: Trace, regimes: Sequence[Sequence[tuple[int, int]]], short: Sequence[Sequence[int]]) -> Trace:
-    """As many blocks of each regime of each stack as it has, of the `short` that were run: the third period as often as
-    it takes."""
+    """Extend a trace of the `short` numbers of blocks to all blocks of each regime of each stack, by repeating the
+    third period."""
     units, begin = [0], 1
     for stack, runs in zip(regimes, short, strict=True):
         for (count, period), run in zip(stack, runs, strict=True):
-            third, end = begin + 2 * period, begin + min(count, run)
-            units += range(begin, min(third, end))
-            units += [*range(third, third + period)] * ((count - run) // period)
-            units += range(third, end)
+            third_period, end = begin + 2 * period, begin + min(count, run)
+            units += range(begin, min(third_period, end))
+            units += [*range(third_period, third_period + period)] * ((count - run) // period)
+            units += range(third_period, end)
             begin += run
         units.append(begin)
         begin += 1
     if units == list(range(begin)):
         return found
-    moved_to = {unit: at for at, unit in enumerate(units)}
+    new_position = {unit: at for at, unit in enumerate(units)}
     between = {0} | {sum(map(sum, short[: number + 1])) + number + 1 for number in range(len(short))}
 
     def moved(part: Part, by: int) -> Part:
-        """A weight of a block is as far away as it was; what lies between stacks is there once."""
+        """Shift the unit of a part's weight. A weight of a block keeps its distance; units between stacks occur
+        once."""
         if part.weight is None:
             return part
         unit, number = part.weight
-        return part._replace(weight=(moved_to[unit] if unit in between else unit + by, number))
+        return part._replace(weight=(new_position[unit] if unit in between else unit + by, number))
 
     def whole(parts: Parts) -> Parts:
         return tuple(tuple(moved(part, at - unit) for part in parts[unit]) for at, unit in enumerate(units))
@@ -533,7 +545,7 @@ def _repeated(found: Trace, regimes: Sequence[Sequence[tuple[int, int]]], short:
 
 @lru_cache(maxsize=1024)
 def _traced(run: RunConfig, stage: int, rows: int) -> Trace:
-    """Of a run as it is."""
+    """The trace of a run without further reduction."""
     return _rank(run, stage).trace(rows)
 
 
@@ -549,7 +561,7 @@ class _Rank:
         self.run, parallel = run, run.parallel
         self.mesh, self.chunk = _built(run, stage)
         units = _units(self.chunk)
-        own = _distinct_weights(units)
+        unit_weights = _distinct_weights(units)
         self.grads = build_grads(variant(run, {"zero": 0}), self.mesh, [self.chunk])
         self.grads.start()
         transport = self.chunk.region.transport
@@ -560,24 +572,26 @@ class _Rank:
         self.live = Live(None if run.runtime.device == "cpu" else WORKSPACES, self.heard)
         for bucket in self.grads.buckets:
             self.live.ignore(bucket.weights, bucket.own_grads)
-        self.live.ignore(*(weight.data for part in own for weight in part if not weight.requires_grad))
-        own = [[weight for weight in part if weight.requires_grad] for part in own]
+        self.live.ignore(*(weight.data for part in unit_weights for weight in part if not weight.requires_grad))
+        unit_weights = [[weight for weight in part if weight.requires_grad] for part in unit_weights]
         if self.exchanges is not None:
             self.live.ignore(self.exchanges.memory)
         self.recorder = _Recorder(self.live, self.heard, len(units))
-        # A tied table is looked up first and multiplied with last.
+        # A tied embedding occurs in two units. Its deferred gradient belongs to the last one, the output layer.
         self.unit_of = {id(w): unit for unit, part in enumerate(units) for module in part for w in weights(module)}
         for unit, modules in enumerate(units):
             for module in modules:
                 module.register_forward_pre_hook(partial(_entered, self.recorder, unit))
                 module.register_forward_hook(partial(_left, self.recorder, unit))
-            for number, weight in enumerate(own[unit] if parallel.zero >= 2 else ()):
+            for number, weight in enumerate(unit_weights[unit] if parallel.zero >= 2 else ()):
                 _record_gradient(self.recorder, weight, (unit, number))
         if parallel.zero >= 3:
-            self.chunk.with_full_params = lambda unit, run, x: run(x)  # its units add their own last branch
+            self.chunk.with_full_params = lambda unit, run, x: run(
+                x
+            )  # as under ZeRO 3: with a hook, each unit adds its own last branch
 
     def trace(self, rows: int) -> Trace:
-        """One microbatch. It finds what the one before left of its exchanges."""
+        """One microbatch. With exchanges it runs twice, since a microbatch finds buffers of the previous one."""
         batch = _batch(self.run.model, self.run.batch, self.run.masking, self.run.data, rows, self.mesh.cp.size)
         self.live.ignore(*batch.tensors().values())
         if self.exchanges is not None:
@@ -603,8 +617,8 @@ class _Rank:
             recorder.begin(recorder.units - 1)
             if self.deferred:
                 self.grads.wgrad.defer()
-            given = tuple(torch.empty_like(tensor) for tensor in outs)
-            run_backward(outs, given)
+            output_grads = tuple(torch.empty_like(tensor) for tensor in outs)
+            run_backward(outs, output_grads)
             deferred = self.grads.wgrad.take() if self.deferred else []
             del cargo
             backward, backward_work = recorder.end()
@@ -615,7 +629,7 @@ class _Rank:
             backward,
             before,
             in_flight,
-            given=sum(tensor.nbytes for tensor in given),
+            given=sum(tensor.nbytes for tensor in output_grads),
             cargo=max(sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes), sent),
             batch=sum(tensor.nbytes for tensor in batch.tensors().values()),
             mapped=exchanges.mapped if exchanges is not None else 0,
@@ -625,7 +639,7 @@ class _Rank:
         )
 
     def _put_off(self, deferred: list[DeferredWgrad]) -> Units:
-        """Operations of gradients of weights that the backward pass has put off, by the units of the weights."""
+        """Run the deferred weight gradients, and return their operations by the units of the weights."""
         work: list[list[Operation]] = [[] for _ in range(self.recorder.units)]
         for one in deferred:
             run_wgrad([one])
@@ -637,7 +651,7 @@ class _Rank:
 def _batch(
     model: ModelConfig, lengths: BatchConfig, masking: MaskingConfig, data: DataConfig, rows: int, shards: int
 ) -> Batch:
-    """What the last rank of a context axis of `shards` ranks gets of a microbatch."""
+    """The part of a microbatch on the last rank of a context axis of `shards` ranks."""
     run = resolve(Options(model=model, batch=lengths, masking=masking), 1)
     samples = torch.zeros(rows, dtype=torch.int64)
     batch: Any = synthetic_batch(run, samples, seed=0, documents=data.reset_attention)
@@ -647,7 +661,7 @@ def _batch(
 
 
 def unit_parameters(run: RunConfig, chunk: Chunk) -> list[list[ParameterSpec]]:
-    """The parameters of the last rank of a chunk by units; a tied one once."""
+    """The parameters of a chunk's last rank by unit. A tied parameter is listed once."""
     return _unit_parameters(*reduced_run(run, chunk))
 
 
@@ -655,16 +669,16 @@ def unit_parameters(run: RunConfig, chunk: Chunk) -> list[list[ParameterSpec]]:
 def _unit_parameters(run: RunConfig, stage: int) -> list[list[ParameterSpec]]:
     units = _units(_built(run, stage)[1])
     names = {str(dtype): name for name, dtype in DTYPES.items()}
-    specs = [[parameter_spec(weight) for weight in own] for own in _distinct_weights(units)]
-    return [[spec._replace(dtype=names[spec.dtype]) for spec in own] for own in specs]
+    specs = [[parameter_spec(weight) for weight in weights_of_unit] for weights_of_unit in _distinct_weights(units)]
+    return [[spec._replace(dtype=names[spec.dtype]) for spec in weights_of_unit] for weights_of_unit in specs]
 
 
 def _built(run: RunConfig, stage: int) -> tuple[Mesh, Any]:
-    """The only chunk of a stage's last rank."""
+    """The mesh and the only chunk of a stage's last rank."""
     parallel = run.parallel
     cells = parallel.tp * parallel.cp
     experts = parallel.ep * parallel.etp
-    data = experts // gcd(cells, experts)  # the fewest on which the experts can be shared out
+    data = experts // gcd(cells, experts)  # the smallest data axis over which the experts can be divided
     sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp, "ep": parallel.ep, "etp": parallel.etp}
     mesh = Mesh.at((stage * data + data - 1) * cells + cells - 1, dp=data, **sizes)
     (chunk,) = build_stages(run, mesh, torch.device("meta"))
@@ -672,7 +686,7 @@ def _built(run: RunConfig, stage: int) -> tuple[Mesh, Any]:
 
 
 def _units(chunk: nn.Module) -> list[list[nn.Module]]:
-    """The modules of a chunk: those before a stack of blocks, every block, those after it, and so on."""
+    """The modules of a chunk by unit: those before a stack of blocks, every block, those after it, and so on."""
     units = list[list[nn.Module]]([[]])
     for child in chunk.children():
         if isinstance(child, nn.ModuleList):
@@ -683,24 +697,28 @@ def _units(chunk: nn.Module) -> list[list[nn.Module]]:
 
 
 def _distinct_weights(units: Sequence[Sequence[nn.Module]]) -> list[list[Weight]]:
-    """Those of each unit that no unit before has."""
-    seen, found = set[int](), list[list[Weight]]()
+    """The weights of each unit that no earlier unit has."""
+    earlier_ids, weights_by_unit = set[int](), list[list[Weight]]()
     for modules in units:
-        own = [weight for module in modules for weight in weights(module) if id(weight) not in seen]
-        seen.update(map(id, own))
-        found.append(own)
-    return found
+        new_weights = [weight for module in modules for weight in weights(module) if id(weight) not in earlier_ids]
+        earlier_ids.update(map(id, new_weights))
+        weights_by_unit.append(new_weights)
+    return weights_by_unit
 
 
 def _entered(recorder: _Recorder, unit: int, *_: object) -> None:
-    """The forward pass of a unit begins. (One that is run once more in a backward pass belongs to that.)"""
+    """Hook: the forward pass of a unit begins. A recomputation in the backward pass belongs to the backward pass."""
     if not recorder.backward:
         recorder.enter(unit)
         recorder.works(unit)
 
 
 def _left(recorder: _Recorder, unit: int, _: nn.Module, args: object, out: object) -> None:
-    """It ends. Its backward pass begins with the gradient of its result, its operations with that of any part of it."""
+    """Hook: the forward pass of a unit ends.
+
+    Its backward pass begins with the gradient of the first result. Its operations begin with the gradient of any
+    result.
+    """
     if recorder.backward:
         return
     following = min(unit + 1, recorder.units - 1)
@@ -722,7 +740,7 @@ def _tensors(values: Values) -> Iterator[torch.Tensor]:
 
 
 def _record_gradient(recorder: _Recorder, weight: Weight, where: tuple[int, int]) -> None:
-    """Cut the backward pass where a weight's gradient begins to be added, and where it is complete."""
+    """Cut the backward pass where a weight's gradient is first accumulated, and where it is complete."""
     main_grad, waiting = weight.main_grad, weight.uses
     weight.main_grad = None
 

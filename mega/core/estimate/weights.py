@@ -1,6 +1,6 @@
-"""Weights, gradients, masters and moments of one rank, to the byte as the gradient buckets and the optimizer hold them.
+"""Weights, gradients, masters and moments of one rank, to the byte as gradient buckets and optimizer store them.
 
-The parameters are those of real stages on the meta device, and lie in buckets as parallel/layout.py plans them.
+The parameters are those of real stages on the meta device. parallel/layout.py assigns them to buckets.
 """
 
 from __future__ import annotations
@@ -18,64 +18,54 @@ from mega.core.estimate.chunks import Chunk, of_kind, stage_chunks
 from mega.core.parallel.layout import BucketRules, BucketSpec, ParameterSpec, plan_buckets, shared_stages
 
 SMALLEST = BatchOptions(seq_length=1, micro_batch=1)
-"""Of a run that is only asked what it holds, which does not depend on it."""
+"""Batch of a run whose constant memory is computed, which does not depend on the batch."""
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 Place = tuple[int, int]
-"""A parameter's unit in a chunk (0 before the first stack, its blocks, what follows, ...), and its number there."""
+"""A parameter's unit in a chunk (0 before the first stack, its blocks, the unit after it, ...), and its number there.
+"""
 
 
 @dataclass(frozen=True)
 class BucketSize:
-    """One flat bucket, in elements: with padding, of parameters, and of the span that this rank updates.
+    """One flat bucket, in elements."""
 
-    width: bytes of a weight. whole: elements of the largest of its matrices where these are updated whole, else 0.
-    vectors: elements after the last matrix. factors: rows and columns of all its matrices. places: of its parameters.
-    users: names of the units of those that are of several. data: the axis of its sum.
-    """
-
-    length: int
-    parameters: int
-    span: int
-    width: int
-    whole: int
-    vectors: int
-    factors: int
-    places: tuple[Place, ...]
-    users: frozenset[Unit]
-    data: str
+    length: int  # Elements with padding
+    parameters: int  # Elements of parameters
+    span: int  # Elements that this rank updates
+    width: int  # Bytes of a weight
+    whole: int  # Elements of the largest matrix if matrices are updated whole, else 0
+    vectors: int  # Elements after the last matrix
+    factors: int  # Rows plus columns of all matrices
+    places: tuple[Place, ...]  # Units and numbers of its parameters
+    users: frozenset[Unit]  # Names of the units that share its tied parameters
+    data: str  # The axis over which its gradients are reduced
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of one rank. `masters` is 0 where the weights are themselves wide enough, or none are kept.
+    """Bytes of one rank."""
 
-    parameters: elements, vocabulary padding included. experts: those of them that only some of the data ranks share.
-    largest: elements of the largest span that this rank updates. owned: most elements of whole matrices that it updates
-    at once. host: masters and moments that lie in the host's memory instead. frozen: bytes of the weights that are not
-    trained, and have nothing else; frozen_parameters: their elements.
-    """
-
-    parameters: int
-    weights: int
-    grads: int
-    masters: int
-    moments: int
-    largest: int
-    owned: int = 0
-    host: int = 0
-    frozen: int = 0
-    frozen_parameters: int = 0
-    experts: int = 0
+    parameters: int  # Elements, vocabulary padding included
+    weights: int  # Bytes of weights
+    grads: int  # Bytes of gradients
+    masters: int  # Bytes of masters; 0 if the weights are wide enough or masters are off
+    moments: int  # Bytes of moments
+    largest: int  # Elements of the largest span that this rank updates
+    owned: int = 0  # Maximum elements of whole matrices that it updates at once
+    host: int = 0  # Bytes of masters and moments in the host's memory
+    frozen: int = 0  # Bytes of weights that are not trained
+    frozen_parameters: int = 0  # Their elements
+    experts: int = 0  # Elements that only some of the data ranks share
 
     @property
     def trained(self) -> int:
-        """Elements that have gradients, and are updated."""
+        """Elements that have gradients and are updated."""
         return self.parameters - self.frozen_parameters
 
     def by_axis(self, shards: Mapping[str, int]) -> Iterator[tuple[int, int]]:
-        """Trained elements, and the data ranks that hold copies of them. shards: of `data_shards`."""
+        """Yield (trained elements, number of data ranks with copies of them). shards: from `data_shards`."""
         yield self.trained - self.experts, shards["dp"]
         if self.experts:
             yield self.experts, shards["edp"]
@@ -86,16 +76,16 @@ class Weights:
 
 
 def wide(dtype: str) -> int:
-    """Bytes of max(fp32, dtype), in which masters, moments, norms and the loss are kept."""
+    """Bytes of max(fp32, dtype), the type of masters, moments, norms and the loss."""
     return max(4, BYTES[dtype])
 
 
 def stage_weights(run: RunConfig, dp: int, chunks: tuple[Chunk, ...]) -> Weights:
-    """What each rank with these `chunks` holds of a resolved `run` on `dp` data-parallel ranks.
+    """The constant memory of each rank with these `chunks`, for a resolved `run` on `dp` data-parallel ranks.
 
-    All tensor ranks of a stage hold equally much.
+    All tensor ranks of a stage have equal sizes.
     """
-    # All that matters here, so that layouts which differ elsewhere share their answer.
+    # Keep only the options that matter here, so layouts that differ elsewhere share the cached result.
     holding = Options(
         model=run.model, precision=run.precision, parallel=run.parallel, optimizer=run.optimizer, batch=SMALLEST
     )
@@ -109,8 +99,8 @@ def _stage_weights(run: RunConfig, dp: int, chunks: tuple[Chunk, ...]) -> Weight
     length, span = sum(bucket.length for bucket in buckets), sum(bucket.span for bucket in buckets)
     high = wide(precision.dtype)
     grads = (span if parallel.zero >= 2 else length) * BYTES[precision.grad_dtype]
-    apart = run.optimizer.optimizer_offload
-    masters = sum(one.span * high for one in buckets if apart or (precision.masters and one.width != high))
+    offloaded = run.optimizer.optimizer_offload
+    masters = sum(one.span * high for one in buckets if offloaded or (precision.masters and one.width != high))
     moments = sum(_moments(run, bucket) for bucket in buckets) * high
     frozen = [one for chunk in chunks for part in _parameters(run, chunk) for one in part if not trained(one)]
     frozen_bytes = sum(one.elements * BYTES[one.dtype] for one in frozen)
@@ -119,19 +109,22 @@ def _stage_weights(run: RunConfig, dp: int, chunks: tuple[Chunk, ...]) -> Weight
         parameters=sum(bucket.parameters for bucket in buckets) + frozen_parameters,
         weights=sum((one.span if parallel.zero >= 3 else one.length) * one.width for one in buckets) + frozen_bytes,
         grads=grads,
-        masters=0 if apart else masters,
-        moments=0 if apart else moments,
+        masters=0 if offloaded else masters,
+        moments=0 if offloaded else moments,
         largest=max(one.span for one in buckets),
         owned=max(max(one.span, one.whole) if one.whole else 0 for one in buckets),
         experts=sum(bucket.parameters for bucket in buckets if bucket.data == "edp"),
-        host=masters + moments if apart else 0,
+        host=masters + moments if offloaded else 0,
         frozen=frozen_bytes,
         frozen_parameters=frozen_parameters,
     )
 
 
 def _moments(run: RunConfig, bucket: BucketSize) -> int:
-    """Values that the rule keeps of a bucket. The last data rank has most of Adafactor's: vectors lie at the end."""
+    """The number of values that the optimizer stores for a bucket.
+
+    Adafactor's depend on the rank: the last data rank has the most, since vectors are at the end of a bucket.
+    """
     options = run.optimizer
     if options.optimizer == "adafactor":
         return bucket.factors + min(bucket.span, bucket.vectors)
@@ -143,37 +136,32 @@ def _moments(run: RunConfig, bucket: BucketSize) -> int:
 
 
 class Transient(NamedTuple):
-    """A whole bucket that comes and goes around the span that a rank owns (ZeRO 2 and 3), in bytes.
+    """A whole bucket that is allocated temporarily around the span that a rank owns (ZeRO 2 and 3), in bytes."""
 
-    places: of its parameters; its gradients come with the first of theirs and go with the last. summed: our span of
-    their sum, while they go. weights: where these are not always here. sent_for: while the unit before runs. units:
-    those that gather them.
-    """
-
-    places: tuple[Place, ...]
-    grads: int
-    summed: int
-    weights: int = 0
-    sent_for: bool = False
-    units: tuple[int, ...] = ()
+    places: tuple[Place, ...]  # Units and numbers of its parameters
+    grads: int  # Its gradients, from the first gradient of its parameters to the last
+    summed: int  # This rank's span of the reduced gradients, during the reduction
+    weights: int = 0  # Gathered weights, 0 if they are never freed
+    sent_for: bool = False  # The weights are gathered during the previous unit
+    units: tuple[int, ...] = ()  # Units that need the weights
 
 
 def transient_buckets(run: RunConfig, dp: int) -> list[Transient]:
-    """The buckets that come and go on a rank of the only stage."""
+    """The temporary buckets of a rank of the only stage."""
     if run.parallel.zero < 2:
         return []
-    found, size, alone = [], BYTES[run.precision.grad_dtype], dp * run.parallel.cp == 1
+    buckets, size, single_rank = [], BYTES[run.precision.grad_dtype], dp * run.parallel.cp == 1
     (chunk,) = chunks = stage_chunks(run)[0]
     after = shape(run.model).after
     for bucket in stage_buckets(run, dp, chunks):
-        one = Transient(bucket.places, bucket.length * size, 0 if alone else bucket.span * size)
+        one = Transient(bucket.places, bucket.length * size, 0 if single_rank else bucket.span * size)
         if run.parallel.zero >= 3:
             weights, users = bucket.length * bucket.width, {unit for unit, _ in bucket.places}
             users |= {chunk.unit(after[unit]) for unit in bucket.users if isinstance(unit, str)}
-            ahead = run.parallel.overlap_param_gather and not alone
-            one = one._replace(weights=weights, sent_for=ahead, units=tuple(users))
-        found.append(one)
-    return found
+            prefetches = run.parallel.overlap_param_gather and not single_rank
+            one = one._replace(weights=weights, sent_for=prefetches, units=tuple(users))
+        buckets.append(one)
+    return buckets
 
 
 def stage_buckets(run: RunConfig, dp: int, chunks: Sequence[Chunk]) -> Iterator[BucketSize]:
@@ -189,50 +177,50 @@ def stage_buckets(run: RunConfig, dp: int, chunks: Sequence[Chunk]) -> Iterator[
     )
     for chunk in chunks:
         parts = _trained_parts(_parameters(run, chunk))
-        held = [(unit, number) for unit, part in enumerate(parts) for number in range(len(part))]
+        trained_places = [(unit, number) for unit, part in enumerate(parts) for number in range(len(part))]
         if parallel.zero < 3:
-            for spec in plan_buckets([parts[unit][number] for unit, number in held], rules):
-                yield _bucket(spec, held, parts)
+            for spec in plan_buckets([parts[unit][number] for unit, number in trained_places], rules):
+                yield _bucket(spec, trained_places, parts)
             continue
-        planned = {id(part): list(plan_buckets(part, rules)) for part in parts}  # blocks share theirs
+        planned = {id(part): list(plan_buckets(part, rules)) for part in parts}  # equal blocks share one list
         for unit, part in enumerate(parts):
             places = [(unit, number) for number in range(len(part))]
             yield from (_bucket(spec, places, parts) for spec in planned[id(part)])
 
 
 def data_shards(parallel: ParallelConfig, dp: int) -> dict[str, int]:
-    """Data axis -> its ranks."""
+    """Data axis -> its number of ranks."""
     data = dp * parallel.cp
     return {"dp": data, "edp": data * parallel.tp // (parallel.etp * parallel.ep)}
 
 
 def _bucket(spec: BucketSpec, places: Sequence[Place], parts: Sequence[Sequence[ParameterSpec]]) -> BucketSize:
-    here = tuple(places[number] for number in spec.parameters)
-    held = [parts[unit][number] for unit, number in here]
-    matrices = [tensor for parameter in held for tensor in parameter.tensors if tensor.decays]
+    bucket_places = tuple(places[number] for number in spec.parameters)
+    parameters = [parts[unit][number] for unit, number in bucket_places]
+    matrices = [tensor for parameter in parameters for tensor in parameter.tensors if tensor.decays]
     return BucketSize(
         spec.length,
-        sum(parameter.elements for parameter in held),
+        sum(parameter.elements for parameter in parameters),
         spec.shard,
         BYTES[spec.dtype],
         max(tensor.elements for tensor in matrices) if spec.reduction.whole else 0,
         spec.length - spec.decay_end,
         sum(sum(tensor.shape) for tensor in matrices),
-        here,
-        frozenset(unit for parameter in held for unit in _tied(parameter.tensors[0])),
-        held[0].tensors[0].data,
+        bucket_places,
+        frozenset(unit for parameter in parameters for unit in _tied(parameter.tensors[0])),
+        parameters[0].tensors[0].data,
     )
 
 
 def trained(parameter: ParameterSpec) -> bool:
-    """Whether a parameter has gradients, and so lies in a bucket."""
+    """Whether a parameter has gradients and so belongs to a bucket."""
     return parameter.tensors[0].learned
 
 
 def _trained_parts(parts: Sequence[list[ParameterSpec]]) -> list[list[ParameterSpec]]:
-    """The trained parameters of each unit; blocks that share theirs still do."""
-    kept = {id(part): [one for one in part if trained(one)] for part in parts}
-    return [kept[id(part)] for part in parts]
+    """The trained parameters of each unit. Equal blocks still share one list."""
+    trained_of = {id(part): [one for one in part if trained(one)] for part in parts}
+    return [trained_of[id(part)] for part in parts]
 
 
 def _tied(tensor: Tensor) -> tuple[Unit, ...]:
@@ -240,7 +228,7 @@ def _tied(tensor: Tensor) -> tuple[Unit, ...]:
 
 
 def _parameters(run: RunConfig, chunk: Chunk) -> list[list[ParameterSpec]]:
-    """Those of a chunk by units. All that does not matter to them is left out, so that layouts share their answer."""
+    """The parameters of a chunk by unit. Irrelevant options are removed, so layouts share the cached result."""
     from mega.core.estimate.trace import unit_parameters
 
     bare = Options(
@@ -260,21 +248,23 @@ def _parameters(run: RunConfig, chunk: Chunk) -> list[list[ParameterSpec]]:
     short = chunk._replace(stacks=tuple(min(count, 1) for count in chunk.stacks), kinds=())
     kinds = {kind.experts: kind for kind in chunk.kinds}
     if run.model.experts and kinds:
-        found = {
+        parameters_of_kind = {
             experts: unit_parameters(resolve(replace(bare, model=of_kind(run.model, kind)), 1), short)
             for experts, kind in kinds.items()
         }
-        before, _, after = found[chunk.kinds[-1].experts]  # layers of the head are as the last one
-        return [before, *(found[kind.experts][1] for kind in chunk.kinds), after]
-    held = iter(unit_parameters(resolve(bare, 1), short))
-    parts = [next(held)]
+        before, _, after = parameters_of_kind[
+            chunk.kinds[-1].experts
+        ]  # the head is taken from the kind of the last layer
+        return [before, *(parameters_of_kind[kind.experts][1] for kind in chunk.kinds), after]
+    unit_iterator = iter(unit_parameters(resolve(bare, 1), short))
+    parts = [next(unit_iterator)]
     for count in chunk.stacks:
-        parts += [next(held)] * count if count else []
-        parts.append(next(held))
+        parts += [next(unit_iterator)] * count if count else []
+        parts.append(next(unit_iterator))
     return parts
 
 
 @lru_cache(maxsize=64)
 def tied_stages(model: ModelConfig, pp: int, chunks: int, explicit: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-    """Name -> pipeline stages of every tensor that several of them hold."""
+    """Name -> pipeline stages, for every tensor that several stages hold."""
     return {} if pp == 1 else shared_stages(inventory(model), placement(model, pp, chunks, explicit))
