@@ -46,7 +46,7 @@ def group_pairs(pairs: Path, groups: Path, threshold: float) -> tuple[int, int]:
             if not isinstance(overlaps, list) or not all(map(_is_overlap, overlaps)):
                 raise ValueError(f"{location}: must be an object of lists of {{id: overlap}}")
             for other, overlap in ((id, value) for each in overlaps for id, value in each.items()):
-                if overlap >= threshold:
+                if overlap >= threshold:  # documents are numbered in the order of their first occurrence
                     similar.append((numbers.setdefault(main, len(numbers)), numbers.setdefault(other, len(numbers))))
     document_groups = DocumentGroups(len(numbers))
     for first, second in similar:

@@ -135,6 +135,7 @@ class NearDuplicates:
         blocks = (notes(notes_folder, part) for part in parts)
         ShingleFile.write(folder, ((block["numbers"], block["ends"], block["hashes"]) for block in blocks))
         groups = DocumentGroups(total)
+        # Documents that are already in one group need no comparison, unless all pairs are listed.
         skip = groups.joined if not self.pairs else lambda first, second: False
         compare = partial(overlap, of=self.overlap_of)
         recorded: list[Pair] = []

@@ -184,7 +184,7 @@ def _unpacked_parts(
     kind: Kind = "arrow" if piece.kind == "arrow" else "packed lines"
     source = SourcePiece(piece.path, kind, piece.first, piece.last, before)
     number, lines, begin = 0, 0, before
-    part_blocks: list[LineBlock] = []
+    part_blocks: list[LineBlock] = []  # sent to the worker, which cannot start reading in the middle of a packed file
 
     def part(end: int) -> InputPart:
         return InputPart(

@@ -53,7 +53,7 @@ def steps(path: Path) -> list[RecipeStep]:
         flags = shared | {key: value for key, value in step.items() if key != "verb"}
         line = ["--input", *inputs, "--output", str(step_output), *_flags(flags, f"{path}: step {number}")]
         recipe_steps.append(RecipeStep(step["verb"], line, step_output))
-        inputs = [str(step_output)]
+        inputs = [str(step_output)]  # the next step reads the output of this one
     return recipe_steps
 
 

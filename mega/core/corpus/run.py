@@ -300,6 +300,7 @@ def _survey(paths: Sequence[Path], step: SurveyStep, stage: int, options: RunOpt
         write_record(mark, {"documents": counts.documents})
     if not all((notes_folder / f"shard-{i + 1}-of-{count}.json").is_file() for i in range(count)):
         return
+    # Several shards may see all marks at the same time. The first one that gets the lock concludes.
     with open(notes_folder / "lock", "wb") as lock:
         if locked_soon(lock.fileno()) and not (notes_folder / _CONCLUDED).is_file():
             for stale in [*folder.glob("*.tmp"), *notes_folder.glob("*.tmp")]:

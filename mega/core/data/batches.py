@@ -2,7 +2,11 @@
 
 Every rank reads its own rows directly from the mapped files, so no data is sent between ranks. This file knows two
 integers about ranks: index and count. With d ranks and b rows per microbatch, rank r reads in microbatch m of a step
-that begins at sample C the samples C + (m d + r) b .. C + (m d + r) b + b - 1.
+that begins at sample C the samples C + (m d + r) b .. C + (m d + r) b + b - 1. For d = 2 and b = 2:
+
+             microbatch 0    microbatch 1
+    rank 0   C      C + 1    C + 4  C + 5
+    rank 1   C + 2  C + 3    C + 6  C + 7
 """
 
 from __future__ import annotations

@@ -52,6 +52,7 @@ def cached(
             resources.enter_context(_locked(entry.with_suffix(".lock")))
         except OSError:
             return _load(entry, encoded_key, names) or compute()
+        # Another process may have written the entry while this one waited for the lock.
         cached_arrays = _load(entry, encoded_key, names)
         if cached_arrays is not None:
             return cached_arrays

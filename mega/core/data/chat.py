@@ -69,7 +69,11 @@ class ChatDataset:
     """Row i of consecutive passes over the conversations. Each pass is reshuffled.
 
     arrays: those of `TrainedTexts`; members, the conversation numbers in row order; rows, int64 [rows + 1], the first
-    member of each row.
+    member of each row. Conversations a and b in a row of 8, with padding:
+
+        tokens      a a a b b b b .
+        documents   0 0 0 1 1 1 1 2
+        positions   0 1 2 0 1 2 3 0
     """
 
     def __init__(self, arrays: Arrays, seq_length: int, filler: int) -> None:

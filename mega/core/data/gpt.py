@@ -16,7 +16,11 @@ from mega.core.data.order import SampleOrder
 class GPTDataset:
     """Sample i is tokens q s .. (q + 1) s of the stream, both included, with q = shuffle[i] and s = seq_length.
 
-    A sample may span any number of documents. Adjacent samples of the stream share one token.
+    A sample may span any number of documents. Adjacent samples of the stream share one token. With s = 3:
+
+        stream   a a a b b c c c ..      documents a, b, c
+        q = 0    a a a b
+        q = 1          b b c c
     """
 
     number = 0

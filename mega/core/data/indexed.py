@@ -107,7 +107,7 @@ class IndexedDataset:
         self.document_index: NDArray[np.int64]
         self.dtype, self.lengths, self._offsets, self.document_index = read(idx_path(prefix), index)
         total = self._check_index()
-        size = bin_path(prefix).stat().st_size
+        size = bin_path(prefix).stat().st_size  # the .bin has no header, so its size is the only check
         if size != total * self.dtype.itemsize:
             raise ValueError(
                 f"{bin_path(prefix)}: has {size} bytes, but its .idx describes {total} tokens, "

@@ -115,7 +115,7 @@ def infill_of(data: DataConfig, tokenizer: Tokenizer | None, vocab: int | None) 
 
     def token(flag: str, name: str) -> int:
         token_id = tokenizer.control(name)
-        if token_id is None:
+        if token_id is None:  # not a control token: accept a name that is encoded as a single token
             ids = tokenizer.encode(name)
             token_id = ids[0] if len(ids) == 1 else None
         if token_id is None or (vocab is not None and token_id >= vocab):

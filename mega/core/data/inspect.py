@@ -50,6 +50,7 @@ def note(prefix: str, report: Print, tokenizer: Tokenizer | None = None) -> None
     data = IndexedDataset(prefix)
     smallest, largest = data.token_range()
     sums = {"bin": _sha256(bin_path(prefix)), "idx": _sha256(idx_path(prefix))}
+    # Entries of an old note are valid only if it describes these bytes.
     old_note = {name: value for name, value in data.note.items() if data.note.get("sha256") == sums}
     identity = None if tokenizer is None else tokenizer.identity()
     recorded = TokenizerIdentity.read(old_note.get("tokenizer"))

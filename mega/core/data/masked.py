@@ -252,6 +252,8 @@ def t5_sample(
     if len(spans) > len(roles.sentinels):
         raise ValueError(f"--vocab-extra-ids {len(roles.sentinels)}: a sample has {len(spans)} spans; raise it")
     words, is_kept, decoder = tokens[positions].tolist(), np.ones(len(tokens), np.bool_), list[int]()
+    # tokens   a b  c  d e     span c d
+    # becomes  a b <0> d e     without d, which is_kept removes; the decoder gets <0> c d
     for sentinel, (first, last) in zip(roles.sentinels, spans, strict=False):
         decoder.append(sentinel)
         decoder += words[first:last]

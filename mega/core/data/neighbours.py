@@ -183,6 +183,8 @@ def filled(database: ChunkDatabase, numbers: NDArray[np.int64], retrieved: int, 
     """The tokens [l, k, r] of neighbours, given by chunk number [l, k], each with the chunks after it. -1 gives ends of
     documents.
 
+        numbers[u, j] = n, retrieved = 2    ->    tokens[u, j] = chunk n | chunk n + 1
+
     crossing: the following chunks may belong to the next document (and the first chunk follows the last), as in
     Megatron-LM 23.06. That document may be part of the neighbour's sample. False: ends of documents replace these
     chunks.
@@ -300,6 +302,7 @@ def with_neighbours(
     """
     manifest = DatabaseManifest.read(folder)
     _check_made(manifest, folder, length, tokenizer)
+    # The run may store the corpora under other prefixes than the database: match them by content.
     prefix_of = {corpus_digest(content): prefix for prefix, content in data.corpora.items()}
     for digest, prefix in prefix_of.items():
         if digest not in {made_of for _, _, made_of in manifest.corpora}:

@@ -79,7 +79,7 @@ class Gpt:
             )
         if (passes := epochs(tokens, length, samples)) > 1:
             note(f"{part.label} has {tokens:,} tokens; {samples:,} samples of {length} take {passes} epochs")
-        key = {
+        key = {  # everything that the order depends on: runs with other corpora or seeds may share the cache folder
             "kind": "gpt",
             "corpus": part.corpus.fingerprint,
             "sequences": [part.first, part.last],

@@ -162,7 +162,7 @@ def _bert(features: Features, path: Path) -> BertSample:
     except KeyError as error:
         raise ValueError(f"{path}: an example without {error}; there are {', '.join(features)}") from None
     labels = np.full(len(text), -1, np.int64)
-    labels[positions[weights != 0]] = ids[weights != 0]
+    labels[positions[weights != 0]] = ids[weights != 0]  # the lists are padded with entries of weight 0
     return BertSample(
         text=text,
         types=types,

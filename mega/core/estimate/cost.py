@@ -57,7 +57,7 @@ class CollectiveBegin(NamedTuple):
     """A collective begins."""
 
     number: int  # Identifies the collective for `Wait`
-    kind: str  # "all-reduce", "shift", ..
+    kind: str  # Such as "all-reduce" or "shift"
     size: int  # Bytes in total
     ranks: int  # Number of ranks
     stride: int  # Distance between consecutive ranks

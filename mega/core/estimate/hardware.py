@@ -35,8 +35,8 @@ class Hardware:
     bandwidth: float  # TB/s of the memory
     product: float  # Fraction of the peak that a large product reaches
     elementwise: float  # Fraction of the bandwidth that an elementwise kernel reaches
-    attention_forward: float  # Fraction of the peak
-    attention_backward: float  # Fraction of the peak
+    attention_forward: float  # Fraction of the peak that causal attention reaches, forward
+    attention_backward: float  # Fraction of the peak that causal attention reaches, backward
     launch: float  # Microseconds between two kernels
     host: float  # Microseconds of the host for a block of a microbatch, forward and backward
     node: int  # GPUs of one host

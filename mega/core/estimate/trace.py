@@ -482,7 +482,7 @@ def _staged(
             zero=parallel.zero if parallel.zero > 1 else 0,
             schedule=parallel.schedule if _splits(run) else "1f1b",
         ),
-        batch=BatchOptions(seq_length=run.batch.seq_length, micro_batch=1),
+        batch=BatchOptions(seq_length=run.batch.seq_length, micro_batch=1),  # `_Rank.trace` gets the actual size
         memory=run.memory,
         data=DataConfig(reset_attention=run.data.reset_attention),
         masking=MaskingConfig(decoder_seq_length=run.masking.decoder_seq_length),
@@ -505,6 +505,7 @@ def _regimes(run: RunConfig, blocks: int) -> Iterator[tuple[int, int]]:
 def _repeated(found: Trace, regimes: Sequence[Sequence[tuple[int, int]]], short: Sequence[Sequence[int]]) -> Trace:
     """Extend a trace of the `short` numbers of blocks to all blocks of each regime of each stack, by repeating the
     third period."""
+    # units: for each unit of the result the unit of the trace. Four blocks traced, six wanted: 0 | 1 2 3 3 3 4 | 5.
     units, begin = [0], 1
     for stack, runs in zip(regimes, short, strict=True):
         for (count, period), run in zip(stack, runs, strict=True):
@@ -611,7 +612,7 @@ class _Rank:
             sent = sum(tensor.nbytes for tensor in out.cargo)
             roots = (term.total if term.root is None else term.root for term in out.terms.values())
             outs = (*out.cargo, *roots)
-            del out
+            del out  # here and below: a reference that training does not hold would count as stored memory
             forward, forward_work = recorder.end()
             in_flight = exchanges.settle() if exchanges is not None else 0
             recorder.begin(recorder.units - 1)

@@ -99,7 +99,7 @@ def _stage_weights(run: RunConfig, dp: int, chunks: tuple[Chunk, ...]) -> Weight
     length, span = sum(bucket.length for bucket in buckets), sum(bucket.span for bucket in buckets)
     high = wide(precision.dtype)
     grads = (span if parallel.zero >= 2 else length) * BYTES[precision.grad_dtype]
-    offloaded = run.optimizer.optimizer_offload
+    offloaded = run.optimizer.optimizer_offload  # the host then has masters even if the weights are wide
     masters = sum(one.span * high for one in buckets if offloaded or (precision.masters and one.width != high))
     moments = sum(_moments(run, bucket) for bucket in buckets) * high
     frozen = [one for chunk in chunks for part in _parameters(run, chunk) for one in part if not trained(one)]
@@ -177,10 +177,10 @@ def stage_buckets(run: RunConfig, dp: int, chunks: Sequence[Chunk]) -> Iterator[
     )
     for chunk in chunks:
         parts = _trained_parts(_parameters(run, chunk))
-        trained_places = [(unit, number) for unit, part in enumerate(parts) for number in range(len(part))]
+        trained_positions = [(unit, number) for unit, part in enumerate(parts) for number in range(len(part))]
         if parallel.zero < 3:
-            for spec in plan_buckets([parts[unit][number] for unit, number in trained_places], rules):
-                yield _bucket(spec, trained_places, parts)
+            for spec in plan_buckets([parts[unit][number] for unit, number in trained_positions], rules):
+                yield _bucket(spec, trained_positions, parts)
             continue
         planned = {id(part): list(plan_buckets(part, rules)) for part in parts}  # equal blocks share one list
         for unit, part in enumerate(parts):
@@ -195,8 +195,8 @@ def data_shards(parallel: ParallelConfig, dp: int) -> dict[str, int]:
 
 
 def _bucket(spec: BucketSpec, places: Sequence[Place], parts: Sequence[Sequence[ParameterSpec]]) -> BucketSize:
-    bucket_places = tuple(places[number] for number in spec.parameters)
-    parameters = [parts[unit][number] for unit, number in bucket_places]
+    bucket_positions = tuple(places[number] for number in spec.parameters)
+    parameters = [parts[unit][number] for unit, number in bucket_positions]
     matrices = [tensor for parameter in parameters for tensor in parameter.tensors if tensor.decays]
     return BucketSize(
         spec.length,
@@ -206,7 +206,7 @@ def _bucket(spec: BucketSpec, places: Sequence[Place], parts: Sequence[Sequence[
         max(tensor.elements for tensor in matrices) if spec.reduction.whole else 0,
         spec.length - spec.decay_end,
         sum(sum(tensor.shape) for tensor in matrices),
-        bucket_places,
+        bucket_positions,
         frozenset(unit for parameter in parameters for unit in _tied(parameter.tensors[0])),
         parameters[0].tensors[0].data,
     )

@@ -43,7 +43,7 @@ def build_database(options: DatabaseOptions, tokenizer: Tokenizer, share: Share,
             f"--tokenizer {tokenizer.kind}: has no token that ends a document, with which chunks are filled"
         )
     if options.index is not None:
-        index_folder(folder, options.index)
+        index_folder(folder, options.index)  # reject a bad description before hours of embedding
     corpora = sources(parse_blend("--data-path", options.data_path), options.split)
     device = Device.choose(options.device).torch
     embedder = BertEmbedder(

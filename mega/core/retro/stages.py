@@ -147,6 +147,7 @@ def find_neighbours(
     query_blocks = [
         (block, folder / "query" / name / block.name) for block in blocks(rows, manifest.block_size, ".npy")
     ]
+    # Reject another --saved before the first search.
     for block, path in query_blocks:
         width = read_neighbours(path, block.rows, len(database)).shape[1] if made(path) else saved
         if width != saved:

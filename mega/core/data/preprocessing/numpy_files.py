@@ -171,7 +171,7 @@ def _described(file: BinaryIO) -> object:
             stack[-1].extend(items)
         elif name == "REDUCE":
             arguments = stack.pop()
-            stack[-1] = _made(stack[-1].name, arguments)
+            stack[-1] = _made(stack[-1].name, arguments)  # describes the call, and does not make it
         elif name == "BUILD":
             state = stack.pop()
             stack[-1].state = state

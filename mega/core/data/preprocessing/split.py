@@ -44,7 +44,7 @@ def split(
     if not total:
         raise ValueError(f"--input {' '.join(map(str, inputs))}: holds no document")
     bounds = split_boundaries(shares, total)
-    owners = np.empty(total, np.int8)
+    owners = np.empty(total, np.int8)  # from a permutation, not from independent draws: the shares are exact
     order = np.random.RandomState(seed).permutation(total)
     for part in range(3):
         owners[order[bounds[part] : bounds[part + 1]]] = part
