@@ -3,5 +3,5 @@
 It imports nothing of parallel/ or model/: a rank is a number, a model is the list of its tensors.
 
 own     the project's format: saving, publishing, finding, reading in any layout, retention, inspection
-forms   everybody else's: Hugging Face, Meta, Megatron-LM and others, into our format and back
+forms   the formats of other programs (Hugging Face, Meta, Megatron-LM, ...), read and written
 """

@@ -1,19 +1,19 @@
-"""The project's own checkpoint format; those of other programs are ../forms.
+"""The project's own checkpoint format. The formats of other programs are in ../forms.
 
-pieces      rectangles of logical tensors, and whether they tile a whole
+pieces      rectangles of logical tensors, and whether they tile a tensor
 disk        durable writes and bounded reads
 container   one rank's safetensors file
-manifest    what a published checkpoint consists of
-directory   saving, publishing and opening under a directory; remote: the same in an object store
-store       which of the two a place is; what a user points at; steps: those under a directory
-reader      one published checkpoint, read in any layout
+manifest    the list of a published checkpoint's files and tensors
+directory   saves, publishes and opens checkpoints under a directory; remote: the same in an object store
+store       chooses between the two by the path; opens the path that a user gives; steps: the steps under a directory
+reader      reads one published checkpoint in any layout
 retention   which checkpoints are kept
-trusted     which step a run may trust; verdicts: what became known of it; together: the same on all ranks
-model       the model that a checkpoint holds; plain_state: all that is no tensor; base: weights under adapters
+trusted     which step a run may trust; verdicts: what later steps showed about it; together: errors of all ranks
+model       the model of a checkpoint; plain_state: the state that is not tensors; base: the weights under adapters
 layout      which rank of a layout writes which rectangles
 source      its tensors, as conversions read them
-folders     exported folders, which appear whole; ledger: what a conversion moved
+folders     exported folders, which appear complete or not at all; ledger: counts what a conversion moved
 options     the layout that files are cut for
-reshard     own checkpoint to own checkpoint, in another layout
-inspect     is it whole, what is in it, how do two differ; tables prints that
+reshard     writes an own checkpoint in another layout
+inspect     is it complete, what is in it, how do two differ; tables prints the answers
 """

@@ -1,8 +1,9 @@
-"""One rank's file: a safetensors container written by us, so that bytes are hashed on their way to the disk.
+"""One rank's file: a safetensors container that this module writes itself, so that bytes are hashed before they are
+written.
 
-The layout is safetensors' own: 8 bytes of header length (little endian), a JSON header, raw row-major
-bytes without holes. Any safetensors reader opens it; its `__metadata__` says which rectangle of which
-logical tensor every entry is, so that a file explains itself without its manifest. Memory: one block a thread.
+The format is that of safetensors: 8 bytes of header length (little endian), a JSON header, raw row-major bytes without
+gaps. Any safetensors reader opens it. Its `__metadata__` records which rectangle of which logical tensor every entry
+is, so a file can be understood without its manifest. Memory: one block a thread.
 """
 
 from __future__ import annotations
@@ -23,29 +24,35 @@ from mega.core.checkpoint.own.disk import BLOCK, creating, opening, read_into, s
 from mega.core.checkpoint.own.pieces import FOREIGN_DTYPES, NAMES, Box, CheckpointError, Piece
 
 SMALL_ROW = 16 << 10
-"""Stored rows of fewer bytes are read whole and cut in memory: a call a row would cost more."""
+"""Rows of fewer stored bytes are read whole and cut in memory: one read call per row would cost more."""
 
 Fetch = Callable[[Piece, Box], torch.Tensor]
-"""Gives a rectangle of a piece whose tensor has no memory (a meta tensor), about a block of it just before it is
-written. The rectangle counts from the logical tensor's corner. Blocks of one piece come in order and from one thread,
-those of several pieces side by side."""
+"""Returns one block of a piece whose tensor has no memory (a meta tensor), just before that block is written. The box
+counts from the logical tensor's origin. Blocks of one piece are requested in order and from one thread, blocks of
+several pieces concurrently."""
 
 
 def has_memory(piece: Piece, box: Box) -> torch.Tensor:
-    """The `Fetch` of pieces that bring their elements with them."""
+    """The `Fetch` of pieces whose tensors have memory."""
     return piece.tensor[box.inside(piece.box)]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One stored rectangle: the logical tensor it belongs to, its bytes' place in a file, their sha256."""
+    """One stored rectangle of a logical tensor."""
 
     key: str
+    """The logical tensor's name in the checkpoint."""
     dtype: str
+    """safetensors' name of the dtype."""
     whole: tuple[int, ...]
+    """The logical tensor's shape."""
     box: Box
+    """The stored rectangle."""
     offset: int
+    """Where its bytes begin in the file."""
     digest: str
+    """The sha256 of its bytes."""
 
     @property
     def bytes(self) -> int:
@@ -54,21 +61,25 @@ class Entry:
 
 @dataclass(frozen=True)
 class Container:
-    """What a written file is known by: its size, its header's length and sha256, its entries in order."""
+    """A written file."""
 
     size: int
+    """Bytes of the whole file."""
     header: int
+    """Bytes of the length and the JSON header."""
     digest: str
+    """The sha256 of those header bytes."""
     entries: tuple[Entry, ...]
+    """The stored rectangles, in the order of their bytes."""
 
 
 def write_container(
     path: Path, pieces: Sequence[Piece], about: dict[str, object] | None, fetch: Fetch = has_memory
 ) -> Container:
-    """Write `pieces` (none empty) as one safetensors file; it is on the disk when this returns.
+    """Write `pieces` (each has elements) as one safetensors file, synced to disk before this returns.
 
-    about: plain values to put along with the rectangles in the file's own description; None describes nothing
-        and says only, as other tools want it, that the tensors are torch's.
+    about: plain values stored with the description of the rectangles in `__metadata__`. None stores no description,
+        only `"format": "pt"`, which other tools expect.
     """
     ordered = sorted(pieces, key=lambda piece: -piece.tensor.element_size())  # so that every entry is aligned
     names = _entry_names(ordered)
@@ -87,7 +98,7 @@ def write_container(
 
 
 def _write_entry(descriptor: int, piece: Piece, offset: int, fetch: Fetch) -> str:
-    """Write one rectangle's bytes at `offset`, hashed before; their sha256."""
+    """Write one rectangle's bytes at `offset` and return their sha256. Each block is hashed before it is written."""
     digest = hashlib.sha256()
     for box in blocks(piece.box, piece.tensor.element_size()):
         tensor = fetch(piece, box)
@@ -100,12 +111,12 @@ def _write_entry(descriptor: int, piece: Piece, offset: int, fetch: Fetch) -> st
 
 
 def _entry_names(pieces: Sequence[Piece]) -> list[str]:
-    """A key's only rectangle has the key's name; several are `key@0`, `key@1`, ..."""
-    total, seen = Counter(piece.key for piece in pieces), Counter[str]()
+    """Name the entries: a key with one rectangle keeps its name, several become `key@0`, `key@1`, ..."""
+    total, used = Counter(piece.key for piece in pieces), Counter[str]()
     names = []
     for piece in pieces:
-        names.append(piece.key if total[piece.key] == 1 else f"{piece.key}@{seen[piece.key]}")
-        seen[piece.key] += 1
+        names.append(piece.key if total[piece.key] == 1 else f"{piece.key}@{used[piece.key]}")
+        used[piece.key] += 1
     return names
 
 
@@ -134,9 +145,9 @@ def _header(names: Sequence[str], pieces: Sequence[Piece], about: dict[str, obje
 
 
 def blocks(box: Box, item: int) -> Iterator[Box]:
-    """A rectangle cut into runs of at most about a block of bytes, in row-major order. item: bytes of an element.
+    """Cut a rectangle into parts of at most about `BLOCK` bytes, in row-major order. item: bytes of an element.
 
-    A single row longer than a block is cut further, so that nothing larger than a block is ever copied.
+    A single row longer than a block is cut further, so that no copy is larger than a block.
     """
     if box.elements * item <= BLOCK:
         yield box
@@ -151,15 +162,15 @@ def blocks(box: Box, item: int) -> Iterator[Box]:
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU. One element counts as contiguous, whatever its strides say."""
+    """The bytes of a contiguous tensor on the CPU. torch counts one element as contiguous, even with odd strides."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def read_box(path: Path, descriptor: int, entry: Entry, box: Box, target: torch.Tensor) -> None:
     """Fill `target` (shape of `box`) with the rectangle `box` of the stored `entry`, which contains it.
 
-    Reads runs of bytes, not the entry; rows are taken a block at a time. Values are converted if the
-    target's dtype differs.
+    Only the needed runs of bytes are read, one block of rows at a time. Values are converted if the target's dtype
+    differs.
     """
     if not box.size:
         _read_rows(path, descriptor, entry, Box((), ()), target)
@@ -173,7 +184,14 @@ def read_box(path: Path, descriptor: int, entry: Entry, box: Box, target: torch.
 
 
 def _read_rows(path: Path, descriptor: int, entry: Entry, box: Box, target: torch.Tensor) -> None:
-    """`read_box` for rows that fit a block: straight into the target, or through a buffer where needed."""
+    """`read_box` for rows that fit into a block: directly into the target, or through a buffer where necessary.
+
+    stored entry [4, 6]      `box`        row shorter than SMALL_ROW: read whole rows, cut in memory
+    . . . . . .
+    . . x x x .              [2, 3]       long rows: one read for each contiguous run
+    . . x x x .
+    . . . . . .
+    """
     dtype = FOREIGN_DTYPES[entry.dtype]
     row = prod(entry.box.size[1:]) * dtype.itemsize
     if row < SMALL_ROW and box.size[1:] != entry.box.size[1:]:
@@ -214,29 +232,29 @@ def _read_runs(path: Path, descriptor: int, entry: Entry, box: Box, target: torc
     run = prod(run_shape) * item
     strides = [prod(entry.box.size[dim + 1 :]) * item for dim in range(len(box.size))]
     corner = [a - b for a, b in zip(box.start, entry.box.start, strict=True)]
-    base = entry.offset + sum(place * stride for place, stride in zip(corner, strides, strict=True))
+    base = entry.offset + sum(offset * stride for offset, stride in zip(corner, strides, strict=True))
     outer = box.size[: len(box.size) - len(run_shape)]
     for number, index in enumerate(product(*map(range, outer))):
-        place = base + sum(i * stride for i, stride in zip(index, strides, strict=False))
-        read_into(descriptor, view[number * run : (number + 1) * run], place, path)
+        offset = base + sum(i * stride for i, stride in zip(index, strides, strict=False))
+        read_into(descriptor, view[number * run : (number + 1) * run], offset, path)
 
 
 def check_bytes(path: Path, descriptor: int, begin: int, length: int, digest: str, what: str) -> None:
-    """Hash a run of a file. Errors: CheckpointError naming the file and `what` lies there."""
-    found = hashlib.sha256()
+    """Hash a run of a file. Errors: CheckpointError naming the file and `what` is stored in that run."""
+    actual = hashlib.sha256()
     buffer = bytearray(min(BLOCK, length))
     for offset in range(begin, begin + length, BLOCK):
         view = memoryview(buffer)[: min(BLOCK, begin + length - offset)]
         read_into(descriptor, view, offset, path)
-        found.update(view)
-    if found.hexdigest() != digest:
+        actual.update(view)
+    if actual.hexdigest() != digest:
         raise CheckpointError(f"{path}: the bytes of {what} are not those that were saved (sha256 differs)")
 
 
 def file_digest(path: Path) -> tuple[int, str]:
     """Size and sha256 of a regular file."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     with opening(path) as (descriptor, size):
         while block := os.read(descriptor, BLOCK):
-            found.update(block)
-    return size, found.hexdigest()
+            hasher.update(block)
+    return size, hasher.hexdigest()

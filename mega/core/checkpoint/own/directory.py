@@ -1,17 +1,18 @@
 """A directory of checkpoints: saved by many ranks at once, published whole or not at all, read in any layout.
 
     runs/a/latest                       the newest step's directory name
-    runs/a/verdicts.json                what became known of the steps since (verdicts.py)
+    runs/a/verdicts.json                what later steps showed about each step (verdicts.py)
     runs/a/step-0000010/                published by one rename of step-0000010.tmp
         rank-00000.safetensors          every rank's weights
-        rank-00000.state.safetensors    every rank's optimizer state: a file of its own, so that it can go first
+        rank-00000.state.safetensors    every rank's optimizer state, a separate file that can be removed first
         tokenizer.json  run.toml        attachments
         manifest.json                   all files' hashes, all tensors' rectangles, plain state
         manifest.json.sha256
 
 Saving, on every rank: (1) rank 0 makes `step-N.tmp/`; (2) each rank writes its files and a sidecar, synced;
-(3) rank 0 folds the sidecars into the manifest, renames, moves the pointer. After each phase all ranks agree whether
-it went well, and stop together where it did not. How they agree is a callable, since this room knows no ranks.
+(3) rank 0 folds the sidecars into the manifest, renames the directory and moves the pointer. After each phase all ranks
+agree whether it succeeded on all of them, and stop together if it failed on one. The agreement is a callable, because
+this room knows no ranks.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ from mega.core.files import POINTER, sync_directory
 from mega.core.untrusted import Json, below
 
 Attachments = Mapping[str, Path | bytes]
-"""Small files to keep with the tensors: plain name -> where it is now, or its content."""
+"""Small files stored with the tensors: plain name -> their current path, or their content."""
 
 
 class SaveError(OSError):
-    """A save that the machine did not carry out, and why. Nothing was published; every earlier checkpoint is whole.
+    """A save that failed, and why. Nothing was published; every earlier checkpoint is intact.
 
-    elsewhere: the fault is another rank's, whose error says more.
+    elsewhere: another rank failed, and its error has the details.
     """
 
     elsewhere = False
@@ -61,10 +62,10 @@ class SaveError(OSError):
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What one rank wrote, and how long the save took it, waiting included."""
+    """The size and duration of one rank's save."""
 
-    bytes: int
-    seconds: float
+    bytes: int  # of this rank's containers
+    seconds: float  # until all ranks were done
 
 
 class CheckpointStore(TrustedSteps):
@@ -88,28 +89,30 @@ class CheckpointStore(TrustedSteps):
     ) -> SaveReport:
         """Publish one checkpoint; all ranks call this together. Over all ranks, pieces tile their tensors.
 
-        meta, attachments: rank 0's count. meta is plain JSON; attachments are small files, by plain name.
-        agree: given whether this rank succeeded, returns on all ranks together whether all did.
+        meta, attachments: only those of rank 0 are used. meta is plain JSON; attachments are small files, by plain
+            name.
+        agree: receives whether this rank succeeded; returns on all ranks together whether all did.
         An older checkpoint of the same step is replaced when the new one is complete.
         Errors: on every rank, SaveError if any rank failed (disk full, no permission, pieces that do not
-        tile their tensors), naming the file; earlier checkpoints stay as they are.
+        tile their tensors), naming the file; earlier checkpoints are not changed.
         """
         began = time.monotonic()
         working = self.path(step).with_suffix(".tmp")
-        written = 0
+        bytes_written = 0
 
         def prepare() -> None:
             if rank == 0:
                 self._prepare(working)
 
         def write() -> None:
-            nonlocal written
-            written = self._write(working, step, rank, world, pieces, has_memory)
+            nonlocal bytes_written
+            bytes_written = self._write(working, step, rank, world, pieces, has_memory)
 
         def publish() -> None:
             if rank == 0:
                 self._publish(step, world, working, dict(meta), attachments)
 
+        # Errors are kept until all ranks have agreed; a rank that raised at once would leave the others waiting.
         for phase in (prepare, write, publish):
             fault: Exception | None = None
             try:
@@ -122,7 +125,7 @@ class CheckpointStore(TrustedSteps):
                 failure = SaveError(self._failure(step, fault))
                 failure.elsewhere = fault is None
                 raise failure from fault
-        return SaveReport(written, time.monotonic() - began)
+        return SaveReport(bytes_written, time.monotonic() - began)
 
     def save_all(
         self,
@@ -134,13 +137,13 @@ class CheckpointStore(TrustedSteps):
         check: Callable[[], None] = lambda: None,
         attachments: Attachments = MappingProxyType({}),
     ) -> SaveReport:
-        """As `save`, but one process writes the file of every rank, one after another.
+        """Save as `save` does, but one process writes the files of all ranks, one after another.
 
-        fetch: called for every block of every piece for its elements (which are not kept), of several pieces side by
-            side; then the pieces' own tensors may be meta tensors, and memory holds a few blocks.
-        check: called when all is written; if it raises, nothing is published.
-        Nothing is replaced, nothing put before a newer step, where no run would find it, and no other model hidden.
-        Errors: CheckpointError where what is to be written is at fault, SaveError where the machine is.
+        fetch: returns the elements of one block (they are not kept); blocks of several pieces are requested
+            concurrently. The pieces' own tensors may then be meta tensors, and memory holds a few blocks.
+        check: called after the last write; if it raises, nothing is published.
+        Refused: replacing a step, writing a step older than the newest (no run would find it), and writing into the
+        directory of another model. Errors: CheckpointError for wrong input, SaveError where the machine fails.
         """
         began = time.monotonic()
         working = self.path(step).with_suffix(".tmp")
@@ -149,7 +152,7 @@ class CheckpointStore(TrustedSteps):
                 self._same_model(meta)
                 try:
                     self._prepare(working)
-                    written = sum(
+                    bytes_written = sum(
                         self._write(working, step, rank, len(ranks), pieces, fetch) for rank, pieces in enumerate(ranks)
                     )
                     check()
@@ -162,28 +165,28 @@ class CheckpointStore(TrustedSteps):
                 self.directory.rmdir()  # only if nothing is in it
             kind = CheckpointError if isinstance(error, ValueError) else SaveError
             raise kind(self._failure(step, error)) from error
-        return SaveReport(written, time.monotonic() - began)
+        return SaveReport(bytes_written, time.monotonic() - began)
 
     @contextlib.contextmanager
     def _claimed(self, step: int) -> Iterator[None]:
-        """The directory, held, in which `step` may be published.
+        """Lock the directory and check that `step` may be published in it.
 
-        Errors: CheckpointError where another has it, or where that step or a newer one is there.
+        Errors: CheckpointError if another process holds the lock, or if that step or a newer one exists.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         with self.held():
-            if there := [each for each in self.steps() if each >= step]:
-                raise CheckpointError(f"step {there[-1]} is there already; give a new directory")
+            if conflicts := [each for each in self.steps() if each >= step]:
+                raise CheckpointError(f"step {conflicts[-1]} is there already; give a new directory")
             yield
 
     def _same_model(self, meta: Mapping[str, Json]) -> None:
-        """See that what is here is of the model that `meta` describes. Errors: CheckpointError."""
-        there = self.newest(verify=False)
-        if there is None:
+        """Check that the checkpoints here are of the model that `meta` describes. Errors: CheckpointError."""
+        newest = self.newest(verify=False)
+        if newest is None:
             return
-        ours, theirs = (below(each, "config", "model") for each in (meta, self.open(there).meta))
-        if ours and theirs and json.loads(json.dumps(ours)) != theirs:
-            raise CheckpointError(f"step {there} of another model is there, and would be hidden; give a new directory")
+        new_model, stored_model = (below(each, "config", "model") for each in (meta, self.open(newest).meta))
+        if new_model and stored_model and json.loads(json.dumps(new_model)) != stored_model:
+            raise CheckpointError(f"step {newest} of another model is there, and would be hidden; give a new directory")
 
     def _prepare(self, working: Path) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -194,10 +197,10 @@ class CheckpointStore(TrustedSteps):
         return write_rank(working, step, rank, world, pieces, fetch)
 
     def _clear(self) -> None:
-        """Remove what is not a checkpoint; nothing else may be saving here."""
+        """Remove everything that is not a checkpoint. The caller must be the only process that saves here."""
         self._recover()
-        for left in self.leftovers():
-            remove_leftover(left)
+        for path in self.leftovers():
+            remove_leftover(path)
 
     def _publish(self, step: int, world: int, working: Path, meta: dict[str, Json], attachments: Attachments) -> None:
         self._seal(step, world, working, meta, attachments)
@@ -210,55 +213,55 @@ class CheckpointStore(TrustedSteps):
         if final.exists():
             shutil.rmtree(previous, ignore_errors=True)
             os.rename(final, previous)
-        os.rename(working, final)  # here it is published; all that took space was done before
+        os.rename(working, final)  # this publishes the step; everything that needs disk space is written before it
         os.rename(pointer, self.directory / POINTER)
         sync_directory(self.directory)
         shutil.rmtree(previous, ignore_errors=True)
 
     def _seal(self, step: int, world: int, working: Path, meta: dict[str, Json], attachments: Attachments) -> None:
-        """Fold the sidecars, which go, into the manifest."""
-        attached = {name: _attach(working, name, source) for name, source in attachments.items()}
+        """Fold the sidecars into the manifest and delete them."""
+        records = {name: _attach(working, name, source) for name, source in attachments.items()}
         containers: dict[str, Container] = {}
         for rank in range(world):
             path = sidecar(working, rank)
             containers |= read_sidecar(path, rank)
             path.unlink()
-        manifest = Manifest(step, world, containers, attached, meta)
+        manifest = Manifest(step, world, containers, records, meta)
         check_tiling(manifest, working)
         write_manifest(working, manifest)
 
     def _failure(self, step: int, fault: BaseException | None) -> str:
-        kept = ", ".join(map(str, self.steps())) or "none"
-        place, free = self._where(step)
-        where = f"{place}: step {step} was not saved"
+        intact = ", ".join(map(str, self.steps())) or "none"
+        location, free = self._where(step)
+        message = f"{location}: step {step} was not saved"
         if fault is None:
-            return f"{where}: another rank failed (whole: steps {kept})"
+            return f"{message}: another rank failed (whole: steps {intact})"
         if isinstance(fault, OSError):
             name = fault.filename or self.path(step)
             reason = f"{name}: {fault.strerror or fault}" + ("" if free is None else f"; {free} bytes are free")
         else:
             reason = str(fault) or repr(fault)
-        return f"{where}: {reason} (whole: steps {kept})"
+        return f"{message}: {reason} (whole: steps {intact})"
 
     def _where(self, step: int) -> tuple[str, int | None]:
-        """What to call the place of a save, and the bytes that are free there; None where that is not known."""
+        """The directory of a save as messages name it, and the free bytes there (None if unknown)."""
         return str(self.directory), shutil.disk_usage(self.directory).free if self.directory.exists() else None
 
 
 def write_rank(working: Path, step: int, rank: int, world: int, pieces: Iterable[Piece], fetch: Fetch) -> int:
-    """One rank's containers and its sidecar; the bytes of the former."""
+    """Write one rank's containers and its sidecar; return the bytes of the containers."""
     files: dict[str, list[Piece]] = {rank_file(rank): []}
     for piece in pieces:
         piece.check()
         if piece.box.elements:
             files.setdefault(state_file(rank) if is_state(piece.key) else rank_file(rank), []).append(piece)
     containers = {}
-    for name, kept in files.items():
+    for name, file_pieces in files.items():
         try:
-            about: dict[str, object] = {"step": step, "rank": rank, "world": world}
-            containers[name] = write_container(working / name, kept, about, fetch)
+            description: dict[str, object] = {"step": step, "rank": rank, "world": world}
+            containers[name] = write_container(working / name, file_pieces, description, fetch)
         except OSError as error:
-            total = sum(piece.bytes for piece in kept)
+            total = sum(piece.bytes for piece in file_pieces)
             path = str(working / name)
             raise OSError(error.errno, f"{error.strerror} ({total} bytes to write)", path) from error
     write_sidecar(sidecar(working, rank), containers)

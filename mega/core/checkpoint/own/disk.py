@@ -1,8 +1,8 @@
 """Durable writes and bounded reads: the only way this room touches files.
 
-A written file is new, has the mode that the umask gives, and is synced before its name counts. A read
-refuses links, pipes and devices, and never asks for more bytes than it was allowed. Tensors of a file
-are read, hashed and written side by side. Knows nothing of what the bytes mean.
+A written file is new, has the mode that the umask gives, and is synced before anything refers to it. A read refuses
+links, pipes and devices, and never asks for more bytes than its limit. The tensors of a file are read, hashed and
+written concurrently. This module does not interpret the bytes.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from mega.core.checkpoint.own.pieces import CheckpointError, UnreadableError
 from mega.core.untrusted import Json
 
 BLOCK = 4 << 20
-"""Bytes handled at a time, so that memory does not grow with tensors, and what was read is still near when it is hashed
-and written."""
+"""Bytes handled at a time: memory does not grow with the size of tensors, and a block is still in the processor's cache
+when it is hashed and written."""
 WORKERS = min(8, max(3, (os.cpu_count() or 1) // 4))
-"""Threads that handle tensors side by side: reading and writing wait for disks, and one core hashes 1 to 2 GB/s. A node
-may have eight ranks that save at once."""
+"""Threads that handle tensors concurrently: reads and writes wait for disks, and one core hashes 1 to 2 GB/s. A quarter
+of the cores, because the eight ranks of a node may save at the same time."""
 EARLY = 1 << 20
-"""Writes of at least so many bytes are sent to the disk at once."""
+"""Writes of at least this many bytes are flushed to disk immediately."""
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 
 def side_by_side(act: Callable[[Job], Result], jobs: Sequence[Job], size: int) -> list[Result]:
-    """`act` of every job, in the order of the jobs; by several threads where there is more than a block to do.
+    """Call `act` for every job and return the results in the order of the jobs; several threads if `size` exceeds one
+    block.
 
-    size: bytes of all jobs. Errors: one that an `act` raised; jobs not begun by then are left.
+    size: bytes of all jobs. Errors: the first that an `act` raised; jobs that had not begun are skipped.
     """
     results: dict[int, Result] = {}
     faults: list[BaseException] = []
@@ -51,7 +52,7 @@ def side_by_side(act: Callable[[Job], Result], jobs: Sequence[Job], size: int) -
             except BaseException as error:
                 faults.append(error)
 
-    # Daemons, and not an executor, whose threads a process that ends in an error would wait for.
+    # Daemon threads: a process that ends in an error would wait for the threads of an executor.
     count = min(WORKERS, len(jobs)) if size > BLOCK else 1
     threads = [threading.Thread(target=work, name="checkpoint-block", daemon=True) for _ in range(count - 1)]
     for thread in threads:
@@ -76,20 +77,20 @@ def creating(path: Path) -> Iterator[int]:
 
 
 def write_all(descriptor: int, data: bytes | memoryview, offset: int = 0) -> None:
-    """`os.pwrite` may write less than it was given; this does not. Much is sent on its way to the disk at once, so
-    that the sync at the end does not find all of it."""
+    """Write all of `data`; a single `os.pwrite` may write less. Large writes are flushed immediately, so that the final
+    sync has little left to do."""
     view, end = memoryview(data), offset
     while view.nbytes:
         count = os.pwrite(descriptor, view, end)
         view, end = view[count:], end + count
     if end - offset >= EARLY and hasattr(os, "posix_fadvise"):
-        with suppress(OSError):  # "not needed" begins to write what is not written yet, and lets go of the rest
+        with suppress(OSError):  # DONTNEED starts writing dirty pages, and drops the clean ones from the cache
             os.posix_fadvise(descriptor, offset, end - offset, os.POSIX_FADV_DONTNEED)
 
 
 @contextmanager
 def opening(path: Path) -> Iterator[tuple[int, int]]:
-    """A regular file's descriptor and size. Errors: CheckpointError for anything else, and where reading it fails."""
+    """A regular file's descriptor and size. Errors: CheckpointError for any other file, and where reading fails."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -104,7 +105,7 @@ def opening(path: Path) -> Iterator[tuple[int, int]]:
     except OSError as error:
         if error.filename is not None:
             raise
-        raise UnreadableError.of(path, error) from error  # a read knows no name
+        raise UnreadableError.of(path, error) from error  # the errors of read calls name no file
     finally:
         os.close(descriptor)
 
@@ -121,16 +122,16 @@ def read_file(path: Path, limit: int) -> bytes:
 
 def read_into(descriptor: int, view: memoryview, offset: int, path: Path) -> None:
     """Fill `view` from `offset`. Errors: CheckpointError where the file ends early."""
-    done = 0
-    while done < view.nbytes:
-        count = os.preadv(descriptor, [view[done:]], offset + done)
+    filled = 0
+    while filled < view.nbytes:
+        count = os.preadv(descriptor, [view[filled:]], offset + filled)
         if count == 0:
-            raise CheckpointError(f"{path}: truncated at byte {offset + done}")
-        done += count
+            raise CheckpointError(f"{path}: truncated at byte {offset + filled}")
+        filled += count
 
 
 def parse_json(data: bytes, path: Path) -> Json:
-    """JSON from a file, whose name errors carry. Refused: NaN and what is not finite, a name twice, endless depth.
+    """JSON from a file, whose name errors carry. Refused: NaN, infinities, duplicate names and excessive nesting.
 
     Errors: CheckpointError.
     """

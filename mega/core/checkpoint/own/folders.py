@@ -1,9 +1,11 @@
-"""Exported folders, which appear under their name complete or not at all, and what killed writers of them left.
+"""Exported folders, which appear under their name complete or not at all, and the leftovers of writers that were
+killed.
 
-A folder is filled next to its place, as `NAME.<12 hexadecimal digits>.tmp`, under a lock that ends with its writer,
-however that ends. So the next writer of the same name, or `mega checkpoint clean NAME`, can distinguish what is
-abandoned from what is still being filled. The lock is on a file in it, since NFS keeps those of directories from other
-machines. Without that file, or where a file system has no locks, nothing is removed. Knows nothing of contents.
+A folder is filled next to its final path, as `NAME.<12 hexadecimal digits>.tmp`, under a lock that the operating system
+releases when its writer ends. So the next writer of the same name, or `mega checkpoint clean NAME`, can distinguish
+abandoned folders from those that are still being filled. The lock is on a file inside the folder, because NFS does not
+share locks of directories between machines. Without that file, or on a file system without locks, nothing is removed.
+This module knows nothing of the contents.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from pathlib import Path
 from mega.core.files import sync_directory, url_of
 
 LOCK = ".writing"
-"""The file in a folder that its writer has locked; it goes before the folder gets its name."""
+"""The file in a folder that its writer has locked; the writer deletes it before it renames the folder."""
 
 
 def check_fresh(save: Path) -> None:
@@ -32,40 +34,42 @@ def check_fresh(save: Path) -> None:
 
 
 def filled_folder(save: Path, fill: Callable[[Path], int], size: int) -> int:
-    """Fill a folder next to `save`, then give it that name; what `fill` returns. Nothing is left where that fails.
+    """Fill a folder next to `save`, then rename it to `save`; return what `fill` returns. A failure leaves nothing.
 
-    size: bytes that `fill` is to write, for what is said of a disk that does not take them.
+    size: bytes that `fill` will write, for the message about a full disk.
     """
     check_fresh(save)
-    save = Path(os.path.realpath(save))  # "." and links: what they mean gets the name
+    save = Path(os.path.realpath(save))  # resolve "." and links: the target is renamed, not the link
     try:
         with folder_next_to(save) as working:
-            written = fill(working)
+            result = fill(working)
             (working / LOCK).unlink()
             sync_directory(working)
-            working.rename(save)  # an empty folder of that name gives way
+            working.rename(save)  # replaces an empty folder of that name
     except OSError as error:
         free = f"; {shutil.disk_usage(save.parent).free} bytes are free" if save.parent.exists() else ""
         raise OSError(f"{save}: was not written: {error.strerror or error} ({size} bytes to write){free}") from error
     sync_directory(save.parent)
-    return written
+    return result
 
 
 @contextlib.contextmanager
 def folder_next_to(save: Path) -> Iterator[Path]:
-    """A new folder next to `save`, which goes when the block ends unless it was renamed. Abandoned ones go first."""
+    """A new folder next to `save`, deleted when the block ends unless it was renamed. Abandoned ones are removed
+    first."""
     save = Path(os.path.realpath(save))
     sweep(save)
     working, descriptor = _locked_folder(save)
     try:
         yield working
     finally:
-        os.close(descriptor)  # first, since NFS keeps files that are open, and their folder
+        os.close(descriptor)  # before deletion: NFS keeps open files, and so their folder
         shutil.rmtree(working, ignore_errors=True)
 
 
 def _locked_folder(save: Path) -> tuple[Path, int]:
-    """A new folder and the descriptor that holds its lock. Should a sweep take it between the two, another is made."""
+    """A new folder and the descriptor that holds its lock. Retries if a sweep removes the folder before it is
+    locked."""
     while True:
         working = save.with_name(f"{save.name}.{uuid.uuid4().hex[:12]}.tmp")
         working.mkdir(parents=True)
@@ -78,15 +82,15 @@ def _locked_folder(save: Path) -> tuple[Path, int]:
 
 
 def sweep(save: Path, *, dry_run: bool = False) -> list[Path]:
-    """Remove the folders that writers of `save` filled when they were killed; which they are. Files and links stay."""
+    """Remove the folders that killed writers of `save` left, and return them. Files and links are not touched."""
     save = Path(os.path.realpath(save))
     name = re.compile(rf"{re.escape(save.name)}\.[0-9a-f]{{12}}\.tmp")
-    others = sorted(path for path in save.parent.glob("*.tmp") if name.fullmatch(path.name))
-    return [path for path in others if not path.is_symlink() and _removed(path, dry_run)]
+    candidates = sorted(path for path in save.parent.glob("*.tmp") if name.fullmatch(path.name))
+    return [path for path in candidates if not path.is_symlink() and _removed(path, dry_run)]
 
 
 def _removed(folder: Path, dry_run: bool) -> bool:
-    """Remove a folder of this user's that no process has locked; whether it is one."""
+    """Remove a folder of this user that no process has locked; return whether it was such a folder."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:

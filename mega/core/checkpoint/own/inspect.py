@@ -1,4 +1,4 @@
-"""What a user may ask about checkpoints: is it whole, what is in it, how do two differ, what is left over.
+"""Questions about checkpoints: is it complete, what is in it, how do two differ, what can be cleaned up.
 
 Answers are plain values and lines of text; the commands print them.
 """
@@ -41,8 +41,8 @@ def verify(path: Path, report: Report) -> None:
         try:
             checkpoint = locate(each)
             checkpoint.verify()
-            held = f"{len(checkpoint.tensors)} tensors, {checkpoint.bytes} bytes"
-            report(f"step {checkpoint.step}: whole, {held}, {verdict_of(checkpoint)}")
+            contents = f"{len(checkpoint.tensors)} tensors, {checkpoint.bytes} bytes"
+            report(f"step {checkpoint.step}: whole, {contents}, {verdict_of(checkpoint)}")
         except CheckpointError as error:
             report(f"{each.name}: damaged: {error}")
             damaged.append(each.name)
@@ -51,10 +51,10 @@ def verify(path: Path, report: Report) -> None:
 
 
 def verdict_of(checkpoint: Checkpoint) -> str:
-    """What its run has learned of a step since: unproven, good, or suspect and why (verdicts.py)."""
+    """The verdict on a step (verdicts.py): unproven, good, or suspect and why."""
     store = checkpoint.store if isinstance(checkpoint, RemoteCheckpoint) else store_at(checkpoint.path.parent)
-    found, _ = attempt(store.verdicts)
-    verdict = (found or {}).get(checkpoint.step)
+    verdicts, _ = attempt(store.verdicts)
+    verdict = (verdicts or {}).get(checkpoint.step)
     if verdict is None or verdict.manifest != checkpoint.digest:
         return "unproven"
     return f"{verdict.status}: {verdict.reason}" if verdict.reason else verdict.status
@@ -62,16 +62,20 @@ def verdict_of(checkpoint: Checkpoint) -> str:
 
 @dataclass(frozen=True)
 class Kind:
-    """The tensors of one kind (weights, master, moment1, ...): how many, elements, dtypes."""
+    """The tensors of one kind."""
 
     name: str
+    """weights, master, moment1, ..."""
     tensors: int
+    """How many there are."""
     elements: int
+    """Elements of all of them."""
     dtypes: tuple[str, ...]
+    """Their dtypes, sorted."""
 
 
 def kinds(checkpoint: Checkpoint) -> list[Kind]:
-    """What a checkpoint holds, by the first word of the keys."""
+    """The kinds of a checkpoint's tensors: the first part of their keys."""
     grouped: dict[str, list[str]] = {}
     for key in checkpoint.tensors:
         grouped.setdefault(key.partition("/")[0], []).append(key)
@@ -88,16 +92,15 @@ def kinds(checkpoint: Checkpoint) -> list[Kind]:
 
 @dataclass(frozen=True)
 class Difference:
-    """How one tensor differs: what is said of it, and the largest |a - b| where values can be compared."""
+    """How one tensor differs."""
 
-    key: str
-    text: str
-    largest: float | None = None
+    key: str  # the tensor's name
+    text: str  # the difference in words
+    largest: float | None = None  # the largest |a - b|, if the values can be compared
 
 
 def diff(first: Checkpoint, second: Checkpoint, prefix: str = "") -> Iterator[Difference]:
-    """Tensors that differ in presence, shape, dtype or any bit, in the order of their names. prefix: of those looked
-    at."""
+    """Yield tensors that differ in presence, shape, dtype or any bit, sorted by name. prefix: of the names compared."""
     for key in sorted(key for key in {*first.tensors, *second.tensors} if key.startswith(prefix)):
         if key not in first.tensors or key not in second.tensors:
             yield Difference(key, f"only in the {'first' if key in first.tensors else 'second'}")
@@ -106,9 +109,9 @@ def diff(first: Checkpoint, second: Checkpoint, prefix: str = "") -> Iterator[Di
         if (shape, dtype) != (other_shape, other_dtype):
             yield Difference(key, f"{dtype} {shape} against {other_dtype} {other_shape}")
             continue
-        found = _compare(first, second, key)
-        if found:
-            yield found
+        difference = _compare(first, second, key)
+        if difference:
+            yield difference
 
 
 def _compare(first: Checkpoint, second: Checkpoint, key: str) -> Difference | None:
@@ -132,35 +135,36 @@ def clean(
     dry_run: bool,
     report: Report,
 ) -> None:
-    """Remove what killed saves and exports left, then checkpoints, or optimizers' state, as far as the limits say.
+    """Remove the leftovers of killed saves and exports, then the checkpoints, or optimizer states, that exceed the
+    limits.
 
-    What an export to `path` left lies next to it; `path` itself need not be there then.
-    Errors: CheckpointError where there is nothing to clean, or a conversion is writing.
+    The leftovers of an export to `path` are next to it; `path` itself need not exist for them.
+    Errors: CheckpointError if there is nothing to clean, or a conversion is writing.
     """
     if url_of(path) is not None:
         raise ValueError(f"{url_of(path)}: nothing is removed from object stores; use their own tools")
     store = CheckpointStore(path)
     verb = "would remove" if dry_run else "removed"
     exports = sweep(path, dry_run=dry_run)
-    for left in exports:
-        report(f"{verb} {left}")
+    for leftover in exports:
+        report(f"{verb} {leftover}")
     if not store.steps() and not store.leftovers():
         if exports:
             return
         raise CheckpointError(f"{path}: {NOTHING}")
-    with store.held():
-        for left in store.leftovers():
+    with store.held():  # a save in progress holds the lock, and its files are not leftovers
+        for leftover in store.leftovers():
             if not dry_run:
-                remove_leftover(left)
-            report(f"{verb} {left}")
+                remove_leftover(leftover)
+            report(f"{verb} {leftover}")
 
     def damaged(step: int, reason: str) -> None:
         report(f"step {step} is damaged, and counts for no limit: {reason}")
 
-    done = retain(store, keep_last, keep_every, keep_optimizer_last, dry_run=dry_run, damaged=damaged)
-    for step in done.removed:
+    retained = retain(store, keep_last, keep_every, keep_optimizer_last, dry_run=dry_run, damaged=damaged)
+    for step in retained.removed:
         report(f"{verb} {store.path(step)}")
-    for step in done.lightened:
+    for step in retained.lightened:
         report(f"{verb} the optimizer's state of {store.path(step)}")
 
 

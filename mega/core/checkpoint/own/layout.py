@@ -1,6 +1,6 @@
 """The files of a layout's ranks, planned from a model's inventory: which rank writes which rectangles.
 
-Arithmetic on configs; what the rectangles hold comes later, so the pieces are meta tensors.
+This is arithmetic on configurations. The pieces are meta tensors; their elements are supplied during the save.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from mega.core.config.sections import ModelConfig
 from mega.core.shard import on_tensor_rank, shard
 
 ONE = Layout()
-"""Of one rank."""
+"""The layout of a single rank."""
 
 
 def plan_files(tensors: Tensors, model: ModelConfig, layout: Layout) -> list[list[Piece]]:
     """For each of tp x pp ranks (tp fastest), its pieces of `tensors`, every element exactly once.
 
-    Keys are `kind/logical name`. Kinds that hold the model's tensors (weights, masters, moments) are cut as
-    the inventory says and must hold only those; `weights` must hold all. Whatever else there is (rows and columns of
-    factored moments, whole on every rank) goes to rank 0.
-    Errors: CheckpointError naming a tensor that is missing, unknown or of another shape; ValueError where
-    the model does not divide.
+    Keys are `kind/logical name`. Kinds that hold the model's tensors (weights, masters, moments) are cut as the
+    inventory says, and must hold only the model's tensors; `weights` must hold all of them. Other tensors (rows and
+    columns of factored moments, which every rank has in full) are written by rank 0.
+    Errors: CheckpointError naming a tensor that is missing, unknown or of another shape; ValueError if the model does
+    not divide by the layout.
     """
     logical = {}
-    for tensor in inventory(model):  # of a hostile config, endless but for this check
+    for tensor in inventory(model):  # the check also ends the loop early for a hostile config with endless layers
         if f"weights/{tensor.name}" not in tensors:
             if not tensor.trainable:  # a checkpoint of adapters names their base instead
                 continue
@@ -38,7 +38,7 @@ def plan_files(tensors: Tensors, model: ModelConfig, layout: Layout) -> list[lis
     placed, tp = placement(model, layout.pp, layout.chunks, layout.stage_layers), layout.tp
     for tensor in logical.values():
         if tensor.cut():
-            shard(tensor, on_tensor_rank(0, tp))  # raises where it does not divide
+            shard(tensor, on_tensor_rank(0, tp))  # raises if the dim does not divide
     kinds = {key.partition("/")[0] for key in tensors if key.partition("/")[2] in logical} | {"weights"}
     files: list[list[Piece]] = [[] for _ in range(tp * layout.pp)]
     for key, (shape, dtype) in tensors.items():
@@ -62,5 +62,5 @@ def plan_files(tensors: Tensors, model: ModelConfig, layout: Layout) -> list[lis
 def planned(
     key: str, whole: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...], dtype: torch.dtype
 ) -> Piece:
-    """A piece without memory, whose elements `save_all` will ask for."""
+    """A piece without memory; `save_all` requests its elements when it writes them."""
     return Piece(key, whole, start, torch.empty(size, dtype=dtype, device="meta"))

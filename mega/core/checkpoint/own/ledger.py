@@ -1,4 +1,4 @@
-"""What a conversion moves: counted while it runs, checked when it is done. Knows tensors by name and size only."""
+"""Counts what a conversion moves, and checks the counts at the end. Knows tensors by name and size only."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from mega.core.checkpoint.own.pieces import CheckpointError
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What was made: tensors, elements (each with one origin), bytes, and where. notes: lines for the user.
-
-    losses: lines on what the source says and the form that was written has no place for.
-    """
+    """The result of a conversion."""
 
     tensors: int
+    """Tensors written."""
     elements: int
+    """Elements written; each comes from exactly one element of the source."""
     bytes: int
+    """Bytes written."""
     path: Path
+    """Where they were written."""
     notes: tuple[str, ...] = ()
+    """Lines for the user."""
     losses: tuple[str, ...] = ()
+    """Lines on settings of the source that the target format cannot express."""
 
 
 class Ledger:
-    """Counts what is moved. Target rectangles tile their tensors (the store sees to that), and each is read
-    from the source at its own place: where the counts agree, every element was read and written once."""
+    """Counts moved elements. The store checks that target rectangles tile their tensors, and each rectangle is read
+    from the same position of the source; so if the counts agree, every element was read and written once."""
 
     def __init__(self, expected: Mapping[str, int]) -> None:
         self.expected = expected
@@ -37,7 +40,7 @@ class Ledger:
         self._lock = threading.Lock()
 
     def moved(self, key: str, elements: int, finite: bool = True) -> None:
-        """finite: whether all of them are."""
+        """Count `elements` of the tensor `key`. finite: whether all of them are."""
         with self._lock:
             self._moved[key] += elements
             if not finite:
@@ -45,12 +48,12 @@ class Ledger:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A line for the user where tensors that were moved hold a NaN or an infinity, which are copied as they are."""
+        """A line for the user if moved tensors hold a NaN or an infinity; those are copied unchanged."""
         if not self._not_finite:
             return ()
-        first, others = min(self._not_finite), len(self._not_finite) - 1
-        more = f" and {others} other tensor{'s' * (others > 1)}" if others else ""
-        return (f"{first}{more} of the source held a NaN or an infinity, and so does what was written",)
+        first, count = min(self._not_finite), len(self._not_finite) - 1
+        suffix = f" and {count} other tensor{'s' * (count > 1)}" if count else ""
+        return (f"{first}{suffix} of the source held a NaN or an infinity, and so does what was written",)
 
     def close(self) -> None:
         """Errors: CheckpointError naming the first tensor that was not moved exactly once."""

@@ -1,8 +1,8 @@
-"""What a published checkpoint consists of: all files' sizes and hashes, all tensors' rectangles, plain state.
+"""The manifest of a published checkpoint: all files' sizes and hashes, all tensors' rectangles, plain state.
 
-JSON, written last and hashed itself (`manifest.json.sha256`, the form that `sha256sum -c` reads). Reading
-trusts nothing: each field's type and range is checked, names may not leave the directory, rectangles must
-tile their tensors and their files exactly.
+JSON, written last and hashed itself (`manifest.json.sha256`, in the format of `sha256sum -c`). The reader trusts
+nothing: it checks each field's type and range, refuses file names that leave the directory, and requires that
+rectangles tile their tensors and their files exactly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mega.core.untrusted import Json
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 WEIGHTS_ONLY = "weights-only"
-"""A file that is there once the optimizer's state was removed on purpose; a copy of the seal."""
+"""A file that marks a checkpoint whose optimizer state was removed on purpose; a copy of the seal."""
 STATE_FILE = re.compile(r"rank-\d{5}\.state\.safetensors")
 LIMIT = 256 << 20
 """Most bytes of a manifest or sidecar. A trillion-parameter run on 1024 ranks needs about a tenth."""
@@ -46,38 +46,41 @@ class Attached:
 
 @dataclass(frozen=True)
 class Manifest:
-    """containers: rank file name -> what it holds. attachments: file name -> size and hash.
-
-    leaving: files of optimizer state that were, or are being, removed on purpose; they no longer count.
-    digest: sha256 of the file it was read from, which stands for all of it; empty before it is written.
-    """
+    """All that `manifest.json` records."""
 
     step: int
+    """The step that was saved."""
     world: int
+    """Ranks that saved it."""
     containers: Mapping[str, Container]
+    """Rank file name -> the file's contents."""
     attachments: Mapping[str, Attached]
+    """File name -> size and hash."""
     meta: Mapping[str, Json]
+    """The plain state of the run."""
     leaving: frozenset[str] = frozenset()
+    """Files of optimizer state that were, or are being, removed on purpose; verification ignores them."""
     digest: str = ""
+    """The sha256 of the manifest file, which covers everything above; empty before it is written."""
 
     @property
     def names(self) -> set[str]:
-        """Every file that must be there; besides those, only `leaving` may."""
+        """Every file that must exist. Files of `leaving` may exist too, and no others."""
         return {MANIFEST, SEAL, *self.containers, *self.attachments, *([WEIGHTS_ONLY] if self.leaving else [])}
 
 
 def rank_file(rank: int) -> str:
-    """A rank's weights, and whatever has no kind."""
+    """The file of a rank's weights, and of its tensors without a kind."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def state_file(rank: int) -> str:
-    """A rank's optimizer state, where it has any."""
+    """The file of a rank's optimizer state, if it has any."""
     return f"rank-{rank:05d}.state.safetensors"
 
 
 def is_state(key: str) -> bool:
-    """Whether a tensor belongs into the `state_file`.
+    """Whether a tensor belongs in the `state_file`.
 
     >>> is_state("moment1/model.norm.weight"), is_state("weights/model.norm.weight"), is_state("scale")
     (True, False, False)
@@ -86,7 +89,7 @@ def is_state(key: str) -> bool:
 
 
 def check_attachment_name(name: str) -> None:
-    """Errors: CheckpointError unless `name` is one plain file name that the format does not use itself."""
+    """Errors: CheckpointError unless `name` is one plain file name that the format does not itself use."""
     if not _ATTACHMENT.fullmatch(name) or name.startswith(("rank-", MANIFEST, WEIGHTS_ONLY)):
         raise CheckpointError(
             f"attachment {name!r}: letters, digits, '.', '_' and '-' only, and neither rank-*, {MANIFEST}* "
@@ -115,7 +118,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def mark_weights_only(directory: Path) -> None:
-    """Say in a published checkpoint, for good, that its files of optimizer state no longer count."""
+    """Mark a published checkpoint permanently: its files of optimizer state no longer count."""
     mark = directory.parent / f"{WEIGHTS_ONLY}.tmp"
     mark.unlink(missing_ok=True)
     with creating(mark) as descriptor:
@@ -125,20 +128,20 @@ def mark_weights_only(directory: Path) -> None:
 
 
 def write_sidecar(path: Path, containers: Mapping[str, Container]) -> None:
-    """A rank's contribution to the manifest, for rank 0 to fold in."""
+    """Write a rank's contribution to the manifest, which rank 0 folds in."""
     with creating(path) as descriptor:
         write_all(descriptor, _encode({name: container_fields(container) for name, container in containers.items()}))
 
 
 def read_sidecar(path: Path, rank: int) -> dict[str, Container]:
-    """File name -> what `rank` wrote into it."""
+    """File name -> the container that `rank` wrote."""
     containers = _containers(parse_json(read_file(path, LIMIT), path), path)
     assert containers.keys() <= {rank_file(rank), state_file(rank)}, containers.keys()
     return containers
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a published checkpoint, checked against its seal and in every field."""
+    """Read the manifest of a published checkpoint, and check it against its seal and every field against its rule."""
     path = directory / MANIFEST
     seal = read_file(directory / SEAL, 200)
     text = read_file(path, LIMIT)
@@ -159,24 +162,24 @@ def read_manifest(directory: Path) -> Manifest:
         record = _record(value, path, name)
         attachments[name] = Attached(_count(record.get("size"), path, name), _digest(record.get("sha256"), path, name))
     world = _count(fields.get("world"), path, "world")
-    least = {rank_file(rank) for rank in range(min(world, len(containers) + 1))}
+    least = {rank_file(rank) for rank in range(min(world, len(containers) + 1))}  # a hostile `world` may be huge
     most = least | {state_file(rank) for rank in range(len(least))}
     if not least <= containers.keys() <= most:
         raise CheckpointError(f"{path}: holds the files {', '.join(sorted(containers))}, but world is {world}")
-    leaving: frozenset[str] = frozenset()
+    removed: frozenset[str] = frozenset()
     if os.path.lexists(directory / WEIGHTS_ONLY):
         if read_file(directory / WEIGHTS_ONLY, 200) != seal:
             raise CheckpointError(f"{directory / WEIGHTS_ONLY}: is not that of this checkpoint")
-        leaving = frozenset(name for name in containers if STATE_FILE.fullmatch(name))
+        removed = frozenset(name for name in containers if STATE_FILE.fullmatch(name))
     meta = _record(fields.get("meta"), path, "meta")
     check_plain_state(meta, str(path))
     manifest = Manifest(
         _count(fields.get("step"), path, "step"),
         world,
-        {name: container for name, container in containers.items() if name not in leaving},
+        {name: container for name, container in containers.items() if name not in removed},
         attachments,
         meta,
-        leaving,
+        removed,
         digest,
     )
     check_tiling(manifest, path)
@@ -189,10 +192,10 @@ def check_tiling(manifest: Manifest, path: Path) -> None:
     first: dict[str, Entry] = {}
     for container in manifest.containers.values():
         for entry in container.entries:
-            known = first.setdefault(entry.key, entry)
-            if (entry.whole, entry.dtype) != (known.whole, known.dtype):
+            reference = first.setdefault(entry.key, entry)
+            if (entry.whole, entry.dtype) != (reference.whole, reference.dtype):
                 raise CheckpointError(
-                    f"{path}: {entry.key} is both {known.dtype} {known.whole} and {entry.dtype} {entry.whole}"
+                    f"{path}: {entry.key} is both {reference.dtype} {reference.whole} and {entry.dtype} {entry.whole}"
                 )
             boxes.setdefault(entry.key, []).append(entry.box)
     for key, entry in first.items():
@@ -202,7 +205,7 @@ def check_tiling(manifest: Manifest, path: Path) -> None:
 
 
 def container_fields(container: Container) -> dict[str, Json]:
-    """JSON form of a container. Entries are rows, since a large run has hundreds of thousands."""
+    """JSON form of a container. Entries are rows, because a large run has hundreds of thousands of them."""
     rows: list[Json] = [
         [entry.key, entry.dtype, entry.whole, entry.box.start, entry.box.size, entry.offset, entry.digest]
         for entry in container.entries
@@ -248,14 +251,14 @@ def _entry(row: object, path: Path, name: str) -> Entry:
     key, dtype, whole, start, size, offset, digest = row
     if not isinstance(key, str) or not key:
         raise CheckpointError(f"{path}: {name}: an entry's key must be text")
-    what = f"{name}: {key}"
+    label = f"{name}: {key}"
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise CheckpointError(f"{path}: {what}: dtype {dtype!r} (valid: {', '.join(DTYPES)})")
-    box = Box(_counts(start, path, what), _counts(size, path, what))
-    whole = _counts(whole, path, what)
+        raise CheckpointError(f"{path}: {label}: dtype {dtype!r} (valid: {', '.join(DTYPES)})")
+    box = Box(_counts(start, path, label), _counts(size, path, label))
+    whole = _counts(whole, path, label)
     if not box.elements or not box.within(whole):
-        raise CheckpointError(f"{path}: {what}: a rectangle at {box.start} of size {box.size} in {whole}")
-    return Entry(key, dtype, whole, box, _count(offset, path, what), _digest(digest, path, what))
+        raise CheckpointError(f"{path}: {label}: a rectangle at {box.start} of size {box.size} in {whole}")
+    return Entry(key, dtype, whole, box, _count(offset, path, label), _digest(digest, path, label))
 
 
 def _record(value: object, path: Path, what: str) -> dict[str, Json]:

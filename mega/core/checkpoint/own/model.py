@@ -1,4 +1,4 @@
-"""The model that a checkpoint holds, read from its plain state and checked option by option. The only reader of it."""
+"""The model of a checkpoint, read from its plain state and checked option by option. The only reader of that state."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from mega.core.config.toml import unfit
 from mega.core.untrusted import Json, below
 
 SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "positions")
-"""What a resolved model section says."""
+"""Sizes that every resolved model section contains."""
 
 
 def check_model(model: ModelConfig, where: str) -> None:
-    """Errors: CheckpointError naming an option of a model from elsewhere whose value no run may have."""
+    """Errors: CheckpointError naming an option of a foreign model whose value is out of range for a run."""
     model_of({"config": {"model": dataclasses.asdict(model)}}, where)
 
 
 def model_of(meta: Mapping[str, Json], where: str) -> ModelConfig:
-    """The model section that a checkpoint carries. Errors: CheckpointError naming what does not fit."""
+    """The model section of a checkpoint. Errors: CheckpointError naming the option that is missing, unknown or
+    invalid."""
     fields = below(meta, "config", "model")
     if not fields:
         raise CheckpointError(f"{where}: meta holds no config.model")
-    known = {field.name for field in dataclasses.fields(ModelConfig)}
-    if unknown := sorted(set(fields) - known):
+    options = {field.name for field in dataclasses.fields(ModelConfig)}
+    if unknown := sorted(set(fields) - options):
         raise CheckpointError(f"{where}: config.model.{unknown[0]} is unknown to this version")
     fields = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
     for name, value in {**dict.fromkeys(SIZES), **fields}.items():
@@ -48,19 +49,22 @@ def model_of(meta: Mapping[str, Json], where: str) -> ModelConfig:
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
     }
-    if values.get("qkv_bias") is None:  # as of a model that was not resolved
+    if values.get("qkv_bias") is None:  # resolve as for a model whose options were typed
         values["qkv_bias"] = values.get("bias", entries()["bias"].default)
     model = ModelConfig(**values)
-    least = FAMILY_DEFAULTS[model.family].stacks
-    if len(model.stacks) < least:
+    stacks = FAMILY_DEFAULTS[model.family].stacks
+    if len(model.stacks) < stacks:
         raise CheckpointError(f"{where}: config.model.decoder_layers: is missing")
     return model
 
 
 def check_size(model: ModelConfig, tensors: Tensors, where: str) -> None:
-    """Errors: CheckpointError where files hold far too little for a model: its tensors would not fit into memory."""
-    held = sum(prod(shape) for shape, _ in tensors.values())
-    if model.layers > len(tensors) or parameters(model) > 4 * held:
+    """Errors: CheckpointError if the files hold far fewer elements than the model has, as a hostile config may claim.
+
+    Without this check its tensors might not fit into memory.
+    """
+    elements = sum(prod(shape) for shape, _ in tensors.values())
+    if model.layers > len(tensors) or parameters(model) > 4 * elements:
         raise CheckpointError(
-            f"{where}: {len(tensors)} tensors of {held:,} elements do not hold its {model.layers} layers"
+            f"{where}: {len(tensors)} tensors of {elements:,} elements do not hold its {model.layers} layers"
         )

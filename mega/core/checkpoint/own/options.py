@@ -1,4 +1,4 @@
-"""The layout that a checkpoint's files are cut for, as options of the verbs that write one. No torch."""
+"""The layout that a checkpoint's files are cut for, as options of the verbs that write checkpoints. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mega.core.untrusted import Json
 
 @dataclass(frozen=True)
 class Layout(VerbSection):
-    """Ranks that files are cut for: `tp` tensor ranks of `pp` stages, each with `chunks` runs of blocks."""
+    """The ranks that files are cut for: `tp` tensor ranks of `pp` stages, each stage with `chunks` model chunks."""
 
     title: ClassVar[str] = "Layout"
 
@@ -20,11 +20,11 @@ class Layout(VerbSection):
     pp: int = option(1, "pipeline stages", megatron="--target-pipeline-parallel-size")
     chunks: int = option(1, "model chunks per pipeline rank")
     stage_layers: tuple[int, ...] = option((), "blocks of each stage, where they are not equal")
-    """Of each global stage, as of `stage_layers` in plan/layers.py."""
+    """One number for each global stage, as in `stage_layers` of plan/layers.py."""
 
     @property
     def flags(self) -> dict[str, Json]:
-        """The flags of a conversion that ask for it, with their values."""
+        """The flags of a conversion that request this layout, with their values."""
         return {
             "--target-tensor-parallel-size": self.tp,
             "--target-pipeline-parallel-size": self.pp,
@@ -34,5 +34,5 @@ class Layout(VerbSection):
 
     @property
     def section(self) -> dict[str, Json]:
-        """What a checkpoint says of it in `config.parallel`."""
+        """This layout as a checkpoint records it in `config.parallel`."""
         return {**dataclasses.asdict(self), "stage_layers": list(self.stage_layers)}

@@ -1,6 +1,6 @@
-"""Rectangles of logical tensors: what a rank holds, where two of them meet, whether many make a whole.
+"""Rectangles of logical tensors: what a rank holds, where two of them overlap, whether several tile a tensor.
 
-Knows shapes and dtypes; no file, no rank.
+Knows shapes and dtypes, but no files and no ranks.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""safetensors' names of the dtypes that a checkpoint may hold."""
+"""safetensors' names of the dtypes that a mega checkpoint may hold."""
 
 FOREIGN_DTYPES = {**DTYPES, "F8_E4M3": torch.float8_e4m3fn}
-"""The same of files of others."""
+"""The dtypes that foreign files may hold."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-"""Dtypes as --dtype names them."""
+"""The names of dtypes, as --dtype takes them."""
 
 Tensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Name -> shape and dtype."""
@@ -38,21 +38,21 @@ Tensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 class CheckpointError(ValueError):
     """A checkpoint that cannot be trusted or does not fit; the message names the file or the tensor.
 
-    elsewhere: the fault is another rank's, whose error says more.
+    elsewhere: another rank failed, and its error has the details.
     """
 
     elsewhere = False
 
 
 class UnreadableError(CheckpointError, OSError):
-    """A checkpoint that a disk or a file server does not give now: a run that starts again may read it.
+    """A checkpoint that a disk or a file server cannot read at present: a run that starts again may succeed.
 
-    Of what the machine does not read, not of what the user named: an absent file is a `CheckpointError`.
+    For failures of the machine, not mistakes of the user: an absent file is a `CheckpointError`.
     """
 
     @classmethod
     def of(cls, place: object, error: OSError) -> CheckpointError:
-        """The error of a file, by the kind of what the system reports.
+        """The error of a file, chosen by what the system reports.
 
         >>> named, passing = FileNotFoundError(2, "No such file or directory"), OSError(116, "Stale file handle")
         >>> UnreadableError.of("a", named), UnreadableError.of("a", passing)
@@ -68,7 +68,7 @@ _LINKED = errno.ELOOP, errno.ENAMETOOLONG
 
 @contextmanager
 def naming(where: object) -> Iterator[None]:
-    """A CheckpointError that is raised within names `where` first."""
+    """Prefix `where` to a CheckpointError raised within."""
     try:
         yield
     except CheckpointError as error:
@@ -77,18 +77,16 @@ def naming(where: object) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Piece:
-    """One rectangle of one logical tensor, and its memory.
-
-    key: the tensor's name in the checkpoint ("weights/model.norm.weight", "moment1/...").
-    whole: shape of the logical tensor. start: where the rectangle begins, one number a dim.
-    tensor: its elements, of the rectangle's shape; any strides, CPU or CUDA; a rectangle without
-        elements is allowed and ignored.
-    """
+    """One rectangle of one logical tensor, and its memory."""
 
     key: str
+    """The tensor's name in the checkpoint ("weights/model.norm.weight", "moment1/...")."""
     whole: tuple[int, ...]
+    """Shape of the logical tensor."""
     start: tuple[int, ...]
+    """Where the rectangle begins, one number per dim."""
     tensor: torch.Tensor
+    """Its elements, of the rectangle's shape; any strides, CPU or CUDA. A rectangle without elements is ignored."""
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -103,9 +101,9 @@ class Piece:
         return self.tensor.numel() * self.tensor.element_size()
 
     def check_source(self, path: object, stored: tuple[tuple[int, ...], torch.dtype], cast: bool) -> None:
-        """Errors: CheckpointError where `stored`, shape and dtype of the tensor at `path`, are not the wanted ones.
+        """Errors: CheckpointError if `stored`, shape and dtype of the tensor at `path`, differ from this piece's.
 
-        cast: another dtype is converted.
+        cast: the caller converts another dtype.
         """
         whole, dtype = stored
         if whole != self.whole:
@@ -114,7 +112,7 @@ class Piece:
             raise CheckpointError(f"{path}: {self.key} is {dtype}, {self.tensor.dtype} is wanted")
 
     def check(self) -> None:
-        """Errors: CheckpointError where dims, bounds or dtype do not fit."""
+        """Errors: CheckpointError if dims, bounds or dtype are invalid."""
         if self.tensor.dtype not in NAMES:
             raise CheckpointError(f"{self.key}: dtype {self.tensor.dtype} (valid: {', '.join(DTYPES)})")
         if not self.box.within(self.whole):
@@ -125,7 +123,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle: where it starts and how far it reaches, one number a dim."""
+    """A rectangle: where it starts and how far it extends, one number per dim."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
@@ -141,7 +139,7 @@ class Box:
         )
 
     def meet(self, other: Box) -> Box | None:
-        """What two rectangles of one tensor share; None if nothing.
+        """The intersection of two rectangles of one tensor; None if it is empty.
 
         >>> Box((0, 0), (4, 3)).meet(Box((2, 1), (9, 9)))
         Box(start=(2, 1), size=(2, 2))
@@ -169,8 +167,8 @@ def whole_box(shape: Sequence[int]) -> Box:
 def tiling_fault(whole: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """Why `boxes` do not cover a tensor of shape `whole` exactly once; None if they do.
 
-    Elements are counted first; where the count is right, any gap comes with an overlap, so only overlaps
-    are looked for, among rectangles whose rows meet.
+    Elements are counted first. If the count is right, any gap implies an overlap, so only overlaps are searched,
+    among rectangles whose rows intersect.
 
     >>> tiling_fault((4, 2), [Box((0, 0), (3, 2))])
     'a gap: 6 of 8 elements are there'
@@ -188,5 +186,5 @@ def tiling_fault(whole: Sequence[int], boxes: Sequence[Box]) -> str | None:
             if shared:
                 return f"an overlap: two rectangles hold the elements at {shared.start} of size {shared.size}"
         open_boxes.append(box)
-    present, wanted = sum(box.elements for box in filled), prod(whole)
-    return None if present == wanted else f"a gap: {present} of {wanted} elements are there"
+    present, expected = sum(box.elements for box in filled), prod(whole)
+    return None if present == expected else f"a gap: {present} of {expected} elements are there"

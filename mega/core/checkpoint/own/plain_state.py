@@ -1,6 +1,6 @@
-"""The plain state of a run, as a manifest's `meta` holds it: whatever is computed with has its type and its range.
+"""The plain state of a run, stored as a manifest's `meta`: every value used in computation has a type and a range.
 
-It knows which names there are, not what a run makes of them; whether one that is needed is there is asked where it is.
+This module knows the valid names, not how a run uses them; the code that needs a value checks that it is present.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _LARGEST = 1 << 62
 
 
 class _Rule(NamedTuple):
-    holds: Callable[[object], bool]
-    words: str
+    holds: Callable[[object], bool]  # whether a value is valid
+    words: str  # the rule, to follow "must be"
 
 
 def _number(value: object) -> TypeGuard[int | float]:
@@ -63,12 +63,12 @@ def check_plain_state(meta: Mapping[str, Json], where: str) -> None:
 
 
 def _check_config(config: Mapping[str, Json], where: str) -> None:
-    """Options that are numbers. The model's are read by model.py, which asks for more."""
+    """Check the numeric options. model.py reads the model's, with stricter rules."""
     for section, values in config.items():
         for name, value in _object(values, where, f"config.{section}").items():
             entry = entries().get(name)
-            known = entry is not None and entry.section == section != "model" and not entry.many
-            if known and entry is not None and value is not None and entry.kind in (int, float):
+            numeric = entry is not None and entry.section == section != "model" and not entry.many
+            if numeric and entry is not None and value is not None and entry.kind in (int, float):
                 _check(value, _WHOLE if entry.kind is int else _NUMBER, where, f"meta.config.{section}.{name}")
 
 
@@ -89,5 +89,5 @@ def _check_each(values: Mapping[str, Json], rules: Mapping[str, _Rule], where: s
 
 def _check(value: Json, rule: _Rule, where: str, name: str) -> None:
     if not rule.holds(value):
-        shown = str(value) if isinstance(value, int | float) else repr(value)
-        raise CheckpointError(f"{where}: {name}: {shown[:40]} must be {rule.words}")
+        value_text = str(value) if isinstance(value, int | float) else repr(value)
+        raise CheckpointError(f"{where}: {name}: {value_text[:40]} must be {rule.words}")

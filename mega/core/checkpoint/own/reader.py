@@ -1,7 +1,7 @@
-"""One published checkpoint, read in any layout: only the bytes that are wanted, never a tensor made up.
+"""One published checkpoint, read in any layout: only the requested bytes, never a tensor that was not stored.
 
-Trusts the manifest only as far as it checks out, and holds a shared lock on it while open, so that
-retention leaves a checkpoint alone that is being read. Knows no ranks; a layout is a list of pieces.
+The manifest is checked before it is used. An open checkpoint holds a shared lock on it, so that retention does not
+remove a checkpoint that is being read. Knows no ranks; a layout is a list of pieces.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Checkpoint:
     """One published checkpoint, opened for reading.
 
     step, world: of the run that saved it. meta: its plain state. tensors: key -> (whole shape, dtype).
-    digest: sha256 of its manifest, which vouches for all of these and for every byte.
+    digest: sha256 of its manifest, which covers all of these and every stored byte.
     Errors of the constructor: CheckpointError naming the file at fault.
     """
 
@@ -53,14 +53,14 @@ class Checkpoint:
         self._sound: set[tuple[str, int]] = set()
 
     def _hold(self) -> None:
-        """A shared lock for as long as this object lives; without lock support, none."""
+        """Take a shared lock for the lifetime of this object, where the file system supports locks."""
         with contextlib.suppress(OSError):
             descriptor = os.open(self.path / MANIFEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             weakref.finalize(self, os.close, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def _file(self, name: str) -> Path:
-        """Where a file of the checkpoint is to be read."""
+        """The local path of a file of the checkpoint."""
         return self.path / name
 
     def _size(self, name: str) -> int:
@@ -68,7 +68,7 @@ class Checkpoint:
             return size
 
     def _present(self) -> Iterable[str]:
-        """The names of all files that are there. Errors: CheckpointError where the directory cannot be read."""
+        """The names of all existing files. Errors: CheckpointError if the directory cannot be read."""
         try:
             return [entry.name for entry in os.scandir(self.path)]
         except OSError as error:
@@ -84,10 +84,10 @@ class Checkpoint:
         return sum(container.size for container in self._manifest.containers.values())
 
     def read(self, wanted: Iterable[Piece], *, cast: bool = False, verify: bool = True) -> None:
-        """Fill the tensors of `wanted` in place, from whatever layout they were saved in.
+        """Fill the tensors of `wanted` in place, from any layout that they were saved in.
 
-        cast: convert where dtypes differ, instead of refusing. verify: first hash every stored rectangle
-        that is touched, once; else only the bytes needed are read.
+        cast: convert where dtypes differ, instead of refusing. verify: first hash every stored rectangle that is
+        touched, once; without it only the needed bytes are read.
         Errors: CheckpointError naming the tensor (unknown key, other shape or dtype) or the damaged file.
         """
         parts: dict[tuple[str, int], list[tuple[Entry, Box, torch.Tensor]]] = {}
@@ -115,14 +115,14 @@ class Checkpoint:
         if piece.key not in self.tensors:
             raise CheckpointError(f"{self.path}: holds no tensor {piece.key}")
         piece.check_source(self.path, self.tensors[piece.key], cast)
-        found = []
+        sources = []
         for name, entry in self._stored[piece.key]:
             shared = entry.box.meet(piece.box)
             if shared:
-                found.append((name, entry, shared))
-        present = sum(shared.elements for _, _, shared in found)
+                sources.append((name, entry, shared))
+        present = sum(shared.elements for _, _, shared in sources)
         assert present == piece.box.elements, f"{piece.key}: the manifest's tiling was checked"
-        return found
+        return sources
 
     def _check(self, name: str, descriptor: int, entry: Entry) -> None:
         if (name, entry.offset) not in self._sound:
@@ -145,11 +145,11 @@ class Checkpoint:
 
     @cached_property
     def attachments(self) -> Mapping[str, Path]:
-        """File name -> path of the small files, hashed first. Errors: CheckpointError naming one that is damaged."""
+        """File name -> path of the small files, hashed first. Errors: CheckpointError naming a damaged one."""
         self._check_attachments()
         return {name: self.path / name for name in self._manifest.attachments}
 
     def _check_attachments(self) -> None:
-        for name, attached in self._manifest.attachments.items():
-            if file_digest(self.path / name) != (attached.size, attached.digest):
+        for name, record in self._manifest.attachments.items():
+            if file_digest(self.path / name) != (record.size, record.digest):
                 raise CheckpointError(f"{self.path / name}: not the bytes that were saved (sha256 differs)")

@@ -1,11 +1,12 @@
-"""Checkpoints in an object store (S3 and whatever else fsspec reaches), by the same files and the same manifest.
+"""Checkpoints in an object store (S3, or any other that fsspec supports), with the same files and the same manifest.
 
-There is no rename there, so a checkpoint counts from the moment its seal, `manifest.json.sha256`, is there, which is
-put after all that it vouches for; then comes the pointer. Files are written, and read again, through a local folder of
-this process ($TMPDIR), a rank's own at a time: containers come down when they are first needed, are hashed as ever,
-and go with the checkpoint that was opened.
+An object store has no rename. A checkpoint is published when its seal, `manifest.json.sha256`, exists, so the seal is
+written after all files that it covers; the pointer follows. Files are written and read through a local folder of this
+process ($TMPDIR), one rank's files at a time. Containers are downloaded when they are first needed, are hashed as
+usual, and are deleted with the opened checkpoint.
 
-What an object store cannot do is refused: replacing a checkpoint whole, removing old ones under a reader's lock.
+Operations that an object store cannot perform are refused: replacing a checkpoint atomically, and removing old ones
+under a reader's lock.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from mega.core.untrusted import Json
 
 
 class _Files:
-    """A file system of fsspec. Its errors are OSErrors in one line that name the URL; those of files that are not there
-    stay what they are."""
+    """A file system of fsspec. Its errors become one-line OSErrors that name the URL; FileNotFoundError stays
+    unchanged."""
 
     def __init__(self, files: Any, url: str) -> None:
         self._files, self._url = files, url
@@ -43,9 +44,9 @@ class _Files:
                 return act(*args, **kwargs)
             except FileNotFoundError:
                 raise
-            except Exception as error:  # libraries of each kind of store have their own
-                why = " ".join(str(error).split()) or type(error).__name__
-                raise OSError(f"{self._url}: cannot be reached ({name}): {why}") from error
+            except Exception as error:  # the library of each store raises its own classes
+                reason = " ".join(str(error).split()) or type(error).__name__
+                raise OSError(f"{self._url}: cannot be reached ({name}): {reason}") from error
 
         return call
 
@@ -53,7 +54,7 @@ class _Files:
 class RemoteSteps(TrustedSteps):
     """The steps under a URL such as s3://bucket/run or memory://run.
 
-    Errors of the constructor: ValueError where fsspec, or what it needs for this kind of URL, is absent.
+    Errors of the constructor: ValueError if fsspec, or the library for this kind of URL, is not installed.
     """
 
     def __init__(self, url: str) -> None:
@@ -77,8 +78,8 @@ class RemoteSteps(TrustedSteps):
         if not self._files.exists(self._root):
             return []
         names = (str(path).rstrip("/").rsplit("/", 1)[-1] for path in self._files.ls(self._root, detail=False))
-        found = sorted(int(match[1]) for match in map(STEP.fullmatch, names) if match)
-        return [step for step in found if self._there(step, SEAL)]
+        candidates = sorted(int(match[1]) for match in map(STEP.fullmatch, names) if match)
+        return [step for step in candidates if self._there(step, SEAL)]
 
     def still(self, steps: Iterable[int]) -> set[int]:
         return set(steps)
@@ -109,7 +110,7 @@ class RemoteSteps(TrustedSteps):
         self._files.pipe_file(f"{self._root}/{name}", data)
 
     def _recover(self) -> None:
-        """Nothing is moved there, so nothing is cut between two moves."""
+        """Nothing to do: an object store has no moves that could be interrupted."""
 
     def _at(self, step: int, name: str = "") -> str:
         return f"{self._root}/{self.path(step).name}/{name}".rstrip("/")
@@ -121,28 +122,28 @@ class RemoteSteps(TrustedSteps):
         self._files.put_file(str(path), self._at(step, path.name))
 
     def fetch(self, step: int, name: str) -> Path:
-        """A file of a checkpoint, brought here unless it is here already."""
-        here = self.path(step) / name
-        if not here.exists():
-            here.parent.mkdir(exist_ok=True)
-            coming = Path(tempfile.mkdtemp(dir=self.directory)) / name
+        """The local path of a file of a checkpoint, downloaded if necessary."""
+        path = self.path(step) / name
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            partial = Path(tempfile.mkdtemp(dir=self.directory)) / name
             try:
-                self._files.get_file(self._at(step, name), str(coming))
+                self._files.get_file(self._at(step, name), str(partial))
             except FileNotFoundError:
                 raise CheckpointError(f"{self._at(step, name)}: is missing") from None
-            coming.rename(here)
-            coming.parent.rmdir()
-        return here
+            partial.rename(path)
+            partial.parent.rmdir()
+        return path
 
     def sizes(self, step: int) -> Mapping[str, int]:
-        """The files of a checkpoint there, and their bytes."""
+        """The files of a checkpoint in the object store, and their bytes."""
         self._files.invalidate_cache()
-        listed = self._files.ls(self._at(step), detail=True)
-        return {str(file["name"]).rsplit("/", 1)[-1]: int(file["size"] or 0) for file in listed}
+        files = self._files.ls(self._at(step), detail=True)
+        return {str(file["name"]).rsplit("/", 1)[-1]: int(file["size"] or 0) for file in files}
 
 
 class RemoteStore(RemoteSteps, CheckpointStore):
-    """The checkpoints there, and how they are saved."""
+    """The checkpoints under a URL, and how they are saved."""
 
     def _prepare(self, working: Path) -> None:
         step = int(working.stem.removeprefix("step-"))
@@ -155,7 +156,7 @@ class RemoteStore(RemoteSteps, CheckpointStore):
         self._files.makedirs(self._at(step), exist_ok=True)
 
     def _unpublish_suspect(self, step: int) -> None:
-        """Take back a step that was passed over, and that the run which resumed before it has come to again."""
+        """Unpublish a suspect step that a resumed run skipped and has now reached again."""
         verdict = self.verdicts().get(step)
         if verdict is not None and (verdict.status, verdict.manifest) == ("suspect", self.digest(step)):
             self._files.rm_file(self._at(step, SEAL))
@@ -163,12 +164,12 @@ class RemoteStore(RemoteSteps, CheckpointStore):
 
     def _write(self, working: Path, step: int, rank: int, world: int, pieces: Iterable[Piece], fetch: Fetch) -> int:
         working.mkdir(exist_ok=True)
-        written = write_rank(working, step, rank, world, pieces, fetch)
+        bytes_written = write_rank(working, step, rank, world, pieces, fetch)
         for path in (working / rank_file(rank), working / state_file(rank), sidecar(working, rank)):
             if path.exists():
                 self._put(path, step)
                 path.unlink()
-        return written
+        return bytes_written
 
     def _publish(self, step: int, world: int, working: Path, meta: dict[str, Json], attachments: Attachments) -> None:
         sidecars = [sidecar(working, rank) for rank in range(world)]
@@ -179,21 +180,21 @@ class RemoteStore(RemoteSteps, CheckpointStore):
             self._put(working / name, step)
         for path in sidecars:
             self._files.rm_file(self._at(step, path.name))
-        self._put(working / SEAL, step)  # here it is published
+        self._put(working / SEAL, step)  # this publishes the checkpoint
         self._files.pipe_file(f"{self._root}/{POINTER}", f"{self.path(step).name}\n".encode())
         shutil.rmtree(working)
 
     def _clear(self) -> None:
-        """What a save that failed wrote here; what it put there counts for nothing, and the next one removes it."""
-        for left in self.directory.glob("*.tmp"):
-            shutil.rmtree(left, ignore_errors=True)
+        """Remove the local files of a failed save. Its uploaded files are ignored, and the next save removes them."""
+        for folder in self.directory.glob("*.tmp"):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _where(self, step: int) -> tuple[str, int | None]:
         return self._at(step), None
 
 
 class RemoteCheckpoint(Checkpoint):
-    """A checkpoint whose files come down when they are first asked for; the folder goes with the store."""
+    """A checkpoint whose files are downloaded when first needed, and deleted with the store."""
 
     def __init__(self, store: RemoteSteps, step: int) -> None:
         self.store, self._number, self._sizes = store, step, store.sizes(step)

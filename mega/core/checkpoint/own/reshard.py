@@ -1,7 +1,7 @@
-"""Own checkpoint -> own checkpoint, cut for another layout: weights, masters, moments and the rest.
+"""Own checkpoint -> own checkpoint, cut for another layout: weights, masters, moments and all other tensors.
 
-Any layout loads into any other without this; it serves those who want files that fit their ranks. A few
-blocks are in memory at a time, and a ledger proves that nothing was lost or doubled.
+Any layout can be loaded into any other without this; it is for users who want files that fit their ranks. A few blocks
+are in memory at a time, and a ledger checks that no element was lost or duplicated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mega.core.checkpoint.own.store import Checkpoint, locate, store_at
 from mega.core.untrusted import Json, below
 
 Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all."""
+"""Called with the bytes done and the total bytes."""
 
 
 def reshard(
@@ -38,15 +38,15 @@ def reshard(
     files = plan_files(source.tensors, model_of(source.meta, str(source.path)), layout)
     ledger = Ledger({key: prod(shape) for key, (shape, _) in source.tensors.items()})
     total = sum(piece.bytes for pieces in files for piece in pieces)
-    done, counting = 0, threading.Lock()
+    bytes_done, counting = 0, threading.Lock()
 
     def fetch(piece: Piece, box: Box) -> torch.Tensor:
-        nonlocal done
+        nonlocal bytes_done
         tensor = read_part(source, piece.key, box)
         ledger.moved(piece.key, box.elements, bool(torch.isfinite(tensor).all()))
         with counting:
-            done += tensor.numel() * tensor.element_size()
-            progress(done, total)
+            bytes_done += tensor.numel() * tensor.element_size()
+            progress(bytes_done, total)
         return tensor
 
     store = store_at(save_dir)
@@ -55,16 +55,16 @@ def reshard(
         files,
         _with_layout(source, layout),
         fetch=fetch,
-        check=ledger.close,
+        check=ledger.close,  # before the checkpoint is published
         attachments=source.attachments,
     )
     elements = sum(ledger.expected.values())
-    where = save_dir / store.path(source.step).name
-    return ConversionReport(len(source.tensors), elements, total, where, ledger.notes)
+    path = save_dir / store.path(source.step).name
+    return ConversionReport(len(source.tensors), elements, total, path, ledger.notes)
 
 
 def _with_layout(source: Checkpoint, layout: Layout) -> dict[str, Json]:
-    """The source's plain state, its parallel section saying the layout of the new files."""
+    """The source's plain state, with the layout of the new files in its parallel section."""
     config = below(source.meta, "config")
     if isinstance(parallel := config.get("parallel"), dict):
         config = {**config, "parallel": {**parallel, **layout.section}}

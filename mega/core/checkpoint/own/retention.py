@@ -1,8 +1,8 @@
 """Which checkpoints of a run are kept, with or without optimizer state. Knows steps and locks, no tensors.
 
-A checkpoint is unpublished by one rename before its files go, so that a kill in between leaves a leftover of the same
-kind as a killed save, which the next save or `clean` takes away. One that loses its optimizer's state only gets a mark
-first, so that files on their way out are never taken for files that were lost.
+A checkpoint is unpublished by one rename before its files are deleted, so a kill in between leaves the same kind of
+leftover as a killed save, which the next save or `clean` removes. Before a checkpoint loses its optimizer state it gets
+a mark, so that files being removed are never mistaken for lost files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def surplus(steps: list[int], keep_last: int | None, keep_every: int | None) -> 
 
 
 def laden(steps: list[int], keep_optimizer_last: int | None) -> list[int]:
-    """Those of `steps` that are to be left with weights only: all but the newest `keep_optimizer_last`.
+    """The steps that lose their optimizer state: all but the newest `keep_optimizer_last`.
 
     >>> laden([10, 20, 30], 1)
     [10, 20]
@@ -45,10 +45,10 @@ def laden(steps: list[int], keep_optimizer_last: int | None) -> list[int]:
 
 @dataclass(frozen=True)
 class Retained:
-    """What retention did: the steps that it removed, and those that it left with weights only."""
+    """What retention did."""
 
-    removed: list[int]
-    lightened: list[int]
+    removed: list[int]  # steps that were removed
+    lightened: list[int]  # steps that lost their optimizer state
 
 
 def retain(
@@ -61,24 +61,24 @@ def retain(
     damaged: Callable[[int, str], None] | None = None,
     spared: frozenset[int] = frozenset(),
 ) -> Retained:
-    """Remove what is not to be kept. To be called by one process, after a save.
+    """Remove checkpoints that exceed the limits. One process calls this, after a save.
 
-    The newest good one stays whole in addition to what the limits keep, and so do the one with the least validation
-    loss and those `spared`.
-    Only checkpoints that open count, so damaged ones never push out a whole one; one that is being
-    read stays as it is for now. damaged: also read all of what is to be kept before anything goes; called with a step
-    that is not what was saved, which does not count then.
+    The newest good checkpoint is kept whole in addition to what the limits keep, and so are the one with the lowest
+    validation loss and those in `spared`. Only checkpoints that open count towards the limits, so a damaged one never
+    displaces an intact one. A checkpoint that is being read is not changed now.
+    damaged: if given, all checkpoints to be kept are read before any is removed; it is called with each step whose
+    bytes differ from what was saved, and such a step does not count.
     """
     if keep_last is keep_every is keep_optimizer_last is None:
         return Retained([], [])
     whole = [step for step in store.steps() if _opens(store, step)]
 
     def chosen() -> tuple[list[int], frozenset[int]]:
-        """What is to go, and what is not although the limits say so."""
-        left = spared | good(store, whole) | best(store, whole)
-        return [step for step in surplus(whole, keep_last, keep_every) if step not in left], left
+        """The steps to remove, and the steps that are kept although they exceed the limits."""
+        exempt = spared | good(store, whole) | best(store, whole)
+        return [step for step in surplus(whole, keep_last, keep_every) if step not in exempt], exempt
 
-    doomed, left = chosen()
+    doomed, exempt = chosen()
     sound: set[int] = set()
     while damaged is not None and (unread := [step for step in whole if step not in doomed and step not in sound]):
         try:
@@ -86,9 +86,9 @@ def retain(
             sound.add(unread[-1])
         except CheckpointError as error:
             damaged(unread[-1], str(error))
-            whole.remove(unread[-1])
-            doomed, left = chosen()
-    heavy = [step for step in laden(whole, keep_optimizer_last) if step not in left and step not in doomed]
+            whole.remove(unread[-1])  # it counts for no limit, so the choice is made again
+            doomed, exempt = chosen()
+    heavy = [step for step in laden(whole, keep_optimizer_last) if step not in exempt and step not in doomed]
     heavy = [step for step in heavy if _states(store.path(step))]
     if not dry_run:
         doomed = [step for step in doomed if _unless_read(store.path(step), _remove)]
@@ -97,23 +97,27 @@ def retain(
 
 
 def good(store: CheckpointStore, steps: list[int]) -> frozenset[int]:
-    """The newest of `steps` that is known to be good, if any is."""
-    verdicts, _ = attempt(store.verdicts)
-    known = {step: verdict for step, verdict in (verdicts or {}).items() if verdict.status == "good"}
-    found = (step for step in reversed(steps) if step in known and store.digest(step) == known[step].manifest)
-    return frozenset(itertools.islice(found, 1))
+    """The newest of `steps` that is known to be good, if there is one."""
+    verdicts = attempt(store.verdicts)[0] or {}
+    good_verdicts = {step: verdict for step, verdict in verdicts.items() if verdict.status == "good"}
+    good_steps = (
+        step for step in reversed(steps) if step in good_verdicts and store.digest(step) == good_verdicts[step].manifest
+    )
+    return frozenset(itertools.islice(good_steps, 1))
 
 
 def best(store: CheckpointStore, steps: list[int]) -> frozenset[int]:
-    """That of `steps` with the least validation loss, if any was validated; not one that is suspect."""
-    verdicts, _ = attempt(store.verdicts)
+    """The step with the lowest validation loss among those of `steps` that were validated and are not suspect."""
+    verdicts = attempt(store.verdicts)[0] or {}
     losses = {
         step: verdict.valid_loss
-        for step, verdict in (verdicts or {}).items()
+        for step, verdict in verdicts.items()
         if verdict.valid_loss is not None and verdict.status != "suspect" and step in steps
     }
-    found = (step for step in sorted(losses, key=losses.__getitem__) if store.digest(step) == verdicts[step].manifest)  # type: ignore[index]
-    return frozenset(itertools.islice(found, 1))
+    best_steps = (
+        step for step in sorted(losses, key=losses.__getitem__) if store.digest(step) == verdicts[step].manifest
+    )
+    return frozenset(itertools.islice(best_steps, 1))
 
 
 def _at_least_one(flag: str, value: int | None) -> None:
@@ -130,11 +134,12 @@ def _opens(store: CheckpointStore, step: int) -> bool:
 
 
 def _unless_read(path: Path, act: Callable[[Path], None]) -> bool:
-    """Do something to one checkpoint, unless a reader's lock is on it, or it is write-protected; whether it was done.
+    """Call `act` for one checkpoint unless a reader has locked it or it is write-protected; return whether it was
+    called.
 
-    Without lock support there are no readers' locks either.
+    Without lock support readers have no locks either.
     """
-    try:  # to be written, though it is not: NFS gives no other descriptor a lock for itself alone
+    try:  # opened for writing, although nothing is written: NFS grants exclusive locks only to such descriptors
         descriptor = os.open(path / MANIFEST, os.O_RDWR | os.O_NOFOLLOW)
     except PermissionError:
         return False
@@ -149,11 +154,11 @@ def _unless_read(path: Path, act: Callable[[Path], None]) -> bool:
 
 def _remove(path: Path) -> None:
     """Unpublish and delete."""
-    leaving = path.with_suffix(".tmp")
-    shutil.rmtree(leaving, ignore_errors=True)
-    os.rename(path, leaving)
+    unpublished = path.with_suffix(".tmp")
+    shutil.rmtree(unpublished, ignore_errors=True)
+    os.rename(path, unpublished)
     sync_directory(path.parent)
-    shutil.rmtree(leaving, ignore_errors=True)
+    shutil.rmtree(unpublished, ignore_errors=True)
 
 
 def _lighten(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What weights are read through, wherever they are stored, and one checkpoint as a source of conversions."""
+"""The interface through which weights are read, in any format, and a checkpoint as the source of conversions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mega.core.untrusted import Json
 
 
 class Readable(Protocol):
-    """Tensors by our names, whose rectangles can be read."""
+    """Tensors under the project's names, whose rectangles can be read."""
 
     @property
     def path(self) -> Path: ...
@@ -25,8 +25,11 @@ class Readable(Protocol):
 
 
 class StoredWeights(Readable, Protocol):
-    """A mega checkpoint, one of adapters with its base, or foreign weights. foreign: without an optimizer's state and
-    without progress. meta: what the run that saved it says of itself. attachments: files that came along, by name."""
+    """A mega checkpoint, a checkpoint of adapters with its base, or foreign weights.
+
+    foreign: without optimizer state and progress. meta: the plain state of the run that saved it. attachments: small
+    files stored with it, by name.
+    """
 
     @property
     def step(self) -> int: ...
@@ -56,7 +59,7 @@ def read_part(checkpoint: StoredWeights, key: str, box: Box) -> torch.Tensor:
 
 
 class OwnSource:
-    """The tensors of an own checkpoint as a source of conversions: its weights, or some kinds."""
+    """The tensors of an own checkpoint as a source of conversions: its weights, or some kinds of tensors."""
 
     def __init__(self, checkpoint: StoredWeights, kinds: Sequence[str] = ("weights",)) -> None:
         self._checkpoint = checkpoint

@@ -2,9 +2,9 @@
 
     runs/a/latest                       the newest step's directory name
     runs/a/step-0000010/                one published checkpoint (directory.py)
-    runs/a/step-0000010.tmp/            one that is being saved, or was; and .old, one that is being replaced
+    runs/a/step-0000010.tmp/            an unfinished save; with .old, a checkpoint that is being replaced
 
-It knows what is there, not how it is saved (directory.py), nor which step a run may trust (trusted.py).
+It knows which steps exist, not how they are saved (directory.py), nor which of them a run may trust (trusted.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mega.core.files import POINTER, SEAL, locked_alone, sync_directory
 STEP = re.compile(r"step-(\d{7,15})")
 NOTHING = "holds no checkpoint (a directory with step-NNNNNNN in it is wanted)"
 _NOTE_LIMIT = 16 << 20
-"""Most bytes of a small file next to the steps."""
+"""Largest size in bytes of a small file next to the steps."""
 _LEFTOVER = re.compile(rf"(step-\d+|{POINTER}|{WEIGHTS_ONLY})\.(tmp|old)")
 
 
@@ -35,44 +35,44 @@ class StepFolder:
     def __init__(self, directory: Path) -> None:
         self.directory = Path(directory)
         self.place = str(directory)
-        """What the user calls it."""
+        """The directory as the user named it."""
 
     def path(self, step: int) -> Path:
-        """Where a step is, or would be, published."""
+        """The path of a published step, whether it exists or not."""
         return self.directory / f"step-{step:07d}"
 
     def steps(self) -> list[int]:
         """Published steps, oldest first. Published means renamed into place; `newest` also verifies."""
         if not self.directory.is_dir():
             return []
-        found = (STEP.fullmatch(entry.name) for entry in os.scandir(self.directory) if _is_directory(entry))
-        return sorted(int(match[1]) for match in found if match)
+        matches = (STEP.fullmatch(entry.name) for entry in os.scandir(self.directory) if _is_directory(entry))
+        return sorted(int(match[1]) for match in matches if match)
 
     def _linked(self) -> list[int]:
         """Steps that are only links, which are not followed; `find` reports that."""
         entries = os.scandir(self.directory) if self.directory.is_dir() else ()
-        found = (STEP.fullmatch(entry.name) for entry in entries if entry.is_symlink())
-        return [int(match[1]) for match in found if match]
+        matches = (STEP.fullmatch(entry.name) for entry in entries if entry.is_symlink())
+        return [int(match[1]) for match in matches if match]
 
     def still(self, steps: Iterable[int]) -> set[int]:
-        """Those of some published steps that have not been removed since."""
+        """The given steps that have not been removed."""
         return {step for step in steps if self.path(step).is_dir()}
 
     def leftovers(self) -> list[Path]:
-        """What killed saves and removals left; none of it is a checkpoint."""
-        found = [path for end in ("tmp", "old") for path in self.directory.glob(f"*.{end}")]
-        return sorted(path for path in found if _LEFTOVER.fullmatch(path.name) and not _only_copy(path))
+        """The leftovers of killed saves and removals; none of them is a checkpoint."""
+        candidates = [path for end in ("tmp", "old") for path in self.directory.glob(f"*.{end}")]
+        return sorted(path for path in candidates if _LEFTOVER.fullmatch(path.name) and not _only_copy(path))
 
     def open(self, step: int) -> Checkpoint:
-        """Read and check the manifest of one step. Errors: CheckpointError naming what is wrong with it."""
+        """Read and check the manifest of one step. Errors: CheckpointError naming the fault."""
         path = self.path(step)
         try:
-            linked, there = path.is_symlink(), path.is_dir()
+            linked, exists = path.is_symlink(), path.is_dir()
         except OSError as error:
             raise UnreadableError.of(path, error) from error
         if linked:
             raise CheckpointError(f"{path}: is a link, which is not followed; put the directory here, or name its own")
-        if not there:
+        if not exists:
             published = ", ".join(map(str, self.steps())) or "none"
             raise CheckpointError(f"{path}: no such checkpoint (published steps: {published})")
         checkpoint = Checkpoint(path)
@@ -86,9 +86,9 @@ class StepFolder:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """The directory for one process that writes or removes. Without lock support, for every process.
+        """Lock the directory for one process that writes or removes. Without lock support nothing is locked.
 
-        Errors: CheckpointError where another has it.
+        Errors: CheckpointError if another process holds the lock.
         """
         descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -99,20 +99,20 @@ class StepFolder:
             os.close(descriptor)
 
     def _note(self, name: str) -> bytes | None:
-        """A small file next to the steps; None where it is absent."""
+        """The content of a small file next to the steps; None if it does not exist."""
         path = self.directory / name
         return read_file(path, _NOTE_LIMIT) if os.path.lexists(path) else None
 
     def _set_note(self, name: str, data: bytes) -> None:
-        coming = self.directory / f"{name}.new"  # not a leftover, which a save in the background would remove
-        coming.unlink(missing_ok=True)
-        with creating(coming) as descriptor:
+        partial = self.directory / f"{name}.new"  # not .tmp: a save in the background removes those as leftovers
+        partial.unlink(missing_ok=True)
+        with creating(partial) as descriptor:
             write_all(descriptor, data)
-        os.rename(coming, self.directory / name)
+        os.rename(partial, self.directory / name)
         sync_directory(self.directory)
 
     def _pointer(self) -> str | None:
-        """What the pointer says; None where it is absent."""
+        """The content of the pointer; None if it does not exist."""
         if not os.path.lexists(self.directory / POINTER):
             return None
         try:
@@ -121,7 +121,7 @@ class StepFolder:
             return str(error)
 
     def _recover(self) -> None:
-        """Undo a replacement that was cut between its two renames: the old one comes back."""
+        """Undo a replacement that was interrupted between its two renames: restore the old checkpoint."""
         if not self.directory.is_dir():
             return
         for entry in os.scandir(self.directory):
@@ -141,7 +141,7 @@ def remove_leftover(path: Path) -> None:
 
 
 def _only_copy(path: Path) -> bool:
-    """Whether this is a checkpoint that was moved aside and whose replacement never came."""
+    """Whether this checkpoint was moved aside for a replacement that was never published."""
     return path.suffix == ".old" and not path.with_suffix("").exists()
 
 

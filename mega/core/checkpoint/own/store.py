@@ -1,4 +1,4 @@
-"""Where checkpoints are found: under a directory or a URL, by what a user points at."""
+"""Opens the checkpoint at a path or URL that a user gives."""
 
 from __future__ import annotations
 
@@ -41,17 +41,18 @@ def _warn(line: str) -> None:
 
 
 def locate(place: Path | str, report: Callable[[str], None] = _warn, exchange: JsonExchange = alone) -> Checkpoint:
-    """Open what a user points at: a step's directory, or a run's, which means its newest step; or a URL of either.
+    """Open the checkpoint that a user names: a step's directory, a run's directory (its newest step), or a URL of
+    either.
 
-    report: is given a line for every newer checkpoint that is passed over because it is damaged or suspect.
-    exchange: where several ranks call this together; all open the same one.
-    Errors: CheckpointError, on all ranks, where there is neither.
+    report: called with a line for every newer checkpoint that is skipped because it is damaged or suspect.
+    exchange: for several ranks that call this together; all open the same checkpoint.
+    Errors: CheckpointError, on all ranks, if no checkpoint is found.
     """
     path = Path(place if url_of(place) else os.path.abspath(place))
     if match := STEP.fullmatch(path.name):
         store = together(lambda: store_at(path.parent), exchange)
         return store.open_named(int(match[1]), report, exchange)
-    found = together(lambda: store_at(path), exchange).find(verify=False, report=report, exchange=exchange)
-    if found is None:
+    checkpoint = together(lambda: store_at(path), exchange).find(verify=False, report=report, exchange=exchange)
+    if checkpoint is None:
         raise CheckpointError(f"{path}: {NOTHING}")
-    return found
+    return checkpoint

@@ -1,4 +1,4 @@
-"""Answers about checkpoints as tables in the terminal, and how far a long job has come."""
+"""Tables about checkpoints in the terminal, and the progress bar of a long conversion."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mega.core.untrusted import Json
 
 @contextlib.contextmanager
 def progress_bar(on: Console | None = None) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, called with bytes done and bytes in all; nothing where stderr is not a terminal."""
+    """A progress bar on stderr, called with the bytes done and the total; does nothing if stderr is not a terminal."""
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -47,8 +47,8 @@ def progress_bar(on: Console | None = None) -> Iterator[Callable[[int, int], Non
 def show_checkpoint(
     path: Path, tensors: bool, meta: bool, about: Callable[[Checkpoint], dict[str, Json]], *, as_json: bool = False
 ) -> None:
-    """Print what a checkpoint holds. about: lines that stand in front, of what those above know. Piped, names are whole
-    and nothing wraps."""
+    """Print the contents of a checkpoint. about: returns lines to print first, from code of higher rooms. If stdout is
+    not a terminal, names are printed in full and lines are not wrapped."""
     checkpoint = locate(path)
     console = Console()
     if meta:
@@ -57,8 +57,8 @@ def show_checkpoint(
     if as_json:
         print_whole(json.dumps(_summary(checkpoint, tensors, about(checkpoint)), indent=2) + "\n")
         return
-    held = f"{checkpoint.world} files, {checkpoint.bytes:,} bytes"
-    print(f"{checkpoint.path}: step {checkpoint.step}, {held}, {inspect.verdict_of(checkpoint)}")
+    contents = f"{checkpoint.world} files, {checkpoint.bytes:,} bytes"
+    print(f"{checkpoint.path}: step {checkpoint.step}, {contents}, {inspect.verdict_of(checkpoint)}")
     for name, value in about(checkpoint).items():
         print(f"{name}: {f'{value:.6f}' if isinstance(value, float) else value}")
     head: tuple[str, ...] = ("tensor", "shape", "dtype") if tensors else ("kind", "tensors", "elements", "dtype")
@@ -75,8 +75,8 @@ def show_checkpoint(
 
 
 def _summary(checkpoint: Checkpoint, tensors: bool, about: dict[str, Json]) -> dict[str, Json]:
-    """What is printed, as one JSON object."""
-    found: dict[str, Json] = {
+    """The printed facts as one JSON object."""
+    summary: dict[str, Json] = {
         "path": str(checkpoint.path),
         "step": checkpoint.step,
         "files": checkpoint.world,
@@ -87,11 +87,11 @@ def _summary(checkpoint: Checkpoint, tensors: bool, about: dict[str, Json]) -> d
         "attachments": list(checkpoint.attachments),
     }
     if tensors:
-        found["tensors"] = {
+        summary["tensors"] = {
             key: {"shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
             for key, (shape, dtype) in sorted(checkpoint.tensors.items(), key=lambda item: _place(item[0]))
         }
-    return found
+    return summary
 
 
 def _tensor_rows(checkpoint: Checkpoint) -> Iterator[tuple[str, ...]]:
@@ -100,7 +100,7 @@ def _tensor_rows(checkpoint: Checkpoint) -> Iterator[tuple[str, ...]]:
 
 
 def _place(key: str) -> tuple[bool, list[tuple[int, str]]]:
-    """Where a tensor stands in the list: weights first, blocks by their numbers."""
+    """The sort key of a tensor: weights first, blocks by number."""
     return not key.startswith("weights/"), [
         (int(part), "") if part.isdigit() else (-1, part) for part in key.split(".")
     ]
@@ -114,25 +114,27 @@ def _kind_rows(checkpoint: Checkpoint) -> Iterator[tuple[str, ...]]:
 
 
 def _print_plainly(rows: Sequence[tuple[str, ...]]) -> None:
-    """Columns with blanks between them, as wide as they are."""
+    """Print left-aligned columns, separated by two spaces."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def show_differences(first: Path, second: Path, *, weights: bool = False) -> bool:
-    """Print them as they are found, and what they come to; whether there was any. weights: look at nothing else."""
-    ours, theirs = locate(first), locate(second)
-    found = list[inspect.Difference]()
-    for difference in inspect.diff(ours, theirs, "weights/" if weights else ""):
-        found.append(difference)
+    """Print the tensors that differ and a summary; return whether there was any. weights: compare only weights."""
+    first_checkpoint, second_checkpoint = locate(first), locate(second)
+    differences = list[inspect.Difference]()
+    for difference in inspect.diff(first_checkpoint, second_checkpoint, "weights/" if weights else ""):
+        differences.append(difference)
         largest = "" if difference.largest is None else f", largest |a - b| {difference.largest:.3g}"
         print(f"{difference.key}: {difference.text}{largest}")
-    compared = sum(not weights or key.startswith("weights/") for key in {*ours.tensors, *theirs.tensors})
-    if not found:
+    compared = sum(
+        not weights or key.startswith("weights/") for key in {*first_checkpoint.tensors, *second_checkpoint.tensors}
+    )
+    if not differences:
         print(f"no tensor differs, of {compared:,}")
         return False
-    worst = max(found, key=lambda each: each.largest or 0.0)
-    most = "" if worst.largest is None else f"; largest |a - b| {worst.largest:.3g}, in {worst.key}"
-    print(f"{len(found):,} of {compared:,} tensors differ{most}")
+    worst = max(differences, key=lambda each: each.largest or 0.0)
+    suffix = "" if worst.largest is None else f"; largest |a - b| {worst.largest:.3g}, in {worst.key}"
+    print(f"{len(differences):,} of {compared:,} tensors differ{suffix}")
     return True

@@ -1,8 +1,9 @@
-"""What several ranks found at one place, made known to all of them. How they exchange it is a callable: this room knows
-no ranks, and one process is a rank alone.
+"""An action that several ranks perform on the same path, with one outcome for all of them. The exchange between ranks
+is a callable, because this room knows no ranks; a single process is the only rank.
 
-Ranks of several hosts need not see the same: a mount is stale, a disk fails, a folder is another one. What one of them
-cannot do is therefore every rank's error, in one text that names who and why; none is left waiting for one that ended.
+Ranks on several hosts may see different files: a mount is stale, a disk fails, or two hosts have different folders
+under one path. A failure on one rank therefore raises an error on every rank, with one text that names the ranks and
+reasons; no rank waits for one that has ended.
 """
 
 from __future__ import annotations
@@ -23,62 +24,61 @@ class JsonExchange(Protocol):
 
 
 class _Fault(TypedDict):
-    """What a rank tells the others of its error, "" without one. foreseen: it is the user's or the machine's. passing:
-    it is the machine's."""
+    """The error of a rank, as it is sent to the others."""
 
-    fault: str
-    foreseen: bool
-    passing: bool
+    fault: str  # "" if the rank succeeded
+    foreseen: bool  # a mistake of the user or a failure of the machine
+    passing: bool  # a failure of the machine
 
 
 LIMIT = 2000
-"""Characters of a fault that other ranks are given."""
+"""Most characters of a fault that is sent to other ranks."""
 
 
 def alone(value: Result) -> list[Result]:
-    """The exchange of a rank that has no others."""
+    """The exchange of a single rank."""
     return [value]
 
 
 def together(act: Callable[[], Result], exchange: JsonExchange) -> Result:
-    """What `act` gives here, where it succeeded on every rank.
+    """Return the result of `act`, if it succeeded on every rank.
 
-    Errors: CheckpointError on all where it failed on any, naming ranks and reasons; where all faults are the machine's,
-    an UnreadableError, which is an OSError too; what is neither the user's mistake nor the machine's is raised as it is
-    on the rank that met it. Alone, whatever `act` raises.
+    Errors: CheckpointError on all ranks if it failed on any, naming ranks and reasons; an UnreadableError, which is
+    also an OSError, if the machine caused all faults. An error that neither the user nor the machine caused is raised
+    unchanged on the rank where it occurred. With the exchange `alone`, `act` raises its own errors.
     """
     if exchange is alone:
         return act()
     result, fault = attempt(act)
     foreseen = fault is None or isinstance(fault, ValueError | OSError)
     passing = fault is None or isinstance(fault, OSError)
-    met = exchange(_Fault(fault="" if fault is None else reason_of(fault), foreseen=foreseen, passing=passing))
-    if not any(each["fault"] for each in met):
+    faults = exchange(_Fault(fault="" if fault is None else reason_of(fault), foreseen=foreseen, passing=passing))
+    if not any(each["fault"] for each in faults):
         return result  # type: ignore[return-value]
     if fault is not None and not foreseen:
         raise fault
-    kind = UnreadableError if all(each["passing"] for each in met) else CheckpointError
-    failure = kind(describe([each["fault"] for each in met]))
-    failure.elsewhere = not all(each["foreseen"] for each in met)
+    kind = UnreadableError if all(each["passing"] for each in faults) else CheckpointError
+    failure = kind(describe([each["fault"] for each in faults]))
+    failure.elsewhere = not all(each["foreseen"] for each in faults)
     raise failure from fault
 
 
 def gathered(act: Callable[[], Result], exchange: JsonExchange) -> list[Result]:
-    """What `act`, whose result is plain JSON, gives on every rank. Errors: as of `together`."""
-    own = together(act, exchange)
-    return exchange(own)
+    """The results of `act`, which are plain JSON, on every rank. Errors: as in `together`."""
+    result = together(act, exchange)
+    return exchange(result)
 
 
 def attempt(act: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
     """The result of `act`, or its error."""
     try:
         return act(), None
-    except Exception as error:  # whatever it is, the other ranks wait for this one
+    except Exception as error:  # of any class, because the other ranks wait for this one
         return None, error
 
 
 def reason_of(error: Exception) -> str:
-    """An error in words, with the file that it is about.
+    """An error in words, with the file that caused it.
 
     >>> reason_of(OSError(116, "Stale file handle", "runs/a"))
     'runs/a: Stale file handle'
@@ -93,7 +93,7 @@ def reason_of(error: Exception) -> str:
 
 
 def describe(faults: Sequence[str]) -> str:
-    """The faults of all ranks in one text; "" is none. What all of them met is given once, without their numbers.
+    """The faults of all ranks in one text; "" means no fault. A fault common to all ranks is given once, without ranks.
 
     >>> describe(["no such file", "no such file"])
     'no such file'
@@ -104,13 +104,13 @@ def describe(faults: Sequence[str]) -> str:
     for rank, fault in enumerate(faults):
         if fault:
             ranks.setdefault(fault, []).append(rank)
-    if [len(who) for who in ranks.values()] == [len(faults)]:
+    if [len(numbers) for numbers in ranks.values()] == [len(faults)]:
         return next(iter(ranks))
-    return "; ".join(f"{name_ranks(who)}: {fault}" for fault, who in ranks.items())
+    return "; ".join(f"{name_ranks(numbers)}: {fault}" for fault, numbers in ranks.items())
 
 
 def disagreement(identities: Sequence[str]) -> str:
-    """How ranks that each opened something differ in what it is; nothing where they do not.
+    """How the objects that ranks opened differ, by their identities; "" if they are the same.
 
     >>> disagreement(["1b", "1b", "7f"])
     'ranks see different ones: 1b on ranks 0, 1; 7f on rank 2'
@@ -120,5 +120,5 @@ def disagreement(identities: Sequence[str]) -> str:
         ranks.setdefault(identity, []).append(rank)
     if len(ranks) < 2:
         return ""
-    seen = "; ".join(f"{identity} on {name_ranks(who)}" for identity, who in ranks.items())
-    return f"ranks see different ones: {seen}"
+    listing = "; ".join(f"{identity} on {name_ranks(numbers)}" for identity, numbers in ranks.items())
+    return f"ranks see different ones: {listing}"

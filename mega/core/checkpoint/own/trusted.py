@@ -1,7 +1,7 @@
-"""Which step a run may trust: whole on every rank, the same on all of them, and not suspect.
+"""Which step a run may trust: intact and the same on every rank, and not suspect.
 
-A step is published by one rename, so it is whole unless the disk damaged it since; verdicts.py has what became known of
-steps after they were saved. How ranks exchange what they see is a callable, since this room knows no ranks.
+A step is published by one rename, so it is intact unless the disk damaged it later. verdicts.py records what later
+steps showed about it. The exchange between ranks is a callable, because this room knows no ranks.
 """
 
 from __future__ import annotations
@@ -28,22 +28,21 @@ from mega.core.files import POINTER
 
 
 class _View(TypedDict):
-    """What a rank sees: published steps, whether there is a pointer, the suspects' manifest and reason by step, and why
-    verdicts could not be read."""
+    """The view of one rank."""
 
-    steps: list[int]
-    pointer: bool
-    suspects: dict[str, list[str]]
-    fault: str
+    steps: list[int]  # published steps
+    pointer: bool  # whether the pointer file exists
+    suspects: dict[str, list[str]]  # suspect step -> the hash of its manifest, the reason
+    fault: str  # why the verdicts could not be read, or ""
 
 
 class TrustedSteps(StepFolder):
-    """The steps under a directory, of which all ranks choose the same."""
+    """The steps under a directory. All ranks choose the same one."""
 
     def newest(self, *, verify: bool = True, report: Callable[[str], None] = lambda line: None) -> int | None:
-        """The step of what `find` finds for one rank alone. Errors: as of `find`."""
-        found = self.find(verify=verify, report=report)
-        return None if found is None else found.step
+        """The step number of the checkpoint that `find` returns for a single rank. Errors: as in `find`."""
+        checkpoint = self.find(verify=verify, report=report)
+        return None if checkpoint is None else checkpoint.step
 
     def find(
         self,
@@ -52,18 +51,18 @@ class TrustedSteps(StepFolder):
         report: Callable[[str], None] = lambda line: None,
         exchange: JsonExchange = alone,
     ) -> Checkpoint | None:
-        """The newest published checkpoint that every rank trusts, opened, and the same one on all of them.
+        """Find and open the newest published checkpoint that every rank trusts, the same one on all ranks.
 
             1 every rank lists what it sees    and reads the verdicts
             2 newest first, every rank opens   its manifest, and all sizes; with `verify` every byte is hashed
-            3 ranks compare what they opened   by the manifest's hash, which stands for run, plain state and tensors
+            3 ranks compare what they opened   by the manifest's hash, which covers run, plain state and tensors
 
-        A step is passed over where any rank cannot open it or sees another one, and where it is suspect (verdicts.py).
-        report: is given a line for every one that is passed over, with the ranks and their reasons, and one for a
-        pointer that names another one. None only where nothing was ever published.
-        Errors: CheckpointError, on all ranks, if there are checkpoints or a pointer, but none can be trusted: a run is
-        never silently started again from nothing. Likewise if a rank cannot list the directory. Of these, where one
-        could not be read for now, an UnreadableError.
+        A step is skipped if any rank cannot open it or sees another one, and if it is suspect (verdicts.py).
+        report: called with a line for every skipped step, with the ranks and their reasons, and a line if the pointer
+        names another step. Returns None only if nothing was ever published.
+        Errors: CheckpointError, on all ranks, if there are checkpoints or a pointer, but none can be trusted: a run
+        never silently starts again from scratch. The same if a rank cannot list the directory. If a file could not be
+        read at present, the error is an UnreadableError.
         """
         # 1
         views = gathered(self._view, exchange)
@@ -94,7 +93,7 @@ class TrustedSteps(StepFolder):
         return None
 
     def _view(self) -> _View:
-        """What this rank sees."""
+        """Collect what this rank sees."""
         self._recover()
         verdicts, fault = attempt(self.verdicts)
         suspects = {str(step): [v.manifest, v.reason] for step, v in (verdicts or {}).items() if v.status == "suspect"}
@@ -103,10 +102,10 @@ class TrustedSteps(StepFolder):
         return {"steps": steps, "pointer": self._pointer() is not None, "suspects": suspects, "fault": unread}
 
     def _look(self, step: int, verify: bool, suspect: Sequence[str] | None) -> tuple[Checkpoint | None, str, bool]:
-        """A step, opened, or why it is passed over, and whether it may be read later. suspect: the manifest and the
-        reason of a verdict.
+        """(the opened step or None, why it is skipped, whether a later attempt may succeed). suspect: the manifest and
+        the reason of a verdict.
 
-        Errors: OSError where an object store cannot be reached, which says nothing of the step.
+        Errors: OSError if an object store cannot be reached, which proves nothing about the step.
         """
         try:
             checkpoint = self.open(step)
@@ -121,9 +120,9 @@ class TrustedSteps(StepFolder):
     def open_named(
         self, step: int, report: Callable[[str], None] = lambda line: None, exchange: JsonExchange = alone
     ) -> Checkpoint:
-        """The step that the user names, the same on all ranks. report: is given a line where it is suspect.
+        """Open the step that the user names, the same on all ranks. report: called with a line if it is suspect.
 
-        Errors: CheckpointError on all ranks, where any of them cannot open it or sees another one.
+        Errors: CheckpointError on all ranks if any of them cannot open it or sees another one.
         """
         checkpoint = together(partial(self.open, step), exchange)
         if differ := disagreement(exchange(_identity(checkpoint))):
@@ -134,17 +133,17 @@ class TrustedSteps(StepFolder):
         return checkpoint
 
     def verdicts(self) -> dict[int, StepVerdict]:
-        """What became known of the steps. Errors: CheckpointError, OSError where that cannot be read."""
+        """The verdicts on all steps. Errors: CheckpointError, OSError if they cannot be read."""
         data = self._note(VERDICTS)
         return {} if data is None else decode(data, self.directory / VERDICTS)
 
     def set_verdicts(self, verdicts: Mapping[int, StepVerdict]) -> None:
-        """Replace all that is known of the steps, at once; by one process. Errors: OSError, CheckpointError."""
+        """Replace the verdicts on all steps at once; one process calls this. Errors: OSError, CheckpointError."""
         self._set_note(VERDICTS, encode(verdicts))
 
 
 def _identity(checkpoint: Checkpoint | None) -> str:
-    """What ranks compare of a checkpoint that each has opened."""
+    """The identity of an opened checkpoint, which ranks compare."""
     if checkpoint is None:
         return ""
     return f"manifest {checkpoint.digest[:16]}{' without optimizer state' if checkpoint.weights_only else ''}"

@@ -1,20 +1,21 @@
-"""What became known of saved steps after they were saved: whether a run that resumes from one can be expected to train.
+"""Verdicts on saved steps, reached after they were saved: whether a run that resumes from a step can be expected to
+train.
 
-A step is published when every byte of it is on the disk and every number finite. Whether its weights are any good shows
-later: a run that is about to blow up saves finite weights until the loss is NaN. `verdicts.json`, next to the steps,
-holds for each what the run that went on from it has met:
+A step is published when every byte of it is on the disk and every number is finite. Bad weights show later: a run that
+is about to diverge saves finite weights until the loss is NaN. `verdicts.json`, next to the steps, records for each
+step what the run observed after it:
 
-    unproven    as yet too few steps have been taken since; also every step without an entry
-    good        --good-after sound steps were taken since, or the run came to its last one
-    suspect     the run blew up before it was good; with the reason
+    unproven    too few steps were taken since; also every step without an entry
+    good        --good-after sound steps were taken since, or the run reached its last step
+    suspect     the run diverged before the step was good; with the reason
 
 A sound step is one that was applied with a finite loss below the limit in `training/saves/proving.py`.
 
-Which step is resumed from: the newest whole one that is not suspect. Unproven ones count, so that a run that is killed
-loses nothing; there must be a reason to pass one over, and it is reported. Retention never removes the newest good one.
+A run resumes from the newest intact step that is not suspect. Unproven steps count, so that a killed run loses nothing;
+a step is skipped only for a reason, and that is reported. Retention never removes the newest good step.
 
-An entry holds the hash of the step's manifest, so one for a step that was replaced since means nothing. It stands next
-to the steps and not in them, since these are sealed. Where the file is absent or damaged, every step is unproven.
+An entry holds the hash of the step's manifest, so an entry for a step that was replaced later has no effect. The file
+is next to the steps and not in them, because they are sealed. If it is absent or damaged, every step is unproven.
 """
 
 from __future__ import annotations
@@ -37,28 +38,29 @@ Status = Literal["unproven", "good", "suspect"]
 
 @dataclass(frozen=True)
 class StepVerdict:
-    """What is known of one step. manifest: the hash of what was judged. sound_steps: steps taken well since.
-
-    reason: of a suspect one, in words that follow "step N is passed over: ". valid_loss: of the validation at that
-    step, where there was one; retention keeps the step that has the least.
-    """
+    """The verdict on one step."""
 
     manifest: str
+    """The hash of the manifest of the step that it was reached on."""
     status: Status = "unproven"
+    """unproven, good or suspect, as above."""
     sound_steps: int = 0
+    """Sound steps taken since."""
     reason: str = ""
+    """Why the step is suspect, in words that follow "step N is passed over: "."""
     valid_loss: float | None = None
+    """The validation loss at that step, if there was a validation; retention keeps the step with the lowest."""
 
 
 def encode(verdicts: Mapping[int, StepVerdict]) -> bytes:
-    """The file of some steps' verdicts."""
+    """The content of the file for these verdicts."""
     steps = {str(step): asdict(verdict) for step, verdict in sorted(verdicts.items())}
     text = json.dumps({"format": "mega verdicts", "format_version": FORMAT_VERSION, "steps": steps}, indent=1)
     return f"{text}\n".encode()
 
 
 def decode(data: bytes, path: Path) -> dict[int, StepVerdict]:
-    """Step -> verdict. What a later version has added is left out. Errors: CheckpointError naming the file."""
+    """Step -> verdict. Fields that later versions add are ignored. Errors: CheckpointError naming the file."""
     fields = parse_json(data, path)
     try:
         match fields:
