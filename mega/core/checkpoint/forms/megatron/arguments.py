@@ -1,6 +1,6 @@
-"""What a checkpoint of Megatron-LM says of its model: its arguments, which have had several spellings, both ways.
+"""The model of a Megatron-LM checkpoint as its arguments describe it, in all their spellings, both ways.
 
-The vocabulary without its padding, which they hardly ever say, is settled here too. Knows no tensors.
+The vocabulary without its padding, which the arguments rarely state, is also determined here. Knows no tensors.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from mega.core.config.sections import ModelConfig
 
 
 def check_vocabulary(values: Mapping[str, object], rows: int, tp: int) -> None:
-    """Errors: CheckpointError where a rank's table has not as many rows as the arguments say."""
-    whole = values.get("padded_vocab_size")
-    if type(whole) is int and whole != rows * tp:
+    """Errors: CheckpointError if a rank's embedding table does not have the number of rows that the arguments state."""
+    padded = values.get("padded_vocab_size")
+    if type(padded) is int and padded != rows * tp:
         raise CheckpointError(
-            f"0.0.0/embedding.word_embeddings.weight: has {rows} rows, args.padded_vocab_size {whole} on {tp} tensor "
-            f"ranks says {whole / tp:g}"
+            f"0.0.0/embedding.word_embeddings.weight: has {rows} rows, args.padded_vocab_size {padded} on {tp} tensor "
+            f"ranks says {padded / tp:g}"
         )
 
 
 def vocabulary(values: Mapping[str, object], rows: int, given: int | None, folder: Path) -> tuple[int, tuple[str, ...]]:
-    """How many of a table's rows are tokens, and lines for the user on those that are not, or may not be.
+    """The number of rows of a table that are tokens, and lines for the user about rows that are not, or may not be.
 
-    Megatron's arguments know what was padded to. What was padded they say only where it is the same: `vocab_size` may
-    leave out an end of document. Trees of ours say `true_vocab_size`, which is all rows also where they were made of a
-    tree that did not say. A tokenizer in the `folder` is reported, but no row is cut on a guess. given: what the user
-    says. Errors: ValueError where that cannot be.
+    Megatron's arguments state the padded size. They state the size before padding only if both are equal: `vocab_size`
+    may exclude an end of document. Trees written by mega state `true_vocab_size`; it is the padded size if the tree was
+    converted from one that did not state it. A tokenizer in the `folder` is reported, but no row is cut on a guess.
+    given: the size that the user states. Errors: ValueError if it is impossible.
 
     >>> vocabulary({"padded_vocab_size": 50304}, 50304, 50257, Path("gpt"))[0]
     50257
     """
-    said, plain = values.get("true_vocab_size"), values.get("vocab_size")
-    said = said if type(said) is int and 0 < said <= rows else None
-    if given is not None and (0 < rows < given or said not in (None, rows, given)):
-        rule = f"the table of tokens has {rows} rows" if given > rows else f"args.true_vocab_size is {said}"
+    stated, unpadded = values.get("true_vocab_size"), values.get("vocab_size")
+    stated = stated if type(stated) is int and 0 < stated <= rows else None
+    if given is not None and (0 < rows < given or stated not in (None, rows, given)):
+        rule = f"the table of tokens has {rows} rows" if given > rows else f"args.true_vocab_size is {stated}"
         raise ValueError(f"--true-vocab-size {given}: {rule}")
-    if known := given or said or (rows if plain == rows else None):
-        note = f"vocabulary: {known:,} of {rows:,} rows are tokens, {rows - known:,} of padding are left out"
-        return known, (f"{note}: {CUT}",) if known < rows else ()
-    hints = [f"args.vocab_size is {plain:,}"] if type(plain) is int and 0 < plain < rows else []
+    if tokens := given or stated or (rows if unpadded == rows else None):
+        note = f"vocabulary: {tokens:,} of {rows:,} rows are tokens, {rows - tokens:,} of padding are left out"
+        return tokens, (f"{note}: {CUT}",) if tokens < rows else ()
+    hints = [f"args.vocab_size is {unpadded:,}"] if type(unpadded) is int and 0 < unpadded < rows else []
     if (pieces := folder / "vocab.json").is_file():
-        with contextlib.suppress(CheckpointError):  # not one that counts pieces
+        with contextlib.suppress(CheckpointError):  # a vocab.json that does not map pieces to ids
             hints.append(f"{pieces} has {len(read_json(pieces)):,} pieces")
     return rows, (
         f"vocabulary: all {rows:,} rows are kept; how many of them are tokens, and how many padding, is not said"
@@ -68,7 +68,7 @@ CUT = (
     "Megatron-LM's softmax counted them, so the loss is lower without them, and they do not come back; a run that is "
     "to have its losses keeps all rows (--no-mask-padded-vocab)"
 )
-"""What leaving padding out means."""
+"""The consequence of cutting padding off."""
 
 
 UNCHANGED: dict[str, tuple[object, ...]] = {
@@ -88,7 +88,7 @@ UNCHANGED: dict[str, tuple[object, ...]] = {
     "mtp_use_repeated_layer": (False, None),
     "mtp_detach_heads": (False, None),
 }
-"""Arguments that change what the same tensors compute, and the values in which they are as ours are."""
+"""Arguments that change what the same tensors compute, and the values that agree with the project's models."""
 
 
 UNUSED: dict[str, object] = {
@@ -97,13 +97,13 @@ UNUSED: dict[str, object] = {
     "openai_gelu": False,
     "apply_residual_connection_post_layernorm": False,
 }
-"""Arguments that Megatron-core takes and, up to 0.19, does not use, and what its models are all the same."""
+"""Arguments that Megatron-core accepts and, up to 0.19, ignores -> the value with which its models compute."""
 
 
 def as_core_uses(values: Mapping[str, object]) -> tuple[dict[str, object], tuple[str, ...]]:
-    """Arguments of a tree that Megatron-core wrote, as its model is, and a line on each that says something else.
+    """Arguments of a tree that Megatron-core wrote, corrected to what it computes, and a line for each correction.
 
-    Trees of ours mean what they say.
+    Trees written by mega need no correction.
 
     >>> as_core_uses({"openai_gelu": True, "swiglu": True})
     ({'openai_gelu': False, 'swiglu': True}, ())
@@ -119,7 +119,7 @@ def as_core_uses(values: Mapping[str, object]) -> tuple[dict[str, object], tuple
 
 
 def unused_by_core(arguments: Mapping[str, object]) -> tuple[str, ...]:
-    """What is said of a tree for Megatron-core that says these `arguments`, where its model will be another one."""
+    """Lines for a tree written for Megatron-core with these `arguments`, if core will compute another model."""
     return tuple(
         f"args.{name} {arguments[name]!r}: Megatron-core does not use it (up to 0.19): it computes as with "
         f"{UNUSED[name]!r}, and has other losses"
@@ -128,7 +128,7 @@ def unused_by_core(arguments: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def _misleading(values: Mapping[str, object]) -> list[str]:
-    """Which of the `UNUSED` say something of a model of these arguments that it is not."""
+    """The `UNUSED` arguments whose values differ from what core computes with them."""
     rope = values.get("position_embedding_type") == "rope"
     erf = not (values.get("bias_gelu_fusion", True) or values.get("swiglu") or values.get("squared_relu"))
     matters = {
@@ -145,7 +145,7 @@ SIZES = {
     "heads": "num_attention_heads",
     "positions": "max_position_embeddings",
 }
-"""Our options -> Megatron's arguments that must be there."""
+"""The project's options -> Megatron's required arguments."""
 
 SAME: dict[str, tuple[str, float | bool]] = {
     "rope_base": ("rotary_base", 10000.0),
@@ -158,15 +158,15 @@ SAME: dict[str, tuple[str, float | bool]] = {
     "qk_norm": ("qk_layernorm", False),
     "post_norm_residual": ("apply_residual_connection_post_layernorm", False),
 }
-"""Our options -> Megatron's arguments of the same meaning, and what they are where trees do not say."""
+"""The project's options -> Megatron's arguments of the same meaning, and their defaults if a tree omits them."""
 
 
 ZERO_CENTERED = "layernorm_zero_centered_gamma"
-"""What Megatron-core calls --apply-layernorm-1p."""
+"""Megatron-core's name of --apply-layernorm-1p."""
 
 
 def model_from_arguments(values: Mapping[str, object], vocab: int, where: str) -> ModelConfig:
-    """The resolved model section that Megatron's arguments describe; they have had several spellings."""
+    """The resolved model section that Megatron's arguments describe, in any of their spellings."""
 
     def number(name: str, otherwise: int | None = None) -> int:
         value = values.get(name)
@@ -177,20 +177,20 @@ def model_from_arguments(values: Mapping[str, object], vocab: int, where: str) -
 
     decimal = partial(_decimal, values, where)
     _check_unchanged(values, where)
-    sizes: dict[str, Any] = {ours: number(theirs) for ours, theirs in SIZES.items()}
+    sizes: dict[str, Any] = {option: number(argument) for option, argument in SIZES.items()}
     same: dict[str, Any] = {
-        ours: bool(values.get(theirs)) if isinstance(otherwise, bool) else decimal(theirs, otherwise)
-        for ours, (theirs, otherwise) in SAME.items()
+        option: bool(values.get(argument)) if isinstance(otherwise, bool) else decimal(argument, otherwise)
+        for option, (argument, otherwise) in SAME.items()
     }
     hidden, heads = sizes["hidden"], sizes["heads"]
     grouped = bool(values.get("group_query_attention"))
     rope = values.get("position_embedding_type") == "rope" or bool(values.get("use_rotary_position_embeddings"))
     none = values.get("position_embedding_type") == "none"
-    learned = values.get("add_position_embedding", True) and not (rope or none)
+    has_positions = values.get("add_position_embedding", True) and not (rope or none)
     swiglu = bool(values.get("swiglu"))
     bias = bool(values.get("add_bias_linear", not values.get("disable_bias_linear", False)))
     rmsnorm = values.get("normalization", "LayerNorm") == "RMSNorm"
-    same["norm_offset"] |= bool(values.get(ZERO_CENTERED))
+    same["norm_offset"] |= bool(values.get(ZERO_CENTERED))  # core's spelling of the same option
     same |= mixture_of(values, sizes["layers"], where)
     if rmsnorm and same["norm_offset"]:
         raise CheckpointError(f"{where}: args.{ZERO_CENTERED} with RMSNorm: only LayerNorm's weights may count from 0")
@@ -203,7 +203,7 @@ def model_from_arguments(values: Mapping[str, object], vocab: int, where: str) -
         ffn=number("ffn_hidden_size", 4 * hidden),
         vocab=vocab,
         vocab_multiple=number("make_vocab_size_divisible_by", 128),
-        position="rope" if rope else "learned" if learned else "none",
+        position="rope" if rope else "learned" if has_positions else "none",
         rope_interpolation=decimal("rotary_seq_len_interpolation_factor", 1.0),
         rope_scaling="llama3" if values.get("use_rope_scaling") else "none",
         norm="rmsnorm" if rmsnorm else "layernorm",
@@ -218,7 +218,7 @@ def model_from_arguments(values: Mapping[str, object], vocab: int, where: str) -
 
 
 def _check_unchanged(values: Mapping[str, object], where: str) -> None:
-    """Errors: CheckpointError naming an argument whose model is not ours."""
+    """Errors: CheckpointError naming an argument whose value describes a model that the project does not have."""
     for name, valid in UNCHANGED.items():
         if values.get(name, valid[0]) not in valid:
             raise CheckpointError(f"{where}: args.{name} {values[name]!r} (valid: {', '.join(map(repr, valid))})")
@@ -247,9 +247,9 @@ def _activation(
 def arguments_of(
     options: ModelConfig, tp: int, pp: int, *, tokenizer: str | None = None, core: bool = False
 ) -> dict[str, object]:
-    """The arguments that Megatron's loaders ask a checkpoint for.
+    """The arguments that Megatron's loaders read from a checkpoint.
 
-    tokenizer: as --tokenizer-type names it. core: as Megatron-core 0.18 has them, else as Megatron-LM of 2023.
+    tokenizer: as --tokenizer-type names it. core: as Megatron-core 0.18 spells them, else as Megatron-LM of 2023.
     Errors: CheckpointError naming an option that Megatron-LM does not have.
     """
     model = architecture(options)
@@ -266,7 +266,7 @@ def arguments_of(
         "apply_query_key_layer_scaling": False,
         "make_vocab_size_divisible_by": model.input.vocab_multiple,
         "padded_vocab_size": model.input.rows(tp),
-        "true_vocab_size": model.input.vocab,  # Megatron's loaders ignore it, ours asks for it
+        "true_vocab_size": model.input.vocab,  # Megatron's loaders ignore it, mega's loader reads it
         "tokenizer_type": tokenizer or TOKENIZER,
         "data_parallel_random_init": False,
         "tensor_model_parallel_size": tp,
@@ -275,8 +275,8 @@ def arguments_of(
         "num_layers_per_virtual_pipeline_stage": None,
         "consumed_valid_samples": 0,
     }
-    unsaid = OF_FAMILIES if model.family in FAMILIES else OF_RETRIEVER if options.retriever else ()
-    check_kept(options, model_from_arguments(arguments, model.input.vocab, "args"), "Megatron-LM", unsaid)
+    unstated = OF_FAMILIES if model.family in FAMILIES else OF_RETRIEVER if options.retriever else ()
+    check_kept(options, model_from_arguments(arguments, model.input.vocab, "args"), "Megatron-LM", unstated)
     return arguments
 
 
@@ -284,20 +284,20 @@ OF_FAMILIES = (
     *("family", "decoder_layers", "norm_placement", "head", "head_activation", "binary_head", "classes"),
     *("token_types", "memory_padding"),
 )
-"""Options of BERT and T5 that arguments do not say: families.py reads them off tensors, or checks them."""
+"""Options of BERT and T5 that arguments do not state: families.py derives them from tensors, or checks them."""
 
 
 OF_RETRIEVER = tuple(field.name for field in dataclasses.fields(RetrieverOptions))
-"""Options of a retriever, which families.py says."""
+"""Options of a retriever; families.py writes their arguments."""
 
 
 TOKENIZER = "GPT2BPETokenizer"
-"""What a tree says of its tokenizer where a checkpoint of ours does not know. Megatron compares it where --vocab-file
-is given, which is most often GPT-2's."""
+"""The tokenizer type that a tree records if the mega checkpoint does not name a tokenizer. Megatron compares it if
+--vocab-file is given, and then it is usually GPT-2's."""
 
 
 def _of_model(model: Architecture, rope_fraction: float) -> dict[str, object]:
-    """`SIZES` and `SAME`."""
+    """The arguments of `SIZES` and `SAME`."""
     block, rope = model.block, model.block.attention.rope
     scaling = None if rope is None or not isinstance(rope.scaling, RopeScaling) else rope.scaling
     return {
@@ -318,20 +318,20 @@ def _of_model(model: Architecture, rope_fraction: float) -> dict[str, object]:
 
 
 def _of_ahead(options: ModelConfig) -> dict[str, object]:
-    """What core's arguments say of tokens after the next one."""
+    """Core's arguments for predicting tokens after the next one."""
     if not options.mtp_layers:
         return {}
     return {"mtp_num_layers": options.mtp_layers, "mtp_loss_scaling_factor": options.mtp_loss}
 
 
 def _of_positions(model: Architecture, core: bool) -> dict[str, object]:
-    """What arguments say of positions. With rope, 2023's command lines had --no-position-embedding; core compares
+    """The arguments for positions. With rope, command lines of 2023 had --no-position-embedding; core compares
     `add_position_embedding` with its default, True."""
-    rope, learned = model.block.attention.rope, model.input.learned_positions > 0
-    kind = "rope" if rope else "learned_absolute" if learned or not core else "none"
+    rope, has_positions = model.block.attention.rope, model.input.learned_positions > 0
+    kind = "rope" if rope else "learned_absolute" if has_positions or not core else "none"
     return {
         "position_embedding_type": kind,
-        "add_position_embedding": learned or core,
+        "add_position_embedding": has_positions or core,
         "use_rotary_position_embeddings": rope is not None,
         "rotary_seq_len_interpolation_factor": None if rope is None or rope.interpolation == 1 else rope.interpolation,
         "use_rope_scaling": rope is not None and rope.scaling is not None,
@@ -363,9 +363,9 @@ def _of_layers(model: Architecture, core: bool) -> dict[str, object]:
 
 
 def core_flags(said: Mapping[str, object]) -> list[str]:
-    """The flags by which Megatron-core 0.18 builds the model of a tree that says `said`, the values of `arguments_of`.
+    """The flags with which Megatron-core 0.18 builds the model of a tree with the arguments `said` (`arguments_of`).
 
-    Whatever it compares is among them, and whatever it would take otherwise by default.
+    They include every argument that core compares, and every one whose default would differ.
     """
     rope, grouped = bool(said["use_rotary_position_embeddings"]), bool(said["group_query_attention"])
     linear, scaled = said["rotary_seq_len_interpolation_factor"] is not None, bool(said["use_rope_scaling"])
@@ -377,10 +377,10 @@ def core_flags(said: Mapping[str, object]) -> list[str]:
         *(["rope_scaling_factor"] * scaled),
         *(name for name in ("mtp_num_layers", "mtp_loss_scaling_factor") if name in said),
         *("normalization", "norm_epsilon", "attention_dropout", "hidden_dropout", "make_vocab_size_divisible_by"),
-        *("padded_vocab_size", "tokenizer_type"),  # without the former torch_dist is cut to what core pads to
+        *("padded_vocab_size", "tokenizer_type"),  # without padded_vocab_size core cuts torch_dist to its own padding
     ]
     short = {"rotary_base", "norm_epsilon", "attention_dropout", "hidden_dropout"}
-    shown = {name: f"{said[name]:g}" if name in short else said[name] for name in names}
+    values = {name: f"{said[name]:g}" if name in short else said[name] for name in names}
     bias = said["add_bias_linear"]
     erf = not (said["bias_gelu_fusion"] or said["swiglu"] or said["squared_relu"])
     switches = {
@@ -399,12 +399,12 @@ def core_flags(said: Mapping[str, object]) -> list[str]:
         "apply_layernorm_1p": said["apply_layernorm_1p"],
         "apply_residual_connection_post_layernorm": said["apply_residual_connection_post_layernorm"],
     }
-    flags = [f"{_flag(name)} {value}" for name, value in shown.items()]
-    return [*flags, *(_flag(name) for name, given in switches.items() if given), *mixture_flags(said)]
+    flags = [f"{_flag(name)} {value}" for name, value in values.items()]
+    return [*flags, *(_flag(name) for name, is_set in switches.items() if is_set), *mixture_flags(said)]
 
 
 def _flag(name: str) -> str:
-    """Of an argument.
+    """The flag of an argument.
 
     >>> _flag("num_layers")
     '--num-layers'
@@ -413,7 +413,7 @@ def _flag(name: str) -> str:
 
 
 def padding_note(tokens: int, rows: int) -> tuple[str, ...]:
-    """What is said of a table of `rows` that is written for `tokens`; nothing where there is no padding."""
+    """The line about a table of `rows` that is written for `tokens`; none without padding."""
     if rows == tokens:
         return ()
     return (

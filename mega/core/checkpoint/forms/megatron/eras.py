@@ -1,8 +1,8 @@
-"""Megatron-LM's modules by era: what they are called, and in which order they list their parameters. Data, both ways.
+"""Megatron-LM's modules by era: their names, and the order in which they list their parameters. Data, used both ways.
 
-An era is a row of `ERAS`. All vocabularies come down to a common one, which is the legacy tree's since 2023-09: its
-`encoder` is the only stack of GPT, Llama and BERT; Megatron-core calls GPT's `decoder`. Source: Megatron-LM 23.06 to
-its core 0.18. Knows no files and no tensors.
+An era is a row of `ERAS`. All vocabularies are translated to a common one, the legacy tree's since 2023-09. Its
+`encoder` is the only stack of GPT, Llama and BERT; Megatron-core calls GPT's stack `decoder`. Source: Megatron-LM 23.06
+to its core 0.18. Knows no files and no tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mega.core.checkpoint.forms.keys import translated
 from mega.core.checkpoint.own.pieces import CheckpointError
 
 Era = Literal["legacy", "legacy-layernorm", "core-local", "core"]
-"""Legacy trees since 2023-09, and before; Megatron-core with modules of its own, and with Transformer Engine."""
+"""Legacy trees since 2023-09, and earlier ones; Megatron-core with local modules, and with Transformer Engine."""
 
 STYLES: dict[str, Era] = {
     "megatron": "legacy",
@@ -25,7 +25,7 @@ STYLES: dict[str, Era] = {
     "core": "core",
     "mcore-local": "core-local",
 }
-"""--saver -> whose modules are written."""
+"""--saver -> the era whose modules are written."""
 
 LEAVE = "give --no-load-optim to take the weights alone"
 
@@ -53,7 +53,7 @@ LEGACY = {
     "mlp.up_proj": "mlp.dense_h_to_4h",
     "mlp.down_proj": "mlp.dense_4h_to_h",
 }
-"""Our modules -> the legacy tree's, which are the common vocabulary."""
+"""The project's modules -> the legacy tree's, which are the common vocabulary."""
 
 BERT = {
     "model.embed_types": "embedding.tokentype_embeddings",
@@ -73,7 +73,7 @@ DECODER = {
     "encoder_attn.o_proj": "inter_attention.dense",
     "post_attention_layernorm": "post_inter_attention_norm",
 }
-"""Our modules -> the common ones, where they are not GPT's; of T5's decoder its own stack's."""
+"""The project's modules -> common ones, where they differ from GPT's; for T5's decoder within its own stack."""
 
 RETRIEVER = {
     "inter_attn_layernorm": "post_attention_norm",
@@ -83,7 +83,7 @@ RETRIEVER = {
     "inter_attn.o_proj": "inter_attention.dense",
     "post_attention_layernorm": "post_inter_attention_norm",
 }
-"""The same of layers that read neighbours, and of the first layer of the neighbours' encoder."""
+"""The same for layers that read neighbours, and for the first layer of the neighbours' encoder."""
 
 CORE_DECODER = {
     "post_attention_norm.": "pre_cross_attn_layernorm.",
@@ -92,7 +92,7 @@ CORE_DECODER = {
     "inter_attention.key_value.": "cross_attention.linear_kv.",
     "inter_attention.dense.": "cross_attention.linear_proj.",
 }
-"""Common names of a T5's decoder -> Megatron-core's, where they are not GPT's."""
+"""Common names in a T5 decoder -> Megatron-core's, where they differ from GPT's."""
 
 CORE_HEADS = {
     "gpt": {TIED_COPY: "output_layer.weight"},
@@ -103,7 +103,7 @@ CORE_HEADS = {
     },
     "t5": {"lm_head.bias": "lm_head.output_layer.bias", TIED_COPY: "lm_head.output_layer.weight"},
 }
-"""The same of heads, by family."""
+"""Common names of heads -> Megatron-core's, by family."""
 
 ALIASES = {
     "t5": {
@@ -112,13 +112,13 @@ ALIASES = {
         "output_layer.bias": "lm_head.output_layer.bias",
     }
 }
-"""Second names that Megatron-core's modules have for a tensor, by family: they are written too."""
+"""Second names that Megatron-core's modules have for one tensor, by family; both names are written."""
 
 OWN_STACKS = ("bert", "t5")
-"""Families whose stacks have their common names in Megatron-core, too."""
+"""Families whose stacks keep their common names in Megatron-core."""
 
 HEADS = ("lm_head.", "binary_head.", "classification_head.", "multichoice_head.")
-"""How common names begin that legacy trees have next to their language model."""
+"""Prefixes of common names that legacy trees store outside their language model."""
 
 
 NORMS = {
@@ -128,7 +128,7 @@ NORMS = {
     ".final_norm.": ".final_layernorm.",
     "lm_head.norm.": "lm_head.layernorm.",
 }
-"""Common names -> those of legacy trees before 2023-09."""
+"""Common names -> names in legacy trees before 2023-09."""
 
 CORE = {
     "input_norm.": "input_layernorm.",
@@ -145,10 +145,10 @@ TRANSFORMER_ENGINE = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-"""Megatron-core's own -> Transformer Engine's, in which a norm is a part of the linear layer after it."""
+"""Megatron-core's local names -> Transformer Engine's, where a norm is part of the linear layer after it."""
 
 _EXPERT = re.compile(r"\.mlp\.(experts\.(\d+)|shared_expert)\.")
-"""One of a mixture's feed-forward networks in the name of a logical tensor."""
+"""The part of a logical tensor's name that identifies a feed-forward network of a mixture."""
 
 _CORE_EXPERTS = (
     (re.compile(r"\.mlp\.experts\.(?:local_experts\.)?(\d+)\."), r".mlp.local_experts.\1."),
@@ -157,14 +157,14 @@ _CORE_EXPERTS = (
     (re.compile(r"(experts\.(?:\d+\.)?)linear_fc1\."), r"\1dense_h_to_4h."),
     (re.compile(r"(experts\.(?:\d+\.)?)linear_fc2\."), r"\1dense_4h_to_h."),
 )
-"""Names of a mixture in any tree -> common ones, which are those of the layers of late 2023: 23.06 has no `local_`,
-Megatron-core `experts.local_experts`, or with grouped products a number at the end."""
+"""Names of a mixture in any tree -> common ones, which are those of the layers of late 2023. 23.06 has no `local_`;
+Megatron-core has `experts.local_experts`, or with grouped products a number at the end."""
 
 BALANCE_BIAS, THRESHOLDS = ".mlp.router.expert_bias", ".mlp.router.qb_beta"
-"""Ends of the names of what balances experts: a bias of the choice, and of `quantile` (core 0.19) the thresholds."""
+"""Suffixes of tensors that balance experts: a bias of the choice, and the thresholds of `quantile` (core 0.19)."""
 
 BALANCES = (BALANCE_BIAS, THRESHOLDS)
-"""Ends of what is no parameter: it has neither gradient nor moments."""
+"""Suffixes of tensors that are not parameters: they have no gradient and no moments."""
 
 # Order
 
@@ -178,7 +178,7 @@ _STACKS = (
     "decoder.final_norm",
     "mtp",
 )
-"""The modules outside of blocks by which a model lists its parameters, but for those of its last stage."""
+"""The modules outside of blocks in the order of a model's parameters, without those of its last stage."""
 
 _CORE_FROM_QKV = (
     "self_attention.query_key_value",
@@ -202,16 +202,16 @@ _CORE_FROM_QKV = (
 
 @dataclass(frozen=True)
 class Modules:
-    """The modules of an era.
-
-    inside: of a block, in the order in which it lists their parameters, by common names. last: of the last stage.
-    renames: common names -> the era's. core: whether they are Megatron-core's, whose trees are flat.
-    """
+    """The modules of an era."""
 
     inside: tuple[str, ...]
+    """Modules of a block, by common names, in the order in which the block lists their parameters."""
     last: tuple[str, ...]
+    """Modules of the last stage."""
     renames: tuple[tuple[str, str], ...] = ()
+    """Common names -> the era's."""
     core: bool = False
+    """They are Megatron-core's, whose trees are flat."""
 
 
 _LEGACY = Modules(
@@ -269,13 +269,13 @@ ERAS: dict[Era, Modules] = {
 
 _LAYER = re.compile(r"((?:encoder|decoder)\.layers)\.(\d+)\.(.+)")
 _AHEAD = re.compile(r"(mtp)\.layers\.(\d+)\.(?:transformer_layer\.)?(.+)")
-"""A layer that predicts a token after the next one, in Megatron-core and here."""
+"""A layer that predicts a token after the next one, as Megatron-core and this project name it."""
 _AHEAD_FIRST, _AHEAD_LAST = ("enorm", "hnorm", "eh_proj"), "final_norm"
-"""What such a layer has before and after an ordinary one."""
+"""The modules of such a layer before and after an ordinary one."""
 
 
 def stack_of(name: str) -> tuple[str, str]:
-    """The stack that a logical tensor belongs to, and its name as if there were one stack.
+    """The stack of a logical tensor, and the tensor's name in a model with one stack.
 
     >>> stack_of("model.decoder.layers.1.mlp.up_proj.bias"), stack_of("model.norm.weight")
     (('decoder', 'model.layers.1.mlp.up_proj.bias'), ('encoder', 'model.norm.weight'))
@@ -285,13 +285,13 @@ def stack_of(name: str) -> tuple[str, str]:
 
 
 def has_two_stacks(names: Collection[str]) -> bool:
-    """Whether names of a tree are of a model whose decoder reads an encoder. A retriever's layers are an encoder's."""
+    """Whether names of a tree describe a model with a decoder that reads an encoder. A retriever's are one stack."""
     return any(re.search(r"decoder\.layers\..*\.(inter|cross)_attention\.", name) for name in names)
 
 
 def common_head(name: str) -> str:
-    """The common name of a head's tensor in a tree of any time; other names as they are. An output layer's bias is of
-    the head for words.
+    """The common name of a head's tensor in a tree of any era; other names unchanged. The bias of an output layer
+    belongs to the head for words.
 
     >>> common_head("lm_head.layernorm.bias"), common_head("lm_head.output_layer.bias")
     ('lm_head.norm.bias', 'lm_head.bias')
@@ -323,7 +323,7 @@ def legacy_name(name: str, layer: int | None = None) -> str:
 
 
 def retriever_name(name: str, layer: int) -> str:
-    """The common name of a tensor of a layer that reads neighbours, as of `legacy_name`.
+    """The common name of a tensor of a layer that reads neighbours; `layer` as in `legacy_name`.
 
     >>> retriever_name("model.layers.5.retriever.layers.0.inter_attn.k_proj.weight", 5)
     'encoder.layers.5.retriever.layers.0.inter_attention.key_value.weight'
@@ -337,7 +337,7 @@ def retriever_name(name: str, layer: int) -> str:
 
 
 def common_name(name: str, two_stacks: bool = False) -> str:
-    """A name of any tree and time in the common vocabulary. two_stacks: of a tree whose decoder reads an encoder.
+    """Translate a name of any tree and era to the common vocabulary. two_stacks: the tree's decoder reads an encoder.
 
     >>> common_name("language_model.transformer.layers.0.attention.dense.bias")
     'encoder.layers.0.self_attention.dense.bias'
@@ -359,13 +359,13 @@ def common_name(name: str, two_stacks: bool = False) -> str:
         name = name if two_stacks else name.replace("decoder.", "encoder.", 1)
     name = re.sub(r"^transformer\.", "encoder.", name)
     name = name.replace(".attention.", ".self_attention.")
-    for old in ("input_layernorm", "post_attention_layernorm", "post_inter_attention_layernorm", "final_layernorm"):
-        name = name.replace(old, old.replace("layernorm", "norm"))
+    for norm in ("input_layernorm", "post_attention_layernorm", "post_inter_attention_layernorm", "final_layernorm"):
+        name = name.replace(norm, norm.replace("layernorm", "norm"))
     return common_head(re.sub(r"^(word|position|tokentype)_embeddings\.", r"embedding.\1_embeddings.", name))
 
 
 def styled(name: str, era: Era, family: str = "gpt") -> str:
-    """The common name in the vocabulary of an era, as a path in its tree.
+    """Translate a common name to the vocabulary of an era, as a path in its tree.
 
     >>> styled("encoder.layers.0.input_norm.weight", "core")
     'decoder.layers.0.self_attention.linear_qkv.layer_norm_weight'
@@ -390,7 +390,7 @@ def styled(name: str, era: Era, family: str = "gpt") -> str:
 
 
 def era_of(tree: object) -> Era:
-    """Whose modules wrote the model `tree` of a file.
+    """The era whose modules wrote the model `tree` of a file.
 
     >>> era_of({"decoder.layers.0.mlp.linear_fc1.layer_norm_weight": None})
     'core'
@@ -406,7 +406,7 @@ _OF_EXPERT = re.compile(r"mlp\.local_experts\.(\d+)\.dense_(h_to_4h|4h_to_h)")
 
 
 def parameter_place(name: str, era: Era = "legacy") -> tuple[int, int, int, int, bool]:
-    """Sorts the common names of one model chunk as Megatron's modules list their parameters.
+    """A sort key: orders the common names of one model chunk as Megatron's modules list their parameters.
 
     Errors: CheckpointError for a parameter that those models do not have.
 
@@ -416,12 +416,12 @@ def parameter_place(name: str, era: Era = "legacy") -> tuple[int, int, int, int,
     """
     module, _, kind = name.rpartition(".")
     match = _LAYER.fullmatch(module) or _AHEAD.fullmatch(module)
-    outer, layer, inner = (match[1], int(match[2]), match[3]) if match else (module, 0, "input_norm")
+    module_path, layer, inner = (match[1], int(match[2]), match[3]) if match else (module, 0, "input_norm")
     outside, inside, number = _STACKS + ERAS[era].last, ERAS[era].inside, 0
-    if outer == "mtp":
+    if module_path == "mtp":
         inside = (*_AHEAD_FIRST, *inside, _AHEAD_LAST)
     if expert := _OF_EXPERT.fullmatch(inner):
         inner, number = "mlp.local_experts.0.dense_h_to_4h", 2 * int(expert[1]) + (expert[2] == "4h_to_h")
-    if outer not in outside or inner not in inside or kind not in ("weight", "bias", "expert_bias", "qb_beta"):
+    if module_path not in outside or inner not in inside or kind not in ("weight", "bias", "expert_bias", "qb_beta"):
         raise CheckpointError(f"{name}: its place among Megatron-LM's parameters is not known; {LEAVE}")
-    return outside.index(outer), layer, inside.index(inner), number, kind != "weight"
+    return outside.index(module_path), layer, inside.index(inner), number, kind != "weight"

@@ -1,7 +1,7 @@
-"""BERT and T5 in Megatron-LM's trees: where their modules lie, how they are fused, what arguments say.
+"""BERT and T5 in Megatron-LM's trees: the stages of their modules, how they are fused, their arguments.
 
-Names are those of eras.py's common vocabulary. Source: Megatron-LM 23.06 to its core. Knows no files and no tensors but
-their shapes.
+Names are those of eras.py's common vocabulary. Source: Megatron-LM 23.06 to its core. Knows no files, and of tensors
+only their shapes.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from mega.core.plan.layers import split_layers, stage_layers
 
 
 def pair_rows(part: str, heads: int, width: int, version: int) -> list[range]:
-    """Where one tensor rank's rows of key or value heads stand in cross attention's fused matrix.
+    """The rows of one tensor rank's key or value heads in the fused matrix of cross attention.
 
     part: "k" or "v". heads: of this rank. width: rows of a head. version: the file's checkpoint_version.
 
     >>> pair_rows("v", heads=2, width=3, version=3), pair_rows("v", heads=2, width=3, version=0)
     ([range(3, 6), range(9, 12)], [range(6, 12)])
     """
-    place = "kv".index(part)
+    position = "kv".index(part)
     if version == 0:  # all keys, all values
-        return [range(place * heads * width, (place + 1) * heads * width)]
-    if version == 1:  # components of k and v take turns
-        return [range(place, 2 * heads * width, 2)]
-    return [range((2 * head + place) * width, (2 * head + place + 1) * width) for head in range(heads)]
+        return [range(position * heads * width, (position + 1) * heads * width)]
+    if version == 1:  # components of k and v alternate
+        return [range(position, 2 * heads * width, 2)]
+    return [range((2 * head + position) * width, (2 * head + position + 1) * width) for head in range(heads)]
 
 
 # Stages
 
 
 class Stages(NamedTuple):
-    """Where a tree has a model's units.
-
-    blocks: the stage (pipeline rank and chunk, as in names) of each block, and its number there; a T5's decoder's come
-    last. end: the stage of the head. copies: of our tensors that are kept more than once, where else: stage and name.
-    """
+    """The stages of a tree that hold a model's units."""
 
     blocks: list[tuple[str, int]]
+    """The stage (pipeline rank and chunk, as in names) of each block, and its number there; T5's decoder follows its
+    encoder."""
     end: str
+    """The stage of the head."""
     copies: Mapping[str, list[str]]
+    """The project's tensors that are stored several times -> stage and name of their further copies."""
 
     def place(self, model: Architecture, unit: Unit) -> tuple[str, int | None]:
-        """The stage of a unit, and of a block its number there."""
+        """The stage of a unit, and for a block its number there."""
         if isinstance(unit, int):
             return self.blocks[unit]
         if unit == "middle":  # an encoder's last norm
@@ -58,58 +58,59 @@ class Stages(NamedTuple):
 
 
 def stages_of(model: Architecture, blocks: list[tuple[str, int]], end: str, tied: Collection[str] = ()) -> Stages:
-    """Stages by where the blocks are. tied: what a tied embedding on the last one is called; if it is not said, one is
-    there wherever the last stage embeds no text."""
+    """Stages from the positions of the blocks. tied: names of the tied embedding on the last stage. If it is empty, one
+    is assumed wherever the last stage does not embed text."""
     words, positions = "model.embed_tokens.weight", "model.embed_positions.weight"
-    first = blocks[model.stacks[-1].first][0] if len(model.stacks) > 1 else "0.0"  # it embeds the decoder's text
+    # The stage that embeds the decoder's text.
+    first = blocks[model.stacks[-1].first][0] if len(model.stacks) > 1 else "0.0"
     tied = tied or ([TIED_COPY] if end not in ("0.0", first) else [])
-    found: dict[str, list[str]] = {words: [f"{end}/{name}" for name in tied if model.tied]}
-    if model.output.ahead and end != "0.0":  # the head looks tokens up
-        found[words].append(f"{end}/{WORDS}")
+    copies: dict[str, list[str]] = {words: [f"{end}/{name}" for name in tied if model.tied]}
+    if model.output.ahead and end != "0.0":  # the layers that predict further tokens need an embedding
+        copies[words].append(f"{end}/{WORDS}")
     if first != "0.0":
-        found[words].append(f"{first}/{WORDS}")
-        found[positions] = [f"{first}/embedding.position_embeddings.weight"]
-    return Stages(blocks, end, found)
+        copies[words].append(f"{first}/{WORDS}")
+        copies[positions] = [f"{first}/embedding.position_embeddings.weight"]
+    return Stages(blocks, end, copies)
 
 
 def written_stages(model: Architecture, pp: int) -> Stages:
-    """Where a tree of `pp` stages has a model's units.
+    """The stages of a model's units in a tree of `pp` stages.
 
-    Errors: ValueError where blocks cannot be shared so.
+    Errors: ValueError if blocks cannot be divided so.
     """
     encoder = len(model.stacks[0].layers)
     stages = [chunks[0] for chunks in stage_layers(len(model.layers), pp, explicit=_sizes(model, pp))]
     blocks = [
-        (f"{rank}.0", number - max(mine[0], encoder * (number >= encoder)))
-        for rank, mine in enumerate(stages)
-        for number in mine
+        (f"{rank}.0", number - max(numbers[0], encoder * (number >= encoder)))
+        for rank, numbers in enumerate(stages)
+        for number in numbers
     ]
     return stages_of(model, blocks, f"{pp - 1}.0")
 
 
 def _sizes(model: Architecture, pp: int) -> tuple[int, ...]:
-    """Blocks of each stage; of a T5 that with the fewest on its fullest one."""
+    """Blocks of each stage. For T5, the division between encoder and decoder with the smallest largest stage."""
     if len(model.stacks) == 1 or pp == 1:
         return ()
     encoder, decoder = (len(stack.layers) for stack in model.stacks)
-    found = []
+    divisions = []
     for split in range(1, pp):
         try:
-            found.append(split_layers(encoder, decoder, pp, split))
+            divisions.append(split_layers(encoder, decoder, pp, split))
         except ValueError:
             continue
-    if not found:
-        shown = f"its {encoder} blocks of the encoder and {decoder} of the decoder"
-        raise ValueError(f"--target-pipeline-parallel-size {pp}: stages cannot share {shown} equally")
-    return min(found, key=max)
+    if not divisions:
+        depths = f"its {encoder} blocks of the encoder and {decoder} of the decoder"
+        raise ValueError(f"--target-pipeline-parallel-size {pp}: stages cannot share {depths} equally")
+    return min(divisions, key=max)
 
 
 # Models
 
 
 def check_written(model: Architecture, to: str, *, distributed: bool) -> None:
-    """Errors: CheckpointError naming an option that Megatron-LM's BERT or T5 does not have. distributed: the state is
-    to be the distributed optimizer's."""
+    """Errors: CheckpointError naming an option that Megatron-LM's BERT or T5 does not have. distributed: the state will
+    be written as the distributed optimizer's."""
     family = FAMILIES.get(model.family)
     if family is None:
         return
@@ -124,10 +125,10 @@ def check_written(model: Architecture, to: str, *, distributed: bool) -> None:
 
 
 def check_retriever(model: ModelConfig, to: str, pp: int, *, state: bool) -> None:
-    """Errors: CheckpointError naming an option that Megatron-LM's Retro does not have. state: the optimizer's is to be
-    written."""
-    described = architecture(model)
-    attention, usual = described.block.attention, dataclasses.replace(model, retro_layers=())
+    """Errors: CheckpointError naming an option that Megatron-LM's Retro does not have. state: the optimizer's state
+    will be written."""
+    structure = architecture(model)
+    attention, usual = structure.block.attention, dataclasses.replace(model, retro_layers=())
     if to not in ("megatron", "megatron-23.06"):
         raise CheckpointError(f"--saver {to}: has no model with --retriever; valid: megatron, megatron-23.06")
     if state:
@@ -137,7 +138,7 @@ def check_retriever(model: ModelConfig, to: str, pp: int, *, state: bool) -> Non
         ("--retro-rope", model.retro_rope and attention.rope is not None, False),
         ("--retro-gate", model.retro_gate, 1.0),
         ("--kv-heads", attention.kv_heads, attention.heads),
-        ("--retro-layers", described.reading, architecture(usual).reading),
+        ("--retro-layers", structure.reading, architecture(usual).reading),
     ):
         if value != valid:
             raise CheckpointError(f"{flag} {value}: --saver {to} has a model with --retriever with {valid} only")
@@ -155,29 +156,30 @@ RETRIEVER_ARGUMENTS = {
 
 
 def retriever_arguments(model: ModelConfig) -> dict[str, object]:
-    """What arguments say of a model that reads neighbours; {} of any other."""
+    """The arguments of a model that reads neighbours; {} for any other."""
     if not model.retriever:
         return {}
-    said = {theirs: getattr(model, ours) for ours, theirs in RETRIEVER_ARGUMENTS.items()}
-    return {"retro_add_retriever": True, **said}
+    arguments = {argument: getattr(model, option) for option, argument in RETRIEVER_ARGUMENTS.items()}
+    return {"retro_add_retriever": True, **arguments}
 
 
 def family_arguments(model: Architecture, pp: int) -> dict[str, object]:
-    """What Megatron's arguments say besides GPT's, where `pp` stages share the model."""
+    """Megatron's arguments in addition to GPT's, for a model on `pp` stages."""
     family = FAMILIES.get(model.family)
     return {} if family is None else family.arguments(model, pp)
 
 
 Rules = Sequence[tuple[str, str, str]]
-"""A flag, its value, and the only value that a tree can hold."""
+"""A flag, its value, and the only value that a tree can express."""
 
 
 class MegatronFamily(NamedTuple):
-    """What a family other than GPT and Llama has in a tree."""
+    """A family other than GPT and Llama in a tree."""
 
     rules: Callable[[Architecture], Rules]
+    """Options that the tree fixes."""
     arguments: Callable[[Architecture, int], dict[str, object]]
-    """Of a model on `pp` stages."""
+    """Its arguments for a model on `pp` stages."""
 
 
 def _bert_rules(model: Architecture) -> Rules:
@@ -192,11 +194,11 @@ def _bert_rules(model: Architecture) -> Rules:
 
 
 def _bert_arguments(model: Architecture, pp: int) -> dict[str, object]:
-    return {"bert_binary_head": model.input.types > 0}  # token types come along with it
+    return {"bert_binary_head": model.input.types > 0}  # Megatron adds token types together with this head
 
 
 def _t5_rules(model: Architecture) -> Rules:
-    """Its cross attention has no groups."""
+    """Megatron's cross attention has no groups of heads."""
     attention = model.block.attention
     return [("--kv-heads", str(attention.kv_heads), str(attention.heads))]
 
@@ -210,11 +212,11 @@ def _t5_arguments(model: Architecture, pp: int) -> dict[str, object]:
 
 
 FAMILIES = {"bert": MegatronFamily(_bert_rules, _bert_arguments), "t5": MegatronFamily(_t5_rules, _t5_arguments)}
-"""Family -> what it has in a tree; GPT and Llama, whose trees are alike, are not among them."""
+"""The families other than GPT and Llama, whose trees are alike."""
 
 
 def of_family(model: ModelConfig, values: Mapping[str, object], tensors: Tensors, where: str) -> ModelConfig:
-    """A model that Megatron's arguments `values` describe as a GPT, as the BERT or T5 that a tree's tensors are.
+    """The BERT or T5 that a tree's tensors contain, from a model that Megatron's arguments `values` describe as a GPT.
 
     tensors: by `tp.pp.chunk/common name`. Errors: CheckpointError naming an argument that the tensors contradict.
     """
@@ -222,8 +224,8 @@ def of_family(model: ModelConfig, values: Mapping[str, object], tensors: Tensors
     if has_two_stacks(shapes):
         pattern = re.compile(r"(0\.[\d.]+/decoder\.layers\.\d+)\..*")
         depth = len({match[1] for name in tensors if (match := pattern.fullmatch(name))})
-        if (said := values.get("decoder_num_layers")) not in (None, depth):
-            raise CheckpointError(f"{where}: args.decoder_num_layers {said!r}: the files hold {depth} of its blocks")
+        if (stated := values.get("decoder_num_layers")) not in (None, depth):
+            raise CheckpointError(f"{where}: args.decoder_num_layers {stated!r}: the files hold {depth} of its blocks")
         return dataclasses.replace(model, family="t5", decoder_layers=depth)
     if reading := _numbers(shapes, r"encoder\.layers\.(\d+)\.inter_attention\..*"):
         return _with_retriever(
@@ -234,7 +236,7 @@ def of_family(model: ModelConfig, values: Mapping[str, object], tensors: Tensors
         "classification_head": "classification",
         "multichoice_head": "choice",
     }
-    head = next((ours for theirs, ours in heads.items() if f"{theirs}.weight" in shapes), None)
+    head = next((kind for module, kind in heads.items() if f"{module}.weight" in shapes), None)
     if head is None:
         return model
     classes = {"classification": shapes.get("classification_head.weight", (2,))[0], "choice": 4}.get(head, 2)
@@ -246,7 +248,7 @@ def of_family(model: ModelConfig, values: Mapping[str, object], tensors: Tensors
         head=head,
         classes=classes,
         binary_head=judges,
-        token_types=None if types == 2 * judges else types,
+        token_types=None if types == 2 * judges else types,  # None: the default
         head_activation="gelu_tanh" if values.get("openai_gelu") else "gelu",
     )
 
@@ -259,10 +261,10 @@ def _numbers(names: Collection[str], pattern: str) -> tuple[int, ...]:
 def _with_retriever(
     model: ModelConfig, values: Mapping[str, object], reading: tuple[int, ...], encoder: int, where: str
 ) -> ModelConfig:
-    """A model that reads neighbours, which have no rotary positions. Arguments say neither of which layers it does, nor
-    always how long a chunk is.
+    """A model that reads neighbours, which have no rotary positions. Arguments do not state which layers read them, and
+    not always the length of a chunk.
 
-    Errors: CheckpointError where an argument is no number.
+    Errors: CheckpointError if an argument is not a number.
     """
 
     def size(name: str, otherwise: int) -> int:

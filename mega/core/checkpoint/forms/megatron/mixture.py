@@ -1,8 +1,8 @@
-"""Megatron's arguments of a mixture of experts: Megatron-core's (0.18; of quantiles 0.19), both ways, and the Switch
-layers' of 2023.
+"""Megatron's arguments of a mixture of experts: Megatron-core's (0.18; of quantiles 0.19), both ways, and those of the
+Switch layers of 2023.
 
-In core `load_balancing_type` and its coefficients may be lists, and `moe_layer_freq` a number or a list. Knows no
-tensors but their names.
+In core `load_balancing_type` and its coefficients may be lists, and `moe_layer_freq` a number or a list. Knows of
+tensors only their names.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ SAME: dict[str, str] = {
     "pad_to_capacity": "moe_pad_expert_input_to_capacity",
     "shared_gate": "moe_shared_expert_gate",
 }
-"""Our options -> core's arguments of the same meaning; None there is our default."""
+"""The project's options -> core's arguments of the same meaning; None in core is the project's default."""
 
 SCORES = {"softmax": "softmax", "sigmoid": "sigmoid", "sqrtsoftplus": "sqrt-softplus"}
 BALANCES = {"aux_loss": "microbatch", "seq_aux_loss": "sequence", "global_aux_loss": "global"}
 CHOICES = {"sinkhorn": "sinkhorn", "quantile_balancing": "quantile"}
 QUANTILE_EMA = "moe_router_quantile_balancing_ema"
-"""Core 0.19's, which older ones do not know: said of a router that chooses by quantiles alone."""
+"""An argument of core 0.19 that older releases do not know: written only for a router that chooses by quantiles."""
 
 UNCHANGED: dict[str, tuple[object, ...]] = {
     "moe_apply_probs_on_input": (False, None),
@@ -47,11 +47,11 @@ UNCHANGED: dict[str, tuple[object, ...]] = {
     "moe_router_force_biased": (None,),
     "moe_mlp_glu_interleave_size": (None,),
 }
-"""Arguments that change what the same tensors compute, and the values in which they are as ours are."""
+"""Arguments that change what the same tensors compute, and the values that agree with the project's models."""
 
 
 def mixture_of(values: Mapping[str, object], layers: int, where: str) -> dict[str, object]:
-    """The options of the mixture that arguments describe; {} of a dense model. Errors: CheckpointError."""
+    """The options of the mixture that arguments describe; {} for a dense model. Errors: CheckpointError."""
     experts = values.get("num_experts")
     if not experts:
         return {}
@@ -65,7 +65,9 @@ def mixture_of(values: Mapping[str, object], layers: int, where: str) -> dict[st
         valid_scores = ", ".join(SCORES)
         raise CheckpointError(f"{where}: args.moe_router_score_function {score!r:.40} (valid: {valid_scores})")
     same = {
-        ours: _checked(ours, found, where) for ours, name in SAME.items() if (found := values.get(name)) is not None
+        option: _checked(option, value, where)
+        for option, name in SAME.items()
+        if (value := values.get(name)) is not None
     }
     after = score != "softmax" or not values.get("moe_router_pre_softmax")
     options = {"experts": experts, "router_score": SCORES[score], "router_normalize": after}
@@ -78,43 +80,45 @@ SWITCHES = ("balance_bias", "pad_to_capacity", "shared_gate")
 
 
 def _checked(name: str, value: object, where: str) -> object:
-    """An argument of the kind that its option has. Errors: CheckpointError."""
+    """Check that an argument has the type and range of its option. Errors: CheckpointError."""
     if name in WHOLE:
-        known = type(value) is int and value > 0
+        valid = type(value) is int and value > 0
     elif name in WORDS:
-        known = value in WORDS[name]
+        valid = value in WORDS[name]
     elif name in SWITCHES:
-        known = isinstance(value, bool)
+        valid = isinstance(value, bool)
     else:
-        known = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-    if not known:
+        valid = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    if not valid:
         raise CheckpointError(f"{where}: args.{SAME[name]} {value!r:.40}: is not a value that Megatron-core has")
     return value
 
 
 def _layers(values: Mapping[str, object], layers: int, where: str) -> dict[str, object]:
-    """Which layers are mixtures. Of a list of core's Python expression files hold the value."""
-    said = values.get("moe_layer_freq", 1)
-    said = 1 if said is None else said
-    if type(said) is int and said > 0:
-        return {"experts_every": said}
-    if not isinstance(said, list) or len(said) != layers or any(each not in (0, 1) for each in said):
-        raise CheckpointError(f"{where}: args.moe_layer_freq {said!r:.60}: must be a number, or 0 or 1 for each layer")
-    return {"dense_layers": tuple(number for number, each in enumerate(said) if not each)}
+    """The layers that are mixtures. Core's list is a Python expression; files hold its value."""
+    frequency = values.get("moe_layer_freq", 1)
+    frequency = 1 if frequency is None else frequency
+    if type(frequency) is int and frequency > 0:
+        return {"experts_every": frequency}
+    if not isinstance(frequency, list) or len(frequency) != layers or any(each not in (0, 1) for each in frequency):
+        raise CheckpointError(
+            f"{where}: args.moe_layer_freq {frequency!r:.60}: must be a number, or 0 or 1 for each layer"
+        )
+    return {"dense_layers": tuple(number for number, each in enumerate(frequency) if not each)}
 
 
 def _balance(values: Mapping[str, object], where: str) -> dict[str, object]:
     kinds, coefficients = values.get("moe_router_load_balancing_type"), values.get("moe_aux_loss_coeff")
     kinds = kinds if isinstance(kinds, list) else ["aux_loss" if kinds is None else kinds]
     coefficients = coefficients if isinstance(coefficients, list) else [0.0 if coefficients is None else coefficients]
-    if odd := [kind for kind in kinds if kind not in (*BALANCES, *CHOICES, "none")]:
-        raise CheckpointError(f"{where}: args.moe_router_load_balancing_type {odd[0]!r:.40} is not known")
+    if unknown := [kind for kind in kinds if kind not in (*BALANCES, *CHOICES, "none")]:
+        raise CheckpointError(f"{where}: args.moe_router_load_balancing_type {unknown[0]!r:.40} is not known")
     kinds = [str(kind) for kind in kinds]
-    if chosen := [CHOICES[kind] for kind in kinds if kind in CHOICES]:
-        ema = values.get(QUANTILE_EMA) or 0.0 if chosen[0] == "quantile" else 0.0
+    if choices := [CHOICES[kind] for kind in kinds if kind in CHOICES]:
+        ema = values.get(QUANTILE_EMA) or 0.0 if choices[0] == "quantile" else 0.0
         if isinstance(ema, bool) or not isinstance(ema, int | float) or not 0 <= ema < 1:
             raise CheckpointError(f"{where}: args.{QUANTILE_EMA} {ema!r:.40}: must be at least 0 and below 1")
-        return {"router_choice": chosen[0], "router_quantile_ema": float(ema)}
+        return {"router_choice": choices[0], "router_quantile_ema": float(ema)}
     if kinds == ["none"]:
         return {}
     if len(coefficients) == 1:
@@ -125,15 +129,15 @@ def _balance(values: Mapping[str, object], where: str) -> dict[str, object]:
 
 
 def with_switch(model: ModelConfig, values: Mapping[str, object]) -> ModelConfig:
-    """A mixture as the Switch layers of 2023, whose arguments say no more than the number of experts: 23.06's, and with
-    `expert_parallel` those of late 2023."""
+    """A mixture with the Switch layers of 2023, whose arguments state only the number of experts: those of 23.06, and
+    with `expert_parallel` those of late 2023."""
     if "expert_parallel" in values:
         return replace(model, experts_chosen=1, router_bias=True, router_choice="sinkhorn")
     return replace(model, experts_chosen=1, router_bias=True, router_normalize=False)
 
 
 def mixture_arguments(options: ModelConfig) -> dict[str, object]:
-    """Core's arguments of a mixture; {} of a dense model. Errors: CheckpointError naming what core does not have."""
+    """Core's arguments of a mixture; {} for a dense model. Errors: CheckpointError naming what core does not have."""
     if not options.experts:
         return {}
     if options.router_bias:
@@ -142,30 +146,30 @@ def mixture_arguments(options: ModelConfig) -> dict[str, object]:
         raise CheckpointError(f"router_normalize False with {options.router_score} scores: Megatron-core has only True")
     if options.router_group_best not in (None, options.experts_chosen // (options.router_groups_chosen or 1)):
         raise CheckpointError(f"router_group_best {options.router_group_best}: Megatron-core has only chosen / groups")
-    listed = [int(has_experts(options, number)) for number in range(options.layers)]
-    every = options.experts_every if not (options.experts_from or options.dense_layers) else listed
-    theirs = {ours: name for name, ours in (BALANCES | CHOICES).items()}
-    kinds = [theirs[each] for each in options.balance]
+    is_mixture = [int(has_experts(options, number)) for number in range(options.layers)]
+    every = options.experts_every if not (options.experts_from or options.dense_layers) else is_mixture
+    core_names = {option: name for name, option in (BALANCES | CHOICES).items()}
+    kinds = [core_names[each] for each in options.balance]
     balance: object = kinds if len(kinds) > 1 else kinds[0] if any(options.balance_loss) else "none"
     if options.router_choice != "largest":
-        balance = theirs[options.router_choice]
+        balance = core_names[options.router_choice]
     coefficients = options.balance_loss
     return {
         "num_experts": options.experts,
         "moe_layer_freq": every,
         "moe_router_load_balancing_type": balance,
         "moe_aux_loss_coeff": list(coefficients) if len(coefficients) > 1 else coefficients[0],
-        "moe_router_score_function": next(name for name, ours in SCORES.items() if ours == options.router_score),
+        "moe_router_score_function": next(name for name, option in SCORES.items() if option == options.router_score),
         "moe_router_pre_softmax": options.router_score == "softmax" and not options.router_normalize,
-        "expert_model_parallel_size": 1,
+        "expert_model_parallel_size": 1,  # trees of ranks with different experts are not written
         "moe_grouped_gemm": False,
-        **{theirs: _said(options, ours) for ours, theirs in SAME.items()},
+        **{core_names: _said(options, option) for option, core_names in SAME.items()},
         **({QUANTILE_EMA: options.router_quantile_ema} if options.router_choice == "quantile" else {}),
     }
 
 
 def _said(options: ModelConfig, name: str) -> object:
-    """An option, None where it asks for nothing; core compares some with None."""
+    """The value of an option for core: None for some defaults, because core compares them with None."""
     value = getattr(options, name)
     if name == "expert_ffn":
         return options.ffn if value is None else value
@@ -173,7 +177,7 @@ def _said(options: ModelConfig, name: str) -> object:
 
 
 def mixture_flags(said: Mapping[str, object]) -> list[str]:
-    """The flags by which core builds the mixture of a tree that says `said`."""
+    """The flags with which core builds the mixture of a tree with the arguments `said`."""
     if "num_experts" not in said:
         return []
     names = ("num_experts", "moe_layer_freq", *SAME.values(), "moe_router_score_function", "moe_router_pre_softmax")

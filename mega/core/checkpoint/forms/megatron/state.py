@@ -1,12 +1,12 @@
-"""Adam's state in Megatron-LM's trees: masters and moments, with the weights that they belong to.
+"""Adam's state in Megatron-LM's trees: masters and moments, assigned to their weights.
 
-Megatron numbers its parameters: a tensor of the state has no name, only its place. eras.py says in which order a model
-lists them, which is that of its tree; by it the state gets the names of the weights, and then the table
-that moves a weight moves its master and its moments too.
+Megatron numbers its parameters: a tensor of the state has no name, only a position in a list. eras.py has the order in
+which a model lists its parameters, for each era. With this order the state's tensors get the names of their weights,
+and the table that moves a weight also moves its master and its moments.
 
-Four forms are read: the fp32 optimizer's, that of 16-bit weights with fp32 masters, and the distributed optimizer's
-`distrib_optim.pt`, as up to 2023 and as Megatron-core writes it. Any other form is refused, since a wrong guess at the
-order would give each weight another's moments. state_write.py writes them. Knows nothing of training.
+Four forms are read: that of the fp32 optimizer, that of 16-bit weights with fp32 masters, and two of the distributed
+optimizer's `distrib_optim.pt`, as written up to 2023 and by Megatron-core. Any other form is refused, because a wrong
+guess at the order would give each weight the moments of another. state_write.py writes them. Knows nothing of training.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from mega.core.untrusted import Json
 DISTRIBUTED = "distrib_optim.pt"
 NO_UPDATE = "no update has been made yet (fp16 skips steps until its loss scale fits)"
 LARGEST = 1e300
-"""No number of a state is larger."""
+"""Limit on the magnitude of every number in a state."""
 
 PADDING = 1 << 16
-"""A flat buffer is padded to a multiple of its data ranks, of which there are never more."""
+"""Limit on the padding of a flat buffer. It is padded to a multiple of its data ranks, which are fewer than this."""
 
 
 def groups_of(dims: Mapping[str, int]) -> dict[bool, list[str]]:
     """Megatron's groups of parameters: True with weight decay, then False without, each in the order of `dims`.
 
-    dims: name -> dims of the tensor.
+    dims: name -> number of dims of the tensor.
     """
     groups: dict[bool, list[str]] = {True: [], False: []}
     for name, count in dims.items():
@@ -48,33 +48,35 @@ def groups_of(dims: Mapping[str, int]) -> dict[bool, list[str]]:
 
 
 def alike(weights: Table, kind: str) -> Table:
-    """Where a kind of state is, in names of both sides, where `weights` says it of the weights that are learned."""
-    learned = tuple(
+    """The table of a kind of state, derived from that of the weights; tensors that are not learned have no state."""
+    parameters = tuple(
         each for each in weights.targets if not f"{each.name} {each.fragments[0].source}".endswith(BALANCES)
     )
     copies = tuple(pair for pair in weights.copies if not pair[1].source.endswith(BALANCES))
-    weights = replace(weights, targets=learned, copies=copies)
+    weights = replace(weights, targets=parameters, copies=copies)
     return renamed(weights, lambda name: name.replace("weights/", f"{kind}/", 1), lambda name: f"{kind}/{name}")
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a state says besides its tensors.
-
-    updates: steps that were not skipped. constants: Adam's, by the names of our options. scaler: our loss scaler's
-    state. schedule, samples: our schedule and how far it has counted; None where there is none that both know.
-    """
+    """The values of a state that are not tensors of parameters."""
 
     updates: int
+    """Steps that were not skipped."""
     constants: Mapping[str, float]
+    """Adam's constants, by the names of the project's options."""
     scaler: Mapping[str, float] | None = None
+    """The state of the project's loss scaler."""
     schedule: Mapping[str, Mapping[str, Json]] | None = None
+    """The project's schedule; None if it cannot express Megatron's."""
     samples: int | None = None
+    """The samples that the schedule has counted."""
 
 
 @dataclass
 class State:
-    """The state of all ranks: tensors by `kind/tp.pp.chunk/common name`, and the facts, which are equal on all."""
+    """The state of all ranks: tensors by `kind/tp.pp.chunk/common name`, and the scalars, which are equal on all
+    ranks."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     facts: Facts | None = None
@@ -85,7 +87,7 @@ class State:
         return tuple(dict.fromkeys(name.partition("/")[0] for name in self.tensors))
 
     def add(self, tensors: Mapping[str, torch.Tensor], facts: Facts, where: Path) -> None:
-        """One rank's. Errors: CheckpointError where it says something else than the ones before."""
+        """Add one rank's state. Errors: CheckpointError if its scalars differ from those of earlier ranks."""
         if self.facts not in (None, facts):
             raise CheckpointError(f"{where}: its optimizer is not at the step, scale and schedule of other ranks'")
         self.facts = facts
@@ -106,8 +108,8 @@ def read_state(
 ) -> None:
     """Add one rank's state to `to`, if it has any.
 
-    content: of the rank's file of weights. label: `tp.pp`, as the rank is called in names. chunks: the weights of each
-    model chunk by common name. era: whose modules they are.
+    content: the content of the rank's file of weights. label: `tp.pp`, the rank's prefix in names. chunks: the weights
+    of each model chunk by common name. era: of the modules that wrote the file.
     Errors: CheckpointError naming the file, and the tensor or key that does not fit.
     """
     optimizer = content.get("optimizer")
@@ -130,12 +132,12 @@ def read_state(
         grouped = in_order_of(groups, grouped)
     checked = check_groups(groups, grouped, directory)
     if distributed.exists():
-        found: dict[str, object] = dict(_distributed(distributed, weights, values_of(content)))
+        tensors_found: dict[str, object] = dict(_distributed(distributed, weights, values_of(content)))
     else:
-        found = dict(_ordinary(optimizer, inner, checked, list(grouped.values()), directory))
-    wide = all(tensor.dtype == torch.float32 for tensor in weights.values())
-    tensors = _checked(found, weights)
-    if wide:  # then the weights are the masters
+        tensors_found = dict(_ordinary(optimizer, inner, checked, list(grouped.values()), directory))
+    all_fp32 = all(tensor.dtype == torch.float32 for tensor in weights.values())
+    tensors = _checked(tensors_found, weights)
+    if all_fp32:  # fp32 weights serve as their own masters
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("master/")}
     to.add(tensors, scalars_in(content, optimizer, inner, checked, directory), directory)
 
@@ -145,9 +147,9 @@ Group = dict[str, object]
 
 
 def optimizer_parts(optimizer: object, where: Path) -> tuple[dict[str, object], dict[str, object], list[object]]:
-    """A state that a file holds, the part of it that torch's optimizer wrote, and its groups of parameters.
+    """(the state in a file, the part of it that torch's optimizer wrote, its groups of parameters).
 
-    Errors: CheckpointError where it is another form.
+    Errors: CheckpointError if it has another form.
     """
     inner = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else None
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
@@ -157,32 +159,32 @@ def optimizer_parts(optimizer: object, where: Path) -> tuple[dict[str, object], 
 
 
 def values_of(content: Mapping[str, object]) -> dict[str, object]:
-    """Megatron's arguments in what a file holds."""
-    found = getattr(content.get("args"), "values", {})
-    return found if isinstance(found, dict) else {}
+    """Megatron's arguments in the content of a file."""
+    values = getattr(content.get("args"), "values", {})
+    return values if isinstance(values, dict) else {}
 
 
 def _in_order(chunk: Mapping[str, torch.Tensor], era: Era, where: Path) -> list[str]:
-    """The names of a model chunk in the order of its parameters, in which Megatron-core's files hold them, too."""
-    learned = [name for name in chunk if not name.endswith(BALANCES)]
-    names = sorted(learned, key=lambda name: parameter_place(name, era))
-    if ERAS[era].core and names != learned:
-        odd = next(name for name, held in zip(names, learned, strict=True) if name != held)
-        raise CheckpointError(f"{where}: {odd}: its place is not that among Megatron-core's parameters; {LEAVE}")
+    """The names of a model chunk in the order of its parameters; files of Megatron-core have them in that order too."""
+    stored_names = [name for name in chunk if not name.endswith(BALANCES)]
+    names = sorted(stored_names, key=lambda name: parameter_place(name, era))
+    if ERAS[era].core and names != stored_names:
+        misplaced = next(name for name, stored in zip(names, stored_names, strict=True) if name != stored)
+        raise CheckpointError(f"{where}: {misplaced}: its place is not that among Megatron-core's parameters; {LEAVE}")
     return names
 
 
 def in_order_of(groups: Sequence[object], grouped: Mapping[bool, list[str]]) -> dict[bool, list[str]]:
-    """`grouped` in the order of a state's groups, as far as those say which they are."""
-    said = [plain(group.get("wd_mult", 1.0)) != 0 if isinstance(group, dict) else True for group in groups]
-    return {decayed: grouped[decayed] for decayed in dict.fromkeys((*said, *grouped)) if decayed in grouped}
+    """`grouped` in the order of a state's groups, if those record their weight decay."""
+    has_decay = [plain(group.get("wd_mult", 1.0)) != 0 if isinstance(group, dict) else True for group in groups]
+    return {decayed: grouped[decayed] for decayed in dict.fromkeys((*has_decay, *grouped)) if decayed in grouped}
 
 
 def check_optimizer(values: Mapping[str, object], where: Path) -> None:
-    """Errors: CheckpointError where Megatron's arguments say of an optimizer that its state, or what it does, is not
-    ours."""
-    if plain(said := values.get("optimizer")) not in (None, "adam"):
-        raise CheckpointError(f"{where}: args.optimizer {plain(said)!r:.40}: only Adam's state is read; {LEAVE}")
+    """Errors: CheckpointError if Megatron's arguments describe an optimizer whose state or update rule the project does
+    not have."""
+    if plain(optimizer := values.get("optimizer")) not in (None, "adam"):
+        raise CheckpointError(f"{where}: args.optimizer {plain(optimizer)!r:.40}: only Adam's state is read; {LEAVE}")
     if plain(values.get("apply_wd_to_qk_layernorm")) not in (None, False):
         raise CheckpointError(f"{where}: args.apply_wd_to_qk_layernorm: one-dimensional weights do not decay; {LEAVE}")
     if plain(values.get("decoupled_lr")) is not None:
@@ -192,14 +194,14 @@ def check_optimizer(values: Mapping[str, object], where: Path) -> None:
 def check_groups(
     groups: Sequence[object], grouped: Mapping[bool, Sequence[str]], where: Path, *, experts: bool = False
 ) -> list[Group]:
-    """The groups of a state. experts: of the optimizer of experts that ranks hold apart.
+    """The groups of a state. experts: they belong to the optimizer of experts that ranks hold separately.
 
-    Errors: CheckpointError where they are not those that the model makes.
+    Errors: CheckpointError if they differ from the groups that the model implies.
     """
     checked = [group for group in groups if isinstance(group, dict)]
     for number, group in enumerate(checked):
-        apart = plain(group.get("is_expert_parallel")) or False
-        if apart is not experts or plain(group.get("is_decoupled_lr")) not in (None, False):
+        is_expert = plain(group.get("is_expert_parallel")) or False
+        if is_expert is not experts or plain(group.get("is_decoupled_lr")) not in (None, False):
             raise CheckpointError(f"{where}: optimizer.param_groups[{number}]: experts or a rate of its own; {LEAVE}")
     if not len(checked) == len(groups) == len(grouped):
         raise CheckpointError(
@@ -207,9 +209,9 @@ def check_groups(
         )
     for number, (group, decayed) in enumerate(zip(checked, grouped, strict=True)):
         for key, valid in (("wd_mult", float(decayed)), ("lr_mult", 1.0)):
-            if not numeric([found := group.get(key, valid)]) or found != valid:
+            if not numeric([value := group.get(key, valid)]) or value != valid:
                 raise CheckpointError(
-                    f"{where}: optimizer.param_groups[{number}].{key} {plain(found)!r:.40}: must be {valid:g}, since "
+                    f"{where}: optimizer.param_groups[{number}].{key} {plain(value)!r:.40}: must be {valid:g}, since "
                     f"it begins with {grouped[decayed][0]}; {LEAVE}"
                 )
     return checked
@@ -222,7 +224,7 @@ def _ordinary(
     grouped: Sequence[Sequence[str]],
     where: Path,
 ) -> Iterator[tuple[str, object]]:
-    """Masters and moments of the optimizers that keep them tensor by tensor."""
+    """Masters and moments of the optimizers that store them as one tensor for each parameter."""
     states = inner.get("state")
     if not isinstance(states, dict):
         raise CheckpointError(f"{where}: optimizer holds no state, and there is no {DISTRIBUTED}; {LEAVE}")
@@ -234,23 +236,24 @@ def _ordinary(
     masters = optimizer.get("fp32_from_fp16_params", optimizer.get("fp32_from_fp16"))
     if masters is not None:
         masters = _listed(masters, len(grouped), f"{where}: optimizer.fp32_from_fp16_params")
-    left = dict(states)
+    remaining = dict(states)
     for number, (group, names) in enumerate(zip(groups, grouped, strict=True)):
         indices = _listed(group.get("params"), len(names), f"{where}: optimizer.param_groups[{number}].params")
         for name, index in zip(names, indices, strict=True):
-            own = left.pop(index, None) if isinstance(index, int) else None  # each belongs to one parameter
+            # Entries are removed, so that none is used for two parameters.
+            parameter_state = remaining.pop(index, None) if isinstance(index, int) else None
             for kind in ("moment1", "moment2"):
-                yield f"{kind}/{name}", own.get(KINDS[kind]) if isinstance(own, dict) else None
+                yield f"{kind}/{name}", parameter_state.get(KINDS[kind]) if isinstance(parameter_state, dict) else None
         if masters is not None:
-            what = f"{where}: optimizer.fp32_from_fp16_params[{number}]"
-            for name, master in zip(names, _listed(masters[number], len(names), what), strict=True):
+            label = f"{where}: optimizer.fp32_from_fp16_params[{number}]"
+            for name, master in zip(names, _listed(masters[number], len(names), label), strict=True):
                 yield f"master/{name}", master
 
 
 def _listed(found: object, count: int, what: str) -> list[object]:
     if not isinstance(found, list) or len(found) != count:
-        has = f"has {len(found)} entries" if isinstance(found, list) else "is no list"
-        raise CheckpointError(f"{what}: {has}, the model has {count}; {LEAVE}")
+        actual = f"has {len(found)} entries" if isinstance(found, list) else "is no list"
+        raise CheckpointError(f"{what}: {actual}, the model has {count}; {LEAVE}")
     return found
 
 
@@ -259,8 +262,10 @@ def _distributed(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Masters and moments of the distributed optimizer: flat vectors, the last parameter first, padding at the end.
 
-    Of 23.06 (one vector a dtype), of the rest of 2023 (a list, one for each bucket), and of Megatron-core, which leaves
-    gaps between parameters (`buckets_of`). values: Megatron's arguments.
+        vector:  | last parameter | ... | second | first | padding |          reversed order of `weights`
+
+    23.06 has one vector for each dtype, later releases of 2023 a list with one for each bucket. Megatron-core also
+    leaves gaps between parameters (`buckets_of`). values: Megatron's arguments.
     """
     content = torch_file(path)
     if not isinstance(content, dict):
@@ -268,16 +273,16 @@ def _distributed(
     chunks: dict[int, list[str]] = {}
     for name in weights:
         chunks.setdefault(int(name.partition("/")[0].rpartition(".")[2]), []).append(name)
-    if odd := set(content) - {"bucket_sizes", "buckets_coalesced", *chunks}:
-        raise CheckpointError(f"{path}: holds {str(min(odd, key=str))!r:.40}, the model has {len(chunks)} chunks")
+    if unknown := set(content) - {"bucket_sizes", "buckets_coalesced", *chunks}:
+        raise CheckpointError(f"{path}: holds {str(min(unknown, key=str))!r:.40}, the model has {len(chunks)} chunks")
     for number, names in chunks.items():
         dtypes = content.get(number)
         if not isinstance(dtypes, dict) or len(dtypes) != 1:
             raise CheckpointError(f"{path}: holds no vectors of model chunk {number} in one gradient dtype")
         (vectors,) = dtypes.values()
         flat = {
-            kind: _flat(vectors.get(theirs) if isinstance(vectors, dict) else None, f"{path}: {number}: {theirs}")
-            for kind, theirs in KINDS.items()
+            kind: _flat(vectors.get(key) if isinstance(vectors, dict) else None, f"{path}: {number}: {key}")
+            for kind, key in KINDS.items()
         }
         begins = _begins(names, weights, values) if "buckets_coalesced" in content else None
         for kind, vector in flat.items():
@@ -287,7 +292,8 @@ def _distributed(
 def _begins(
     names: Sequence[str], weights: Mapping[str, torch.Tensor], values: Mapping[str, object]
 ) -> tuple[dict[str, int], int]:
-    """Where Megatron-core has each parameter of a model chunk in one vector of all buckets, and how long that is."""
+    """(the position of each parameter in Megatron-core's vector of all buckets of a model chunk, the vector's
+    length)."""
     label = names[0].partition("/")[0]
     _, stage, chunk = map(int, label.split("."))
     common = {name.partition("/")[2]: name for name in names}
@@ -309,19 +315,19 @@ def _cut(
     kind: str,
     path: Path,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """A kind of state of each parameter out of one flat vector. begins: as `_begins`; None: without gaps."""
-    what, end = f"{path}: {KINDS[kind]}", 0
+    """Cut a kind of state of each parameter out of one flat vector. begins: from `_begins`; None: without gaps."""
+    label, end = f"{path}: {KINDS[kind]}", 0
     if begins is not None and len(vector) != begins[1]:
-        raise CheckpointError(f"{what}: has {len(vector)} numbers, core's buckets of these parameters {begins[1]}")
+        raise CheckpointError(f"{label}: has {len(vector)} numbers, core's buckets of these parameters {begins[1]}")
     for name in reversed(names):
         shape = weights[name].shape
         begin = end if begins is None else begins[0][name]
         end = begin + prod(shape)
         if end > len(vector):
-            raise CheckpointError(f"{what}: ends at {len(vector)} numbers, within {name}")
+            raise CheckpointError(f"{label}: ends at {len(vector)} numbers, within {name}")
         yield f"{kind}/{name}", vector[begin:end].view(shape)
     if len(vector) - end >= PADDING:
-        raise CheckpointError(f"{what}: {len(vector) - end} numbers after {names[0]}")
+        raise CheckpointError(f"{label}: {len(vector) - end} numbers after {names[0]}")
 
 
 def _flat(found: object, what: str) -> torch.Tensor:
@@ -334,7 +340,11 @@ def _flat(found: object, what: str) -> torch.Tensor:
 
 
 def _checked(found: Mapping[str, object], weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """All of them, fp32, of their weights' shapes; a master, rounded, is its weight: this proves the order, too."""
+    """Check that all tensors exist, are fp32 and have their weights' shapes, and that each master, rounded, is its
+    weight.
+
+    The last check also proves the order of parameters.
+    """
     kinds = {name.partition("/")[0] for name in found}
     if any(tensor.dtype != torch.float32 for tensor in weights.values()):
         kinds.add("master")
@@ -344,8 +354,8 @@ def _checked(found: Mapping[str, object], weights: Mapping[str, torch.Tensor]) -
             if not isinstance(tensor, torch.Tensor):
                 raise CheckpointError(f"{kind}/{name}: is missing in the optimizer's state")
             if tensor.shape != weight.shape or tensor.dtype != torch.float32:
-                wanted = f"torch.float32 {tuple(weight.shape)}"
-                raise CheckpointError(f"{kind}/{name}: is {tensor.dtype} {tuple(tensor.shape)}, {wanted} is wanted")
+                expected = f"torch.float32 {tuple(weight.shape)}"
+                raise CheckpointError(f"{kind}/{name}: is {tensor.dtype} {tuple(tensor.shape)}, {expected} is wanted")
             if kind == "master" and not torch.equal(tensor.to(weight.dtype), weight):
                 raise CheckpointError(f"{kind}/{name}: rounded to {weight.dtype}, it is not the weight; {LEAVE}")
     return {name: tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
@@ -358,37 +368,37 @@ def scalars_in(
     groups: Sequence[Mapping[str, object]],
     where: Path,
 ) -> Facts:
-    """What a state says besides its tensors; the arguments are `optimizer_parts` of what the file `where` holds.
+    """The scalars of a state; the arguments are the results of `optimizer_parts` for the file `where`.
 
-    Errors: CheckpointError where it is not one state of Adam.
+    Errors: CheckpointError if it is not the state of one Adam.
     """
     steps = _steps(groups, inner.get("state"))
     if not steps:
         raise CheckpointError(f"{where}: optimizer: has no step: {NO_UPDATE}; {LEAVE}")
     if len(set(steps)) != 1 or not numeric(steps) or steps[0] < 0:
         raise CheckpointError(f"{where}: optimizer: step {sorted(set(map(str, steps)))!s:.200}: must be one number")
-    constants, *others = (_constants(group, where) for group in groups)
-    if any(other != constants for other in others):
+    constants, *other_constants = (_constants(group, where) for group in groups)
+    if any(other != constants for other in other_constants):
         raise CheckpointError(f"{where}: optimizer: betas and eps must be the same in all param_groups; {LEAVE}")
     return Facts(int(steps[0]), constants, _scaler(optimizer.get("grad_scaler"), where), *_schedule(content))
 
 
 def _steps(groups: Sequence[Mapping[str, object]], states: object) -> list[Plain]:
-    """Adam's counts: of all groups, of all parameters, or one for all; None for each that is missing among others."""
-    kept = dict(states) if isinstance(states, dict) else {}
-    said = [plain(kept.pop("common_step"))] if "common_step" in kept else []
-    for holders in (groups, list(kept.values())):
+    """Adam's step counts: of all groups, of all parameters, or one for all; None for each that is missing."""
+    parameter_states = dict(states) if isinstance(states, dict) else {}
+    steps_found = [plain(parameter_states.pop("common_step"))] if "common_step" in parameter_states else []
+    for holders in (groups, list(parameter_states.values())):
         steps = [plain(each.get("step")) if isinstance(each, dict) else None for each in holders]
-        said += steps if any(step is not None for step in steps) else []
-    return said
+        steps_found += steps if any(step is not None for step in steps) else []
+    return steps_found
 
 
 def _constants(group: Mapping[str, object], where: Path) -> dict[str, float]:
     betas, eps = group.get("betas"), plain(group.get("eps"))
-    both = [plain(beta) for beta in betas] if isinstance(betas, tuple | list) else []
-    values = [*both, eps]
+    beta_values = [plain(beta) for beta in betas] if isinstance(betas, tuple | list) else []
+    values = [*beta_values, eps]
     if len(values) != 3 or not numeric(values) or not all(0 <= beta < 1 for beta in values[:2]) or values[2] < 0:
-        raise CheckpointError(f"{where}: optimizer: betas {both}, eps {eps!r:.40}: are not Adam's; {LEAVE}")
+        raise CheckpointError(f"{where}: optimizer: betas {beta_values}, eps {eps!r:.40}: are not Adam's; {LEAVE}")
     return dict(zip(("adam_beta1", "adam_beta2", "adam_eps"), map(float, values), strict=True))
 
 
@@ -396,19 +406,19 @@ Plain = int | float | str | None
 
 
 def plain(value: object) -> Plain:
-    """A number, a text, or None; a tensor of one number is that number, and anything else its type's name."""
+    """A number, a text, or None. A tensor of one number becomes that number, any other value the name of its type."""
     value = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
     return value if value is None or isinstance(value, int | float | str) else type(value).__name__
 
 
 def numeric(values: Sequence[object]) -> TypeGuard[Sequence[int | float]]:
-    """Whether all are finite numbers that floats can hold."""
+    """Whether all values are finite numbers that floats can represent."""
     numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
     return len(numbers) == len(values) and all(abs(number) < LARGEST and isfinite(number) for number in numbers)
 
 
 def _scaler(found: object, where: Path) -> dict[str, float] | None:
-    """A constant scale keeps nothing."""
+    """The loss scaler's state; None for a constant scale, which has no state."""
     if found is None or (isinstance(found, dict | list) and not found):
         return None
     names = ("scale", "growth_tracker", "hysteresis_tracker")
@@ -421,18 +431,19 @@ def _scaler(found: object, where: Path) -> dict[str, float] | None:
 LR = {"peak": "max_lr", "least": "min_lr", "warmup": "lr_warmup_steps", "decay": "lr_decay_steps"}
 DECAY = {"start": "start_wd", "end": "end_wd", "total": "wd_incr_steps"}
 LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
-"""Of the learning rate; weight decay has the first three."""
+"""Styles of the learning rate; weight decay has the first three."""
 
 
 def _schedule(content: Mapping[str, object]) -> tuple[Mapping[str, Mapping[str, Json]] | None, int | None]:
-    """Our schedule and the samples it has counted, from `opt_param_scheduler`; nothing from one of another form."""
-    found = content.get("opt_param_scheduler")
-    if not isinstance(found, dict):
+    """The project's schedule and the samples it has counted, from `opt_param_scheduler`; None if its form is
+    unknown."""
+    scheduler = content.get("opt_param_scheduler")
+    if not isinstance(scheduler, dict):
         return None, None
-    lr = {ours: found.get(theirs) for ours, theirs in LR.items()}
-    decay = {ours: found.get(theirs) for ours, theirs in DECAY.items()}
-    styles, numbers = (found.get("lr_decay_style"), found.get("wd_incr_style")), [*lr.values(), *decay.values()]
-    samples, initial = found.get("num_steps"), values_of(content).get("lr_warmup_init", 0.0)
+    lr = {option: scheduler.get(key) for option, key in LR.items()}
+    decay = {option: scheduler.get(key) for option, key in DECAY.items()}
+    styles, numbers = (scheduler.get("lr_decay_style"), scheduler.get("wd_incr_style")), [*lr.values(), *decay.values()]
+    samples, initial = scheduler.get("num_steps"), values_of(content).get("lr_warmup_init", 0.0)
     if not numeric([*numbers, samples]) or not all(plain(style) in LR_STYLES for style in styles):
         return None, None
     lr |= {"style": styles[0], "initial": initial if numeric([initial]) else 0.0, "batch": None}
@@ -442,12 +453,12 @@ def _schedule(content: Mapping[str, object]) -> tuple[Mapping[str, Mapping[str, 
 
 
 def check_counts(facts: Facts | None, iteration: object, folder: Path) -> None:
-    """Errors: CheckpointError where a state's count of updates, the file's iteration and its folder's name contradict
-    each other. Weights alone may come from anywhere."""
+    """Errors: CheckpointError if a state's count of updates, the file's iteration and its folder's name contradict each
+    other. Weights without state need no such check."""
     if facts is None:
         return
-    named = re.fullmatch(r"iter_(\d{1,15})", folder.name)
-    if type(iteration) is not int or (named and int(named[1]) != iteration) or facts.updates > iteration:
+    match = re.fullmatch(r"iter_(\d{1,15})", folder.name)
+    if type(iteration) is not int or (match and int(match[1]) != iteration) or facts.updates > iteration:
         raise CheckpointError(
             f"{folder}: iteration {plain(iteration)!r:.40}, {facts.updates} updates of the optimizer: must be the "
             f"folder's number, and no more than it; {LEAVE}"
@@ -455,7 +466,7 @@ def check_counts(facts: Facts | None, iteration: object, folder: Path) -> None:
 
 
 def plain_state(facts: Facts | None, iteration: int, consumed: int, validated: int) -> dict[str, Json]:
-    """What an own checkpoint says of its run, where it has the optimizer's state. validated: samples of validation."""
+    """The plain state of a mega checkpoint with optimizer state. validated: samples of validation."""
     if facts is None:
         return {}
     return {
@@ -474,10 +485,10 @@ def plain_state(facts: Facts | None, iteration: int, consumed: int, validated: i
 
 
 def state_note(facts: Facts | None, wanted: bool, done: str) -> str:
-    """One line on the optimizer's state."""
+    """One line for the user about the optimizer's state."""
     if not wanted:
         return "optimizer: left out, if there is any (--no-load-optim)"
     if facts is None:
         return "optimizer: the source holds no state of one"
-    others = [name for name, value in (("loss scale", facts.scaler), ("schedule", facts.schedule)) if value]
-    return f"optimizer: Adam's state after {facts.updates:,} updates {done}" + "".join(f", {name}" for name in others)
+    extras = [name for name, value in (("loss scale", facts.scaler), ("schedule", facts.schedule)) if value]
+    return f"optimizer: Adam's state after {facts.updates:,} updates {done}" + "".join(f", {name}" for name in extras)

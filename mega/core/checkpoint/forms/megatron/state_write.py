@@ -1,8 +1,9 @@
-"""Adam's state as Megatron-LM's files say it: what state.py reads, written, for 2023 and for Megatron-core.
+"""Writes Adam's state in the forms of Megatron-LM that state.py reads, for 2023 and for Megatron-core.
 
-A state is plain, tensor by tensor, or the distributed optimizer's: flat vectors in `distrib_optim.pt`. Adam's count of
-updates is in the groups of parameters, as Apex's and Transformer Engine's FusedAdam have it; torch's own AdamW has it
-with each parameter and does not continue from these files. Knows no weights' names but their order, and no folders.
+A state is plain, one tensor for each parameter, or the distributed optimizer's: flat vectors in `distrib_optim.pt`.
+Adam's count of updates is stored in the groups of parameters, as FusedAdam of Apex and Transformer Engine expects.
+torch's own AdamW stores it with each parameter and cannot resume from these files. Knows the order of weights but not
+their names, and no folders.
 """
 
 from __future__ import annotations
@@ -29,29 +30,29 @@ from mega.core.untrusted import Json, below
 
 
 def state_kinds(checkpoint: StoredWeights) -> tuple[str, ...]:
-    """The kinds of state that go into a tree; none where there is none.
+    """The kinds of state that are written into a tree; empty without optimizer state.
 
-    Errors: CheckpointError where there is state that such a tree does not hold.
+    Errors: CheckpointError if the checkpoint has state that such a tree cannot hold.
     """
     kinds = {key.partition("/")[0] for key in checkpoint.tensors} - {"weights"}
     if not kinds:
         return ()
     dtypes = {key: dtype for key, (_, dtype) in checkpoint.tensors.items()}
     narrow = {dtype for key, dtype in dtypes.items() if key.startswith("weights/")} != {torch.float32}
-    wanted = {"moment1", "moment2", *(["master"] if narrow else [])}
-    if kinds != wanted:
+    expected = {"moment1", "moment2", *(["master"] if narrow else [])}
+    if kinds != expected:
         raise CheckpointError(
             f"holds {', '.join(sorted(kinds))} along with its weights, a tree of Megatron-LM "
-            f"{', '.join(sorted(wanted))}; {LEAVE}"
+            f"{', '.join(sorted(expected))}; {LEAVE}"
         )
     for key, dtype in dtypes.items():
         if not key.startswith("weights/") and dtype != torch.float32:
             raise CheckpointError(f"{key}: is {dtype}, a tree of Megatron-LM holds torch.float32; {LEAVE}")
-    return tuple(sorted(wanted))
+    return tuple(sorted(expected))
 
 
 def facts_of(meta: Mapping[str, Json], where: str) -> Facts:
-    """What an own checkpoint says of its optimizer. Errors: CheckpointError where that is not Adam."""
+    """The optimizer's scalars in a mega checkpoint. Errors: CheckpointError if the optimizer is not Adam."""
     options = below(meta, "config", "optimizer")
     if options.get("optimizer", "adam") != "adam":
         raise CheckpointError(f"{where}: holds the state of {options['optimizer']}, Megatron-LM's is Adam's; {LEAVE}")
@@ -65,15 +66,16 @@ def facts_of(meta: Mapping[str, Json], where: str) -> Facts:
     schedule = (
         {part: below(meta, "schedule", part) for part in ("lr", "weight_decay")} if meta.get("schedule") else None
     )
-    kept = dict(zip(scaler, scales, strict=True)) or None
-    return Facts(int(counts[2]), constants, kept, schedule, int(counts[0] - counts[1]))
+    scaler_state = dict(zip(scaler, scales, strict=True)) or None
+    return Facts(int(counts[2]), constants, scaler_state, schedule, int(counts[0] - counts[1]))
 
 
 def written_state(tensors: Mapping[str, torch.Tensor], facts: Facts, era: Era, *, flat: bool) -> dict[str, object]:
-    """What one rank's file of weights says of the optimizer: `optimizer`, and `opt_param_scheduler` where there is one.
+    """The optimizer's part of one rank's file of weights: `optimizer`, and `opt_param_scheduler` if there is a
+    schedule.
 
-    tensors: by `kind/common name`. With masters it is the form of 16-bit weights, else the fp32 optimizer's. flat: the
-    tensors are in `written_vectors`, only the groups are here.
+    tensors: by `kind/common name`. With masters the form is that of 16-bit weights, else the fp32 optimizer's. flat:
+    only the groups are written here; the tensors are in `written_vectors`.
     """
     of_kind = {kind: in_order(tensors, f"{kind}/", era) for kind in KINDS}
     grouped = groups_of({name: tensor.dim() for name, tensor in of_kind["moment1"].items()})
@@ -96,15 +98,15 @@ def written_state(tensors: Mapping[str, torch.Tensor], facts: Facts, era: Era, *
 
 
 def in_order(tensors: Mapping[str, torch.Tensor], prefix: str, era: Era) -> dict[str, torch.Tensor]:
-    """Those of `tensors` whose names begin with `prefix`, without it, as the modules list them."""
+    """The tensors whose names begin with `prefix`, without the prefix, in the order of the modules."""
     names = [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]
     return {name: tensors[prefix + name] for name in sorted(names, key=lambda name: parameter_place(name, era))}
 
 
 def written_groups(facts: Facts, decayed: Iterable[bool], era: Era) -> list[dict[str, object]]:
-    """Megatron's groups of parameters, without which parameters they have.
+    """Megatron's groups of parameters, without their lists of parameters.
 
-    Rate and decay of the moment are set by Megatron's scheduler before it makes a step.
+    Megatron's scheduler sets the current rate and weight decay before each step.
     """
     constants = facts.constants
     lr, wd = (facts.schedule or {}).get("lr", {}), (facts.schedule or {}).get("weight_decay", {})
@@ -127,7 +129,7 @@ def written_groups(facts: Facts, decayed: Iterable[bool], era: Era) -> list[dict
 
 
 def written_scaler(facts: Facts) -> dict[str, object]:
-    """The loss scaler, where there is one."""
+    """The loss scaler's state, if there is a scaler."""
     if facts.scaler is None:
         return {}
     scale = torch.tensor([facts.scaler["scale"]], dtype=torch.float32)
@@ -136,8 +138,8 @@ def written_scaler(facts: Facts) -> dict[str, object]:
 
 
 def written_scheduler(facts: Facts, era: Era) -> dict[str, object]:
-    """Megatron's scheduler from our schedule. Core does not load an optimizer without one: where there is none that
-    Megatron has, it gets one that only counts, and the user is told to override it (`overridden`)."""
+    """Megatron's scheduler from the project's schedule. Core does not load an optimizer without one. If Megatron cannot
+    express the schedule, core gets a scheduler that only counts, and a note advises to override it (`overridden`)."""
     lr: Mapping[str, object]
     decay: Mapping[str, object]
     if facts.schedule is not None and not overridden(facts):
@@ -148,18 +150,18 @@ def written_scheduler(facts: Facts, era: Era) -> dict[str, object]:
         constants = facts.constants
         lr = {"peak": constants["lr"], "least": 0.0, "warmup": 0, "decay": 1, "style": "constant"}
         decay = {"start": constants["weight_decay"], "end": constants["weight_decay"], "total": 1, "style": "constant"}
-    named = {
-        **{theirs: lr[ours] for ours, theirs in LR.items()},
+    scheduler = {
+        **{key: lr[option] for option, key in LR.items()},
         "lr_decay_style": lr["style"],
-        **{theirs: decay[ours] for ours, theirs in DECAY.items()},
+        **{key: decay[option] for option, key in DECAY.items()},
         "wd_incr_style": decay["style"],
         "num_steps": facts.samples,
     }
-    return {"opt_param_scheduler": named}
+    return {"opt_param_scheduler": scheduler}
 
 
 def overridden(facts: Facts) -> bool:
-    """Whether Megatron has no schedule such as ours."""
+    """Whether Megatron cannot express this schedule."""
     lr = (facts.schedule or {}).get("lr")
     return lr is None or lr["style"] not in LR_STYLES or lr.get("batch") is not None
 
@@ -167,22 +169,22 @@ def overridden(facts: Facts) -> bool:
 def written_vectors(
     weights: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], era: Era, *, tied: bool
 ) -> dict[object, object]:
-    """What `distrib_optim.pt` of one rank holds, for a run that does not overlap the reduction of gradients.
+    """The content of `distrib_optim.pt` of one rank, for a run that does not overlap the reduction of gradients.
 
-    weights: by common name. state: by `kind/common name`; without masters the weights, fp32, are written for them.
-    tied: of the whole model, wherever its head is.
+    weights: by common name. state: by `kind/common name`; without masters the fp32 weights are written in their place.
+    tied: whether the whole model is tied, even if its head is on another rank.
     """
     names = [name for name in in_order(weights, "", era) if not name.endswith(BALANCES)]
     buckets = buckets_of({name: weights[name].numel() for name in names}, None, own_buckets(names, tied))
     length, vectors = sum(bucket.length for bucket in buckets), {}
-    for kind, theirs in KINDS.items():
+    for kind, key in KINDS.items():
         vector, begin = torch.zeros(length), 0
         for bucket in buckets:
-            for name, at in bucket.begins.items():
+            for name, offset in bucket.begins.items():
                 tensor = state[f"{kind}/{name}"] if f"{kind}/{name}" in state else weights[name]
-                vector[begin + at : begin + at + tensor.numel()] = tensor.flatten()
+                vector[begin + offset : begin + offset + tensor.numel()] = tensor.flatten()
             begin += bucket.length
-        vectors[theirs] = vector
+        vectors[key] = vector
     dtype = weights[names[0]].dtype
     gradients = dtype if dtype == torch.float16 else torch.float32
     return {"buckets_coalesced": True, 0: {(dtype, gradients): {**vectors, "numel_unpadded": length}}}

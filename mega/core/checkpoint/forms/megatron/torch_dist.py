@@ -1,7 +1,7 @@
-"""Checkpoints in torch's distributed format as Megatron-core writes them (`torch_dist`), read only.
+"""Reads checkpoints in torch's distributed format as Megatron-core writes them (`torch_dist`).
 
-Their index, `.metadata`, is a pickle. It is read by an interpreter of our own for the dozen instructions that
-such files need: it builds plain records out of names and values and can neither import nor call anything.
+Their index, `.metadata`, is a pickle. This module interprets it itself, with the dozen instructions that such files
+need: it builds plain records of names and values, and can neither import nor call anything.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from mega.core.checkpoint.own.pieces import Box, CheckpointError, Tensors, namin
 
 INDEX_LIMIT = 256 << 20
 DIMS = 16
-"""More than any tensor has."""
+"""Limit on the dims of a tensor."""
 LAYERS, EXPERTS = "decoder.layers.", ".experts.experts."
 
 
 @dataclass
 class Record:
-    """An object of the pickle: the name of its class or function, what it was given, its state."""
+    """An object of the pickle: the name of its class or function, its arguments, its state."""
 
     name: str
     given: tuple[object, ...] = ()
@@ -55,24 +55,24 @@ _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 def read_records(data: bytes, path: Path) -> object:
     """The object that a pickle describes, made of dicts, lists, tuples, numbers, text and `Record`s.
 
-    Errors: CheckpointError naming the instruction for anything that such an index does not need.
+    Errors: CheckpointError naming an instruction that such an index does not need.
     """
     stack: list[Any] = []
     memo: dict[int, object] = {}
-    left = len(data)  # elements that may be copied: a file spells out what each record is given
+    budget = len(data)  # elements that may be copied: an honest file lists the arguments of each record
 
     def since_mark() -> list[object]:
-        at = len(stack) - 1
-        while stack[at] is not _MARK:
-            at -= 1
-        items = stack[at + 1 :]
-        del stack[at:]
+        mark = len(stack) - 1
+        while stack[mark] is not _MARK:
+            mark -= 1
+        items = stack[mark + 1 :]
+        del stack[mark:]
         return items
 
     def charged(given: Any) -> Any:
-        nonlocal left
-        left -= len(given) if isinstance(given, dict | list | tuple) else 0
-        if left < 0:
+        nonlocal budget
+        budget -= len(given) if isinstance(given, dict | list | tuple) else 0
+        if budget < 0:
             raise ValueError("it repeats itself")
         return given
 
@@ -103,11 +103,11 @@ def read_records(data: bytes, path: Path) -> object:
             elif name == "STACK_GLOBAL":
                 attribute, module = stack.pop(), stack.pop()
                 if not isinstance(attribute, str) or not isinstance(module, str):
-                    raise ValueError("a name is no text")  # tuples can take for ever to spell
+                    raise ValueError("a name is no text")  # formatting nested tuples may never end
                 stack.append(Record(f"{module}.{attribute}"))
             elif name in ("REDUCE", "NEWOBJ"):
-                given, called = stack.pop(), stack.pop()
-                stack.append(Record(called.name, tuple(charged(given))))
+                args, function = stack.pop(), stack.pop()
+                stack.append(Record(function.name, tuple(charged(args))))
             elif name == "BUILD":
                 state = charged(stack.pop())
                 stack[-1].state.update(state if isinstance(state, dict) else {"": state})
@@ -117,7 +117,7 @@ def read_records(data: bytes, path: Path) -> object:
             elif name in ("SETITEM", "SETITEMS"):
                 items = [stack.pop(-2), stack.pop()] if name == "SETITEM" else since_mark()
                 if not all(isinstance(key, str | Record) for key in items[::2]):
-                    raise ValueError("a key is neither text nor record")  # tuples can take for ever to hash
+                    raise ValueError("a key is neither text nor record")  # hashing nested tuples may never end
                 stack[-1].update(zip(items[::2], items[1::2], strict=True))
             else:
                 raise CheckpointError(f"{path}: the pickle holds the instruction {name}")
@@ -130,32 +130,32 @@ def read_records(data: bytes, path: Path) -> object:
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A stored rectangle: which file, which bytes of it."""
+    """A stored rectangle."""
 
-    box: Box
-    file: str
-    offset: int
-    length: int
+    box: Box  # of the stored tensor
+    file: str  # the file that contains it
+    offset: int  # of its first byte in the file
+    length: int  # in bytes
 
 
 @dataclass(frozen=True)
 class CheckedChunk:
-    """The elements of a stored rectangle, which have been read once; where they lie in the file, they stay there.
+    """The elements of a stored rectangle that was read and checked. If possible they are a mapping of the file.
 
-    data: uint8 [*size, bytes of an element], aligned to nothing.
+    data: uint8 [*size, bytes of an element], without alignment.
     """
 
     data: torch.Tensor
     dtype: torch.dtype
 
     def part(self, where: tuple[slice, ...]) -> torch.Tensor:
-        """A copy of some of them."""
+        """A copy of some elements."""
         return self.data[where].clone(memory_format=torch.contiguous_format).view(self.dtype)[..., 0]
 
 
 @dataclass(frozen=True)
 class View:
-    """Which part of a stored tensor one is: all of it, one of stacked ones at `index` (a layer, an expert, or both), or
+    """A part of a stored tensor: all of it, one of several stacked ones at `index` (a layer, an expert, or both), or
     the numbers of a vector from `begin` on."""
 
     stored: str
@@ -164,17 +164,19 @@ class View:
 
 
 class DistributedSource:
-    """The tensors of a `torch_dist` folder, by common names of one rank: `0.0.0/encoder.layers.N...`.
+    """The tensors of a `torch_dist` folder, under common names of a single rank: `0.0.0/encoder.layers.N...`.
 
-    Uniform layers are stacked in the files, [layers, ...], and experts too, [layers, experts, ...] or [experts, ...];
-    here each layer and expert is a tensor of its own. `state` are an optimizer's tensors as they are stored, which are
-    shown only on demand (torch_dist_state.py).
+    Uniform layers are stacked in the files, [layers, ...], and so are experts, [layers, experts, ...] or [experts,
+    ...]; here each layer and expert is a separate tensor. `state` lists an optimizer's tensors as they are stored; they
+    become readable only by `show` and `show_flat` (torch_dist_state.py).
+
+        stored [layers, experts, *shape]      View(stored, (layer, expert)) is one tensor of `shape`
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        found = _index(read_records(read_file(folder / ".metadata", INDEX_LIMIT), folder / ".metadata"), folder)
-        self._shapes, self._chunks, self._objects = found
+        parsed = _index(read_records(read_file(folder / ".metadata", INDEX_LIMIT), folder / ".metadata"), folder)
+        self._shapes, self._chunks, self._objects = parsed
         self._checked: dict[StoredChunk, CheckedChunk] = {}
         self._mapped: dict[str, torch.Tensor] = {}
         self._locks: defaultdict[StoredChunk, threading.Lock] = defaultdict(threading.Lock)
@@ -182,14 +184,15 @@ class DistributedSource:
         self._views: dict[str, View] = {}
         self.tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self.state = {name: shape for name, shape in self._shapes.items() if name.startswith("optimizer.")}
-        if other := next((name for name in self._shapes if name.startswith("encoder.")), None):
-            raise CheckpointError(f"{folder}: {other}: BERT and T5 are read from trees (mp_rank_NN) only")
+        if unsupported := next((name for name in self._shapes if name.startswith("encoder.")), None):
+            raise CheckpointError(f"{folder}: {unsupported}: BERT and T5 are read from trees (mp_rank_NN) only")
         for name in self._shapes:
             if name not in self.state:
                 self.show(name, name)
 
     def show(self, stored: str, weight: str, kind: str = "") -> None:
-        """One stored tensor by the common names of the weight that is stored as `weight`, of the state `kind`."""
+        """Make a stored tensor readable under the common names of the weight stored as `weight`, for the state
+        `kind`."""
         shape, dtype = self._shapes[stored], self._dtype(stored)
         stacked = weight.startswith(LAYERS) and not re.match(r"\d+\.", weight.removeprefix(LAYERS))
         depth = stacked + (EXPERTS in weight)
@@ -203,21 +206,21 @@ class DistributedSource:
             self.tensors[common] = (shape[depth:], dtype)
 
     def show_flat(self, stored: str, begin: int, name: str, shape: tuple[int, ...]) -> None:
-        """The numbers of a stored vector from `begin` on as the tensor `name`."""
+        """Make the numbers of a stored vector from `begin` on readable as the tensor `name`."""
         self._views[name] = View(stored, begin=begin)
         self.tensors[name] = (shape, self._dtype(stored))
 
     def hide(self, kind: str) -> None:
-        """Take back what was shown of a kind of state."""
+        """Remove the tensors of a kind of state again."""
         self.tensors = {name: value for name, value in self.tensors.items() if not name.startswith(f"{kind}/")}
 
     def object(self, name: str) -> object:
-        """What is stored under a name besides tensors; None where nothing is. Errors: CheckpointError."""
+        """An object stored under a name that is not a tensor; None if the name is unknown. Errors: CheckpointError."""
         place = self._objects.get(f"{name}/shard_0_1")
         if place is None:
             return None
-        found = unpickled(io.BytesIO(self._bytes(name, *place)), self._folder / place[0], stand_in)
-        return found[0] if isinstance(found, list | tuple) and len(found) == 1 else found
+        content = unpickled(io.BytesIO(self._bytes(name, *place)), self._folder / place[0], stand_in)
+        return content[0] if isinstance(content, list | tuple) and len(content) == 1 else content
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         view = self._views[name]
@@ -227,26 +230,26 @@ class DistributedSource:
             return self._read(view.stored, box)
         rows = Box((box.start[0], *[0] * (len(box.start) - 1)), (box.size[0], *self.tensors[name][0][1:]))
         width = prod(rows.size[1:])
-        found = self._read(view.stored, Box((view.begin + rows.start[0] * width,), (rows.elements,)))
-        return found.view(rows.size)[box.inside(rows)]
+        values = self._read(view.stored, Box((view.begin + rows.start[0] * width,), (rows.elements,)))
+        return values.view(rows.size)[box.inside(rows)]
 
     def _read(self, stored: str, box: Box) -> torch.Tensor:
-        """A rectangle of a stored tensor, from the stored rectangles that hold it."""
-        made = torch.empty(box.size, dtype=self._dtype(stored))
+        """A rectangle of a stored tensor, assembled from the stored rectangles that overlap it."""
+        tensor = torch.empty(box.size, dtype=self._dtype(stored))
         filled = 0
         for chunk in self._chunks[stored]:
             if shared := chunk.box.meet(box):
-                held = self._load(stored, chunk)  # all of them stay: one tensor is cut from buffers of many ranks
-                if held.dtype != made.dtype:
+                loaded = self._load(stored, chunk)  # cached, because several tensors are cut from one rank's buffer
+                if loaded.dtype != tensor.dtype:
                     raise CheckpointError(
-                        f"{self._folder / chunk.file}: {stored}: is {held.dtype} at {chunk.box.start}, elsewhere "
-                        f"{made.dtype}"
+                        f"{self._folder / chunk.file}: {stored}: is {loaded.dtype} at {chunk.box.start}, elsewhere "
+                        f"{tensor.dtype}"
                     )
-                made[shared.inside(box)] = held.part(shared.inside(chunk.box))
+                tensor[shared.inside(box)] = loaded.part(shared.inside(chunk.box))
                 filled += shared.elements
         if filled != box.elements:
             raise CheckpointError(f"{self._folder}: {stored}: {filled} of {box.elements} elements are in the files")
-        return made
+        return tensor
 
     def _dtype(self, name: str) -> torch.dtype:
         if name not in self._dtypes:
@@ -254,7 +257,7 @@ class DistributedSource:
         return self._dtypes[name]
 
     def _load(self, name: str, chunk: StoredChunk) -> CheckedChunk:
-        """One stored rectangle, a small torch file within a file, read and checked once."""
+        """One stored rectangle, a small torch file within a file, read and checked only once."""
         with self._locks[chunk]:
             if chunk not in self._checked:
                 self._checked[chunk] = self._check(name, chunk)
@@ -265,15 +268,15 @@ class DistributedSource:
         tensor = unpickled(stream, path)
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != chunk.box.size:
             raise CheckpointError(f"{path}: {name}: not the tensor of shape {chunk.box.size} that the index promises")
-        found = tensor.detach().reshape(-1).view(torch.uint8).view(*tensor.shape, tensor.dtype.itemsize)
-        if (begin := first_storage_at(stream)) is not None and found.numel():
+        data = tensor.detach().reshape(-1).view(torch.uint8).view(*tensor.shape, tensor.dtype.itemsize)
+        if (begin := first_storage_at(stream)) is not None and data.numel():
             if chunk.file not in self._mapped:
                 size = path.stat().st_size
                 self._mapped[chunk.file] = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-            there = self._mapped[chunk.file][chunk.offset + begin :][: found.numel()]
-            if torch.equal(there, found.flatten()):  # not of a tensor that was a part of another, say
-                found = there.view(found.shape)
-        return CheckedChunk(found, tensor.dtype)
+            mapped = self._mapped[chunk.file][chunk.offset + begin :][: data.numel()]
+            if torch.equal(mapped, data.flatten()):  # false if the stored tensor was a part of another one
+                data = mapped.view(data.shape)
+        return CheckedChunk(data, tensor.dtype)
 
     def _bytes(self, name: str, file: str, offset: int, length: int) -> bytearray:
         path = inside(self._folder, file, hidden="__")
@@ -286,13 +289,14 @@ class DistributedSource:
 
 
 Place = tuple[str, int, int]
-"""Where something is stored: a file, the offset and the length of its bytes."""
+"""The position of stored bytes: a file, the offset and the length."""
 
 
 def _index(
     index: Any, folder: Path
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, list[StoredChunk]], dict[str, Place]]:
-    """Shapes and stored rectangles of the tensors, and where objects are that are none, as the index has them."""
+    """(shapes of the tensors, their stored rectangles, positions of the objects that are not tensors), from the
+    index."""
     path = folder / ".metadata"
     try:
         stored: dict[tuple[str, tuple[int, ...]], Place] = {}
@@ -325,7 +329,7 @@ def _index(
 
 
 def _numbers(value: object) -> tuple[int, ...]:
-    """The numbers of a tuple or of a recorded torch.Size, each a count."""
+    """The counts in a tuple or in a recorded torch.Size."""
     while isinstance(value, Record):
         value = value.given[0]
     if not isinstance(value, tuple | list) or len(value) > DIMS:
@@ -337,7 +341,7 @@ def _numbers(value: object) -> tuple[int, ...]:
 
 
 def _text(value: object) -> str:
-    """A name, which is text: anything else may take for ever to hash."""
+    """Check that a name is text; hashing other objects may take exponential time."""
     if not isinstance(value, str):
         raise ValueError("a name is no text")
     return value
@@ -368,12 +372,12 @@ def open_form(path: Path, given: Given) -> Opened:
     iteration, consumed, validated = (n if type(n) is int and n >= 0 else 0 for n in counts)
     notes += (state_note(scalars, given.optimizer, "taken"),)
     check_counts(scalars, counts[0], folder)
-    known = plain_state(scalars, iteration, consumed, validated)
-    return Opened(source, model, joined([weights, *states]), iteration, consumed, known, notes)
+    plain_fields = plain_state(scalars, iteration, consumed, validated)
+    return Opened(source, model, joined([weights, *states]), iteration, consumed, plain_fields, notes)
 
 
 def _common(folder: Path) -> dict[str, object]:
-    """What common.pt holds; nothing where there is none."""
+    """The content of common.pt; empty if it does not exist."""
     content = read_pickled(folder / "common.pt") if (folder / "common.pt").exists() else {}
     if not isinstance(content, dict):
         raise CheckpointError(f"{folder / 'common.pt'}: holds {type(content).__name__}, not a checkpoint")
@@ -381,15 +385,15 @@ def _common(folder: Path) -> dict[str, object]:
 
 
 def arguments(content: Mapping[str, object], folder: Path, tensors: Tensors, heads: int | None) -> dict[str, object]:
-    """Megatron's arguments: those in common.pt, or what follows from the tensors and the number of heads.
+    """Megatron's arguments: those in common.pt, or those implied by the tensors and the number of heads.
 
-    content: of common.pt. Errors: CheckpointError where both are missing.
+    content: of common.pt. Errors: CheckpointError if both are missing.
     """
-    if found := values_of(content):
-        said = found.get("num_attention_heads")
-        if heads not in (None, said):
-            raise CheckpointError(f"--num-attention-heads {heads}: {folder / 'common.pt'} says {said}")
-        return found
+    if values := values_of(content):
+        stored_heads = values.get("num_attention_heads")
+        if heads not in (None, stored_heads):
+            raise CheckpointError(f"--num-attention-heads {heads}: {folder / 'common.pt'} says {stored_heads}")
+        return values
     if heads is None:
         raise CheckpointError(f"{folder}: carries no arguments; give --num-attention-heads")
     return _implied_by(tensors, heads, folder)
@@ -406,11 +410,12 @@ def _implied_by(tensors: Tensors, heads: int, folder: Path) -> dict[str, object]
     if inner % heads:
         raise CheckpointError(f"--num-attention-heads {heads}: must divide {inner}")
     width = inner // heads
+    # The fused matrix has the rows of `heads` queries, `groups` keys and `groups` values.
     groups = (shape(f"{first}self_attention.query_key_value.weight")[0] // width - heads) // 2
     ffn = shape(f"{first}mlp.dense_4h_to_h.weight")[1]
     numbers = (re.match(r"0\.0\.0/encoder\.layers\.(\d+)\.", name) for name in tensors)
     table: Mapping[str, object] = tensors
-    learned = "0.0.0/embedding.position_embeddings.weight" in table
+    has_positions = "0.0.0/embedding.position_embeddings.weight" in table
     return {
         "num_layers": 1 + max(int(number[1]) for number in numbers if number),
         "hidden_size": hidden,
@@ -422,7 +427,7 @@ def _implied_by(tensors: Tensors, heads: int, folder: Path) -> dict[str, object]
         "swiglu": shape(f"{first}mlp.dense_h_to_4h.weight")[0] == 2 * ffn,
         "add_bias_linear": f"0.0.0/{first}mlp.dense_4h_to_h.bias" in table,
         "normalization": "LayerNorm" if "0.0.0/encoder.final_norm.bias" in table else "RMSNorm",
-        "position_embedding_type": "learned_absolute" if learned else "rope",
-        "max_position_embeddings": shape("embedding.position_embeddings.weight")[0] if learned else 4096,
+        "position_embedding_type": "learned_absolute" if has_positions else "rope",
+        "max_position_embeddings": shape("embedding.position_embeddings.weight")[0] if has_positions else 4096,
         "untie_embeddings_and_output_weights": "0.0.0/output_layer.weight" in table,
     }

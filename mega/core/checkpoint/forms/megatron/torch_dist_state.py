@@ -1,9 +1,9 @@
-"""Adam's state in Megatron-core's distributed checkpoints: the tensors that become ours, and what is said besides them.
+"""Adam's state in Megatron-core's distributed checkpoints: the tensors of parameters, and the scalars.
 
-Two forms. Named: each moment and master is a tensor of its own, stacked as the weights are (the plain optimizers; the
-distributed one, "fully reshardable"). Flat: the distributed optimizer's buffers of each tensor and pipeline rank ("dp
-reshardable"), in which a parameter has but its place (core.py). Any other is refused; masters, rounded, must
-be the weights, which proves the places. Knows no files: torch_dist.py reads them.
+Two forms are read. Named: each moment and master is a separate tensor, stacked like the weights (the plain optimizers;
+the distributed one, "fully reshardable"). Flat: the distributed optimizer's buffers of each tensor and pipeline rank
+("dp reshardable"), in which a parameter has only a position (core.py). Any other form is refused. Masters, rounded,
+must equal the weights, which proves the positions. Knows no files: torch_dist.py reads them.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ from mega.core.plan.layers import stage_layers
 
 
 class Stored(Source, Protocol):
-    """A folder's tensors, of which those of a state are still to be shown among the others."""
+    """A folder's tensors; those of the optimizer's state are stored but not yet readable."""
 
     @property
     def state(self) -> Mapping[str, tuple[int, ...]]:
         """The optimizer's tensors as they are stored: name -> shape."""
 
     def show(self, stored: str, weight: str, kind: str) -> None:
-        """One stored tensor as the state `kind` of a weight that is stored as `weight`."""
+        """Make a stored tensor readable as the state `kind` of the weight stored as `weight`."""
 
     def show_flat(self, stored: str, begin: int, name: str, shape: tuple[int, ...]) -> None:
-        """The numbers of a stored vector from `begin` on as the tensor `name`."""
+        """Make the numbers of a stored vector from `begin` on readable as the tensor `name`."""
 
     def hide(self, kind: str) -> None:
-        """Take back what was shown of a kind of state."""
+        """Remove the tensors of a kind of state again."""
 
     def object(self, name: str) -> object:
-        """What is stored under a name besides tensors; None where nothing is."""
+        """An object stored under a name that is not a tensor; None if the name is unknown."""
 
 
 def state_of(
@@ -74,7 +74,7 @@ def state_of(
     weights: Table,
     where: Path,
 ) -> tuple[list[Table], Facts | None]:
-    """The tables of the state's tensors, which `source` shows from now on, and its facts; neither where there is none.
+    """(tables of the state's tensors, which `source` makes readable, and the scalars); ([], None) without state.
 
     content: of the folder's common.pt. values: Megatron's arguments. weights: the table of the weights.
     Errors: CheckpointError naming the tensor or key that does not fit.
@@ -82,25 +82,25 @@ def state_of(
     if not source.state:
         return [], None
     check_optimizer(values, where)
-    named = {name: found for name in source.state if (found := named_state(name)) is not None}
-    flat = {name: at for name in source.state if (at := flat_name(name)) is not None and at.key in KEYS}
-    if odd := next((name for name in source.state if name not in (named or flat)), None):
-        raise CheckpointError(f"{where}: {odd}: the form of this state is not known; {LEAVE}")
+    named_tensors = {name: parsed for name in source.state if (parsed := named_state(name)) is not None}
+    flat = {name: buffer for name in source.state if (buffer := flat_name(name)) is not None and buffer.key in KEYS}
+    if unknown := next((name for name in source.state if name not in (named_tensors or flat)), None):
+        raise CheckpointError(f"{where}: {unknown}: the form of this state is not known; {LEAVE}")
     saved = weights
-    if named:
-        for name, (kind, weight) in named.items():
+    if named_tensors:
+        for name, (kind, weight) in named_tensors.items():
             source.show(name, weight, kind)
-        held = [_common_scalars(content, model_dims(weights), where)]
+        rank_scalars = [_common_scalars(content, model_dims(weights), where)]
     else:
         saved, labels = _saved(model, values, flat.values(), source, where)
-        _show_flat(source, {at: name for name, at in flat.items()}, saved, labels, values, where)
-        held = [_rank_scalars(source, content, model_dims(weights), rank, where) for rank in range(len(labels))]
-    if any(each != held[0] for each in held):
+        _show_flat(source, {buffer: name for name, buffer in flat.items()}, saved, labels, values, where)
+        rank_scalars = [_rank_scalars(source, content, model_dims(weights), rank, where) for rank in range(len(labels))]
+    if any(each != rank_scalars[0] for each in rank_scalars):
         raise CheckpointError(f"{where}: its optimizers are not at one step, scale and schedule; {LEAVE}")
     kinds = [kind for kind in KINDS if any(name.startswith(f"{kind}/") for name in source.tensors)]
-    full = any(name.startswith(state_name("master", "", distributed=True)) for name in named)
-    taken = checked(source, weights, saved, kinds, where, FULL if full else "")
-    return [alike(saved, kind) for kind in taken], held[0]
+    full = any(name.startswith(state_name("master", "", distributed=True)) for name in named_tensors)
+    kinds_read = checked(source, weights, saved, kinds, where, FULL if full else "")
+    return [alike(saved, kind) for kind in kinds_read], rank_scalars[0]
 
 
 FULL = ", as core 0.18 saves this form of several buckets with padding: its own resume has other losses, too"
@@ -110,7 +110,7 @@ KEYS = frozenset(KINDS.values())
 
 
 def model_dims(weights: Table) -> dict[str, int]:
-    """The dims of each logical tensor, by which groups of parameters are made."""
+    """The number of dims of each logical tensor; it determines the groups of parameters."""
     return {target.name: len(target.shape) for target in weights.targets}
 
 
@@ -118,18 +118,18 @@ def model_dims(weights: Table) -> dict[str, int]:
 
 
 def _common_scalars(content: Mapping[str, object], dims: Mapping[str, int], where: Path) -> Facts:
-    """Of the forms that keep groups of parameters in common.pt."""
+    """The scalars of the forms that store groups of parameters in common.pt."""
     optimizer = content.get("optimizer")
     if not isinstance(optimizer, dict) or 0 not in optimizer:
         return _scalars(content, optimizer, dims, where)
-    # Experts that ranks hold apart have an optimizer of their own.
-    apart = {name: count for name, count in dims.items() if EXPERT in name}
-    others = {name: count for name, count in dims.items() if name not in apart}
-    first, *more = (
-        _scalars(content, each, apart if number else others, where, experts=number > 0)
+    # Experts that ranks hold separately have a separate optimizer.
+    expert_dims = {name: count for name, count in dims.items() if EXPERT in name}
+    other_dims = {name: count for name, count in dims.items() if name not in expert_dims}
+    first, *rest = (
+        _scalars(content, each, expert_dims if number else other_dims, where, experts=number > 0)
         for number, each in optimizer.items()
     )
-    if any(each != first for each in more):
+    if any(each != first for each in rest):
         raise CheckpointError(f"{where}: its optimizers are not at one step, scale and schedule; {LEAVE}")
     return first
 
@@ -137,14 +137,14 @@ def _common_scalars(content: Mapping[str, object], dims: Mapping[str, int], wher
 def _rank_scalars(
     source: Stored, content: Mapping[str, object], dims: Mapping[str, int], rank: int, where: Path
 ) -> Facts:
-    """Of the form in which each rank keeps its own."""
-    own = f"optimizer.distributed.dp_group_idx_{rank}."
-    optimizer = {"optimizer": source.object(f"{own}optimizer"), "grad_scaler": source.object(f"{own}grad_scaler")}
-    return _scalars(content, optimizer, dims, where / own)
+    """The scalars of the form in which each rank stores its own."""
+    prefix = f"optimizer.distributed.dp_group_idx_{rank}."
+    optimizer = {"optimizer": source.object(f"{prefix}optimizer"), "grad_scaler": source.object(f"{prefix}grad_scaler")}
+    return _scalars(content, optimizer, dims, where / prefix)
 
 
 EXPERT = ".mlp.experts."
-"""In the names of what experts have."""
+"""Part of the names of experts' tensors."""
 
 
 def _scalars(
@@ -161,7 +161,7 @@ def _scalars(
 def _saved(
     model: ModelConfig, values: Mapping[str, object], found: Iterable[FlatName], source: Stored, where: Path
 ) -> tuple[Table, list[list[str]]]:
-    """The table of the weights as the ranks that saved had them, and of each rank the labels of its model chunks."""
+    """(the table of the weights as the saving ranks held them, the labels of each rank's model chunks)."""
     ranks, parts = {each.rank for each in found}, {each.chunk for each in found}
     sizes = [
         size if isinstance(size := values.get(name) or 1, int) else 0
@@ -178,14 +178,17 @@ def _saved(
             f"{where}: holds the optimizer's buffers of {len(ranks)} ranks with {len(parts)} model chunks and {rows} "
             f"rows of the vocabulary, args say {tp} tensor x {pp} pipeline ranks with {chunks} chunks; {LEAVE}"
         )
-    described = architecture(model)
-    stages = stage_layers(len(described.layers), pp, chunks)
+    structure = architecture(model)
+    stages = stage_layers(len(structure.layers), pp, chunks)
     parts_of = [(f"{p}.{c}", stages[p][c]) for p in range(pp) for c in range(chunks)]
-    at = {block: (part, number) for part, held in parts_of for number, block in enumerate(held)}
-    tied = ("output_layer.weight",) if len(parts_of) > 1 and described.tied else ()
-    held_by = stages_of(described, [at[block] for block in sorted(at)], f"{pp - 1}.{chunks - 1}", tied)
-    made = table(model, tp, held_by, rows // tp)
-    return made, [[f"{t}.{p}.{c}" for c in range(chunks)] for p in range(pp) for t in range(tp)]
+    position_of = {block: (part, number) for part, numbers in parts_of for number, block in enumerate(numbers)}
+    # The last of several stages stores a tied embedding a second time.
+    tied = ("output_layer.weight",) if len(parts_of) > 1 and structure.tied else ()
+    tree_stages = stages_of(
+        structure, [position_of[block] for block in sorted(position_of)], f"{pp - 1}.{chunks - 1}", tied
+    )
+    saved_table = table(model, tp, tree_stages, rows // tp)
+    return saved_table, [[f"{t}.{p}.{c}" for c in range(chunks)] for p in range(pp) for t in range(tp)]
 
 
 def _show_flat(
@@ -198,43 +201,48 @@ def _show_flat(
 ) -> None:
     """Cut the buffers into the state of each rank's parameters.
 
-    Errors: CheckpointError where they are laid out otherwise.
+        buffer of rank, chunk, bucket, kind:  | ... padding ... | weight at `begin` | ... |        [bucket.length]
+
+    Errors: CheckpointError if the buffers have another layout.
     """
     era: Era = "core-local" if values.get("transformer_impl") == "local" else "core"
     tied = not values.get("untie_embeddings_and_output_weights", False)
     shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    # Inverted, the table lists what each rank stores: names and shapes of its own parameters.
     for target in inverted(saved).targets:
         label, _, name = target.name.partition("/")
         shapes.setdefault(label, {})[name] = target.shape
-    left = dict(stored)
+    remaining = dict(stored)
 
     def taken(at: FlatName, length: int) -> str:
-        name = left.pop(at, "")
+        name = remaining.pop(at, "")
         if source.state.get(name) != (length,):
-            has = f"has shape {source.state[name]}" if name else "is missing"
-            raise CheckpointError(f"{where}: {name or at}: {has}, {length} numbers are wanted; {LEAVE}")
+            actual = f"has shape {source.state[name]}" if name else "is missing"
+            raise CheckpointError(f"{where}: {name or at}: {actual}, {length} numbers are wanted; {LEAVE}")
         return name
 
     for rank, label in ((rank, label) for rank, chunks in enumerate(labels) for label in chunks):
-        held, (_, stage, chunk) = shapes[label], map(int, label.split("."))
-        numbers = {name: prod(held[name]) for name in sorted(held, key=lambda name: parameter_place(name, era))}
-        made = buckets_of(numbers, bucket_limit(values, stage, chunk), own_buckets(numbers, tied))
-        for number, bucket in enumerate(made):
+        chunk_shapes, (_, stage, chunk) = shapes[label], map(int, label.split("."))
+        numbers = {
+            name: prod(chunk_shapes[name]) for name in sorted(chunk_shapes, key=lambda name: parameter_place(name, era))
+        }
+        buckets = buckets_of(numbers, bucket_limit(values, stage, chunk), own_buckets(numbers, tied))
+        for number, bucket in enumerate(buckets):
             for kind, key in KINDS.items():
                 name = taken(FlatName(rank, chunk, number, key), bucket.length)
                 for weight, begin in bucket.begins.items():
-                    source.show_flat(name, begin, f"{kind}/{label}/{weight}", held[weight])
-    if left:
-        raise CheckpointError(f"{where}: {next(iter(left.values()))}: no parameter lies in this bucket; {LEAVE}")
+                    source.show_flat(name, begin, f"{kind}/{label}/{weight}", chunk_shapes[weight])
+    if remaining:
+        raise CheckpointError(f"{where}: {next(iter(remaining.values()))}: no parameter lies in this bucket; {LEAVE}")
 
 
 # Proof
 
 
 def checked(source: Stored, weights: Table, saved: Table, kinds: list[str], where: Path, why: str) -> list[str]:
-    """The kinds of state to take: masters only of weights in 16 bits, else the weights are the masters.
+    """The kinds of state to read. Masters are read only for 16-bit weights; fp32 weights are their own masters.
 
-    Errors: CheckpointError where a kind is missing or not fp32, a tensor is not there or of another shape, or a master,
+    Errors: CheckpointError if a kind is missing or not fp32, a tensor is missing or has another shape, or a master,
     rounded, is not its weight.
     """
     for name, (_, dtype) in source.tensors.items():
@@ -242,21 +250,21 @@ def checked(source: Stored, weights: Table, saved: Table, kinds: list[str], wher
             raise CheckpointError(f"{where}: {name}: is {dtype}, torch.float32 is wanted; {LEAVE}")
     with naming(where):
         prove(joined([weights, *(alike(saved, kind) for kind in kinds)]), source.tensors)
-    wide = all(dtype == torch.float32 for _, dtype in weights.tensors(source.tensors).values())
-    if lacking := {"moment1", "moment2", *(() if wide else ("master",))} - set(kinds):
-        raise CheckpointError(f"{where}: the optimizer's state holds no {KINDS[min(lacking)]}; {LEAVE}")
+    all_fp32 = all(dtype == torch.float32 for _, dtype in weights.tensors(source.tensors).values())
+    if missing := {"moment1", "moment2", *(() if all_fp32 else ("master",))} - set(kinds):
+        raise CheckpointError(f"{where}: the optimizer's state holds no {KINDS[min(missing)]}; {LEAVE}")
     if "master" in kinds:
         _check_masters(source, weights, alike(saved, "master"), where, why)
-    if wide:
+    if all_fp32:
         source.hide("master")
-    return [kind for kind in kinds if kind != "master" or not wide]
+    return [kind for kind in kinds if kind != "master" or not all_fp32]
 
 
 def _check_masters(source: Source, weights: Table, masters: Table, where: Path, why: str) -> None:
     by_name = {master.name.partition("/")[2]: master for master in masters.targets}
     for weight in weights.targets:
         if (master := by_name.get(weight.name.partition("/")[2])) is None:
-            continue  # what is not learned
+            continue  # a tensor that is not learned has no master
         dtype = source.tensors[weight.fragments[0].source][1]
         for box in blocks(whole_box(weight.shape), dtype.itemsize):
             if not torch.equal(assemble(master, box, source).to(dtype), assemble(weight, box, source)):

@@ -1,8 +1,8 @@
-"""Checkpoints in torch's distributed format as Megatron-core 0.18 reads them (`torch_dist`), written.
+"""Writes checkpoints in torch's distributed format as Megatron-core 0.18 reads them (`torch_dist`).
 
-One file of tensors, each a small torch file, and an index of where they are; uniform layers are stacked, [layers, ...],
-and lie there one by one. Such a folder fits any layout whose vocabulary is padded to as many rows. The names are those
-of eras.py, what is said besides tensors is trees_write.py's. Knows no ranks.
+One file of tensors, each a small torch file, and an index of their positions. Uniform layers are stacked in the index,
+[layers, ...], and written one by one. Such a folder fits any layout whose vocabulary is padded to the same number of
+rows. eras.py has the names, trees_write.py the values that are not tensors. Knows no ranks.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ VERSIONS: Mapping[str, Json] = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-"""What metadata.json says."""
+"""The content of metadata.json."""
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.")
 
 
 class DistcpFile:
-    """A file of tensors and the index of them. file: a new one, to write into."""
+    """A file of tensors and its index. file: a new file to write into."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -57,7 +57,7 @@ class DistcpFile:
         self._stored: dict[object, object] = {}
 
     def add(self, name: str, whole: tuple[int, ...], start: tuple[int, ...], tensor: torch.Tensor) -> None:
-        """The rectangle of the tensor `name`, of shape `whole`, that begins at `start`."""
+        """Write the rectangle of the tensor `name`, of shape `whole`, that begins at `start`."""
         from torch.distributed.checkpoint.metadata import (
             ChunkStorageMetadata,
             MetadataIndex,
@@ -69,13 +69,13 @@ class DistcpFile:
         properties = TensorProperties(dtype=tensor.dtype)
         if name not in self._described:
             self._described[name] = TensorStorageMetadata(properties, torch.Size(whole), [])
-        described = self._described[name]
-        assert isinstance(described, TensorStorageMetadata)  # the name is not that of opaque bytes
-        described.chunks.append(chunk)
+        metadata = self._described[name]
+        assert isinstance(metadata, TensorStorageMetadata)  # `opaque` uses other names
+        metadata.chunks.append(chunk)
         self._store(MetadataIndex(name, torch.Size(start)), tensor)
 
     def opaque(self, name: str, content: object) -> None:
-        """Something that is no tensor."""
+        """Write an object that is not a tensor."""
         from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
         self._described[name] = BytesStorageMetadata()
@@ -90,47 +90,50 @@ class DistcpFile:
         self._stored[index] = _StorageInfo(FILE, begin, self._file.tell() - begin)
 
     def index(self) -> bytes:
-        """What `.metadata` holds."""
+        """The content of `.metadata`."""
         from torch.distributed.checkpoint.metadata import Metadata
 
         return pickle.dumps(Metadata(self._described, storage_data=self._stored), protocol=4)
 
 
 def export(own: Own, to: str, given: Given) -> Export:
-    """A folder that Megatron-core 0.18 loads; one tensor of one layer is in memory at a time."""
+    """Write a folder that Megatron-core 0.18 loads; one tensor of one layer is in memory at a time."""
     model, layout = architecture(own.model), given.layout
-    said = said_of(own, to, "core", given)
-    written_table(own.model, layout.tp, layout.pp)  # the layout that the folder is for must be one
+    metadata = said_of(own, to, "core", given)
+    written_table(own.model, layout.tp, layout.pp)  # raises if the target layout does not divide the model
     weights = table(own.model, 1, written_stages(model, 1), model.input.rows(layout.tp))
 
     def fill(folder: Path, table: Table, source: Source) -> int:
-        place = folder / f"iter_{said.iteration:07d}"
+        place = folder / f"iter_{metadata.iteration:07d}"
         place.mkdir(parents=True)
         with whole_file(place / FILE) as file:
             distcp = DistcpFile(file)
             for target in table.targets:
-                _write(distcp, target.name, made(target, source), model, said)
-            for name in _extra_states(model, stacked=_stacked(said)):
+                _write(distcp, target.name, made(target, source), model, metadata)
+            for name in _extra_states(model, stacked=_stacked(metadata)):
                 distcp.opaque(name, torch.empty(0, dtype=torch.uint8))
             length = file.tell()
         with whole_file(place / ".metadata") as file:
             file.write(distcp.index())
-        write_torch(place / "common.pt", common_of(said))
+        write_torch(place / "common.pt", common_of(metadata))
         write_json(place / "metadata.json", VERSIONS)
-        write_tracker(folder, said.iteration)
+        write_tracker(folder, metadata.iteration)
         return length
 
-    both = joined([weights, *(alike(weights, kind) for kind in said.kinds)])
-    return Export(both, fill, OwnSource(own.checkpoint, ("weights", *said.kinds)), notes=said.notes)
+    combined = joined([weights, *(alike(weights, kind) for kind in metadata.kinds)])
+    return Export(combined, fill, OwnSource(own.checkpoint, ("weights", *metadata.kinds)), notes=metadata.notes)
 
 
 def _stacked(said: Said) -> bool:
-    """Whether core has layers one upon the other, for which it takes them where all or none have experts."""
+    """Whether core stacks the layers in the index, which it does if all layers or none have experts."""
     return said.arguments.get("moe_layer_freq", 1) == 1
 
 
 def _write(distcp: DistcpFile, name: str, tensor: torch.Tensor, model: Architecture, said: Said) -> None:
-    """One tensor of the table, by its name there: `0.0.0/common name`, of state `kind/0.0.0/common name`."""
+    """Write one tensor of the table, by its name there: `0.0.0/common name`, for state `kind/0.0.0/common name`.
+
+    layer 3's weight [out, in] of 12 layers:  rectangle at (3, 0, 0) of size [1, out, in] in [12, out, in]
+    """
     kind, _, common = name.rpartition("0.0.0/")
     kind = kind.rstrip("/")
     weight, index, depth = styled(common, "core"), dict[str, int](), dict[str, int]()
@@ -142,59 +145,60 @@ def _write(distcp: DistcpFile, name: str, tensor: torch.Tensor, model: Architect
     start, whole = (*index.values(), *(0,) * tensor.dim()), (*depth.values(), *tensor.shape)
     tensor = tensor[(None,) * len(index)]
     names = [state_name(kind, weight, distributed=said.flat) if kind else weight]
-    if not kind and said.flat and "master" not in said.kinds:  # the distributed optimizer keeps fp32 weights twice
+    # The distributed optimizer stores fp32 weights a second time, as masters.
+    if not kind and said.flat and "master" not in said.kinds:
         names.append(state_name("master", weight, distributed=True))
     for each in names:
         distcp.add(each, whole, start, tensor)
 
 
 def _experts(model: Architecture) -> int:
-    """Of each mixture."""
+    """The experts of each mixture."""
     return next((layer.experts.count for layer in model.layers if layer.experts is not None), 0)
 
 
 def _extra_states(model: Architecture, *, stacked: bool) -> Iterator[str]:
-    """Names of the states that modules of core look for besides parameters: of fp8, and empty without."""
+    """Names of the extra states that core's modules read: state of fp8, and empty without fp8."""
     count = len(model.layers)
     for number, layer in enumerate(model.layers):
         normed = layer.attention.q_norm is not None
         modules = [*LINEARS[:2], *(("self_attention.q_layernorm", "self_attention.k_layernorm") if normed else ())]
-        prefix, place, of = ("", f"{number}", f"{count}") if stacked else (f"{number}.", "0", "1")
+        prefix, place, total = ("", f"{number}", f"{count}") if stacked else (f"{number}.", "0", "1")
         experts = layer.experts
         networks = ["mlp"] if experts is None else ["mlp.shared_experts"] if experts.shared is not None else []
         modules += [f"{network}.linear_fc{each}" for network in networks for each in (1, 2)]
-        yield from (f"decoder.layers.{prefix}{module}._extra_state/shard_{place}_{of}" for module in modules)
+        yield from (f"decoder.layers.{prefix}{module}._extra_state/shard_{place}_{total}" for module in modules)
         for one in range(0 if experts is None else experts.count):
-            at = f"{number}.{one}_{count}.{_experts(model)}" if stacked else f"{one}_{_experts(model)}"
+            position = f"{number}.{one}_{count}.{_experts(model)}" if stacked else f"{one}_{_experts(model)}"
             name = f"decoder.layers.{prefix}mlp.experts.experts.linear_fc"
-            yield from (f"{name}{each}._extra_state/shard_{at}" for each in (1, 2))
-    for ahead in model.output.ahead:
+            yield from (f"{name}{each}._extra_state/shard_{position}" for each in (1, 2))
+    for predictor in model.output.ahead:
         modules = ["enorm", "hnorm", "eh_proj", "final_layernorm"]
-        networks = ["mlp"] if ahead.layer.experts is None else []
+        networks = ["mlp"] if predictor.layer.experts is None else []
         inner = [*LINEARS[:2], *(f"{network}.linear_fc{each}" for network in networks for each in (1, 2))]
         modules += [f"transformer_layer.{each}" for each in inner]
-        yield from (f"{ahead.name}.{module}._extra_state/shard_0_1" for module in modules)
+        yield from (f"{predictor.name}.{module}._extra_state/shard_0_1" for module in modules)
     yield "decoder.final_layernorm._extra_state/shard_0_1"
 
 
 def common_of(said: Said) -> dict[str, object]:
-    """What common.pt holds: all that is no tensor."""
+    """The content of common.pt: everything that is not a tensor."""
     content = {
         "args": argparse.Namespace(**said.arguments),
         "checkpoint_version": 3.0,
         "iteration": said.iteration,
     }
-    described: dict[str, object] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    content_metadata: dict[str, object] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if said.facts is None:
-        return {**content, "content_metadata": described}
+        return {**content, "content_metadata": content_metadata}
     groups = {"param_groups": written_groups(said.facts, (True, False), "core")}
     optimizer: dict[str, object] = {**({"optimizer": groups} if said.flat or "master" in said.kinds else groups)}
     if said.flat:
         optimizer["param_state_sharding_type"] = "fully_reshardable"
-        described |= {
+        content_metadata |= {
             "distrib_optim_sharding_type": "fully_reshardable",
             "distrib_optim_fully_reshardable_mem_efficient": False,
         }
     scheduler = written_scheduler(said.facts, "core")
     optimizer |= written_scaler(said.facts)
-    return {**content, "content_metadata": described, "optimizer": optimizer, **scheduler}
+    return {**content, "content_metadata": content_metadata, "optimizer": optimizer, **scheduler}

@@ -1,9 +1,9 @@
-"""Megatron-LM's trees of `mp_rank_XX[_YYY]/model_optim_rng.pt`: weights of every family, read; the table both ways.
+"""Reads Megatron-LM's trees of `mp_rank_XX[_YYY]/model_optim_rng.pt`: weights of every family, and the table both ways.
 
-The vocabularies of all eras (eras.py) come down to one table; fused query-key-value rows stand in the order that
-`checkpoint_version` says. A tree is read from any tensor and pipeline size, interleaved or not; trees_write.py writes
-it. Random states are left out; arguments.py has what trees say of their model, families.py what BERT and T5 have
-besides, state.py optimizers.
+The names of all eras (eras.py) are translated to one table. Rows of the fused query-key-value matrix are in the order
+of the tree's `checkpoint_version`. Trees of any tensor and pipeline size are read, interleaved or not; trees_write.py
+writes them. Random states are not converted. arguments.py reads a tree's model, families.py adds BERT and T5, state.py
+reads optimizers.
 """
 
 from __future__ import annotations
@@ -74,20 +74,21 @@ def recognise(path: Path) -> bool:
 
 
 def open_form(path: Path, given: Given) -> Opened:
-    """A tree's root (the iteration that the tracker names) or one iteration's directory.
+    """Open a tree's root (the iteration that the tracker names) or one iteration's directory.
 
-    Names of tensors are `tp.pp.chunk/common name`; all files must agree on what they are.
+    Names of tensors are `tp.pp.chunk/common name`. Tensors stored by several ranks must be equal.
     """
     folder = iteration_of(path)
     ranks, tp, pp = _ranks(folder)
     tensors, state, chunks, content = _read_ranks(ranks, given.optimizer)
+    # All ranks or none: a run cannot resume with the moments of some parameters.
     if state.ranks not in (0, len(ranks)):
         raise CheckpointError(f"{folder}: {state.ranks} of {len(ranks)} ranks hold the optimizer's state; {LEAVE}")
     arguments = content.get("args")
     values = arguments.values if isinstance(arguments, Arguments) else {}
-    if (apart := values.get("expert_model_parallel_size", 1)) not in (None, 1):
+    if (expert_ranks := values.get("expert_model_parallel_size", 1)) not in (None, 1):
         rule = "trees whose ranks hold other experts are not read; have Megatron-core save torch_dist"
-        raise CheckpointError(f"{folder}: args.expert_model_parallel_size {plain(apart)!r:.40}: {rule}")
+        raise CheckpointError(f"{folder}: args.expert_model_parallel_size {plain(expert_ranks)!r:.40}: {rule}")
     source = TorchSource(tensors | state.tensors)
     core = era_of(content[_models(content, folder)[0]]) != "legacy"
     model, notes = model_of_tree(values, source.tensors, tp, given.vocab, path, folder, core=core)
@@ -104,17 +105,17 @@ def open_form(path: Path, given: Given) -> Opened:
     iteration, consumed, validated = (n if type(n) is int and n >= 0 else 0 for n in counts)
     table = joined([weights, *(alike(weights, kind) for kind in state.kinds)])
     check_counts(state.facts, counts[0], folder)
-    known = plain_state(state.facts, iteration, consumed, validated)
+    plain_fields = plain_state(state.facts, iteration, consumed, validated)
     notes += (state_note(state.facts, given.optimizer, "taken"),)
-    return Opened(source, model, table, iteration, consumed, known, notes)
+    return Opened(source, model, table, iteration, consumed, plain_fields, notes)
 
 
 def model_of_tree(
     values: Mapping[str, object], tensors: Tensors, tp: int, vocab: int | None, path: Path, folder: Path, *, core: bool
 ) -> tuple[ModelConfig, tuple[str, ...]]:
     """The model that Megatron's arguments and a tree's tensors describe, and lines on its vocabulary and on arguments
-    that its model does not have. core: Megatron-core's, which has not all of them."""
-    values, left = as_core_uses(values) if core else (values, ())
+    that its model ignores. core: Megatron-core wrote the tree; it ignores some arguments."""
+    values, corrections = as_core_uses(values) if core else (values, ())
     rows = tensors.get(f"0.0.0/{WORDS}", ((0,), torch.float32))[0][0]
     check_vocabulary(values, rows, tp)
     tokens, notes = vocabulary(values, rows * tp, vocab, path)
@@ -122,13 +123,14 @@ def model_of_tree(
     if model.experts and not core:
         model = with_switch(model, values)
     check_size(model, tensors, str(folder))
-    return model, notes + left
+    return model, notes + corrections
 
 
 def _read_ranks(
     ranks: Mapping[tuple[int, int], Path], optimizer: bool
 ) -> tuple[dict[str, torch.Tensor], State, int, Mapping[str, object]]:
-    """All weights and the optimizer's state, how many model chunks a rank has, and what the first rank's file holds."""
+    """(all weights, the optimizer's state, the number of model chunks of a rank, the content of the first rank's
+    file)."""
     tensors: dict[str, torch.Tensor] = {}
     state, chunks = State(), 1
     first: dict[str, object] = {}
@@ -138,18 +140,19 @@ def _read_ranks(
         if not isinstance(content, dict):
             raise CheckpointError(f"{directory}: holds {type(content).__name__}, not a checkpoint")
         first = first or content
-        if content is not first and (said := _iteration(content)) != (other := _iteration(first)):
-            raise CheckpointError(f"{directory}: iteration {said}: the first rank's is {other}")
+        if content is not first and (iteration := _iteration(content)) != (first_iteration := _iteration(first)):
+            raise CheckpointError(f"{directory}: iteration {iteration}: the first rank's is {first_iteration}")
         numbers.append(content["args"].values.get("rank") if isinstance(content.get("args"), Arguments) else None)
-        if len(set(map(repr, numbers))) > 1 and not _increase(numbers):  # a converter's are all the same
+        # A converter writes the same rank into all files.
+        if len(set(map(repr, numbers))) > 1 and not _increase(numbers):
             raise CheckpointError(
                 f"{directory}: args.rank {plain(numbers[-1])!r:.40}: is that of another mp_rank folder"
             )
         models = _models(content, directory)
         chunks = len(models)
         weights = [_named(content[key], directory) for key in models]
-        for chunk, named in enumerate(weights):
-            tensors |= {f"{t}.{p}.{chunk}/{name}": tensor for name, tensor in named.items()}
+        for chunk, tensors_by_name in enumerate(weights):
+            tensors |= {f"{t}.{p}.{chunk}/{name}": tensor for name, tensor in tensors_by_name.items()}
         if t:
             check_not_twice(tensors, f"{t}.{p}.", f"{t - 1}.{p}.", directory)
         if optimizer:
@@ -158,28 +161,28 @@ def _read_ranks(
 
 
 def _increase(numbers: list[object]) -> bool:
-    whole = [n for n in numbers if type(n) is int]
-    return len(whole) == len(numbers) and all(a < b for a, b in pairwise(whole))
+    integers = [n for n in numbers if type(n) is int]
+    return len(integers) == len(numbers) and all(a < b for a, b in pairwise(integers))
 
 
 def _iteration(content: Mapping[str, object]) -> int | None:
-    """What a file says of its iteration, if anything."""
-    said = content.get("iteration", content.get("total_iters"))
-    return said if type(said) is int else None
+    """The iteration that a file records, if any."""
+    iteration = content.get("iteration", content.get("total_iters"))
+    return iteration if type(iteration) is int else None
 
 
 def _named(model: object, directory: Path) -> dict[str, torch.Tensor]:
-    """The tensors of one model chunk by common names; one that is there under two names must be the same."""
+    """The tensors of one model chunk by common names; two names of one tensor must have equal values."""
     stored = dict(_flat(model, directory))
-    two_stacks, found = has_two_stacks(stored), dict[str, torch.Tensor]()
+    two_stacks, tensors = has_two_stacks(stored), dict[str, torch.Tensor]()
     for name, tensor in stored.items():
-        if not torch.equal(found.setdefault(common_name(name, two_stacks), tensor), tensor):
+        if not torch.equal(tensors.setdefault(common_name(name, two_stacks), tensor), tensor):
             raise CheckpointError(f"{directory}: {name}: differs from what the model holds under another name")
-    return found
+    return tensors
 
 
 def _ranks(folder: Path) -> tuple[dict[tuple[int, int], Path], int, int]:
-    """The directory of each (tensor, pipeline) rank, and how many ranks there are of either kind."""
+    """(the directory of each (tensor, pipeline) rank, tensor ranks, pipeline ranks)."""
     ranks = {(int(m[1]), int(m[2] or 0)): e for e in _folders(folder) if (m := _RANK.fullmatch(e.name))}
     tp, pp = (1 + max((rank[axis] for rank in ranks), default=-1) for axis in (0, 1))
     absent = [(t, p) for t in range(tp) for p in range(pp) if (t, p) not in ranks]
@@ -218,7 +221,7 @@ def _weights_file(directory: Path) -> Path:
 
 
 def _flat(tree: object, where: Path, prefix: str = "") -> Iterable[tuple[str, torch.Tensor]]:
-    """The tensors below a nested dict, by dotted name."""
+    """The tensors of a nested dict, by dotted name."""
     if not isinstance(tree, dict) or len(prefix) > 1000:
         raise CheckpointError(f"{where}: model{prefix} is {type(tree).__name__}, not a dict of tensors")
     for key, value in tree.items():
@@ -235,18 +238,20 @@ def _flat(tree: object, where: Path, prefix: str = "") -> Iterable[tuple[str, to
 
 
 def fused_rows(part: str, heads: int, groups: int, width: int, version: int) -> list[range]:
-    """Where one tensor rank's rows of query, key or value heads stand in its fused matrix.
+    """The rows of one tensor rank's query, key or value heads in its fused matrix.
 
     part: "q", "k" or "v". heads, groups: query and key/value heads of this rank. width: rows of a head.
     version: the file's checkpoint_version.
 
+        version 0                version 1, by row           versions 2 and 3, by head of a group
+        q q q q k k k k v v v v  q k v q k v q k v q k v     q q k v | q q k v
     >>> fused_rows("k", heads=4, groups=2, width=1, version=3)  # q0 q1 k0 v0 q2 q3 k1 v1
     [range(2, 3), range(6, 7)]
     """
     place = "qkv".index(part)
     if version == 0:  # all queries, all keys, all values
         return [range(place * heads * width, (place + 1) * heads * width)]
-    if version == 1:  # components of q, k, v take turns
+    if version == 1:  # components of q, k, v alternate
         return [range(place, 3 * heads * width, 3)]
     each = heads // groups
     begin, count = ((0, each), (each, 1), (each + 1, 1))[place]
@@ -255,37 +260,40 @@ def fused_rows(part: str, heads: int, groups: int, width: int, version: int) -> 
 
 
 def table_of(model: ModelConfig, tensors: Tensors, tp: int, pp: int, chunks: int, version: int) -> Table:
-    """The `table` of a tree that holds `tensors`: its blocks are where their names are."""
-    blocks, described = _blocks(tensors, pp, chunks), architecture(model)
-    if len(blocks) != len(described.layers):
+    """The `table` of a tree that holds `tensors`; their names give the stages of its blocks."""
+    blocks, structure = _blocks(tensors, pp, chunks), architecture(model)
+    if len(blocks) != len(structure.layers):
         last = f"encoder.layers.{max((number for _, number in blocks), default=0)}."
-        named = next((name for name in tensors if last in name), "none")
+        example = next((name for name in tensors if last in name), "none")
         raise CheckpointError(
-            f"args.num_layers {len(described.stacks[0].layers)}: the files hold {len(blocks)} layers ({named})"
+            f"args.num_layers {len(structure.stacks[0].layers)}: the files hold {len(blocks)} layers ({example})"
         )
     end = f"{pp - 1}.{chunks - 1}"
     tied = [name for name in (TIED_COPY, "output_layer.weight") if f"0.{end}/{name}" in tensors]
     rows = tensors.get(f"0.0.0/{WORDS}", ((0,), torch.float32))[0][0]
-    return table(model, tp, stages_of(described, blocks, end, tied), rows, version)
+    return table(model, tp, stages_of(structure, blocks, end, tied), rows, version)
 
 
 def _blocks(tensors: Tensors, pp: int, chunks: int) -> list[tuple[str, int]]:
-    """Where each block is: (pipeline rank and chunk, number within); chunks go round the ranks in turn, and an
-    encoder's blocks come before a decoder's."""
-    found: list[tuple[str, int]] = []
+    """The stage and number of each block: (pipeline rank and chunk, number within the chunk). Chunks are assigned to
+    the ranks in turn, and an encoder's blocks precede a decoder's."""
+    blocks: list[tuple[str, int]] = []
     for stack in ("encoder", "decoder"):
         for chunk in range(chunks):
             for rank in range(pp):
                 pattern = re.compile(rf"0\.{rank}\.{chunk}/{stack}\.layers\.(\d+)\..*")
                 local = {int(match[1]) for name in tensors if (match := pattern.fullmatch(name))}
-                found += [(f"{rank}.{chunk}", number) for number in sorted(local)]
-    return found
+                blocks += [(f"{rank}.{chunk}", number) for number in sorted(local)]
+    return blocks
 
 
 def table(options: ModelConfig, tp: int, stages: Stages, rows: int, version: int = 3) -> Table:
     """`weights/<name>` of every logical tensor from the files of a tree.
 
-    rows: of a rank's table of tokens, padding included. version: the files' checkpoint_version.
+    rows: of a rank's embedding table, padding included. version: the files' checkpoint_version.
+
+        vocabulary of 10 tokens on 2 ranks, rows = 8:      rank 0: tokens 0 .. 7      rank 1: tokens 8, 9, six of
+        padding
     """
     model = architecture(options)
     if version < 2 and any(each.kv_heads != each.heads for each in model.attentions):
@@ -298,34 +306,34 @@ def table(options: ModelConfig, tp: int, stages: Stages, rows: int, version: int
         stage, layer = stages.place(model, tensor.units[0])
         unit = tensor.units[0]
         reads = isinstance(unit, int) and model.layers[unit].neighbours is not None
-        theirs = retriever_name(tensor.name, layer) if reads and layer is not None else legacy_name(tensor.name, layer)
+        common = retriever_name(tensor.name, layer) if reads and layer is not None else legacy_name(tensor.name, layer)
         if options.router_choice == "quantile":
-            theirs = theirs.replace(BALANCE_BIAS, THRESHOLDS)
-        held_at = (f"{stage}/{theirs}", *stages.copies.get(tensor.name, ()))
-        here, *others = [[f"{t}.{place}" for t in range(tp)] for place in held_at]
+            common = common.replace(BALANCE_BIAS, THRESHOLDS)
+        locations = (f"{stage}/{common}", *stages.copies.get(tensor.name, ()))
+        sources, *copy_sources = [[f"{t}.{place}" for t in range(tp)] for place in locations]
         cut = tensor.cut()
         if cut is not None and cut.multiple:  # a vocabulary
             counts = [max(0, min(rows, tensor.shape[0] - t * rows)) for t in range(tp)]  # of tokens on each rank
             width = tensor.shape[1] if len(tensor.shape) == 2 else None
-            for parts in (here, *others):
-                filled = [(part, range(count)) for part, count in zip(parts, counts, strict=True) if count]
+            for parts in (sources, *copy_sources):
+                token_rows = [(part, range(count)) for part, count in zip(parts, counts, strict=True) if count]
                 padding |= {part: (range(n, rows), name) for part, n in zip(parts, counts, strict=True) if n < rows}
-                found = stacked(filled, width)
-                if parts is here:
-                    fragments = found
+                fragments_found = stacked(token_rows, width)
+                if parts is sources:
+                    fragments = fragments_found
                 else:
-                    copies += [(name, fragment) for fragment in found]
+                    copies += [(name, fragment) for fragment in fragments_found]
         elif cut is None:
-            fragments = (whole(tensor.shape, here[0]),)
-            copies += [(name, whole(tensor.shape, each)) for parts in (here[1:], *others) for each in parts]
+            fragments = (whole(tensor.shape, sources[0]),)
+            copies += [(name, whole(tensor.shape, each)) for parts in (sources[1:], *copy_sources) for each in parts]
         else:
-            fragments = gathered(tensor.shape, here, cut.dim, _runs(model.block, tensor, tp, version))
+            fragments = gathered(tensor.shape, sources, cut.dim, _runs(model.block, tensor, tp, version))
         targets.append(Target(name, tensor.shape, fragments))
     return Table(tuple(targets), copies=tuple(copies), padding=padding)
 
 
 def _runs(block: Layer, tensor: Tensor, share: int, version: int) -> list[range] | None:
-    """A logical tensor's rows within one rank's fused matrix; None where nothing is fused."""
+    """A logical tensor's rows within one rank's fused matrix; None if it is not fused."""
     module = tensor.name.rpartition(".")[0]
     attention, feed_forward = block.attention, block.feed_forward
     heads, kv_heads = attention.heads // share, attention.kv_heads // share

@@ -1,7 +1,7 @@
-"""Megatron-LM's trees of `mp_rank_XX[_YYY]/model_optim_rng.pt` written, for any tensor and pipeline size.
+"""Writes Megatron-LM's trees of `mp_rank_XX[_YYY]/model_optim_rng.pt`, for any tensor and pipeline size.
 
-What a tree says besides tensors, for whom it is and what must be typed there is `Said`, which torch_dist_write.py
-shares. Names are those of eras.py, tables those of trees.py. Random states are not written.
+`Said` has the values of a tree that are not tensors, and the notes about its use; torch_dist_write.py shares it.
+eras.py has the names, trees.py the tables. Random states are not written.
 """
 
 from __future__ import annotations
@@ -47,22 +47,25 @@ from mega.core.untrusted import below
 
 @dataclass(frozen=True)
 class Said:
-    """What a tree says besides its tensors.
-
-    kinds: of state that go into it. facts: of the optimizer; None without. arguments: of the command line. flat: the
-    state is the distributed optimizer's.
-    """
+    """The values of a tree that are not tensors."""
 
     kinds: tuple[str, ...]
+    """Kinds of state that are written."""
     facts: Facts | None
+    """The optimizer's scalars; None without state."""
     arguments: Mapping[str, object]
+    """Megatron's arguments of the command line."""
     iteration: int
+    """The iteration of the folder's name."""
     flat: bool
+    """The state is written as the distributed optimizer's."""
     notes: tuple[str, ...]
+    """Lines for the user."""
 
 
 def said_of(own: Own, to: str, era: Era, given: Given) -> Said:
-    """What the tree `to` of a checkpoint of ours says. Errors: CheckpointError naming what it has no place for."""
+    """The values of the tree `to` for a mega checkpoint. Errors: CheckpointError naming a setting that it cannot
+    express."""
     model, checkpoint, layout = architecture(own.model), own.checkpoint, given.layout
     check_written(model, to, distributed=given.distributed)
     if own.model.retriever:
@@ -99,30 +102,30 @@ def said_of(own: Own, to: str, era: Era, given: Given) -> Said:
 
 
 def _tokenizer(meta: Mapping[str, object]) -> str | None:
-    """The kind of tokenizer that a checkpoint of ours was trained with, where it says one."""
+    """The kind of tokenizer that a mega checkpoint was trained with, if it records one."""
     kind = below(meta, "config", "tokenizer").get("tokenizer")
     return kind if isinstance(kind, str) else None
 
 
 def _for_legacy(to: str, facts: Facts | None, retriever: bool) -> str:
     flags = "--no-load-rng" if facts is not None else "--no-load-rng --no-load-optim"
-    about = f"--saver {to} is for Megatron-LM of 2023 (its legacy models), which loads it with {flags}"
+    intro = f"--saver {to} is for Megatron-LM of 2023 (its legacy models), which loads it with {flags}"
     if retriever:
-        return f"{about}, and decides by the number of layers which of them read neighbours"
+        return f"{intro}, and decides by the number of layers which of them read neighbours"
     return (
-        f"{about}: Megatron-core of "
+        f"{intro}: Megatron-core of "
         "today (0.18) takes it without an error and loads it wrong; for that write --saver mcore, mcore-local or "
         "torch_dist"
     )
 
 
 def _for_core(family: str, arguments: Mapping[str, object], era: Era, facts: Facts | None) -> str:
-    """Which flags Megatron-core needs to continue from the tree."""
+    """The flags with which Megatron-core resumes from the tree."""
     if family in OWN_STACKS:
         return "Megatron-core 0.18 has classes for it (BertModel, T5Model), and no script that trains them"
     dist = arguments["ckpt_format"] == "torch_dist"
     flags = [f"--ckpt-format {arguments['ckpt_format']}"]
-    flags += [] if dist else ["--no-load-rng"]  # a torch_dist folder says that it has none
+    flags += [] if dist else ["--no-load-rng"]  # a torch_dist folder records that it has no random states
     if facts is None:
         flags += [] if dist else ["--no-load-optim"]
     elif overridden(facts):
@@ -136,28 +139,28 @@ def _for_core(family: str, arguments: Mapping[str, object], era: Era, facts: Fac
 
 
 def export(own: Own, to: str, given: Given) -> Export:
-    """A tree that Megatron-LM loads; one rank's file is in memory at a time."""
+    """Write a tree that Megatron-LM loads; one rank's file is in memory at a time."""
     era, tp, pp = STYLES[to], given.layout.tp, given.layout.pp
-    said = said_of(own, to, era, given)
+    metadata = said_of(own, to, era, given)
     model, weights = architecture(own.model), written_table(own.model, tp, pp)
 
     def fill(folder: Path, table: Table, source: Source) -> int:
-        written = 0
+        bytes_written = 0
         of_rank: dict[str, list[Target]] = {}
         for target in table.targets:
             of_rank.setdefault(re.sub(r"^(\w+/)?(\d+\.\d+)\..*", r"\2", target.name), []).append(target)
-        for label, mine in of_rank.items():
+        for label, rank_targets in of_rank.items():
             rank, stage = map(int, label.split("."))
-            content = {re.sub(r"\d+\.\d+\.\d+/", "", target.name): made(target, source) for target in mine}
-            state = {key: content.pop(key) for key in list(content) if key.partition("/")[0] in said.kinds}
-            directory = folder / f"iter_{said.iteration:07d}" / rank_directory(rank, stage, pp)
+            content = {re.sub(r"\d+\.\d+\.\d+/", "", target.name): made(target, source) for target in rank_targets}
+            state = {key: content.pop(key) for key in list(content) if key.partition("/")[0] in metadata.kinds}
+            directory = folder / f"iter_{metadata.iteration:07d}" / rank_directory(rank, stage, pp)
             directory.mkdir(parents=True)
-            written += _write_rank(directory, content, state, said, era, model, stage * tp + rank)
-        write_tracker(folder, said.iteration)
-        return written
+            bytes_written += _write_rank(directory, content, state, metadata, era, model, stage * tp + rank)
+        write_tracker(folder, metadata.iteration)
+        return bytes_written
 
-    both = joined([weights, *(alike(weights, kind) for kind in said.kinds)])
-    return Export(both, fill, OwnSource(own.checkpoint, ("weights", *said.kinds)), notes=said.notes)
+    combined = joined([weights, *(alike(weights, kind) for kind in metadata.kinds)])
+    return Export(combined, fill, OwnSource(own.checkpoint, ("weights", *metadata.kinds)), notes=metadata.notes)
 
 
 def _write_rank(
@@ -169,22 +172,23 @@ def _write_rank(
     model: Architecture,
     rank: int,
 ) -> int:
-    """One rank's files; their bytes. weights: by common name. state: by `kind/common name`. rank: of Megatron's."""
-    written = 0
+    """Write one rank's files and return their bytes. weights: by common name. state: by `kind/common name`. rank:
+    Megatron's global rank."""
+    bytes_written = 0
     if said.facts is not None and said.flat:
-        written += write_torch(directory / DISTRIBUTED, written_vectors(weights, state, era, tied=model.tied))
-    kept = {
+        bytes_written += write_torch(directory / DISTRIBUTED, written_vectors(weights, state, era, tied=model.tied))
+    content = {
         "args": argparse.Namespace(**said.arguments, rank=rank),
         "checkpoint_version": 3.0,
         "iteration": said.iteration,
         "model": nested(weights, era, model.family),
         **({} if said.facts is None else written_state(state, said.facts, era, flat=said.flat)),
     }
-    return written + write_torch(directory / WEIGHTS, kept)
+    return bytes_written + write_torch(directory / WEIGHTS, content)
 
 
 def write_tracker(folder: Path, iteration: int) -> None:
-    """The file by which Megatron finds the newest iteration."""
+    """Write the file in which Megatron finds the newest iteration."""
     with creating(folder / TRACKER) as descriptor:
         write_all(descriptor, str(iteration).encode())
 
@@ -204,11 +208,11 @@ _Tree: TypeAlias = "torch.Tensor | dict[str, _Tree]"
 
 
 def nested(content: Mapping[str, torch.Tensor], era: Era, family: str = "gpt") -> Mapping[str, object]:
-    """The model tree of a file. Core trees are flat, in the order of the modules; legacy ones nest above the layers'
-    dotted names, and a head's."""
+    """The model tree of a file. Core's trees are flat, in the order of the modules. Legacy trees nest dicts down to the
+    names of layers and heads, which are dotted."""
     if ERAS[era].core and family in OWN_STACKS:
-        ours = in_order(content, "", era)
-        flat = {styled(name, era, family): tensor for name, tensor in ours.items()}
+        ordered = in_order(content, "", era)
+        flat = {styled(name, era, family): tensor for name, tensor in ordered.items()}
         return flat | {alias: flat[name] for alias, name in ALIASES.get(family, {}).items() if name in flat}
     if ERAS[era].core:
         return _flat(content, era)
@@ -226,11 +230,11 @@ def nested(content: Mapping[str, torch.Tensor], era: Era, family: str = "gpt") -
 
 
 LINEARS = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
-"""Modules of core's blocks that keep an extra state, by core's names: of fp8, and empty without."""
+"""Modules of core's blocks that have an extra state, by core's names: state of fp8, and empty without fp8."""
 
 
 def _flat(content: Mapping[str, torch.Tensor], era: Era) -> dict[str, torch.Tensor | None]:
-    """Core's weights in the order of its modules, and the extra states that it looks for, which are empty."""
+    """Core's weights in the order of its modules, and the extra states that core reads, which are empty."""
     engine, tree = era == "core", dict[str, torch.Tensor | None]()
     empty = torch.empty(0, dtype=torch.uint8) if engine else None
     ordered = [(styled(name, era), tensor) for name, tensor in in_order(content, "", era).items()]
@@ -249,5 +253,5 @@ def _flat(content: Mapping[str, torch.Tensor], era: Era) -> dict[str, torch.Tens
 
 
 def rank_directory(tp_rank: int, stage: int, pp: int) -> str:
-    """What a rank's folder is called."""
+    """The name of a rank's folder."""
     return f"mp_rank_{tp_rank:02d}" + (f"_{stage:03d}" if pp > 1 else "")
