@@ -1,9 +1,9 @@
 """BERT in Hugging Face's form: "bert" with norms after each branch, "megatron-bert" with norms before, and "roberta",
-whose positions begin after the padding's number and whose heads are called otherwise.
+whose positions begin after the id of padding and whose heads have other names.
 
-Knows config.json and tensors' names, no files. Which heads a model has is read off its tensors where they are known:
-released files hold more than their `architectures` says. Source: transformers' BertForPreTraining, BertForMaskedLM,
-BertForSequenceClassification, BertModel, and MegatronBert's.
+Knows config.json and tensors' names, no files. The heads of a model are determined from its tensors if these are known,
+because released files hold more than their `architectures` states. Source: transformers' BertForPreTraining,
+BertForMaskedLM, BertForSequenceClassification, BertModel, and MegatronBert's.
 """
 
 from __future__ import annotations
@@ -24,17 +24,20 @@ from mega.core.untrusted import Json
 
 @dataclass(frozen=True)
 class BertType:
-    """One `model_type`. classes: what its classes begin with. placement: where norms are. prefix: in front of every
-    name but the heads'; a model without heads has none. heads: our modules -> theirs. repeated: ours -> what a folder
-    may hold once more. offset: whether the first position has the row after the padding's.
-    """
+    """One `model_type`."""
 
     classes: str
+    """Prefix of its classes in transformers."""
     placement: Literal["post", "pre"]
+    """Norms after or before each branch."""
     prefix: str
+    """Prefix of every name except the heads'; a model without heads has none."""
     heads: Mapping[str, str]
+    """The project's modules of heads -> transformers'."""
     repeated: Mapping[str, str]
+    """The project's tensors -> names under which a folder may repeat them."""
     offset: bool = False
+    """The first position has the row after the padding's."""
 
 
 NAMES = {
@@ -66,7 +69,7 @@ _HEADS = {
     "classification_head": "classifier",
     "multichoice_head": "classifier",
 }
-"""Our modules -> theirs."""
+"""The project's modules -> transformers'."""
 
 _ROBERTA_HEADS = {
     "lm_head.dense": "lm_head.dense",
@@ -80,21 +83,21 @@ KEYS = (
     *("hidden_dropout_prob", "attention_probs_dropout_prob", "max_position_embeddings", "type_vocab_size"),
     *("layer_norm_eps", "tie_word_embeddings", "position_embedding_type"),
 )
-"""What is read of a config.json, besides the keys that any may have."""
+"""Keys of a config.json that are read, in addition to those that any may have."""
 
 WITHOUT_EFFECT = (
     *("directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head"),
     *("pooler_type", "output_past"),
 )
-"""Keys of released files that transformers does not read."""
+"""Keys of released files that transformers ignores."""
 
 CLASSIFIERS = ("ForSequenceClassification", "ForMultipleChoice")
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new"}
-"""Ours -> config.json's `hidden_act`, which is the head's too."""
+"""The project's activations -> `hidden_act` of config.json, which also applies to the head."""
 
 ENDINGS = {".weight": ".gamma", ".bias": ".beta"}
-"""What the norms of the first releases are called."""
+"""Names of norms in the first releases."""
 
 
 def _repeated(decoder: str) -> Mapping[str, str]:
@@ -115,22 +118,22 @@ def bert_name(name: str, kind: str, prefix: str | None = None, *, pools: bool = 
     >>> bert_name("model.layers.3.post_attention_layernorm.bias", "bert"), bert_name("lm_head.bias", "megatron-bert")
     ('bert.encoder.layer.3.attention.output.LayerNorm.bias', 'cls.predictions.bias')
     """
-    known = TYPES[kind]
+    bert_type = TYPES[kind]
     module = name.rpartition(".")[0]
-    if module in known.heads and not (module == "pooler.dense" and pools):
-        return translated(name, known.heads, "")
-    prefix = known.prefix if prefix is None else prefix
-    return prefix + translated(name, NAMES | NORMS[known.placement], "encoder.layer.{}.")
+    if module in bert_type.heads and not (module == "pooler.dense" and pools):
+        return translated(name, bert_type.heads, "")
+    prefix = bert_type.prefix if prefix is None else prefix
+    return prefix + translated(name, NAMES | NORMS[bert_type.placement], "encoder.layer.{}.")
 
 
 def _kind(model: Architecture) -> str:
     """The `model_type` of a model."""
-    wanted = (model.block.norm_placement, model.input.learned_from > 0)
-    return next((name for name, each in TYPES.items() if (each.placement, each.offset) == wanted), "bert")
+    features = (model.block.norm_placement, model.input.learned_from > 0)
+    return next((name for name, each in TYPES.items() if (each.placement, each.offset) == features), "bert")
 
 
 def model_from_config(config: Mapping[str, Json], where: str, found: Collection[str] = ()) -> ModelConfig:
-    """The resolved model section that a config.json describes. found: names of the tensors along with it.
+    """The resolved model section that a config.json describes. found: names of the folder's tensors.
 
     Errors: CheckpointError naming the key.
     """
@@ -141,14 +144,15 @@ def model_from_config(config: Mapping[str, Json], where: str, found: Collection[
     only(config, "tie_word_embeddings", (True, None), where)
     only(config, "position_embedding_type", ("absolute", None), where)
     kind = TYPES[str(config["model_type"])]
+    # RoBERTa's first position has the row after that of padding.
     offset = whole_in(config, "pad_token_id", where, 1) + 1 if kind.offset else 0
     positions = whole_in(config, "max_position_embeddings", where) - offset
     if positions < 1:
         raise CheckpointError(f"{where}: max_position_embeddings: must be more than pad_token_id and 1")
-    theirs = config.get("hidden_act", "gelu")
-    activation = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}.get(str(theirs))
+    hidden_act = config.get("hidden_act", "gelu")
+    activation = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}.get(str(hidden_act))
     if activation is None:
-        raise CheckpointError(f"{where}: hidden_act {theirs!r} (valid: gelu, gelu_new, gelu_pytorch_tanh)")
+        raise CheckpointError(f"{where}: hidden_act {hidden_act!r} (valid: gelu, gelu_new, gelu_pytorch_tanh)")
     hidden, heads = whole_in(config, "hidden_size", where), whole_in(config, "num_attention_heads", where)
     dropout = number_in(config, "hidden_dropout_prob", where, 0.1)
     only(config, "classifier_dropout", (None, dropout), where)
@@ -185,9 +189,9 @@ class _Heads(TypedDict, total=False):
 
 
 def _heads(config: Mapping[str, Json], where: str, found: Collection[str]) -> _Heads:
-    """Which heads a model has, by its tensors, else by the name of its class."""
-    named = config.get("architectures")
-    architecture = str(named[0]) if named and isinstance(named, list) else "BertModel"
+    """The heads of a model, determined from its tensors, or from its class's name if these are unknown."""
+    architectures = config.get("architectures")
+    architecture = str(architectures[0]) if architectures and isinstance(architectures, list) else "BertModel"
     kind = TYPES[str(config["model_type"])]
     of_words = architecture.endswith(("ForPreTraining", "ForMaskedLM"))
     words = _any(found, "cls.predictions.", "lm_head.") if found else of_words
@@ -205,7 +209,7 @@ def _heads(config: Mapping[str, Json], where: str, found: Collection[str]) -> _H
         labels = config.get("id2label")
         count = len(labels) if isinstance(labels, dict) else whole_in(config, "num_labels", where, 2)
         return {"head": "classification", "classes": count}
-    # Files may hold a pooler without what judges parts by it.
+    # Files may hold a pooler without the head that classifies pairs with it.
     judges = pooled and (not words or not found or _any(found, "cls.seq_relationship."))
     return {"head": "lm" if words else "none", "binary_head": judges}
 
@@ -215,7 +219,7 @@ def _any(found: Collection[str], *begins: str) -> bool:
 
 
 def config_from_model(options: ModelConfig, dtype: str) -> dict[str, Json]:
-    """A config.json for transformers. Errors: CheckpointError naming the option that its BERT does not have."""
+    """A config.json for transformers. Errors: CheckpointError naming an option that its BERT does not have."""
     model = architecture(options)
     if not model.input.types:
         raise CheckpointError("token_types 0: Hugging Face's BERT has at least 1, which tokens always have a row of")
@@ -228,7 +232,7 @@ def config_from_model(options: ModelConfig, dtype: str) -> dict[str, Json]:
 
 
 OF_HEADS = ("head", "head_activation", "binary_head", "classes")
-"""Options that are read off a folder's tensors, or reported as lost (`losses`)."""
+"""Options that are determined from a folder's tensors, or reported as lost (`losses`)."""
 
 
 def _config(model: Architecture, dtype: str) -> dict[str, Json]:
@@ -259,14 +263,14 @@ def _config(model: Architecture, dtype: str) -> dict[str, Json]:
 
 
 def _class(output: Output) -> str:
-    """How the name of transformers' class ends."""
+    """The suffix of transformers' class name."""
     if output.words is not None:
         return "ForPreTraining" if output.rows else "ForMaskedLM"
     return "Model" if output.rows is None else CLASSIFIERS[output.rows.choices > 1]
 
 
 def _labels(rows: Rows | None) -> dict[str, Json]:
-    """What transformers counts classes by; it takes 2 where nothing is said."""
+    """The keys that give transformers the number of classes; its default is 2."""
     if rows is None or rows.choices > 1 or rows.classes == 2:
         return {}
     labels = {str(number): f"LABEL_{number}" for number in range(rows.classes)}
@@ -274,19 +278,19 @@ def _labels(rows: Rows | None) -> dict[str, Json]:
 
 
 def losses(options: ModelConfig) -> tuple[str, ...]:
-    """Lines on what Hugging Face's form has no place for."""
+    """Lines on settings that Hugging Face's form cannot express."""
     model = architecture(options)
-    words, theirs = model.output.words, model.block.feed_forward.activation
-    if words is None or words.transform is None or words.transform.activation == theirs:
+    words, activation = model.output.words, model.block.feed_forward.activation
+    if words is None or words.transform is None or words.transform.activation == activation:
         return ()
     return (
         f"head_activation {words.transform.activation}: Hugging Face's BERT has one activation, here the blocks' "
-        f"{ACTIVATIONS[theirs]}; logits differ by their difference, below 0.0005 of an activation",
+        f"{ACTIVATIONS[activation]}; logits differ by their difference, below 0.0005 of an activation",
     )
 
 
 def table(options: ModelConfig, found: Collection[str] = ()) -> Table:
-    """`weights/<name>` of every logical tensor from Hugging Face's. found: names in a folder."""
+    """`weights/<name>` of every logical tensor from Hugging Face's. found: names of the folder's tensors."""
     model = architecture(options)
     headed = model.output.words is not None or model.output.rows is not None
     kind = _kind(model)
@@ -294,14 +298,14 @@ def table(options: ModelConfig, found: Collection[str] = ()) -> Table:
     pools = model.output.rows is None or not TYPES[kind].offset
     targets, copies = [], []
     for tensor in inventory(options):
-        theirs = bert_name(tensor.name, kind, prefix, pools=pools)
+        name = bert_name(tensor.name, kind, prefix, pools=pools)
         for ending, old in ENDINGS.items():
-            if theirs not in found and (former := theirs.removesuffix(ending) + old) in found:
-                theirs = former
-        target = Target(f"weights/{tensor.name}", tensor.shape, (whole(tensor.shape, theirs),))
+            if name not in found and (former := name.removesuffix(ending) + old) in found:
+                name = former
+        target = Target(f"weights/{tensor.name}", tensor.shape, (whole(tensor.shape, name),))
         targets.append(target)
-        again = TYPES[kind].repeated.get(tensor.name)
-        if again is not None and again in found:
-            copies.append((target.name, whole(tensor.shape, again)))
+        repeated_name = TYPES[kind].repeated.get(tensor.name)
+        if repeated_name is not None and repeated_name in found:
+            copies.append((target.name, whole(tensor.shape, repeated_name)))
     ignored = frozenset(name for name in found if name.endswith("embeddings.position_ids"))
     return Table(tuple(targets), copies=tuple(copies), ignored=ignored)

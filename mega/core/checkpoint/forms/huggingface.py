@@ -1,6 +1,6 @@
 """Hugging Face's folders: config.json, safetensors or torch files, tokenizer files.
 
-What config.json and tensors are called depends on its `model_type`: families/ and bert.py know that.
+The keys of config.json and the names of tensors depend on its `model_type`: families/ and bert.py have them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from mega.core.config.sections import ModelConfig
 from mega.core.untrusted import Json, below
 
 SHARD_BYTES = 5 << 30
-"""Largest safetensors file of an exported folder."""
+"""Size limit of one safetensors file of an exported folder."""
 
 
 def recognise(path: Path) -> bool:
@@ -55,7 +55,7 @@ def tokenizer(files: Attachments) -> str | None:
 
 
 def _wordpiece(files: Attachments) -> str | None:
-    """The kind of a BERT's tokenizer.json, which transformers writes without a vocab.txt; None for another's."""
+    """The kind of a BERT's tokenizer.json, which transformers writes without a vocab.txt; None for other tokenizers."""
     config, file = files.get("config.json"), files.get("tokenizer.json")
     if (
         not isinstance(config, Path)
@@ -63,13 +63,13 @@ def _wordpiece(files: Attachments) -> str | None:
         or read_json(config).get("model_type") not in bert.TYPES
     ):
         return None
-    whole = read_json(file)
-    if any(below(whole, part).get("type") != kind for part, kind in _BERTS.items()):
+    content = read_json(file)
+    if any(below(content, part).get("type") != kind for part, kind in _BERTS.items()):
         return None
     settings = files.get("tokenizer_config.json")
-    said = read_json(settings) if isinstance(settings, Path) else {}
-    by_class = "Bert" in str(said.get("tokenizer_class", "BertTokenizer"))
-    lowers = said.get("do_lower_case", True) if by_class else below(whole, "normalizer").get("lowercase")
+    tokenizer_config = read_json(settings) if isinstance(settings, Path) else {}
+    by_class = "Bert" in str(tokenizer_config.get("tokenizer_class", "BertTokenizer"))
+    lowers = tokenizer_config.get("do_lower_case", True) if by_class else below(content, "normalizer").get("lowercase")
     return "BertWordPieceLowerCase" if lowers else "BertWordPieceCase"
 
 
@@ -77,74 +77,76 @@ _BERTS = {"model": "WordPiece", "normalizer": "BertNormalizer", "pre_tokenizer":
 
 
 def unread(files: Attachments) -> str | None:
-    """Why a vocab.json and merges.txt are not read as GPT-2's; None where they are, or are not there."""
+    """Why a vocab.json and merges.txt are not read as GPT-2's; None if they are, or do not exist."""
     if not {"vocab.json", "merges.txt"} <= files.keys() or "tokenizer.json" in files:
         return None
-    said = {name: read_json(file) for name in _KINDS_FILES if isinstance(file := files.get(name), Path)}
-    config = said.get("tokenizer_config.json", {})
+    contents = {name: read_json(file) for name in _KINDS_FILES if isinstance(file := files.get(name), Path)}
+    config = contents.get("tokenizer_config.json", {})
     kind = str(
         config.get("tokenizer_class")
-        or _CLASSES.get(str(said.get("config.json", {}).get("model_type")), "GPT2Tokenizer")
+        or _CLASSES.get(str(contents.get("config.json", {}).get("model_type")), "GPT2Tokenizer")
     )
     advice = "save them as a tokenizer.json with transformers (AutoTokenizer's save_pretrained)"
     if kind.removesuffix("Fast") != "GPT2Tokenizer":
         return f"vocab.json and merges.txt are of a {kind}, which cuts texts by rules of its own; {advice}"
-    listed = config.get("added_tokens_decoder") or {}
+    decoder = config.get("added_tokens_decoder") or {}
     names = (
-        [each.get("content") for each in listed.values() if isinstance(each, dict)] if isinstance(listed, dict) else []
+        [each.get("content") for each in decoder.values() if isinstance(each, dict)]
+        if isinstance(decoder, dict)
+        else []
     )
-    if added := [name for name in (*names, *said.get("added_tokens.json", {})) if name != "<|endoftext|>"]:
-        return f"vocab.json and merges.txt have added tokens next to them, such as {added[0]}; {advice}"
+    if added_names := [name for name in (*names, *contents.get("added_tokens.json", {})) if name != "<|endoftext|>"]:
+        return f"vocab.json and merges.txt have added tokens next to them, such as {added_names[0]}; {advice}"
     return None
 
 
 _KINDS_FILES = ("tokenizer_config.json", "added_tokens.json", "config.json")
 _QWEN = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 _CLASSES = {**dict.fromkeys(_QWEN, "Qwen2Tokenizer"), "roberta": "RobertaTokenizer"}
-"""`model_type` -> the class of its vocab.json and merges.txt, where no file says it."""
+"""`model_type` -> the tokenizer class of its vocab.json and merges.txt, if no file names the class."""
 
 
 def _lowers(files: Attachments) -> bool:
-    """Whether the tokenizer of a vocab.txt makes letters small, as transformers' does where nothing is said."""
+    """Whether the tokenizer of a vocab.txt lowercases text, which is transformers' default."""
     file = files.get("tokenizer_config.json")
-    said = {} if not isinstance(file, Path) else read_json(file)
-    return bool(said.get("do_lower_case", True))
+    tokenizer_config = {} if not isinstance(file, Path) else read_json(file)
+    return bool(tokenizer_config.get("do_lower_case", True))
 
 
 def open_form(path: Path, given: Given) -> Opened:
-    where = path / "config.json"
-    config = read_json(where)
+    config_path = path / "config.json"
+    config = read_json(config_path)
     if (adapter := path / "adapter_config.json").exists():
         raise CheckpointError(f"{adapter}: an adapter is not read; merge it into the weights, or take its files away")
-    names = _names(config, where)
-    source = unstacked(dequantised(weights_of(path), config.get("quantization_config"), str(where)))
-    model = names.model_from_config(config, str(where), source.tensors)
-    check_size(model, source.tensors, str(where))
+    names = _names(config, config_path)
+    source = unstacked(dequantised(weights_of(path), config.get("quantization_config"), str(config_path)))
+    model = names.model_from_config(config, str(config_path), source.tensors)
+    check_size(model, source.tensors, str(config_path))
     return Opened(source, model, names.table(model, source.tensors))
 
 
 def scales_dynamically(files: Mapping[str, Path]) -> bool:
-    """Whether the config.json that weights came with has rotary positions whose frequencies change beyond the model's
-    positions, which are computed within these alone."""
+    """Whether the config.json stored with weights has dynamically scaled rotary positions. Their frequencies change
+    beyond the model's positions; this project computes only positions within them."""
     return "config.json" in files and dynamic(read_json(files["config.json"])) is not None
 
 
 class Names(Protocol):
-    """What knows the keys and names of a `model_type`: a family of decoders, or bert.py."""
+    """The keys and names of a `model_type`: a family of decoders, or bert.py."""
 
     def model_from_config(self, config: Mapping[str, object], where: str, found: Collection[str] = ...) -> ModelConfig:
-        """The model that a config.json describes. found: names of the tensors along with it."""
+        """The model that a config.json describes. found: names of the folder's tensors."""
 
     def config_from_model(self, options: ModelConfig, dtype: str) -> dict[str, Json]:
-        """The config.json of a model. dtype: of the weights, in torch's words."""
+        """The config.json of a model. dtype: of the weights, as torch names it."""
 
     def table(self, options: ModelConfig, found: Collection[str] = ...) -> Table:
-        """`weights/<name>` of every logical tensor. found: names in a folder."""
+        """`weights/<name>` of every logical tensor. found: names of the folder's tensors."""
 
 
 BERT = cast(Names, bert)
 TYPES: Mapping[str, Names] = {**BY_TYPE, **dict.fromkeys(bert.TYPES, BERT)}
-"""`model_type` -> what knows it."""
+"""`model_type` -> its keys and names."""
 
 OUTSIDE = {
     "gemma3": "its vision tower is not read; save its text model alone (gemma3_text)",
@@ -155,20 +157,20 @@ OUTSIDE = {
     "mamba2": "its state-space layers are not computed here",
     "t5": "its relative positions are not computed here; --family t5 is Megatron-LM's",
 }
-"""`model_type` that users have -> why it is not opened."""
+"""`model_type` of common models that are not supported -> the reason."""
 
 
 def _names(config: Mapping[str, Json], where: Path) -> Names:
-    """What knows the names of a `model_type`. Errors: CheckpointError."""
+    """The keys and names of the config's `model_type`. Errors: CheckpointError."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in TYPES:
-        why = f"{OUTSIDE[kind]}; " if isinstance(kind, str) and kind in OUTSIDE else ""
-        raise CheckpointError(f"{where}: model_type {kind!r} ({why}valid: {', '.join(TYPES)})")
+        reason = f"{OUTSIDE[kind]}; " if isinstance(kind, str) and kind in OUTSIDE else ""
+        raise CheckpointError(f"{where}: model_type {kind!r} ({reason}valid: {', '.join(TYPES)})")
     return TYPES[kind]
 
 
 def export(own: Own, to: str, given: Given) -> Export:
-    """A folder that transformers' `from_pretrained` opens."""
+    """Write a folder that transformers' `from_pretrained` opens."""
     return EXPORTS.get(architecture(own.model).family, _export_decoder)(own, to, given)
 
 
@@ -182,103 +184,107 @@ def _export_t5(own: Own, to: str, given: Given) -> Export:
 
 
 def _export_decoder(own: Own, to: str, given: Given) -> Export:
-    attached = own.checkpoint.attachments.get("config.json")
-    names = family_of(own.model, None if attached is None else read_json(attached).get("model_type"))
+    config_path = own.checkpoint.attachments.get("config.json")
+    names = family_of(own.model, None if config_path is None else read_json(config_path).get("model_type"))
     tokens, losses = _special_tokens(own, given)
     return _folder(own, names, tokens, losses)
 
 
 EXPORTS: dict[str, Callable[[Own, str, Given], Export]] = {"bert": _export_bert, "t5": _export_t5}
-"""Family -> how its folder is written; the others as decoders."""
+"""Family -> the function that exports it; all others are exported as decoders."""
 
 
 def _folder(own: Own, names: Names, tokens: SpecialTokens, losses: tuple[str, ...]) -> Export:
     config = _config(names, own, tokens)
-    files, others = conversing.written_files(own.checkpoint, config, tokens)
-    if names is BERT:  # which neither continues a text nor converses
-        files, others = (
+    files, extra_files = conversing.written_files(own.checkpoint, config, tokens)
+    if names is BERT:  # BERT does not generate, so it needs no generation files
+        files, extra_files = (
             {name: dict(file) for name, file in tokens.files.items() if name not in own.checkpoint.attachments},
             {},
         )
 
     def fill(folder: Path, table: Table, source: Source) -> int:
-        written = _write_shards(folder, table, source)
+        bytes_written = _write_shards(folder, table, source)
         write_json(folder / "config.json", config)
-        write_files(folder, files, others)
-        copy_companions(own.checkpoint, folder, skip=("config.json", "params.json", *tokens.left_out, *files, *others))
-        return written
+        write_files(folder, files, extra_files)
+        copy_companions(
+            own.checkpoint, folder, skip=("config.json", "params.json", *tokens.left_out, *files, *extra_files)
+        )
+        return bytes_written
 
     return Export(names.table(own.model), fill, losses=losses)
 
 
 def _special_tokens(own: Own, given: Given) -> tuple[SpecialTokens, tuple[str, ...]]:
-    """The special tokens: those of the config.json that the weights came with count, else the tokenizer's.
+    """The special tokens: those of the config.json stored with the weights, else the tokenizer's.
 
-    With them a line for the user where they are unknown.
+    Also a line for the user if they are unknown.
     """
-    attached = own.checkpoint.attachments.get("config.json")
-    known = {} if attached is None else read_json(attached)
-    ids = {key: known[key] for key in TOKEN_IDS if key in known}
-    whole = {"bos_token_id", "eos_token_id"} <= ids.keys()
-    if whole and not conversing.trained(own.checkpoint):
+    config_path = own.checkpoint.attachments.get("config.json")
+    config = {} if config_path is None else read_json(config_path)
+    ids = {key: config[key] for key in TOKEN_IDS if key in config}
+    complete = {"bos_token_id", "eos_token_id"} <= ids.keys()
+    if complete and not conversing.trained(own.checkpoint):
         return SpecialTokens(ids), ()
     try:
-        found = given.tokens(own.checkpoint)
+        tokens = given.tokens(own.checkpoint)
     except ValueError as error:
-        if whole:
+        if complete:
             return SpecialTokens(ids), ()
-        lost = f"config.json names no end of a text, so that nothing stops transformers' generate: {error}"
-        return SpecialTokens(ids if attached is not None else dict.fromkeys(TOKEN_IDS)), (lost,)
-    if whole and found.template is None:  # its files are those that came with the weights
-        return replace(found, ids={**found.ids, **ids}, files={}, left_out=(), loss=None), ()
-    return replace(found, ids={**found.ids, **ids}), () if found.loss is None else (found.loss,)
+        note = f"config.json names no end of a text, so that nothing stops transformers' generate: {error}"
+        return SpecialTokens(ids if config_path is not None else dict.fromkeys(TOKEN_IDS)), (note,)
+    if complete and tokens.template is None:  # its files are those stored with the weights
+        return replace(tokens, ids={**tokens.ids, **ids}, files={}, left_out=(), loss=None), ()
+    return replace(tokens, ids={**tokens.ids, **ids}), () if tokens.loss is None else (tokens.loss,)
 
 
 def _bert_tokens(own: Own, given: Given) -> tuple[SpecialTokens, tuple[str, ...]]:
-    """The files that fix how the tokenizer of a BERT behaves, and a line where there is no tokenizer."""
+    """The files that determine how a BERT's tokenizer behaves, and a line if the tokenizer is missing."""
     try:
-        found = given.tokens(own.checkpoint)
-        return replace(found, ids={}), () if found.loss is None else (found.loss,)
+        tokens = given.tokens(own.checkpoint)
+        return replace(tokens, ids={}), () if tokens.loss is None else (tokens.loss,)
     except ValueError as error:
         return SpecialTokens({}), (f"no tokenizer: {error}",)
 
 
 def _config(names: Names, own: Own, tokens: SpecialTokens) -> dict[str, Json]:
-    """config.json: the one the weights came with, as long as it still says the same; else our own. Both with `tokens`.
+    """config.json: the one stored with the weights if it still describes the model, else a new one. Both with `tokens`.
 
-    A released file may claim another dtype than its weights'. Once they were trained, it must say theirs: transformers
-    opens them in it.
+    A released file may name another dtype than its weights'. Once the weights were trained, it must name the dtype of
+    the weights, because transformers opens them in the named one.
     """
     dtype = str(own.source.tensors["weights/model.embed_tokens.weight"][1]).removeprefix("torch.")
-    attached = own.checkpoint.attachments.get("config.json")
-    config = {} if attached is None else without_scales(read_json(attached))
+    config_path = own.checkpoint.attachments.get("config.json")
+    config = {} if config_path is None else without_scales(read_json(config_path))
     try:
-        theirs = [target.fragments[0].source for target in names.table(own.model).targets]
-        same = attached is not None and names.model_from_config(config, str(attached), theirs) == own.model
+        source_names = [target.fragments[0].source for target in names.table(own.model).targets]
+        unchanged = (
+            config_path is not None and names.model_from_config(config, str(config_path), source_names) == own.model
+        )
     except CheckpointError:
-        same = False
-    if not same:
+        unchanged = False
+    if not unchanged:
         scaling = dynamic(config)
-        kept = {} if scaling is None else {"rope_scaling": cast(Json, scaling)}
-        return _ended(own, {**names.config_from_model(own.model, dtype), **kept, **tokens.ids}, tokens)
+        rope_scaling = {} if scaling is None else {"rope_scaling": cast(Json, scaling)}
+        return _ended(own, {**names.config_from_model(own.model, dtype), **rope_scaling, **tokens.ids}, tokens)
     if own.checkpoint.step:
         config |= {key: dtype for key in ("dtype", "torch_dtype") if key in config}
     return _ended(own, {**tokens.ids, **config}, tokens)
 
 
 def _ended(own: Own, config: dict[str, Json], tokens: SpecialTokens) -> dict[str, Json]:
-    """With all ends of the assistant's turn, where the model was trained to converse."""
+    """Add all tokens that end the assistant's turn, if the model was trained for chat."""
     converses = tokens.template is not None and conversing.trained(own.checkpoint)
     return conversing.with_ends(config, tokens.ends) if converses else config
 
 
 def _write_shards(folder: Path, table: Table, source: Source) -> int:
-    """model.safetensors, or numbered files of at most `SHARD_BYTES` and their index. Returns bytes."""
+    """Write model.safetensors, or numbered files of at most `SHARD_BYTES` and their index; return the bytes."""
     targets = {target.name: target for target in table.targets}
     shards: list[list[Piece]] = [[]]
     room = SHARD_BYTES
     for name, (shape, dtype) in table.tensors(source.tensors).items():
-        piece = planned(name, shape, (0,) * len(shape), shape, dtype)
+        piece = planned(name, shape, (0,) * len(shape), shape, dtype)  # without memory: `fetch` reads each block
         if piece.bytes > room and shards[-1]:
             shards.append([])
             room = SHARD_BYTES
@@ -288,28 +294,29 @@ def _write_shards(folder: Path, table: Table, source: Source) -> int:
     names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     if count == 1:
         names = ["model.safetensors"]
-    written = 0
+    bytes_written = 0
 
     def fetch(piece: Piece, box: Box) -> torch.Tensor:
         return assemble(targets[piece.key], box, source)
 
     for name, pieces in zip(names, shards, strict=True):
-        written += write_container(folder / name, pieces, None, fetch).size
+        bytes_written += write_container(folder / name, pieces, None, fetch).size
     if count > 1:
         total = sum(piece.bytes for pieces in shards for piece in pieces)
         weights = {piece.key: name for name, pieces in zip(names, shards, strict=True) for piece in pieces}
         write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weights})
-    return written
+    return bytes_written
 
 
 # Weights
 
 
 def weights_of(folder: Path) -> EntrySource | TorchSource:
-    """The weights of a Hugging Face folder: safetensors if there, else `.bin`; alone or with an index. All numbered
-    files of safetensors are read without one too, which transformers does not: each names its tensors.
+    """The weights of a Hugging Face folder: safetensors if present, else `.bin`; a single file or several with an
+    index.
 
-    Where a folder has several, it is the one that transformers opens.
+    If a folder has several, the one that transformers opens is used. Numbered safetensors files are also read without
+    an index, unlike in transformers, because each file names its tensors.
     """
     for single, index in (
         ("model.safetensors", "model.safetensors.index.json"),
@@ -324,9 +331,9 @@ def weights_of(folder: Path) -> EntrySource | TorchSource:
             continue
         source = TorchSource(_merged(paths)) if single.endswith(".bin") else safetensors_source(paths)
         if weights and set(weights) != set(source.tensors):
-            odd = min(set(weights) ^ set(source.tensors))
-            where = "in the index only" if odd in weights else "not in the index"
-            raise CheckpointError(f"{folder / index}: {odd} is {where}")
+            mismatched = min(set(weights) ^ set(source.tensors))
+            place = "in the index only" if mismatched in weights else "not in the index"
+            raise CheckpointError(f"{folder / index}: {mismatched} is {place}")
         return source
     if numbered := _numbered(folder):
         return safetensors_source(numbered)
@@ -335,15 +342,15 @@ def weights_of(folder: Path) -> EntrySource | TorchSource:
 
 def _numbered(folder: Path) -> list[Path]:
     """model-00001-of-00003.safetensors and the others. Errors: CheckpointError naming the first that is missing."""
-    found = sorted(path.name for path in folder.glob("model-?????-of-?????.safetensors"))
-    if not found:
+    names_found = sorted(path.name for path in folder.glob("model-?????-of-?????.safetensors"))
+    if not names_found:
         return []
-    count = found[-1][len("model-00001-of-") :].removesuffix(".safetensors")
+    count = names_found[-1][len("model-00001-of-") :].removesuffix(".safetensors")
     last = int(count) if count.isdecimal() else 0
     names = [f"model-{number:05d}-of-{count}.safetensors" for number in range(1, last + 1)]
-    if odd := sorted(set(found) ^ set(names)):
-        fault = "is missing" if odd[0] in names else f"is not one of {count}"
-        raise CheckpointError(f"{folder}: holds no index, and {odd[0]} {fault}")
+    if mismatched := sorted(set(names_found) ^ set(names)):
+        fault = "is missing" if mismatched[0] in names else f"is not one of {count}"
+        raise CheckpointError(f"{folder}: holds no index, and {mismatched[0]} {fault}")
     return [inside(folder, name) for name in names]
 
 

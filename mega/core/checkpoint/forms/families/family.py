@@ -1,8 +1,8 @@
-"""What a family of decoders is in Hugging Face's form: keys of its config.json, fixed values, names of its tensors.
+"""A family of decoders in Hugging Face's form: keys of its config.json, fixed values, names of its tensors.
 
-A family is a row of these, read in both directions: a config.json becomes the options of a model, and a model a
-config.json again; `weights/<name>` of every logical tensor is some rows of a tensor of the folder. A key that a family
-does not know is refused. Knows no files.
+A family is a row of these, used in both directions: a config.json becomes the options of a model, and the options
+become a config.json; `weights/<name>` of every logical tensor is some rows of a tensor of the folder. A key that a
+family does not know is refused. Knows no files.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from mega.core.config.sections import ModelConfig
 from mega.core.untrusted import Json
 
 Rows = Callable[[ModelConfig], Sequence[range]]
-"""Which rows of a stored tensor one of ours is made of, in order."""
+"""The rows of a stored tensor that make up one logical tensor, in order."""
 
 
 @dataclass(frozen=True)
 class StoredModule:
-    """Some rows of a stored module, or all of them; transposed: its matrix is stored [in, out]."""
+    """Some rows of a stored module, or all of them. transposed: its matrix is stored as [in, out]."""
 
     module: str
     rows: Rows | None = None
@@ -37,50 +37,56 @@ EXPERT = re.compile(r"(?<=\.experts)\.(\d+)\.")
 """The number of an expert in the name of one of its modules."""
 
 FUSED = ".gate_up_proj.weight"
-"""What the name of an expert's gate and up ends with, where they are one matrix."""
+"""Suffix of an expert's gate and up if they are one matrix."""
 
 LLAMA_NAMES: Mapping[str, str | StoredModule] = {
     "model.embed_tokens": "embed_tokens",
     "model.norm": "norm",
     "lm_head": "lm_head",
 }
-"""Our modules outside the layers -> those of Llama's relatives, whose modules in a layer are called as ours."""
+"""The project's modules outside the layers -> those of Llama's relatives, whose modules in a layer have the same
+names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HubFamily:
-    """One `model_type` of a config.json.
-
-    architecture: its class in transformers. words: for messages. values: options that all its models have. keys: of its
-    config.json, besides those that any may have. names: our modules -> stored ones, of a layer by names within it;
-    those that are left out are called as ours; {} is the number of an expert. fused: those of a folder whose experts
-    are stacked (mixtures.py). prefix, layer: what names begin with, and then those of a layer. outside: stored modules
-    without the prefix. buffers: ends of names of tensors that hold no parameters.
-    """
+    """One `model_type` of a config.json."""
 
     model_type: str
+    """The value of that key."""
     architecture: str
+    """Its class in transformers."""
     words: str
+    """Its name in messages."""
     values: Mapping[str, object]
+    """Options that all its models have."""
     keys: Mapping[str, Key]
+    """Keys of its config.json, in addition to `COMMON`."""
     names: Mapping[str, str | StoredModule] = field(default_factory=lambda: LLAMA_NAMES)
+    """The project's modules -> stored ones, those of a layer by names within it, with {} for an expert's number.
+    Modules that are not listed have the same name in the folder."""
     fused: Mapping[str, str | StoredModule] | None = None
+    """`names` for a folder whose experts are stacked (mixtures.py)."""
     prefix: str = "model."
+    """Prefix of all names."""
     layer: str = "layers.{}."
+    """Prefix of a layer's names, after `prefix`."""
     outside: Collection[str] = ("lm_head",)
+    """Stored modules without the prefix."""
     buffers: tuple[str, ...] = ("rotary_emb.inv_freq", "self_attn.masked_bias", "self_attn.bias")
+    """Suffixes of tensors that are not parameters."""
 
     # config.json
 
     def model_from_config(self, config: Mapping[str, object], where: str, found: Collection[str] = ()) -> ModelConfig:
-        """The resolved model section that a config.json describes. found: names of the tensors along with it, off which
-        nothing is read.
+        """The resolved model section that a config.json describes. found: names of the folder's tensors, which a family
+        of decoders does not use.
 
         Errors: CheckpointError naming a key that is unknown, or whose value has no counterpart.
         """
         keys = {**COMMON, **self.keys}
-        known = {*keys, *(name for key in keys.values() for name in key.names)}
-        check_known({**config, "model_type": self.model_type}, known, where)
+        known_keys = {*keys, *(name for key in keys.values() for name in key.names)}
+        check_known({**config, "model_type": self.model_type}, known_keys, where)
         values: dict[str, Any] = dict(self.values)
         for name, key in keys.items():
             values |= key.read(config, name, where)
@@ -94,47 +100,47 @@ class HubFamily:
         return model
 
     def config_from_model(self, options: ModelConfig, dtype: str) -> dict[str, Json]:
-        """A config.json for `AutoModelForCausalLM`. dtype: of the weights, in torch's words ("bfloat16").
+        """A config.json for `AutoModelForCausalLM`. dtype: of the weights, as torch names it ("bfloat16").
 
-        Errors: CheckpointError naming the option that this family does not have.
+        Errors: CheckpointError naming an option that this family does not have.
         """
         config: dict[str, Json] = {"architectures": [self.architecture], "model_type": self.model_type}
         for name, key in self.keys.items():
             config |= key.write(options, name)
         config |= {"initializer_range": options.init_std, "use_cache": True, "torch_dtype": dtype}
-        everywhere = (options.window or 0) >= options.positions and options.local_rope_base is None
-        unsaid = ("window", "window_layers") if everywhere else ()
-        check_kept(options, self.model_from_config(config, "config.json"), self.words, unsaid=unsaid)
+        covers_all = (options.window or 0) >= options.positions and options.local_rope_base is None
+        unstated = ("window", "window_layers") if covers_all else ()
+        check_kept(options, self.model_from_config(config, "config.json"), self.words, unsaid=unstated)
         return config
 
     # Tensors
 
     def stored(self, name: str, prefix: str | None = None) -> tuple[str, StoredModule]:
-        """What a logical tensor is called in a folder, and the part of it that it is.
+        """The name of a logical tensor in a folder, and the part of the stored module that it is.
 
-        prefix: in front of names [the family's].
+        prefix: of the names [the family's].
         """
         prefix = self.prefix if prefix is None else prefix
         module, _, kind = name.rpartition(".")
-        within, before = module, prefix
+        within, name_prefix = module, prefix
         if module.startswith("model.layers."):
             number, _, within = module.removeprefix("model.layers.").partition(".")
-            before = prefix + self.layer.format(number)
+            name_prefix = prefix + self.layer.format(number)
         expert = EXPERT.search(within)
         within = within if expert is None else EXPERT.sub(".{}.", within)
         part = self.names.get(within, within)
         part = part if isinstance(part, StoredModule) else StoredModule(part)
-        before = "" if part.module in self.outside else before
+        name_prefix = "" if part.module in self.outside else name_prefix
         module = part.module if expert is None else part.module.format(expert[1])
-        return f"{before}{module}.{kind}", part
+        return f"{name_prefix}{module}.{kind}", part
 
     @property
     def renames_linears(self) -> bool:
-        """Whether linears of the layers are stored under other names than ours, or fused."""
-        return any("_proj" in ours for ours in self.names)
+        """Whether linears of the layers are stored under other names than the project's, or fused."""
+        return any("_proj" in module for module in self.names)
 
     def table(self, options: ModelConfig, found: Collection[str] = ()) -> Table:
-        """`weights/<name>` of every logical tensor. found: names in a folder, where they may lack the prefix."""
+        """`weights/<name>` of every logical tensor. found: names of the folder's tensors, which may lack the prefix."""
         if self.fused is not None and any(name.endswith(FUSED) for name in found):
             return replace(self, names=self.fused, fused=None).table(options, found)
         prefixed = not found or any(name.startswith(self.prefix) for name in found)
@@ -154,9 +160,9 @@ class HubFamily:
         columns, fragments, row = tuple(map(range, tensor.shape[1:])), [], 0
         transposed = part.transposed and bool(columns)
         for run in runs:
-            at, taken = Span(range(row, row + len(run)), *columns), Span(run, *columns)
-            taken = Span(*reversed(taken.ranges)) if transposed else taken
-            fragments.append(Fragment(name, at, taken, transposed))
+            span, source_span = Span(range(row, row + len(run)), *columns), Span(run, *columns)
+            source_span = Span(*reversed(source_span.ranges)) if transposed else source_span
+            fragments.append(Fragment(name, span, source_span, transposed))
             row += len(run)
         assert row == tensor.shape[0], f"{tensor.name}: {row} rows of {tensor.shape}"
         return Target(f"weights/{tensor.name}", tensor.shape, tuple(fragments))
@@ -166,7 +172,10 @@ class HubFamily:
 
 
 def one_after_another(which: str) -> Rows:
-    """Of query, key and value, "q", "k" or "v", in a matrix of all queries, then all keys, then all values."""
+    """The rows of query, key or value ("q", "k", "v") in a matrix of all queries, then all keys, then all values.
+
+    q of all heads | k of all kv heads | v of all kv heads
+    """
 
     def rows(model: ModelConfig) -> Sequence[range]:
         counts = {"q": model.heads, "k": model.kv_heads, "v": model.kv_heads}
@@ -178,30 +187,33 @@ def one_after_another(which: str) -> Rows:
 
 
 def by_heads(which: str) -> Rows:
-    """Of query, key and value in a matrix of one head's three after another's."""
+    """The rows of query, key or value in a matrix that holds the three of one head after another.
+
+    q of head 0 | k of head 0 | v of head 0 | q of head 1 | ...
+    """
 
     def rows(model: ModelConfig) -> Sequence[range]:
-        width, place = model.head_dim, "qkv".index(which)
-        return [range((3 * head + place) * width, (3 * head + place + 1) * width) for head in range(model.heads)]
+        width, position = model.head_dim, "qkv".index(which)
+        return [range((3 * head + position) * width, (3 * head + position + 1) * width) for head in range(model.heads)]
 
     return rows
 
 
 def gate_then_up(which: str) -> Rows:
-    """Of gate and up, "gate" or "up", in a matrix of the one above the other."""
-    place = ("gate", "up").index(which)
-    return lambda model: [range(place * model.ffn, (place + 1) * model.ffn)]
+    """The rows of "gate" or "up" in a matrix of the gate above the up projection."""
+    position = ("gate", "up").index(which)
+    return lambda model: [range(position * model.ffn, (position + 1) * model.ffn)]
 
 
 def rotary_pairs(model: ModelConfig) -> Sequence[range]:
-    """Of query or key rows whose neighbours (2i, 2i + 1) turn with one another, where ours are half a rotation apart:
-    of each head its even rotating rows, its odd ones, then the rest."""
+    """Query or key rows of a family that rotates neighbours (2i, 2i + 1) together, in the project's order, which
+    rotates rows of the two halves together: of each head its even rotating rows, its odd ones, then the rest."""
     width, turning = model.head_dim, int(model.head_dim * model.rope_fraction)
     return [
         run
         for first in range(0, model.heads * width, width)
         for run in (
-            *(range(first + odd, first + turning, 2) for odd in (0, 1)),
+            *(range(first + parity, first + turning, 2) for parity in (0, 1)),
             *([range(first + turning, first + width)] if turning < width else []),
         )
     ]

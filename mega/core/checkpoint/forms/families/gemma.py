@@ -1,5 +1,5 @@
-"""Gemma 1 to 3, text models: norms that count from one, a gated GELU, scaled embeddings; from the second on norms on
-both sides of a branch, windows in some layers, and soft caps or norms of heads."""
+"""Gemma 1 to 3, text models: norm weights offset by one, a gated GELU, scaled embeddings. From Gemma 2 on norms on both
+sides of a branch, windows in some layers, and soft caps or norms of heads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mega.core.config.sections import ModelConfig
 GEMMA_VALUES = {**VALUES, "norm_offset": True, "embedding_scale": True, "embedding_scale_rounded": True}
 TANH = Word("activation", {"gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh"}, "gelu_pytorch_tanh")
 LEGACY = Word("activation", {**TANH.values, "gelu": "geglu_tanh", "silu": "swiglu"}, "gelu_pytorch_tanh")
-"""Of the first Gemma, whose released files call the tanh form "gelu"; it has no other."""
+"""The first Gemma's released files call the tanh form "gelu"; the family has no other form."""
 
 ERF_TOO = Word("activation", {**TANH.values, "gelu": "geglu", "silu": "swiglu"}, "gelu_pytorch_tanh")
 GEMMA = {
@@ -32,7 +32,7 @@ GEMMA = {
 
 @dataclass(frozen=True)
 class QueryScalar:
-    """Scores are divided by the square root of this; as `attention_scale` it is open where that is the usual."""
+    """Scores are divided by the square root of this. If that is the usual scale, `attention_scale` stays None."""
 
     names = ()
 
@@ -46,8 +46,8 @@ class QueryScalar:
     def write(self, model: ModelConfig, name: str) -> Values:
         if model.attention_scale is None:
             return {name: model.head_dim}
-        exact, whole = model.attention_scale**-2, round(model.attention_scale**-2)
-        return {name: whole if whole > 0 and whole**-0.5 == model.attention_scale else exact}
+        exact, rounded = model.attention_scale**-2, round(model.attention_scale**-2)
+        return {name: rounded if rounded > 0 and rounded**-0.5 == model.attention_scale else exact}
 
 
 gemma = HubFamily(

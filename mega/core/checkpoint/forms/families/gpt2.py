@@ -28,7 +28,8 @@ ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu"
 
 @dataclass(frozen=True)
 class HeadCount:
-    """How many heads share the hidden width, with keys and values of their own. hidden: the key of that width."""
+    """The number of heads that share the hidden width, each with its own keys and values. hidden: the key of the
+    width."""
 
     hidden: str = "n_embd"
 
@@ -46,7 +47,7 @@ class HeadCount:
 
 @dataclass(frozen=True)
 class Inner:
-    """`n_inner`: the feed-forward width, null for four times the hidden one."""
+    """`n_inner`: the feed-forward width; null means four times the hidden width."""
 
     names = ()
 
@@ -59,7 +60,7 @@ class Inner:
 
 @dataclass(frozen=True)
 class ScoreScale:
-    """Scores are divided by the square root of a head's width, or not, and by the number of the layer, or not."""
+    """Whether scores are divided by the square root of a head's width, and whether by the layer's number."""
 
     names = ("scale_attn_by_inverse_layer_idx",)
 
@@ -79,7 +80,7 @@ SIZES: Mapping[str, Key] = {
     "n_head": HeadCount(),
     "n_inner": Inner(),
     "n_positions": Whole("positions"),
-    "n_ctx": Unread(),  # which old files have, of the same value
+    "n_ctx": Unread(),  # old files have it, with the same value
     "vocab_size": Whole("vocab"),
 }
 NUMBERS: Mapping[str, Key] = {
@@ -102,7 +103,7 @@ gpt2 = HubFamily(
         "resid_pdrop": Dropouts(("embd_pdrop",), 0.1),
         "tie_word_embeddings": flag("tied", True),
         "scale_attn_weights": ScoreScale(),
-        "reorder_and_upcast_attn": Only((False, True, None)),  # the same in another precision
+        "reorder_and_upcast_attn": Only((False, True, None)),  # the same computation in another precision
         "add_cross_attention": NULL,
     },
     names={

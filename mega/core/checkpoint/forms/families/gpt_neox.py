@@ -1,4 +1,5 @@
-"""GPT-NeoX and Pythia: parallel branches with a norm each, heads that rotate in part, a fused query, key and value."""
+"""GPT-NeoX and Pythia: parallel branches with separate norms, partial rotary positions, a fused query, key and
+value."""
 
 from __future__ import annotations
 

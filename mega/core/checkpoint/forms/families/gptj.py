@@ -1,4 +1,4 @@
-"""GPT-J: parallel branches of one norm, rotary positions that turn neighbours, a bias of the logits."""
+"""GPT-J: parallel branches with one norm, rotary positions of neighbouring channels, a bias of the logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mega.core.config.sections import ModelConfig
 
 @dataclass(frozen=True)
 class RotaryDim:
-    """How many channels of a head rotate: all where it is null."""
+    """The number of channels of a head that rotate; null means all."""
 
     names = ()
 

@@ -1,4 +1,4 @@
-"""Granite 3: Llama whose embeddings, scores, branches and logits are multiplied by numbers."""
+"""Granite 3: Llama with multipliers of embeddings, scores, branches and logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mega.core.config.sections import ModelConfig
 
 @dataclass(frozen=True)
 class AttentionMultiplier:
-    """What scores are multiplied by, 1 where nothing is said; as `attention_scale` it is open where it is the usual."""
+    """The multiplier of scores, 1 by default. If it is the usual scale, `attention_scale` stays None."""
 
     names = ()
 

@@ -1,6 +1,6 @@
-"""Kinds of keys of a config.json: how a value becomes options of a model, and options a value again.
+"""Kinds of keys of a config.json: how a value becomes options of a model, and how options become a value.
 
-A key that is absent has transformers' default, which a family states. Knows no family and no files.
+The default of an absent key is transformers', which each family states. Knows no family and no files.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ Values = dict[str, Any]
 
 
 class Key(Protocol):
-    """One key, or several that belong together, of which `name` is the first."""
+    """One key, or several that belong together; `name` is the first."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Keys of a config.json that it reads besides its own."""
+        """Keys of a config.json that it reads in addition to its own."""
 
     def read(self, config: Config, name: str, where: str) -> Values:
-        """The options that the key stands for. Errors: CheckpointError naming the key."""
+        """The options that the key determines. Errors: CheckpointError naming the key."""
 
     def write(self, model: ModelConfig, name: str) -> Values:
-        """The keys that say these options of a model."""
+        """The keys that express these options of a model."""
 
 
 @dataclass(frozen=True)
 class _Alone:
-    """A key that is read without another one."""
+    """A key that is read without others."""
 
     names = ()
 
 
 @dataclass(frozen=True)
 class Whole(_Alone):
-    """A positive whole number. default: where the key is absent or null, of the others; None: it must be there."""
+    """A positive whole number. default: computes the value of an absent or null key; None: the key is required."""
 
     option: str
     default: Callable[[Config], int] | None = None
 
     def read(self, config: Config, name: str, where: str) -> Values:
-        found = config.get(name) is None and self.default is not None
-        return {self.option: self.default(config) if found and self.default else whole_in(config, name, where)}
+        use_default = config.get(name) is None and self.default is not None
+        return {self.option: self.default(config) if use_default and self.default else whole_in(config, name, where)}
 
     def write(self, model: ModelConfig, name: str) -> Values:
         return {name: getattr(model, self.option)}
@@ -56,7 +56,7 @@ class Whole(_Alone):
 
 @dataclass(frozen=True)
 class Number(_Alone):
-    """A number. optional: null means that there is none."""
+    """A number. optional: null means that the option is unset."""
 
     option: str
     default: float | None = None
@@ -73,7 +73,7 @@ class Number(_Alone):
 
 @dataclass(frozen=True)
 class Flag(_Alone):
-    """True or false, and null as false. on, off: the options that they stand for."""
+    """True or false; null means false. on, off: the options of either value."""
 
     default: bool
     on: Config
@@ -90,13 +90,13 @@ class Flag(_Alone):
 
 
 def flag(option: str, default: bool = False) -> Flag:
-    """A key that an option is called by."""
+    """A key for a single option."""
     return Flag(default, {option: True}, {option: False})
 
 
 @dataclass(frozen=True)
 class Word(_Alone):
-    """One of several words -> the option's value; of those that mean the same the first is written."""
+    """A word -> the option's value; of words with the same meaning the first is written."""
 
     option: str
     values: Mapping[str, str]
@@ -109,13 +109,13 @@ class Word(_Alone):
         return {self.option: self.values[value]}
 
     def write(self, model: ModelConfig, name: str) -> Values:
-        ours = getattr(model, self.option)
-        return {name: next((word for word, value in self.values.items() if value == ours), self.default)}
+        option_value = getattr(model, self.option)
+        return {name: next((word for word, value in self.values.items() if value == option_value), self.default)}
 
 
 @dataclass(frozen=True)
 class Only(_Alone):
-    """A key that may have these values alone; the first is written. absent: it may be absent."""
+    """A key that has no value except these; the first is written. absent: it may be absent."""
 
     values: tuple[object, ...]
     absent: bool = True
@@ -133,7 +133,7 @@ class Only(_Alone):
 
 @dataclass(frozen=True)
 class Unread(_Alone):
-    """A key that changes nothing of what is computed."""
+    """A key that does not change what the model computes."""
 
     def read(self, config: Config, name: str, where: str) -> Values:
         return {}
@@ -143,12 +143,12 @@ class Unread(_Alone):
 
 
 def _same(one: object, other: object) -> bool:
-    """Equal, and of one kind: 1 is not True."""
+    """Whether two values are equal and both or neither are bool: 1 is not True."""
     return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
 def _held(model: ModelConfig, option: str) -> object:
-    """An option of a model, derived where it is open."""
+    """An option of a model, derived if it is unset."""
     value = getattr(model, option)
     return model.bias if option == "out_bias" and value is None else value
 
@@ -195,4 +195,4 @@ COMMON: Mapping[str, Key] = dict.fromkeys(
     "per_layer_config": Only((None, {})),
     "use_return_dict": Unread(),
 }
-"""Keys that every config.json may have. What is quantised is the weights' matter, which are opened by what they are."""
+"""Keys that every config.json may have. `quantization_config` is read with the weights (block_scaled.py)."""

@@ -1,6 +1,6 @@
-"""Keys of a config.json that say what single layers are: which have a window, which rotary positions, of which base.
+"""Keys of a config.json about single layers: which have a window, which have rotary positions, and their base.
 
-Options hold patterns: 0 and 1 for the first layers, which begin again where they end. Knows no family.
+Options hold patterns: 0 and 1 for the first layers, repeated for the others. Knows no family.
 """
 
 from __future__ import annotations
@@ -18,25 +18,27 @@ LAYERS = "num_hidden_layers"
 
 
 def pattern(layers: Sequence[object]) -> tuple[int, ...]:
-    """The shortest pattern that gives these layers, 1 where they are true; () where all are.
+    """The shortest pattern that yields these layers, 1 for true; () if all are true.
 
     >>> pattern([1, 1, 0, 1, 1, 0, 1]), pattern([1, 1])
     ((1, 1, 0), ())
     """
-    whole = tuple(int(bool(each)) for each in layers)
-    if all(whole):
+    flags = tuple(int(bool(each)) for each in layers)
+    if all(flags):
         return ()
-    fits = (n for n in range(1, len(whole) + 1) if all(one == whole[at % n] for at, one in enumerate(whole)))
-    return whole[: next(fits)]
+    fits = (
+        n for n in range(1, len(flags) + 1) if all(value == flags[position % n] for position, value in enumerate(flags))
+    )
+    return flags[: next(fits)]
 
 
 def unrolled(pattern: tuple[int, ...], layers: int) -> list[bool]:
-    """Whether each of the first `layers` layers is one of a pattern; without one all are."""
+    """Whether the pattern selects each of the first `layers` layers; an empty pattern selects all."""
     return [not pattern or bool(pattern[number % len(pattern)]) for number in range(layers)]
 
 
 Rule = Callable[[Config, int], list[str]]
-"""Kinds of layers of a config.json that does not list them, of so many."""
+"""Returns the kinds of the given number of layers for a config.json that does not list them."""
 
 
 def all_slide(config: Config, layers: int) -> list[str]:
@@ -44,7 +46,7 @@ def all_slide(config: Config, layers: int) -> list[str]:
 
 
 def every(full: int | str, default: int = 0) -> Rule:
-    """Every `full`th layer sees all tokens; or every one of the number at the key `full`, `default` without it."""
+    """Every `full`th layer has full attention. If `full` is a key, its value is the step, `default` without it."""
 
     def kinds(config: Config, layers: int) -> list[str]:
         step = full if isinstance(full, int) else whole_in(config, full, "config.json", default)
@@ -54,56 +56,57 @@ def every(full: int | str, default: int = 0) -> Rule:
 
 
 def from_layer(config: Config, layers: int) -> list[str]:
-    """Qwen's: those from `max_window_layers` on have the window."""
-    without = config.get("max_window_layers", 28)
-    if type(without) is not int or without < 0:
-        raise CheckpointError(f"config.json: max_window_layers {without!r}: must be a whole number of at least 0")
-    return [FULL] * min(without, layers) + [SLIDING] * (layers - without)
+    """Qwen's rule: layers from `max_window_layers` on have the window."""
+    first_window = config.get("max_window_layers", 28)
+    if type(first_window) is not int or first_window < 0:
+        raise CheckpointError(f"config.json: max_window_layers {first_window!r}: must be a whole number of at least 0")
+    return [FULL] * min(first_window, layers) + [SLIDING] * (layers - first_window)
 
 
 def full_with_rope(config: Config, layers: int) -> list[str]:
-    """SmolLM3's: those without rotary positions have the window."""
-    listed = WithoutRope().listed(config, "no_rope_layers", "config.json")
-    return [FULL if each else SLIDING for each in listed]
+    """SmolLM3's rule: layers without rotary positions have the window."""
+    has_rope = WithoutRope().listed(config, "no_rope_layers", "config.json")
+    return [FULL if each else SLIDING for each in has_rope]
 
 
 @dataclass(frozen=True)
 class Window:
-    """`sliding_window`, with the keys that say which layers have it.
-
-    default: where the key is absent; null always is none. rule: which layers, where `layer_types` is not there. switch:
-    the window counts only where `use_sliding_window` is true. listed: whether the family reads `layer_types`. others:
-    keys that the rule reads. local: layers with a window have rotary positions of their own, so that it is kept where
-    it hides nothing. masked_anyway: transformers masks the layers that are listed even where the switch is off.
-    """
+    """`sliding_window`, with the keys that determine which layers have it."""
 
     default: int | None = None
+    """The window if the key is absent; null always means no window."""
     rule: Rule = all_slide
+    """The kinds of layers if `layer_types` is absent."""
     switch: bool = False
+    """The window applies only if `use_sliding_window` is true."""
     listed: bool = False
+    """The family reads `layer_types`."""
     others: tuple[str, ...] = ()
+    """Keys that the rule reads."""
     local: bool = False
+    """Layers with a window have their own rotary positions, so a window that covers all positions is kept."""
     masked_anyway: bool = False
+    """transformers masks the listed layers even if the switch is off."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        switch, listed = ("use_sliding_window",) * self.switch, ("layer_types",) * self.listed
-        return (*switch, *listed, *self.others)
+        switch, layer_types = ("use_sliding_window",) * self.switch, ("layer_types",) * self.listed
+        return (*switch, *layer_types, *self.others)
 
     def read(self, config: Config, name: str, where: str) -> Values:
         layers = whole_in(config, LAYERS, where)
-        listed = kinds = config.get("layer_types") if self.listed else None
+        layer_types = kinds = config.get("layer_types") if self.listed else None
         if kinds is None:
             kinds = self.rule(config, layers)
         if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (FULL, SLIDING) for kind in kinds):
             raise CheckpointError(f"{where}: layer_types {kinds!r}: must be {FULL} or {SLIDING} for each layer")
-        on = not self.switch or bool(config.get("use_sliding_window"))
-        if self.masked_anyway and not on and listed and SLIDING in kinds and config.get(name) is not None:
+        enabled = not self.switch or bool(config.get("use_sliding_window"))
+        if self.masked_anyway and not enabled and layer_types and SLIDING in kinds and config.get(name) is not None:
             raise CheckpointError(
                 f"{where}: layer_types lists {SLIDING} and {name} is {config[name]!r}: use_sliding_window must be "
                 f"true; without a window take {name} out"
             )
-        if not on or config.get(name, self.default) is None or SLIDING not in kinds:
+        if not enabled or config.get(name, self.default) is None or SLIDING not in kinds:
             return {}
         window = whole_in(config, name, where, self.default)
         if window >= whole_in(config, "max_position_embeddings", where) and not self.local:
@@ -114,21 +117,21 @@ class Window:
         if model.window is None and not self.listed:
             return {name: None} if self.default is not None or not self.switch else {}
         slides = [model.window is not None and each for each in unrolled(model.window_layers, model.layers)]
-        listed = {"layer_types": [SLIDING if each else FULL for each in slides]} if self.listed else {}
+        layer_types = {"layer_types": [SLIDING if each else FULL for each in slides]} if self.listed else {}
         if model.window is None and self.switch:
             return {"use_sliding_window": False}
         switch = {"use_sliding_window": True} if self.switch else {}
         first = {"max_window_layers": 0} if self.rule is from_layer else {}
-        return {name: model.window, **switch, **first, **listed}
+        return {name: model.window, **switch, **first, **layer_types}
 
 
 @dataclass(frozen=True)
 class RopeByKind:
     """Rotary positions of layers with a window and of those without: `rope_parameters` by the kind of layer.
 
-    It is a family's key `max_position_embeddings`. full: of layers without a window; it is scaled as that of old files
-    is, which have no others. local_base: of layers with one where nothing is said; local_key: what old files call it;
-    None: they have the other's base, not scaled.
+    It is the family's key `max_position_embeddings`. full: keys for layers without a window; old files have only these.
+    local_base: the default for layers with a window. local_key: its name in old files; None: these layers have the base
+    of the others, without scaling.
     """
 
     full: RopeKeys
@@ -140,38 +143,43 @@ class RopeByKind:
         return (*self.full.names, *((self.local_key,) if self.local_key else ()))
 
     def read(self, config: Config, name: str, where: str) -> Values:
-        said = config.get("rope_parameters") or {}
+        parameters = config.get("rope_parameters") or {}
         if config.get(ORIGINAL) is not None:
             raise CheckpointError(f"{where}: {ORIGINAL}: must be among the numbers of its kind of layer, not outside")
-        if not isinstance(said, Mapping) or (said and not any(kind in said for kind in (FULL, SLIDING))):
-            raise CheckpointError(f"{where}: rope_parameters {said!r:.60}: must be objects by kind of layer")
-        if not said:
-            found = self.full.read(config, name, where)
-            return {**found, "local_rope_base": self._local(config, found, where)}
-        if odd := [kind for kind in said if kind not in (FULL, SLIDING)]:
+        if not isinstance(parameters, Mapping) or (
+            parameters and not any(kind in parameters for kind in (FULL, SLIDING))
+        ):
+            raise CheckpointError(f"{where}: rope_parameters {parameters!r:.60}: must be objects by kind of layer")
+        if not parameters:
+            options = self.full.read(config, name, where)
+            return {**options, "local_rope_base": self._local(config, options, where)}
+        if unknown := [kind for kind in parameters if kind not in (FULL, SLIDING)]:
             raise CheckpointError(
-                f"{where}: rope_parameters {odd[0]!r}: is not a kind of layer; valid: {FULL}, {SLIDING}"
+                f"{where}: rope_parameters {unknown[0]!r}: is not a kind of layer; valid: {FULL}, {SLIDING}"
             )
-        plain = {key: value for key, value in config.items() if key not in ("rope_theta", self.local_key)}
-        former = config.get("rope_scaling") or {}
-        if not isinstance(former, Mapping) or not isinstance(said.get(FULL) or {}, Mapping):
-            raise CheckpointError(f"{where}: rope_parameters {said!r:.60}: must be objects of numbers by kind of layer")
-        full = {"rope_theta": config.get("rope_theta"), **(said.get(FULL) or {}), **former}
-        found = self.full.read({**plain, "rope_scaling": None, "rope_parameters": full}, name, where)
-        sliding = said.get(SLIDING) or {}
+        other_keys = {key: value for key, value in config.items() if key not in ("rope_theta", self.local_key)}
+        old_scaling = config.get("rope_scaling") or {}
+        if not isinstance(old_scaling, Mapping) or not isinstance(parameters.get(FULL) or {}, Mapping):
+            raise CheckpointError(
+                f"{where}: rope_parameters {parameters!r:.60}: must be objects of numbers by kind of layer"
+            )
+        # Later entries take precedence: the old key wins over the new one, as in transformers.
+        full = {"rope_theta": config.get("rope_theta"), **(parameters.get(FULL) or {}), **old_scaling}
+        options = self.full.read({**other_keys, "rope_scaling": None, "rope_parameters": full}, name, where)
+        sliding = parameters.get(SLIDING) or {}
         if not isinstance(sliding, Mapping) or (kind := sliding.get("rope_type", "default")) != "default":
             raise CheckpointError(f"{where}: rope_parameters of {SLIDING}: rope_type {kind!r} (valid: default)")
-        if odd := [key for key in sliding if key not in ("rope_type", "rope_theta")]:
+        if unknown := [key for key in sliding if key not in ("rope_type", "rope_theta")]:
             raise CheckpointError(
-                f"{where}: rope_parameters of {SLIDING}: {odd[0]}: is not a key of rope_type 'default'"
+                f"{where}: rope_parameters of {SLIDING}: {unknown[0]}: is not a key of rope_type 'default'"
             )
-        old = {} if self.local_key is None else {"rope_theta": config.get(self.local_key)}
+        old_keys = {} if self.local_key is None else {"rope_theta": config.get(self.local_key)}
         base = self.local_base or self.full.base
-        local = number_in({**old, **sliding}, "rope_theta", where, base)
-        return {**found, "local_rope_base": _unless_same(local, found)}
+        local_base = number_in({**old_keys, **sliding}, "rope_theta", where, base)
+        return {**options, "local_rope_base": _unless_same(local_base, options)}
 
     def _local(self, config: Config, found: Values, where: str) -> float | None:
-        """The base of layers with a window in an old file."""
+        """The base of layers with a window, from an old file."""
         if self.local_key is not None:
             return _unless_same(number_in(config, self.local_key, where, self.local_base), found)
         if found["rope_base"] != self.full.base:
@@ -184,31 +192,31 @@ class RopeByKind:
     def write(self, model: ModelConfig, name: str) -> Values:
         full = {"rope_type": "default", **(written_scaling(model) or {}), "rope_theta": model.rope_base}
         local = model.rope_base if model.local_rope_base is None else model.local_rope_base
-        both = {FULL: full, SLIDING: {"rope_type": "default", "rope_theta": local}}
-        return {name: model.positions, "rope_parameters": both}
+        by_kind = {FULL: full, SLIDING: {"rope_type": "default", "rope_theta": local}}
+        return {name: model.positions, "rope_parameters": by_kind}
 
 
 def _unless_same(local: float, full: Values) -> float | None:
-    """The base of layers with a window; None where they turn as the others do."""
-    plain = full.get("rope_interpolation", 1.0) == 1.0 and full.get("rope_scaling", "none") == "none"
-    return None if plain and local == full["rope_base"] else local
+    """The base of layers with a window; None if it equals the others' and those are not scaled."""
+    unscaled = full.get("rope_interpolation", 1.0) == 1.0 and full.get("rope_scaling", "none") == "none"
+    return None if unscaled and local == full["rope_base"] else local
 
 
 @dataclass(frozen=True)
 class WithoutRope:
-    """SmolLM3's `no_rope_layers`: 1 for layers with rotary positions, 0 for those without; without the list every
-    `no_rope_layer_interval`th has none."""
+    """SmolLM3's `no_rope_layers`: 1 for layers with rotary positions, 0 for those without. Without the list, every
+    `no_rope_layer_interval`th layer has no rotary positions."""
 
     names = ("no_rope_layer_interval",)
 
     def listed(self, config: Config, name: str, where: str) -> list[int]:
-        layers, listed = whole_in(config, LAYERS, where), config.get(name)
-        if listed is None:
+        layers, has_rope = whole_in(config, LAYERS, where), config.get(name)
+        if has_rope is None:
             step = whole_in(config, "no_rope_layer_interval", where, 4)
-            listed = [int((number + 1) % step != 0) for number in range(layers)]
-        if not isinstance(listed, list) or len(listed) < layers or any(each not in (0, 1) for each in listed):
-            raise CheckpointError(f"{where}: {name} {listed!r}: must be 0 or 1 for each layer")
-        return listed[:layers]
+            has_rope = [int((number + 1) % step != 0) for number in range(layers)]
+        if not isinstance(has_rope, list) or len(has_rope) < layers or any(each not in (0, 1) for each in has_rope):
+            raise CheckpointError(f"{where}: {name} {has_rope!r}: must be 0 or 1 for each layer")
+        return has_rope[:layers]
 
     def read(self, config: Config, name: str, where: str) -> Values:
         return {"rope_layers": pattern(self.listed(config, name, where))}

@@ -32,16 +32,17 @@ VALUES: Mapping[str, object] = {
     "qkv_bias": False,
     "hidden_dropout": 0.0,
 }
-"""What Llama and its relatives have."""
+"""Options that Llama and its relatives have in common."""
 
 
 def kv_heads(absent: int | None = None) -> Whole:
-    """As many as there are heads where the key is null; `absent` where it is not there [the same]."""
+    """`num_key_value_heads`: null means the number of heads; `absent` is the value of an absent key [the same]."""
     return Whole("kv_heads", _where_absent("num_key_value_heads", absent, _heads))
 
 
 def head_dim(absent: int | None = None) -> Whole:
-    """The hidden width over the heads where the key is null; `absent` where it is not there [the same]."""
+    """`head_dim`: null means the hidden width divided by the heads; `absent` is the value of an absent key [the
+    same]."""
     return Whole("head_dim", _where_absent("head_dim", absent, _share))
 
 
@@ -86,12 +87,12 @@ ABSENT: Mapping[str, Key] = {"attention_bias": Only((False, None)), "mlp_bias": 
 """Biases that a family does not have."""
 
 ATTENTION_BIAS = Flag(False, {"qkv_bias": True, "out_bias": True}, {"qkv_bias": False})
-"""Biases of all of attention's linears, in a family without any in its feed-forward layers."""
+"""Biases of all attention linears, in a family without any in its feed-forward layers."""
 
 
 @dataclass(frozen=True)
 class Biases:
-    """`mlp_bias`, and `attention_bias`, of all of attention's linears. It is the key `mlp_bias`."""
+    """`mlp_bias`, and the `attention_bias` of all attention linears. It is stored as the key `mlp_bias`."""
 
     names = ("attention_bias",)
 

@@ -1,9 +1,9 @@
-"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE, whose layers are Llama's but for a router and experts.
+"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE, whose layers are Llama's except for router and experts.
 
-Files hold each expert's matrices alone. transformers from version 5 on has those of a layer stacked in memory, gate
-above up, and writes them so with `save_original_format=False`; `unstacked` reads such files by an expert's names. The
-balance loss of transformers is of all layers and sequences together, which no option says: `router_aux_loss_coef` is
-not read.
+Files hold each expert's matrices separately. transformers 5 and later stacks those of a layer in memory, gate above up,
+and writes them stacked with `save_original_format=False`; `unstacked` reads such files under the experts' names. The
+balance loss of transformers combines all layers and sequences, which no option expresses, so `router_aux_loss_coef` is
+ignored.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ExpertWidth:
 
 
 class OwnWidth(Whole):
-    """The width of an expert, where dense layers have another."""
+    """The width of an expert, in a family whose dense layers have another width."""
 
     def write(self, model: ModelConfig, name: str) -> Values:
         return {name: model.expert_ffn or model.ffn}
@@ -53,7 +53,7 @@ class OwnWidth(Whole):
 
 @dataclass(frozen=True)
 class TwoNames(Whole):
-    """A number that new files have under another name."""
+    """A number that has another name in new files."""
 
     other: str = ""
 
@@ -67,7 +67,7 @@ class TwoNames(Whole):
 
 @dataclass(frozen=True)
 class SparseLayers:
-    """`decoder_sparse_step`, of which every n-th layer is a mixture, and `mlp_only_layers`, which are dense anyway."""
+    """`decoder_sparse_step`: every n-th layer is a mixture; `mlp_only_layers`: exceptions that are dense."""
 
     names = ("mlp_only_layers",)
 
@@ -76,8 +76,8 @@ class SparseLayers:
         if not isinstance(dense, list) or any(type(each) is not int or each < 0 for each in dense):
             raise CheckpointError(f"{where}: mlp_only_layers {dense!r}: must be numbers of layers")
         layers = whole_in(config, LAYERS, where)
-        here = tuple(sorted({number for number in dense if number < layers}))
-        return {"experts_from": step - 1, "experts_every": step, "dense_layers": here}
+        dense_layers = tuple(sorted({number for number in dense if number < layers}))
+        return {"experts_from": step - 1, "experts_every": step, "dense_layers": dense_layers}
 
     def write(self, model: ModelConfig, name: str) -> Values:
         if model.experts_from == model.experts_every - 1:
@@ -87,7 +87,7 @@ class SparseLayers:
 
 
 def alternating(config: Config, layers: int) -> list[str]:
-    """Qwen2-MoE's: of the first `max_window_layers` every second has the window."""
+    """Qwen2-MoE's rule: of the first `max_window_layers` layers every second has the window."""
     bound = config.get("max_window_layers", 28)
     if type(bound) is not int or bound < 0:
         raise CheckpointError(f"config.json: max_window_layers {bound!r}: must be a whole number of at least 0")
@@ -101,12 +101,12 @@ NORMALIZED = flag("router_normalize")
 
 
 def gate_then_up(which: str) -> Rows:
-    """Of an expert's gate and up, "gate" or "up", in a matrix of the one above the other."""
-    place = ("gate", "up").index(which)
+    """The rows of an expert's "gate" or "up" in a matrix of the gate above the up projection."""
+    position = ("gate", "up").index(which)
 
     def rows(model: ModelConfig) -> list[range]:
         width = model.expert_ffn or model.ffn
-        return [range(place * width, (place + 1) * width)]
+        return [range(position * width, (position + 1) * width)]
 
     return rows
 
@@ -118,35 +118,35 @@ STACKED = {
         for which in ("gate", "up")
     },
 }
-"""As `unstacked` calls them."""
+"""The names that `unstacked` gives to the parts of a stack."""
 
 _STACK = re.compile(r"(.*\.mlp\.experts\.)(gate_up_proj|down_proj)")
 
 
 def unstacked(source: Source) -> Source:
-    """Weights with a matrix for each expert. Errors: CheckpointError naming a matrix that is there twice."""
+    """Weights with a separate matrix for each expert. Errors: CheckpointError naming a matrix that is stored twice."""
     stacks = [
-        found for name, (shape, _) in source.tensors.items() if (found := _STACK.fullmatch(name)) and len(shape) == 3
+        match for name, (shape, _) in source.tensors.items() if (match := _STACK.fullmatch(name)) and len(shape) == 3
     ]
     return Unstacked(source, stacks) if stacks else source
 
 
 class Unstacked:
-    """A source whose stacks [experts, out, in] are read as matrices, each under the name of its expert."""
+    """A source whose stacks [experts, out, in] are read as matrices [out, in], each under the name of its expert."""
 
     def __init__(self, source: Source, stacks: list[re.Match[str]]) -> None:
         self._source = source
         self._within: dict[str, tuple[str, int]] = {}
-        found = dict(source.tensors)
+        tensors = dict(source.tensors)
         for stack in stacks:
-            (experts, *shape), dtype = found.pop(stack[0])
+            (experts, *shape), dtype = tensors.pop(stack[0])
             for number in range(experts):
                 name = f"{stack[1]}{number}.{stack[2]}.weight"
                 if name in source.tensors:
                     raise CheckpointError(f"{name}: is there twice, alone and in {stack[0]}")
-                found[name] = (tuple(shape), dtype)
+                tensors[name] = (tuple(shape), dtype)
                 self._within[name] = (stack[0], number)
-        self.tensors: Tensors = found
+        self.tensors: Tensors = tensors
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         if name not in self._within:

@@ -1,6 +1,6 @@
 """Keys of a config.json about rotary positions: `rope_parameters` of new files, `rope_scaling` and others of old ones.
 
-The old place wins where both are there, as in transformers. Source: its modeling_rope_utils. Knows no family.
+If both exist, the old key takes precedence, as in transformers. Source: its modeling_rope_utils. Knows no family.
 """
 
 from __future__ import annotations
@@ -30,29 +30,32 @@ NUMBERS: Mapping[str, tuple[str, ...]] = {
     ),
     "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
 }
-"""`rope_type` -> keys next to it."""
+"""`rope_type` -> the keys that belong to it."""
 
 KINDS = tuple(NUMBERS)
 
 
 @dataclass(frozen=True)
 class RopeKeys:
-    """All keys about rotation. It is a family's key `max_position_embeddings`, which some of them go by.
-
-    base, fraction: where nothing is said. partial: whether the family's heads may rotate in part. base_key,
-    fraction_key: what old files call them. kinds: values of `rope_type` that the family has. renamed: others that mean
-    one of them.
-    """
+    """All keys about rotary positions. It is the family's key `max_position_embeddings`, which some of them depend
+    on."""
 
     base: float = 10000.0
+    """Default of the base."""
     fraction: float = 1.0
+    """Default of the fraction of a head that rotates."""
     partial: bool = False
+    """Heads may rotate in part."""
     base_key: str = "rope_theta"
+    """Name of the base in old files."""
     fraction_key: str = "partial_rotary_factor"
+    """Name of the fraction in old files."""
     kinds: tuple[str, ...] = KINDS
+    """Values of `rope_type` that the family has."""
     renamed: Mapping[str, str] = ()  # type: ignore[assignment]
+    """Further values -> the kind that they mean."""
     original: int | None = None
-    """`original_max_position_embeddings` where nothing is said; None: as many as there are positions."""
+    """Default of `original_max_position_embeddings`; None: the number of positions."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -72,41 +75,41 @@ class RopeKeys:
         fraction = rope.get("partial_rotary_factor", config.get(self.fraction_key, self.fraction))
         if not self.partial:
             only({**config, **rope}, "partial_rotary_factor", (1.0, None), where)
-        both = {"rope_theta": config.get(self.base_key), **rope}
+        keys = {"rope_theta": config.get(self.base_key), **rope}
         positions = whole_in(config, name, where)
-        found: Values = {"positions": positions, "rope_base": number_in(both, "rope_theta", where, self.base)}
+        options: Values = {"positions": positions, "rope_base": number_in(keys, "rope_theta", where, self.base)}
         if self.partial:
-            found["rope_fraction"] = number_in(
+            options["rope_fraction"] = number_in(
                 {"value": fraction}, "value", f"{where}: {self.fraction_key}", self.fraction
             )
-        return {**found, **self.scaling(rope, config, positions, f"{where}: {key}" if rope else where)}
+        return {**options, **self.scaling(rope, config, positions, f"{where}: {key}" if rope else where)}
 
     def scaling(self, rope: Config, config: Config, positions: int, where: str) -> Values:
         """The options about scaled frequencies."""
-        said = rope.get("rope_type", rope.get("type", "default"))
-        kind = dict(self.renamed).get(said, said) if isinstance(said, str) else said
+        stated_kind = rope.get("rope_type", rope.get("type", "default"))
+        kind = dict(self.renamed).get(stated_kind, stated_kind) if isinstance(stated_kind, str) else stated_kind
         if kind not in self.kinds:
-            raise CheckpointError(f"{where}: rope_type {said!r} (valid: {', '.join(self.kinds)})")
-        plain = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+            raise CheckpointError(f"{where}: rope_type {stated_kind!r} (valid: {', '.join(self.kinds)})")
+        common_keys = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
         for name, value in rope.items():
-            if name not in (*plain, *NUMBERS[str(kind)]) and value is not None:
-                raise CheckpointError(f"{where}: {name} {value!r}: is not a key of rope_type {said!r}")
-        if kind in ("default", "dynamic"):  # within max_position_embeddings these are one
+            if name not in (*common_keys, *NUMBERS[str(kind)]) and value is not None:
+                raise CheckpointError(f"{where}: {name} {value!r}: is not a key of rope_type {stated_kind!r}")
+        if kind in ("default", "dynamic"):  # the same within max_position_embeddings
             return {}
         if kind == "linear":
             return {"rope_interpolation": number_in(rope, "factor", where)}
-        outside = config.get(ORIGINAL, self.original)  # which counts first
-        original = whole_in(rope if outside is None else {ORIGINAL: outside}, ORIGINAL, where, positions)
+        outer_original = config.get(ORIGINAL, self.original)  # takes precedence over the key in `rope`
+        original = whole_in(rope if outer_original is None else {ORIGINAL: outer_original}, ORIGINAL, where, positions)
         numbers = {"llama3": _llama3, "yarn": _yarn, "longrope": _longrope}[str(kind)](rope, positions, original, where)
         return {"rope_scaling": kind, "rope_original_positions": original, **numbers}
 
     def write(self, model: ModelConfig, name: str) -> Values:
-        found: Values = {name: model.positions, self.base_key: model.rope_base, "rope_scaling": written_scaling(model)}
+        values: Values = {name: model.positions, self.base_key: model.rope_base, "rope_scaling": written_scaling(model)}
         if self.partial:
-            found[self.fraction_key] = model.rope_fraction
+            values[self.fraction_key] = model.rope_fraction
         if self.original is not None:
-            found["original_max_position_embeddings"] = model.rope_original_positions
-        return found
+            values["original_max_position_embeddings"] = model.rope_original_positions
+        return values
 
 
 def _llama3(rope: Config, positions: int, original: int, where: str) -> Values:
@@ -123,8 +126,12 @@ def _yarn(rope: Config, positions: int, original: int, where: str) -> Values:
     if rope.get("attention_factor") is not None:
         magnitude = number_in(rope, "attention_factor", where)
     elif rope.get("mscale") and rope.get("mscale_all_dim"):
-        one, other = (number_in(rope, key, where) for key in ("mscale", "mscale_all_dim"))
-        magnitude = 1.0 if factor <= 1 else (0.1 * one * math.log(factor) + 1) / (0.1 * other * math.log(factor) + 1)
+        mscale, mscale_all_dim = (number_in(rope, key, where) for key in ("mscale", "mscale_all_dim"))
+        magnitude = (
+            1.0
+            if factor <= 1
+            else (0.1 * mscale * math.log(factor) + 1) / (0.1 * mscale_all_dim * math.log(factor) + 1)
+        )
     only(rope, "truncate", (True, False), where)
     return {
         "rope_scaling_factor": factor,
@@ -136,8 +143,8 @@ def _yarn(rope: Config, positions: int, original: int, where: str) -> Values:
 
 
 def dynamic(config: Config) -> dict[str, object] | None:
-    """`rope_scaling` of a config.json that says dynamic, which no option holds: within its positions it changes
-    nothing."""
+    """`rope_scaling` of a config.json with dynamic scaling. No option expresses it, because it has no effect within the
+    model's positions."""
     for key in ("rope_scaling", "rope_parameters"):
         rope = config.get(key)
         if isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type")) == "dynamic":
@@ -155,7 +162,7 @@ def _longrope(rope: Config, positions: int, original: int, where: str) -> Values
     elif rope.get("factor") is not None:
         factor = number_in(rope, "factor", where)
         magnitude = _longrope_magnitude(factor, original)
-    else:  # of the file's positions, which a run may change
+    else:  # computed from the file's positions, because a run may change them
         magnitude = _longrope_magnitude(positions / original, original)
     return {
         "rope_short_factors": _factors(rope, "short_factor", where),
@@ -178,19 +185,19 @@ def written_scaling(model: ModelConfig) -> dict[str, object] | None:
     if model.rope_scaling == "none":
         linear = {"rope_type": "linear", "factor": model.rope_interpolation}
         return linear if model.rope_interpolation != 1.0 else None
-    found: dict[str, object] = {
+    scaling: dict[str, object] = {
         "rope_type": model.rope_scaling,
         "original_max_position_embeddings": model.rope_original_positions,
     }
     if model.rope_scaling == "llama3":
         low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
-        return {**found, "factor": model.rope_scaling_factor, "low_freq_factor": low, "high_freq_factor": high}
+        return {**scaling, "factor": model.rope_scaling_factor, "low_freq_factor": low, "high_freq_factor": high}
     magnitude = {} if model.rope_magnitude is None else {"attention_factor": model.rope_magnitude}
     if model.rope_scaling == "longrope":
         factors = {"short_factor": list(model.rope_short_factors), "long_factor": list(model.rope_long_factors)}
-        return {**found, **factors, **magnitude}
+        return {**scaling, **factors, **magnitude}
     return {
-        **found,
+        **scaling,
         "factor": model.rope_scaling_factor,
         "beta_fast": model.rope_beta_fast,
         "beta_slow": model.rope_beta_slow,

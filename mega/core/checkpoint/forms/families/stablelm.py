@@ -14,7 +14,7 @@ from mega.core.config.sections import ModelConfig
 
 @dataclass(frozen=True)
 class WholeHeads:
-    """Heads that share the hidden width, and groups of them keys and values."""
+    """Query heads that divide the hidden width, and fewer heads of keys and values."""
 
     names = ("head_dim",)
 
