@@ -1,7 +1,7 @@
 """Weights in fp8 with a scale for each block of a matrix, as DeepSeek releases them, read as bf16.
 
     NAME.weight             F8_E4M3 [out, in]
-    NAME.weight_scale_inv   F32 [out / 128, in / 128], rounded up: what the elements of a block are multiplied by
+    NAME.weight_scale_inv   F32 [out / 128, in / 128], rounded up: the factor of the elements of each block
 
 Knows config.json's `quantization_config` and tensors, no family.
 """
@@ -18,15 +18,15 @@ from mega.core.checkpoint.own.pieces import Box, CheckpointError, Tensors
 from mega.core.untrusted import Json
 
 SCALE = "_scale_inv"
-"""What the name of a scale ends with, after that of its weight."""
+"""Suffix of a scale's name, after the name of its weight."""
 
 READ = torch.bfloat16
 
 
 def dequantised(source: Source, said: object, where: str) -> Source:
-    """The weights that a `quantization_config` describes, as numbers; those of a config.json without one as they are.
+    """The weights that a `quantization_config` describes, dequantised; unchanged for a config.json without one.
 
-    Errors: CheckpointError naming a key of it that is not read, or a tensor without its scale.
+    Errors: CheckpointError naming an unsupported key of it, or a tensor without its scale.
     """
     if not said:
         if scaled := next((name for name, (_, dtype) in source.tensors.items() if dtype == torch.float8_e4m3fn), None):
@@ -47,26 +47,28 @@ def dequantised(source: Source, said: object, where: str) -> Source:
 
 
 class BlockScaled:
-    """A source whose fp8 matrices are read as bf16, by their scales."""
+    """A source whose fp8 matrices are read as bf16, multiplied by their scales."""
 
     def __init__(self, source: Source, block: tuple[int, int]) -> None:
         self._source, self._block = source, block
-        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name, (shape, dtype) in source.tensors.items():
             if name.endswith(SCALE) and name.removesuffix(SCALE) in source.tensors:
                 continue
             if dtype == torch.float8_e4m3fn:
                 self._check(name, shape)
                 dtype = READ
-            found[name] = (shape, dtype)
-        self.tensors: Tensors = found
+            tensors[name] = (shape, dtype)
+        self.tensors: Tensors = tensors
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
-        wanted = tuple(-(-size // block) for size, block in zip(shape, self._block))
+        expected = tuple(-(-size // block) for size, block in zip(shape, self._block))
         scale = self._source.tensors.get(name + SCALE)
-        if scale is None or len(shape) != 2 or scale[0] != wanted:
-            has = "is missing" if scale is None else f"has shape {scale[0]}"
-            raise CheckpointError(f"{name + SCALE}: {has}; must be {wanted}, a number for each block of {name} {shape}")
+        if scale is None or len(shape) != 2 or scale[0] != expected:
+            problem = "is missing" if scale is None else f"has shape {scale[0]}"
+            raise CheckpointError(
+                f"{name + SCALE}: {problem}; must be {expected}, a number for each block of {name} {shape}"
+            )
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         part = self._source.read(name, box)
@@ -84,5 +86,5 @@ class BlockScaled:
 
 
 def without_scales(config: Mapping[str, Json]) -> dict[str, Json]:
-    """A config.json of the weights as they are read."""
+    """A config.json for the weights as they are read."""
     return {key: value for key, value in config.items() if key != "quantization_config"}

@@ -1,4 +1,4 @@
-"""Small files that stay with weights from folder to folder: tokenizers, configurations. Knows no tensors."""
+"""Small files that are stored with weights in every folder: tokenizers, configurations. Knows no tensors."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from mega.core.files import whole_file
 
 
 def companions_of(form: Form, folder: Path) -> dict[str, Path]:
-    """The files that a form keeps with the weights in `folder`, by name. Errors: CheckpointError for odd ones."""
-    if (attached := form.attached(folder)) is not None:
-        return attached
+    """The files that a form stores with the weights in `folder`, by name. Errors: CheckpointError for irregular
+    files."""
+    if (generated := form.attached(folder)) is not None:
+        return generated
     if folder.is_file():
         return {}
-    found = {name: inside(folder, name) for name in form.companions if (folder / name).exists()}
-    for path in found.values():
+    files = {name: inside(folder, name) for name in form.companions if (folder / name).exists()}
+    for path in files.values():
         if not path.is_file():
             raise CheckpointError(f"{path}: not a regular file")
-    return found
+    return files
 
 
 def copy_companions(checkpoint: StoredWeights, folder: Path, skip: Collection[str]) -> None:
-    """Put the files that came with a checkpoint of ours into an exported `folder`. skip: those not wanted there."""
+    """Copy the files stored with a mega checkpoint into an exported `folder`. skip: names to leave out."""
     for name in COMPANIONS:
         if name in checkpoint.attachments and name not in skip:
             with whole_file(folder / name) as file:
@@ -35,11 +36,10 @@ def copy_companions(checkpoint: StoredWeights, folder: Path, skip: Collection[st
 
 
 def unread_tokenizer(files: Attachments) -> str | None:
-    """Why token files kept with weights are those of no tokenizer that is read; None where they are, or there are
-    none."""
-    return next((why for form in FORMS if (why := form.unread(files)) is not None), None)
+    """Why tokenizer files stored with weights are not supported; None if they are supported or absent."""
+    return next((reason for form in FORMS if (reason := form.unread(files)) is not None), None)
 
 
 def tokenizer_kind(files: Attachments) -> str | None:
-    """The kind of tokenizer, as --tokenizer names it, that files kept with weights are; None for none."""
+    """The kind of tokenizer, as --tokenizer names it, of the files stored with weights; None without a tokenizer."""
     return next((kind for form in FORMS if (kind := form.tokenizer(files)) is not None), None)

@@ -1,7 +1,7 @@
-"""How a model converses, in the files of a Hugging Face folder: its chat template, and all tokens that end a turn.
+"""Chat settings in the files of a Hugging Face folder: the chat template, and all tokens that end a turn.
 
-transformers reads the template from chat_template.jinja, older programs from tokenizer_config.json; `generate` stops at
-`eos_token_id` of generation_config.json, other programs read that of config.json. Knows neither templates nor weights.
+transformers reads the template from chat_template.jinja, older programs from tokenizer_config.json. `generate` stops at
+`eos_token_id` of generation_config.json, other programs at that of config.json. Knows neither templates nor weights.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ END = "eos_token_id"
 
 
 def trained(checkpoint: StoredWeights) -> bool:
-    """Whether a mega run has changed the weights. What an imported model declares is exported unchanged."""
+    """Whether a mega run has changed the weights. The declarations of an imported model are exported unchanged."""
     return checkpoint.step > 0
 
 
 def with_ends(config: Mapping[str, Json], ends: Iterable[int]) -> dict[str, Json]:
-    """A config.json or generation_config.json with all of `ends` among its ends: a number, or a list of several."""
-    known = config.get(END)
-    first = known if isinstance(known, list) else [] if known is None else [known]
-    every = list(dict.fromkeys([*ends, *first]))
-    return {**config, END: every[0] if len(every) == 1 else every} if every else dict(config)
+    """A config.json or generation_config.json whose eos_token_id includes `ends`: a number, or a list of several."""
+    current = config.get(END)
+    first = current if isinstance(current, list) else [] if current is None else [current]
+    ids = list(dict.fromkeys([*ends, *first]))
+    return {**config, END: ids[0] if len(ids) == 1 else ids} if ids else dict(config)
 
 
 def written_files(
     checkpoint: StoredWeights, config: Mapping[str, Json], tokens: SpecialTokens
 ) -> tuple[dict[str, dict[str, Json]], dict[str, bytes]]:
-    """The JSON files other than config.json that an export has to write, and other files; they go before those that the
+    """(JSON files, other files) of an export, except config.json. They replace files of the same name that the
     checkpoint carries. config: the config.json of the export."""
     carried = checkpoint.attachments
     generation = {"_from_model_config": True, **{key: config[key] for key in TOKEN_IDS if key in config}}
@@ -48,11 +48,11 @@ def written_files(
 
 
 def tokenizer_config(carried: Mapping[str, Path], tokens: SpecialTokens) -> dict[str, Json]:
-    """tokenizer_config.json with the template, and with the names of tokens that a template may ask for."""
+    """tokenizer_config.json with the template, and with the names of the special tokens that a template may use."""
     config = _carried(carried, TOKENIZER) or dict(tokens.files.get(TOKENIZER, {}))
-    named = {key: name for key, name in tokens.names.items() if config.get(key) is None}
+    token_names = {key: name for key, name in tokens.names.items() if config.get(key) is None}
     return {
-        **named,
+        **token_names,
         **{key: value for key, value in config.items() if value is not None},
         "chat_template": tokens.template,
     }

@@ -1,8 +1,9 @@
-"""Checkpoints of ours and of others into one another, cut for any ranks: what `convert-llama` and `reshard` do.
+"""Converts between mega checkpoints and foreign ones, cut for any ranks: the verbs `convert-llama` and `reshard`.
 
-Own to own keeps everything (own/reshard.py). A foreign form brings a table and files (form.py); here the table is
-proven before a byte is written, and a ledger is kept of what was moved. Conversions stream: a few blocks are in memory
-at a time (one part, where a torch file is written). A folder appears under its name only when it is complete.
+A mega checkpoint becomes another one without loss (own/reshard.py). A foreign form provides a table and files
+(form.py); this module proves the table before it writes a byte, and counts in a ledger what is moved. Conversions
+stream: a few blocks are in memory at a time (one part, if a torch file is written). A folder appears under its name
+only when it is complete.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ def convert(
     tokens: Callable[[StoredWeights], SpecialTokens] = no_tokens,
     progress: Progress = lambda done, total: None,
 ) -> ConversionReport:
-    """Whatever lies at `load` -> a `to` at `save`; without `to`, own checkpoints become Hugging Face's and others own.
+    """Convert the checkpoint at `load` to the form `to` at `save` [hf for a mega checkpoint, else mega].
 
-    layout to tokens: as of `Given`; where an optimizer's state is there and its form is not known, that is an error.
-    progress: called as own checkpoints become own checkpoints.
-    Errors: ValueError naming flag, file or tensor; `save` is then as it was.
+    layout to tokens: as in `Given`; optimizer state in an unknown form is an error.
+    progress: called during a conversion from mega to mega.
+    Errors: ValueError naming flag, file or tensor; `save` is then unchanged.
     """
-    given = Given(
+    options = Given(
         layout=layout,
         base=base,
         parts=parts,
@@ -75,45 +76,45 @@ def convert(
         check_place(save)
         return reshard(load, save, layout, progress)
     if target is OWN:
-        return _import(source, load, save, given)
+        return _import(source, load, save, options)
     if source is OWN:
-        return _export(load, save, to, given, load)
-    check_fresh(save)
+        return _export(load, save, to, options, load)
+    check_fresh(save)  # foreign to foreign goes through a mega checkpoint: each form needs one table only
     with folder_next_to(save) as between:
-        taken = _import(source, load, between / "own", dataclasses.replace(given, layout=ONE))
-        report = _export(between / "own", save, to, given, load)
-    return dataclasses.replace(report, notes=tuple(dict.fromkeys((*taken.notes, *report.notes))))
+        imported = _import(source, load, between / "own", dataclasses.replace(options, layout=ONE))
+        report = _export(between / "own", save, to, options, load)
+    return dataclasses.replace(report, notes=tuple(dict.fromkeys((*imported.notes, *report.notes))))
 
 
 def default_target(source: Form) -> str:
-    """What --to is where it is not given."""
+    """The default of --to."""
     return "hf" if source is OWN else "mega"
 
 
 def check_pair(load: Path, source: Form, to: str) -> None:
-    """Errors: ValueError where `convert-llama` does not make a `to` of what lies at `load`."""
+    """Errors: ValueError if `convert-llama` does not convert the form at `load` to `to`."""
     if source is not OWN and source.verb != "convert-llama":
         raise ValueError(f"{load}: is {source.words}; `mega {source.verb}` reads it")
     if (source is OWN) == (writer_of(to) is OWN):
         raise ValueError(f"--to {to}: {load} is {source.words}; exactly one of the two must be mega")
 
 
-# Into ours
+# To mega
 
 
 def _import(form: Form, load: Path, save: Path, given: Given) -> ConversionReport:
-    """A foreign checkpoint -> one step of the run directory `save`, in files for the ranks of the layout."""
+    """Convert a foreign checkpoint to one step of the run directory `save`, in files for the ranks of the layout."""
     attachments = companions_of(form, load)
-    why = unread_tokenizer(attachments)
+    reason = unread_tokenizer(attachments)
     check_place(save)
-    opened = opened_foreign(form, load, given)
+    foreign = opened_foreign(form, load, given)
     tokenizer: dict[str, Json] = {"tokenizer": tokenizer_kind(attachments)}
-    if opened.base is not None:
+    if foreign.base is not None:
         if tokenizer["tokenizer"] is None:
-            tokenizer = below(opened.base.meta, "config", "tokenizer") or tokenizer
-        attachments = {**opened.base.attachments, **attachments}
-    report = _save_own(opened, load, save, given.layout, tokenizer, attachments)
-    return report if why is None else _with_note(report, f"{load}: no tokenizer is read: {why}")
+            tokenizer = below(foreign.base.meta, "config", "tokenizer") or tokenizer
+        attachments = {**foreign.base.attachments, **attachments}
+    report = _save_own(foreign, load, save, given.layout, tokenizer, attachments)
+    return report if reason is None else _with_note(report, f"{load}: no tokenizer is read: {reason}")
 
 
 def _with_note(report: ConversionReport, note: str) -> ConversionReport:
@@ -128,7 +129,7 @@ def _save_own(
     tokenizer: Mapping[str, Json],
     attachments: Attachments,
 ) -> ConversionReport:
-    """One step of the run directory `save`, in files for the ranks of the layout."""
+    """Write one step of the run directory `save`, in files for the ranks of the layout."""
     targets = {target.name: target for target in opened.table.targets}
     tensors = opened.table.tensors(opened.source.tensors)
     files = plan_files(tensors, opened.model, layout)
@@ -146,47 +147,46 @@ def _save_own(
     store = store_at(save)
     state = _plain_state(opened, tensors, layout, tokenizer)
     saved = store.save_all(opened.step, files, state, fetch=fetch, check=ledger.close, attachments=attachments)
-    where = save / store.path(opened.step).name
-    return ConversionReport(len(targets), opened.table.elements, saved.bytes, where, opened.notes)
+    path = save / store.path(opened.step).name
+    return ConversionReport(len(targets), opened.table.elements, saved.bytes, path, opened.notes)
 
 
 def upcycle(
     load: Path, save: Path, how: Upcycling, layout: Layout = ONE, given: Given | None = None
 ) -> ConversionReport:
-    """A dense model of any form at `load` -> a mixture of experts at `save`, step 0 of a run.
-
-    given: how a foreign form is read. Errors: ValueError naming flag, file or tensor.
+    """Make a mixture of experts at `save`, step 0 of a run, from a dense model of any form at `load`.
+    given: options for reading a foreign form. Errors: ValueError naming flag, file or tensor.
     """
     if form_at(load) is not OWN:
         with folder_next_to(save) as between:
             _import(form_at(load), load, between / "own", given or Given(layout=ONE, optimizer=False))
             return upcycle(between / "own", save, how, layout)
     check_place(save)
-    own = opened_own(load)
-    check_one_dtype(own, load)
-    opened = upcycled(own, how)
-    prove(dataclasses.replace(opened.table, repeats=frozenset(opened.source.tensors)), opened.source.tensors)
-    tokenizer = below(own.checkpoint.meta, "config", "tokenizer")
-    kept = {
-        name: file for name, file in own.checkpoint.attachments.items() if name not in ("config.json", "params.json")
+    dense = opened_own(load)
+    check_one_dtype(dense, load)
+    mixture = upcycled(dense, how)
+    prove(dataclasses.replace(mixture.table, repeats=frozenset(mixture.source.tensors)), mixture.source.tensors)
+    tokenizer = below(dense.checkpoint.meta, "config", "tokenizer")
+    attachments = {
+        name: file for name, file in dense.checkpoint.attachments.items() if name not in ("config.json", "params.json")
     }
-    return _save_own(opened, load, save, layout, tokenizer, kept)
+    return _save_own(mixture, load, save, layout, tokenizer, attachments)
 
 
 STATE = ("moment1", "moment2", "master")
 
 
 def _check_state(key: str, tensor: torch.Tensor, finite: bool) -> None:
-    """Errors: CheckpointError where an optimizer's state is none that Adam can have come to."""
+    """Errors: CheckpointError if an optimizer's state has values that Adam cannot produce."""
     kind = key.partition("/")[0]
-    below = kind == "moment2" and bool((tensor < 0).any())
-    if kind in STATE and (below or not finite):
-        has = "a number below zero" if below else "a NaN or an infinity"
-        raise CheckpointError(f"{key}: holds {has}, which is no state of Adam; give --no-load-optim to leave it")
+    has_negative = kind == "moment2" and bool((tensor < 0).any())
+    if kind in STATE and (has_negative or not finite):
+        problem = "a number below zero" if has_negative else "a NaN or an infinity"
+        raise CheckpointError(f"{key}: holds {problem}, which is no state of Adam; give --no-load-optim to leave it")
 
 
 def _plain_state(opened: Opened, tensors: Tensors, layout: Layout, tokenizer: Mapping[str, Json]) -> dict[str, Json]:
-    """What a checkpoint says besides its tensors; what the foreign one says of its run counts first."""
+    """The plain state of the new checkpoint; state of the foreign run takes precedence."""
     config = {
         "model": dataclasses.asdict(opened.model),
         "precision": {"dtype": NAMES[main_dtype(tensors)]},
@@ -194,27 +194,31 @@ def _plain_state(opened: Opened, tensors: Tensors, layout: Layout, tokenizer: Ma
         "tokenizer": tokenizer,
     }
     progress = {"step": opened.step, "consumed": opened.consumed}
-    known = {"progress": progress, "updates": opened.step, **opened.known}
-    return {**known, "config": {**config, **below(known, "config")}}
+    state = {"progress": progress, "updates": opened.step, **opened.known}
+    return {**state, "config": {**config, **below(state, "config")}}
 
 
-# Out of ours
+# From mega
 
 
 def _export(load: Path, save: Path, to: str, given: Given, named: Path) -> ConversionReport:
-    """An own checkpoint -> a folder or tree at `save`. named: what messages call `load`."""
-    own, form = opened_own(load, merged=to != "peft"), writer_of(to)
+    """Export a mega checkpoint as a folder or tree at `save`. named: how messages name `load`."""
+    exported, form = opened_own(load, merged=to != "peft"), writer_of(to)
     losses: tuple[str, ...] = ()
-    if own.model.mtp_layers and not form.ahead:
-        losses = (f"mtp_layers {own.model.mtp_layers}: {form.words} has none; it is the model without them",)
-        own = dataclasses.replace(own, model=dataclasses.replace(own.model, mtp_layers=0), source=_Plain(own))
-    with naming(f"--load-dir {named}"):  # no flag of the verb is at fault, but this checkpoint
-        export = form.export(own, to, given)
-    source, table = _Watched(export.source or own.source, named), inverted(export.table)
+    if exported.model.mtp_layers and not form.ahead:
+        losses = (f"mtp_layers {exported.model.mtp_layers}: {form.words} has none; it is the model without them",)
+        exported = dataclasses.replace(
+            exported, model=dataclasses.replace(exported.model, mtp_layers=0), source=_Plain(exported)
+        )
+    with naming(f"--load-dir {named}"):  # errors concern this checkpoint, not a flag of the verb
+        export = form.export(exported, to, given)
+    source, table = _Watched(export.source or exported.source, named), inverted(export.table)
     prove(table, source.tensors)
     size = sum(prod(shape) * dtype.itemsize for shape, dtype in table.tensors(source.tensors).values())
-    written = filled_folder(save, lambda folder: export.fill(folder, table, source), size)
-    return ConversionReport(len(table.targets), table.elements, written, save, export.notes, (*losses, *export.losses))
+    bytes_written = filled_folder(save, lambda folder: export.fill(folder, table, source), size)
+    return ConversionReport(
+        len(table.targets), table.elements, bytes_written, save, export.notes, (*losses, *export.losses)
+    )
 
 
 class _Plain:
@@ -222,15 +226,15 @@ class _Plain:
 
     def __init__(self, own: Own) -> None:
         self._source = own.source
-        held = own.source.tensors.items()
-        self.tensors: Tensors = {name: value for name, value in held if not name.startswith("weights/mtp.")}
+        entries = own.source.tensors.items()
+        self.tensors: Tensors = {name: value for name, value in entries if not name.startswith("weights/mtp.")}
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         return self._source.read(name, box)
 
 
 class _Watched:
-    """A source whose tensors must be finite. place: what errors call it."""
+    """A source whose tensors must be finite. place: its name in errors."""
 
     def __init__(self, source: Source, place: Path) -> None:
         self._source, self._place = source, place
@@ -247,7 +251,7 @@ class _Watched:
 
 
 def opened_own(load: Path, *, merged: bool = True) -> Own:
-    """What a user points at, and the model that it holds. merged: adapters are added to the weights of their base."""
+    """The checkpoint at `load` and its model. merged: adapters are added to the weights of their base."""
     adapters = locate(load)
     checkpoint, model = whole_model(adapters)
     if architecture(model).adapters is None or named_base(adapters) is None:

@@ -1,6 +1,7 @@
-"""Others' weights read where they lie, as a checkpoint of ours is read: rectangles by our names, in any layout.
+"""Foreign weights, read in place through the interface of a mega checkpoint: rectangles by the project's names, in any
+layout.
 
-Nothing is written. It knows what every form brings, tables and tensors; no one form, no family, no rank.
+Nothing is written. Uses the tables and sources that every form provides; knows no particular form, no family, no rank.
 """
 
 from __future__ import annotations
@@ -24,75 +25,78 @@ from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece, Tensors
 from mega.core.checkpoint.own.source import Readable
 
 SAMPLES, SAMPLE_BYTES = 64, 1 << 12
-"""Of each file, what its digest is made of."""
+"""Samples of each file, and the bytes of each sample, in `files_digest`."""
 
 
 def files_digest(place: Path) -> str:
-    """Of a file, or of all in a folder: names, sizes, and bytes of many places, of small files all.
+    """A digest of a file, or of all files in a folder: names, sizes, and samples of the bytes (all bytes of small
+    files).
 
-    Hashing all bytes of others' weights would take minutes; training changes them nearly everywhere.
+    Hashing all bytes of large weights would take minutes, and training changes them nearly everywhere.
     """
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for path in [place] if place.is_file() else sorted(each for each in place.rglob("*") if each.is_file()):
         size = path.stat().st_size
-        found.update(f"{path.name if path == place else path.relative_to(place)} {size}\n".encode())
+        hasher.update(f"{path.name if path == place else path.relative_to(place)} {size}\n".encode())
         with path.open("rb") as file:
             for begin in range(0, size, max(SAMPLE_BYTES, size // SAMPLES)):
                 file.seek(begin)
-                found.update(file.read(SAMPLE_BYTES))
-    return found.hexdigest()
+                hasher.update(file.read(SAMPLE_BYTES))
+    return hasher.hexdigest()
 
 
 SAMPLED = "weights-"
-"""What a digest of numbers begins with; one of a manifest is hexadecimal digits alone."""
+"""Prefix of a digest of values; a manifest's digest consists of hexadecimal digits only."""
 BLOCKS, SIDE = 8, 16
-"""Of each tensor, what such a digest is made of: squares, or of a vector runs of as many numbers. Of squares as much is
-read in a form that has rows for our columns."""
+"""Samples of each tensor in `weights_digest`, and the side of a square sample; of a vector, runs of SIDE x SIDE values.
+Squares, because they take the same time in a form that stores the matrix transposed."""
 
 
 def weights_digest(weights: Readable) -> str:
-    """Of weights by our names, whatever files they lie in: names, shapes, dtypes, and numbers from the first to the
-    last of each tensor."""
-    found, pieces = hashlib.sha256(), list[Piece]()
+    """A digest of weights by the project's names, the same for any files that store them: names, shapes, dtypes, and
+    sampled values from the first to the last of each tensor."""
+    hasher, pieces = hashlib.sha256(), list[Piece]()
     for key in sorted(key for key in weights.tensors if key.startswith("weights/")):
         shape, dtype = weights.tensors[key]
-        found.update(f"{key} {tuple(shape)} {dtype}\n".encode())
-        most = (*(1 for _ in shape[:-2]), SIDE, SIDE) if len(shape) > 1 else (SIDE * SIDE,)
-        size = tuple(map(min, shape, most))
+        hasher.update(f"{key} {tuple(shape)} {dtype}\n".encode())
+        limits = (*(1 for _ in shape[:-2]), SIDE, SIDE) if len(shape) > 1 else (SIDE * SIDE,)
+        size = tuple(map(min, shape, limits))
         for number in range(BLOCKS):
-            # Each dimension's ends are among the offsets, and no two dimensions go through theirs in one order.
-            turns = (number * (2 * dim + 1) % BLOCKS for dim in range(len(shape)))
-            start = (at * (whole - part) // (BLOCKS - 1) for at, whole, part in zip(turns, shape, size, strict=True))
+            # The offsets include both ends of each dimension, and each dimension steps through them in another order.
+            indices = (number * (2 * dim + 1) % BLOCKS for dim in range(len(shape)))
+            start = (
+                index * (whole - part) // (BLOCKS - 1) for index, whole, part in zip(indices, shape, size, strict=True)
+            )
             pieces.append(Piece(key, shape, tuple(start), torch.empty(size, dtype=dtype)))
     weights.read(pieces, verify=False)
     for piece in pieces:
-        found.update(piece.tensor.view(torch.uint8).numpy().tobytes())
-    return SAMPLED + found.hexdigest()
+        hasher.update(piece.tensor.view(torch.uint8).numpy().tobytes())
+    return SAMPLED + hasher.hexdigest()
 
 
 def opened_foreign(form: Form, load: Path, given: Given) -> Opened:
-    """A foreign checkpoint whose model, dtypes and table were checked; no tensor is moved yet. Its notes tell of fp32
-    tensors too. Errors: CheckpointError naming the file, key or tensor at fault."""
-    opened = form.open(load, given)
-    check_model(opened.model, str(load))
-    notes = (*opened.notes, *dtype_notes(opened))
+    """Open a foreign checkpoint and check its model, dtypes and table; no tensor is read yet. Its notes also report
+    fp32 tensors. Errors: CheckpointError naming the file, key or tensor at fault."""
+    checkpoint = form.open(load, given)
+    check_model(checkpoint.model, str(load))
+    notes = (*checkpoint.notes, *dtype_notes(checkpoint))
     with naming(load):
-        prove(opened.table, opened.source.tensors)
-    check_copies(opened.table, opened.source)
-    return replace(opened, notes=notes)
+        prove(checkpoint.table, checkpoint.source.tensors)
+    check_copies(checkpoint.table, checkpoint.source)
+    return replace(checkpoint, notes=notes)
 
 
 def main_dtype(tensors: Tensors) -> torch.dtype:
-    """The dtype that most elements of a model have: its embedding's; of adapters alone that of the first."""
-    others = next(dtype for _, dtype in tensors.values())
-    return next((dtype for name, (_, dtype) in tensors.items() if name.endswith("embed_tokens.weight")), others)
+    """The dtype of most elements of a model: its embedding's; of a checkpoint of adapters, the first tensor's."""
+    first_dtype = next(dtype for _, dtype in tensors.values())
+    return next((dtype for name, (_, dtype) in tensors.items() if name.endswith("embed_tokens.weight")), first_dtype)
 
 
 def dtype_notes(opened: Opened) -> tuple[str, ...]:
-    """Lines on weights that are wider than most: fp32 ones of a 16-bit model, such as norms. They are kept as they are.
+    """Lines on weights with a wider dtype than most: fp32 ones of a 16-bit model, such as norms. They keep their dtype.
 
-    They must be of one kind in every block. Any other mixture is damage, or was never meant to be a weight.
-    Errors: CheckpointError naming a weight of a dtype that it should not have.
+    Their dtype must be the same in every block. Any other mixture is damage, or the tensor is not a weight.
+    Errors: CheckpointError naming a weight with an unexpected dtype.
     """
     weights = [target for target in opened.table.targets if target.name.startswith("weights/")]
     dtypes = {name: dtype for name, (_, dtype) in opened.table.tensors(opened.source.tensors).items()}
@@ -102,17 +106,17 @@ def dtype_notes(opened: Opened) -> tuple[str, ...]:
         kinds[_in_every_block(target.name), dtypes[target.name]] += 1
     usual = max(elements, key=lambda dtype: (dtype.is_floating_point, elements[dtype]))
     of_kind = {kind: dtype for (kind, dtype), _ in reversed(kinds.most_common())}
-    kept = {usual, torch.float32} if usual in (torch.bfloat16, torch.float16) else {usual}
+    allowed = {usual, torch.float32} if usual in (torch.bfloat16, torch.float16) else {usual}
     for target in weights:
         common = of_kind[_in_every_block(target.name)]
-        wanted = common if common in kept else usual
-        if dtypes[target.name] != wanted or not usual.is_floating_point:
-            others = f"the others are {wanted}" if usual.is_floating_point else "a floating dtype is wanted"
-            raise CheckpointError(f"{target.fragments[0].source}: is {dtypes[target.name]}, {others}")
-    wide = [target.name.removeprefix("weights/") for target in weights if dtypes[target.name] != usual]
-    if not wide:
+        expected = common if common in allowed else usual
+        if dtypes[target.name] != expected or not usual.is_floating_point:
+            rule = f"the others are {expected}" if usual.is_floating_point else "a floating dtype is wanted"
+            raise CheckpointError(f"{target.fragments[0].source}: is {dtypes[target.name]}, {rule}")
+    wider = [target.name.removeprefix("weights/") for target in weights if dtypes[target.name] != usual]
+    if not wider:
         return ()
-    return (f"{len(wide)} of {len(weights)} tensors are fp32 among {usual} ({wide[0]}, ...): each keeps its dtype",)
+    return (f"{len(wider)} of {len(weights)} tensors are fp32 among {usual} ({wider[0]}, ...): each keeps its dtype",)
 
 
 def _in_every_block(name: str) -> str:
@@ -121,9 +125,9 @@ def _in_every_block(name: str) -> str:
 
 
 class ForeignWeights:
-    """The tensors of an `Opened` whose table was proven (`opened_foreign`), by our names.
+    """The tensors of an `Opened` whose table was proven (`opened_foreign`), by the project's names.
 
-    path: as messages call it. tensors: key -> (whole shape, dtype), as of `Checkpoint`.
+    path: as messages name it. tensors: key -> (whole shape, dtype), as in `Checkpoint`.
     """
 
     def __init__(self, path: Path, opened: Opened) -> None:
@@ -132,8 +136,8 @@ class ForeignWeights:
         self.tensors: Tensors = opened.table.tensors(opened.source.tensors)
 
     def read(self, wanted: Iterable[Piece], *, cast: bool = False, verify: bool = True) -> None:
-        """Fill the tensors of `wanted` in place, a block at a time, several side by side. cast: convert where dtypes
-        differ. verify: of no effect; there are no hashes to compare with.
+        """Fill the tensors of `wanted` in place, a block at a time, several concurrently. cast: convert where dtypes
+        differ. verify: without effect, because foreign files have no hashes.
 
         Errors: CheckpointError naming the tensor (unknown key, other shape or dtype) or the damaged file.
         """

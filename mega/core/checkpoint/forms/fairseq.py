@@ -1,6 +1,6 @@
 """fairseq's Megatron-11b, as it was released: `model-model_part-N.pt`, one file for each of its tensor ranks.
 
-Names are fairseq's (`final_layer_norm` is the norm before the feed-forward layer), query, key and value stand apart,
+Names are fairseq's (`final_layer_norm` is the norm before the feed-forward layer), query, key and value are separate,
 positions are computed. Source: fairseq/examples/megatron_11b and the arch `transformer_lm_megatron`.
 """
 
@@ -37,7 +37,7 @@ NAMES = {
     "mlp.up_proj": "fc1",
     "mlp.down_proj": "fc2",
 }
-"""Our modules -> fairseq's, below `decoder.`."""
+"""The project's modules -> fairseq's, below `decoder.`."""
 
 PARTS = "model-model_part-*.pt"
 OUTPUT = "decoder.output_projection.weight"
@@ -77,11 +77,11 @@ def tokenizer(files: Attachments) -> str | None:
 
 
 def open_form(path: Path, given: Given) -> Opened:
-    """Names of tensors are `part/name`."""
-    found = sorted(part.name for part in path.glob(PARTS))
-    names = [f"model-model_part-{number}.pt" for number in range(len(found))]
-    if set(found) != set(names):
-        raise CheckpointError(f"{path}: parts {found}, not {names}")
+    """Open a release. Names of tensors are `part/name`."""
+    parts = sorted(part.name for part in path.glob(PARTS))
+    names = [f"model-model_part-{number}.pt" for number in range(len(parts))]
+    if set(parts) != set(names):
+        raise CheckpointError(f"{path}: parts {parts}, not {names}")
     tensors: dict[str, torch.Tensor] = {}
     options: Mapping[str, object] = {}
     for number, name in enumerate(names):
@@ -102,16 +102,16 @@ def open_form(path: Path, given: Given) -> Opened:
 
 
 def _options(content: Mapping[str, object]) -> Mapping[str, object]:
-    """The arguments of the training: `args` of old files, `cfg["model"]` of newer ones; none where stripped."""
+    """The training's arguments: `args` of old files, `cfg["model"]` of newer ones; empty if they were stripped."""
     config = content.get("cfg")
-    found = content.get("args") or (config.get("model") if isinstance(config, dict) else None)
-    if isinstance(found, Arguments):
-        return found.values
-    return found if isinstance(found, dict) else {}
+    arguments = content.get("args") or (config.get("model") if isinstance(config, dict) else None)
+    if isinstance(arguments, Arguments):
+        return arguments.values
+    return arguments if isinstance(arguments, dict) else {}
 
 
 def model_from_options(options: Mapping[str, object], tensors: Tensors, parts: int, where: str) -> ModelConfig:
-    """The resolved model section: sizes off the tensors, the rest from fairseq's options, which default to the arch's.
+    """The resolved model section: sizes from the tensors, the rest from fairseq's options, which default to the arch's.
 
     Errors: CheckpointError naming an option that has no counterpart or does not fit the tensors.
     """
@@ -120,10 +120,10 @@ def model_from_options(options: Mapping[str, object], tensors: Tensors, parts: i
             raise CheckpointError(f"{where}: {key} {options[key]!r} (valid: {valid})")
 
     def shape(name: str) -> tuple[int, int]:
-        found = tensors.get(f"0/decoder.{name}", ((), torch.float32))[0]
-        if len(found) != 2:
+        sizes = tensors.get(f"0/decoder.{name}", ((), torch.float32))[0]
+        if len(sizes) != 2:
             raise CheckpointError(f"{where}: 0/decoder.{name}: is missing, or no matrix")
-        return found[0], found[1]
+        return sizes[0], sizes[1]
 
     def share(key: str, otherwise: float) -> float:
         value = options.get(key, otherwise)
@@ -152,7 +152,7 @@ def model_from_options(options: Mapping[str, object], tensors: Tensors, parts: i
         vocab=rows * parts,
         positions=whole_in(options, "max_target_positions", where, whole_in(options, "tokens_per_sample", where, 1024)),
         position="sinusoidal",
-        position_offset=2,
+        position_offset=2,  # fairseq's positions begin after the id of padding, which is 1
         embedding_scale=True,
         norm="layernorm",
         norm_eps=1e-5,
@@ -166,16 +166,16 @@ def model_from_options(options: Mapping[str, object], tensors: Tensors, parts: i
 
 
 def table(model: ModelConfig, parts: int, *, output: bool) -> Table:
-    """`weights/<name>` of every logical tensor from the parts of a release. output: they repeat the embedding."""
+    """`weights/<name>` of every logical tensor from the parts of a release. output: the parts repeat the embedding."""
     targets: list[Target] = []
     copies: list[tuple[str, Fragment]] = []
     for tensor in inventory(model):
         name, cut = f"weights/{tensor.name}", tensor.cut()
         dim = None if cut is None else cut.dim
-        here = [f"{part}/{fairseq_name(tensor.name)}" for part in range(parts)]
+        sources = [f"{part}/{fairseq_name(tensor.name)}" for part in range(parts)]
         if dim is None:
-            copies += [(name, whole(tensor.shape, each)) for each in here[1:]]
-        targets.append(Target(name, tensor.shape, gathered(tensor.shape, here, dim)))
+            copies += [(name, whole(tensor.shape, each)) for each in sources[1:]]
+        targets.append(Target(name, tensor.shape, gathered(tensor.shape, sources, dim)))
     if output:
         embedding = targets[0]
         output_parts = gathered(embedding.shape, [f"{part}/{OUTPUT}" for part in range(parts)], 0)

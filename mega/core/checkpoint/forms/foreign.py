@@ -1,7 +1,7 @@
-"""Tensors in other people's files: safetensors, alone or with an index, and torch's `.bin`, `.pth`, `.pt`.
+"""Tensors in files of other programs: safetensors, alone or with an index, and torch's `.bin`, `.pth`, `.pt`.
 
-Nothing is executed: safetensors headers are read by us, torch files only with `weights_only=True`, and
-whatever else such a file holds is refused by name. Knows files and names, no model.
+Nothing is executed: this module parses safetensors headers itself, torch files are read only with `weights_only=True`,
+and other objects in such a file are refused by name. Knows files and names, no model.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from mega.core.untrusted import Json
 HEADER_LIMIT = 64 << 20
 JSON_LIMIT = 64 << 20
 LEGACY_PICKLES = 5
-"""A torch file that is not an archive begins with these: magic number, version, machine, content, names of storages."""
+"""Pickles at the start of a torch file that is not an archive: magic number, version, machine, content, storage
+names."""
 
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class EntrySource:
-    """Tensors that lie as plain bytes in files; each is read by rectangles, so memory does not grow with files."""
+    """Tensors stored as plain bytes in files. Each is read by rectangles, so memory does not grow with the files."""
 
     def __init__(self, entries: Mapping[str, tuple[Path, Entry]]) -> None:
         self.entries = entries
@@ -62,7 +63,7 @@ def safetensors_source(paths: list[Path]) -> EntrySource:
 
 
 def read_header(path: Path) -> list[Entry]:
-    """The entries of a safetensors file. Errors: CheckpointError for anything not of the format."""
+    """The entries of a safetensors file. Errors: CheckpointError for a file that does not conform to the format."""
     with opening(path) as (descriptor, size):
         length = bytearray(8)
         if size < 8:
@@ -81,6 +82,7 @@ def read_header(path: Path) -> list[Entry]:
         (_entry(path, name, value, 8 + count) for name, value in header.items()),
         key=lambda entry: entry.offset,
     )
+    # The format has no gaps between tensors, so a gap is damage or hidden content.
     end = 8 + count
     for entry in entries:
         if entry.offset != end:
@@ -110,9 +112,9 @@ def _entry(path: Path, name: str, value: object, base: int) -> Entry:
 
 
 class TorchSource:
-    """The tensors of torch files; names are `label/name` where several files hold the same names.
+    """The tensors of torch files; names are `label/name` if several files hold the same names.
 
-    Errors: CheckpointError naming a tensor that is not dense, or larger than what is stored of it.
+    Errors: CheckpointError naming a tensor that is not dense, or has more elements than its storage.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -129,34 +131,34 @@ class TorchSource:
 
 
 StandIn = Callable[[str], type | None]
-"""The inert class that stands for a name of another program; None for a name that is not to be met."""
+"""Returns the inert class that replaces a class of another program; None for a name that is not allowed."""
 
 
 def check_not_twice(tensors: Mapping[str, torch.Tensor], own: str, before: str, where: Path) -> None:
-    """See that the names that begin with `own` do not hold all that those that begin with `before` hold: one tensor
-    rank's file in the place of another's would be read as its rows. Errors: CheckpointError."""
+    """Check that the tensors with prefix `own` are not all equal to those with prefix `before`: a tensor rank's file
+    that was copied over another's would be read as that rank's rows. Errors: CheckpointError."""
     pairs = ((one, tensors.get(before + name[len(own) :])) for name, one in tensors.items() if name.startswith(own))
     if all(other is not None and other.dtype == one.dtype and torch.equal(one, other) for one, other in pairs):
         raise CheckpointError(f"{where}: holds the same weights as the tensor rank before it, every one of them")
 
 
 def no_stand_in(name: str) -> None:
-    """Of files that hold nothing but tensors."""
+    """The `StandIn` of files that contain only tensors: it allows no name."""
 
 
 def torch_file(path: Path, stand_in: StandIn = no_stand_in) -> object:
-    """What a torch file holds, mapped rather than read, unpickled by torch's allow-list and `stand_in` only."""
+    """The content of a torch file, memory-mapped, unpickled with torch's allow-list and `stand_in` only."""
     with opening(path):
         return unpickled(path, path, stand_in)
 
 
 def unpickled(source: Path | BytesIO, path: Path, stand_in: StandIn = no_stand_in) -> object:
-    """`torch_file`, whose bytes are those of the file `source`, or given out of the file `path`.
+    """The content of a torch file as of `torch_file`. source: that file, or bytes taken from the file `path`.
 
-    Its pickles are scanned first, so that they cannot keep torch busy; then the same bytes go to torch.
+    Its pickles are scanned first, so that they cannot keep torch busy; then torch reads the same bytes.
     """
     with source.open("rb") if isinstance(source, Path) else contextlib.nullcontext(source) as stream:
-        zipped = stream.read(4) == b"PK\3\4"  # as torch decides
+        zipped = stream.read(4) == b"PK\3\4"  # torch's own criterion
         size = stream.seek(0, 2)
         stream.seek(0)
         head = BytesIO(_pickle_of(source, path, size) if zipped else stream.read(BYTES))
@@ -164,21 +166,22 @@ def unpickled(source: Path | BytesIO, path: Path, stand_in: StandIn = no_stand_i
     scan = Scan(path, stand_in)
     for _ in range(1 if zipped else LEGACY_PICKLES):
         scan.check(head)
-    met = sorted(name.replace("__builtin__.", "builtins.", 1) for name in scan.names)  # as torch reads Python 2's name
+    # torch translates the name of Python 2's module in the same way.
+    names = sorted(name.replace("__builtin__.", "builtins.", 1) for name in scan.names)
     inert: list[Callable[..., object] | tuple[Callable[..., object], str]] = [
-        (found, name) for name in met if (found := stand_in(name)) is not None
+        (inert_class, name) for name in names if (inert_class := stand_in(name)) is not None
     ]
     try:
         with warnings.catch_warnings(), torch.serialization.safe_globals(inert):
             warnings.simplefilter("ignore")
-            mapped = zipped and isinstance(source, Path)
-            return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
+            use_mmap = zipped and isinstance(source, Path)
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=use_mmap)
     except Exception as error:
         raise CheckpointError(f"{path}: torch refuses it with weights_only=True: {_met(str(error))}") from None
 
 
 class Records(Protocol):
-    """What torch's reader of its files can do, of which its types name one half."""
+    """The methods of torch's file reader; torch's type stubs list only some of them."""
 
     def has_record(self, name: str) -> bool: ...
     def get_record(self, name: str) -> bytes: ...
@@ -191,7 +194,7 @@ def _records(source: Path | BytesIO) -> Records:
 
 
 def _pickle_of(source: Path | BytesIO, path: Path, size: int) -> bytes:
-    """The pickle of a zipped torch file of `size` bytes, as torch itself finds it."""
+    """The pickle of a zipped torch file of `size` bytes, found in the same way as torch finds it."""
     try:
         with zipfile.ZipFile(source) as archive:
             members = archive.infolist()
@@ -204,34 +207,35 @@ def _pickle_of(source: Path | BytesIO, path: Path, size: int) -> bytes:
         if isinstance(source, BytesIO):
             source.seek(0)
         reader = _records(source)
-        found = reader.get_record("data.pkl")
+        pickle = reader.get_record("data.pkl")
         _check_sums(reader, members, path, all_records=isinstance(source, BytesIO))
     except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path}: not a torch file ({str(error).partition(chr(10))[0]:.100})") from None
-    return found
+    return pickle
 
 
 def _check_headers(stream: IO[bytes], members: list[zipfile.ZipInfo], path: Path) -> None:
-    """Compare the headers that lie before a torch file's records with the archive's list: by the lengths of their names
-    and extra fields torch finds where a record begins. Errors: CheckpointError naming the record whose own differs."""
+    """Compare the headers before a torch file's records with the archive's list: torch derives a record's position from
+    the lengths of name and extra fields in them. Errors: CheckpointError naming the record whose header differs."""
     for item in members:
         stream.seek(item.header_offset)
         header = stream.read(30)
-        name, extra = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
-        wanted = item.orig_filename.encode("utf-8" if item.flag_bits & 0x800 else "cp437")
-        named, fields = stream.read(name) == wanted, stream.read(extra)
-        end = 0  # of the extra fields: each is a kind, a length, and so many bytes
+        name, extra = (int.from_bytes(header[position : position + 2], "little") for position in (26, 28))
+        expected_name = item.orig_filename.encode("utf-8" if item.flag_bits & 0x800 else "cp437")
+        matches, fields = stream.read(name) == expected_name, stream.read(extra)
+        end = 0  # of the extra fields: each is a kind, a length, and that many bytes
         while end + 4 <= len(fields):
             end += 4 + int.from_bytes(fields[end + 2 : end + 4], "little")
-        if not named or end != extra:
+        if not matches or end != extra:
             record = item.filename.partition("/")[2]
             raise CheckpointError(f"{path}: it is damaged: the header of {record} is not what the archive's list says")
 
 
 def first_storage_at(stream: BytesIO) -> int | None:
-    """Where the first storage of a torch file begins; None where it is none of today's, or has none."""
+    """The position of the first storage of a torch file; None for a file without one, or in the format before
+    archives."""
     try:
         stream.seek(0)
         return _records(stream).get_record_offset("data/0")
@@ -240,9 +244,9 @@ def first_storage_at(stream: BytesIO) -> int | None:
 
 
 def _check_sums(reader: Records, members: list[zipfile.ZipInfo], path: Path, *, all_records: bool) -> None:
-    """Compare a torch file's checksums, which torch writes and does not look at: its pickle's, or those of all records.
+    """Compare a torch file's checksums, which torch writes but does not check: its pickle's, or those of all records.
 
-    One who writes may leave them out; then that of the record `version` is not one either.
+    A writer may omit checksums; then that of the record `version` is wrong too, and nothing is compared.
     Errors: CheckpointError naming the record that differs.
     """
     sums = {item.filename.partition("/")[2]: item.CRC for item in members}
@@ -254,11 +258,11 @@ def _check_sums(reader: Records, members: list[zipfile.ZipInfo], path: Path, *, 
 
 
 def _met(message: str) -> str:
-    """What torch met, cut out of the advice around it."""
-    if found := re.search(r"(?:GLOBAL|class|global)[: ]+(?:GLOBAL )?(\w+(?:\.\w+)+)", message):
-        return f"it holds {found[1]}"
-    if found := re.search(r"Unsupported \w+ \d+", message):
-        return f"not a pickle that torch writes ({found[0]})"
+    """The object or instruction that torch refused, extracted from its message."""
+    if match := re.search(r"(?:GLOBAL|class|global)[: ]+(?:GLOBAL )?(\w+(?:\.\w+)+)", message):
+        return f"it holds {match[1]}"
+    if match := re.search(r"Unsupported \w+ \d+", message):
+        return f"not a pickle that torch writes ({match[0]})"
     return "it is damaged or no torch file"
 
 
@@ -271,13 +275,13 @@ def flat_tensors(path: Path, label: str = "") -> dict[str, torch.Tensor]:
 
 
 def named_tensors(content: dict[object, object], where: Path | str) -> dict[str, torch.Tensor]:
-    """A flat dict of tensors. Errors: CheckpointError naming the file `where` and what is none."""
-    found: dict[str, torch.Tensor] = {}
+    """A flat dict of tensors. Errors: CheckpointError naming the file `where` and the entry that is not a tensor."""
+    tensors: dict[str, torch.Tensor] = {}
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise CheckpointError(f"{where}: {name!r} is {type(value).__name__}, not a tensor")
-        found[name] = value
-    return found
+        tensors[name] = value
+    return tensors
 
 
 def read_json(path: Path) -> dict[str, Json]:
@@ -289,16 +293,16 @@ def read_json(path: Path) -> dict[str, Json]:
 
 
 def inside(folder: Path, name: str, hidden: str = "") -> Path:
-    """A file of `folder`, links resolved; it must lie there, or in the blobs of a hub cache around `folder`.
+    """A file of `folder`, links resolved; it must be there, or in the blobs of a hub cache around `folder`.
 
-    hidden: what names may begin with besides letters and digits.
+    hidden: a prefix that names may have in addition to letters and digits.
     Errors: CheckpointError for names with a path in them and links that lead elsewhere.
     """
     if not isinstance(name, str) or not _PLAIN.fullmatch(name.removeprefix(hidden)):
         raise CheckpointError(f"{folder}: {name!r} is not a plain file name")
     root = folder.resolve()
-    real = (root / name).resolve()
+    path = (root / name).resolve()
     allowed = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
-    if real.parent not in allowed:
-        raise CheckpointError(f"{folder / name}: leads to {real}, outside the folder")
-    return real
+    if path.parent not in allowed:
+        raise CheckpointError(f"{folder / name}: leads to {path}, outside the folder")
+    return path

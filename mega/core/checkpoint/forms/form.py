@@ -1,18 +1,18 @@
-"""What a form of checkpoint is to the conversions, and the one list of forms. Loads no torch and no form.
+"""The interface of a form of checkpoint for conversions, and the one list of forms. Loads no torch and no form.
 
 A foreign form is a row of `FORMS` and a module with
 
-    recognise(path) -> bool                     whether it lies at `path`, by the names of files
-    open_form(path, given) -> Opened            its tensors, its model, and the table of ours made of theirs
-    export(own, to, given) -> Export            where `targets` says that it is written: the same table, and the files
-                                                (in `writer`, where that is a module of its own)
-    attached(path) -> {name: path}              optional: files that are kept with its weights, where they are not
-                                                files of its folder
-    tokenizer(files) -> str | None              optional: the kind of tokenizer that files of its folders are
-    unread(files) -> str | None                 optional: why files of its folders are no tokenizer that is read
+    recognise(path) -> bool                     whether `path` holds this form, by the names of its files
+    open_form(path, given) -> Opened            its tensors, its model, and the table that makes mega tensors of them
+    export(own, to, given) -> Export            if `targets` lists how it is written: the same table, and the files
+                                                (in `writer`, if that is a separate module)
+    attached(path) -> {name: path}              optional: files to store with its weights that are not files of its
+                                                folder
+    tokenizer(files) -> str | None              optional: the kind of tokenizer in the files of its folders
+    unread(files) -> str | None                 optional: why the files of its folders are not a supported tokenizer
 
-The table is written once; conversions invert it, prove it and keep the account of what is moved (mapping.py,
-convert.py). Flags of the commands, their choices, messages and what is recognised all come from the rows.
+The table is written once; conversions invert it, prove it and count what is moved (mapping.py, convert.py). Flags of
+the commands, their choices, messages and the recognition of paths all come from the rows.
 """
 
 from __future__ import annotations
@@ -39,82 +39,88 @@ Verb = Literal["convert-llama", "reshard"]
 
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Keys of Hugging Face's config.json. Left out, a family's own number counts, such as GPT-2's 50256."""
+"""Keys of Hugging Face's config.json. If one is missing, transformers uses the family's default, such as GPT-2's
+50256."""
 
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """What others must know of the tokenizer of a checkpoint of ours.
-
-    ids: of `TOKEN_IDS`, None where there is no such token, a list where several end a text. files: name -> JSON of the
-    files by which Hugging Face's tools open it, in addition to those that the checkpoint carries. names: `bos_token`
-    and others -> the token's name.
-    template: how the model converses, in Jinja; ends: ids with which the assistant's turn ends. left_out: files of the
-    tokenizer that Hugging Face's tools would read as another one; loss: what they do otherwise than it, for a message.
-    """
+    """Facts about the tokenizer of a mega checkpoint that other tools need."""
 
     ids: Mapping[str, Json]
+    """The `TOKEN_IDS`: None for a missing token, a list if several end a text."""
     files: Mapping[str, Mapping[str, Json]] = field(default_factory=dict)
+    """Name -> JSON of the files with which Hugging Face's tools open it, in addition to those in the checkpoint."""
     names: Mapping[str, str] = field(default_factory=dict)
+    """`bos_token` and others -> the token's name."""
     template: str | None = None
+    """The chat template, in Jinja."""
     ends: tuple[int, ...] = ()
+    """Ids that end the assistant's turn."""
     left_out: tuple[str, ...] = ()
+    """Files of the tokenizer that Hugging Face's tools would read as a different tokenizer."""
     loss: str | None = None
+    """How Hugging Face's tools differ from this tokenizer, for a message."""
 
 
 def no_tokens(checkpoint: StoredWeights) -> SpecialTokens:
-    """Of a checkpoint whose tokenizer is not opened."""
+    """The special tokens of a checkpoint whose tokenizer is not opened."""
     return SpecialTokens(dict.fromkeys(TOKEN_IDS))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """What a user gives to a conversion besides two places; a form takes what means something for it.
-
-    base: the checkpoint of ours that an adapter belongs to; or how an adapter is to call it. layout: ranks that files
-    are cut for. parts: files of a Meta folder. vocab: the true vocabulary of a Megatron-LM tree. heads: attention
-    heads, where a tree does not state them. optimizer: convert Adam's state too. distributed: as Megatron's distributed
-    optimizer has it. tokenizer_type: what a Megatron-LM tree says of its tokenizer. outtype: how a GGUF file stores
-    matrices. tokens: opens the tokenizer of a checkpoint of ours, where its files do not say it; ValueError where there
-    is none.
-    """
+    """The user's options of a conversion, except its two paths; each form uses those that apply to it."""
 
     layout: Layout
+    """Ranks that files are cut for."""
     base: Path | None = None
+    """The mega checkpoint that an adapter belongs to, or the base's name in a written adapter."""
     parts: int = 1
+    """Files of a Meta folder."""
     vocab: int | None = None
+    """The true vocabulary of a Megatron-LM tree."""
     heads: int | None = None
+    """Attention heads, if a tree does not state them."""
     optimizer: bool = True
+    """Convert Adam's state too."""
     distributed: bool = False
+    """Write it as Megatron's distributed optimizer does."""
     tokenizer_type: str | None = None
+    """The tokenizer type that a Megatron-LM tree records."""
     outtype: str | None = None
+    """How a GGUF file stores matrices."""
     tokens: Callable[[StoredWeights], SpecialTokens] = no_tokens
+    """Opens the tokenizer of a mega checkpoint if its files do not list the special tokens; ValueError without one."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A foreign checkpoint.
-
-    table: `weights/...` (and state) made of the tensors of `source`. step, consumed: of the run that wrote it, where it
-    was one. known: what else a checkpoint of ours should hold in its plain state. notes: lines for the user. base: of
-    ours, what adapters belong to, whose tokenizer is theirs where they bring none. rounded: name of a source's tensor,
-    numbers of ours -> as the file holds them, where a form stores them less exactly.
-    """
+    """A foreign checkpoint."""
 
     source: Source
+    """Its tensors under its own names."""
     model: ModelConfig
+    """Its resolved model section."""
     table: Table
+    """`weights/...` (and state), made of the tensors of `source`."""
     step: int = 0
+    """The step of the run that wrote it, if known."""
     consumed: int = 0
+    """The samples that this run had consumed."""
     known: Mapping[str, Json] = field(default_factory=dict)
+    """Further plain state for the mega checkpoint."""
     notes: tuple[str, ...] = ()
+    """Lines for the user."""
     base: StoredWeights | None = None
+    """The weights that adapters belong to; their tokenizer is used if the adapters have none."""
     rounded: Callable[[str, torch.Tensor], torch.Tensor] | None = None
+    """(name in `source`, values) -> the values as the file stores them, for a form with less precision."""
 
 
 @dataclass(frozen=True)
 class Own:
-    """A checkpoint of ours that is to be exported; source: its weights."""
+    """A mega checkpoint to export. source: its weights."""
 
     checkpoint: StoredWeights
     model: ModelConfig
@@ -123,76 +129,83 @@ class Own:
 
 @dataclass(frozen=True)
 class Export:
-    """How a checkpoint of ours becomes a foreign one.
-
-    table: as that of `Opened`. fill: given an empty folder, the table of theirs made of ours, and its source; writes
-    all files and returns the bytes of their tensors. source: where it is not the weights alone.
-    notes: lines for the user. losses: lines on what this form has no place for.
-    """
+    """How a mega checkpoint becomes a foreign one."""
 
     table: Table
+    """The table of `Opened`, before it is inverted."""
     fill: Callable[[Path, Table, Source], int]
+    """Takes an empty folder, the inverted table and its source; writes all files, returns the bytes of their
+    tensors."""
     source: Source | None = None
+    """The source, if it is not only the weights."""
     notes: tuple[str, ...] = ()
+    """Lines for the user."""
     losses: tuple[str, ...] = ()
+    """Lines on settings that this form cannot express."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """One form of checkpoint.
-
-    name, words: for code and for messages. sign: by which files in a folder it is recognised, or, alone: what a file is
-    named that is one by itself; for a message. module: where its functions are. writer: where `export` is, if not
-    there. verb: the command that converts it. targets: what --to or --saver may be to write it. reads, writes: the
-    flags that mean something where it is read or written. companions: files that belong to the weights and are kept
-    with them. ahead: whether it has layers that predict further tokens, which are left out of it otherwise.
-    """
+    """One form of checkpoint."""
 
     name: str
+    """Its name in code."""
     words: str
+    """Its name in messages."""
     sign: str = ""
+    """The files that identify a folder of this form, for a message."""
     alone: str = ""
+    """The names of single files of this form, for a message."""
     module: str = ""
+    """The module of its functions."""
     writer: str = ""
+    """The module of `export`, if it differs from `module`."""
     verb: Verb = "convert-llama"
+    """The command that converts it."""
     targets: tuple[str, ...] = ()
+    """Values of --to or --saver that write it."""
     reads: tuple[str, ...] = ()
+    """Flags that apply when it is read."""
     writes: tuple[str, ...] = ()
+    """Flags that apply when it is written."""
     companions: tuple[str, ...] = ()
+    """Files to store with the weights."""
     ahead: bool = True
+    """Whether it can hold layers that predict further tokens; otherwise they are omitted."""
 
     def recognise(self, path: Path) -> bool:
-        """Whether this form lies at `path`."""
+        """Whether `path` holds this form."""
         return bool(self._loaded().recognise(path))
 
     def open(self, path: Path, given: Given) -> Opened:
-        """Errors: CheckpointError naming the file, key or tensor at fault."""
-        opened: Opened = self._loaded().open_form(path, given)
-        return opened
+        """Open a checkpoint of this form. Errors: CheckpointError naming the file, key or tensor at fault."""
+        checkpoint: Opened = self._loaded().open_form(path, given)
+        return checkpoint
 
     def export(self, own: Own, to: str, given: Given) -> Export:
-        """to: which of the `targets`. Errors: CheckpointError naming what this form has no place for."""
+        """Plan an export. to: one of `targets`. Errors: CheckpointError naming a setting that this form cannot
+        express."""
         writer = importlib.import_module(self.writer) if self.writer else self._loaded()
         export: Export = writer.export(own, to, given)
         return export
 
     def tokenizer(self, files: Attachments) -> str | None:
-        """The kind of tokenizer, as --tokenizer names it, that files kept with weights of this form are."""
+        """The kind of tokenizer, as --tokenizer names it, in files stored with weights of this form."""
         find = getattr(self._loaded(), "tokenizer", None)
         kind: str | None = None if find is None else find(files)
         return kind
 
     def unread(self, files: Attachments) -> str | None:
-        """Why token files kept with weights of this form are not read as a tokenizer; None where they are."""
-        why = getattr(self._loaded(), "unread", None)
-        found: str | None = None if why is None else why(files)
-        return found
+        """Why tokenizer files stored with weights of this form are not supported; None if they are."""
+        explain = getattr(self._loaded(), "unread", None)
+        reason: str | None = None if explain is None else explain(files)
+        return reason
 
     def attached(self, path: Path) -> dict[str, Path] | None:
-        """Files that are kept with weights of this form, where they are made of it. Errors: CheckpointError."""
+        """Files to store with weights of this form that are generated from it. Errors: CheckpointError."""
         make = getattr(self._loaded(), "attached", None)
-        found: dict[str, Path] | None = None if make is None else make(path)
-        return found
+        files: dict[str, Path] | None = None if make is None else make(path)
+        return files
 
     def _loaded(self) -> ModuleType:
         return importlib.import_module(self.module)
@@ -213,7 +226,7 @@ COMPANIONS = (
     "chat_template.jinja",
     "dict.txt",
 )
-"""Files that are kept with weights of published models, where they are there."""
+"""Files that are stored with weights of published models, if they exist."""
 
 _TP, _PP = "--target-tensor-parallel-size", "--target-pipeline-parallel-size"
 _FOR_CORE = ("--no-load-optim", "--use-distributed-optimizer", "--tokenizer-type")
@@ -222,7 +235,7 @@ _HERE = "mega.core.checkpoint.forms."
 OWN = Form(
     name="mega", words="a checkpoint of ours", targets=("mega",), writes=(_TP, _PP, "--chunks", "--stage-layers")
 )
-"""Ours, which is not foreign: own/ reads and writes it."""
+"""The project's own form, which is not foreign: own/ reads and writes it."""
 
 FORMS = [
     Form(
@@ -307,16 +320,16 @@ FORMS = [
         companions=COMPANIONS,
     ),
 ]
-"""Every foreign form; the first that recognises a path is what lies there."""
+"""Every foreign form. The first that recognises a path is used."""
 
 
 def targets_of(verb: Verb) -> list[str]:
-    """What a command can write, as its flag names it; ours first."""
+    """The targets of a command, as its flag names them; the project's own form first."""
     return [target for form in (OWN, *reversed(FORMS)) if form is OWN or form.verb == verb for target in form.targets]
 
 
 def writer_of(target: str) -> Form:
-    """The form that --to or --saver `target` writes. Errors: ValueError where there is none."""
+    """The form that --to or --saver `target` writes. Errors: ValueError if no form does."""
     forms = (OWN, *FORMS)
     for form in forms:
         if target in form.targets:
@@ -343,17 +356,17 @@ RULES: dict[str, tuple[str, object]] = {
     "--tokenizer-type": ("only Megatron-LM's trees say one; leave it out", None),
     "--no-load-optim": ("only from and to Megatron-LM an optimizer's state is optional; leave it out", False),
 }
-"""Flags of `convert-llama` and `reshard` that mean nothing for some pairs of forms: the rule, and the value that asks
-for nothing."""
+"""Flags of `convert-llama` and `reshard` that do not apply to some pairs of forms: the rule, and the value that means
+unset."""
 
 
 def check_flags(source: Form, target: Form, given: Mapping[str, object]) -> None:
-    """A flag that could only be ignored is refused. Errors: ValueError naming the first such of `given`."""
+    """Refuse flags that would have no effect. Errors: ValueError naming the first such flag of `given`."""
     for flag, value in given.items():
         rule, unset = RULES[flag]
         if type(value) is int and value < 1:
             raise ValueError(f"{flag} {value}: must be 1 or more")
         if value != unset and flag not in (*source.reads, *target.writes):
             values = value if isinstance(value, tuple) else () if value is True else (value,)
-            shown = " ".join(map(str, (flag, *values)))
-            raise ValueError(f"{shown}: means nothing from {source.words} to {target.words}: {rule}")
+            flag_text = " ".join(map(str, (flag, *values)))
+            raise ValueError(f"{flag_text}: means nothing from {source.words} to {target.words}: {rule}")

@@ -1,4 +1,4 @@
-"""Names of other tools: of modules, and of keys of their configuration files with the kinds of their values."""
+"""Names of other tools: of modules, and of keys of their configuration files with the types of their values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRAINING = (
     *("balance", "balance_loss", "balance_bias_rate", "z_loss", "router_jitter", "router_dtype"),
     *("capacity_factor", "drop_policy", "pad_to_capacity"),
 )
-"""Options of a model that change nothing of what its weights compute."""
+"""Options of a model that do not change what its weights compute."""
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
@@ -23,8 +23,8 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 def translated(name: str, modules: Mapping[str, str], block: str, number: int | None = None) -> str:
     """Another tool's name of a logical tensor.
 
-    modules: ours (of a block, without its number) -> theirs. block: what theirs are called in a block, with {} for its
-    number, which is `number` where theirs differs.
+    modules: the project's modules (of a block, without its number) -> the other tool's. block: prefix of the other
+        tool's names in a block, with {} for its number. number: the other tool's number of the block, if it differs.
 
     >>> translated("model.layers.3.mlp.up_proj.bias", {"mlp.up_proj": "fc1"}, "decoder.layers.{}.")
     'decoder.layers.3.fc1.bias'
@@ -36,7 +36,7 @@ def translated(name: str, modules: Mapping[str, str], block: str, number: int | 
 
 
 def whole_in(config: Mapping[str, object], key: str, where: str, otherwise: int | None = None) -> int:
-    """The positive whole number `key` of the file `where`; `otherwise` where it is absent or null."""
+    """The positive whole number `key` of the file `where`; `otherwise` if it is absent or null."""
     value = config.get(key)
     if value is None and otherwise is not None:
         return otherwise
@@ -46,7 +46,7 @@ def whole_in(config: Mapping[str, object], key: str, where: str, otherwise: int 
 
 
 def number_in(config: Mapping[str, object], key: str, where: str, otherwise: float | None = None) -> float:
-    """The number `key` of the file `where`; `otherwise` where it is absent or null."""
+    """The number `key` of the file `where`; `otherwise` if it is absent or null."""
     value = config.get(key)
     if value is None and otherwise is not None:
         return otherwise
@@ -56,41 +56,41 @@ def number_in(config: Mapping[str, object], key: str, where: str, otherwise: flo
 
 
 def check_kept(model: ModelConfig, read: ModelConfig, whose: str, unsaid: Collection[str] = ()) -> None:
-    """That a form holds a whole model. read: what its own files are read back as. unsaid: options that it has no place
-    for.
+    """Check that a form can express a whole model. read: the model that its own files are read back as. unsaid: options
+    that it cannot express.
 
-    What only training reads (`TRAINING`) may differ, and options that change nothing where others are as they are. The
-    two may be of two families whose architectures are one, as GPT and Llama.
-    Errors: CheckpointError naming the first option that `whose` files do not keep.
+    Options that only training uses (`TRAINING`) may differ, and so may options without effect in this model. The two
+    models may have different families with the same architecture, such as GPT and Llama.
+    Errors: CheckpointError naming the first option that `whose` files do not preserve.
     """
-    theirs = dataclasses.asdict(read)
-    left = {name: theirs.pop(name) for name in (*TRAINING, *unsaid)}
-    kept = architecture(dataclasses.replace(model, **left))
-    if dataclasses.replace(kept, family=read.family) == architecture(read):
+    reread = dataclasses.asdict(read)
+    allowed = {name: reread.pop(name) for name in (*TRAINING, *unsaid)}
+    expected = architecture(dataclasses.replace(model, **allowed))
+    if dataclasses.replace(expected, family=read.family) == architecture(read):
         return
-    for name, ours in dataclasses.asdict(model).items():
-        if name == "family" or ours == theirs.get(name, ours):
+    for name, value in dataclasses.asdict(model).items():
+        if name == "family" or value == reread.get(name, value):
             continue
-        if architecture(dataclasses.replace(model, **{name: theirs[name]})) != architecture(model):
-            has = "none" if theirs[name] is None else f"only {theirs[name]}"
-            raise CheckpointError(f"{name} {ours}: {whose} has {has}")
-    if "family" not in left:
+        if architecture(dataclasses.replace(model, **{name: reread[name]})) != architecture(model):
+            available = "none" if reread[name] is None else f"only {reread[name]}"
+            raise CheckpointError(f"{name} {value}: {whose} has {available}")
+    if "family" not in allowed:
         raise CheckpointError(f"family {model.family}: {whose} has only {read.family}")
 
 
 def check_known(config: Mapping[str, object], known: Collection[str], where: str) -> None:
-    """Errors: CheckpointError naming a key of the config.json `where` that says something and is not known."""
+    """Errors: CheckpointError naming a key of the config.json `where` that has a value and is not known."""
     for name, value in config.items():
         if name not in known and not name.startswith("_") and value is not None:
-            shown = repr(value)
-            shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+            text = repr(value)
+            text = text if len(text) <= 60 else f"{text[:57]}..."
             raise CheckpointError(
-                f"{where}: {name} {shown}: is not a known key of model_type {config.get('model_type')!r}; take it out "
+                f"{where}: {name} {text}: is not a known key of model_type {config.get('model_type')!r}; take it out "
                 "if it changes nothing of what the model computes"
             )
 
 
 def only(config: Mapping[str, object], key: str, valid: tuple[object, ...], where: str) -> None:
-    """Errors: CheckpointError where `key` of the file `where` has a value that nothing here corresponds to."""
+    """Errors: CheckpointError if `key` of the file `where` has a value that the project does not support."""
     if key in config and config[key] not in valid:
         raise CheckpointError(f"{where}: {key} {config[key]!r} (valid: {valid[0]!r})")

@@ -1,6 +1,6 @@
-"""Llama as llama2.c keeps it: one flat file of fp32 numbers (versions 0 and 1), or its training script's `.pt`.
+"""Llama as llama2.c stores it: one flat file of fp32 numbers (versions 0 and 1), or its training script's `.pt`.
 
-Tensors and their row order are Meta's, so they come out under Meta's names and meta.py does the rest. The
+Tensors and their row order are Meta's, so this module presents them under Meta's names and meta.py converts them. The
 quantised version 2 is refused: its int8 groups have no counterpart here.
 """
 
@@ -40,7 +40,7 @@ BLOCKS = (
     ("feed_forward.w2", "dim", "hidden_dim"),
     ("feed_forward.w3", "hidden_dim", "dim"),
 )
-"""Each tensor of a block, in version 0's order: that of all blocks, then the next one."""
+"""The tensors of a block, in version 0's order: the first tensor of all blocks, then the second of all blocks, ..."""
 
 
 def recognise(path: Path) -> bool:
@@ -48,7 +48,7 @@ def recognise(path: Path) -> bool:
 
 
 def open_form(path: Path, given: Given) -> Opened:
-    """Names of tensors are `0/...`, as Meta's."""
+    """Open a file. Names of tensors are `0/...`, as in a Meta folder with one part."""
     source, params = _open_torch(path) if path.suffix == ".pt" else _open_flat(path)
     return meta.opened(source, params, 1, str(path))
 
@@ -59,8 +59,8 @@ def _open_torch(path: Path) -> tuple[Source, Mapping[str, Json]]:
     state, params = parts
     if not isinstance(state, dict) or not isinstance(params, dict):
         raise CheckpointError(f"{path}: holds no dict of model and model_args, as llama2.c's training script writes")
-    held = named_tensors(state, f"{path}: model")
-    tensors = {f"0/{name.removeprefix('_orig_mod.')}": tensor for name, tensor in held.items()}
+    state_tensors = named_tensors(state, f"{path}: model")
+    tensors = {f"0/{name.removeprefix('_orig_mod.')}": tensor for name, tensor in state_tensors.items()}
     return TorchSource(tensors), params
 
 
@@ -77,13 +77,14 @@ def _open_flat(path: Path) -> tuple[Source, Mapping[str, Json]]:
         numbers = struct.unpack_from("<7i", head, 8)
         if version != 1:
             raise CheckpointError(f"{path}: version {version} of llama2.c's format (valid: 0, 1; 2 is quantised)")
-    tied = numbers[5] > 0 if version == 0 else head[36] == 1
+    tied = numbers[5] > 0 if version == 0 else head[36] == 1  # version 0 negates the vocabulary of untied models
     params: dict[str, int] = dict(zip(SIZES, (*numbers[:5], abs(numbers[5]), numbers[6]), strict=True))
     for key, value in params.items():
         if not 0 < value < 1 << 30:
             raise CheckpointError(f"{path}: {key} {value}: must be a positive number, or this is no llama2.c file")
     if params["dim"] % params["n_heads"] or params["n_heads"] % params["n_kv_heads"]:
         raise CheckpointError(f"{path}: n_heads {params['n_heads']}: does not divide into the other sizes")
+    # Before entries are listed: a damaged header may name a billion layers.
     if params["n_layers"] * params["dim"] > size:
         raise CheckpointError(f"{path}: {params['n_layers']} layers in a file of {size} bytes")
     entries: dict[str, tuple[Path, Entry]] = {}
@@ -97,7 +98,7 @@ def _open_flat(path: Path) -> tuple[Source, Mapping[str, Json]]:
 
 
 Laid = Iterator[tuple[str, tuple[int, ...]]]
-"""Name and shape of every run of numbers in a file; no name: tables that are computed."""
+"""Name and shape of every run of numbers in a file; an empty name marks tables that are computed."""
 
 
 def _order0(params: Mapping[str, int], tied: bool) -> Laid:
@@ -113,7 +114,7 @@ def _order0(params: Mapping[str, int], tied: bool) -> Laid:
 
 
 def _order1(params: Mapping[str, int], tied: bool) -> Laid:
-    """The norms first."""
+    """Version 1: the norms come first."""
     rows = sorted(BLOCKS, key=lambda row: not row[0].endswith("norm"))
     norms, matrices = rows[:2], rows[2:]
     for row in norms:

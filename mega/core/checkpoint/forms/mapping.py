@@ -1,9 +1,9 @@
-"""Tables that say which elements of two checkpoints are the same, read in both directions, and the proof of them.
+"""Tables that record which elements of two checkpoints are the same, used in both directions, and their proof.
 
-All forms differ from ours by the same few moves: rows in another order (fused query-key-value, rotary pairs), tensors
-laid next to one another or cut over files (tensor ranks, stages), a transposed matrix, padding. A form writes its table
-once, as ours made of theirs; `inverted` turns it into theirs made of ours. One function reads by a table, one proves
-it. Knows no form.
+All forms differ from the project's by the same few operations: rows in another order (fused query-key-value, rotary
+pairs), tensors concatenated or cut over files (tensor ranks, stages), a transposed matrix, padding. A form writes its
+table once, for reading: mega tensors made of foreign ones. `inverted` turns it into foreign tensors made of mega ones.
+One function reads through a table, one proves it. Knows no particular form.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from mega.core.checkpoint.own.pieces import Box, CheckpointError, Tensors, whole
 
 
 class Source(Protocol):
-    """Anything that tensors are read from, by name and rectangle."""
+    """Anything from which tensors are read by name and rectangle."""
 
     @property
     def tensors(self) -> Tensors:
-        """What is there."""
+        """Name -> shape and dtype of every stored tensor."""
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """The rectangle `box` of the tensor `name`."""
+        """Read the rectangle `box` of the tensor `name`."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Some rows of a tensor and, of a matrix, some of its columns; rows may have a stride."""
+    """Some rows of a tensor and, for a matrix, some of its columns; rows may have a stride."""
 
     rows: range
     columns: range | None = None
@@ -45,24 +45,25 @@ class Span:
 
 @dataclass(frozen=True)
 class Fragment:
-    """Elements of a target (`at`) and where they are in a source tensor (`taken`), in the same order.
-
-    transposed: the source is stored [in, out], so that its rows are the target's columns.
-    """
+    """Some elements of a target and their positions in a source tensor, in the same order."""
 
     source: str
+    """The source tensor's name."""
     at: Span
+    """Rows and columns of the target."""
     taken: Span
+    """Rows and columns of the source tensor."""
     transposed: bool = False
+    """The source is stored as [in, out], so its rows are the target's columns."""
 
     def inverted(self, target: str) -> Fragment:
-        """The same elements, the source made of `target`."""
+        """The same elements in the other direction: the source tensor made of `target`."""
         return Fragment(target, self.taken, self.at, self.transposed)
 
 
 @dataclass(frozen=True)
 class Target:
-    """One tensor to be made. Its dtype is that of its sources."""
+    """One tensor to be made of source tensors. Its dtype is that of its sources."""
 
     name: str
     shape: tuple[int, ...]
@@ -71,22 +72,21 @@ class Target:
 
 @dataclass(frozen=True)
 class Table:
-    """A whole conversion.
-
-    copies: (target, fragment): elements of the target that the source holds once more, and that must be equal.
-    padding: source tensor -> its rows that carry nothing, and the target whose last row is written there.
-    ignored: source tensors that carry nothing.
-    repeats: source tensors that may be used more than once.
-    """
+    """A whole conversion."""
 
     targets: tuple[Target, ...]
+    """All tensors to be made."""
     copies: tuple[tuple[str, Fragment], ...] = ()
+    """(target, fragment): elements of the target that the source stores a second time; they must be equal."""
     padding: Mapping[str, tuple[range, str]] = field(default_factory=dict)
+    """Source tensor -> its rows of padding, and the target whose last row is written there."""
     ignored: frozenset[str] = frozenset()
+    """Source tensors that hold no weights."""
     repeats: frozenset[str] = frozenset()
+    """Source tensors that may be used more than once."""
 
     def tensors(self, sources: Tensors) -> Tensors:
-        """What is made of `sources`: name -> shape and dtype. Errors: CheckpointError naming one that is missing."""
+        """The tensors made of `sources`: name -> shape and dtype. Errors: CheckpointError naming a missing source."""
         for target in self.targets:
             if (source := target.fragments[0].source) not in sources:
                 raise CheckpointError(f"{source}: is missing ({target.name} is made of it)")
@@ -94,12 +94,12 @@ class Table:
 
     @property
     def elements(self) -> int:
-        """Of all targets."""
+        """Elements of all targets."""
         return sum(prod(target.shape) for target in self.targets)
 
 
 def stacked(parts: Iterable[tuple[str, range]], columns: int | None) -> tuple[Fragment, ...]:
-    """Fragments that lay runs of source rows (source, rows) under one another.
+    """Fragments that concatenate runs of source rows (source, rows) along rows.
 
     columns: width of the matrix, None for vectors.
 
@@ -115,7 +115,7 @@ def stacked(parts: Iterable[tuple[str, range]], columns: int | None) -> tuple[Fr
 
 
 def next_to(parts: Sequence[str], rows: int, width: int) -> tuple[Fragment, ...]:
-    """Fragments that lay whole sources of `rows` x `width` next to one another.
+    """Fragments that concatenate whole sources of `rows` x `width` along columns.
 
     >>> [f.at.columns for f in next_to(["a", "b"], rows=2, width=5)]
     [range(0, 5), range(5, 10)]
@@ -127,7 +127,7 @@ def next_to(parts: Sequence[str], rows: int, width: int) -> tuple[Fragment, ...]
 
 
 def whole(shape: tuple[int, ...], source: str, transposed: bool = False) -> Fragment:
-    """The fragment of a target that is one source tensor, unchanged or transposed."""
+    """The fragment of a target that equals one source tensor, unchanged or transposed."""
     at = Span(*map(range, shape))
     return Fragment(source, at, Span(*reversed(at.ranges)) if transposed else at, transposed)
 
@@ -135,9 +135,15 @@ def whole(shape: tuple[int, ...], source: str, transposed: bool = False) -> Frag
 def gathered(
     shape: tuple[int, ...], parts: Sequence[str], dim: int | None, runs: Sequence[range] | None = None
 ) -> tuple[Fragment, ...]:
-    """The fragments of a tensor that `parts` share along `dim`; None is one that the first of them holds.
+    """The fragments of a tensor that is cut along `dim` over `parts`; with `dim` None the first part holds all of it.
 
-    runs: rows of each part in the order in which they become ours, where they are in another.
+    runs: rows of each part in the order of the target, if the orders differ.
+
+        dim 0, runs [even, odd]:            dim 1:
+        target = a[even]                    target = a | b
+                 a[odd]
+                 b[even]
+                 b[odd]
     """
     if dim is None:
         return (whole(shape, parts[0]),)
@@ -148,7 +154,7 @@ def gathered(
 
 
 def renamed(table: Table, target: Callable[[str], str], source: Callable[[str], str]) -> Table:
-    """The same moves for other tensors of the same shapes: `target` and `source` turn the table's names into theirs."""
+    """The same operations for other tensors of the same shapes: `target` and `source` translate the table's names."""
 
     def moved(fragment: Fragment) -> Fragment:
         return replace(fragment, source=source(fragment.source))
@@ -156,7 +162,7 @@ def renamed(table: Table, target: Callable[[str], str], source: Callable[[str], 
     return Table(
         tuple(Target(target(each.name), each.shape, tuple(map(moved, each.fragments))) for each in table.targets),
         copies=tuple((target(name), moved(fragment)) for name, fragment in table.copies),
-        padding={source(name): (rows, target(of)) for name, (rows, of) in table.padding.items()},
+        padding={source(name): (rows, target(target_name)) for name, (rows, target_name) in table.padding.items()},
         repeats=frozenset(map(source, table.repeats)),
     )
 
@@ -174,7 +180,7 @@ def joined(tables: Iterable[Table]) -> Table:
 
 
 def inverted(table: Table) -> Table:
-    """The way back: every source tensor made of the targets, its copies and its padding too.
+    """The reverse conversion: every source tensor made of the targets, including its copies and its padding.
 
     >>> table = Table((Target("x", (4,), stacked([("a", range(2)), ("b", range(2))], None)),))
     >>> [(target.name, target.fragments[0].taken.rows) for target in inverted(table).targets]
@@ -183,17 +189,22 @@ def inverted(table: Table) -> Table:
     copies: dict[str, list[Fragment]] = {}
     for name, fragment in table.copies:
         copies.setdefault(name, []).append(fragment)
-    made: dict[str, list[Fragment]] = {}
+    fragments_of: dict[str, list[Fragment]] = {}
     for target in table.targets:
         for fragment in (*target.fragments, *copies.get(target.name, ())):
-            made.setdefault(fragment.source, []).append(fragment.inverted(target.name))
+            fragments_of.setdefault(fragment.source, []).append(fragment.inverted(target.name))
         last, *columns = map(range, target.shape)
-        for name, (rows, of) in table.padding.items():
-            if of == target.name:
+        for name, (rows, filled) in table.padding.items():
+            if filled == target.name:
                 filler = Span(last[-1:], *columns)
-                made.setdefault(name, []).extend(Fragment(of, Span(range(n, n + 1), *columns), filler) for n in rows)
-    targets = tuple(Target(name, _extent(each.at for each in found), tuple(found)) for name, found in made.items())
-    return Table(targets, repeats=frozenset(copies) | {of for _, of in table.padding.values()})
+                fragments_of.setdefault(name, []).extend(
+                    Fragment(filled, Span(range(n, n + 1), *columns), filler) for n in rows
+                )
+    targets = tuple(
+        Target(name, _extent(each.at for each in fragments), tuple(fragments))
+        for name, fragments in fragments_of.items()
+    )
+    return Table(targets, repeats=frozenset(copies) | {filled for _, filled in table.padding.values()})
 
 
 def _extent(spans: Iterable[Span]) -> tuple[int, ...]:
@@ -205,33 +216,40 @@ def _extent(spans: Iterable[Span]) -> tuple[int, ...]:
 
 
 def assemble(target: Target, box: Box, source: Source) -> torch.Tensor:
-    """The rectangle `box` of `target`, read from `source` by the table; it may be a view of what the source holds."""
-    made: torch.Tensor | None = None
+    """The rectangle `box` of `target`, read from `source` through the table. It may be a view of the source's
+    memory."""
+    tensor: torch.Tensor | None = None
     for fragment in target.fragments:
-        if (found := _shared(fragment, box, source)) is None:
+        if (shared := _shared(fragment, box, source)) is None:
             continue
-        index, part = found
+        index, part = shared
         if part.shape == box.size:
             return part
-        made = torch.empty(box.size, dtype=part.dtype) if made is None else made
-        made[index] = part
-    assert made is not None, f"{target.name}: the table was proven"
-    return made
+        tensor = torch.empty(box.size, dtype=part.dtype) if tensor is None else tensor
+        tensor[index] = part
+    assert tensor is not None, f"{target.name}: the table was proven"
+    return tensor
 
 
 def _shared(fragment: Fragment, box: Box, source: Source) -> tuple[tuple[slice, ...], torch.Tensor] | None:
-    """What a fragment has of the rectangle `box` of its target: where in the rectangle, and the elements."""
-    index, taken = [], list(reversed(fragment.taken.ranges) if fragment.transposed else fragment.taken.ranges)
-    for dim, (at, start, size) in enumerate(zip(fragment.at.ranges, box.start, box.size, strict=True)):
-        first, last = (min(max(0, -((at.start - n) // at.step)), len(at)) for n in (start, start + size))
+    """Intersect a fragment with the rectangle `box` of its target: (index into the rectangle, the elements).
+
+    None if they do not overlap.
+    """
+    # `source_ranges` is kept in the target's order of dims until the read, so that one loop cuts both sides.
+    index, source_ranges = [], list(reversed(fragment.taken.ranges) if fragment.transposed else fragment.taken.ranges)
+    for dim, (span, start, size) in enumerate(zip(fragment.at.ranges, box.start, box.size, strict=True)):
+        first, last = (min(max(0, -((span.start - n) // span.step)), len(span)) for n in (start, start + size))
         if first >= last:
             return None
-        index.append(slice(at[first] - start, at[last - 1] - start + 1, at.step))
-        taken[dim] = taken[dim][first:last]
+        index.append(slice(span[first] - start, span[last - 1] - start + 1, span.step))
+        source_ranges[dim] = source_ranges[dim][first:last]
     if fragment.transposed:
-        taken.reverse()
-    part = source.read(fragment.source, Box(tuple(r[0] for r in taken), tuple(r[-1] + 1 - r[0] for r in taken)))
-    part = part[tuple(slice(None, None, each.step) for each in taken)]
+        source_ranges.reverse()
+    part = source.read(
+        fragment.source, Box(tuple(r[0] for r in source_ranges), tuple(r[-1] + 1 - r[0] for r in source_ranges))
+    )
+    part = part[tuple(slice(None, None, each.step) for each in source_ranges)]
     return tuple(index), part.T if fragment.transposed else part
 
 
@@ -239,34 +257,34 @@ def _shared(fragment: Fragment, box: Box, source: Source) -> tuple[tuple[slice, 
 
 
 def prove(table: Table, tensors: Tensors) -> None:
-    """Every target element has one origin, every source element one use, and dtypes agree.
+    """Check that every target element has one origin, every source element one use, and that dtypes agree.
 
-    tensors: what the source holds. Errors: CheckpointError naming the tensor at fault.
+    tensors: those of the source. Errors: CheckpointError naming the tensor at fault.
     """
-    used: dict[str, list[Span]] = {}
+    uses: dict[str, list[Span]] = {}
     for name, fragment in _fragments(table):
         if fragment.source not in tensors:
             raise CheckpointError(f"{fragment.source}: is missing ({name} is made of it)")
         shape = tensors[fragment.source][0]
         if len(shape) != len(fragment.taken.ranges):
             raise CheckpointError(f"{fragment.source}: has shape {shape}, {len(fragment.taken.ranges)} dims are wanted")
-        used.setdefault(fragment.source, []).append(fragment.taken)
-    made = table.tensors(tensors)
+        uses.setdefault(fragment.source, []).append(fragment.taken)
+    expected = table.tensors(tensors)
     for target in table.targets:
         for fragment in target.fragments:
-            if (dtype := tensors[fragment.source][1]) != made[target.name][1]:
-                raise CheckpointError(f"{fragment.source}: is {dtype}, {target.name} is {made[target.name][1]}")
+            if (dtype := tensors[fragment.source][1]) != expected[target.name][1]:
+                raise CheckpointError(f"{fragment.source}: is {dtype}, {target.name} is {expected[target.name][1]}")
         if fault := _fault(target.shape, [fragment.at for fragment in target.fragments], "filled"):
             raise CheckpointError(f"{target.name}: {fault}")
     for name, (rows, _) in table.padding.items():
-        used.setdefault(name, []).append(Span(rows, *map(range, tensors[name][0][1:])))
+        uses.setdefault(name, []).append(Span(rows, *map(range, tensors[name][0][1:])))
     for name, (shape, _) in tensors.items():
         if name in table.ignored:
             continue
-        if fault := _fault(shape, used.get(name, []), repeats=name in table.repeats):
-            implied = _extent(used[name]) if name in used else shape
-            other = "" if implied == shape else f", the model implies {implied}"
-            raise CheckpointError(f"{name} {shape}{other}: {fault}")
+        if fault := _fault(shape, uses.get(name, []), repeats=name in table.repeats):
+            implied = _extent(uses[name]) if name in uses else shape
+            mismatch = "" if implied == shape else f", the model implies {implied}"
+            raise CheckpointError(f"{name} {shape}{mismatch}: {fault}")
 
 
 def _fragments(table: Table) -> Iterator[tuple[str, Fragment]]:
@@ -276,9 +294,9 @@ def _fragments(table: Table) -> Iterator[tuple[str, Fragment]]:
 
 
 def _fault(shape: tuple[int, ...], uses: Sequence[Span], done: str = "used", repeats: bool = False) -> str | None:
-    """Why `uses` do not take every element of a tensor exactly once; None if they do.
+    """Why `uses` do not cover every element of a tensor exactly once; None if they do.
 
-    Between two neighbouring column borders all columns fare alike, so rows are counted once for each.
+    Between two neighbouring column borders all columns have the same uses, so rows are counted once for each interval.
     """
     if not uses:
         return None if prod(shape) == 0 else "nothing is made of it"
@@ -310,13 +328,13 @@ def check_copies(table: Table, source: Source) -> None:
     for name, fragment in table.copies:
         target = targets[name]
         copy, original = fragment.source, target.fragments[0].source
-        dtype, other = source.tensors[copy][1], source.tensors[original][1]
-        if dtype != other:
-            raise CheckpointError(f"{copy}: is {dtype}, but {original} is {other}")
+        dtype, original_dtype = source.tensors[copy][1], source.tensors[original][1]
+        if dtype != original_dtype:
+            raise CheckpointError(f"{copy}: is {dtype}, but {original} is {original_dtype}")
         for box in blocks(whole_box(target.shape), dtype.itemsize):
-            if (found := _shared(fragment, box, source)) is None:
+            if (shared := _shared(fragment, box, source)) is None:
                 continue
-            index, part = found
+            index, part = shared
             a, b = (each.contiguous().view(torch.uint8) for each in (part, assemble(target, box, source)[index]))
             if not torch.equal(a, b):
                 raise CheckpointError(f"{copy}: differs from {original}, which it should repeat")

@@ -1,7 +1,7 @@
 """Llama as Meta releases it: params.json and consolidated.NN.pth, one file for each of its tensor ranks.
 
-Names differ, matrices are cut over the files, and query and key rows stand in the order of Meta's rotary
-embedding, which turns neighbours (2i, 2i + 1) where ours turns halves (i, i + H/2).
+Names differ, matrices are cut over the files, and query and key rows are in the order of Meta's rotary embedding. It
+rotates neighbouring rows (2i, 2i + 1) together; the project rotates rows of the two halves (i, i + H/2) together.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from mega.core.config.sections import ModelConfig
 from mega.core.untrusted import Json
 
 POSITIONS = 4096
-"""params.json does not say for how many positions a model was trained; Llama 2's number."""
+"""Llama 2's number of positions: params.json does not record the number that a model was trained for."""
 
 SCALED_POSITIONS = 131072
-"""The same where rotary positions are scaled: Llama 3.1's and 3.2's number."""
+"""The number if rotary positions are scaled: that of Llama 3.1 and 3.2."""
 
 SMALL_ROPE_FACTOR = 32.0
-"""Factor of scaled positions in Llama 3.2, whose embeddings are tied, where params.json has none; 3.1's is 8."""
+"""The factor of scaled positions in Llama 3.2, used if params.json has none and embeddings are tied; 3.1's is 8."""
 
 NAMES = {
     "model.embed_tokens": "tok_embeddings",
@@ -78,18 +78,21 @@ def meta_name(name: str) -> str:
 
 
 def rotary_rows(heads: int, width: int) -> list[range]:
-    """Meta's rows of query or key heads in our order, as runs: of each head its even rows, then its odd ones.
+    """Meta's rows of query or key heads in the project's order, as runs: of each head its even rows, then its odd ones.
 
     width: rows of a head.
+
+        row in Meta's file        0  1  2  3  |  4  5  6  7       two heads of width 4
+        rows in this order        0  2  1  3  |  4  6  5  7       halves (i, i + 2) are Meta's neighbours (2i, 2i + 1)
 
     >>> [list(run) for run in rotary_rows(2, 4)]
     [[0, 2], [1, 3], [4, 6], [5, 7]]
     """
-    return [range(number * width + odd, (number + 1) * width, 2) for number in range(heads) for odd in (0, 1)]
+    return [range(number * width + parity, (number + 1) * width, 2) for number in range(heads) for parity in (0, 1)]
 
 
 class LastTensor:
-    """A source that keeps the tensor it read last, for tables that take it in many small runs."""
+    """A source that caches the tensor it read last, for tables that read a tensor in many small runs."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -110,9 +113,10 @@ def recognise(path: Path) -> bool:
 
 
 def tokenizer(files: Attachments) -> str | None:
-    """Both Llama 2 and 3 call theirs tokenizer.model: Llama 3's is lines of a piece in base64 and its number.
+    """Llama2Tokenizer or Llama3Tokenizer: both models store a tokenizer.model.
 
-    Next to a tokenizer.json it is the same one.
+    Llama 3's consists of lines with a token in base64 and its number. A tokenizer.json in the same folder contains the
+    same tokenizer and takes precedence.
     """
     file = files.get("tokenizer.model")
     if file is None or "tokenizer.json" in files:
@@ -123,24 +127,24 @@ def tokenizer(files: Attachments) -> str | None:
 
 
 def open_form(path: Path, given: Given) -> Opened:
-    """Names of tensors are `part/name`."""
+    """Open a Meta folder. Names of tensors are `part/name`."""
     paths = sorted(path.glob("consolidated.*.pth"))
-    names = [f"consolidated.{number:02d}.pth" for number in range(len(paths))]
+    names = [f"consolidated.{part:02d}.pth" for part in range(len(paths))]
     if [each.name for each in paths] != names:
         raise CheckpointError(f"{path}: parts {[each.name for each in paths]}, not {names}")
     tensors: dict[str, torch.Tensor] = {}
-    for number, name in enumerate(names):
-        tensors |= flat_tensors(inside(path, name), f"{number}/")
-        if number:
-            check_not_twice(tensors, f"{number}/", f"{number - 1}/", path / name)
+    for part, name in enumerate(names):
+        tensors |= flat_tensors(inside(path, name), f"{part}/")
+        if part:
+            check_not_twice(tensors, f"{part}/", f"{part - 1}/", path / name)
     params = path / "params.json"
     return opened(TorchSource(tensors), read_json(params), len(paths), str(params))
 
 
 def opened(source: Source, params: Mapping[str, Json], parts: int, where: str) -> Opened:
-    """Tensors in Meta's names, with the model that they are, tied where its two tables are equal.
+    """Tensors under Meta's names, with their model. It is tied if its two embedding tables are equal.
 
-    where: names the origin of `params` in errors.
+    where: the origin of `params`, for errors.
     """
     model = model_from_params(params, source.tensors, parts, where)
     check_size(model, source.tensors, where)
@@ -163,7 +167,7 @@ def opened(source: Source, params: Mapping[str, Json], parts: int, where: str) -
 
 
 def model_from_params(params: Mapping[str, Json], tensors: Tensors, parts: int, where: str) -> ModelConfig:
-    """The resolved model section. Widths that params.json only implies are read off the tensors.
+    """The resolved model section. Widths that params.json does not state are taken from the tensors.
 
     Errors: CheckpointError naming a key that has no counterpart or does not fit the tensors.
     """
@@ -178,7 +182,7 @@ def model_from_params(params: Mapping[str, Json], tensors: Tensors, parts: int, 
 
 
 def _model(params: Mapping[str, Json], vocab: int, ffn: int, where: str) -> ModelConfig:
-    """As params.json has it, with the two widths that it implies."""
+    """The model of params.json, with the two widths that it does not state."""
     hidden, heads = whole_in(params, "dim", where), whole_in(params, "n_heads", where)
     scaled = bool(params.get("use_scaled_rope"))
     return ModelConfig(
@@ -207,7 +211,7 @@ def _model(params: Mapping[str, Json], vocab: int, ffn: int, where: str) -> Mode
 
 
 def _feed_forward_rows(tensors: Tensors, where: str) -> int:
-    """The width of the feed-forward layers in one part: that of most of their matrices, so that an odd one is found."""
+    """The width of the feed-forward layers in one part: the most common one, so that a deviating matrix is detected."""
     sizes = Counter(
         shape[1 if name.endswith("w2.weight") else 0]
         for name, (shape, _) in tensors.items()
@@ -219,16 +223,19 @@ def _feed_forward_rows(tensors: Tensors, where: str) -> int:
 
 
 def table(model: ModelConfig, parts: int, embedding_dim: int = 1, *, output: bool = True) -> Table:
-    """`weights/<name>` of every logical tensor from the parts of a Meta folder; norms are in all of them.
+    """`weights/<name>` of every logical tensor from the parts of a Meta folder; every part has the norms.
 
-    embedding_dim: along which the embedding is cut: Llama 2's by columns, Llama 3's by rows. output: whether a tied
-    model has its output matrix too, which Meta's code wants.
+    embedding_dim: the dim along which the embedding is cut: Llama 2's by columns, Llama 3's by rows. output: whether a
+        tied model also stores its output matrix, as Meta's code expects.
+
+        weights/...q_proj.weight [heads x width, hidden]      0/...wq: heads 0 .. h/P - 1, rows of each as `rotary_rows`
+                                                              1/...wq: heads h/P .. 2h/P - 1, ...
     """
     targets: list[Target] = []
     copies: list[tuple[str, Fragment]] = []
     for tensor in inventory(model):
         name = f"weights/{tensor.name}"
-        here = [f"{part}/{meta_name(tensor.name)}" for part in range(parts)]
+        sources = [f"{part}/{meta_name(tensor.name)}" for part in range(parts)]
         cut = tensor.cut()
         dim = None if cut is None else cut.dim
         if tensor.name == EMBEDDING:
@@ -237,37 +244,37 @@ def table(model: ModelConfig, parts: int, embedding_dim: int = 1, *, output: boo
                 output_parts = [f"{part}/output.weight" for part in range(parts)]
                 copies += [(name, each) for each in gathered(tensor.shape, output_parts, 0)]
         if dim is None:
-            copies += [(name, whole(tensor.shape, each)) for each in here[1:]]
+            copies += [(name, whole(tensor.shape, each)) for each in sources[1:]]
         rotated = cut is not None and tensor.name.endswith(("q_proj.weight", "k_proj.weight"))
         runs = rotary_rows(cut.parts // parts, tensor.shape[0] // cut.parts) if cut is not None and rotated else None
-        targets.append(Target(name, tensor.shape, gathered(tensor.shape, here, dim, runs)))
+        targets.append(Target(name, tensor.shape, gathered(tensor.shape, sources, dim, runs)))
     return Table(tuple(targets), copies=tuple(copies))
 
 
 def export(own: Own, to: str, given: Given) -> Export:
-    """params.json and consolidated.NN.pth, as Meta releases Llama."""
+    """Write params.json and consolidated.NN.pth, as Meta releases Llama."""
     model, parts = own.model, given.parts
     params = params_from_model(model)
-    described = architecture(model)
-    for name, number in {**described.block.shared, "vocab": described.input.vocab}.items():
+    structure = architecture(model)
+    for name, number in {**structure.block.shared, "vocab": structure.input.vocab}.items():
         if number % parts:
             raise ValueError(f"--parts {parts}: must divide {name} {number}")
 
     def fill(folder: Path, table: Table, source: Source) -> int:
-        kept, written = LastTensor(source), 0
+        cached, bytes_written = LastTensor(source), 0
         for part in range(parts):
-            mine = [target for target in table.targets if target.name.startswith(f"{part}/")]
-            content = {target.name.partition("/")[2]: made(target, kept).clone() for target in mine}
-            written += write_torch(folder / f"consolidated.{part:02d}.pth", content)
+            part_targets = [target for target in table.targets if target.name.startswith(f"{part}/")]
+            content = {target.name.partition("/")[2]: made(target, cached).clone() for target in part_targets}
+            bytes_written += write_torch(folder / f"consolidated.{part:02d}.pth", content)
         write_json(folder / "params.json", params)
         copy_companions(own.checkpoint, folder, skip=("config.json", "generation_config.json", "params.json"))
-        return written
+        return bytes_written
 
     return Export(table(model, parts), fill, losses=losses(model))
 
 
 def params_from_model(options: ModelConfig) -> dict[str, Json]:
-    """A params.json. Errors: CheckpointError naming an option that Meta's Llama does not have."""
+    """The content of a params.json. Errors: CheckpointError naming an option that Meta's Llama does not have."""
     model = architecture(options)
     attention, ffn = model.block.attention, model.block.feed_forward.width
     params = {
@@ -280,13 +287,13 @@ def params_from_model(options: ModelConfig) -> dict[str, Json]:
         "norm_eps": model.block.norm.eps,
         **_rope_keys(attention.rope),
     }
-    read = _model(params, model.input.vocab, ffn, "params.json")
-    check_kept(options, read, "Meta's Llama", unsaid=("positions", "tied"))
+    reread = _model(params, model.input.vocab, ffn, "params.json")
+    check_kept(options, reread, "Meta's Llama", unsaid=("positions", "tied"))
     return params
 
 
 def _rope_keys(rope: Rope | None) -> dict[str, Json]:
-    """The keys about rotation; none of a model that has none, which is refused as it is read back."""
+    """The keys of rotary positions; none for a model without them, which `check_kept` then refuses."""
     if rope is None:
         return {}
     if not isinstance(rope.scaling, RopeScaling):
@@ -295,27 +302,27 @@ def _rope_keys(rope: Rope | None) -> dict[str, Json]:
 
 
 def losses(options: ModelConfig) -> tuple[str, ...]:
-    """Lines on what a params.json cannot say of a model and its reader would take otherwise.
+    """Lines on settings that params.json cannot express and that its reader would assume otherwise.
 
-    Meta's loader is given `max_seq_len` by its caller along with all keys of params.json, and fails where that has it
-    too.
+    `max_seq_len` is one: Meta's loader takes it as an argument along with all keys of params.json, and fails if
+    params.json contains it too.
     """
     model = architecture(options)
-    taken = _positions_unsaid(any(rope.scaling for rope in model.ropes))
-    if model.positions == taken:
+    assumed = _positions_unsaid(any(rope.scaling for rope in model.ropes))
+    if model.positions == assumed:
         return ()
-    return (f"positions {model.positions}: params.json has no place for them; its reader takes {taken}",)
+    return (f"positions {model.positions}: params.json has no place for them; its reader takes {assumed}",)
 
 
 def _positions_unsaid(scaled: bool) -> int:
-    """The positions of a params.json that does not say them."""
+    """The positions of a params.json that does not state them."""
     return SCALED_POSITIONS if scaled else POSITIONS
 
 
 def feed_forward(hidden: int, ffn: int) -> dict[str, Json]:
     """`multiple_of` and, if needed, `ffn_dim_multiplier`, from which Meta's code computes `ffn`.
 
-    That is int(8 hidden / 3), times the multiplier, rounded up to the multiple.
+    Meta's code computes int(8 hidden / 3), times the multiplier, rounded up to the multiple.
 
     >>> feed_forward(4096, 11008), feed_forward(8192, 28672)
     ({'multiple_of': 256}, {'multiple_of': 4096, 'ffn_dim_multiplier': 1.3})

@@ -1,6 +1,6 @@
-"""Mistral as its makers release it: params.json and consolidated.safetensors, in Meta's names and rotary order.
+"""Mistral as its developers release it: params.json and consolidated.safetensors, in Meta's names and rotary order.
 
-A folder that has a config.json too is Hugging Face's. Source: mistral-inference's TransformerArgs.
+A folder that also has a config.json is read as Hugging Face's. Source: mistral-inference's TransformerArgs.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from mega.core.checkpoint.own.store import Attachments
 from mega.core.config.sections import ModelConfig
 
 POSITIONS = 32768
-"""params.json does not say for how many positions a model was trained; that of most of the 7B models."""
+"""The positions of most 7B models: params.json does not record the number that a model was trained for."""
 
 KEYS = (
     *("dim", "n_layers", "head_dim", "hidden_dim", "n_heads", "n_kv_heads", "norm_eps", "vocab_size", "rope_theta"),
     *("sliding_window", "max_seq_len", "tied_embeddings", "model_type", "causal"),
 )
 WITHOUT_EFFECT = ("max_batch_size", "use_biases")
-"""Keys that may be there; the second one must be false."""
+"""Keys that may be present without effect; the second one must be false."""
 
 
 def recognise(path: Path) -> bool:
@@ -42,9 +42,9 @@ def tokenizer(files: Attachments) -> str | None:
 
 def open_form(path: Path, given: Given) -> Opened:
     source = _OnePart(safetensors_source([inside(path, each.name) for each in _parts(path)]))
-    where = str(path / "params.json")
-    model = model_from_params(read_json(path / "params.json"), where)
-    check_size(model, source.tensors, where)
+    params_path = str(path / "params.json")
+    model = model_from_params(read_json(path / "params.json"), params_path)
+    check_size(model, source.tensors, params_path)
     return Opened(source, model, meta.table(model, 1, output=False))
 
 
@@ -53,7 +53,7 @@ def export(own: Own, to: str, given: Given) -> Export:
 
 
 class _OnePart(EntrySource):
-    """Tensors by `part/name`, as a Meta folder's."""
+    """Tensors under the names `part/name` of a Meta folder with one part."""
 
     def __init__(self, source: EntrySource) -> None:
         super().__init__({f"0/{name}": entry for name, entry in source.entries.items()})

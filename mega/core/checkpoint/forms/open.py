@@ -1,13 +1,13 @@
-"""Weights, wherever they are: one answer for every verb that begins with a model, continues one or converts one.
+"""Opens weights in any form: one function for every verb that starts from a model, continues one or converts one.
 
-    open_weights(place)      what a user points at: a mega checkpoint, or foreign files, read in place
+    open_weights(place)      what a user names: a mega checkpoint, or foreign files, read in place
     open_base(checkpoint)    the weights that adapters were trained on
-    whole_model(weights)     a model with all its weights: those of its base where it holds adapters alone
+    whole_model(weights)     a model with all its weights, including those of the base of adapters
 
-All three are read alike (`StoredWeights`), and nothing is written. A checkpoint of adapters names its base by path and
-digest (own/base.py). The base may be a mega checkpoint or, in any form that is read, foreign. It is looked for where it
-was, then in the same place relative to the adapters, and compared by its digest, so that adapters are never put on
-another model.
+All three return the same interface (`StoredWeights`), and nothing is written. A checkpoint of adapters names its base
+by path and digest (own/base.py). The base may be a mega checkpoint or foreign weights of any readable form. It is
+searched at its recorded path, then at the same path relative to the adapters, and compared by its digest, so that
+adapters are never applied to another model.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ ADVICE = "Put the base there, or in the same place relative to the adapters; a r
 
 
 class ForeignCheckpoint:
-    """Foreign weights read in place, with what is read of a `Checkpoint` besides an optimizer and progress.
+    """Foreign weights read in place, with the interface of a `Checkpoint` except optimizer and progress.
 
-    model: its section. meta: the model, and the kind of tokenizer. attachments: the files that came along. notes: lines
-    for the user.
+    model: its section. meta: the model, and the kind of tokenizer. attachments: files stored with the weights. notes:
+    lines for the user.
     """
 
     step, world, foreign = 0, 1, True
 
     def __init__(self, place: Path, form: Form) -> None:
-        opened = opened_foreign(form, place, Given(layout=ONE, optimizer=False))
-        self.path, self.model, self.notes = place, opened.model, opened.notes
+        weights = opened_foreign(form, place, Given(layout=ONE, optimizer=False))
+        self.path, self.model, self.notes = place, weights.model, weights.notes
         self.attachments: Mapping[str, Path] = companions_of(form, place)
         self.meta: Mapping[str, Json] = {
             "config": {
-                "model": dataclasses.asdict(opened.model),
+                "model": dataclasses.asdict(weights.model),
                 "tokenizer": {"tokenizer": tokenizer_kind(self.attachments)},
             }
         }
-        self._weights = ForeignWeights(place, opened)
+        self._weights = ForeignWeights(place, weights)
         self.tensors: Tensors = self._weights.tensors
 
     @cached_property
@@ -66,105 +66,109 @@ class ForeignCheckpoint:
         return weights_digest(self._weights)
 
     def read(self, wanted: Iterable[Piece], *, cast: bool = False, verify: bool = True) -> None:
-        """As of `Checkpoint`."""
+        """Read as `Checkpoint.read` does."""
         self._weights.read(wanted, cast=cast)
 
 
 def _foreign_name(path: Path) -> str:
-    """Of the form of others' weights; nothing where they are none. Errors: CheckpointError where nothing is there, or
-    ours too."""
+    """The name of the foreign form at `path`; "" for a mega checkpoint. Errors: CheckpointError if the path does not
+    exist, or holds both."""
     if not path.exists() and not STEP.fullmatch(path.name):
         raise CheckpointError(f"{path}: no such file or directory")
     return "" if foreign_form(path) is None else form_at(path).name
 
 
 def open_weights(place: str, report: Report = lambda line: None, exchange: JsonExchange = alone) -> StoredWeights:
-    """The weights at `place`. Errors: CheckpointError, on all ranks."""
+    """Open the weights at `place`. Errors: CheckpointError, on all ranks."""
     names = [""] if url_of(place) is not None else gathered(partial(_foreign_name, Path(place)), exchange)
     if differ := disagreement([name or "none of others" for name in names]):
         raise CheckpointError(f"{place}: {differ}")
     if not names[0]:
         return locate(place, report, exchange)
     form = next(form for form in FORMS if form.name == names[0])
-    found = together(partial(ForeignCheckpoint, Path(place), form), exchange)
+    weights = together(partial(ForeignCheckpoint, Path(place), form), exchange)
     if exchange is not alone:
-        digests = gathered(partial(weights_digest, found), exchange)
+        digests = gathered(partial(weights_digest, weights), exchange)
         if differ := disagreement([digest.removeprefix(SAMPLED)[:12] for digest in digests]):
             raise CheckpointError(f"{place}: {differ}")
-    for note in found.notes:
+    for note in weights.notes:
         report(note)
-    return found
+    return weights
 
 
 def open_base(
     checkpoint: StoredWeights, given: str | None, report: Report = lambda line: None, exchange: JsonExchange = alone
 ) -> StoredWeights | None:
-    """The base of a checkpoint of adapters: at `given`, else where it was or has been moved along with them; None where
-    the checkpoint is whole.
+    """The base of a checkpoint of adapters: at `given`, else at its recorded path, else at the same path relative to
+    the adapters. None if the checkpoint is complete without a base.
 
-    What is given may itself hold adapters of that base, as the one before in a chain of finetunings does.
-    Errors: CheckpointError, on all ranks, where it is not there any more, or is another one.
+    `given` may itself hold adapters of that base, as the previous model in a chain of finetunings does.
+    Errors: CheckpointError, on all ranks, if the base is not found or is not the recorded one.
     """
-    named = named_base(checkpoint)
-    if named is None:
+    record = named_base(checkpoint)
+    if record is None:
         return None
-    said = f"{checkpoint.path}: holds adapters of {named['path']}; "
+    intro = f"{checkpoint.path}: holds adapters of {record['path']}; "
     if given is not None:
-        found, fault = _tried(named, given, report, exchange, chain=True)
-        if found is None:
-            back = "" if given == named["path"] else f"; give {named['path']}"
-            raise CheckpointError(f"{said}--load {fault}{back}")
-        return found if named_base(found) is None else open_base(found, None, report, exchange)
-    found, fault = _tried(named, named["path"], report, exchange)
-    if found is None:
-        found, nearby = _moved_along(checkpoint, named, report, exchange)
+        base, fault = _tried(record, given, report, exchange, chain=True)
+        if base is None:
+            advice = "" if given == record["path"] else f"; give {record['path']}"
+            raise CheckpointError(f"{intro}--load {fault}{advice}")
+        return base if named_base(base) is None else open_base(base, None, report, exchange)
+    base, fault = _tried(record, record["path"], report, exchange)
+    if base is None:
+        base, nearby = _moved_along(checkpoint, record, report, exchange)
         fault += nearby
-    if found is None:
-        raise CheckpointError(f"{said}{fault}. {ADVICE}")
-    return found
+    if base is None:
+        raise CheckpointError(f"{intro}{fault}. {ADVICE}")
+    return base
 
 
 def _tried(
     named: Mapping[str, str], place: str, report: Report, exchange: JsonExchange, *, chain: bool = False
 ) -> tuple[StoredWeights | None, str]:
-    """What lies at `place`, where it is the base that is named; else why it is not. chain: or adapters of that base."""
+    """(weights at `place`, "") if they are the recorded base, else (None, the reason). chain: accept its adapters
+    too."""
     try:
         base = open_weights(place, report, exchange)
-        theirs = named_base(base)
-        if theirs is not None and not chain:
+        base_record = named_base(base)
+        if base_record is not None and not chain:
             return None, f"{place}: holds adapters itself"
-        found = gathered(lambda: digest_like(named["digest"], base) if theirs is None else theirs["digest"], exchange)
+        digests = gathered(
+            lambda: digest_like(named["digest"], base) if base_record is None else base_record["digest"], exchange
+        )
     except (CheckpointError, OSError) as error:
         return None, str(error)
-    other = next((digest for digest in found if digest != named["digest"]), None)
-    return (base, "") if other is None else (None, f"{place}: is not it ({unlike(named['digest'], other)})")
+    different = next((digest for digest in digests if digest != named["digest"]), None)
+    return (base, "") if different is None else (None, f"{place}: is not it ({unlike(named['digest'], different)})")
 
 
 def digest_like(named: str, weights: Readable) -> str:
-    """Of these weights, by the rule that `named` was made by; nothing where that is not to be had of them."""
-    own = str(getattr(weights, "digest", ""))
-    if named.startswith(SAMPLED) == own.startswith(SAMPLED):
-        return own
+    """The digest of these weights, computed by the rule that made `named`; "" if they do not support that rule."""
+    digest = str(getattr(weights, "digest", ""))
+    if named.startswith(SAMPLED) == digest.startswith(SAMPLED):
+        return digest
     return weights_digest(weights) if named.startswith(SAMPLED) else ""
 
 
 def unlike(named: str, found: str) -> str:
-    """How the digest of what was found is another one than that of the base."""
-    what = "digest of its numbers" if named.startswith(SAMPLED) else "sha256 of its manifest"
-    has = found.removeprefix(SAMPLED)[:12] or "none, these are weights of others"
-    return f"{what}: {has}; must be {named.removeprefix(SAMPLED)[:12]}"
+    """How the digest of the weights that were found differs from the base's."""
+    label = "digest of its numbers" if named.startswith(SAMPLED) else "sha256 of its manifest"
+    actual = found.removeprefix(SAMPLED)[:12] or "none, these are weights of others"
+    return f"{label}: {actual}; must be {named.removeprefix(SAMPLED)[:12]}"
 
 
 def _moved_along(
     checkpoint: StoredWeights, named: Mapping[str, str], report: Report, exchange: JsonExchange
 ) -> tuple[StoredWeights | None, str]:
-    """The base in the same place relative to the adapters, both being moved; or why what bears its name is not it."""
+    """The base at the same path relative to the adapters, if both were moved; else why a folder of its name is
+    wrong."""
     if url_of(checkpoint.path) or url_of(named["path"]):
         return None, ""
     faults = ""
-    seen = exchange(list(map(str, _nearby(checkpoint.path, named["path"]))))
-    for place in seen[0]:
-        if all(place in each for each in seen):
+    candidates = exchange(list(map(str, _nearby(checkpoint.path, named["path"]))))
+    for place in candidates[0]:
+        if all(place in each for each in candidates):
             base, fault = _tried(named, place, lambda line: None, exchange)
             if base is not None:
                 report(f"{checkpoint.path}: holds adapters of {named['path']}, taken from {place}: the same weights")
@@ -175,22 +179,26 @@ def _moved_along(
 
 
 def _nearby(adapters: Path, base: str) -> list[Path]:
-    """What the last names of `base` lead to from the folders above the adapters, links followed or not; and those."""
+    """Candidates for the base: the ends of its path below every folder above the adapters, and those folders
+    themselves.
+
+    Folders are taken with links resolved and unresolved; only existing paths are returned.
+    """
     names = Path(base).parts[1:]
     above = dict.fromkeys((*Path(os.path.abspath(adapters)).parents, *Path(os.path.realpath(adapters)).parents))
     ends = [Path(*names[first:]) for first in range(len(names))]
-    found = [*(folder / end for folder in above for end in ends), *above]
-    return [path for path in found if path != Path(base) and os.path.exists(path)]
+    paths = [*(folder / end for folder in above for end in ends), *above]
+    return [path for path in paths if path != Path(base) and os.path.exists(path)]
 
 
 def whole_model(checkpoint: StoredWeights) -> tuple[StoredWeights, ModelConfig]:
     """A mega checkpoint with the weights of its base, and its model. Errors: CheckpointError."""
-    model, whole = model_of(checkpoint.meta, str(checkpoint.path)), joined(checkpoint)
-    check_size(model, whole.tensors, str(whole.path))
-    return whole, model
+    model, complete = model_of(checkpoint.meta, str(checkpoint.path)), joined(checkpoint)
+    check_size(model, complete.tensors, str(complete.path))
+    return complete, model
 
 
 def joined(checkpoint: StoredWeights, given: str | None = None) -> StoredWeights:
-    """`checkpoint`, with the weights of its base where it holds adapters alone. Errors: as `open_base`."""
+    """`checkpoint`, with the weights of its base if it holds only adapters. Errors: as `open_base`."""
     base = open_base(checkpoint, given)
     return checkpoint if base is None else Joined(checkpoint, base)

@@ -14,7 +14,8 @@ from mega.core.config.option import REQUIRED, VerbSection, option
 
 
 class Targets(Collection[str]):
-    """What a verb can write now: forms may be registered after this file was read."""
+    """The targets of a verb, listed when they are needed, because forms may be registered after this module is
+    loaded."""
 
     def __init__(self, verb: Verb) -> None:
         self._verb = verb

@@ -1,9 +1,10 @@
-"""Adapters in peft's form: adapter_config.json and adapter_model.safetensors, next to weights in Hugging Face's form.
+"""Adapters in peft's form: adapter_config.json and adapter_model.safetensors, for a base in Hugging Face's form.
 
-peft keeps what a linear of transformers gets, under its name there. For Llama and its relatives these are our names; a
-family may call them otherwise, in another order of rows, or have several in one linear (GPT-2's query, key and value):
-then their adapters are one with a matrix A below another and B on a diagonal, of as many times the rank. Source: peft's
-LoraConfig and get_peft_model_state_dict, 0.21.
+peft names an adapter after the linear of transformers that it modifies. For Llama and its relatives these are the
+project's names. Other families use other names or another order of rows, or one linear contains several of the
+project's (GPT-2's query, key and value). The adapters of those are joined into one of a multiple of the rank: the
+matrices A below one another, the matrices B on a block diagonal. Source: peft's LoraConfig and
+get_peft_model_state_dict, 0.21.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ from mega.core.untrusted import Json, below
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 WRAPPED = "base_model.model."
-"""In front of every name in what peft saves."""
+"""Prefix of every name that peft saves."""
 FAMILIES = ("gpt", "llama")
-"""Whose linears' names in Hugging Face's form are known here."""
+"""Families whose linears have known names in Hugging Face's form."""
 
 Tensors = dict[str, torch.Tensor]
 
 Linears = dict[str, dict[str, Sequence[range]]]
-"""A linear of the folder -> ours that it holds, in order, each with its rows of it."""
+"""A linear of the folder -> the project's linears that it contains, in order, each with its rows."""
 
 NOTHING: tuple[Json, ...] = (None, False, [], {}, "none")
 UNKNOWN = (
@@ -52,10 +53,10 @@ UNKNOWN = (
     *("trainable_token_indices", "target_parameters", "alora_invocation_tokens", "use_bdlora", "arrow_config"),
     *("exclude_modules", "kasa_config", "monteclora_config"),
 )
-"""Keys that say that an adapter is more than two matrices a linear, the same in every block."""
+"""Keys of adapters that are more than two matrices for each linear, the same in every block."""
 BEGINNINGS = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
-"""`init_lora_weights` that leave the base as it is: peft takes what the others begin with out of the base's weights,
-each time it opens them."""
+"""`init_lora_weights` that do not change the base. The other methods subtract the initial adapters from the base's
+weights each time peft opens them."""
 
 
 def recognise(path: Path) -> bool:
@@ -63,7 +64,7 @@ def recognise(path: Path) -> bool:
 
 
 def open_form(path: Path, given: Given) -> Opened:
-    """An adapter of the weights at `given.base`, ours or others'."""
+    """Open an adapter of the weights at `given.base`, a mega checkpoint or foreign weights."""
     if given.base is None:
         raise CheckpointError(
             f"--base is missing: {path} is an adapter of peft; `mega convert-llama` reads it, with --base and the "
@@ -73,101 +74,111 @@ def open_form(path: Path, given: Given) -> Opened:
         raise CheckpointError(f"--base {given.base}: is an adapter itself; must be the weights it was trained on")
     try:
         base = open_weights(str(given.base))
-    except CheckpointError as error:  # which begins with the place
+    except CheckpointError as error:  # its message begins with the path
         raise CheckpointError(f"--base {error}") from None
-    opened = open_adapter(path, model_of(base.meta, str(base.path)), base.path, f"--base {given.base}")
-    return replace(opened, known={"base": describe(base)}, base=base)
+    adapter = open_adapter(path, model_of(base.meta, str(base.path)), base.path, f"--base {given.base}")
+    return replace(adapter, known={"base": describe(base)}, base=base)
 
 
 def open_adapter(path: Path, base: ModelConfig, where: Path, named: str) -> Opened:
-    """The adapter at `path` of a model that lies at `where`. named: what messages call that. Its shapes must fit; a
-    note says where the adapter names another. Errors: CheckpointError."""
-    described = architecture(base)
-    if described.adapters is not None:
+    """Open the adapter at `path` for the model stored at `where`. named: that model's name in messages.
+
+    The shapes must fit; a note reports that the adapter names another base. Errors: CheckpointError.
+    """
+    base_architecture = architecture(base)
+    if base_architecture.adapters is not None:
         raise CheckpointError(f"{named}: holds adapters itself; must be whole")
     family = _family(base, where / "config.json")
     source = safetensors_source([path / WEIGHTS])
-    found = {name: source.read(name, whole_box(shape)) for name, (shape, _) in source.tensors.items()}
+    stored = {name: source.read(name, whole_box(shape)) for name, (shape, _) in source.tensors.items()}
     config = read_json(path / CONFIG)
-    model, ours = _ours(config, found, base, family, path, named)
-    said = str(config.get("base_model_name_or_path") or where)
-    other = (
-        () if Path(said).name.lower() == where.name.lower() else (f"{path}: was trained on {said}; here on {where}",)
+    model, tensors = _ours(config, stored, base, family, path, named)
+    recorded_base = str(config.get("base_model_name_or_path") or where)
+    notes = (
+        ()
+        if Path(recorded_base).name.lower() == where.name.lower()
+        else (f"{path}: was trained on {recorded_base}; here on {where}",)
     )
-    return Opened(TorchSource(ours), model, _as_it_is(ours), notes=other)
+    return Opened(TorchSource(tensors), model, _as_it_is(tensors), notes=notes)
 
 
 def export(own: Own, to: str, given: Given) -> Export:
-    """A folder that `PeftModel.from_pretrained` opens over the base in Hugging Face's form."""
-    model, named = architecture(own.model), named_base(own.checkpoint)
-    if model.adapters is None or named is None:
+    """Write a folder that `PeftModel.from_pretrained` opens over the base in Hugging Face's form."""
+    model, base_record = architecture(own.model), named_base(own.checkpoint)
+    if model.adapters is None or base_record is None:
         raise CheckpointError("holds no adapters; --to peft is for a run with --lora-rank")
     family = _family(own.model, own.checkpoint.attachments.get("config.json"))
-    held = {key.removeprefix("weights/"): key for key in own.source.tensors}
-    ours = {name: own.source.read(key, whole_box(own.source.tensors[key][0])) for name, key in held.items()}
-    theirs = {f"{WRAPPED}{name}": each.contiguous() for name, each in _joined(ours, _linears(family, own.model))}
-    config = _config(model.adapters, theirs, family, str(given.base or named["path"]))
-    files, others, tokens = _tokenizer_files(own, given)
+    keys = {key.removeprefix("weights/"): key for key in own.source.tensors}
+    tensors = {name: own.source.read(key, whole_box(own.source.tensors[key][0])) for name, key in keys.items()}
+    peft_tensors = {
+        f"{WRAPPED}{name}": each.contiguous() for name, each in _joined(tensors, _linears(family, own.model))
+    }
+    config = _config(model.adapters, peft_tensors, family, str(given.base or base_record["path"]))
+    # Users of peft load the tokenizer from the folder of the adapter.
+    files, extra_files, tokens = _tokenizer_files(own, given)
 
     def fill(folder: Path, table: Table, source: Source) -> int:
-        pieces = [Piece(name, tuple(one.shape), (0,) * one.dim(), one) for name, one in theirs.items()]
+        pieces = [
+            Piece(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor) for name, tensor in peft_tensors.items()
+        ]
         size = write_container(folder / WEIGHTS, pieces, None).size
         write_json(folder / CONFIG, config)
-        write_files(folder, files, others)
-        copy_companions(own.checkpoint, folder, skip=(*BASES, *tokens.left_out, *files, *others))
+        write_files(folder, files, extra_files)
+        copy_companions(own.checkpoint, folder, skip=(*BASES, *tokens.left_out, *files, *extra_files))
         return size
 
-    return Export(_as_it_is(theirs), fill, TorchSource(theirs), losses=() if tokens.loss is None else (tokens.loss,))
+    return Export(
+        _as_it_is(peft_tensors), fill, TorchSource(peft_tensors), losses=() if tokens.loss is None else (tokens.loss,)
+    )
 
 
 BASES = ("config.json", "params.json")
-"""Companions that speak of the base alone."""
+"""Companions that describe only the base."""
 
 
 def _tokenizer_files(own: Own, given: Given) -> tuple[dict[str, dict[str, Json]], dict[str, bytes], SpecialTokens]:
-    """The tokenizer and how the model converses, which peft's users keep with the adapter. Nothing where no tokenizer
-    is known."""
+    """The tokenizer and chat files, which users of peft store with the adapter; empty if no tokenizer is known."""
     try:
         tokens = given.tokens(own.checkpoint)
     except ValueError:
         return {}, {}, SpecialTokens({})
-    attached = own.checkpoint.attachments.get("config.json")
-    known = {} if attached is None else read_json(attached)
-    config = {**tokens.ids, **{key: known[key] for key in TOKEN_IDS if key in known}}
+    config_file = own.checkpoint.attachments.get("config.json")
+    known_ids = {} if config_file is None else read_json(config_file)
+    config = {**tokens.ids, **{key: known_ids[key] for key in TOKEN_IDS if key in known_ids}}
     return *conversing.written_files(own.checkpoint, config, tokens), tokens
 
 
 def _as_it_is(tensors: Tensors) -> Table:
-    """The table of a copy."""
+    """The table of a copy without changes."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     return Table(tuple(Target(name, shape, (whole(shape, name),)) for name, shape in shapes.items()))
 
 
 def _family(options: ModelConfig, attached: Path | bytes | None) -> HubFamily:
-    """What the base's linears are called by. attached: the config.json that came with the base, which may name a family
-    that stores them otherwise than the first that has such a model."""
+    """The family that names the base's linears. attached: the config.json stored with the base, which may name another
+    family than the first that can express such a model."""
     model = architecture(options)
     if model.family not in FAMILIES:
         raise CheckpointError(f"adapters of --family {model.family} have no form in peft here; valid: gpt, llama")
-    said = read_json(attached).get("model_type") if isinstance(attached, Path) and attached.exists() else None
-    return family_of(without_adapters(options), said)
+    model_type = read_json(attached).get("model_type") if isinstance(attached, Path) and attached.exists() else None
+    return family_of(without_adapters(options), model_type)
 
 
 def _linears(family: HubFamily, options: ModelConfig) -> Linears:
-    """Of the base's layers."""
-    found: Linears = {}
-    base, known = without_adapters(options), set(linears(options))
+    """The linears of the base's layers."""
+    rows_of: Linears = {}
+    base, adapted = without_adapters(options), set(linears(options))
     for tensor in inventory(base):
         stem, _, kind = tensor.name.rpartition(".")
-        if kind == "weight" and stem.rpartition(".")[2] in known:
+        if kind == "weight" and stem.rpartition(".")[2] in adapted:
             name, part = family.stored(tensor.name)
             rows = [range(tensor.shape[0])] if part.rows is None else part.rows(base)
-            found.setdefault(name.removesuffix(".weight"), {})[stem] = rows
-    return found
+            rows_of.setdefault(name.removesuffix(".weight"), {})[stem] = rows
+    return rows_of
 
 
 def _config(adapters: Adapters, theirs: Tensors, family: HubFamily, base: str) -> dict[str, Json]:
-    """What peft reads; the linears by the ends of their names."""
+    """The adapter_config.json. Linears are identified by the ends of their names."""
     widths = {name: each.shape[0] for name, each in theirs.items() if name.endswith(f"{DOWN}.weight")}
     ends = {_end(_bare(name).rsplit(".", 2)[0], family): width for name, width in widths.items()}
     ranks = {end: width for end, width in ends.items() if width != adapters.rank}
@@ -193,47 +204,52 @@ def _config(adapters: Adapters, theirs: Tensors, family: HubFamily, base: str) -
 
 
 def _end(linear: str, family: HubFamily) -> str:
-    """What it is called in each layer: GPT-2 has a c_proj in both branches. That of an expert, without its number."""
+    """The end of a linear's name, the same in each layer. GPT-2 has a c_proj in both branches, so the branch is
+    included; an expert's number is not."""
     within, last = linear.split(".")[-2:]
     return f"{within}.{last}" if family.renames_linears and not within.isdigit() else last
 
 
-# Theirs as ours
+# From peft's names to the project's
 
 
 def _ours(
     config: Mapping[str, Json], found: Tensors, base: ModelConfig, family: HubFamily, path: Path, named: str
 ) -> tuple[ModelConfig, Tensors]:
-    """The model with its adapters, and these by `weights/NAME`. Errors: CheckpointError naming key or tensor."""
-    where = str(path / CONFIG)
-    only(config, "peft_type", ("LORA",), where)
+    """The model with its adapters, and their tensors by `weights/NAME`. Errors: CheckpointError naming key or
+    tensor."""
+    config_path = str(path / CONFIG)
+    only(config, "peft_type", ("LORA",), config_path)
     for key in UNKNOWN:
-        only(config, key, NOTHING, where)
-    only(config, "init_lora_weights", BEGINNINGS, where)
-    rank = whole_in(config, "r", where)
+        only(config, key, NOTHING, config_path)
+    only(config, "init_lora_weights", BEGINNINGS, config_path)
+    rank = whole_in(config, "r", config_path)
     ranks, alphas = below(config, "rank_pattern"), below(config, "alpha_pattern")
     stored = _linears(family, base)
     if not set(ranks) <= {_end(name, family) for name, parts in stored.items() if len(parts) > 1}:
-        raise CheckpointError(f"{where}: rank_pattern {ranks!r}: one rank for all linears is read; valid: {{}}")
+        raise CheckpointError(f"{config_path}: rank_pattern {ranks!r}: one rank for all linears is read; valid: {{}}")
     root = math.sqrt if config.get("use_rslora") else float
-    alpha = number_in(config, "lora_alpha", where)
+    alpha = number_in(config, "lora_alpha", config_path)
+    # rsLoRA divides by the square root of the rank.
     scale = alpha / root(rank)
     for end in {**ranks, **alphas}:
-        theirs = number_in(alphas, end, where, alpha) / root(whole_in(ranks, end, where, rank))
-        if not math.isclose(theirs, scale):
-            raise CheckpointError(f"{where}: {end} has a scale of {theirs:g}, others {scale:g}: one for all is read")
-    named_ours = dict(_split(found, stored, rank))
-    targets = dict.fromkeys(name.split(".")[-3] for name in named_ours)
-    of = ModelOptions(
+        end_scale = number_in(alphas, end, config_path, alpha) / root(whole_in(ranks, end, config_path, rank))
+        if not math.isclose(end_scale, scale):
+            raise CheckpointError(
+                f"{config_path}: {end} has a scale of {end_scale:g}, others {scale:g}: one for all is read"
+            )
+    by_name = dict(_split(found, stored, rank))
+    targets = dict.fromkeys(name.split(".")[-3] for name in by_name)
+    lora_options = ModelOptions(
         lora_rank=rank,
         lora_alpha=scale * rank,
         lora_targets=() if set(targets) == set(linears(base)) else tuple(targets),
-        lora_dropout=number_in(config, "lora_dropout", where, 0.0),
+        lora_dropout=number_in(config, "lora_dropout", config_path, 0.0),
     )
-    model = with_adapters(base, of)
-    shapes = {f"weights/{name}": tuple(each.shape) for name, each in named_ours.items()}
+    model = with_adapters(base, lora_options)
+    shapes = {f"weights/{name}": tuple(each.shape) for name, each in by_name.items()}
     check_adapters(model, shapes, str(path / WEIGHTS), named)
-    return model, {f"weights/{name}": each for name, each in named_ours.items()}
+    return model, {f"weights/{name}": each for name, each in by_name.items()}
 
 
 def _bare(name: str) -> str:
@@ -244,28 +260,36 @@ def _bare(name: str) -> str:
 
 
 def _joined(ours: Tensors, stored: Linears) -> Iterator[tuple[str, torch.Tensor]]:
-    """The folder's names; what the linears in one of its own have as one adapter."""
+    """Yield the folder's names and tensors. Several adapters in one linear of the folder become one adapter.
+
+    linear of the folder with q, k, v, each of rank r:
+
+    A [3r, in] = q.A      B [q + k + v rows, 3r] = q.B  0    0
+                 k.A                               0    k.B  0
+                 v.A                               0    0    v.B
+    """
     for linear, parts in stored.items():
-        held = {stem: rows for stem, rows in parts.items() if f"{stem}.{DOWN}.weight" in ours}
-        if not held:
+        adapted = {stem: rows for stem, rows in parts.items() if f"{stem}.{DOWN}.weight" in ours}
+        if not adapted:
             continue
-        downs, ups = ([ours[f"{stem}.{half}.weight"] for stem in held] for half in (DOWN, UP))
+        downs, ups = ([ours[f"{stem}.{half}.weight"] for stem in adapted] for half in (DOWN, UP))
         rank, outs = downs[0].shape[0], sum(len(run) for rows in parts.values() for run in rows)
-        up = ups[0].new_zeros(outs, len(held) * rank)
-        for number, (rows, each) in enumerate(zip(held.values(), ups, strict=True)):
+        up = ups[0].new_zeros(outs, len(adapted) * rank)
+        for number, (rows, each) in enumerate(zip(adapted.values(), ups, strict=True)):
             up[_numbers(rows), number * rank : (number + 1) * rank] = each
         yield f"{linear}.{DOWN}.weight", torch.cat(downs)
         yield f"{linear}.{UP}.weight", up
 
 
 def _split(found: Tensors, stored: Linears, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Our names; the adapter of a linear that holds several as theirs, those that are not zero."""
+    """Yield the project's names and tensors. The adapter of a linear that contains several becomes one for each, except
+    those that are zero."""
     for name, tensor in found.items():
         linear, _, half = _bare(name).removesuffix(".weight").rpartition(".")
         down, up = (found.get(f"{WRAPPED}{linear}.{each}.weight") for each in (DOWN, UP))
         outs = sum(len(_numbers(rows)) for rows in stored.get(linear, {}).values())
         if down is None or up is None or up.shape[0] != outs:
-            yield _bare(name), tensor  # which is refused by its name
+            yield _bare(name), tensor  # `check_adapters` refuses it by its name
         elif half == UP:
             for stem, (first, second) in _parts(down, up, stored[linear], rank, name):
                 yield f"{stem}.{DOWN}.weight", first
@@ -275,7 +299,7 @@ def _split(found: Tensors, stored: Linears, rank: int) -> Iterator[tuple[str, to
 def _parts(
     down: torch.Tensor, up: torch.Tensor, parts: Mapping[str, Sequence[range]], rank: int, name: str
 ) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """Of one adapter: each part's own columns of a diagonal, or all of them where it is of one rank."""
+    """Split one adapter: each part takes its own columns of the block diagonal, or all columns if B has one block."""
     count = down.shape[0] // rank
     if len(parts) > 1 and (down.shape[0] % rank or count > len(parts)):
         raise CheckpointError(
@@ -289,12 +313,12 @@ def _parts(
             continue
         used = _columns(block, rank)
         if used == [column]:
-            here = slice(column * rank, (column + 1) * rank)
-            yield stem, (down[here].clone(), block[:, here].clone())
+            columns = slice(column * rank, (column + 1) * rank)
+            yield stem, (down[columns].clone(), block[:, columns].clone())
             column += 1
         elif used:
-            several = ", ".join(each.rpartition(".")[2] for each in parts)
-            raise CheckpointError(f"{name}: an adapter of rank {down.shape[0]} must be {rank} for each of {several}")
+            stems = ", ".join(each.rpartition(".")[2] for each in parts)
+            raise CheckpointError(f"{name}: an adapter of rank {down.shape[0]} must be {rank} for each of {stems}")
 
 
 def _numbers(rows: Sequence[range]) -> list[int]:

@@ -1,9 +1,11 @@
-"""What a torch file's pickles would cost, found before torch's restricted reader builds anything of them.
+"""Measures what reading a torch file's pickles would cost, before torch's restricted reader builds any object from
+them.
 
-That reader runs no code, but it does what the instructions say, and few bytes can say much: a key that is a tuple of
-tuples, each naming the one before it twice, takes for ever to hash; a dict handed to a thousand objects takes a
-thousand times its memory. Here the instructions are played with sizes in place of objects. What files of tensors do
-not need is refused: other instructions, calls of other functions, depth, and work that grows faster than the file.
+That reader runs no code, but it executes the pickle's instructions, and a few bytes can demand a lot: a key that is a
+tuple of tuples, each containing the previous one twice, takes exponential time to hash; a dict that is passed to a
+thousand objects takes a thousand times its memory. This module executes the instructions with sizes in place of
+objects. It refuses everything that files of tensors do not need: other instructions, calls of other functions, deep
+nesting, and work that grows faster than the file.
 """
 
 from __future__ import annotations
@@ -17,19 +19,20 @@ from pathlib import Path
 from mega.core.checkpoint.own.pieces import CheckpointError
 
 BYTES = 64 << 20
-"""Longest pickle. That of 10,000 tensors has about 2 MB."""
+"""Size limit of one pickle. The pickle of 10,000 tensors has about 2 MB."""
 
 INSTRUCTIONS = 400_000
-"""In all pickles of a file: about 12,000 tensors."""
+"""Limit for all pickles of a file: about 12,000 tensors."""
 
 WORK = 2_000_000
-"""Elements hashed, compared or copied besides those that the file spells out."""
+"""Limit on elements hashed, compared or copied in addition to those that the file lists."""
 
 DEPTH = 100
-"""Of tuples in tuples; hashing goes down as deep."""
+"""Depth limit of nested tuples; hashing recurses to the same depth."""
 
 ODD_KEYS = 1_000
-"""Keys that are neither text nor small numbers: such can be chosen to collide, and then each is compared with all."""
+"""Limit on keys that are neither text nor small numbers. Such keys can be chosen to collide; then each new key is
+compared with all others."""
 
 HASHING = frozenset({"collections.OrderedDict", "collections.Counter", "builtins.set", "__builtin__.set"})
 CALLS = HASHING | {
@@ -46,33 +49,36 @@ CALLS = HASHING | {
     "torch._utils._rebuild_tensor_v3",
     "torch._tensor._rebuild_from_type_v2",
 }
-"""What files of tensors call. torch's reader allows more: bytearray(10^12), say."""
+"""Functions that files of tensors call. torch's reader allows more, for example bytearray(10^12)."""
 
 WITH_ATTRIBUTES = "torch._tensor._rebuild_from_type_v2"
-"""Makes a tensor that has attributes, by calling the function that it is given: only of a tensor as such."""
+"""Makes a tensor with attributes by calling a function that it receives; only `_rebuild_tensor_v2` is allowed."""
 
 CODECS = ("latin1", "latin-1", "utf-8", "ascii")
-"""Of others (punycode, idna) the time grows with the square of the text."""
+"""Allowed codecs. With others (punycode, idna) the time grows with the square of the text's length."""
 
 
 @dataclass(slots=True, eq=False)
 class Sized:
-    """An object of the pickle.
-
-    size: elements that hashing or copying it goes through. depth: of tuples in it. plain: text, a small number or a
-    constant. items: a tuple's. says: what a name, or a text that matters, says.
-    """
+    """An object of the pickle."""
 
     size: int = 1
+    """Elements that hashing or copying it visits."""
     depth: int = 0
+    """Depth of nested tuples in it."""
     plain: bool = False
+    """It is text, a small number or a constant."""
     items: tuple[Sized, ...] | None = None
+    """The items of a tuple; None for other objects."""
     says: str = ""
+    """The text of a name, or of a string that matters."""
     grows: bool = False
+    """It is a container to which elements may be added."""
 
     @property
     def spread(self) -> int:
-        """What handing it on costs: of a tuple's containers the elements, which no hash goes through, count too."""
+        """The cost of passing it on. For a tuple, elements of its containers count too, which a hash would not
+        visit."""
         return self.size if self.items is None else sum(item.size for item in self.items)
 
 
@@ -89,14 +95,14 @@ _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 class _RefusedError(ValueError):
-    """Why torch does not get a pickle."""
+    """Why a pickle is not passed to torch."""
 
 
 class Scan:
-    """Plays a file's pickles, one after another; the limits hold for all of them together.
+    """Executes a file's pickles one after another; the limits apply to all of them together.
 
-    inert: whether a name may be called besides those of tensors, since an inert object stands for it. `names` are all
-    that were met.
+    inert: returns whether a name may be called in addition to `CALLS`, because the reader replaces it with an inert
+    object. names: all names that occurred.
     """
 
     def __init__(self, path: Path, inert: Callable[[str], object] = lambda name: None) -> None:
@@ -106,9 +112,9 @@ class Scan:
         self._left, self._work, self._odd = INSTRUCTIONS, WORK, ODD_KEYS
 
     def check(self, stream: BytesIO) -> None:
-        """Play the pickle that begins where `stream` stands; then it stands after it.
+        """Execute the pickle that begins at the position of `stream`, and leave `stream` at its end.
 
-        Errors: CheckpointError naming the file and what is met.
+        Errors: CheckpointError naming the file and the refused instruction or name.
         """
         try:
             self._play(stream)
@@ -135,7 +141,7 @@ class Scan:
                 memo[argument] = stack[-1]
             elif name in ("BINGET", "LONG_BINGET"):
                 memoized = memo[argument]
-                if memoized.items is not None:
+                if memoized.items is not None:  # a tuple's hash is computed again at each use
                     self._charge(memoized.size)
                 stack.append(memoized)
             elif name in _EMPTY:
@@ -150,8 +156,8 @@ class Scan:
                 stack.append(Sized(says=str(argument).replace(" ", ".")))
                 self.names.add(stack[-1].says)
             elif name in ("REDUCE", "NEWOBJ"):
-                called, given = _last(stack, 2)
-                stack.append(self._called(called.says, given))
+                function, args = _last(stack, 2)
+                stack.append(self._called(function.says, args))
             elif name == "BUILD":
                 self._charge(stack.pop().spread)
             elif name in ("APPEND", "APPENDS"):
@@ -181,7 +187,7 @@ class Scan:
             raise _RefusedError(f"its pickle has more than {ODD_KEYS:,} keys that are neither text nor small numbers")
 
     def _grown(self, stack: list[Sized], items: list[Sized]) -> None:
-        """A list's elements, or a dict's keys and values, come to the container on top, or to an object like one."""
+        """Add a list's elements, or a dict's keys and values, to the container on top of the stack or to an object."""
         top = stack[-1]
         if top.grows:
             top.size += sum(1 if item.grows else item.size for item in items)
@@ -194,9 +200,9 @@ class Scan:
         if name not in CALLS and not self._inert(name):
             raise _RefusedError(f"it holds {name}")
         self._charge(given.spread)
-        said = [argument.says for argument in given.items[:2]]
-        if name == WITH_ATTRIBUTES and said != ["torch._utils._rebuild_tensor_v2", "torch.Tensor"]:
-            raise _RefusedError(f"it holds {name} of {' and '.join(said)}")
+        arguments = [argument.says for argument in given.items[:2]]
+        if name == WITH_ATTRIBUTES and arguments != ["torch._utils._rebuild_tensor_v2", "torch.Tensor"]:
+            raise _RefusedError(f"it holds {name} of {' and '.join(arguments)}")
         if name in HASHING and given.spread > ODD_KEYS:
             raise _RefusedError(f"it holds {name} of more than {ODD_KEYS:,} elements")
         if name == "_codecs.encode" and not all(argument.says in CODECS for argument in given.items[1:]):

@@ -1,10 +1,10 @@
-"""Is a conversion what it was made from? Both sides are opened again, and every element of one is compared.
+"""Compares a conversion with its source: both sides are opened again, and every element of one is compared.
 
-What lies in the foreign files is read by the form's table, which is also the one, inverted, that a conversion wrote by.
-So this shows that the files hold every element, complete and undamaged, where the table says; a table whose order of
-rows is wrong would go unnoticed. That the tables are right is shown without them: the tests write every form by hand
-(tests/support/foreign_forms.py), compute with what was read, and read what was written with each format's own rules;
---verify runs both models where the other side is Hugging Face's (proof/logits.py).
+The foreign files are read through the form's table; a conversion wrote them through the same table, inverted. So this
+shows that the files contain every element, undamaged, at the position that the table gives; it cannot detect a table
+with a wrong order of rows. Other checks prove the tables: the tests write every form by hand
+(tests/support/foreign_forms.py), compute with the tensors that are read, and read the written files with each format's
+own rules; --verify runs both models if the other side is Hugging Face's (proof/logits.py).
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from mega.core.checkpoint.own.store import Checkpoint, locate
 
 @dataclass(frozen=True)
 class ReadBack:
-    """How much was compared: tensors of ours, and their elements. rounded: tensors that the other form holds less
-    exactly, or in another type, and that were compared after the same rounding."""
+    """How much was compared."""
 
-    tensors: int
-    elements: int
-    rounded: int = 0
+    tensors: int  # of the mega checkpoint
+    elements: int  # of those tensors
+    rounded: int = 0  # tensors that the other form stores with less precision, compared after the same rounding
 
     def __str__(self) -> str:
         rounded = f", {self.rounded:,} of them rounded to the file's types" if self.rounded else ""
@@ -43,35 +42,35 @@ class ReadBack:
 
 
 def read_back(one: Path, other: Path, heads: int | None = None) -> ReadBack:
-    """Compare an own checkpoint with what it was made from, or what was made of it, in either order.
+    """Compare a mega checkpoint with its source or its export, in either order.
 
-    heads: as of `Given`. Errors: CheckpointError naming the first tensor that differs.
+    heads: as in `Given`. Errors: CheckpointError naming the first tensor that differs.
     """
-    own, foreign = (one, other) if form_at(one) is OWN else (other, one)
-    checkpoint = locate(own)
+    own_path, foreign = (one, other) if form_at(one) is OWN else (other, one)
+    checkpoint = locate(own_path)
     vocab = model_of(checkpoint.meta, str(checkpoint.path)).vocab
     state = any(name.startswith("moment1/") for name in checkpoint.tensors)
-    found = form_at(foreign).open(foreign, Given(layout=ONE, vocab=vocab, heads=heads, optimizer=state))
-    return compare(found, checkpoint)
+    foreign_weights = form_at(foreign).open(foreign, Given(layout=ONE, vocab=vocab, heads=heads, optimizer=state))
+    return compare(foreign_weights, checkpoint)
 
 
 def check_comparable(load: Path, to_ours: bool) -> None:
-    """Errors: ValueError unless one side of a conversion is ours and the other is not."""
+    """Errors: ValueError unless exactly one side of a conversion is a mega checkpoint."""
     if (form_at(load) is OWN) == to_ours:
         other = "; `mega checkpoint diff` compares two of ours" if to_ours else ""
         raise ValueError(f"--verify: {load}: one of source and target must be ours, and only one{other}")
 
 
 def compare(opened: Opened, checkpoint: Checkpoint) -> ReadBack:
-    """Every tensor of `checkpoint` against what is made of a foreign one, in blocks; the table is proven first."""
+    """Compare every tensor of `checkpoint` with the foreign one in blocks, after the table is proven."""
     source, table = opened.source, opened.table
     prove(table, source.tensors)
     check_copies(table, source)
     tensors = table.tensors(source.tensors)
     kinds = {name.partition("/")[0] for name in tensors}
-    wanted = {name for name in checkpoint.tensors if name.partition("/")[0] in kinds}
-    if odd := wanted ^ tensors.keys():
-        raise CheckpointError(f"--verify: {min(odd)}: is in one of the two only")
+    names = {name for name in checkpoint.tensors if name.partition("/")[0] in kinds}
+    if unmatched := names ^ tensors.keys():
+        raise CheckpointError(f"--verify: {min(unmatched)}: is in one of the two only")
     rounded = sum(_compared(target, tensors[target.name], opened, checkpoint) for target in table.targets)
     return ReadBack(len(tensors), table.elements, rounded)
 
@@ -79,15 +78,15 @@ def compare(opened: Opened, checkpoint: Checkpoint) -> ReadBack:
 def _compared(
     target: Target, expected: tuple[tuple[int, ...], torch.dtype], opened: Opened, checkpoint: Checkpoint
 ) -> bool:
-    """Whether a tensor had to be rounded to be the same. Errors: CheckpointError where it is another one."""
+    """Whether a tensor had to be rounded to be equal. Errors: CheckpointError if it differs."""
     name, origin, rounded = target.name, target.fragments[0].source, False
     shape, dtype = expected
     if checkpoint.tensors[name] != expected and (opened.rounded is None or checkpoint.tensors[name][0] != shape):
         raise CheckpointError(f"--verify: {name}: is {checkpoint.tensors[name]}, not {expected}")
     for box in blocks(whole_box(shape), dtype.itemsize):
-        found, other = read_part(checkpoint, name, box), assemble(target, box, opened.source).contiguous()
-        if not _same(found, other):
-            if opened.rounded is None or not _same(opened.rounded(origin, found), other):
+        values, other = read_part(checkpoint, name, box), assemble(target, box, opened.source).contiguous()
+        if not _same(values, other):
+            if opened.rounded is None or not _same(opened.rounded(origin, values), other):
                 raise CheckpointError(f"--verify: {name}: is not what {origin} holds")
             rounded = True
     return rounded

@@ -1,4 +1,4 @@
-"""What lies at a path, by the names of files; no tensor is read."""
+"""Determines the form at a path from the names of its files; no tensor is read."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from mega.core.checkpoint.own.store import store_at
 from mega.core.files import url_of
 
 MOST = 1000
-"""Things in a folder that are looked at for what may be meant."""
+"""Limit on the entries of a folder that are examined for a suggestion."""
 
 
 def form_at(path: Path, *, inside: bool = True) -> Form:
-    """What lies at `path`. inside: where it is nothing, name what lies in it.
+    """The form at `path`. inside: if no form is recognised, suggest one found in the folder.
 
-    Errors: CheckpointError if none of them, or both ours and another's.
+    Errors: CheckpointError if no form is recognised, or both a mega checkpoint and a foreign form are.
     """
     if url_of(path) is None and not path.exists():
         raise CheckpointError(f"{path}: no such file or directory")
     foreign = foreign_form(path)
     steps = store_at(path).steps() if foreign is None or path.is_dir() else []
     if foreign is not None and steps:
-        ours = f"checkpoints of ours (steps {', '.join(map(str, steps))})"
+        own_steps = f"checkpoints of ours (steps {', '.join(map(str, steps))})"
         raise CheckpointError(
-            f"{path}: holds {foreign.words} and {ours}, and which is meant is open; give the step-NNNNNNN, or "
+            f"{path}: holds {foreign.words} and {own_steps}, and which is meant is open; give the step-NNNNNNN, or "
             "move one of the two elsewhere"
         )
     if foreign is not None:
@@ -41,8 +41,8 @@ def form_at(path: Path, *, inside: bool = True) -> Form:
 
 
 def _inside(folder: Path) -> str:
-    """What to give instead of a folder that is none of them but has one in it; folders come before files."""
-    with suppress(OSError):  # what cannot be read is not named
+    """A suggestion for a folder that has no form but contains one that has; folders come before files."""
+    with suppress(OSError):  # unreadable entries are skipped
         for path in islice(sorted(folder.iterdir(), key=lambda path: (path.is_file(), path.name)), MOST):
             with suppress(OSError, CheckpointError):
                 if path.suffix != ".bin" or not path.with_suffix(".idx").exists():
@@ -51,9 +51,9 @@ def _inside(folder: Path) -> str:
 
 
 def check_place(save: Path, flag: str = "--save-dir") -> None:
-    """See that checkpoints of ours at `save` will be recognised. Errors: ValueError where others' weights are there.
+    """Check that mega checkpoints saved at `save` will be recognised. Errors: ValueError if it holds foreign weights.
 
-    Next to them it would be open which of the two models is meant, and the next conversion would take the other one.
+    With both in one folder it would be unclear which model is meant, and the next conversion would read the wrong one.
     """
     foreign = foreign_form(save) if url_of(save) is None and save.exists() else None
     if foreign is not None:
@@ -61,5 +61,5 @@ def check_place(save: Path, flag: str = "--save-dir") -> None:
 
 
 def foreign_form(path: Path) -> Form | None:
-    """What others have written at `path`; None where it is nothing that is known. Ours may lie there too."""
+    """The foreign form at `path`; None if no form is recognised. Mega checkpoints may be there too."""
     return next((form for form in FORMS if form.recognise(path)), None)

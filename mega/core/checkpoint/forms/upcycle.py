@@ -1,9 +1,14 @@
-"""A dense checkpoint as the beginning of a mixture of experts (Komatsuzaki et al. 2022; He et al. 2024, 2410.07524).
+"""Initializes a mixture of experts from a dense checkpoint (Komatsuzaki et al. 2022; He et al. 2024, 2410.07524).
 
-With granularity g an expert has 1 / g of the dense network's width: expert j holds piece j mod g of it, and the pieces
-repeat. Rows of the router are equal for the g experts that make up one copy. Where a token chooses the g experts of one
-copy, each with probability 1 / g, their sum is the dense network's output but for the scale, by which the matrices are
-multiplied; with g = 1 the mixture computes what the dense model does, whichever experts are chosen. Knows no files.
+With granularity g an expert has 1 / g of the dense network's width: expert j holds part j mod g of it, and the parts
+repeat. The router's rows are equal for the g experts that make up one copy.
+
+    dense network, width w      | part 0 | part 1 |          g = 2
+    experts 0, 1, 2, 3, ...       part 0, part 1, part 0, part 1, ...
+
+If a token chooses the g experts of one copy, each with probability 1 / g, their sum is the dense network's output up to
+a factor, by which the matrices are multiplied. With g = 1 the mixture computes the same as the dense model, for any
+choice of experts. Knows no files.
 """
 
 from __future__ import annotations
@@ -20,22 +25,25 @@ from mega.core.config.resolve import divisors
 from mega.core.config.sections import ModelConfig
 
 SCALED = "scaled/"
-"""In front of the name of a dense matrix that is multiplied."""
+"""Prefix of the name of a dense matrix that is multiplied."""
 
 
 @dataclass(frozen=True)
 class Upcycling:
-    """experts: of each layer. chosen: that each token passes. granularity: experts that make up one dense network."""
+    """How a mixture is made."""
 
     experts: int
+    """Experts of each layer."""
     chosen: int
+    """Experts chosen for each token."""
     granularity: int = 1
+    """Experts that make up one dense network."""
     seed: int = 1234
-    """Of the router's first values."""
+    """Seed of the router's initial values."""
 
 
 def upcycled(own: Own, how: Upcycling) -> Opened:
-    """The mixture that a dense checkpoint begins; its table takes each of the source's tensors.
+    """The initial mixture for a dense checkpoint; its table uses each of the source's tensors.
 
     Errors: ValueError naming the flag whose number does not fit.
     """
@@ -48,20 +56,20 @@ def upcycled(own: Own, how: Upcycling) -> Opened:
 
 
 def _check(model: ModelConfig, how: Upcycling) -> None:
-    described = architecture(model)
-    if described.mixtures:
+    structure = architecture(model)
+    if structure.mixtures:
         raise ValueError(f"--upcycle {how.experts}: the model has experts already; must be dense")
-    if described.output.ahead:
+    if structure.output.ahead:
         rule = "must not predict tokens after the next one, by layers that would be mixtures too"
         raise ValueError(f"--upcycle {how.experts}: mtp_layers {model.mtp_layers}: {rule}")
-    if described.adapters is not None or len(described.stacks) > 1 or not described.block.attention.causal:
+    if structure.adapters is not None or len(structure.stacks) > 1 or not structure.block.attention.causal:
         raise ValueError(f"--upcycle {how.experts}: must be a whole GPT or Llama")
     if how.experts < 2:
         raise ValueError(f"--upcycle {how.experts}: must be at least 2")
-    for of, number in ((f"the model's ffn {model.ffn}", model.ffn), (f"--upcycle {how.experts}", how.experts)):
+    for subject, number in ((f"the model's ffn {model.ffn}", model.ffn), (f"--upcycle {how.experts}", how.experts)):
         if how.granularity < 1 or number % how.granularity:
             valid = ", ".join(map(str, divisors(number)[:12]))
-            raise ValueError(f"--upcycle-granularity {how.granularity}: must divide {of}; valid: {valid}")
+            raise ValueError(f"--upcycle-granularity {how.granularity}: must divide {subject}; valid: {valid}")
     if not 2 <= how.chosen <= how.experts:
         raise ValueError(f"--upcycle-chosen {how.chosen}: must be from 2 to --upcycle {how.experts}")
     if how.chosen % how.granularity:
@@ -72,46 +80,47 @@ def _check(model: ModelConfig, how: Upcycling) -> None:
 
 
 def _target(tensor: Tensor, granularity: int, held: Tensors) -> Target:
-    """One tensor of the mixture, made of the dense model's; a piece of it, where it is an expert's."""
+    """One tensor of the mixture, made of the dense model's; for an expert, a part of it."""
     name = f"weights/{tensor.name}"
     if tensor.member is None:
         return Target(name, tensor.shape, (whole(tensor.shape, name),))
     number = tensor.member.index
     dense = SCALED + tensor.name.replace(f".experts.{number}.", ".")
-    at, piece = Span(*map(range, tensor.shape)), number % granularity
-    taken = [
-        range(piece * size, (piece + 1) * size) if size < of else range(size)
-        for size, of in zip(tensor.shape, held[dense][0], strict=True)
+    span, piece = Span(*map(range, tensor.shape)), number % granularity
+    source_ranges = [
+        range(piece * size, (piece + 1) * size) if size < dense_size else range(size)
+        for size, dense_size in zip(tensor.shape, held[dense][0], strict=True)
     ]
-    return Target(name, tensor.shape, (Fragment(dense, at, Span(*taken)),))
+    return Target(name, tensor.shape, (Fragment(dense, span, Span(*source_ranges)),))
 
 
 class UpcycledSource:
-    """The dense model's tensors, those of its feed-forward networks multiplied, and first values of the routers."""
+    """The dense model's tensors, with those of its feed-forward networks multiplied, and initial values of the
+    routers."""
 
     def __init__(self, dense: Source, model: ModelConfig, how: Upcycling) -> None:
         self._dense, self._model, self._how = dense, model, how
         self._factor = float(how.granularity) ** _exponent(model)
-        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name, (shape, dtype) in dense.tensors.items():
             if not name.startswith("weights/"):
-                continue  # an optimizer's state is of the dense model
+                continue  # the optimizer's state fits only the dense model
             if ".mlp." in name:
-                found[name.replace("weights/", SCALED, 1)] = (shape, dtype)
+                tensors[name.replace("weights/", SCALED, 1)] = (shape, dtype)
             else:
-                found[name] = (shape, dtype)
-        dtype = next(iter(found.values()))[1]
+                tensors[name] = (shape, dtype)
+        dtype = next(iter(tensors.values()))[1]
         for layer in range(model.layers):
-            found[f"weights/model.layers.{layer}.mlp.gate.weight"] = ((how.experts, model.hidden), dtype)
-        self.tensors: Tensors = found
+            tensors[f"weights/model.layers.{layer}.mlp.gate.weight"] = ((how.experts, model.hidden), dtype)
+        self.tensors: Tensors = tensors
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         if name.startswith(SCALED):
             part = self._dense.read(name.replace(SCALED, "weights/", 1), box)
-            plain = self._factor == 1 or name.endswith("down_proj.bias")
+            unscaled = self._factor == 1 or name.endswith("down_proj.bias")
             return (
                 part
-                if plain
+                if unscaled
                 else (part.to(torch.promote_types(part.dtype, torch.float32)) * self._factor).to(part.dtype)
             )
         if name.endswith(".mlp.gate.weight"):
@@ -119,20 +128,21 @@ class UpcycledSource:
         return self._dense.read(name, box)
 
     def _router(self, name: str) -> torch.Tensor:
-        how, layer = self._how, int(name.split(".")[2])
-        draw = torch.Generator().manual_seed(how.seed + layer)
-        rows = torch.randn(how.experts // how.granularity, self._model.hidden, generator=draw)
-        return (rows * self._model.init_std).repeat_interleave(how.granularity, 0)
+        upcycling, layer = self._how, int(name.split(".")[2])
+        generator = torch.Generator().manual_seed(upcycling.seed + layer)
+        rows = torch.randn(upcycling.experts // upcycling.granularity, self._model.hidden, generator=generator)
+        return (rows * self._model.init_std).repeat_interleave(upcycling.granularity, 0)
 
 
 def _exponent(model: ModelConfig) -> float:
-    """By which a factor of the output becomes one of each matrix: three of them where there is a gate or a square."""
+    """Converts a factor of the output to one of each matrix: three matrices share it with a gate or a square, else
+    two."""
     network = architecture(model).block.feed_forward
     return 1 / 3 if network.gated or network.activation == "relu2" else 1 / 2
 
 
 def check_one_dtype(own: Own, load: object) -> None:
-    """Errors: CheckpointError where the weights are not of one dtype."""
+    """Errors: CheckpointError if the weights have several dtypes."""
     dtypes = {dtype for name, (_, dtype) in own.source.tensors.items() if name.startswith("weights/")}
     if len(dtypes) > 1:
         raise CheckpointError(f"{load}: holds weights of several dtypes; a mixture is made of one")

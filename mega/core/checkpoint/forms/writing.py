@@ -1,4 +1,4 @@
-"""Files of other tools, written: JSON, torch's. What of them a folder needs is a form's affair."""
+"""Writes JSON and torch files in the formats of other tools. Each form decides which files its folder needs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def write_json(path: Path, content: Mapping[str, Json]) -> None:
 
 
 def write_files(folder: Path, texts: Mapping[str, dict[str, Json]], others: Mapping[str, bytes]) -> None:
-    """JSON files and others, by name."""
+    """Write JSON files and other files, by name."""
     for name, content in texts.items():
         write_json(folder / name, content)
     for name, data in others.items():
@@ -30,11 +30,11 @@ def write_files(folder: Path, texts: Mapping[str, dict[str, Json]], others: Mapp
 
 
 def write_torch(path: Path, content: object) -> int:
-    """A torch file, safe on the disk; its bytes. Errors: OSError, of a full disk for example."""
+    """Write a torch file and sync it to disk; return its bytes. Errors: OSError, for example of a full disk."""
     try:
         with whole_file(path) as file:
             torch.save(content, file)
-    except RuntimeError as error:  # torch closes its archive nevertheless, which hides what stopped it
+    except RuntimeError as error:  # raised when torch closes its archive, and hides the error that stopped the write
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
@@ -42,5 +42,5 @@ def write_torch(path: Path, content: object) -> int:
 
 
 def made(target: Target, source: Source) -> torch.Tensor:
-    """A whole tensor."""
+    """Read all elements of a target."""
     return assemble(target, whole_box(target.shape), source)

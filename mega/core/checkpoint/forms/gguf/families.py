@@ -1,4 +1,4 @@
-"""Models that llama.cpp has: their metadata, which are keys of a config.json under other names, and names of tensors.
+"""Models that llama.cpp has: their metadata, which correspond to keys of a config.json, and names of tensors.
 
 Sources: docs/gguf.md of ggml; conversion/*.py of llama.cpp.
 """
@@ -38,22 +38,24 @@ NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-"""Our modules -> llama.cpp's, of a layer by names within it."""
+"""The project's modules -> llama.cpp's; modules of a layer by their names within it."""
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""By what Llama 3's frequencies are divided, where they are scaled: of half a head, fp32."""
+"""The tensor of divisors of Llama 3's scaled frequencies: half a head, fp32."""
 
 OUTPUT = "output.weight"
 
 
 @dataclass(frozen=True)
 class GgufFamily:
-    """One `general.architecture`. model_types: of config.json whose models it holds; the first is what is read.
-    neighbours: query and key rows stand as Meta's, whose neighbours turn with one another."""
+    """One `general.architecture`."""
 
     name: str
+    """The value of that key."""
     model_types: tuple[str, ...]
+    """`model_type` of config.json for the models that it holds; files are read as the first."""
     neighbours: bool = False
+    """Query and key rows are in Meta's order, in which neighbouring rows are rotated together."""
 
 
 FAMILIES = (
@@ -73,11 +75,11 @@ SIZES = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
 }
-"""Whole numbers: of the metadata, and of a config.json."""
+"""Whole numbers: key of the metadata -> key of a config.json."""
 
 NUMBERS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.freq_base": "rope_theta"}
 SAME = {"attention.value_length": "head_dim", "rope.dimension_count": "head_dim"}
-"""What must equal another, where it is there."""
+"""Keys whose value, if present, must equal that of the given key of a config.json."""
 
 SCALING = "rope.scaling."
 ORIGINAL = f"{SCALING}original_context_length"
@@ -89,16 +91,16 @@ NEUTRAL: Mapping[str, tuple[Json, ...]] = {
     f"{SCALING}yarn_ext_factor": (-1.0,),
     f"{SCALING}yarn_log_multiplier": (0.0,),
 }
-"""Keys that change what a model computes, unless their value is this one."""
+"""Keys that change what a model computes, unless their value is the one listed."""
 BETAS = {f"{SCALING}yarn_beta_fast": "beta_fast", f"{SCALING}yarn_beta_slow": "beta_slow"}
-"""Of YaRN: the metadata's, and a config.json's."""
+"""Parameters of YaRN: key of the metadata -> key of a config.json."""
 SCALED = ("linear", "yarn")
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3_POSITIONS = 8192
 ROPE_BASE = 10000.0
-"""Where nothing is said."""
+"""The default, if the metadata have no base."""
 LEAST, MOST = 1e-37, 3e38
-"""Positive numbers of 32 bits."""
+"""Range of positive numbers in 32 bits."""
 
 
 def shortest(number: float) -> float:
@@ -120,25 +122,25 @@ def model_of_metadata(
 ) -> tuple[GgufFamily, ModelConfig, dict[str, Json]]:
     """The family, the model, and its config.json. tensors: shapes by name. factors: of `ROPE_FACTORS`.
 
-    Errors: CheckpointError naming what llama.cpp has and this project has not.
+    Errors: CheckpointError naming a setting that llama.cpp supports and this project does not.
     """
     name = str(metadata.get("general.architecture"))
     if name not in BY_NAME:
         raise CheckpointError(f"{where}: general.architecture {name!r} (valid: {', '.join(BY_NAME)})")
     family = BY_NAME[name]
-    own = {key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")}
+    settings = {key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")}
     config: dict[str, Json] = {"model_type": family.model_types[0], "tie_word_embeddings": OUTPUT not in tensors}
-    place = f"{where}: {name}."
-    if (layers := _whole(own, "block_count", place)) > len(tensors):
-        raise CheckpointError(f"{place}block_count {layers}: it has {len(tensors)} tensors")
-    config |= _sizes(own, place)
+    prefix = f"{where}: {name}."
+    if (layers := _whole(settings, "block_count", prefix)) > len(tensors):
+        raise CheckpointError(f"{prefix}block_count {layers}: it has {len(tensors)} tensors")
+    config |= _sizes(settings, prefix)
     if len(shape := tensors.get("token_embd.weight", ())) != 2:
         raise CheckpointError(f"{where}: holds no token_embd.weight of two dimensions")
     config["vocab_size"] = shape[0]
-    config |= _scaling(own, factors, place)
-    for key, value in own.items():
+    config |= _scaling(settings, factors, prefix)
+    for key, value in settings.items():
         if key not in UNREAD and value not in NEUTRAL.get(key, (None, 0, False)):
-            raise CheckpointError(f"{place}{key} {_shown(value)}: is not known here, so the model may be another")
+            raise CheckpointError(f"{prefix}{key} {_shown(value)}: is not known here, so the model may be another")
     if any(shape and key.endswith("attn_q.bias") for key, shape in tensors.items()) and name == "llama":
         config |= {"attention_bias": True}
     model = BY_TYPE[family.model_types[0]].model_from_config(config, where, tensors)
@@ -149,18 +151,18 @@ def model_of_metadata(
 
 
 def _near(factors: Sequence[float], expected: Sequence[float]) -> bool:
-    """Whether they are the same but for the rounding of who computed them."""
+    """Whether the factors agree up to rounding by the program that computed them."""
     pairs = zip(factors, expected, strict=False)
     return len(factors) == len(expected) and all(abs(one / other - 1) < 1e-4 for one, other in pairs)
 
 
 def _shown(value: Json) -> str:
-    found = repr(value[:9] if isinstance(value, list) else value)
-    return found if len(found) <= 60 else f"{found[:57]}..."
+    text = repr(value[:9] if isinstance(value, list) else value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _whole(found: Mapping[str, Json], key: str, place: str, otherwise: int | None = None) -> int:
-    """A positive whole number. place: what stands before the key in a message."""
+    """A positive whole number. place: the prefix of the key in a message."""
     value = found.get(key, otherwise)
     if type(value) is not int or not 0 < value < 1 << 31:
         raise CheckpointError(f"{place}{key} {_shown(value)}: must be a positive whole number")
@@ -168,30 +170,31 @@ def _whole(found: Mapping[str, Json], key: str, place: str, otherwise: int | Non
 
 
 def _number(value: Json, what: str) -> float:
-    """A positive number that 32 bits hold. what: where it stands, for a message."""
+    """A positive number that fits into 32 bits. what: the key's name in a message."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not LEAST <= value <= MOST:
         raise CheckpointError(f"{what} {_shown(value)}: must be a positive number of 32 bits")
     return shortest(value)
 
 
 def _sizes(own: dict[str, Json], place: str) -> dict[str, Json]:
-    """Taken out of the metadata: sizes and numbers, as a config.json has them."""
+    """Move sizes and numbers out of the metadata; return them under the keys of a config.json."""
     heads, hidden = (_whole(own, key, place) for key in ("attention.head_count", "embedding_length"))
     implied = {"attention.head_count_kv": heads, "attention.key_length": hidden // heads}
-    found: dict[str, Json] = {}
-    for key, theirs in SIZES.items():
-        found[theirs] = _whole(own, key, place, implied.get(key))
+    config: dict[str, Json] = {}
+    for key, config_key in SIZES.items():
+        config[config_key] = _whole(own, key, place, implied.get(key))
         own.pop(key, None)
-    for key, theirs in NUMBERS.items():
-        found[theirs] = _number(own.pop(key, ROPE_BASE if theirs == "rope_theta" else None), f"{place}{key}")
-    for key, theirs in SAME.items():
-        if (value := own.pop(key, found[theirs])) != found[theirs]:
-            raise CheckpointError(f"{place}{key} {_shown(value)}: must be {found[theirs]}")
-    return found
+    for key, config_key in NUMBERS.items():
+        config[config_key] = _number(own.pop(key, ROPE_BASE if config_key == "rope_theta" else None), f"{place}{key}")
+    for key, config_key in SAME.items():
+        if (value := own.pop(key, config[config_key])) != config[config_key]:
+            raise CheckpointError(f"{place}{key} {_shown(value)}: must be {config[config_key]}")
+    return config
 
 
 def _scaling(own: dict[str, Json], factors: list[float] | None, place: str) -> dict[str, Json]:
-    """`rope_scaling` of a config.json; a factor without a type is linear, and one of 0 is none."""
+    """`rope_scaling` of a config.json. A factor without a type means linear scaling, and a factor of 0 means no
+    scaling."""
     factor, kind = own.pop(f"{SCALING}factor", None) or None, own.pop(f"{SCALING}type", None)
     original = None if own.get(ORIGINAL) is None else _whole(own, ORIGINAL, place)
     own.pop(ORIGINAL, None)
@@ -207,18 +210,20 @@ def _scaling(own: dict[str, Json], factors: list[float] | None, place: str) -> d
         return {"rope_scaling": {**rope, "original_max_position_embeddings": original or LLAMA3_POSITIONS}}
     if kind == "none" or (kind == "linear" and factor is None):
         return {}
-    found: dict[str, Json] = {"rope_type": kind, "factor": _number(factor, f"{place}{SCALING}factor")}
+    rope_scaling: dict[str, Json] = {"rope_type": kind, "factor": _number(factor, f"{place}{SCALING}factor")}
     if kind == "yarn":
-        found |= {theirs: _number(own.pop(key), place + key) for key, theirs in BETAS.items() if key in own}
-        found["original_max_position_embeddings"] = original
-    return {"rope_scaling": found}
+        rope_scaling |= {
+            config_key: _number(own.pop(key), place + key) for key, config_key in BETAS.items() if key in own
+        }
+        rope_scaling["original_max_position_embeddings"] = original
+    return {"rope_scaling": rope_scaling}
 
 
 # Writing
 
 
 def metadata_of_model(options: ModelConfig) -> tuple[GgufFamily, dict[str, Json]]:
-    """The family that holds a model, and its metadata. Errors: CheckpointError naming what no family has."""
+    """The family that can express a model, and its metadata. Errors: CheckpointError naming what no family supports."""
     faults: list[CheckpointError] = []
     for family in FAMILIES:
         for model_type in family.model_types:
@@ -232,25 +237,25 @@ def metadata_of_model(options: ModelConfig) -> tuple[GgufFamily, dict[str, Json]
 
 
 def _metadata(family: GgufFamily, options: ModelConfig, config: Mapping[str, Json]) -> dict[str, Json]:
-    found: dict[str, Json] = {"general.architecture": family.name}
-    for key, theirs in {**SIZES, **SAME, **NUMBERS}.items():
-        found[f"{family.name}.{key}"] = config.get(theirs, options.head_dim)
-    found[f"{family.name}.vocab_size"] = options.vocab
+    metadata: dict[str, Json] = {"general.architecture": family.name}
+    for key, config_key in {**SIZES, **SAME, **NUMBERS}.items():
+        metadata[f"{family.name}.{key}"] = config.get(config_key, options.head_dim)
+    metadata[f"{family.name}.vocab_size"] = options.vocab
     rope = config.get("rope_scaling")
     if isinstance(rope, dict):
         kind = rope.get("rope_type")
         if kind in SCALED:
-            found |= {f"{family.name}.{SCALING}type": kind, f"{family.name}.{SCALING}factor": rope["factor"]}
+            metadata |= {f"{family.name}.{SCALING}type": kind, f"{family.name}.{SCALING}factor": rope["factor"]}
         if "original_max_position_embeddings" in rope:
-            found[f"{family.name}.{ORIGINAL}"] = rope["original_max_position_embeddings"]
+            metadata[f"{family.name}.{ORIGINAL}"] = rope["original_max_position_embeddings"]
     tensors = {gguf_name(tensor.name): tensor.shape for tensor in inventory(options)}
-    _, read, _ = model_of_metadata(found, tensors, rope_factors(options), "its metadata")
-    check_kept(options, read, f"GGUF's {family.name}")
-    return found
+    _, reread, _ = model_of_metadata(metadata, tensors, rope_factors(options), "its metadata")
+    check_kept(options, reread, f"GGUF's {family.name}")
+    return metadata
 
 
 def rope_factors(options: ModelConfig) -> list[float] | None:
-    """By what the frequencies of Llama 3's scaled positions are divided; None for all other positions."""
+    """The divisors of the frequencies of Llama 3's scaled positions; None for all other positions."""
     (rope,) = architecture(options).ropes or {None}
     if rope is None or not isinstance(rope.scaling, RopeScaling):
         return None
@@ -283,5 +288,5 @@ def table(family: GgufFamily, options: ModelConfig, found: Iterable[str] = ()) -
 
 
 def _heads(options: ModelConfig) -> Mapping[str, int]:
-    """Modules whose rows turn -> their heads."""
+    """Modules with rotated rows -> their heads."""
     return {".q_proj.": options.heads, ".k_proj.": options.kv_heads}

@@ -1,6 +1,7 @@
-"""The header of a GGUF file, walked once within bounds before anything is made of it: what it claims must be there.
+"""The header of a GGUF file, walked once within bounds before any object is made of it: the file must contain what the
+header announces.
 
-The gguf package makes objects of every item that a header announces, whether or not the file holds it.
+The gguf package makes objects of every item that a header announces, whether or not the file contains it.
 Source: docs/gguf.md of ggml.
 """
 
@@ -16,15 +17,16 @@ from mega.core.checkpoint.own.pieces import CheckpointError
 VERSIONS = (2, 3)
 STRING, ARRAY = 8, 9
 SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Type of a number -> its bytes."""
+"""Type of a number -> its size in bytes."""
 
 MOST_DIMS = 4
 MOST_ITEMS = 1 << 22
-"""Of all arrays of a header together, and of tensors: objects are made of them. Large vocabularies have a million."""
+"""Limit on the items of all arrays of a header, and on tensors, because each becomes an object. Large vocabularies have
+a million items."""
 
 
 def check_header(path: Path) -> None:
-    """Errors: CheckpointError saying what of the header is not in the file, or is not read."""
+    """Errors: CheckpointError naming the part of the header that is missing from the file or not supported."""
     if path.stat().st_size < 24:
         raise CheckpointError(f"{path}: not a GGUF file that is read: it ends within its header")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -35,7 +37,7 @@ def check_header(path: Path) -> None:
 
 
 class HeaderWalk:
-    """A place in a file, which moves on. Errors: ValueError."""
+    """A position in a file that advances as the header is parsed. Errors: ValueError."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self._at, self._items = data, 0, 0
@@ -57,14 +59,14 @@ class HeaderWalk:
 
     def _number(self, kind: str) -> int:
         size = struct.calcsize(kind)
-        (found,) = struct.unpack_from(kind, self._data, self._skip(size))
-        return int(found)
+        (value,) = struct.unpack_from(kind, self._data, self._skip(size))
+        return int(value)
 
     def _skip(self, size: int) -> int:
-        """Move on; where it was."""
-        begin, left = self._at, len(self._data) - self._at
-        if size > left:
-            raise ValueError(f"it ends within its header ({size} bytes are announced, {left} are left)")
+        """Advance; return the position before."""
+        begin, remaining = self._at, len(self._data) - self._at
+        if size > remaining:
+            raise ValueError(f"it ends within its header ({size} bytes are announced, {remaining} are left)")
         self._at += size
         return begin
 
@@ -77,11 +79,11 @@ class HeaderWalk:
             raise ValueError(f"a string at byte {begin} is not UTF-8") from None
 
     def _announced(self, what: str, count: int, size: int) -> None:
-        """count: items of `size` bytes or more that are to come."""
+        """Check that `count` items of `size` bytes or more fit into the rest of the file."""
         self._items += count
-        if count * size > (left := len(self._data) - self._at) or self._items > MOST_ITEMS:
+        if count * size > (remaining := len(self._data) - self._at) or self._items > MOST_ITEMS:
             raise ValueError(
-                f"{what[:80]}: announces {count} items, {left} bytes are left (at most {MOST_ITEMS} items)"
+                f"{what[:80]}: announces {count} items, {remaining} bytes are left (at most {MOST_ITEMS} items)"
             )
 
     def _value(self, key: str, kind: int) -> None:
@@ -109,4 +111,4 @@ class HeaderWalk:
         shape = [self._number("<Q") for _ in range(dims)]
         if not 0 < prod(shape) < 1 << 60:
             raise ValueError(f"{name[:80]}: has the shape {tuple(reversed(shape))}")
-        self._skip(12)  # its type and its place
+        self._skip(12)  # its type and its offset

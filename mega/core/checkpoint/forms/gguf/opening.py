@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BLOCKS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-"""Numbers of few bits with scales of blocks, which become fp32."""
+"""Quantized types with one scale for each block; they are read as fp32."""
 WRITTEN = ("Q8_0",)
-"""Those that are written too."""
+"""The quantized types that can also be written."""
 
 
 def recognise(path: Path) -> bool:
@@ -37,11 +37,11 @@ def recognise(path: Path) -> bool:
 
 
 def _inside(folder: Path) -> Path | None:
-    """The one .gguf of a folder that has nothing else of a model in it."""
+    """The only .gguf file of a folder that contains no other model."""
     if not folder.is_dir() or any((folder / name).exists() for name in ("config.json", "params.json", "latest")):
         return None
-    found = sorted(folder.glob("*.gguf"))
-    return found[0] if len(found) == 1 else None
+    files = sorted(folder.glob("*.gguf"))
+    return files[0] if len(files) == 1 else None
 
 
 def _file(path: Path) -> Path:
@@ -49,13 +49,13 @@ def _file(path: Path) -> Path:
 
 
 def tokenizer(files: object) -> str | None:
-    """Its tokenizer is a tokenizer.json, which the form of Hugging Face's folders knows."""
+    """None: its tokenizer is a tokenizer.json, which the form of Hugging Face's folders recognises."""
     return None
 
 
 @cache
 def _reader(path: Path, changed: int) -> GGUFReader:
-    """changed: when the file was last written, of what is kept."""
+    """The reader of a file. changed: when the file was last written, so that a changed file is read again."""
     check_header(path)
     try:
         from gguf import GGUFReader
@@ -66,7 +66,7 @@ def _reader(path: Path, changed: int) -> GGUFReader:
         for field in reader.fields.values():
             field.contents()
         return reader
-    except Exception as error:  # of whatever a file of others makes it do
+    except Exception as error:  # a malformed file can raise any error in the gguf package
         raise CheckpointError(f"{path}: not a GGUF file that is read: {' '.join(str(error).split())[:200]}") from None
 
 
@@ -83,7 +83,8 @@ def opened_file(path: Path) -> tuple[Path, GGUFReader, dict[str, Json]]:
 
 
 class GgufSource:
-    """The tensors of a file, mapped; those in blocks are read by whole rows. If any is, all of the file are fp32."""
+    """The tensors of a memory-mapped file. Quantized tensors are read by whole rows. If any is quantized, all tensors
+    are read as fp32."""
 
     def __init__(self, path: Path, reader: GGUFReader) -> None:
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -99,20 +100,20 @@ class GgufSource:
     def read(self, name: str, box: Box) -> torch.Tensor:
         tensor = self._tensors[name]
         rows, *columns = box.index
-        data = np.array(tensor.data[rows])  # the file is mapped, and what torch is given may be written to
+        data = np.array(tensor.data[rows])  # a copy, because the file is mapped read-only and torch may write to it
         kind = tensor.tensor_type.name
         if kind in PLAIN and kind != "BF16":
-            found = torch.from_numpy(data)
+            values = torch.from_numpy(data)
         elif kind == "BF16":
-            found = torch.from_numpy(data.view(np.int16)).view(torch.bfloat16)
+            values = torch.from_numpy(data.view(np.int16)).view(torch.bfloat16)
         else:
             from gguf.quants import dequantize
 
-            found = torch.from_numpy(np.ascontiguousarray(dequantize(data, tensor.tensor_type)))
-        return found[(slice(None), *columns)].to(self.tensors[name][1])
+            values = torch.from_numpy(np.ascontiguousarray(dequantize(data, tensor.tensor_type)))
+        return values[(slice(None), *columns)].to(self.tensors[name][1])
 
     def rounded(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """Whole blocks of rows of a tensor of ours as the file holds them, where it holds them less exactly."""
+        """Round whole rows as the file stores them, if it stores the tensor `name` with less precision."""
         kind = self._tensors[name].tensor_type
         if kind.name in PLAIN:
             return values.to(PLAIN[kind.name]).to(self.tensors[name][1])
@@ -140,31 +141,31 @@ def open_form(path: Path, given: Given) -> Opened:
 
 
 def _factors(source: GgufSource) -> list[float] | None:
-    """What `ROPE_FACTORS` holds, all of it in one row."""
+    """The values of `ROPE_FACTORS`, which are one row."""
     if ROPE_FACTORS not in source.tensors:
         return None
-    found: list[float] = source.read(ROPE_FACTORS, whole_box(source.tensors[ROPE_FACTORS][0])).flatten().tolist()
-    return found
+    factors: list[float] = source.read(ROPE_FACTORS, whole_box(source.tensors[ROPE_FACTORS][0])).flatten().tolist()
+    return factors
 
 
 @cache
 def _folder() -> Path:
-    """Of files that belong to open weights, for as long as the process runs."""
-    made = Path(tempfile.mkdtemp(prefix="mega-gguf-"))
-    atexit.register(shutil.rmtree, made, ignore_errors=True)
-    return made
+    """A temporary folder for files that belong to open weights, deleted when the process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="mega-gguf-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def attached(path: Path) -> dict[str, Path]:
-    """tokenizer.json, tokenizer_config.json and config.json, made of the metadata. Errors: CheckpointError."""
+    """tokenizer.json, tokenizer_config.json and config.json, generated from the metadata. Errors: CheckpointError."""
     file, reader, metadata = opened_file(path)
     source = GgufSource(file, reader)
     shapes = {name: shape for name, (shape, _) in source.tensors.items()}
     _, _, config = model_of_metadata(metadata, shapes, _factors(source), str(file))
     ends = [metadata.get(f"{PREFIX}{name}_token_id") for name in ENDS]
-    every: list[Json] = list(dict.fromkeys(end for end in ends if isinstance(end, int)))
-    if every:
-        config["eos_token_id"] = every[0] if len(every) == 1 else every
+    end_ids: list[Json] = list(dict.fromkeys(end for end in ends if isinstance(end, int)))
+    if end_ids:
+        config["eos_token_id"] = end_ids[0] if len(end_ids) == 1 else end_ids
     if isinstance(bos := metadata.get(f"{PREFIX}bos_token_id"), int):
         config["bos_token_id"] = bos
     files = {**tokenizer_files(metadata, str(file)), "config.json": config}

@@ -1,6 +1,6 @@
-"""A checkpoint of ours as a .gguf file: metadata, tokenizer, chat template, tensors.
+"""Writes a mega checkpoint as a .gguf file: metadata, tokenizer, chat template, tensors.
 
-Vectors stay fp32, as llama.cpp wants them; matrices are written as --outtype says.
+Vectors stay in fp32, as llama.cpp requires; matrices are written in the type that --outtype gives.
 """
 
 from __future__ import annotations
@@ -28,29 +28,30 @@ if TYPE_CHECKING:
 
 FILE = "model.gguf"
 FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
-"""`general.file_type`."""
+"""--outtype -> `general.file_type`."""
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 NO_TOKENIZER: dict[str, Json] = {f"{PREFIX}model": "none"}
-"""Without this key llama.cpp opens no file."""
+"""llama.cpp opens no file without this key."""
 
 BLOCK = 32
-"""Numbers of a block of Q8_0."""
+"""Numbers in a block of Q8_0."""
 
 
 def export(own: Own, to: str, given: Given) -> Export:
-    """One file, FILE, in the folder. Errors: CheckpointError naming what llama.cpp has no place for."""
+    """Write one file, FILE, into the folder. Errors: CheckpointError naming a setting that llama.cpp does not
+    support."""
     try:
-        import gguf  # noqa: F401 - said before a byte is written
+        import gguf  # noqa: F401 - fails before anything is written
     except ImportError:
         raise CheckpointError("--to gguf: needs gguf; pip install '.[gguf]' in a clone") from None
     family, metadata = metadata_of_model(own.model)
     dtype = own.source.tensors["weights/model.embed_tokens.weight"][1]
     outtype = given.outtype or DTYPES.get(dtype, "f32")
-    if outtype == "q8_0" and (odd := next((n for n in _widths(own) if n % BLOCK), None)):
+    if outtype == "q8_0" and (row := next((n for n in _widths(own) if n % BLOCK), None)):
         raise ValueError(
-            f"--outtype q8_0: has blocks of {BLOCK} numbers, which do not divide a row of {odd}; valid: f32, f16, bf16"
+            f"--outtype q8_0: has blocks of {BLOCK} numbers, which do not divide a row of {row}; valid: f32, f16, bf16"
         )
     vocabulary, losses = _vocabulary(own, given)
     metadata |= {"general.name": own.checkpoint.path.name, "general.file_type": FILE_TYPES[outtype], **vocabulary}
@@ -66,23 +67,26 @@ def _widths(own: Own) -> list[int]:
 
 
 def _vocabulary(own: Own, given: Given) -> tuple[dict[str, Json], tuple[str, ...]]:
-    """The metadata of the tokenizer and of the template, and lines on what is lost."""
+    """The metadata of the tokenizer and of the chat template, and lines on losses."""
     try:
         tokens = given.tokens(own.checkpoint)
     except ValueError as error:
         return NO_TOKENIZER, (f"the file has no tokenizer: {error}",)
     carried = own.checkpoint.attachments.get("tokenizer.json")
-    whole = read_json(carried) if carried is not None else tokens.files.get("tokenizer.json")
-    if whole is None:
+    tokenizer_json = read_json(carried) if carried is not None else tokens.files.get("tokenizer.json")
+    if tokenizer_json is None:
         return NO_TOKENIZER, ("the file has no tokenizer: that of the weights has no tokenizer.json",)
     config = own.checkpoint.attachments.get("config.json")
-    known = {} if config is None else read_json(config)
-    ids: Mapping[str, Json] = {**tokens.ids, **{key: known[key] for key in tokens.ids if known.get(key) is not None}}
+    config_ids = {} if config is None else read_json(config)
+    ids: Mapping[str, Json] = {
+        **tokens.ids,
+        **{key: config_ids[key] for key in tokens.ids if config_ids.get(key) is not None},
+    }
     ids = conversing.with_ends(ids, tokens.ends)
-    found = vocabulary_of(whole, ids, own.model.vocab)
+    vocabulary = vocabulary_of(tokenizer_json, ids, own.model.vocab)
     if tokens.template is not None:
-        found[TEMPLATE] = tokens.template
-    return found, () if tokens.loss is None else (tokens.loss,)
+        vocabulary[TEMPLATE] = tokens.template
+    return vocabulary, () if tokens.loss is None else (tokens.loss,)
 
 
 def _write(
@@ -94,7 +98,7 @@ def _write(
     outtype: str,
     factors: list[float] | None,
 ) -> int:
-    """Write the file; the bytes of its tensors."""
+    """Write the file; return the bytes of its tensors."""
     from gguf import GGUFWriter
 
     writer = GGUFWriter(path, family)
@@ -103,11 +107,11 @@ def _write(
             _put(writer, key, value)
     tensors = {target.name: target for target in table.targets}
     kinds = {name: _kind(target.shape, outtype) for name, target in tensors.items()}
-    written = 0
+    tensor_bytes = 0
     for name, target in tensors.items():
         size = _bytes(target.shape, kinds[name])
         writer.add_tensor_info(name, _stored(target.shape, kinds[name]), np.dtype(np.uint8), size, kinds[name])
-        written += size
+        tensor_bytes += size
     if factors is not None:
         writer.add_tensor_info(ROPE_FACTORS, (len(factors),), np.dtype(np.float32), 4 * len(factors))
     writer.write_header_to_file()
@@ -118,11 +122,11 @@ def _write(
     if factors is not None:
         writer.write_tensor_data(np.array(factors, np.float32))
     writer.close()
-    return written
+    return tensor_bytes
 
 
 def _put(writer: GGUFWriter, key: str, value: Json) -> None:
-    """A value of the metadata, by its type in Python."""
+    """Write a value of the metadata, with the type of its Python type."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
@@ -142,7 +146,7 @@ def _kind(shape: tuple[int, ...], outtype: str) -> GGMLQuantizationType:
 
 
 def _stored(shape: tuple[int, ...], kind: GGMLQuantizationType) -> tuple[int, ...]:
-    """The shape of a tensor in bytes."""
+    """The shape of a tensor's stored bytes."""
     from gguf.constants import GGML_QUANT_SIZES
 
     block, size = GGML_QUANT_SIZES[kind]
@@ -154,7 +158,7 @@ def _bytes(shape: tuple[int, ...], kind: GGMLQuantizationType) -> int:
 
 
 def _encoded(name: str, tensor: torch.Tensor, kind: GGMLQuantizationType) -> Bytes:
-    """A tensor's bytes in the file. Errors: CheckpointError where fp16 has no such number."""
+    """A tensor's bytes in the file. Errors: CheckpointError if a number exceeds the range of fp16."""
     from gguf.quants import quantize
 
     if kind.name == "BF16":

@@ -1,8 +1,9 @@
-"""A tokenizer in GGUF's metadata, as a tokenizer.json, and back: byte-level BPE ("gpt2") and SentencePiece's ("llama").
+"""A tokenizer in GGUF's metadata, as a tokenizer.json, and the reverse: byte-level BPE ("gpt2") and SentencePiece's
+("llama").
 
-Which rule cuts a text before byte-level BPE is a name there (`tokenizer.ggml.pre`) and a regular expression here; a
-rule that has no name is refused. Merges of SentencePiece's pieces go by the pieces' scores there and are listed here.
-Knows no tensors. Source: llama.cpp, src/llama-vocab.cpp.
+The rule that splits a text before byte-level BPE is a name in GGUF (`tokenizer.ggml.pre`) and a regular expression in a
+tokenizer.json; a rule without a name is refused. Merges of SentencePiece's pieces are implied by scores in GGUF and
+listed in a tokenizer.json. Knows no tensors. Source: llama.cpp, src/llama-vocab.cpp.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.untrusted import Json, below
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
-"""Kinds of a token."""
+"""Types of a token."""
 
 PREFIX = "tokenizer.ggml."
 TEMPLATE = "tokenizer.chat_template"
@@ -29,13 +30,16 @@ _HEAD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 
 
 class TextRule(NamedTuple):
-    """How a text is cut before byte-level BPE. pattern: of the parts. digits: each on its own first. whole: a part that
-    is a token is taken whole. normalizer: of the text."""
+    """How a text is split before byte-level BPE."""
 
     pattern: str
+    """The regular expression of a part."""
     digits: bool = False
+    """Each digit is first split off as a part."""
     whole: bool = False
+    """A part that is itself a token is not merged from bytes."""
     normalizer: str | None = None
+    """The Unicode normalization of the text."""
 
 
 CUTS = {
@@ -47,17 +51,17 @@ CUTS = {
 """llama.cpp's name of a rule -> the rule."""
 
 ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe"}
-"""Other names of theirs. `default`, which is no name too, is another rule, and is refused."""
+"""Other names that llama.cpp uses. `default` is a different rule without a name, and is refused."""
 
 ENDS = ("eos", "eot", "eom")
-"""Tokens with which a text or a turn ends."""
+"""Tokens that end a text or a turn."""
 
 
 # Reading
 
 
 def tokenizer_files(metadata: Mapping[str, Json], where: str) -> dict[str, dict[str, Json]]:
-    """tokenizer.json and tokenizer_config.json; none where there is no tokenizer. Errors: CheckpointError."""
+    """tokenizer.json and tokenizer_config.json; empty if the file has no tokenizer. Errors: CheckpointError."""
     kind = metadata.get(f"{PREFIX}model")
     if kind in (None, "none", "no_vocab"):
         return {}
@@ -67,10 +71,11 @@ def tokenizer_files(metadata: Mapping[str, Json], where: str) -> dict[str, dict[
     kinds = kinds if isinstance(kinds, list) else [NORMAL] * len(tokens)
     if len(kinds) != len(tokens):
         raise CheckpointError(f"{where}: {PREFIX}token_type: {len(kinds)} of {len(tokens)} tokens")
+    # Rows that pad the embedding are not tokens.
     while tokens and kinds[len(tokens) - 1] == UNUSED:
         tokens.pop()
     ids = {token: number for number, token in enumerate(tokens)}
-    added: list[Json] = [
+    added_tokens: list[Json] = [
         {
             "id": number,
             "content": token,
@@ -84,40 +89,46 @@ def tokenizer_files(metadata: Mapping[str, Json], where: str) -> dict[str, dict[
         if kinds[number] in (CONTROL, USER, UNKNOWN)
     ]
     parts = _byte_level(metadata, ids, where) if kind == "gpt2" else _pieces(metadata, ids, kinds, where)
-    named = {
+    special_names = {
         f"{name}_token": tokens[number]
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
         if isinstance(number := metadata.get(f"{PREFIX}{key}_token_id"), int) and 0 <= number < len(tokens)
     }
-    frame = _frame(metadata, named, where)
-    whole: dict[str, Json] = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, **parts}
-    whole["post_processor"] = _framed(*frame, ids) if any(frame) else parts.get("post_processor")
-    settings: dict[str, Json] = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
+    frame = _frame(metadata, special_names, where)
+    tokenizer_json: dict[str, Json] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added_tokens,
+        **parts,
+    }
+    tokenizer_json["post_processor"] = _framed(*frame, ids) if any(frame) else parts.get("post_processor")
+    settings: dict[str, Json] = {"tokenizer_class": "PreTrainedTokenizerFast", **special_names}
     if isinstance(template := metadata.get(TEMPLATE), str):
         settings["chat_template"] = template
-    return {"tokenizer.json": whole, "tokenizer_config.json": settings}
+    return {"tokenizer.json": tokenizer_json, "tokenizer_config.json": settings}
 
 
 def _strings(metadata: Mapping[str, Json], name: str, where: str) -> list[str]:
-    found = metadata.get(PREFIX + name)
-    if not isinstance(found, list) or not found:
+    strings = metadata.get(PREFIX + name)
+    if not isinstance(strings, list) or not strings:
         raise CheckpointError(f"{where}: holds no {PREFIX}{name}")
-    return [str(each) for each in found]
+    return [str(each) for each in strings]
 
 
 def _frame(metadata: Mapping[str, Json], named: Mapping[str, str], where: str) -> tuple[str | None, str | None]:
-    """The token that llama.cpp sets before a text, and the one after it. Errors: CheckpointError where it has none."""
+    """The tokens that llama.cpp adds before and after a text. Errors: CheckpointError if a needed one is missing."""
     pre = str(metadata.get(f"{PREFIX}pre"))
     usual = {"bos": metadata.get(f"{PREFIX}model") == "llama" or ALIASES.get(pre, pre) == "llama-bpe", "eos": False}
-    found = []
+    tokens = []
     for name, otherwise in usual.items():
-        added, token = metadata.get(f"{PREFIX}add_{name}_token", otherwise), named.get(f"{name}_token")
-        if added and token is None:
+        is_added, token = metadata.get(f"{PREFIX}add_{name}_token", otherwise), named.get(f"{name}_token")
+        if is_added and token is None:
             raise CheckpointError(
                 f"{where}: {PREFIX}{name}_token_id: is none of its tokens, but is added to every text"
             )
-        found.append(token if added else None)
-    return found[0], found[1]
+        tokens.append(token if is_added else None)
+    return tokens[0], tokens[1]
 
 
 def _framed(bos: str | None, eos: str | None, ids: Mapping[str, int]) -> dict[str, Json]:
@@ -175,12 +186,15 @@ def _pieces(metadata: Mapping[str, Json], ids: Mapping[str, int], kinds: Sequenc
     if not isinstance(scores, list) or len(scores) < len(ids):
         raise CheckpointError(f"{where}: holds no {PREFIX}scores for its {len(ids)} tokens")
     plain = {piece: number for piece, number in ids.items() if kinds[number] == NORMAL}
-    found: list[tuple[float, int, int, str]] = []
+    merges: list[tuple[float, int, int, str]] = []
+    # Every pair of pieces that joins to a piece is a merge; llama.cpp merges the pair with the highest score first.
     for piece, number in plain.items():
-        for at in range(1, len(piece)):
-            left, right = piece[:at], piece[at:]
-            if left in plain and right in plain:
-                found.append((-float(str(scores[number])), plain[left], plain[right], f"{left} {right}"))
+        for cut in range(1, len(piece)):
+            left_piece, right_piece = piece[:cut], piece[cut:]
+            if left_piece in plain and right_piece in plain:
+                merges.append(
+                    (-float(str(scores[number])), plain[left_piece], plain[right_piece], f"{left_piece} {right_piece}")
+                )
     unknown = next((piece for piece, number in ids.items() if kinds[number] == UNKNOWN), None)
     lead = [_LEAD] if metadata.get(f"{PREFIX}add_space_prefix", True) else []
     strip: list[Json] = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if lead else []
@@ -202,7 +216,7 @@ def _pieces(metadata: Mapping[str, Json], ids: Mapping[str, int], kinds: Sequenc
             ],
         },
         "model": _bpe(
-            ids, [merge for *_, merge in sorted(found)], unk_token=unknown, fuse_unk=True, byte_fallback=True
+            ids, [merge for *_, merge in sorted(merges)], unk_token=unknown, fuse_unk=True, byte_fallback=True
         ),
     }
 
@@ -211,12 +225,13 @@ def _pieces(metadata: Mapping[str, Json], ids: Mapping[str, int], kinds: Sequenc
 
 
 def vocabulary_of(whole: Mapping[str, Json], ids: Mapping[str, Json], rows: int) -> dict[str, Json]:
-    """The metadata of a tokenizer.json. ids: `bos_token_id` and others. rows: of the embedding; what the tokenizer does
-    not fill is unused there. Errors: CheckpointError naming what llama.cpp has no name for."""
-    model, added = below(whole, "model"), whole.get("added_tokens") or []
+    """The metadata of a tokenizer.json. ids: `bos_token_id` and others. rows: of the embedding; ids that the tokenizer
+    does not use are marked unused. Errors: CheckpointError naming a setting that llama.cpp does not support."""
+    model, added_tokens = below(whole, "model"), whole.get("added_tokens") or []
     vocab = model.get("vocab")
     if model.get("type") != "BPE" or not isinstance(vocab, dict):
         raise CheckpointError(f"--to gguf: its tokenizer is {model.get('type')}; valid: BPE")
+    # llama.cpp needs a text for every row of the embedding.
     tokens = [f"[PAD{number}]" for number in range(rows)]
     kinds = [UNUSED] * rows
     pieces = bool(model.get("byte_fallback"))
@@ -225,43 +240,47 @@ def vocabulary_of(whole: Mapping[str, Json], ids: Mapping[str, Json], rows: int)
             raise CheckpointError(f"--to gguf: the token {piece!r} has the id {number}; the model has {rows}")
         byte = pieces and re.fullmatch(r"<0x[0-9A-F]{2}>", piece) is not None
         tokens[number], kinds[number] = piece, BYTE if byte else NORMAL
-    for each in added if isinstance(added, list) else []:
+    for each in added_tokens if isinstance(added_tokens, list) else []:
         number = each.get("id") if isinstance(each, dict) else None
         if isinstance(each, dict) and isinstance(number, int) and 0 <= number < rows:
             tokens[number], kinds[number] = str(each.get("content")), CONTROL if each.get("special") else USER
             if pieces and each.get("content") == model.get("unk_token"):
                 kinds[number] = UNKNOWN
-    found: dict[str, Json] = {"tokens": list(tokens), "token_type": list(kinds)}
+    fields: dict[str, Json] = {"tokens": list(tokens), "token_type": list(kinds)}
     merges = [" ".join(map(str, each)) if isinstance(each, list) else str(each) for each in _list(model.get("merges"))]
     if pieces:
         lead = _leads_with_blank(whole, vocab)
-        found |= {"model": "llama", "scores": _scores(tokens, merges), "add_space_prefix": lead}
+        fields |= {"model": "llama", "scores": _scores(tokens, merges), "add_space_prefix": lead}
     else:
-        found |= {"model": "gpt2", "pre": _pre(whole, bool(model.get("ignore_merges"))), "merges": list(merges)}
-    found |= _special(whole, ids, rows)
+        fields |= {"model": "gpt2", "pre": _pre(whole, bool(model.get("ignore_merges"))), "merges": list(merges)}
+    fields |= _special(whole, ids, rows)
     if UNKNOWN in kinds:
-        found["unknown_token_id"] = kinds.index(UNKNOWN)
-    return {PREFIX + name: value for name, value in found.items()}
+        fields["unknown_token_id"] = kinds.index(UNKNOWN)
+    return {PREFIX + name: value for name, value in fields.items()}
 
 
 def _special(whole: Mapping[str, Json], ids: Mapping[str, Json], rows: int) -> dict[str, Json]:
-    """Numbers of special tokens, of which one that no row has is none, and which of them are added to every text."""
-    known = {name: _tokens(ids.get(f"{name}_token_id"), rows) for name in ("bos", "eos", "pad")}
-    found: dict[str, Json] = {}
-    for name, added in zip(("bos", "eos"), _added(whole), strict=True):
-        if added is not None:
-            if known[name] and added not in known[name]:
-                raise CheckpointError(f"--to gguf: its tokenizer adds the token {added}; {name}_token_id {known[name]}")
-            known[name] = [added, *(each for each in known[name] if each != added)]
-        found[f"add_{name}_token"] = added is not None
-    found |= {f"{name}_token_id": number for name, number in zip(ENDS, known["eos"], strict=False)}
-    found |= {f"{name}_token_id": known[key][0] for name, key in (("bos", "bos"), ("padding", "pad")) if known[key]}
-    return found
+    """The ids of special tokens, without those beyond the embedding, and which of them are added to every text."""
+    token_ids = {name: _tokens(ids.get(f"{name}_token_id"), rows) for name in ("bos", "eos", "pad")}
+    fields: dict[str, Json] = {}
+    for name, added_id in zip(("bos", "eos"), _added(whole), strict=True):
+        if added_id is not None:
+            if token_ids[name] and added_id not in token_ids[name]:
+                raise CheckpointError(
+                    f"--to gguf: its tokenizer adds the token {added_id}; {name}_token_id {token_ids[name]}"
+                )
+            token_ids[name] = [added_id, *(each for each in token_ids[name] if each != added_id)]
+        fields[f"add_{name}_token"] = added_id is not None
+    fields |= {f"{name}_token_id": number for name, number in zip(ENDS, token_ids["eos"], strict=False)}
+    fields |= {
+        f"{name}_token_id": token_ids[key][0] for name, key in (("bos", "bos"), ("padding", "pad")) if token_ids[key]
+    }
+    return fields
 
 
 def _tokens(value: Json, rows: int) -> list[int]:
-    every = value if isinstance(value, list) else [value]
-    return [each for each in every if type(each) is int and 0 <= each < rows]
+    values = value if isinstance(value, list) else [value]
+    return [each for each in values if type(each) is int and 0 <= each < rows]
 
 
 def _list(value: Json) -> list[Json]:
@@ -269,7 +288,7 @@ def _list(value: Json) -> list[Json]:
 
 
 def _scores(tokens: Sequence[str], merges: Sequence[str]) -> list[Json]:
-    """Minus the rank of the first merge that makes a piece: llama.cpp merges the pair of the highest score."""
+    """Minus the rank of the first merge that makes a piece: llama.cpp merges the pair with the highest score."""
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(merges):
         ranks.setdefault(merge.replace(" ", ""), rank)
@@ -277,7 +296,8 @@ def _scores(tokens: Sequence[str], merges: Sequence[str]) -> list[Json]:
 
 
 def _leads_with_blank(whole: Mapping[str, Json], vocab: Mapping[str, Json]) -> bool:
-    """Whether a text begins with a blank. Errors: CheckpointError where more is done than blanks written otherwise."""
+    """Whether a blank is added before a text. Errors: CheckpointError if the normalization does more than replace
+    blanks."""
     outer, before = below(whole, "normalizer"), below(whole, "pre_tokenizer")
     steps = [each for each in _list(outer.get("normalizers")) or [outer] if isinstance(each, dict) and each]
     if not before and steps in ([_BLANKS], [_LEAD, _BLANKS]):
@@ -293,7 +313,7 @@ def _leads_with_blank(whole: Mapping[str, Json], vocab: Mapping[str, Json]) -> b
 
 
 def _added(whole: Mapping[str, Json]) -> tuple[int | None, int | None]:
-    """The token that is set before every text, and that after it. Errors: CheckpointError where they are more."""
+    """The tokens that are added before and after every text. Errors: CheckpointError if there are several."""
     outer = below(whole, "post_processor")
     before: list[int] = []
     after: list[int] = []
@@ -317,11 +337,11 @@ def _added(whole: Mapping[str, Json]) -> tuple[int | None, int | None]:
 
 
 PARTS = (["ByteLevel"], ["Digits", "ByteLevel"], ["Split", "ByteLevel"], ["Digits", "Split", "ByteLevel"])
-"""Steps by which a text may be cut."""
+"""Sequences of steps that may split a text."""
 
 
 def _pre(whole: Mapping[str, Json], ignores_merges: bool) -> str:
-    """llama.cpp's name of the rule that cuts texts. Errors: CheckpointError."""
+    """llama.cpp's name of the rule that splits texts. Errors: CheckpointError."""
     outer = below(whole, "pre_tokenizer")
     steps = [each for each in _list(outer.get("pretokenizers")) or [outer] if isinstance(each, dict)]
     parts = {str(each.get("type")): each for each in steps}
@@ -329,8 +349,8 @@ def _pre(whole: Mapping[str, Json], ignores_merges: bool) -> str:
     pattern = below(split, "pattern").get("Regex") if split else _GPT2
     plain = not level.get("add_prefix_space") and bool(level.get("use_regex", True)) is not bool(split)
     isolated = not split or (split.get("behavior") == "Isolated" and not split.get("invert"))
-    alone = not digits or digits.get("individual_digits") is True
-    if [each.get("type") for each in steps] in PARTS and plain and isolated and alone:
+    single_digits = not digits or digits.get("individual_digits") is True
+    if [each.get("type") for each in steps] in PARTS and plain and isolated and single_digits:
         normalizer = whole.get("normalizer") and below(whole, "normalizer").get("type")
         for name, cut in CUTS.items():
             if cut == (pattern, bool(digits), ignores_merges, normalizer):
