@@ -72,9 +72,9 @@ def test_it_goes_straight_into_another_form_and_is_held_to_every_rule(
     kept = locate(tmp_path / "own").attachments
     assert kept["toy.txt"].read_text() == "kept" and tokenizer_kind(kept) == "NullTokenizer"
     for line, words in (
-        (f"--load-dir {tmp_path}/toy --parts 2", "from a folder of arrays to a checkpoint of ours"),
+        (f"--load-dir {tmp_path}/toy --parts 2", "from a folder of arrays to a mega checkpoint"),
         (f"--load-dir {tmp_path}/toy --to hf", "is a folder of arrays; exactly one of the two must be mega"),
-        (f"--load-dir {tmp_path}/run --to toy --tp 2", "means nothing from a checkpoint of ours to a folder of arrays"),
+        (f"--load-dir {tmp_path}/run --to toy --tp 2", "means nothing from a mega checkpoint to a folder of arrays"),
         (f"--load-dir {tmp_path}/nothing --to other", "other"),
         (f"--load-dir {tmp_path}", "no model.json (toy)"),
     ):

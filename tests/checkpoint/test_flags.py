@@ -101,7 +101,7 @@ def test_every_flag_is_decided(verb: str) -> None:
         ("convert-llama --load-dir HERE/hf --to meta", "is a Hugging Face folder; exactly one of the two must be mega"),
         (
             "convert-llama --load-dir HERE/mega --to mega",
-            "is a checkpoint of ours; exactly one of the two must be mega",
+            "is a mega checkpoint; exactly one of the two must be mega",
         ),
     ],
 )

@@ -326,7 +326,7 @@ def test_a_full_disk_is_told_in_one_line(
 def test_exports_do_not_go_to_urls(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(ValueError, match="s3://bucket/model: only checkpoints of ours"):
+    with pytest.raises(ValueError, match="s3://bucket/model: only mega checkpoints"):
         convert(run, Path("s3://bucket/model"))
     assert sorted(tmp_path.iterdir()) == before
 
@@ -363,7 +363,7 @@ def test_no_checkpoint_goes_beside_the_weights_of_others(
     assert sorted(theirs.rglob("*")) == before
     shutil.copytree(run / "step-0000000", theirs / "step-0000000")  # an earlier version, or a hand, put it there
     assert main(["reshard", "--load-dir", str(theirs), "--save-dir", str(tmp_path / "out")]) == 2
-    assert "holds a Hugging Face folder and checkpoints of ours (steps 0)" in capsys.readouterr().err
+    assert "holds a Hugging Face folder and mega checkpoints (steps 0)" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("of the user's, and no weights")

@@ -347,7 +347,7 @@ def experts(state: dict[Any, Any]) -> None:
 VECTORS: dict[Callable[[dict[Any, Any]], None], str] = {
     taken_twice: r"exp_avg: has 3 numbers, core's buckets of these parameters \d+",
     moved: "rounded to torch.bfloat16, it is not the weight; give --no-load-optim",
-    narrow: "exp_avg_sq: is no fp32 vector",
+    narrow: "exp_avg_sq: is not an fp32 vector",
     experts: "holds '1', the model has 1 chunks",
 }
 

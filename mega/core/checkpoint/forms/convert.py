@@ -182,7 +182,9 @@ def _check_state(key: str, tensor: torch.Tensor, finite: bool) -> None:
     has_negative = kind == "moment2" and bool((tensor < 0).any())
     if kind in STATE and (has_negative or not finite):
         problem = "a number below zero" if has_negative else "a NaN or an infinity"
-        raise CheckpointError(f"{key}: holds {problem}, which is no state of Adam; give --no-load-optim to leave it")
+        raise CheckpointError(
+            f"{key}: holds {problem}, which Adam cannot produce; give --no-load-optim to leave the state out"
+        )
 
 
 def _plain_state(opened: Opened, tensors: Tensors, layout: Layout, tokenizer: Mapping[str, Json]) -> dict[str, Json]:

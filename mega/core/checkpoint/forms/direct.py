@@ -111,7 +111,7 @@ def dtype_notes(opened: Opened) -> tuple[str, ...]:
         common = of_kind[_in_every_block(target.name)]
         expected = common if common in allowed else usual
         if dtypes[target.name] != expected or not usual.is_floating_point:
-            rule = f"the others are {expected}" if usual.is_floating_point else "a floating dtype is wanted"
+            rule = f"the others are {expected}" if usual.is_floating_point else "must be a floating dtype"
             raise CheckpointError(f"{target.fragments[0].source}: is {dtypes[target.name]}, {rule}")
     wider = [target.name.removeprefix("weights/") for target in weights if dtypes[target.name] != usual]
     if not wider:

@@ -76,7 +76,7 @@ def read_header(path: Path) -> list[Entry]:
         read_into(descriptor, memoryview(text), 8, path)
     header = parse_json(bytes(text), path)
     if not isinstance(header, dict):
-        raise CheckpointError(f"{path}: the header is no object")
+        raise CheckpointError(f"{path}: the header is not an object")
     header.pop("__metadata__", None)
     entries = sorted(
         (_entry(path, name, value, 8 + count) for name, value in header.items()),
@@ -86,7 +86,7 @@ def read_header(path: Path) -> list[Entry]:
     end = 8 + count
     for entry in entries:
         if entry.offset != end:
-            raise CheckpointError(f"{path}: {entry.key} lies at byte {entry.offset}, not {end}")
+            raise CheckpointError(f"{path}: {entry.key} begins at byte {entry.offset}, not {end}")
         end += entry.bytes
     if end != size:
         raise CheckpointError(f"{path}: {size} bytes, its tensors end at {end}")
@@ -120,7 +120,7 @@ class TorchSource:
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
             if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
-                raise CheckpointError(f"{name}: is no plain tensor in memory")
+                raise CheckpointError(f"{name}: is not a plain tensor in memory")
             if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
                 raise CheckpointError(f"{name}: has {tensor.numel()} elements, fewer are stored")
         self._tensors = tensors

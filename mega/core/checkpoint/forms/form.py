@@ -232,9 +232,7 @@ _TP, _PP = "--target-tensor-parallel-size", "--target-pipeline-parallel-size"
 _FOR_CORE = ("--no-load-optim", "--use-distributed-optimizer", "--tokenizer-type")
 _HERE = "mega.core.checkpoint.forms."
 
-OWN = Form(
-    name="mega", words="a checkpoint of ours", targets=("mega",), writes=(_TP, _PP, "--chunks", "--stage-layers")
-)
+OWN = Form(name="mega", words="a mega checkpoint", targets=("mega",), writes=(_TP, _PP, "--chunks", "--stage-layers"))
 """The project's own form, which is not foreign: own/ reads and writes it."""
 
 FORMS = [
@@ -337,8 +335,8 @@ def writer_of(target: str) -> Form:
     raise ValueError(f"{target}: is not written; valid: {', '.join(each for form in forms for each in form.targets)}")
 
 
-_RANKS = "only checkpoints of ours and trees of Megatron-LM are cut for ranks; leave it out (a Meta folder has --parts)"
-_STAGES = "only checkpoints of ours are cut for chunks and uneven stages; leave it out"
+_RANKS = "only mega checkpoints and trees of Megatron-LM are cut for ranks; leave it out (a Meta folder has --parts)"
+_STAGES = "only mega checkpoints are cut for chunks and uneven stages; leave it out"
 _PADDED = "only Megatron-LM pads vocabularies in its files; leave it out"
 
 RULES: dict[str, tuple[str, object]] = {

@@ -231,7 +231,7 @@ def _special_tokens(own: Own, given: Given) -> tuple[SpecialTokens, tuple[str, .
     except ValueError as error:
         if complete:
             return SpecialTokens(ids), ()
-        note = f"config.json names no end of a text, so that nothing stops transformers' generate: {error}"
+        note = f"config.json names no token that ends a text, so transformers' generate does not stop: {error}"
         return SpecialTokens(ids if config_path is not None else dict.fromkeys(TOKEN_IDS)), (note,)
     if complete and tokens.template is None:  # its files are those stored with the weights
         return replace(tokens, ids={**tokens.ids, **ids}, files={}, left_out=(), loss=None), ()

@@ -267,7 +267,7 @@ def prove(table: Table, tensors: Tensors) -> None:
             raise CheckpointError(f"{fragment.source}: is missing ({name} is made of it)")
         shape = tensors[fragment.source][0]
         if len(shape) != len(fragment.taken.ranges):
-            raise CheckpointError(f"{fragment.source}: has shape {shape}, {len(fragment.taken.ranges)} dims are wanted")
+            raise CheckpointError(f"{fragment.source}: has shape {shape}, expected {len(fragment.taken.ranges)} dims")
         uses.setdefault(fragment.source, []).append(fragment.taken)
     expected = table.tensors(tensors)
     for target in table.targets:
@@ -306,9 +306,9 @@ def _fault(shape: tuple[int, ...], uses: Sequence[Span], done: str = "used", rep
         return None
     for rows, columns in rectangles:
         if rows[0] < 0 or rows[-1] >= height:
-            return f"rows {rows} are wanted"
+            return f"does not have the rows {rows}"
         if columns.start < 0 or columns.stop > width:
-            return f"columns {columns.start} to {columns.stop} are wanted"
+            return f"does not have the columns {columns.start} to {columns.stop}"
     borders = sorted({0, width, *(border for _, columns in rectangles for border in (columns.start, columns.stop))})
     for begin, end in pairwise(borders):
         counts = torch.zeros(height, dtype=torch.int32)

@@ -81,7 +81,7 @@ def _foreign_name(path: Path) -> str:
 def open_weights(place: str, report: Report = lambda line: None, exchange: JsonExchange = alone) -> StoredWeights:
     """Open the weights at `place`. Errors: CheckpointError, on all ranks."""
     names = [""] if url_of(place) is not None else gathered(partial(_foreign_name, Path(place)), exchange)
-    if differ := disagreement([name or "none of others" for name in names]):
+    if differ := disagreement([name or "no foreign weights" for name in names]):
         raise CheckpointError(f"{place}: {differ}")
     if not names[0]:
         return locate(place, report, exchange)
@@ -154,7 +154,7 @@ def digest_like(named: str, weights: Readable) -> str:
 def unlike(named: str, found: str) -> str:
     """How the digest of the weights that were found differs from the base's."""
     label = "digest of its numbers" if named.startswith(SAMPLED) else "sha256 of its manifest"
-    actual = found.removeprefix(SAMPLED)[:12] or "none, these are weights of others"
+    actual = found.removeprefix(SAMPLED)[:12] or "none, these are foreign weights"
     return f"{label}: {actual}; must be {named.removeprefix(SAMPLED)[:12]}"
 
 

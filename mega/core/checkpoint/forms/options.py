@@ -1,4 +1,4 @@
-"""What `mega reshard` and `mega convert-llama` read and write, as their sections. No torch, and no form is loaded."""
+"""The options of `mega reshard` and `mega convert-llama`, as sections. Loads no torch and no form."""
 
 # ruff: noqa: RUF009 - every default below is immutable
 
@@ -32,35 +32,35 @@ class Targets(Collection[str]):
 
 @dataclass(frozen=True, kw_only=True)
 class ReshardOptions(VerbSection):
-    """Which checkpoint is cut again, and in which form it is written; flags of Megatron-LM's tool that steer its two
-    processes are accepted and do nothing."""
+    """The checkpoint to convert and the form to write. Flags of Megatron-LM's tool that control its two processes are
+    accepted and have no effect."""
 
     title: ClassVar[str] = "Checkpoints"
 
     load_dir: Path = option(
         REQUIRED,
-        "a run's directory, one step-NNNNNNN in it, what others have written, or a name of the Hub",
+        "a run's directory, a step-NNNNNNN in it, foreign weights, or a name of the Hub",
         hub="model",
     )
     save_dir: Path = option(REQUIRED, "directory of the new checkpoint")
     saver: str = option(
         "mega",
-        "form to write: ours; for Megatron-LM of 2023 megatron, megatron-23.06; for Megatron-core mcore, mcore-local, "
+        "form to write: mega; for Megatron-LM of 2023 megatron, megatron-23.06; for Megatron-core mcore, mcore-local, "
         "torch_dist",
         choices=Targets("reshard"),
     )
-    loader: str | None = option(None, "accepted; what is read is recognised by its files")
-    true_vocab_size: int | None = option(None, "vocabulary of a Megatron-LM tree without its padding")
+    loader: str | None = option(None, "accepted; the form is recognised by its files")
+    true_vocab_size: int | None = option(None, "vocabulary of a Megatron-LM tree without padding")
     vocab_file: Path | None = option(None, "a vocab.json whose length is the true vocabulary")
-    num_attention_heads: int | None = option(None, "of a torch_dist folder that carries no arguments")
-    model_type: Literal["GPT"] = option("GPT", "accepted; the files say it")
+    num_attention_heads: int | None = option(None, "attention heads of a torch_dist folder without arguments")
+    model_type: Literal["GPT"] = option("GPT", "accepted; determined from the files")
     megatron_path: str | None = option(None, "accepted; not needed")
-    tokenizer_type: str | None = option(None, "what a Megatron-LM tree says of its tokenizer")
-    use_distributed_optimizer: bool = option(False, "write a Megatron-LM optimizer's state as that one reads it")
+    tokenizer_type: str | None = option(None, "tokenizer type to record in a Megatron-LM tree")
+    use_distributed_optimizer: bool = option(False, "write optimizer state for Megatron-LM's distributed optimizer")
     tokenizer_model: str | None = option(None, "accepted; not needed")
     max_queue_size: int = option(50, "accepted; not needed")
-    upcycle: int | None = option(None, "make a mixture of so many experts a layer out of a dense model's weights")
-    upcycle_chosen: int = option(2, "experts that each token of that mixture passes")
+    upcycle: int | None = option(None, "experts per layer of a mixture made from a dense model's weights")
+    upcycle_chosen: int = option(2, "experts chosen for each token of that mixture")
     upcycle_granularity: int = option(1, "experts of that mixture that make up one dense network")
     load_optim: bool = option(True, "read or write a Megatron-LM optimizer's state")
     verify: bool = option(False, "read back what was written and compare it with its source, bit for bit")
@@ -81,7 +81,7 @@ class ReshardOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions(VerbSection):
-    """Which weights are converted, and into what."""
+    """The weights to convert and the form to write."""
 
     title: ClassVar[str] = "Weights"
 
@@ -90,14 +90,12 @@ class ConvertOptions(VerbSection):
         "Hugging Face, Meta or fairseq folder, llama2.c or GGUF file, run directory, step-NNNNNNN, name of the Hub",
         hub="model",
     )
-    save_dir: Path = option(REQUIRED, "where to write; a folder, complete or absent")
-    to: str | None = option(
-        None, "what to write [mega; hf where a checkpoint is read]", choices=Targets("convert-llama")
-    )
-    base: Path | None = option(None, "of a peft adapter: the weights it was trained on; the name to write")
+    save_dir: Path = option(REQUIRED, "folder to write; it appears when it is complete")
+    to: str | None = option(None, "form to write [mega; hf for a mega checkpoint]", choices=Targets("convert-llama"))
+    base: Path | None = option(None, "base weights of a peft adapter; when writing one, the name of its base")
     parts: int = option(1, "files of a Meta folder")
     outtype: Literal["f32", "f16", "bf16", "q8_0"] | None = option(
-        None, "of --to gguf: how matrices are stored [as the weights are]"
+        None, "type of the matrices of --to gguf [that of the weights]"
     )
     verify: bool = option(
         False, "Hugging Face's decoders: run both models on random tokens; others: read back, compare bits"

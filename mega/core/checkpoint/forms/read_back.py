@@ -57,8 +57,8 @@ def read_back(one: Path, other: Path, heads: int | None = None) -> ReadBack:
 def check_comparable(load: Path, to_ours: bool) -> None:
     """Errors: ValueError unless exactly one side of a conversion is a mega checkpoint."""
     if (form_at(load) is OWN) == to_ours:
-        other = "; `mega checkpoint diff` compares two of ours" if to_ours else ""
-        raise ValueError(f"--verify: {load}: one of source and target must be ours, and only one{other}")
+        other = "; `mega checkpoint diff` compares two mega checkpoints" if to_ours else ""
+        raise ValueError(f"--verify: {load}: exactly one of source and target must be a mega checkpoint{other}")
 
 
 def compare(opened: Opened, checkpoint: Checkpoint) -> ReadBack:

@@ -25,10 +25,10 @@ def form_at(path: Path, *, inside: bool = True) -> Form:
     foreign = foreign_form(path)
     steps = store_at(path).steps() if foreign is None or path.is_dir() else []
     if foreign is not None and steps:
-        own_steps = f"checkpoints of ours (steps {', '.join(map(str, steps))})"
+        own_steps = f"mega checkpoints (steps {', '.join(map(str, steps))})"
         raise CheckpointError(
-            f"{path}: holds {foreign.words} and {own_steps}, and which is meant is open; give the step-NNNNNNN, or "
-            "move one of the two elsewhere"
+            f"{path}: holds {foreign.words} and {own_steps}, and it is unclear which is meant; give the "
+            "step-NNNNNNN, or move one of the two elsewhere"
         )
     if foreign is not None:
         return foreign

@@ -28,7 +28,7 @@ LOCK = ".writing"
 def check_fresh(save: Path) -> None:
     """Errors: ValueError where no folder can be filled at `save`."""
     if (url := url_of(save)) is not None:
-        raise ValueError(f"--save-dir {url}: only checkpoints of ours go to an object store; give a folder")
+        raise ValueError(f"--save-dir {url}: only mega checkpoints can be written to an object store; give a folder")
     if save.exists() and (not save.is_dir() or any(save.iterdir())):
         raise ValueError(f"{save}: exists and is not an empty folder")
 

@@ -67,7 +67,7 @@ class Kind:
     name: str
     """weights, master, moment1, ..."""
     tensors: int
-    """How many there are."""
+    """Their number."""
     elements: int
     """Elements of all of them."""
     dtypes: tuple[str, ...]

@@ -238,7 +238,7 @@ def _container(value: object, path: Path, name: str) -> Container:
     end = header
     for entry in entries:
         if entry.offset != end:
-            raise CheckpointError(f"{path}: {name}: {entry.key} lies at byte {entry.offset}, not {end}")
+            raise CheckpointError(f"{path}: {name}: {entry.key} begins at byte {entry.offset}, not {end}")
         end += entry.bytes
     if end != size or header < 8:
         raise CheckpointError(f"{path}: {name}: header and entries make {end} bytes, its size is {size}")

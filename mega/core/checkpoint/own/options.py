@@ -19,7 +19,7 @@ class Layout(VerbSection):
     tp: int = option(1, "tensor ranks", megatron="--target-tensor-parallel-size")
     pp: int = option(1, "pipeline stages", megatron="--target-pipeline-parallel-size")
     chunks: int = option(1, "model chunks per pipeline rank")
-    stage_layers: tuple[int, ...] = option((), "blocks of each stage, where they are not equal")
+    stage_layers: tuple[int, ...] = option((), "blocks of each stage, if they differ")
     """One number for each global stage, as in `stage_layers` of plan/layers.py."""
 
     @property

@@ -107,9 +107,9 @@ class Piece:
         """
         whole, dtype = stored
         if whole != self.whole:
-            raise CheckpointError(f"{path}: {self.key} has shape {whole}, {self.whole} is wanted")
+            raise CheckpointError(f"{path}: {self.key} has shape {whole}, expected {self.whole}")
         if dtype != self.tensor.dtype and not cast:
-            raise CheckpointError(f"{path}: {self.key} is {dtype}, {self.tensor.dtype} is wanted")
+            raise CheckpointError(f"{path}: {self.key} is {dtype}, expected {self.tensor.dtype}")
 
     def check(self) -> None:
         """Errors: CheckpointError if dims, bounds or dtype are invalid."""

@@ -23,7 +23,7 @@ from mega.core.checkpoint.own.reader import Checkpoint
 from mega.core.files import POINTER, SEAL, locked_alone, sync_directory
 
 STEP = re.compile(r"step-(\d{7,15})")
-NOTHING = "holds no checkpoint (a directory with step-NNNNNNN in it is wanted)"
+NOTHING = "holds no checkpoint (expected: a directory with step-NNNNNNN in it)"
 _NOTE_LIMIT = 16 << 20
 """Largest size in bytes of a small file next to the steps."""
 _LEFTOVER = re.compile(rf"(step-\d+|{POINTER}|{WEIGHTS_ONLY})\.(tmp|old)")

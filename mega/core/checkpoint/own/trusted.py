@@ -88,7 +88,7 @@ class TrustedSteps(StepFolder):
         if any(view["pointer"] for view in views):
             raise CheckpointError(
                 f"{self.place}/{POINTER} says {self._pointer()!r}, but no checkpoint is there; "
-                "remove it to start afresh"
+                "remove it to start from scratch"
             )
         return None
 

@@ -146,7 +146,9 @@ def model_of_metadata(
     model = BY_TYPE[family.model_types[0]].model_from_config(config, where, tensors)
     expected = rope_factors(model)
     if factors is not None and expected is not None and not _near(factors, expected):
-        raise CheckpointError(f"{where}: {ROPE_FACTORS}: are no factors of Llama 3 within {LLAMA3_POSITIONS} positions")
+        raise CheckpointError(
+            f"{where}: {ROPE_FACTORS}: are not the factors of Llama 3 within {LLAMA3_POSITIONS} positions"
+        )
     return family, model, config
 
 

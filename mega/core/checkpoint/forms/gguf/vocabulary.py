@@ -356,5 +356,6 @@ def _pre(whole: Mapping[str, Json], ignores_merges: bool) -> str:
             if cut == (pattern, bool(digits), ignores_merges, normalizer):
                 return name
     raise CheckpointError(
-        f"--to gguf: how its tokenizer cuts a text has no name of llama.cpp's that is known here: {', '.join(CUTS)}"
+        "--to gguf: the rule by which its tokenizer splits a text has no known name in llama.cpp "
+        f"(valid: {', '.join(CUTS)})"
     )

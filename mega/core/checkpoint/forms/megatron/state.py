@@ -252,7 +252,7 @@ def _ordinary(
 
 def _listed(found: object, count: int, what: str) -> list[object]:
     if not isinstance(found, list) or len(found) != count:
-        actual = f"has {len(found)} entries" if isinstance(found, list) else "is no list"
+        actual = f"has {len(found)} entries" if isinstance(found, list) else "is not a list"
         raise CheckpointError(f"{what}: {actual}, the model has {count}; {LEAVE}")
     return found
 
@@ -334,7 +334,7 @@ def _flat(found: object, what: str) -> torch.Tensor:
     buckets: list[torch.Tensor] = []
     for bucket in found if isinstance(found, list) and found else [found]:
         if not isinstance(bucket, torch.Tensor) or bucket.dim() != 1 or bucket.dtype != torch.float32:
-            raise CheckpointError(f"{what}: is no fp32 vector")
+            raise CheckpointError(f"{what}: is not an fp32 vector")
         buckets.append(bucket)
     return buckets[0] if len(buckets) == 1 else torch.cat(buckets)
 
@@ -355,7 +355,7 @@ def _checked(found: Mapping[str, object], weights: Mapping[str, torch.Tensor]) -
                 raise CheckpointError(f"{kind}/{name}: is missing in the optimizer's state")
             if tensor.shape != weight.shape or tensor.dtype != torch.float32:
                 expected = f"torch.float32 {tuple(weight.shape)}"
-                raise CheckpointError(f"{kind}/{name}: is {tensor.dtype} {tuple(tensor.shape)}, {expected} is wanted")
+                raise CheckpointError(f"{kind}/{name}: is {tensor.dtype} {tuple(tensor.shape)}, expected {expected}")
             if kind == "master" and not torch.equal(tensor.to(weight.dtype), weight):
                 raise CheckpointError(f"{kind}/{name}: rounded to {weight.dtype}, it is not the weight; {LEAVE}")
     return {name: tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
@@ -424,7 +424,7 @@ def _scaler(found: object, where: Path) -> dict[str, float] | None:
     names = ("scale", "growth_tracker", "hysteresis_tracker")
     values = [plain(found.get(name)) for name in names] if isinstance(found, dict) else []
     if not values or not numeric(values) or values[0] <= 0:
-        raise CheckpointError(f"{where}: optimizer.grad_scaler: is no loss scale; {LEAVE}")
+        raise CheckpointError(f"{where}: optimizer.grad_scaler: is not a loss scale; {LEAVE}")
     return {"scale": float(values[0]), "clean": int(values[1]), "patience": int(values[2])}
 
 
@@ -489,6 +489,6 @@ def state_note(facts: Facts | None, wanted: bool, done: str) -> str:
     if not wanted:
         return "optimizer: left out, if there is any (--no-load-optim)"
     if facts is None:
-        return "optimizer: the source holds no state of one"
+        return "optimizer: the source holds no state"
     extras = [name for name, value in (("loss scale", facts.scaler), ("schedule", facts.schedule)) if value]
     return f"optimizer: Adam's state after {facts.updates:,} updates {done}" + "".join(f", {name}" for name in extras)

@@ -103,7 +103,7 @@ def read_records(data: bytes, path: Path) -> object:
             elif name == "STACK_GLOBAL":
                 attribute, module = stack.pop(), stack.pop()
                 if not isinstance(attribute, str) or not isinstance(module, str):
-                    raise ValueError("a name is no text")  # formatting nested tuples may never end
+                    raise ValueError("a name is not text")  # formatting nested tuples may never end
                 stack.append(Record(f"{module}.{attribute}"))
             elif name in ("REDUCE", "NEWOBJ"):
                 args, function = stack.pop(), stack.pop()
@@ -343,7 +343,7 @@ def _numbers(value: object) -> tuple[int, ...]:
 def _text(value: object) -> str:
     """Check that a name is text; hashing other objects may take exponential time."""
     if not isinstance(value, str):
-        raise ValueError("a name is no text")
+        raise ValueError("a name is not text")
     return value
 
 

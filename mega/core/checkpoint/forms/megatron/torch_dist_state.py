@@ -218,7 +218,7 @@ def _show_flat(
         name = remaining.pop(at, "")
         if source.state.get(name) != (length,):
             actual = f"has shape {source.state[name]}" if name else "is missing"
-            raise CheckpointError(f"{where}: {name or at}: {actual}, {length} numbers are wanted; {LEAVE}")
+            raise CheckpointError(f"{where}: {name or at}: {actual}, expected {length} numbers; {LEAVE}")
         return name
 
     for rank, label in ((rank, label) for rank, chunks in enumerate(labels) for label in chunks):
@@ -233,7 +233,9 @@ def _show_flat(
                 for weight, begin in bucket.begins.items():
                     source.show_flat(name, begin, f"{kind}/{label}/{weight}", chunk_shapes[weight])
     if remaining:
-        raise CheckpointError(f"{where}: {next(iter(remaining.values()))}: no parameter lies in this bucket; {LEAVE}")
+        raise CheckpointError(
+            f"{where}: {next(iter(remaining.values()))}: no parameter is stored in this bucket; {LEAVE}"
+        )
 
 
 # Proof
@@ -247,7 +249,7 @@ def checked(source: Stored, weights: Table, saved: Table, kinds: list[str], wher
     """
     for name, (_, dtype) in source.tensors.items():
         if name.partition("/")[0] in kinds and dtype != torch.float32:
-            raise CheckpointError(f"{where}: {name}: is {dtype}, torch.float32 is wanted; {LEAVE}")
+            raise CheckpointError(f"{where}: {name}: is {dtype}, expected torch.float32; {LEAVE}")
     with naming(where):
         prove(joined([weights, *(alike(saved, kind) for kind in kinds)]), source.tensors)
     all_fp32 = all(dtype == torch.float32 for _, dtype in weights.tensors(source.tensors).values())
