@@ -74,7 +74,7 @@ def _print_report(report: ConversionReport) -> None:
 def _upcycle(reshard: ReshardOptions, layout: Layout, vocab: int | None) -> int:
     """Of a dense model, in whatever form, a mixture of experts. Errors: ValueError."""
     from mega.core.checkpoint.forms.convert import upcycle
-    from mega.core.checkpoint.forms.form import Given
+    from mega.core.checkpoint.forms.form import FormOptions
     from mega.core.checkpoint.forms.upcycle import Upcycling
 
     assert reshard.upcycle is not None
@@ -82,7 +82,7 @@ def _upcycle(reshard: ReshardOptions, layout: Layout, vocab: int | None) -> int:
         named = "--verify" if reshard.verify else f"--saver {reshard.saver}"
         raise ValueError(f"{named}: excludes --upcycle, which writes a checkpoint of mega that differs from its source")
     how = Upcycling(reshard.upcycle, reshard.upcycle_chosen, reshard.upcycle_granularity)
-    given = Given(layout=layout, vocab=vocab, heads=reshard.num_attention_heads, optimizer=False)
+    given = FormOptions(layout=layout, vocab=vocab, heads=reshard.num_attention_heads, optimizer=False)
     _print_report(upcycle(reshard.load_dir, reshard.save_dir, how, layout, given))
     print("a new run starts from it with --finetune and --balance-loss, or --balance-bias")
     return 0

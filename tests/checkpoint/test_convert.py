@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from mega.core.checkpoint.forms import foreign, huggingface, meta
 from mega.core.checkpoint.forms.convert import check_pair, convert
 from mega.core.checkpoint.forms.families.decoders import config_from_model, model_from_config
-from mega.core.checkpoint.forms.form import Given
+from mega.core.checkpoint.forms.form import FormOptions
 from mega.core.checkpoint.forms.recognise import form_at
 from mega.core.checkpoint.own.layout import ONE, Layout
 from mega.core.checkpoint.own.pieces import CheckpointError
@@ -272,7 +272,7 @@ def test_meta_there_and_back(tmp_path: Path, family: str, parts: int) -> None:
         params = json.loads((tmp_path / "meta" / "params.json").read_text())
         assert params.pop("rope_scaling_factor") == 32.0  # which Meta's own files of 3.2 do not say
         (tmp_path / "meta" / "params.json").write_text(json.dumps(params))
-        assert meta.open_form(tmp_path / "meta", Given(layout=ONE)).model.rope_scaling_factor == 32.0
+        assert meta.open_form(tmp_path / "meta", FormOptions(layout=ONE)).model.rope_scaling_factor == 32.0
 
 
 def meta_logits(state: dict[str, torch.Tensor], params: dict[str, Any], ids: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ B = Target("y", (2,), (whole((2,), "b"),))
 
 
 def made_of_a(*fragments: Fragment) -> Table:
-    rows = sum(len(fragment.at.rows) for fragment in fragments)
+    rows = sum(len(fragment.target_span.rows) for fragment in fragments)
     return Table((Target("x", (rows, 3), fragments), B))
 
 

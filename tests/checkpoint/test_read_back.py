@@ -11,7 +11,7 @@ import torch
 
 from mega.cli import main
 from mega.core.checkpoint.forms.convert import convert
-from mega.core.checkpoint.forms.form import Given
+from mega.core.checkpoint.forms.form import FormOptions
 from mega.core.checkpoint.forms.meta import open_form
 from mega.core.checkpoint.forms.read_back import read_back
 from mega.core.checkpoint.own.layout import ONE, Layout
@@ -92,7 +92,7 @@ def test_positions_that_a_meta_folder_cannot_say_are_told(
     told = capsys.readouterr().err
     assert ("mega: positions 12: params.json has no place for them" in told) == (positions == 12)
     assert "max_seq_len" not in json.loads((tmp_path / "m" / "params.json").read_text())
-    assert open_form(tmp_path / "m", Given(layout=ONE)).model.positions == 4096
+    assert open_form(tmp_path / "m", FormOptions(layout=ONE)).model.positions == 4096
 
 
 def narrowed(files: Files, keep: str) -> None:

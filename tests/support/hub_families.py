@@ -19,7 +19,7 @@ from mega.core.batch import DecoderBatch
 from mega.core.checkpoint.forms.direct import opened_foreign
 from mega.core.checkpoint.forms.families.decoders import model_from_config
 from mega.core.checkpoint.forms.foreign import TorchSource
-from mega.core.checkpoint.forms.form import Given, Opened
+from mega.core.checkpoint.forms.form import FormOptions, OpenedForm
 from mega.core.checkpoint.forms.mapping import assemble
 from mega.core.checkpoint.forms.recognise import form_at
 from mega.core.checkpoint.own.layout import ONE
@@ -242,11 +242,11 @@ def saved(folder: Path, case: str, dtype: torch.dtype = torch.float64, **changes
     return model.double()
 
 
-def opened(folder: Path) -> Opened:
-    return opened_foreign(form_at(folder), folder, Given(layout=ONE))
+def opened(folder: Path) -> OpenedForm:
+    return opened_foreign(form_at(folder), folder, FormOptions(layout=ONE))
 
 
-def wholes(found: Opened) -> dict[str, torch.Tensor]:
+def wholes(found: OpenedForm) -> dict[str, torch.Tensor]:
     """Every logical tensor by name."""
     return {
         target.name.removeprefix("weights/"): assemble(target, whole_box(target.shape), found.source).clone()
@@ -261,7 +261,7 @@ def batch_of(length: int, rows: int = 2, vocab: int = VOCAB) -> DecoderBatch:
     return DecoderBatch(text[:, :-1], text[:, 1:], weights, positions, torch.arange(rows))
 
 
-def gradients(found: Opened, model: Any) -> dict[str, torch.Tensor]:
+def gradients(found: OpenedForm, model: Any) -> dict[str, torch.Tensor]:
     """Those of transformers' parameters as ours: every row where the table says its weight is from."""
     theirs = dict(_as_saved(model.config.model_type, {n: p.grad for n, p in model.named_parameters()}))
     if "lm_head.weight" in theirs:  # GPT-NeoX's, as it is saved

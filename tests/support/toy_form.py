@@ -13,9 +13,9 @@ import torch
 
 from mega.core.architecture import inventory
 from mega.core.checkpoint.forms.foreign import TorchSource, read_json
-from mega.core.checkpoint.forms.form import Export, Form, Given, Opened, Own
+from mega.core.checkpoint.forms.form import Export, ExportSource, Form, FormOptions, OpenedForm
 from mega.core.checkpoint.forms.mapping import Fragment, Source, Span, Table, Target
-from mega.core.checkpoint.forms.writing import made, write_json
+from mega.core.checkpoint.forms.writing import whole_tensor, write_json
 from mega.core.checkpoint.own.model import model_of
 from mega.core.checkpoint.own.store import Attachments
 from mega.core.config.sections import ModelConfig
@@ -51,17 +51,17 @@ def recognise(path: Path) -> bool:
     return (path / "model.json").exists()
 
 
-def open_form(path: Path, given: Given) -> Opened:
+def open_form(path: Path, given: FormOptions) -> OpenedForm:
     model = model_of({"config": {"model": read_json(path / "model.json")}}, str(path))
     files = sorted(path.glob("*.npy"))
     arrays = {file.stem: torch.from_numpy(np.load(file, allow_pickle=False)) for file in files}
-    return Opened(TorchSource(arrays), model, table(model))
+    return OpenedForm(TorchSource(arrays), model, table(model))
 
 
-def export(own: Own, to: str, given: Given) -> Export:
+def export(own: ExportSource, to: str, given: FormOptions) -> Export:
     def fill(folder: Path, table: Table, source: Source) -> int:
         for target in table.targets:
-            np.save(folder / f"{target.name}.npy", made(target, source).numpy(), allow_pickle=False)
+            np.save(folder / f"{target.name}.npy", whole_tensor(target, source).numpy(), allow_pickle=False)
         write_json(folder / "model.json", dataclasses.asdict(own.model))
         return sum(file.stat().st_size for file in folder.glob("*.npy"))
 

@@ -206,11 +206,11 @@ def test_a_place_is_one_runs_alone(tmp_path: Path, run_cli: RunCli, monkeypatch:
     monkeypatch.setattr(place, "LOCK_WAIT", 0.1)
     save = ["--save", str(tmp_path / "run"), "--steps", "2"]
     (tmp_path / "run").mkdir()
-    with CheckpointStore(tmp_path / "run").held():
+    with CheckpointStore(tmp_path / "run").locked():
         code, printed = run_cli(*save)
         assert code == 2 and f"--save {tmp_path / 'run'}: another process is writing there" in printed
     assert list((tmp_path / "run").iterdir()) == [] and run_cli(*save)[0] == 0
-    with CheckpointStore(tmp_path / "run").held():
+    with CheckpointStore(tmp_path / "run").locked():
         """The run gave it back."""
 
 
@@ -222,12 +222,12 @@ def test_a_lost_host_may_hold_the_place_for_a_while(
     monkeypatch.setattr(place, "LEASE_WAIT", 0.5)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     save = ["--save", str(tmp_path), "--steps", "2"]
-    with CheckpointStore(tmp_path).held():
+    with CheckpointStore(tmp_path).locked():
         code, printed = run_cli(*save)
         assert code == 1 and "another process still writes there" in printed
     monkeypatch.setattr(place, "LEASE_WAIT", 60.0)
     with contextlib.ExitStack() as held:
-        held.enter_context(CheckpointStore(tmp_path).held())
+        held.enter_context(CheckpointStore(tmp_path).locked())
         threading.Timer(0.5, held.pop_all().close).start()
         assert run_cli(*save)[0] == 0
 

@@ -14,7 +14,7 @@ megatron/   Megatron-LM's trees and its distributed checkpoints, with their opti
 foreign     tensors in files of other tools, read without executing code; pickles: torch files with other objects
 pickle_scan measures the cost of a pickle before it is read
 keys        names and JSON keys of other tools; companions: tokenizer files and similar; writing: files in their formats
-conversing  a folder's chat template and the tokens that end a turn
+chat_files  a folder's chat template and the tokens that end a turn
 open        opens weights in any form; direct: foreign weights, read in place
 upcycle     initializes a mixture of experts from a dense checkpoint
 options     what the verbs of conversion read and write

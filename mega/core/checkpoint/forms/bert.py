@@ -15,7 +15,7 @@ from typing import Literal, TypedDict
 from mega.core.architecture import Architecture, architecture, inventory
 from mega.core.architecture.model import Output, Rows
 from mega.core.checkpoint.forms.families.keys import COMMON
-from mega.core.checkpoint.forms.keys import check_kept, check_known, number_in, only, translated, whole_in
+from mega.core.checkpoint.forms.keys import check_known, check_round_trip, number_in, only, translated, whole_in
 from mega.core.checkpoint.forms.mapping import Table, Target, whole
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.config.sections import ModelConfig
@@ -227,11 +227,11 @@ def config_from_model(options: ModelConfig, dtype: str) -> dict[str, Json]:
     if rows is not None and rows.name not in kind.heads:
         raise CheckpointError(f"{rows.name}: Hugging Face's {kind.classes} has no such head")
     config = _config(model, dtype)
-    check_kept(options, model_from_config(config, "config.json"), "Hugging Face's BERT", unsaid=OF_HEADS)
+    check_round_trip(options, model_from_config(config, "config.json"), "Hugging Face's BERT", unsupported=HEAD_OPTIONS)
     return config
 
 
-OF_HEADS = ("head", "head_activation", "binary_head", "classes")
+HEAD_OPTIONS = ("head", "head_activation", "binary_head", "classes")
 """Options that are determined from a folder's tensors, or reported as lost (`losses`)."""
 
 

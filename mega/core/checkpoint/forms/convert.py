@@ -18,7 +18,16 @@ import torch
 from mega.core.architecture import architecture, without_adapters
 from mega.core.checkpoint.forms.companions import companions_of, tokenizer_kind, unread_tokenizer
 from mega.core.checkpoint.forms.direct import main_dtype, opened_foreign
-from mega.core.checkpoint.forms.form import OWN, Form, Given, Opened, Own, SpecialTokens, no_tokens, writer_of
+from mega.core.checkpoint.forms.form import (
+    OWN,
+    ExportSource,
+    Form,
+    FormOptions,
+    OpenedForm,
+    SpecialTokens,
+    no_tokens,
+    writer_of,
+)
 from mega.core.checkpoint.forms.mapping import Source, assemble, inverted, prove
 from mega.core.checkpoint.forms.open import whole_model
 from mega.core.checkpoint.forms.recognise import check_place, form_at
@@ -53,11 +62,11 @@ def convert(
 ) -> ConversionReport:
     """Convert the checkpoint at `load` to the form `to` at `save` [hf for a mega checkpoint, else mega].
 
-    layout to tokens: as in `Given`; optimizer state in an unknown form is an error.
+    layout to tokens: as in `FormOptions`; optimizer state in an unknown form is an error.
     progress: called during a conversion from mega to mega.
     Errors: ValueError naming flag, file or tensor; `save` is then unchanged.
     """
-    options = Given(
+    options = FormOptions(
         layout=layout,
         base=base,
         parts=parts,
@@ -102,7 +111,7 @@ def check_pair(load: Path, source: Form, to: str) -> None:
 # To mega
 
 
-def _import(form: Form, load: Path, save: Path, given: Given) -> ConversionReport:
+def _import(form: Form, load: Path, save: Path, given: FormOptions) -> ConversionReport:
     """Convert a foreign checkpoint to one step of the run directory `save`, in files for the ranks of the layout."""
     attachments = companions_of(form, load)
     reason = unread_tokenizer(attachments)
@@ -122,7 +131,7 @@ def _with_note(report: ConversionReport, note: str) -> ConversionReport:
 
 
 def _save_own(
-    opened: Opened,
+    opened: OpenedForm,
     load: Path,
     save: Path,
     layout: Layout,
@@ -152,14 +161,14 @@ def _save_own(
 
 
 def upcycle(
-    load: Path, save: Path, how: Upcycling, layout: Layout = ONE, given: Given | None = None
+    load: Path, save: Path, how: Upcycling, layout: Layout = ONE, given: FormOptions | None = None
 ) -> ConversionReport:
     """Make a mixture of experts at `save`, step 0 of a run, from a dense model of any form at `load`.
     given: options for reading a foreign form. Errors: ValueError naming flag, file or tensor.
     """
     if form_at(load) is not OWN:
         with folder_next_to(save) as between:
-            _import(form_at(load), load, between / "own", given or Given(layout=ONE, optimizer=False))
+            _import(form_at(load), load, between / "own", given or FormOptions(layout=ONE, optimizer=False))
             return upcycle(between / "own", save, how, layout)
     check_place(save)
     dense = opened_own(load)
@@ -187,7 +196,9 @@ def _check_state(key: str, tensor: torch.Tensor, finite: bool) -> None:
         )
 
 
-def _plain_state(opened: Opened, tensors: Tensors, layout: Layout, tokenizer: Mapping[str, Json]) -> dict[str, Json]:
+def _plain_state(
+    opened: OpenedForm, tensors: Tensors, layout: Layout, tokenizer: Mapping[str, Json]
+) -> dict[str, Json]:
     """The plain state of the new checkpoint; state of the foreign run takes precedence."""
     config = {
         "model": dataclasses.asdict(opened.model),
@@ -203,18 +214,18 @@ def _plain_state(opened: Opened, tensors: Tensors, layout: Layout, tokenizer: Ma
 # From mega
 
 
-def _export(load: Path, save: Path, to: str, given: Given, named: Path) -> ConversionReport:
+def _export(load: Path, save: Path, to: str, given: FormOptions, named: Path) -> ConversionReport:
     """Export a mega checkpoint as a folder or tree at `save`. named: how messages name `load`."""
     exported, form = opened_own(load, merged=to != "peft"), writer_of(to)
     losses: tuple[str, ...] = ()
     if exported.model.mtp_layers and not form.ahead:
         losses = (f"mtp_layers {exported.model.mtp_layers}: {form.words} has none; it is the model without them",)
         exported = dataclasses.replace(
-            exported, model=dataclasses.replace(exported.model, mtp_layers=0), source=_Plain(exported)
+            exported, model=dataclasses.replace(exported.model, mtp_layers=0), source=_WithoutPredictors(exported)
         )
     with naming(f"--load-dir {named}"):  # errors concern this checkpoint, not a flag of the verb
         export = form.export(exported, to, given)
-    source, table = _Watched(export.source or exported.source, named), inverted(export.table)
+    source, table = _FiniteSource(export.source or exported.source, named), inverted(export.table)
     prove(table, source.tensors)
     size = sum(prod(shape) * dtype.itemsize for shape, dtype in table.tensors(source.tensors).values())
     bytes_written = filled_folder(save, lambda folder: export.fill(folder, table, source), size)
@@ -223,10 +234,10 @@ def _export(load: Path, save: Path, to: str, given: Given, named: Path) -> Conve
     )
 
 
-class _Plain:
+class _WithoutPredictors:
     """The weights of a model without its layers that predict further tokens."""
 
-    def __init__(self, own: Own) -> None:
+    def __init__(self, own: ExportSource) -> None:
         self._source = own.source
         entries = own.source.tensors.items()
         self.tensors: Tensors = {name: value for name, value in entries if not name.startswith("weights/mtp.")}
@@ -235,7 +246,7 @@ class _Plain:
         return self._source.read(name, box)
 
 
-class _Watched:
+class _FiniteSource:
     """A source whose tensors must be finite. place: its name in errors."""
 
     def __init__(self, source: Source, place: Path) -> None:
@@ -252,12 +263,12 @@ class _Watched:
         return tensor
 
 
-def opened_own(load: Path, *, merged: bool = True) -> Own:
+def opened_own(load: Path, *, merged: bool = True) -> ExportSource:
     """The checkpoint at `load` and its model. merged: adapters are added to the weights of their base."""
     adapters = locate(load)
     checkpoint, model = whole_model(adapters)
     if architecture(model).adapters is None or named_base(adapters) is None:
-        return Own(checkpoint, model, OwnSource(checkpoint))
+        return ExportSource(checkpoint, model, OwnSource(checkpoint))
     if not merged:
-        return Own(adapters, model, OwnSource(adapters))
-    return Own(checkpoint, without_adapters(model), MergedSource(OwnSource(checkpoint), model))
+        return ExportSource(adapters, model, OwnSource(adapters))
+    return ExportSource(checkpoint, without_adapters(model), MergedSource(OwnSource(checkpoint), model))

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
-from mega.core.checkpoint.forms.form import Form, Given, Opened
+from mega.core.checkpoint.forms.form import Form, FormOptions, OpenedForm
 from mega.core.checkpoint.forms.mapping import assemble, check_copies, prove
 from mega.core.checkpoint.own.container import blocks
-from mega.core.checkpoint.own.disk import side_by_side
+from mega.core.checkpoint.own.disk import run_concurrently
 from mega.core.checkpoint.own.model import check_model
 from mega.core.checkpoint.own.pieces import Box, CheckpointError, Piece, Tensors, naming
 from mega.core.checkpoint.own.source import Readable
@@ -74,7 +74,7 @@ def weights_digest(weights: Readable) -> str:
     return SAMPLED + hasher.hexdigest()
 
 
-def opened_foreign(form: Form, load: Path, given: Given) -> Opened:
+def opened_foreign(form: Form, load: Path, given: FormOptions) -> OpenedForm:
     """Open a foreign checkpoint and check its model, dtypes and table; no tensor is read yet. Its notes also report
     fp32 tensors. Errors: CheckpointError naming the file, key or tensor at fault."""
     checkpoint = form.open(load, given)
@@ -92,7 +92,7 @@ def main_dtype(tensors: Tensors) -> torch.dtype:
     return next((dtype for name, (_, dtype) in tensors.items() if name.endswith("embed_tokens.weight")), first_dtype)
 
 
-def dtype_notes(opened: Opened) -> tuple[str, ...]:
+def dtype_notes(opened: OpenedForm) -> tuple[str, ...]:
     """Lines on weights with a wider dtype than most: fp32 ones of a 16-bit model, such as norms. They keep their dtype.
 
     Their dtype must be the same in every block. Any other mixture is damage, or the tensor is not a weight.
@@ -125,12 +125,12 @@ def _in_every_block(name: str) -> str:
 
 
 class ForeignWeights:
-    """The tensors of an `Opened` whose table was proven (`opened_foreign`), by the project's names.
+    """The tensors of an `OpenedForm` whose table was proven (`opened_foreign`), by the project's names.
 
     path: as messages name it. tensors: key -> (whole shape, dtype), as in `Checkpoint`.
     """
 
-    def __init__(self, path: Path, opened: Opened) -> None:
+    def __init__(self, path: Path, opened: OpenedForm) -> None:
         self.path, self._source = path, opened.source
         self._targets = {target.name: target for target in opened.table.targets}
         self.tensors: Tensors = opened.table.tensors(opened.source.tensors)
@@ -157,4 +157,4 @@ class ForeignWeights:
                 part = assemble(self._targets[piece.key], box, self._source)
                 piece.tensor[box.inside(piece.box)].copy_(part)
 
-        side_by_side(fill, jobs, size)
+        run_concurrently(fill, jobs, size)

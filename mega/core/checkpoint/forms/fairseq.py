@@ -15,8 +15,8 @@ from typing import Literal
 import torch
 
 from mega.core.architecture import inventory
-from mega.core.checkpoint.forms.foreign import TorchSource, check_not_twice, inside, named_tensors
-from mega.core.checkpoint.forms.form import Given, Opened
+from mega.core.checkpoint.forms.foreign import TorchSource, check_ranks_differ, inside, named_tensors
+from mega.core.checkpoint.forms.form import FormOptions, OpenedForm
 from mega.core.checkpoint.forms.keys import translated, whole_in
 from mega.core.checkpoint.forms.mapping import Fragment, Table, Target, gathered, whole
 from mega.core.checkpoint.forms.pickles import Arguments, read_pickled
@@ -76,7 +76,7 @@ def tokenizer(files: Attachments) -> str | None:
     return "FairseqTokenizer" if {"dict.txt", "vocab.json", "merges.txt"} <= files.keys() else None
 
 
-def open_form(path: Path, given: Given) -> Opened:
+def open_form(path: Path, given: FormOptions) -> OpenedForm:
     """Open a release. Names of tensors are `part/name`."""
     parts = sorted(part.name for part in path.glob(PARTS))
     names = [f"model-model_part-{number}.pt" for number in range(len(parts))]
@@ -91,14 +91,14 @@ def open_form(path: Path, given: Given) -> Opened:
             raise CheckpointError(f"{file}: holds no dict of the model's tensors under `model`")
         tensors |= {f"{number}/{name}": tensor for name, tensor in named_tensors(state, f"{file}: model").items()}
         if number:
-            check_not_twice(tensors, f"{number}/", f"{number - 1}/", file)
+            check_ranks_differ(tensors, f"{number}/", f"{number - 1}/", file)
         options = options or _options(content)
     source = TorchSource(tensors)
     model = model_from_options(options, source.tensors, len(names), str(path))
     check_size(model, source.tensors, str(path))
     output = any(name.endswith("/" + OUTPUT) for name in source.tensors)
     ignored = frozenset(name for name in source.tensors if name.endswith(_IGNORED))
-    return Opened(source, model, replace(table(model, len(names), output=output), ignored=ignored))
+    return OpenedForm(source, model, replace(table(model, len(names), output=output), ignored=ignored))
 
 
 def _options(content: Mapping[str, object]) -> Mapping[str, object]:

@@ -21,7 +21,7 @@ import torch
 
 from mega.core.checkpoint.forms.pickle_scan import BYTES, Scan
 from mega.core.checkpoint.own.container import Entry, read_box
-from mega.core.checkpoint.own.disk import opening, parse_json, read_file, read_into
+from mega.core.checkpoint.own.disk import open_file, parse_json, read_file, read_into
 from mega.core.checkpoint.own.pieces import FOREIGN_DTYPES, Box, CheckpointError, Tensors, whole_box
 from mega.core.untrusted import Json
 
@@ -46,7 +46,7 @@ class EntrySource:
     def read(self, name: str, box: Box) -> torch.Tensor:
         path, entry = self.entries[name]
         tensor = torch.empty(box.size, dtype=FOREIGN_DTYPES[entry.dtype])
-        with opening(path) as (descriptor, _):
+        with open_file(path) as (descriptor, _):
             read_box(path, descriptor, entry, box, tensor)
         return tensor
 
@@ -64,7 +64,7 @@ def safetensors_source(paths: list[Path]) -> EntrySource:
 
 def read_header(path: Path) -> list[Entry]:
     """The entries of a safetensors file. Errors: CheckpointError for a file that does not conform to the format."""
-    with opening(path) as (descriptor, size):
+    with open_file(path) as (descriptor, size):
         length = bytearray(8)
         if size < 8:
             raise CheckpointError(f"{path}: {size} bytes are no safetensors file")
@@ -134,7 +134,7 @@ StandIn = Callable[[str], type | None]
 """Returns the inert class that replaces a class of another program; None for a name that is not allowed."""
 
 
-def check_not_twice(tensors: Mapping[str, torch.Tensor], own: str, before: str, where: Path) -> None:
+def check_ranks_differ(tensors: Mapping[str, torch.Tensor], own: str, before: str, where: Path) -> None:
     """Check that the tensors with prefix `own` are not all equal to those with prefix `before`: a tensor rank's file
     that was copied over another's would be read as that rank's rows. Errors: CheckpointError."""
     pairs = ((one, tensors.get(before + name[len(own) :])) for name, one in tensors.items() if name.startswith(own))
@@ -148,7 +148,7 @@ def no_stand_in(name: str) -> None:
 
 def torch_file(path: Path, stand_in: StandIn = no_stand_in) -> object:
     """The content of a torch file, memory-mapped, unpickled with torch's allow-list and `stand_in` only."""
-    with opening(path):
+    with open_file(path):
         return unpickled(path, path, stand_in)
 
 
@@ -177,7 +177,7 @@ def unpickled(source: Path | BytesIO, path: Path, stand_in: StandIn = no_stand_i
             use_mmap = zipped and isinstance(source, Path)
             return torch.load(source, map_location="cpu", weights_only=True, mmap=use_mmap)
     except Exception as error:
-        raise CheckpointError(f"{path}: torch refuses it with weights_only=True: {_met(str(error))}") from None
+        raise CheckpointError(f"{path}: torch refuses it with weights_only=True: {_refusal(str(error))}") from None
 
 
 class Records(Protocol):
@@ -257,7 +257,7 @@ def _check_sums(reader: Records, members: list[zipfile.ZipInfo], path: Path, *, 
             raise CheckpointError(f"{path}: it is damaged: {name} is not what its checksum says")
 
 
-def _met(message: str) -> str:
+def _refusal(message: str) -> str:
     """The object or instruction that torch refused, extracted from its message."""
     if match := re.search(r"(?:GLOBAL|class|global)[: ]+(?:GLOBAL )?(\w+(?:\.\w+)+)", message):
         return f"it holds {match[1]}"

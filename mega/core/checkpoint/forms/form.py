@@ -3,7 +3,7 @@
 A foreign form is a row of `FORMS` and a module with
 
     recognise(path) -> bool                     whether `path` holds this form, by the names of its files
-    open_form(path, given) -> Opened            its tensors, its model, and the table that makes mega tensors of them
+    open_form(path, given) -> OpenedForm        its tensors, its model, and the table that makes mega tensors of them
     export(own, to, given) -> Export            if `targets` lists how it is written: the same table, and the files
                                                 (in `writer`, if that is a separate module)
     attached(path) -> {name: path}              optional: files to store with its weights that are not files of its
@@ -69,7 +69,7 @@ def no_tokens(checkpoint: StoredWeights) -> SpecialTokens:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
+class FormOptions:
     """The user's options of a conversion, except its two paths; each form uses those that apply to it."""
 
     layout: Layout
@@ -95,7 +95,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedForm:
     """A foreign checkpoint."""
 
     source: Source
@@ -119,7 +119,7 @@ class Opened:
 
 
 @dataclass(frozen=True)
-class Own:
+class ExportSource:
     """A mega checkpoint to export. source: its weights."""
 
     checkpoint: StoredWeights
@@ -132,7 +132,7 @@ class Export:
     """How a mega checkpoint becomes a foreign one."""
 
     table: Table
-    """The table of `Opened`, before it is inverted."""
+    """The table of `OpenedForm`, before it is inverted."""
     fill: Callable[[Path, Table, Source], int]
     """Takes an empty folder, the inverted table and its source; writes all files, returns the bytes of their
     tensors."""
@@ -177,12 +177,12 @@ class Form:
         """Whether `path` holds this form."""
         return bool(self._loaded().recognise(path))
 
-    def open(self, path: Path, given: Given) -> Opened:
+    def open(self, path: Path, given: FormOptions) -> OpenedForm:
         """Open a checkpoint of this form. Errors: CheckpointError naming the file, key or tensor at fault."""
-        checkpoint: Opened = self._loaded().open_form(path, given)
+        checkpoint: OpenedForm = self._loaded().open_form(path, given)
         return checkpoint
 
-    def export(self, own: Own, to: str, given: Given) -> Export:
+    def export(self, own: ExportSource, to: str, given: FormOptions) -> Export:
         """Plan an export. to: one of `targets`. Errors: CheckpointError naming a setting that this form cannot
         express."""
         writer = importlib.import_module(self.writer) if self.writer else self._loaded()

@@ -13,7 +13,7 @@ from typing import Protocol, cast
 import torch
 
 from mega.core.architecture import architecture
-from mega.core.checkpoint.forms import bert, conversing
+from mega.core.checkpoint.forms import bert, chat_files
 from mega.core.checkpoint.forms.block_scaled import dequantised, without_scales
 from mega.core.checkpoint.forms.companions import copy_companions
 from mega.core.checkpoint.forms.families.decoders import BY_TYPE, family_of
@@ -27,7 +27,7 @@ from mega.core.checkpoint.forms.foreign import (
     read_json,
     safetensors_source,
 )
-from mega.core.checkpoint.forms.form import TOKEN_IDS, Export, Given, Opened, Own, SpecialTokens
+from mega.core.checkpoint.forms.form import TOKEN_IDS, Export, ExportSource, FormOptions, OpenedForm, SpecialTokens
 from mega.core.checkpoint.forms.mapping import Source, Table, assemble
 from mega.core.checkpoint.forms.writing import write_files, write_json
 from mega.core.checkpoint.own.container import write_container
@@ -113,7 +113,7 @@ def _lowers(files: Attachments) -> bool:
     return bool(tokenizer_config.get("do_lower_case", True))
 
 
-def open_form(path: Path, given: Given) -> Opened:
+def open_form(path: Path, given: FormOptions) -> OpenedForm:
     config_path = path / "config.json"
     config = read_json(config_path)
     if (adapter := path / "adapter_config.json").exists():
@@ -122,7 +122,7 @@ def open_form(path: Path, given: Given) -> Opened:
     source = unstacked(dequantised(weights_of(path), config.get("quantization_config"), str(config_path)))
     model = names.model_from_config(config, str(config_path), source.tensors)
     check_size(model, source.tensors, str(config_path))
-    return Opened(source, model, names.table(model, source.tensors))
+    return OpenedForm(source, model, names.table(model, source.tensors))
 
 
 def scales_dynamically(files: Mapping[str, Path]) -> bool:
@@ -169,34 +169,34 @@ def _names(config: Mapping[str, Json], where: Path) -> Names:
     return TYPES[kind]
 
 
-def export(own: Own, to: str, given: Given) -> Export:
+def export(own: ExportSource, to: str, given: FormOptions) -> Export:
     """Write a folder that transformers' `from_pretrained` opens."""
     return EXPORTS.get(architecture(own.model).family, _export_decoder)(own, to, given)
 
 
-def _export_bert(own: Own, to: str, given: Given) -> Export:
+def _export_bert(own: ExportSource, to: str, given: FormOptions) -> Export:
     tokens, unknown = _bert_tokens(own, given)
     return _folder(own, BERT, tokens, (*bert.losses(own.model), *unknown))
 
 
-def _export_t5(own: Own, to: str, given: Given) -> Export:
+def _export_t5(own: ExportSource, to: str, given: FormOptions) -> Export:
     raise CheckpointError(f"--to {to}: Hugging Face's T5 is another model, without learned positions; valid: mega")
 
 
-def _export_decoder(own: Own, to: str, given: Given) -> Export:
+def _export_decoder(own: ExportSource, to: str, given: FormOptions) -> Export:
     config_path = own.checkpoint.attachments.get("config.json")
     names = family_of(own.model, None if config_path is None else read_json(config_path).get("model_type"))
     tokens, losses = _special_tokens(own, given)
     return _folder(own, names, tokens, losses)
 
 
-EXPORTS: dict[str, Callable[[Own, str, Given], Export]] = {"bert": _export_bert, "t5": _export_t5}
+EXPORTS: dict[str, Callable[[ExportSource, str, FormOptions], Export]] = {"bert": _export_bert, "t5": _export_t5}
 """Family -> the function that exports it; all others are exported as decoders."""
 
 
-def _folder(own: Own, names: Names, tokens: SpecialTokens, losses: tuple[str, ...]) -> Export:
+def _folder(own: ExportSource, names: Names, tokens: SpecialTokens, losses: tuple[str, ...]) -> Export:
     config = _config(names, own, tokens)
-    files, extra_files = conversing.written_files(own.checkpoint, config, tokens)
+    files, extra_files = chat_files.written_files(own.checkpoint, config, tokens)
     if names is BERT:  # BERT does not generate, so it needs no generation files
         files, extra_files = (
             {name: dict(file) for name, file in tokens.files.items() if name not in own.checkpoint.attachments},
@@ -215,7 +215,7 @@ def _folder(own: Own, names: Names, tokens: SpecialTokens, losses: tuple[str, ..
     return Export(names.table(own.model), fill, losses=losses)
 
 
-def _special_tokens(own: Own, given: Given) -> tuple[SpecialTokens, tuple[str, ...]]:
+def _special_tokens(own: ExportSource, given: FormOptions) -> tuple[SpecialTokens, tuple[str, ...]]:
     """The special tokens: those of the config.json stored with the weights, else the tokenizer's.
 
     Also a line for the user if they are unknown.
@@ -224,7 +224,7 @@ def _special_tokens(own: Own, given: Given) -> tuple[SpecialTokens, tuple[str, .
     config = {} if config_path is None else read_json(config_path)
     ids = {key: config[key] for key in TOKEN_IDS if key in config}
     complete = {"bos_token_id", "eos_token_id"} <= ids.keys()
-    if complete and not conversing.trained(own.checkpoint):
+    if complete and not chat_files.trained(own.checkpoint):
         return SpecialTokens(ids), ()
     try:
         tokens = given.tokens(own.checkpoint)
@@ -238,7 +238,7 @@ def _special_tokens(own: Own, given: Given) -> tuple[SpecialTokens, tuple[str, .
     return replace(tokens, ids={**tokens.ids, **ids}), () if tokens.loss is None else (tokens.loss,)
 
 
-def _bert_tokens(own: Own, given: Given) -> tuple[SpecialTokens, tuple[str, ...]]:
+def _bert_tokens(own: ExportSource, given: FormOptions) -> tuple[SpecialTokens, tuple[str, ...]]:
     """The files that determine how a BERT's tokenizer behaves, and a line if the tokenizer is missing."""
     try:
         tokens = given.tokens(own.checkpoint)
@@ -247,7 +247,7 @@ def _bert_tokens(own: Own, given: Given) -> tuple[SpecialTokens, tuple[str, ...]
         return SpecialTokens({}), (f"no tokenizer: {error}",)
 
 
-def _config(names: Names, own: Own, tokens: SpecialTokens) -> dict[str, Json]:
+def _config(names: Names, own: ExportSource, tokens: SpecialTokens) -> dict[str, Json]:
     """config.json: the one stored with the weights if it still describes the model, else a new one. Both with `tokens`.
 
     A released file may name another dtype than its weights'. Once the weights were trained, it must name the dtype of
@@ -266,16 +266,16 @@ def _config(names: Names, own: Own, tokens: SpecialTokens) -> dict[str, Json]:
     if not unchanged:
         scaling = dynamic(config)
         rope_scaling = {} if scaling is None else {"rope_scaling": cast(Json, scaling)}
-        return _ended(own, {**names.config_from_model(own.model, dtype), **rope_scaling, **tokens.ids}, tokens)
+        return _with_chat_ends(own, {**names.config_from_model(own.model, dtype), **rope_scaling, **tokens.ids}, tokens)
     if own.checkpoint.step:
         config |= {key: dtype for key in ("dtype", "torch_dtype") if key in config}
-    return _ended(own, {**tokens.ids, **config}, tokens)
+    return _with_chat_ends(own, {**tokens.ids, **config}, tokens)
 
 
-def _ended(own: Own, config: dict[str, Json], tokens: SpecialTokens) -> dict[str, Json]:
+def _with_chat_ends(own: ExportSource, config: dict[str, Json], tokens: SpecialTokens) -> dict[str, Json]:
     """Add all tokens that end the assistant's turn, if the model was trained for chat."""
-    converses = tokens.template is not None and conversing.trained(own.checkpoint)
-    return conversing.with_ends(config, tokens.ends) if converses else config
+    converses = tokens.template is not None and chat_files.trained(own.checkpoint)
+    return chat_files.with_ends(config, tokens.ends) if converses else config
 
 
 def _write_shards(folder: Path, table: Table, source: Source) -> int:

@@ -55,7 +55,7 @@ def number_in(config: Mapping[str, object], key: str, where: str, otherwise: flo
     return float(value)
 
 
-def check_kept(model: ModelConfig, read: ModelConfig, whose: str, unsaid: Collection[str] = ()) -> None:
+def check_round_trip(model: ModelConfig, read: ModelConfig, whose: str, unsupported: Collection[str] = ()) -> None:
     """Check that a form can express a whole model. read: the model that its own files are read back as. unsaid: options
     that it cannot express.
 
@@ -64,7 +64,7 @@ def check_kept(model: ModelConfig, read: ModelConfig, whose: str, unsaid: Collec
     Errors: CheckpointError naming the first option that `whose` files do not preserve.
     """
     reread = dataclasses.asdict(read)
-    allowed = {name: reread.pop(name) for name in (*TRAINING, *unsaid)}
+    allowed = {name: reread.pop(name) for name in (*TRAINING, *unsupported)}
     expected = architecture(dataclasses.replace(model, **allowed))
     if dataclasses.replace(expected, family=read.family) == architecture(read):
         return

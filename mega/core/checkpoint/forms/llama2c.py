@@ -13,10 +13,10 @@ from pathlib import Path
 
 from mega.core.checkpoint.forms import meta
 from mega.core.checkpoint.forms.foreign import EntrySource, TorchSource, named_tensors, torch_file
-from mega.core.checkpoint.forms.form import Given, Opened
+from mega.core.checkpoint.forms.form import FormOptions, OpenedForm
 from mega.core.checkpoint.forms.mapping import Source
 from mega.core.checkpoint.own.container import Entry
-from mega.core.checkpoint.own.disk import opening, read_into
+from mega.core.checkpoint.own.disk import open_file, read_into
 from mega.core.checkpoint.own.pieces import CheckpointError, whole_box
 from mega.core.untrusted import Json
 
@@ -47,7 +47,7 @@ def recognise(path: Path) -> bool:
     return path.suffix in (".bin", ".pt") and not path.is_dir()
 
 
-def open_form(path: Path, given: Given) -> Opened:
+def open_form(path: Path, given: FormOptions) -> OpenedForm:
     """Open a file. Names of tensors are `0/...`, as in a Meta folder with one part."""
     source, params = _open_torch(path) if path.suffix == ".pt" else _open_flat(path)
     return meta.opened(source, params, 1, str(path))
@@ -65,7 +65,7 @@ def _open_torch(path: Path) -> tuple[Source, Mapping[str, Json]]:
 
 
 def _open_flat(path: Path) -> tuple[Source, Mapping[str, Json]]:
-    with opening(path) as (descriptor, size):
+    with open_file(path) as (descriptor, size):
         head = bytearray(min(size, HEADER))
         read_into(descriptor, memoryview(head), 0, path)
     if len(head) < 28:
@@ -97,15 +97,15 @@ def _open_flat(path: Path) -> tuple[Source, Mapping[str, Json]]:
     return EntrySource(entries), params
 
 
-Laid = Iterator[tuple[str, tuple[int, ...]]]
+TensorRuns = Iterator[tuple[str, tuple[int, ...]]]
 """Name and shape of every run of numbers in a file; an empty name marks tables that are computed."""
 
 
-def _order0(params: Mapping[str, int], tied: bool) -> Laid:
+def _order0(params: Mapping[str, int], tied: bool) -> TensorRuns:
     width = params["dim"] // params["n_heads"]
     yield "tok_embeddings", (params["vocab_size"], params["dim"])
     for row in BLOCKS:
-        yield from _of_all_blocks(params, *row)
+        yield from _block_tensors(params, *row)
     yield "norm", (params["dim"],)
     yield "", (params["max_seq_len"], width // 2)  # cosines
     yield "", (params["max_seq_len"], width // 2)  # sines
@@ -113,21 +113,21 @@ def _order0(params: Mapping[str, int], tied: bool) -> Laid:
         yield "output", (params["vocab_size"], params["dim"])
 
 
-def _order1(params: Mapping[str, int], tied: bool) -> Laid:
+def _order1(params: Mapping[str, int], tied: bool) -> TensorRuns:
     """Version 1: the norms come first."""
     rows = sorted(BLOCKS, key=lambda row: not row[0].endswith("norm"))
     norms, matrices = rows[:2], rows[2:]
     for row in norms:
-        yield from _of_all_blocks(params, *row)
+        yield from _block_tensors(params, *row)
     yield "norm", (params["dim"],)
     yield "tok_embeddings", (params["vocab_size"], params["dim"])
     for row in matrices:
-        yield from _of_all_blocks(params, *row)
+        yield from _block_tensors(params, *row)
     if not tied:
         yield "output", (params["vocab_size"], params["dim"])
 
 
-def _of_all_blocks(params: Mapping[str, int], name: str, *sizes: str) -> Laid:
+def _block_tensors(params: Mapping[str, int], name: str, *sizes: str) -> TensorRuns:
     kv = params["dim"] // params["n_heads"] * params["n_kv_heads"]
     shape = tuple({**params, "kv": kv}[size] for size in sizes)
     for layer in range(params["n_layers"]):

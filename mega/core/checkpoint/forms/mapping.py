@@ -49,16 +49,16 @@ class Fragment:
 
     source: str
     """The source tensor's name."""
-    at: Span
+    target_span: Span
     """Rows and columns of the target."""
-    taken: Span
+    source_span: Span
     """Rows and columns of the source tensor."""
     transposed: bool = False
     """The source is stored as [in, out], so its rows are the target's columns."""
 
     def inverted(self, target: str) -> Fragment:
         """The same elements in the other direction: the source tensor made of `target`."""
-        return Fragment(target, self.taken, self.at, self.transposed)
+        return Fragment(target, self.source_span, self.target_span, self.transposed)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def stacked(parts: Iterable[tuple[str, range]], columns: int | None) -> tuple[Fr
 
     columns: width of the matrix, None for vectors.
 
-    >>> [f.at.rows for f in stacked([("a", range(2)), ("b", range(5, 8))], columns=4)]
+    >>> [f.target_span.rows for f in stacked([("a", range(2)), ("b", range(5, 8))], columns=4)]
     [range(0, 2), range(2, 5)]
     """
     fragments, row = [], 0
@@ -117,7 +117,7 @@ def stacked(parts: Iterable[tuple[str, range]], columns: int | None) -> tuple[Fr
 def next_to(parts: Sequence[str], rows: int, width: int) -> tuple[Fragment, ...]:
     """Fragments that concatenate whole sources of `rows` x `width` along columns.
 
-    >>> [f.at.columns for f in next_to(["a", "b"], rows=2, width=5)]
+    >>> [f.target_span.columns for f in next_to(["a", "b"], rows=2, width=5)]
     [range(0, 5), range(5, 10)]
     """
     return tuple(
@@ -183,7 +183,7 @@ def inverted(table: Table) -> Table:
     """The reverse conversion: every source tensor made of the targets, including its copies and its padding.
 
     >>> table = Table((Target("x", (4,), stacked([("a", range(2)), ("b", range(2))], None)),))
-    >>> [(target.name, target.fragments[0].taken.rows) for target in inverted(table).targets]
+    >>> [(target.name, target.fragments[0].source_span.rows) for target in inverted(table).targets]
     [('a', range(0, 2)), ('b', range(2, 4))]
     """
     copies: dict[str, list[Fragment]] = {}
@@ -201,7 +201,7 @@ def inverted(table: Table) -> Table:
                     Fragment(filled, Span(range(n, n + 1), *columns), filler) for n in rows
                 )
     targets = tuple(
-        Target(name, _extent(each.at for each in fragments), tuple(fragments))
+        Target(name, _extent(each.target_span for each in fragments), tuple(fragments))
         for name, fragments in fragments_of.items()
     )
     return Table(targets, repeats=frozenset(copies) | {filled for _, filled in table.padding.values()})
@@ -237,8 +237,11 @@ def _shared(fragment: Fragment, box: Box, source: Source) -> tuple[tuple[slice, 
     None if they do not overlap.
     """
     # `source_ranges` is kept in the target's order of dims until the read, so that one loop cuts both sides.
-    index, source_ranges = [], list(reversed(fragment.taken.ranges) if fragment.transposed else fragment.taken.ranges)
-    for dim, (span, start, size) in enumerate(zip(fragment.at.ranges, box.start, box.size, strict=True)):
+    index, source_ranges = (
+        [],
+        list(reversed(fragment.source_span.ranges) if fragment.transposed else fragment.source_span.ranges),
+    )
+    for dim, (span, start, size) in enumerate(zip(fragment.target_span.ranges, box.start, box.size, strict=True)):
         first, last = (min(max(0, -((span.start - n) // span.step)), len(span)) for n in (start, start + size))
         if first >= last:
             return None
@@ -266,15 +269,17 @@ def prove(table: Table, tensors: Tensors) -> None:
         if fragment.source not in tensors:
             raise CheckpointError(f"{fragment.source}: is missing ({name} is made of it)")
         shape = tensors[fragment.source][0]
-        if len(shape) != len(fragment.taken.ranges):
-            raise CheckpointError(f"{fragment.source}: has shape {shape}, expected {len(fragment.taken.ranges)} dims")
-        uses.setdefault(fragment.source, []).append(fragment.taken)
+        if len(shape) != len(fragment.source_span.ranges):
+            raise CheckpointError(
+                f"{fragment.source}: has shape {shape}, expected {len(fragment.source_span.ranges)} dims"
+            )
+        uses.setdefault(fragment.source, []).append(fragment.source_span)
     expected = table.tensors(tensors)
     for target in table.targets:
         for fragment in target.fragments:
             if (dtype := tensors[fragment.source][1]) != expected[target.name][1]:
                 raise CheckpointError(f"{fragment.source}: is {dtype}, {target.name} is {expected[target.name][1]}")
-        if fault := _fault(target.shape, [fragment.at for fragment in target.fragments], "filled"):
+        if fault := _fault(target.shape, [fragment.target_span for fragment in target.fragments], "filled"):
             raise CheckpointError(f"{target.name}: {fault}")
     for name, (rows, _) in table.padding.items():
         uses.setdefault(name, []).append(Span(rows, *map(range, tensors[name][0][1:])))

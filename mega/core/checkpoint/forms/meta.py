@@ -19,9 +19,9 @@ import torch
 from mega.core.architecture import architecture, inventory
 from mega.core.architecture.layer import Rope, RopeScaling
 from mega.core.checkpoint.forms.companions import copy_companions
-from mega.core.checkpoint.forms.foreign import TorchSource, check_not_twice, flat_tensors, inside, read_json
-from mega.core.checkpoint.forms.form import Export, Given, Opened, Own
-from mega.core.checkpoint.forms.keys import check_kept, number_in, translated, whole_in
+from mega.core.checkpoint.forms.foreign import TorchSource, check_ranks_differ, flat_tensors, inside, read_json
+from mega.core.checkpoint.forms.form import Export, ExportSource, FormOptions, OpenedForm
+from mega.core.checkpoint.forms.keys import check_round_trip, number_in, translated, whole_in
 from mega.core.checkpoint.forms.mapping import (
     Fragment,
     Source,
@@ -32,7 +32,7 @@ from mega.core.checkpoint.forms.mapping import (
     prove,
     whole,
 )
-from mega.core.checkpoint.forms.writing import made, write_json, write_torch
+from mega.core.checkpoint.forms.writing import whole_tensor, write_json, write_torch
 from mega.core.checkpoint.own.model import check_size
 from mega.core.checkpoint.own.pieces import Box, CheckpointError, Tensors, whole_box
 from mega.core.checkpoint.own.store import Attachments
@@ -126,7 +126,7 @@ def tokenizer(files: Attachments) -> str | None:
     return "Llama3Tokenizer" if ranks else "Llama2Tokenizer"
 
 
-def open_form(path: Path, given: Given) -> Opened:
+def open_form(path: Path, given: FormOptions) -> OpenedForm:
     """Open a Meta folder. Names of tensors are `part/name`."""
     paths = sorted(path.glob("consolidated.*.pth"))
     names = [f"consolidated.{part:02d}.pth" for part in range(len(paths))]
@@ -136,12 +136,12 @@ def open_form(path: Path, given: Given) -> Opened:
     for part, name in enumerate(names):
         tensors |= flat_tensors(inside(path, name), f"{part}/")
         if part:
-            check_not_twice(tensors, f"{part}/", f"{part - 1}/", path / name)
+            check_ranks_differ(tensors, f"{part}/", f"{part - 1}/", path / name)
     params = path / "params.json"
     return opened(TorchSource(tensors), read_json(params), len(paths), str(params))
 
 
-def opened(source: Source, params: Mapping[str, Json], parts: int, where: str) -> Opened:
+def opened(source: Source, params: Mapping[str, Json], parts: int, where: str) -> OpenedForm:
     """Tensors under Meta's names, with their model. It is tied if its two embedding tables are equal.
 
     where: the origin of `params`, for errors.
@@ -155,15 +155,15 @@ def opened(source: Source, params: Mapping[str, Json], parts: int, where: str) -
     dim = 0 if embedding[1:] == (params["dim"],) and parts > 1 else 1
     ignored = frozenset(name for name in source.tensors if name.endswith(_BUFFERS))
     if OUTPUT_PART not in source.tensors:
-        return Opened(source, tied, replace(table(tied, parts, dim, output=False), ignored=ignored))
+        return OpenedForm(source, tied, replace(table(tied, parts, dim, output=False), ignored=ignored))
     repeated = replace(table(tied, parts, dim), ignored=ignored)
     prove(repeated, source.tensors)
     first = repeated.targets[0]
     try:
         check_copies(Table((first,), tuple(pair for pair in repeated.copies if pair[0] == first.name)), source)
     except CheckpointError:
-        return Opened(source, model, replace(table(model, parts, dim), ignored=ignored))
-    return Opened(source, tied, repeated)
+        return OpenedForm(source, model, replace(table(model, parts, dim), ignored=ignored))
+    return OpenedForm(source, tied, repeated)
 
 
 def model_from_params(params: Mapping[str, Json], tensors: Tensors, parts: int, where: str) -> ModelConfig:
@@ -251,7 +251,7 @@ def table(model: ModelConfig, parts: int, embedding_dim: int = 1, *, output: boo
     return Table(tuple(targets), copies=tuple(copies))
 
 
-def export(own: Own, to: str, given: Given) -> Export:
+def export(own: ExportSource, to: str, given: FormOptions) -> Export:
     """Write params.json and consolidated.NN.pth, as Meta releases Llama."""
     model, parts = own.model, given.parts
     params = params_from_model(model)
@@ -264,7 +264,7 @@ def export(own: Own, to: str, given: Given) -> Export:
         cached, bytes_written = LastTensor(source), 0
         for part in range(parts):
             part_targets = [target for target in table.targets if target.name.startswith(f"{part}/")]
-            content = {target.name.partition("/")[2]: made(target, cached).clone() for target in part_targets}
+            content = {target.name.partition("/")[2]: whole_tensor(target, cached).clone() for target in part_targets}
             bytes_written += write_torch(folder / f"consolidated.{part:02d}.pth", content)
         write_json(folder / "params.json", params)
         copy_companions(own.checkpoint, folder, skip=("config.json", "generation_config.json", "params.json"))
@@ -288,12 +288,12 @@ def params_from_model(options: ModelConfig) -> dict[str, Json]:
         **_rope_keys(attention.rope),
     }
     reread = _model(params, model.input.vocab, ffn, "params.json")
-    check_kept(options, reread, "Meta's Llama", unsaid=("positions", "tied"))
+    check_round_trip(options, reread, "Meta's Llama", unsupported=("positions", "tied"))
     return params
 
 
 def _rope_keys(rope: Rope | None) -> dict[str, Json]:
-    """The keys of rotary positions; none for a model without them, which `check_kept` then refuses."""
+    """The keys of rotary positions; none for a model without them, which `check_round_trip` then refuses."""
     if rope is None:
         return {}
     if not isinstance(rope.scaling, RopeScaling):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mega.core.checkpoint.forms import meta
 from mega.core.checkpoint.forms.foreign import EntrySource, inside, read_json, safetensors_source
-from mega.core.checkpoint.forms.form import Export, Given, Opened, Own
+from mega.core.checkpoint.forms.form import Export, ExportSource, FormOptions, OpenedForm
 from mega.core.checkpoint.forms.keys import number_in, only, whole_in
 from mega.core.checkpoint.own.model import check_size
 from mega.core.checkpoint.own.pieces import CheckpointError
@@ -40,19 +40,19 @@ def tokenizer(files: Attachments) -> str | None:
     return meta.tokenizer(files)
 
 
-def open_form(path: Path, given: Given) -> Opened:
-    source = _OnePart(safetensors_source([inside(path, each.name) for each in _parts(path)]))
+def open_form(path: Path, given: FormOptions) -> OpenedForm:
+    source = _SinglePart(safetensors_source([inside(path, each.name) for each in _parts(path)]))
     params_path = str(path / "params.json")
     model = model_from_params(read_json(path / "params.json"), params_path)
     check_size(model, source.tensors, params_path)
-    return Opened(source, model, meta.table(model, 1, output=False))
+    return OpenedForm(source, model, meta.table(model, 1, output=False))
 
 
-def export(own: Own, to: str, given: Given) -> Export:
+def export(own: ExportSource, to: str, given: FormOptions) -> Export:
     raise CheckpointError(f"--to {to}: Mistral's own form is read only; valid: hf, meta, mega")
 
 
-class _OnePart(EntrySource):
+class _SinglePart(EntrySource):
     """Tensors under the names `part/name` of a Meta folder with one part."""
 
     def __init__(self, source: EntrySource) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from mega.core.checkpoint.forms.companions import companions_of, tokenizer_kind
 from mega.core.checkpoint.forms.direct import SAMPLED, ForeignWeights, opened_foreign, weights_digest
-from mega.core.checkpoint.forms.form import FORMS, Form, Given
+from mega.core.checkpoint.forms.form import FORMS, Form, FormOptions
 from mega.core.checkpoint.forms.recognise import foreign_form, form_at
 from mega.core.checkpoint.own.base import Joined, named_base
 from mega.core.checkpoint.own.layout import ONE
@@ -49,7 +49,7 @@ class ForeignCheckpoint:
     step, world, foreign = 0, 1, True
 
     def __init__(self, place: Path, form: Form) -> None:
-        weights = opened_foreign(form, place, Given(layout=ONE, optimizer=False))
+        weights = opened_foreign(form, place, FormOptions(layout=ONE, optimizer=False))
         self.path, self.model, self.notes = place, weights.model, weights.notes
         self.attachments: Mapping[str, Path] = companions_of(form, place)
         self.meta: Mapping[str, Json] = {
@@ -110,21 +110,21 @@ def open_base(
         return None
     intro = f"{checkpoint.path}: holds adapters of {record['path']}; "
     if given is not None:
-        base, fault = _tried(record, given, report, exchange, chain=True)
+        base, fault = _try_base(record, given, report, exchange, chain=True)
         if base is None:
             advice = "" if given == record["path"] else f"; give {record['path']}"
             raise CheckpointError(f"{intro}--load {fault}{advice}")
         return base if named_base(base) is None else open_base(base, None, report, exchange)
-    base, fault = _tried(record, record["path"], report, exchange)
+    base, fault = _try_base(record, record["path"], report, exchange)
     if base is None:
-        base, nearby = _moved_along(checkpoint, record, report, exchange)
+        base, nearby = _find_moved(checkpoint, record, report, exchange)
         fault += nearby
     if base is None:
         raise CheckpointError(f"{intro}{fault}. {ADVICE}")
     return base
 
 
-def _tried(
+def _try_base(
     named: Mapping[str, str], place: str, report: Report, exchange: JsonExchange, *, chain: bool = False
 ) -> tuple[StoredWeights | None, str]:
     """(weights at `place`, "") if they are the recorded base, else (None, the reason). chain: accept its adapters
@@ -135,15 +135,17 @@ def _tried(
         if base_record is not None and not chain:
             return None, f"{place}: holds adapters itself"
         digests = gathered(
-            lambda: digest_like(named["digest"], base) if base_record is None else base_record["digest"], exchange
+            lambda: comparable_digest(named["digest"], base) if base_record is None else base_record["digest"], exchange
         )
     except (CheckpointError, OSError) as error:
         return None, str(error)
     different = next((digest for digest in digests if digest != named["digest"]), None)
-    return (base, "") if different is None else (None, f"{place}: is not it ({unlike(named['digest'], different)})")
+    if different is None:
+        return base, ""
+    return None, f"{place}: is not it ({digest_difference(named['digest'], different)})"
 
 
-def digest_like(named: str, weights: Readable) -> str:
+def comparable_digest(named: str, weights: Readable) -> str:
     """The digest of these weights, computed by the rule that made `named`; "" if they do not support that rule."""
     digest = str(getattr(weights, "digest", ""))
     if named.startswith(SAMPLED) == digest.startswith(SAMPLED):
@@ -151,14 +153,14 @@ def digest_like(named: str, weights: Readable) -> str:
     return weights_digest(weights) if named.startswith(SAMPLED) else ""
 
 
-def unlike(named: str, found: str) -> str:
+def digest_difference(named: str, found: str) -> str:
     """How the digest of the weights that were found differs from the base's."""
     label = "digest of its numbers" if named.startswith(SAMPLED) else "sha256 of its manifest"
     actual = found.removeprefix(SAMPLED)[:12] or "none, these are foreign weights"
     return f"{label}: {actual}; must be {named.removeprefix(SAMPLED)[:12]}"
 
 
-def _moved_along(
+def _find_moved(
     checkpoint: StoredWeights, named: Mapping[str, str], report: Report, exchange: JsonExchange
 ) -> tuple[StoredWeights | None, str]:
     """The base at the same path relative to the adapters, if both were moved; else why a folder of its name is
@@ -166,10 +168,10 @@ def _moved_along(
     if url_of(checkpoint.path) or url_of(named["path"]):
         return None, ""
     faults = ""
-    candidates = exchange(list(map(str, _nearby(checkpoint.path, named["path"]))))
+    candidates = exchange(list(map(str, _base_candidates(checkpoint.path, named["path"]))))
     for place in candidates[0]:
         if all(place in each for each in candidates):
-            base, fault = _tried(named, place, lambda line: None, exchange)
+            base, fault = _try_base(named, place, lambda line: None, exchange)
             if base is not None:
                 report(f"{checkpoint.path}: holds adapters of {named['path']}, taken from {place}: the same weights")
                 return base, ""
@@ -178,7 +180,7 @@ def _moved_along(
     return None, faults
 
 
-def _nearby(adapters: Path, base: str) -> list[Path]:
+def _base_candidates(adapters: Path, base: str) -> list[Path]:
     """Candidates for the base: the ends of its path below every folder above the adapters, and those folders
     themselves.
 

@@ -19,12 +19,12 @@ import torch
 from mega.core.architecture import architecture, inventory, linears, without_adapters
 from mega.core.architecture.adapters import DOWN, UP, with_adapters
 from mega.core.architecture.model import Adapters
-from mega.core.checkpoint.forms import conversing
+from mega.core.checkpoint.forms import chat_files
 from mega.core.checkpoint.forms.companions import copy_companions
 from mega.core.checkpoint.forms.families.decoders import family_of
 from mega.core.checkpoint.forms.families.family import HubFamily, StoredModule
 from mega.core.checkpoint.forms.foreign import TorchSource, read_json, safetensors_source
-from mega.core.checkpoint.forms.form import TOKEN_IDS, Export, Given, Opened, Own, SpecialTokens
+from mega.core.checkpoint.forms.form import TOKEN_IDS, Export, ExportSource, FormOptions, OpenedForm, SpecialTokens
 from mega.core.checkpoint.forms.keys import number_in, only, whole_in
 from mega.core.checkpoint.forms.mapping import Source, Table, Target, whole, whole_box
 from mega.core.checkpoint.forms.open import open_weights
@@ -63,7 +63,7 @@ def recognise(path: Path) -> bool:
     return (path / CONFIG).exists() and not (path / "config.json").exists()
 
 
-def open_form(path: Path, given: Given) -> Opened:
+def open_form(path: Path, given: FormOptions) -> OpenedForm:
     """Open an adapter of the weights at `given.base`, a mega checkpoint or foreign weights."""
     if given.base is None:
         raise CheckpointError(
@@ -80,7 +80,7 @@ def open_form(path: Path, given: Given) -> Opened:
     return replace(adapter, known={"base": describe(base)}, base=base)
 
 
-def open_adapter(path: Path, base: ModelConfig, where: Path, named: str) -> Opened:
+def open_adapter(path: Path, base: ModelConfig, where: Path, named: str) -> OpenedForm:
     """Open the adapter at `path` for the model stored at `where`. named: that model's name in messages.
 
     The shapes must fit; a note reports that the adapter names another base. Errors: CheckpointError.
@@ -99,10 +99,10 @@ def open_adapter(path: Path, base: ModelConfig, where: Path, named: str) -> Open
         if Path(recorded_base).name.lower() == where.name.lower()
         else (f"{path}: was trained on {recorded_base}; here on {where}",)
     )
-    return Opened(TorchSource(tensors), model, _as_it_is(tensors), notes=notes)
+    return OpenedForm(TorchSource(tensors), model, _as_it_is(tensors), notes=notes)
 
 
-def export(own: Own, to: str, given: Given) -> Export:
+def export(own: ExportSource, to: str, given: FormOptions) -> Export:
     """Write a folder that `PeftModel.from_pretrained` opens over the base in Hugging Face's form."""
     model, base_record = architecture(own.model), named_base(own.checkpoint)
     if model.adapters is None or base_record is None:
@@ -136,7 +136,9 @@ BASES = ("config.json", "params.json")
 """Companions that describe only the base."""
 
 
-def _tokenizer_files(own: Own, given: Given) -> tuple[dict[str, dict[str, Json]], dict[str, bytes], SpecialTokens]:
+def _tokenizer_files(
+    own: ExportSource, given: FormOptions
+) -> tuple[dict[str, dict[str, Json]], dict[str, bytes], SpecialTokens]:
     """The tokenizer and chat files, which users of peft store with the adapter; empty if no tokenizer is known."""
     try:
         tokens = given.tokens(own.checkpoint)
@@ -145,7 +147,7 @@ def _tokenizer_files(own: Own, given: Given) -> tuple[dict[str, dict[str, Json]]
     config_file = own.checkpoint.attachments.get("config.json")
     known_ids = {} if config_file is None else read_json(config_file)
     config = {**tokens.ids, **{key: known_ids[key] for key in TOKEN_IDS if key in known_ids}}
-    return *conversing.written_files(own.checkpoint, config, tokens), tokens
+    return *chat_files.written_files(own.checkpoint, config, tokens), tokens
 
 
 def _as_it_is(tensors: Tensors) -> Table:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from mega.core.checkpoint.forms.form import OWN, Given, Opened
+from mega.core.checkpoint.forms.form import OWN, FormOptions, OpenedForm
 from mega.core.checkpoint.forms.mapping import Target, assemble, check_copies, prove
 from mega.core.checkpoint.forms.recognise import form_at
 from mega.core.checkpoint.own.container import blocks
@@ -44,13 +44,13 @@ class ReadBack:
 def read_back(one: Path, other: Path, heads: int | None = None) -> ReadBack:
     """Compare a mega checkpoint with its source or its export, in either order.
 
-    heads: as in `Given`. Errors: CheckpointError naming the first tensor that differs.
+    heads: as in `FormOptions`. Errors: CheckpointError naming the first tensor that differs.
     """
     own_path, foreign = (one, other) if form_at(one) is OWN else (other, one)
     checkpoint = locate(own_path)
     vocab = model_of(checkpoint.meta, str(checkpoint.path)).vocab
     state = any(name.startswith("moment1/") for name in checkpoint.tensors)
-    foreign_weights = form_at(foreign).open(foreign, Given(layout=ONE, vocab=vocab, heads=heads, optimizer=state))
+    foreign_weights = form_at(foreign).open(foreign, FormOptions(layout=ONE, vocab=vocab, heads=heads, optimizer=state))
     return compare(foreign_weights, checkpoint)
 
 
@@ -61,7 +61,7 @@ def check_comparable(load: Path, to_ours: bool) -> None:
         raise ValueError(f"--verify: {load}: exactly one of source and target must be a mega checkpoint{other}")
 
 
-def compare(opened: Opened, checkpoint: Checkpoint) -> ReadBack:
+def compare(opened: OpenedForm, checkpoint: Checkpoint) -> ReadBack:
     """Compare every tensor of `checkpoint` with the foreign one in blocks, after the table is proven."""
     source, table = opened.source, opened.table
     prove(table, source.tensors)
@@ -76,7 +76,7 @@ def compare(opened: Opened, checkpoint: Checkpoint) -> ReadBack:
 
 
 def _compared(
-    target: Target, expected: tuple[tuple[int, ...], torch.dtype], opened: Opened, checkpoint: Checkpoint
+    target: Target, expected: tuple[tuple[int, ...], torch.dtype], opened: OpenedForm, checkpoint: Checkpoint
 ) -> bool:
     """Whether a tensor had to be rounded to be equal. Errors: CheckpointError if it differs."""
     name, origin, rounded = target.name, target.fragments[0].source, False

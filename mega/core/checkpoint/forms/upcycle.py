@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mega.core.architecture import Tensor, architecture, inventory
-from mega.core.checkpoint.forms.form import Opened, Own
+from mega.core.checkpoint.forms.form import ExportSource, OpenedForm
 from mega.core.checkpoint.forms.mapping import Fragment, Source, Span, Table, Target, whole
 from mega.core.checkpoint.own.pieces import Box, CheckpointError, Tensors
 from mega.core.config.resolve import divisors
@@ -42,7 +42,7 @@ class Upcycling:
     """Seed of the router's initial values."""
 
 
-def upcycled(own: Own, how: Upcycling) -> Opened:
+def upcycled(own: ExportSource, how: Upcycling) -> OpenedForm:
     """The initial mixture for a dense checkpoint; its table uses each of the source's tensors.
 
     Errors: ValueError naming the flag whose number does not fit.
@@ -52,7 +52,7 @@ def upcycled(own: Own, how: Upcycling) -> Opened:
     mixture = replace(model, experts=how.experts, experts_chosen=how.chosen, expert_ffn=model.ffn // how.granularity)
     source = UpcycledSource(own.source, model, how)
     targets = tuple(_target(tensor, how.granularity, source.tensors) for tensor in inventory(mixture))
-    return Opened(source, mixture, Table(targets), known={"upcycled": {"granularity": how.granularity}})
+    return OpenedForm(source, mixture, Table(targets), known={"upcycled": {"granularity": how.granularity}})
 
 
 def _check(model: ModelConfig, how: Upcycling) -> None:
@@ -141,7 +141,7 @@ def _exponent(model: ModelConfig) -> float:
     return 1 / 3 if network.gated or network.activation == "relu2" else 1 / 2
 
 
-def check_one_dtype(own: Own, load: object) -> None:
+def check_one_dtype(own: ExportSource, load: object) -> None:
     """Errors: CheckpointError if the weights have several dtypes."""
     dtypes = {dtype for name, (_, dtype) in own.source.tensors.items() if name.startswith("weights/")}
     if len(dtypes) > 1:

@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 
 from mega.core.checkpoint.forms.mapping import Source, Target, assemble
-from mega.core.checkpoint.own.disk import creating, write_all
+from mega.core.checkpoint.own.disk import new_file, write_all
 from mega.core.checkpoint.own.pieces import whole_box
 from mega.core.files import whole_file
 from mega.core.untrusted import Json
 
 
 def write_json(path: Path, content: Mapping[str, Json]) -> None:
-    with creating(path) as descriptor:
+    with new_file(path) as descriptor:
         write_all(descriptor, (json.dumps(content, indent=2) + "\n").encode())
 
 
@@ -25,7 +25,7 @@ def write_files(folder: Path, texts: Mapping[str, dict[str, Json]], others: Mapp
     for name, content in texts.items():
         write_json(folder / name, content)
     for name, data in others.items():
-        with creating(folder / name) as descriptor:
+        with new_file(folder / name) as descriptor:
             write_all(descriptor, data)
 
 
@@ -41,6 +41,6 @@ def write_torch(path: Path, content: object) -> int:
     return path.stat().st_size
 
 
-def made(target: Target, source: Source) -> torch.Tensor:
+def whole_tensor(target: Target, source: Source) -> torch.Tensor:
     """Read all elements of a target."""
     return assemble(target, whole_box(target.shape), source)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from mega.core.checkpoint.own.disk import BLOCK, creating, opening, read_into, side_by_side, write_all
+from mega.core.checkpoint.own.disk import BLOCK, new_file, open_file, read_into, run_concurrently, write_all
 from mega.core.checkpoint.own.pieces import FOREIGN_DTYPES, NAMES, Box, CheckpointError, Piece
 
 SMALL_ROW = 16 << 10
@@ -85,7 +85,7 @@ def write_container(
     names = _entry_names(ordered)
     header = _header(names, ordered, about)
     *offsets, size = accumulate((piece.bytes for piece in ordered), initial=len(header))
-    with creating(path) as descriptor:
+    with new_file(path) as descriptor:
         write_all(descriptor, header)
 
         def write(job: tuple[Piece, int]) -> Entry:
@@ -93,7 +93,7 @@ def write_container(
             digest = _write_entry(descriptor, piece, offset, fetch)
             return Entry(piece.key, NAMES[piece.tensor.dtype], piece.whole, piece.box, offset, digest)
 
-        entries = side_by_side(write, list(zip(ordered, offsets, strict=True)), size)
+        entries = run_concurrently(write, list(zip(ordered, offsets, strict=True)), size)
     return Container(size, len(header), hashlib.sha256(header).hexdigest(), tuple(entries))
 
 
@@ -254,7 +254,7 @@ def check_bytes(path: Path, descriptor: int, begin: int, length: int, digest: st
 def file_digest(path: Path) -> tuple[int, str]:
     """Size and sha256 of a regular file."""
     hasher = hashlib.sha256()
-    with opening(path) as (descriptor, size):
+    with open_file(path) as (descriptor, size):
         while block := os.read(descriptor, BLOCK):
             hasher.update(block)
     return size, hasher.hexdigest()

@@ -28,7 +28,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from mega.core.checkpoint.own.container import Container, Fetch, file_digest, has_memory, write_container
-from mega.core.checkpoint.own.disk import creating, write_all
+from mega.core.checkpoint.own.disk import new_file, write_all
 from mega.core.checkpoint.own.manifest import (
     Attached,
     Manifest,
@@ -174,7 +174,7 @@ class CheckpointStore(TrustedSteps):
         Errors: CheckpointError if another process holds the lock, or if that step or a newer one exists.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        with self.held():
+        with self.locked():
             if conflicts := [each for each in self.steps() if each >= step]:
                 raise CheckpointError(f"step {conflicts[-1]} is there already; give a new directory")
             yield
@@ -208,7 +208,7 @@ class CheckpointStore(TrustedSteps):
         final = self.path(step)
         previous = final.with_suffix(".old")
         pointer = self.directory / f"{POINTER}.tmp"
-        with creating(pointer) as descriptor:
+        with new_file(pointer) as descriptor:
             write_all(descriptor, f"{final.name}\n".encode())
         if final.exists():
             shutil.rmtree(previous, ignore_errors=True)
@@ -271,7 +271,7 @@ def write_rank(working: Path, step: int, rank: int, world: int, pieces: Iterable
 def _attach(working: Path, name: str, source: Path | bytes) -> Attached:
     check_attachment_name(name)
     data = source if isinstance(source, bytes) else Path(source).read_bytes()
-    with creating(working / name) as descriptor:
+    with new_file(working / name) as descriptor:
         write_all(descriptor, data)
     return Attached(*file_digest(working / name))
 

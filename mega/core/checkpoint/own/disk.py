@@ -33,7 +33,7 @@ Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 
-def side_by_side(act: Callable[[Job], Result], jobs: Sequence[Job], size: int) -> list[Result]:
+def run_concurrently(act: Callable[[Job], Result], jobs: Sequence[Job], size: int) -> list[Result]:
     """Call `act` for every job and return the results in the order of the jobs; several threads if `size` exceeds one
     block.
 
@@ -66,7 +66,7 @@ def side_by_side(act: Callable[[Job], Result], jobs: Sequence[Job], size: int) -
 
 
 @contextmanager
-def creating(path: Path) -> Iterator[int]:
+def new_file(path: Path) -> Iterator[int]:
     """A new file's descriptor; on leaving, its bytes are on the disk."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
@@ -89,7 +89,7 @@ def write_all(descriptor: int, data: bytes | memoryview, offset: int = 0) -> Non
 
 
 @contextmanager
-def opening(path: Path) -> Iterator[tuple[int, int]]:
+def open_file(path: Path) -> Iterator[tuple[int, int]]:
     """A regular file's descriptor and size. Errors: CheckpointError for any other file, and where reading fails."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -112,7 +112,7 @@ def opening(path: Path) -> Iterator[tuple[int, int]]:
 
 def read_file(path: Path, limit: int) -> bytes:
     """All bytes of a regular file of at most `limit` bytes."""
-    with opening(path) as (descriptor, size):
+    with open_file(path) as (descriptor, size):
         if size > limit:
             raise CheckpointError(f"{path}: {size} bytes, at most {limit} are read")
         buffer = bytearray(size)

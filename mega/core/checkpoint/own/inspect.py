@@ -152,7 +152,7 @@ def clean(
         if exports:
             return
         raise CheckpointError(f"{path}: {NOTHING}")
-    with store.held():  # a save in progress holds the lock, and its files are not leftovers
+    with store.locked():  # a save in progress holds the lock, and its files are not leftovers
         for leftover in store.leftovers():
             if not dry_run:
                 remove_leftover(leftover)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mega.core.checkpoint.own.container import Container, Entry
-from mega.core.checkpoint.own.disk import creating, parse_json, read_file, write_all
+from mega.core.checkpoint.own.disk import new_file, parse_json, read_file, write_all
 from mega.core.checkpoint.own.pieces import DTYPES, Box, CheckpointError, tiling_fault
 from mega.core.checkpoint.own.plain_state import check_plain_state
 from mega.core.files import SEAL, sync_directory
@@ -113,7 +113,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
         }
     )
     for name, data in ((MANIFEST, text), (SEAL, f"{_sha256(text)}  {MANIFEST}\n".encode())):
-        with creating(directory / name) as descriptor:
+        with new_file(directory / name) as descriptor:
             write_all(descriptor, data)
 
 
@@ -121,7 +121,7 @@ def mark_weights_only(directory: Path) -> None:
     """Mark a published checkpoint permanently: its files of optimizer state no longer count."""
     mark = directory.parent / f"{WEIGHTS_ONLY}.tmp"
     mark.unlink(missing_ok=True)
-    with creating(mark) as descriptor:
+    with new_file(mark) as descriptor:
         write_all(descriptor, read_file(directory / SEAL, 200))
     os.rename(mark, directory / WEIGHTS_ONLY)
     sync_directory(directory)
@@ -129,7 +129,7 @@ def mark_weights_only(directory: Path) -> None:
 
 def write_sidecar(path: Path, containers: Mapping[str, Container]) -> None:
     """Write a rank's contribution to the manifest, which rank 0 folds in."""
-    with creating(path) as descriptor:
+    with new_file(path) as descriptor:
         write_all(descriptor, _encode({name: container_fields(container) for name, container in containers.items()}))
 
 

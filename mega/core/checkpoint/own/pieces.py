@@ -138,10 +138,10 @@ class Box:
             for begin, length, limit in zip(self.start, self.size, whole, strict=True)
         )
 
-    def meet(self, other: Box) -> Box | None:
+    def intersection(self, other: Box) -> Box | None:
         """The intersection of two rectangles of one tensor; None if it is empty.
 
-        >>> Box((0, 0), (4, 3)).meet(Box((2, 1), (9, 9)))
+        >>> Box((0, 0), (4, 3)).intersection(Box((2, 1), (9, 9)))
         Box(start=(2, 1), size=(2, 2))
         """
         start = tuple(map(max, self.start, other.start))
@@ -182,7 +182,7 @@ def tiling_fault(whole: Sequence[int], boxes: Sequence[Box]) -> str | None:
         row = box.start[0] if box.start else 0
         open_boxes = [other for other in open_boxes if not box.start or other.start[0] + other.size[0] > row]
         for other in open_boxes:
-            shared = box.meet(other)
+            shared = box.intersection(other)
             if shared:
                 return f"an overlap: two rectangles hold the elements at {shared.start} of size {shared.size}"
         open_boxes.append(box)

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from mega.core.checkpoint.own.container import Entry, check_bytes, file_digest, read_box
-from mega.core.checkpoint.own.disk import opening, side_by_side
+from mega.core.checkpoint.own.disk import open_file, run_concurrently
 from mega.core.checkpoint.own.manifest import MANIFEST, read_manifest
 from mega.core.checkpoint.own.pieces import DTYPES, Box, CheckpointError, Piece, UnreadableError
 
@@ -34,7 +34,7 @@ class Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._hold()
+        self._lock()
         self._manifest = read_manifest(path)
         self.step = self._manifest.step
         self.world = self._manifest.world
@@ -52,7 +52,7 @@ class Checkpoint:
         }
         self._sound: set[tuple[str, int]] = set()
 
-    def _hold(self) -> None:
+    def _lock(self) -> None:
         """Take a shared lock for the lifetime of this object, where the file system supports locks."""
         with contextlib.suppress(OSError):
             descriptor = os.open(self.path / MANIFEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -64,7 +64,7 @@ class Checkpoint:
         return self.path / name
 
     def _size(self, name: str) -> int:
-        with opening(self.path / name) as (_, size):
+        with open_file(self.path / name) as (_, size):
             return size
 
     def _present(self) -> Iterable[str]:
@@ -103,13 +103,13 @@ class Checkpoint:
 
         def fill(place: tuple[str, int]) -> None:
             path = self._file(place[0])
-            with torch.no_grad(), opening(path) as (descriptor, _):
+            with torch.no_grad(), open_file(path) as (descriptor, _):
                 for entry, shared, part in parts[place]:
                     if verify:
                         self._check(place[0], descriptor, entry)
                     read_box(path, descriptor, entry, shared, part)
 
-        side_by_side(fill, sorted(parts), size)
+        run_concurrently(fill, sorted(parts), size)
 
     def _sources(self, piece: Piece, cast: bool) -> list[tuple[str, Entry, Box]]:
         if piece.key not in self.tensors:
@@ -117,7 +117,7 @@ class Checkpoint:
         piece.check_source(self.path, self.tensors[piece.key], cast)
         sources = []
         for name, entry in self._stored[piece.key]:
-            shared = entry.box.meet(piece.box)
+            shared = entry.box.intersection(piece.box)
             if shared:
                 sources.append((name, entry, shared))
         present = sum(shared.elements for _, _, shared in sources)
@@ -137,10 +137,10 @@ class Checkpoint:
             raise CheckpointError(f"{self.path / name}: {fault}")
         for name, container in self._manifest.containers.items():
             path = self._file(name)
-            with opening(path) as (descriptor, _):
+            with open_file(path) as (descriptor, _):
                 check_bytes(path, descriptor, 0, container.header, container.digest, "the header")
                 check = partial(self._check, name, descriptor)
-                side_by_side(check, container.entries, container.size)
+                run_concurrently(check, container.entries, container.size)
         self._check_attachments()
 
     @cached_property

@@ -81,7 +81,7 @@ class RemoteSteps(TrustedSteps):
         candidates = sorted(int(match[1]) for match in map(STEP.fullmatch, names) if match)
         return [step for step in candidates if self._there(step, SEAL)]
 
-    def still(self, steps: Iterable[int]) -> set[int]:
+    def existing(self, steps: Iterable[int]) -> set[int]:
         return set(steps)
 
     def leftovers(self) -> list[Path]:

@@ -33,10 +33,10 @@ def surplus(steps: list[int], keep_last: int | None, keep_every: int | None) -> 
     return [step for step in old if keep_every is None or step % keep_every]
 
 
-def laden(steps: list[int], keep_optimizer_last: int | None) -> list[int]:
+def to_lighten(steps: list[int], keep_optimizer_last: int | None) -> list[int]:
     """The steps that lose their optimizer state: all but the newest `keep_optimizer_last`.
 
-    >>> laden([10, 20, 30], 1)
+    >>> to_lighten([10, 20, 30], 1)
     [10, 20]
     """
     _at_least_one("--keep-optimizer-last", keep_optimizer_last)
@@ -88,7 +88,7 @@ def retain(
             damaged(unread[-1], str(error))
             whole.remove(unread[-1])  # it counts for no limit, so the choice is made again
             doomed, exempt = chosen()
-    heavy = [step for step in laden(whole, keep_optimizer_last) if step not in exempt and step not in doomed]
+    heavy = [step for step in to_lighten(whole, keep_optimizer_last) if step not in exempt and step not in doomed]
     heavy = [step for step in heavy if _states(store.path(step))]
     if not dry_run:
         doomed = [step for step in doomed if _unless_read(store.path(step), _remove)]

@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from mega.core.checkpoint.own.disk import creating, read_file, write_all
+from mega.core.checkpoint.own.disk import new_file, read_file, write_all
 from mega.core.checkpoint.own.manifest import WEIGHTS_ONLY
 from mega.core.checkpoint.own.pieces import CheckpointError, UnreadableError
 from mega.core.checkpoint.own.reader import Checkpoint
@@ -54,7 +54,7 @@ class StepFolder:
         matches = (STEP.fullmatch(entry.name) for entry in entries if entry.is_symlink())
         return [int(match[1]) for match in matches if match]
 
-    def still(self, steps: Iterable[int]) -> set[int]:
+    def existing(self, steps: Iterable[int]) -> set[int]:
         """The given steps that have not been removed."""
         return {step for step in steps if self.path(step).is_dir()}
 
@@ -85,7 +85,7 @@ class StepFolder:
         return read_file(self.path(step) / SEAL, 200)[:64].decode("ascii", "replace")
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Lock the directory for one process that writes or removes. Without lock support nothing is locked.
 
         Errors: CheckpointError if another process holds the lock.
@@ -106,7 +106,7 @@ class StepFolder:
     def _set_note(self, name: str, data: bytes) -> None:
         partial = self.directory / f"{name}.new"  # not .tmp: a save in the background removes those as leftovers
         partial.unlink(missing_ok=True)
-        with creating(partial) as descriptor:
+        with new_file(partial) as descriptor:
             write_all(descriptor, data)
         os.rename(partial, self.directory / name)
         sync_directory(self.directory)

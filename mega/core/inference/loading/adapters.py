@@ -25,7 +25,7 @@ from mega.core.checkpoint.forms import peft
 from mega.core.checkpoint.forms.companions import companions_of
 from mega.core.checkpoint.forms.direct import ForeignWeights
 from mega.core.checkpoint.forms.form import OWN
-from mega.core.checkpoint.forms.open import digest_like, unlike
+from mega.core.checkpoint.forms.open import comparable_digest, digest_difference
 from mega.core.checkpoint.forms.recognise import form_at
 from mega.core.checkpoint.own.base import check_adapters, named_base
 from mega.core.checkpoint.own.model import model_of
@@ -116,9 +116,9 @@ def _own(path: Path, opened: OpenedModel) -> tuple[StoredWeights, ModelConfig]:
     if base is None or architecture(of).adapters is None:
         raise CheckpointError(f"{path}: is a whole model; valid: a run with --lora-rank, or peft's directory")
     # Adapters of a checkpoint of ours go by its manifest, which others' files have not: there the shapes have to do.
-    here = digest_like(base["digest"], opened.weights)
+    here = comparable_digest(base["digest"], opened.weights)
     if here not in ("", base["digest"]):
-        how = unlike(base["digest"], here)
+        how = digest_difference(base["digest"], here)
         raise CheckpointError(f"{path}: holds adapters of {base['path']}, {opened.path} is another model ({how})")
     model = with_adapters(opened.model, of)
     shapes = {key: shape for key, (shape, _) in checkpoint.tensors.items() if key.startswith("weights/")}

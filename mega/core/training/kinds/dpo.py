@@ -131,7 +131,7 @@ def _first_weights(run: RunConfig, point: ResumePoint | None) -> str:
 
 def _load_first(state: TrainState) -> None:
     """Fill the state with the weights that training began with."""
-    from mega.core.checkpoint.forms.open import digest_like, open_base, open_weights
+    from mega.core.checkpoint.forms.open import comparable_digest, open_base, open_weights
     from mega.core.checkpoint.own.base import named_base
     from mega.core.checkpoint.own.pieces import CheckpointError
     from mega.core.training.saves.resume import ResumePoint, restore
@@ -140,7 +140,7 @@ def _load_first(state: TrainState) -> None:
     if place is None:
         raise ValueError("--task dpo: the reference's log-probabilities are not kept; give --load with its weights")
     first = open_weights(place, exchange=state.exchange)
-    if digest_like(state.reference or "", first) != state.reference:
+    if comparable_digest(state.reference or "", first) != state.reference:
         raise CheckpointError(f"--load {place}: is not what this run began with, which its reference needs")
     adapters = architecture(state.run.model).adapters
     if adapters is not None and named_base(first) is None:  # adapters of these weights began as nothing

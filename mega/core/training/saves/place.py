@@ -110,7 +110,7 @@ def check_shared(place: str | None, exchange: JsonExchange, rank: int) -> None:
 
 def _hold(until: contextlib.ExitStack, store: CheckpointStore) -> bool:
     try:
-        until.enter_context(store.held())
+        until.enter_context(store.locked())
     except CheckpointError:
         return False
     return True

@@ -96,7 +96,7 @@ class Proving:
             self._report(f"whether step {step} is good will not be known: {reason_of(fault) if fault else ''}")
             return
         trial.manifest = manifest
-        there = self._store.still(self._trials)
+        there = self._store.existing(self._trials)
         self._trials = {each: trial for each, trial in self._trials.items() if each in there or not trial.manifest}
         self._write()
 
@@ -159,6 +159,6 @@ class Proving:
             self._report(f"the verdicts on saved steps stay as they were: {reason_of(fault)}")
 
     def _replace(self) -> None:
-        there = self._store.still(self._known)
+        there = self._store.existing(self._known)
         self._known = {step: verdict for step, verdict in self._known.items() if step in there}
         self._store.set_verdicts(self._known)

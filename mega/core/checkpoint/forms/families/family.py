@@ -14,7 +14,7 @@ from typing import Any
 
 from mega.core.architecture import Tensor, architecture, inventory
 from mega.core.checkpoint.forms.families.keys import COMMON, Key
-from mega.core.checkpoint.forms.keys import check_kept, check_known
+from mega.core.checkpoint.forms.keys import check_known, check_round_trip
 from mega.core.checkpoint.forms.mapping import Fragment, Span, Table, Target, whole
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.config.sections import ModelConfig
@@ -110,7 +110,7 @@ class HubFamily:
         config |= {"initializer_range": options.init_std, "use_cache": True, "torch_dtype": dtype}
         covers_all = (options.window or 0) >= options.positions and options.local_rope_base is None
         unstated = ("window", "window_layers") if covers_all else ()
-        check_kept(options, self.model_from_config(config, "config.json"), self.words, unsaid=unstated)
+        check_round_trip(options, self.model_from_config(config, "config.json"), self.words, unsupported=unstated)
         return config
 
     # Tensors
@@ -171,7 +171,7 @@ class HubFamily:
 # Rows of fused tensors
 
 
-def one_after_another(which: str) -> Rows:
+def concatenated_qkv(which: str) -> Rows:
     """The rows of query, key or value ("q", "k", "v") in a matrix of all queries, then all keys, then all values.
 
     q of all heads | k of all kv heads | v of all kv heads
@@ -186,7 +186,7 @@ def one_after_another(which: str) -> Rows:
     return rows
 
 
-def by_heads(which: str) -> Rows:
+def interleaved_qkv(which: str) -> Rows:
     """The rows of query, key or value in a matrix that holds the three of one head after another.
 
     q of head 0 | k of head 0 | v of head 0 | q of head 1 | ...

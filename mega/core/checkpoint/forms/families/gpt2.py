@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mega.core.checkpoint.forms.families.family import HubFamily, StoredModule, one_after_another
+from mega.core.checkpoint.forms.families.family import HubFamily, StoredModule, concatenated_qkv
 from mega.core.checkpoint.forms.families.keys import (
     NULL,
     Config,
@@ -111,7 +111,7 @@ gpt2 = HubFamily(
         "model.embed_positions": "wpe",
         "model.norm": "ln_f",
         "input_layernorm": "ln_1",
-        **{f"self_attn.{which}_proj": StoredModule("attn.c_attn", one_after_another(which), True) for which in "qkv"},
+        **{f"self_attn.{which}_proj": StoredModule("attn.c_attn", concatenated_qkv(which), True) for which in "qkv"},
         "self_attn.o_proj": StoredModule("attn.c_proj", transposed=True),
         "post_attention_layernorm": "ln_2",
         "mlp.up_proj": StoredModule("mlp.c_fc", transposed=True),

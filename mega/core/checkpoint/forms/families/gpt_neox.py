@@ -3,7 +3,7 @@ value."""
 
 from __future__ import annotations
 
-from mega.core.checkpoint.forms.families.family import HubFamily, StoredModule, by_heads
+from mega.core.checkpoint.forms.families.family import HubFamily, StoredModule, interleaved_qkv
 from mega.core.checkpoint.forms.families.gpt2 import HeadCount
 from mega.core.checkpoint.forms.families.keys import Flag, Number, Unread, Whole, Word, flag
 from mega.core.checkpoint.forms.families.llama import TRAINED
@@ -38,7 +38,10 @@ gpt_neox = HubFamily(
         "model.embed_tokens": "embed_in",
         "model.norm": "final_layer_norm",
         "lm_head": "embed_out",
-        **{f"self_attn.{which}_proj": StoredModule("attention.query_key_value", by_heads(which)) for which in "qkv"},
+        **{
+            f"self_attn.{which}_proj": StoredModule("attention.query_key_value", interleaved_qkv(which))
+            for which in "qkv"
+        },
         "self_attn.o_proj": "attention.dense",
         "mlp.up_proj": "mlp.dense_h_to_4h",
         "mlp.down_proj": "mlp.dense_4h_to_h",

@@ -8,8 +8,8 @@ from mega.core.checkpoint.forms.families.family import (
     LLAMA_NAMES,
     HubFamily,
     StoredModule,
+    concatenated_qkv,
     gate_then_up,
-    one_after_another,
 )
 from mega.core.checkpoint.forms.families.keys import NULL, Config, Number, Only, Values
 from mega.core.checkpoint.forms.families.layers import Window
@@ -58,7 +58,7 @@ phi3 = HubFamily(
     },
     names={
         **LLAMA_NAMES,
-        **{f"self_attn.{which}_proj": StoredModule("self_attn.qkv_proj", one_after_another(which)) for which in "qkv"},
+        **{f"self_attn.{which}_proj": StoredModule("self_attn.qkv_proj", concatenated_qkv(which)) for which in "qkv"},
         **{f"mlp.{which}_proj": StoredModule("mlp.gate_up_proj", gate_then_up(which)) for which in ("gate", "up")},
     },
 )

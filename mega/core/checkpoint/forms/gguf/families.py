@@ -14,7 +14,7 @@ import torch
 from mega.core.architecture import architecture, inventory
 from mega.core.architecture.layer import RopeScaling
 from mega.core.checkpoint.forms.families.decoders import BY_TYPE
-from mega.core.checkpoint.forms.keys import check_kept, translated
+from mega.core.checkpoint.forms.keys import check_round_trip, translated
 from mega.core.checkpoint.forms.mapping import Table, Target, gathered
 from mega.core.checkpoint.forms.meta import rotary_rows
 from mega.core.checkpoint.own.pieces import CheckpointError
@@ -252,7 +252,7 @@ def _metadata(family: GgufFamily, options: ModelConfig, config: Mapping[str, Jso
             metadata[f"{family.name}.{ORIGINAL}"] = rope["original_max_position_embeddings"]
     tensors = {gguf_name(tensor.name): tensor.shape for tensor in inventory(options)}
     _, reread, _ = model_of_metadata(metadata, tensors, rope_factors(options), "its metadata")
-    check_kept(options, reread, f"GGUF's {family.name}")
+    check_round_trip(options, reread, f"GGUF's {family.name}")
     return metadata
 
 

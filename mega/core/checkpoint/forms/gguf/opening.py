@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, SupportsInt
 import numpy as np
 import torch
 
-from mega.core.checkpoint.forms.form import Given, Opened
+from mega.core.checkpoint.forms.form import FormOptions, OpenedForm
 from mega.core.checkpoint.forms.gguf.families import ROPE_FACTORS, model_of_metadata, table
 from mega.core.checkpoint.forms.gguf.header import check_header
 from mega.core.checkpoint.forms.gguf.vocabulary import ENDS, PREFIX, tokenizer_files
@@ -130,14 +130,14 @@ def shape_of(sizes: Iterable[SupportsInt]) -> tuple[int, ...]:
     return tuple(map(int, sizes))[::-1]
 
 
-def open_form(path: Path, given: Given) -> Opened:
+def open_form(path: Path, given: FormOptions) -> OpenedForm:
     file, reader, metadata = opened_file(path)
     source = GgufSource(file, reader)
     shapes = {name: shape for name, (shape, _) in source.tensors.items()}
     family, model, _ = model_of_metadata(metadata, shapes, _factors(source), str(file))
     check_size(model, source.tensors, str(file))
     notes = () if not source.in_blocks else (f"{file}: blocks of {', '.join(source.in_blocks)} are read as fp32",)
-    return Opened(source, model, table(family, model, shapes), notes=notes, rounded=source.rounded)
+    return OpenedForm(source, model, table(family, model, shapes), notes=notes, rounded=source.rounded)
 
 
 def _factors(source: GgufSource) -> list[float] | None:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from mega.core.checkpoint.forms import conversing
+from mega.core.checkpoint.forms import chat_files
 from mega.core.checkpoint.forms.foreign import read_json
-from mega.core.checkpoint.forms.form import Export, Given, Own
+from mega.core.checkpoint.forms.form import Export, ExportSource, FormOptions
 from mega.core.checkpoint.forms.gguf.families import ROPE_FACTORS, metadata_of_model, rope_factors, table
 from mega.core.checkpoint.forms.gguf.vocabulary import PREFIX, TEMPLATE, vocabulary_of
 from mega.core.checkpoint.forms.mapping import Source, Table
 from mega.core.checkpoint.forms.meta import LastTensor
-from mega.core.checkpoint.forms.writing import made
+from mega.core.checkpoint.forms.writing import whole_tensor
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.untrusted import Json
 
@@ -39,7 +39,7 @@ BLOCK = 32
 """Numbers in a block of Q8_0."""
 
 
-def export(own: Own, to: str, given: Given) -> Export:
+def export(own: ExportSource, to: str, given: FormOptions) -> Export:
     """Write one file, FILE, into the folder. Errors: CheckpointError naming a setting that llama.cpp does not
     support."""
     try:
@@ -62,11 +62,11 @@ def export(own: Own, to: str, given: Given) -> Export:
     return Export(table(family, own.model), fill, losses=losses)
 
 
-def _widths(own: Own) -> list[int]:
+def _widths(own: ExportSource) -> list[int]:
     return [shape[-1] for shape, _ in own.source.tensors.values() if len(shape) > 1]
 
 
-def _vocabulary(own: Own, given: Given) -> tuple[dict[str, Json], tuple[str, ...]]:
+def _vocabulary(own: ExportSource, given: FormOptions) -> tuple[dict[str, Json], tuple[str, ...]]:
     """The metadata of the tokenizer and of the chat template, and lines on losses."""
     try:
         tokens = given.tokens(own.checkpoint)
@@ -82,7 +82,7 @@ def _vocabulary(own: Own, given: Given) -> tuple[dict[str, Json], tuple[str, ...
         **tokens.ids,
         **{key: config_ids[key] for key in tokens.ids if config_ids.get(key) is not None},
     }
-    ids = conversing.with_ends(ids, tokens.ends)
+    ids = chat_files.with_ends(ids, tokens.ends)
     vocabulary = vocabulary_of(tokenizer_json, ids, own.model.vocab)
     if tokens.template is not None:
         vocabulary[TEMPLATE] = tokens.template
@@ -118,7 +118,7 @@ def _write(
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for name, target in tensors.items():
-        writer.write_tensor_data(_encoded(name, made(target, source), kinds[name]))
+        writer.write_tensor_data(_encoded(name, whole_tensor(target, source), kinds[name]))
     if factors is not None:
         writer.write_tensor_data(np.array(factors, np.float32))
     writer.close()

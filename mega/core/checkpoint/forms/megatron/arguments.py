@@ -16,7 +16,7 @@ from typing import Any, Literal
 from mega.core.architecture import Architecture, architecture
 from mega.core.architecture.layer import RopeScaling
 from mega.core.checkpoint.forms.foreign import read_json
-from mega.core.checkpoint.forms.keys import check_kept
+from mega.core.checkpoint.forms.keys import check_round_trip
 from mega.core.checkpoint.forms.megatron.families import FAMILIES
 from mega.core.checkpoint.forms.megatron.mixture import mixture_arguments, mixture_flags, mixture_of
 from mega.core.checkpoint.own.pieces import CheckpointError
@@ -256,12 +256,12 @@ def arguments_of(
     if model.input.sinusoid_from is not None:
         raise CheckpointError("--position sinusoidal: Megatron-LM has only learned, rope, none")
     arguments = {
-        **_of_model(model, options.rope_fraction),
-        **_of_positions(model, core),
-        **_of_layers(model, core),
+        **_size_arguments(model, options.rope_fraction),
+        **_position_arguments(model, core),
+        **_layer_arguments(model, core),
         **({"ffn_hidden_size": options.ffn} if options.experts else {}),
         **mixture_arguments(options),
-        **_of_ahead(options),
+        **_prediction_arguments(options),
         "untie_embeddings_and_output_weights": model.output.words is not None and not model.tied,
         "apply_query_key_layer_scaling": False,
         "make_vocab_size_divisible_by": model.input.vocab_multiple,
@@ -275,19 +275,19 @@ def arguments_of(
         "num_layers_per_virtual_pipeline_stage": None,
         "consumed_valid_samples": 0,
     }
-    unstated = OF_FAMILIES if model.family in FAMILIES else OF_RETRIEVER if options.retriever else ()
-    check_kept(options, model_from_arguments(arguments, model.input.vocab, "args"), "Megatron-LM", unstated)
+    unstated = FAMILY_OPTIONS if model.family in FAMILIES else RETRIEVER_OPTIONS if options.retriever else ()
+    check_round_trip(options, model_from_arguments(arguments, model.input.vocab, "args"), "Megatron-LM", unstated)
     return arguments
 
 
-OF_FAMILIES = (
+FAMILY_OPTIONS = (
     *("family", "decoder_layers", "norm_placement", "head", "head_activation", "binary_head", "classes"),
     *("token_types", "memory_padding"),
 )
 """Options of BERT and T5 that arguments do not state: families.py derives them from tensors, or checks them."""
 
 
-OF_RETRIEVER = tuple(field.name for field in dataclasses.fields(RetrieverOptions))
+RETRIEVER_OPTIONS = tuple(field.name for field in dataclasses.fields(RetrieverOptions))
 """Options of a retriever; families.py writes their arguments."""
 
 
@@ -296,7 +296,7 @@ TOKENIZER = "GPT2BPETokenizer"
 --vocab-file is given, and then it is usually GPT-2's."""
 
 
-def _of_model(model: Architecture, rope_fraction: float) -> dict[str, object]:
+def _size_arguments(model: Architecture, rope_fraction: float) -> dict[str, object]:
     """The arguments of `SIZES` and `SAME`."""
     block, rope = model.block, model.block.attention.rope
     scaling = None if rope is None or not isinstance(rope.scaling, RopeScaling) else rope.scaling
@@ -317,14 +317,14 @@ def _of_model(model: Architecture, rope_fraction: float) -> dict[str, object]:
     }
 
 
-def _of_ahead(options: ModelConfig) -> dict[str, object]:
+def _prediction_arguments(options: ModelConfig) -> dict[str, object]:
     """Core's arguments for predicting tokens after the next one."""
     if not options.mtp_layers:
         return {}
     return {"mtp_num_layers": options.mtp_layers, "mtp_loss_scaling_factor": options.mtp_loss}
 
 
-def _of_positions(model: Architecture, core: bool) -> dict[str, object]:
+def _position_arguments(model: Architecture, core: bool) -> dict[str, object]:
     """The arguments for positions. With rope, command lines of 2023 had --no-position-embedding; core compares
     `add_position_embedding` with its default, True."""
     rope, has_positions = model.block.attention.rope, model.input.learned_positions > 0
@@ -338,7 +338,7 @@ def _of_positions(model: Architecture, core: bool) -> dict[str, object]:
     }
 
 
-def _of_layers(model: Architecture, core: bool) -> dict[str, object]:
+def _layer_arguments(model: Architecture, core: bool) -> dict[str, object]:
     attention, feed_forward, norm = model.block.attention, model.block.feed_forward, model.block.norm
     grouped, tanh = attention.kv_heads != attention.heads, feed_forward.activation == "gelu_tanh"
     return {

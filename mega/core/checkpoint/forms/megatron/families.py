@@ -215,7 +215,7 @@ FAMILIES = {"bert": MegatronFamily(_bert_rules, _bert_arguments), "t5": Megatron
 """The families other than GPT and Llama, whose trees are alike."""
 
 
-def of_family(model: ModelConfig, values: Mapping[str, object], tensors: Tensors, where: str) -> ModelConfig:
+def as_family(model: ModelConfig, values: Mapping[str, object], tensors: Tensors, where: str) -> ModelConfig:
     """The BERT or T5 that a tree's tensors contain, from a model that Megatron's arguments `values` describe as a GPT.
 
     tensors: by `tp.pp.chunk/common name`. Errors: CheckpointError naming an argument that the tensors contradict.

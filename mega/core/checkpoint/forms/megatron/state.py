@@ -47,7 +47,7 @@ def groups_of(dims: Mapping[str, int]) -> dict[bool, list[str]]:
     return {decayed: names for decayed, names in groups.items() if names}
 
 
-def alike(weights: Table, kind: str) -> Table:
+def state_table(weights: Table, kind: str) -> Table:
     """The table of a kind of state, derived from that of the weights; tensors that are not learned have no state."""
     parameters = tuple(
         each for each in weights.targets if not f"{each.name} {each.fragments[0].source}".endswith(BALANCES)
@@ -58,7 +58,7 @@ def alike(weights: Table, kind: str) -> Table:
 
 
 @dataclass(frozen=True)
-class Facts:
+class OptimizerScalars:
     """The values of a state that are not tensors of parameters."""
 
     updates: int
@@ -79,18 +79,18 @@ class State:
     ranks."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    facts: Facts | None = None
+    scalars: OptimizerScalars | None = None
     ranks: int = 0
 
     @property
     def kinds(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name.partition("/")[0] for name in self.tensors))
 
-    def add(self, tensors: Mapping[str, torch.Tensor], facts: Facts, where: Path) -> None:
+    def add(self, tensors: Mapping[str, torch.Tensor], scalars: OptimizerScalars, where: Path) -> None:
         """Add one rank's state. Errors: CheckpointError if its scalars differ from those of earlier ranks."""
-        if self.facts not in (None, facts):
+        if self.scalars not in (None, scalars):
             raise CheckpointError(f"{where}: its optimizer is not at the step, scale and schedule of other ranks'")
-        self.facts = facts
+        self.scalars = scalars
         self.tensors.update(tensors)
         self.ranks += 1
 
@@ -367,7 +367,7 @@ def scalars_in(
     inner: Mapping[str, object],
     groups: Sequence[Mapping[str, object]],
     where: Path,
-) -> Facts:
+) -> OptimizerScalars:
     """The scalars of a state; the arguments are the results of `optimizer_parts` for the file `where`.
 
     Errors: CheckpointError if it is not the state of one Adam.
@@ -380,7 +380,7 @@ def scalars_in(
     constants, *other_constants = (_constants(group, where) for group in groups)
     if any(other != constants for other in other_constants):
         raise CheckpointError(f"{where}: optimizer: betas and eps must be the same in all param_groups; {LEAVE}")
-    return Facts(int(steps[0]), constants, _scaler(optimizer.get("grad_scaler"), where), *_schedule(content))
+    return OptimizerScalars(int(steps[0]), constants, _scaler(optimizer.get("grad_scaler"), where), *_schedule(content))
 
 
 def _steps(groups: Sequence[Mapping[str, object]], states: object) -> list[Plain]:
@@ -452,43 +452,43 @@ def _schedule(content: Mapping[str, object]) -> tuple[Mapping[str, Mapping[str, 
     return {"lr": lr, "weight_decay": {**decay, "style": styles[1]}}, int(samples or 0)
 
 
-def check_counts(facts: Facts | None, iteration: object, folder: Path) -> None:
+def check_counts(scalars: OptimizerScalars | None, iteration: object, folder: Path) -> None:
     """Errors: CheckpointError if a state's count of updates, the file's iteration and its folder's name contradict each
     other. Weights without state need no such check."""
-    if facts is None:
+    if scalars is None:
         return
     match = re.fullmatch(r"iter_(\d{1,15})", folder.name)
-    if type(iteration) is not int or (match and int(match[1]) != iteration) or facts.updates > iteration:
+    if type(iteration) is not int or (match and int(match[1]) != iteration) or scalars.updates > iteration:
         raise CheckpointError(
-            f"{folder}: iteration {plain(iteration)!r:.40}, {facts.updates} updates of the optimizer: must be the "
+            f"{folder}: iteration {plain(iteration)!r:.40}, {scalars.updates} updates of the optimizer: must be the "
             f"folder's number, and no more than it; {LEAVE}"
         )
 
 
-def plain_state(facts: Facts | None, iteration: int, consumed: int, validated: int) -> dict[str, Json]:
+def plain_state(scalars: OptimizerScalars | None, iteration: int, consumed: int, validated: int) -> dict[str, Json]:
     """The plain state of a mega checkpoint with optimizer state. validated: samples of validation."""
-    if facts is None:
+    if scalars is None:
         return {}
     return {
-        "config": {"optimizer": {"optimizer": "adam", **facts.constants}},
+        "config": {"optimizer": {"optimizer": "adam", **scalars.constants}},
         "progress": {
             "step": iteration,
             "consumed": consumed,
             "consumed_valid": validated,
-            "skipped": max(0, iteration - facts.updates),
-            "skipped_samples": 0 if facts.samples is None else max(0, consumed - facts.samples),
+            "skipped": max(0, iteration - scalars.updates),
+            "skipped_samples": 0 if scalars.samples is None else max(0, consumed - scalars.samples),
         },
-        "updates": facts.updates,
-        "scaler": facts.scaler,
-        "schedule": facts.schedule,
+        "updates": scalars.updates,
+        "scaler": scalars.scaler,
+        "schedule": scalars.schedule,
     }
 
 
-def state_note(facts: Facts | None, wanted: bool, done: str) -> str:
+def state_note(scalars: OptimizerScalars | None, wanted: bool, done: str) -> str:
     """One line for the user about the optimizer's state."""
     if not wanted:
         return "optimizer: left out, if there is any (--no-load-optim)"
-    if facts is None:
+    if scalars is None:
         return "optimizer: the source holds no state"
-    extras = [name for name, value in (("loss scale", facts.scaler), ("schedule", facts.schedule)) if value]
-    return f"optimizer: Adam's state after {facts.updates:,} updates {done}" + "".join(f", {name}" for name in extras)
+    extras = [name for name, value in (("loss scale", scalars.scaler), ("schedule", scalars.schedule)) if value]
+    return f"optimizer: Adam's state after {scalars.updates:,} updates {done}" + "".join(f", {name}" for name in extras)

@@ -19,7 +19,7 @@ from mega.core.checkpoint.forms.megatron.state import (
     DECAY,
     LR,
     LR_STYLES,
-    Facts,
+    OptimizerScalars,
     groups_of,
     numeric,
 )
@@ -51,7 +51,7 @@ def state_kinds(checkpoint: StoredWeights) -> tuple[str, ...]:
     return tuple(sorted(expected))
 
 
-def facts_of(meta: Mapping[str, Json], where: str) -> Facts:
+def optimizer_scalars(meta: Mapping[str, Json], where: str) -> OptimizerScalars:
     """The optimizer's scalars in a mega checkpoint. Errors: CheckpointError if the optimizer is not Adam."""
     options = below(meta, "config", "optimizer")
     if options.get("optimizer", "adam") != "adam":
@@ -67,10 +67,12 @@ def facts_of(meta: Mapping[str, Json], where: str) -> Facts:
         {part: below(meta, "schedule", part) for part in ("lr", "weight_decay")} if meta.get("schedule") else None
     )
     scaler_state = dict(zip(scaler, scales, strict=True)) or None
-    return Facts(int(counts[2]), constants, scaler_state, schedule, int(counts[0] - counts[1]))
+    return OptimizerScalars(int(counts[2]), constants, scaler_state, schedule, int(counts[0] - counts[1]))
 
 
-def written_state(tensors: Mapping[str, torch.Tensor], facts: Facts, era: Era, *, flat: bool) -> dict[str, object]:
+def written_state(
+    tensors: Mapping[str, torch.Tensor], scalars: OptimizerScalars, era: Era, *, flat: bool
+) -> dict[str, object]:
     """The optimizer's part of one rank's file of weights: `optimizer`, and `opt_param_scheduler` if there is a
     schedule.
 
@@ -79,7 +81,7 @@ def written_state(tensors: Mapping[str, torch.Tensor], facts: Facts, era: Era, *
     """
     of_kind = {kind: in_order(tensors, f"{kind}/", era) for kind in KINDS}
     grouped = groups_of({name: tensor.dim() for name, tensor in of_kind["moment1"].items()})
-    groups = written_groups(facts, grouped, era)
+    groups = written_groups(scalars, grouped, era)
     optimizer: dict[str, object] = {"param_groups": groups}
     if flat:
         optimizer = {"optimizer": optimizer}
@@ -94,7 +96,7 @@ def written_state(tensors: Mapping[str, torch.Tensor], facts: Facts, era: Era, *
         if of_kind["master"]:
             masters = [[of_kind["master"][name] for name in names] for names in grouped.values()]
             optimizer = {"optimizer": optimizer, "fp32_from_fp16_params": masters}
-    return {"optimizer": {**optimizer, **written_scaler(facts)}, **written_scheduler(facts, era)}
+    return {"optimizer": {**optimizer, **written_scaler(scalars)}, **written_scheduler(scalars, era)}
 
 
 def in_order(tensors: Mapping[str, torch.Tensor], prefix: str, era: Era) -> dict[str, torch.Tensor]:
@@ -103,13 +105,13 @@ def in_order(tensors: Mapping[str, torch.Tensor], prefix: str, era: Era) -> dict
     return {name: tensors[prefix + name] for name in sorted(names, key=lambda name: parameter_place(name, era))}
 
 
-def written_groups(facts: Facts, decayed: Iterable[bool], era: Era) -> list[dict[str, object]]:
+def written_groups(scalars: OptimizerScalars, decayed: Iterable[bool], era: Era) -> list[dict[str, object]]:
     """Megatron's groups of parameters, without their lists of parameters.
 
     Megatron's scheduler sets the current rate and weight decay before each step.
     """
-    constants = facts.constants
-    lr, wd = (facts.schedule or {}).get("lr", {}), (facts.schedule or {}).get("weight_decay", {})
+    constants = scalars.constants
+    lr, wd = (scalars.schedule or {}).get("lr", {}), (scalars.schedule or {}).get("weight_decay", {})
     rates = {"max_lr": lr.get("peak", constants["lr"]), "min_lr": lr.get("least", 0.0)}
     decay = number_in(wd, "start", "schedule", constants["weight_decay"])
     return [
@@ -120,7 +122,7 @@ def written_groups(facts: Facts, decayed: Iterable[bool], era: Era) -> list[dict
             "eps": constants["adam_eps"],
             "weight_decay": decay * one,
             "bias_correction": True,
-            "step": facts.updates,
+            "step": scalars.updates,
             "wd_mult": float(one),
             "lr_mult": 1.0,
         }
@@ -128,26 +130,26 @@ def written_groups(facts: Facts, decayed: Iterable[bool], era: Era) -> list[dict
     ]
 
 
-def written_scaler(facts: Facts) -> dict[str, object]:
+def written_scaler(scalars: OptimizerScalars) -> dict[str, object]:
     """The loss scaler's state, if there is a scaler."""
-    if facts.scaler is None:
+    if scalars.scaler is None:
         return {}
-    scale = torch.tensor([facts.scaler["scale"]], dtype=torch.float32)
-    counts = {"growth_tracker": int(facts.scaler["clean"]), "hysteresis_tracker": int(facts.scaler["patience"])}
+    scale = torch.tensor([scalars.scaler["scale"]], dtype=torch.float32)
+    counts = {"growth_tracker": int(scalars.scaler["clean"]), "hysteresis_tracker": int(scalars.scaler["patience"])}
     return {"grad_scaler": {"scale": scale, **counts}}
 
 
-def written_scheduler(facts: Facts, era: Era) -> dict[str, object]:
+def written_scheduler(scalars: OptimizerScalars, era: Era) -> dict[str, object]:
     """Megatron's scheduler from the project's schedule. Core does not load an optimizer without one. If Megatron cannot
     express the schedule, core gets a scheduler that only counts, and a note advises to override it (`overridden`)."""
     lr: Mapping[str, object]
     decay: Mapping[str, object]
-    if facts.schedule is not None and not overridden(facts):
-        lr, decay = facts.schedule["lr"], facts.schedule["weight_decay"]
+    if scalars.schedule is not None and not overridden(scalars):
+        lr, decay = scalars.schedule["lr"], scalars.schedule["weight_decay"]
     elif not ERAS[era].core:
         return {}
     else:
-        constants = facts.constants
+        constants = scalars.constants
         lr = {"peak": constants["lr"], "least": 0.0, "warmup": 0, "decay": 1, "style": "constant"}
         decay = {"start": constants["weight_decay"], "end": constants["weight_decay"], "total": 1, "style": "constant"}
     scheduler = {
@@ -155,14 +157,14 @@ def written_scheduler(facts: Facts, era: Era) -> dict[str, object]:
         "lr_decay_style": lr["style"],
         **{key: decay[option] for option, key in DECAY.items()},
         "wd_incr_style": decay["style"],
-        "num_steps": facts.samples,
+        "num_steps": scalars.samples,
     }
     return {"opt_param_scheduler": scheduler}
 
 
-def overridden(facts: Facts) -> bool:
+def overridden(scalars: OptimizerScalars) -> bool:
     """Whether Megatron cannot express this schedule."""
-    lr = (facts.schedule or {}).get("lr")
+    lr = (scalars.schedule or {}).get("lr")
     return lr is None or lr["style"] not in LR_STYLES or lr.get("batch") is not None
 
 

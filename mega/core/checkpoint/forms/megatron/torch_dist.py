@@ -21,13 +21,13 @@ from typing import Any
 import torch
 
 from mega.core.checkpoint.forms.foreign import first_storage_at, inside, read_json, unpickled
-from mega.core.checkpoint.forms.form import Given, Opened
+from mega.core.checkpoint.forms.form import FormOptions, OpenedForm
 from mega.core.checkpoint.forms.mapping import joined
 from mega.core.checkpoint.forms.megatron.state import check_counts, plain_state, state_note, values_of
 from mega.core.checkpoint.forms.megatron.torch_dist_state import state_of
 from mega.core.checkpoint.forms.megatron.trees import common_name, iteration_of, model_of_tree, table_of
 from mega.core.checkpoint.forms.pickles import read_pickled, stand_in
-from mega.core.checkpoint.own.disk import opening, read_file, read_into
+from mega.core.checkpoint.own.disk import open_file, read_file, read_into
 from mega.core.checkpoint.own.pieces import Box, CheckpointError, Tensors, naming, tiling_fault
 
 INDEX_LIMIT = 256 << 20
@@ -238,7 +238,7 @@ class DistributedSource:
         tensor = torch.empty(box.size, dtype=self._dtype(stored))
         filled = 0
         for chunk in self._chunks[stored]:
-            if shared := chunk.box.meet(box):
+            if shared := chunk.box.intersection(box):
                 loaded = self._load(stored, chunk)  # cached, because several tensors are cut from one rank's buffer
                 if loaded.dtype != tensor.dtype:
                     raise CheckpointError(
@@ -280,7 +280,7 @@ class DistributedSource:
 
     def _bytes(self, name: str, file: str, offset: int, length: int) -> bytearray:
         path = inside(self._folder, file, hidden="__")
-        with opening(path) as (descriptor, size):
+        with open_file(path) as (descriptor, size):
             if offset + length > size:
                 raise CheckpointError(f"{path}: {name} should end at byte {offset + length} of {size}")
             buffer = bytearray(length)
@@ -352,7 +352,7 @@ def recognise(path: Path) -> bool:
     return (folder / ".metadata").is_file() and (folder / "metadata.json").is_file()
 
 
-def open_form(path: Path, given: Given) -> Opened:
+def open_form(path: Path, given: FormOptions) -> OpenedForm:
     folder = iteration_of(path)
     if (kind := read_json(folder / "metadata.json").get("sharded_backend")) != "torch_dist":
         raise CheckpointError(f"{folder / 'metadata.json'}: sharded_backend {kind!r:.40} (valid: 'torch_dist')")
@@ -373,7 +373,7 @@ def open_form(path: Path, given: Given) -> Opened:
     notes += (state_note(scalars, given.optimizer, "taken"),)
     check_counts(scalars, counts[0], folder)
     plain_fields = plain_state(scalars, iteration, consumed, validated)
-    return Opened(source, model, joined([weights, *states]), iteration, consumed, plain_fields, notes)
+    return OpenedForm(source, model, joined([weights, *states]), iteration, consumed, plain_fields, notes)
 
 
 def _common(folder: Path) -> dict[str, object]:

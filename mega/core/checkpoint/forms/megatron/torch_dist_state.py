@@ -30,14 +30,14 @@ from mega.core.checkpoint.forms.megatron.core import (
 from mega.core.checkpoint.forms.megatron.eras import LEAVE, WORDS, Era, parameter_place
 from mega.core.checkpoint.forms.megatron.families import stages_of
 from mega.core.checkpoint.forms.megatron.state import (
-    Facts,
-    alike,
+    OptimizerScalars,
     check_groups,
     check_optimizer,
     groups_of,
     in_order_of,
     optimizer_parts,
     scalars_in,
+    state_table,
 )
 from mega.core.checkpoint.forms.megatron.trees import table
 from mega.core.checkpoint.own.container import blocks
@@ -73,7 +73,7 @@ def state_of(
     model: ModelConfig,
     weights: Table,
     where: Path,
-) -> tuple[list[Table], Facts | None]:
+) -> tuple[list[Table], OptimizerScalars | None]:
     """(tables of the state's tensors, which `source` makes readable, and the scalars); ([], None) without state.
 
     content: of the folder's common.pt. values: Megatron's arguments. weights: the table of the weights.
@@ -100,7 +100,7 @@ def state_of(
     kinds = [kind for kind in KINDS if any(name.startswith(f"{kind}/") for name in source.tensors)]
     full = any(name.startswith(state_name("master", "", distributed=True)) for name in named_tensors)
     kinds_read = checked(source, weights, saved, kinds, where, FULL if full else "")
-    return [alike(saved, kind) for kind in kinds_read], rank_scalars[0]
+    return [state_table(saved, kind) for kind in kinds_read], rank_scalars[0]
 
 
 FULL = ", as core 0.18 saves this form of several buckets with padding: its own resume has other losses, too"
@@ -114,10 +114,10 @@ def model_dims(weights: Table) -> dict[str, int]:
     return {target.name: len(target.shape) for target in weights.targets}
 
 
-# Facts
+# Scalars
 
 
-def _common_scalars(content: Mapping[str, object], dims: Mapping[str, int], where: Path) -> Facts:
+def _common_scalars(content: Mapping[str, object], dims: Mapping[str, int], where: Path) -> OptimizerScalars:
     """The scalars of the forms that store groups of parameters in common.pt."""
     optimizer = content.get("optimizer")
     if not isinstance(optimizer, dict) or 0 not in optimizer:
@@ -136,7 +136,7 @@ def _common_scalars(content: Mapping[str, object], dims: Mapping[str, int], wher
 
 def _rank_scalars(
     source: Stored, content: Mapping[str, object], dims: Mapping[str, int], rank: int, where: Path
-) -> Facts:
+) -> OptimizerScalars:
     """The scalars of the form in which each rank stores its own."""
     prefix = f"optimizer.distributed.dp_group_idx_{rank}."
     optimizer = {"optimizer": source.object(f"{prefix}optimizer"), "grad_scaler": source.object(f"{prefix}grad_scaler")}
@@ -149,7 +149,7 @@ EXPERT = ".mlp.experts."
 
 def _scalars(
     content: Mapping[str, object], optimizer: object, dims: Mapping[str, int], where: Path, *, experts: bool = False
-) -> Facts:
+) -> OptimizerScalars:
     optimizer, inner, groups = optimizer_parts(optimizer, where)
     checked_groups = check_groups(groups, in_order_of(groups, groups_of(dims)), where, experts=experts)
     return scalars_in(content, optimizer, inner, checked_groups, where)
@@ -251,12 +251,12 @@ def checked(source: Stored, weights: Table, saved: Table, kinds: list[str], wher
         if name.partition("/")[0] in kinds and dtype != torch.float32:
             raise CheckpointError(f"{where}: {name}: is {dtype}, expected torch.float32; {LEAVE}")
     with naming(where):
-        prove(joined([weights, *(alike(saved, kind) for kind in kinds)]), source.tensors)
+        prove(joined([weights, *(state_table(saved, kind) for kind in kinds)]), source.tensors)
     all_fp32 = all(dtype == torch.float32 for _, dtype in weights.tensors(source.tensors).values())
     if missing := {"moment1", "moment2", *(() if all_fp32 else ("master",))} - set(kinds):
         raise CheckpointError(f"{where}: the optimizer's state holds no {KINDS[min(missing)]}; {LEAVE}")
     if "master" in kinds:
-        _check_masters(source, weights, alike(saved, "master"), where, why)
+        _check_masters(source, weights, state_table(saved, "master"), where, why)
     if all_fp32:
         source.hide("master")
     return [kind for kind in kinds if kind != "master" or not all_fp32]

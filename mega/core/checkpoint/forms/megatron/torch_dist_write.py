@@ -18,16 +18,22 @@ from typing import IO, TYPE_CHECKING
 import torch
 
 from mega.core.architecture import Architecture, architecture
-from mega.core.checkpoint.forms.form import Export, Given, Own
+from mega.core.checkpoint.forms.form import Export, ExportSource, FormOptions
 from mega.core.checkpoint.forms.mapping import Source, Table, joined
 from mega.core.checkpoint.forms.megatron.core import state_name
 from mega.core.checkpoint.forms.megatron.eras import styled
 from mega.core.checkpoint.forms.megatron.families import written_stages
-from mega.core.checkpoint.forms.megatron.state import alike
+from mega.core.checkpoint.forms.megatron.state import state_table
 from mega.core.checkpoint.forms.megatron.state_write import written_groups, written_scaler, written_scheduler
 from mega.core.checkpoint.forms.megatron.trees import table
-from mega.core.checkpoint.forms.megatron.trees_write import LINEARS, Said, said_of, write_tracker, written_table
-from mega.core.checkpoint.forms.writing import made, write_json, write_torch
+from mega.core.checkpoint.forms.megatron.trees_write import (
+    LINEARS,
+    TreeMetadata,
+    tree_metadata,
+    write_tracker,
+    written_table,
+)
+from mega.core.checkpoint.forms.writing import whole_tensor, write_json, write_torch
 from mega.core.checkpoint.own.source import OwnSource
 from mega.core.files import whole_file
 from mega.core.untrusted import Json
@@ -96,10 +102,10 @@ class DistcpFile:
         return pickle.dumps(Metadata(self._described, storage_data=self._stored), protocol=4)
 
 
-def export(own: Own, to: str, given: Given) -> Export:
+def export(own: ExportSource, to: str, given: FormOptions) -> Export:
     """Write a folder that Megatron-core 0.18 loads; one tensor of one layer is in memory at a time."""
     model, layout = architecture(own.model), given.layout
-    metadata = said_of(own, to, "core", given)
+    metadata = tree_metadata(own, to, "core", given)
     written_table(own.model, layout.tp, layout.pp)  # raises if the target layout does not divide the model
     weights = table(own.model, 1, written_stages(model, 1), model.input.rows(layout.tp))
 
@@ -109,7 +115,7 @@ def export(own: Own, to: str, given: Given) -> Export:
         with whole_file(place / FILE) as file:
             distcp = DistcpFile(file)
             for target in table.targets:
-                _write(distcp, target.name, made(target, source), model, metadata)
+                _write(distcp, target.name, whole_tensor(target, source), model, metadata)
             for name in _extra_states(model, stacked=_stacked(metadata)):
                 distcp.opaque(name, torch.empty(0, dtype=torch.uint8))
             length = file.tell()
@@ -120,16 +126,16 @@ def export(own: Own, to: str, given: Given) -> Export:
         write_tracker(folder, metadata.iteration)
         return length
 
-    combined = joined([weights, *(alike(weights, kind) for kind in metadata.kinds)])
+    combined = joined([weights, *(state_table(weights, kind) for kind in metadata.kinds)])
     return Export(combined, fill, OwnSource(own.checkpoint, ("weights", *metadata.kinds)), notes=metadata.notes)
 
 
-def _stacked(said: Said) -> bool:
+def _stacked(metadata: TreeMetadata) -> bool:
     """Whether core stacks the layers in the index, which it does if all layers or none have experts."""
-    return said.arguments.get("moe_layer_freq", 1) == 1
+    return metadata.arguments.get("moe_layer_freq", 1) == 1
 
 
-def _write(distcp: DistcpFile, name: str, tensor: torch.Tensor, model: Architecture, said: Said) -> None:
+def _write(distcp: DistcpFile, name: str, tensor: torch.Tensor, model: Architecture, metadata: TreeMetadata) -> None:
     """Write one tensor of the table, by its name there: `0.0.0/common name`, for state `kind/0.0.0/common name`.
 
     layer 3's weight [out, in] of 12 layers:  rectangle at (3, 0, 0) of size [1, out, in] in [12, out, in]
@@ -137,16 +143,16 @@ def _write(distcp: DistcpFile, name: str, tensor: torch.Tensor, model: Architect
     kind, _, common = name.rpartition("0.0.0/")
     kind = kind.rstrip("/")
     weight, index, depth = styled(common, "core"), dict[str, int](), dict[str, int]()
-    if (match := _LAYER.fullmatch(weight)) and _stacked(said):
+    if (match := _LAYER.fullmatch(weight)) and _stacked(metadata):
         weight, index["layer"], depth["layer"] = f"decoder.layers.{match[2]}", int(match[1]), len(model.layers)
     if expert := _EXPERT.search(weight):
         index["expert"], depth["expert"] = int(expert[1]), _experts(model)
         weight = weight.replace(expert[0], ".experts.experts.")
     start, whole = (*index.values(), *(0,) * tensor.dim()), (*depth.values(), *tensor.shape)
     tensor = tensor[(None,) * len(index)]
-    names = [state_name(kind, weight, distributed=said.flat) if kind else weight]
+    names = [state_name(kind, weight, distributed=metadata.flat) if kind else weight]
     # The distributed optimizer stores fp32 weights a second time, as masters.
-    if not kind and said.flat and "master" not in said.kinds:
+    if not kind and metadata.flat and "master" not in metadata.kinds:
         names.append(state_name("master", weight, distributed=True))
     for each in names:
         distcp.add(each, whole, start, tensor)
@@ -181,24 +187,26 @@ def _extra_states(model: Architecture, *, stacked: bool) -> Iterator[str]:
     yield "decoder.final_layernorm._extra_state/shard_0_1"
 
 
-def common_of(said: Said) -> dict[str, object]:
+def common_of(metadata: TreeMetadata) -> dict[str, object]:
     """The content of common.pt: everything that is not a tensor."""
     content = {
-        "args": argparse.Namespace(**said.arguments),
+        "args": argparse.Namespace(**metadata.arguments),
         "checkpoint_version": 3.0,
-        "iteration": said.iteration,
+        "iteration": metadata.iteration,
     }
     content_metadata: dict[str, object] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-    if said.facts is None:
+    if metadata.scalars is None:
         return {**content, "content_metadata": content_metadata}
-    groups = {"param_groups": written_groups(said.facts, (True, False), "core")}
-    optimizer: dict[str, object] = {**({"optimizer": groups} if said.flat or "master" in said.kinds else groups)}
-    if said.flat:
+    groups = {"param_groups": written_groups(metadata.scalars, (True, False), "core")}
+    optimizer: dict[str, object] = {
+        **({"optimizer": groups} if metadata.flat or "master" in metadata.kinds else groups)
+    }
+    if metadata.flat:
         optimizer["param_state_sharding_type"] = "fully_reshardable"
         content_metadata |= {
             "distrib_optim_sharding_type": "fully_reshardable",
             "distrib_optim_fully_reshardable_mem_efficient": False,
         }
-    scheduler = written_scheduler(said.facts, "core")
-    optimizer |= written_scaler(said.facts)
+    scheduler = written_scheduler(metadata.scalars, "core")
+    optimizer |= written_scaler(metadata.scalars)
     return {**content, "content_metadata": content_metadata, "optimizer": optimizer, **scheduler}

@@ -17,8 +17,8 @@ import torch
 
 from mega.core.architecture import Tensor, architecture, inventory
 from mega.core.architecture.layer import Layer
-from mega.core.checkpoint.forms.foreign import TorchSource, check_not_twice
-from mega.core.checkpoint.forms.form import Given, Opened
+from mega.core.checkpoint.forms.foreign import TorchSource, check_ranks_differ
+from mega.core.checkpoint.forms.form import FormOptions, OpenedForm
 from mega.core.checkpoint.forms.mapping import Fragment, Table, Target, gathered, joined, stacked, whole
 from mega.core.checkpoint.forms.megatron.arguments import (
     as_core_uses,
@@ -40,19 +40,19 @@ from mega.core.checkpoint.forms.megatron.eras import (
 )
 from mega.core.checkpoint.forms.megatron.families import (
     Stages,
-    of_family,
+    as_family,
     pair_rows,
     stages_of,
 )
 from mega.core.checkpoint.forms.megatron.mixture import with_switch
 from mega.core.checkpoint.forms.megatron.state import (
     State,
-    alike,
     check_counts,
     plain,
     plain_state,
     read_state,
     state_note,
+    state_table,
 )
 from mega.core.checkpoint.forms.pickles import Arguments, read_pickled
 from mega.core.checkpoint.own.disk import read_file
@@ -73,7 +73,7 @@ def recognise(path: Path) -> bool:
     return (path / TRACKER).exists() or any(_RANK.fullmatch(entry.name) for entry in _folders(path))
 
 
-def open_form(path: Path, given: Given) -> Opened:
+def open_form(path: Path, given: FormOptions) -> OpenedForm:
     """Open a tree's root (the iteration that the tracker names) or one iteration's directory.
 
     Names of tensors are `tp.pp.chunk/common name`. Tensors stored by several ranks must be equal.
@@ -103,11 +103,11 @@ def open_form(path: Path, given: Given) -> Opened:
         values.get("consumed_valid_samples", 0),
     )
     iteration, consumed, validated = (n if type(n) is int and n >= 0 else 0 for n in counts)
-    table = joined([weights, *(alike(weights, kind) for kind in state.kinds)])
-    check_counts(state.facts, counts[0], folder)
-    plain_fields = plain_state(state.facts, iteration, consumed, validated)
-    notes += (state_note(state.facts, given.optimizer, "taken"),)
-    return Opened(source, model, table, iteration, consumed, plain_fields, notes)
+    table = joined([weights, *(state_table(weights, kind) for kind in state.kinds)])
+    check_counts(state.scalars, counts[0], folder)
+    plain_fields = plain_state(state.scalars, iteration, consumed, validated)
+    notes += (state_note(state.scalars, given.optimizer, "taken"),)
+    return OpenedForm(source, model, table, iteration, consumed, plain_fields, notes)
 
 
 def model_of_tree(
@@ -119,7 +119,7 @@ def model_of_tree(
     rows = tensors.get(f"0.0.0/{WORDS}", ((0,), torch.float32))[0][0]
     check_vocabulary(values, rows, tp)
     tokens, notes = vocabulary(values, rows * tp, vocab, path)
-    model = of_family(model_from_arguments(values, tokens, str(folder)), values, tensors, str(folder))
+    model = as_family(model_from_arguments(values, tokens, str(folder)), values, tensors, str(folder))
     if model.experts and not core:
         model = with_switch(model, values)
     check_size(model, tensors, str(folder))
@@ -154,7 +154,7 @@ def _read_ranks(
         for chunk, tensors_by_name in enumerate(weights):
             tensors |= {f"{t}.{p}.{chunk}/{name}": tensor for name, tensor in tensors_by_name.items()}
         if t:
-            check_not_twice(tensors, f"{t}.{p}.", f"{t - 1}.{p}.", directory)
+            check_ranks_differ(tensors, f"{t}.{p}.", f"{t - 1}.{p}.", directory)
         if optimizer:
             read_state(content, directory, f"{t}.{p}", weights, state, era_of(content[models[0]]))
     return tensors, state, chunks, first

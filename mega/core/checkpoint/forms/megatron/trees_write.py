@@ -1,7 +1,7 @@
 """Writes Megatron-LM's trees of `mp_rank_XX[_YYY]/model_optim_rng.pt`, for any tensor and pipeline size.
 
-`Said` has the values of a tree that are not tensors, and the notes about its use; torch_dist_write.py shares it.
-eras.py has the names, trees.py the tables. Random states are not written.
+`TreeMetadata` has the values of a tree that are not tensors, and the notes about its use; torch_dist_write.py shares
+it. eras.py has the names, trees.py the tables. Random states are not written.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TypeAlias
 import torch
 
 from mega.core.architecture import Architecture, architecture
-from mega.core.checkpoint.forms.form import Export, Given, Own
+from mega.core.checkpoint.forms.form import Export, ExportSource, FormOptions
 from mega.core.checkpoint.forms.mapping import Source, Table, Target, joined
 from mega.core.checkpoint.forms.megatron.arguments import arguments_of, core_flags, padding_note, unused_by_core
 from mega.core.checkpoint.forms.megatron.eras import ALIASES, ERAS, HEADS, OWN_STACKS, STYLES, Era, styled
@@ -27,18 +27,18 @@ from mega.core.checkpoint.forms.megatron.families import (
     retriever_arguments,
     written_stages,
 )
-from mega.core.checkpoint.forms.megatron.state import DISTRIBUTED, Facts, alike, state_note
+from mega.core.checkpoint.forms.megatron.state import DISTRIBUTED, OptimizerScalars, state_note, state_table
 from mega.core.checkpoint.forms.megatron.state_write import (
-    facts_of,
     in_order,
+    optimizer_scalars,
     overridden,
     state_kinds,
     written_state,
     written_vectors,
 )
 from mega.core.checkpoint.forms.megatron.trees import TRACKER, WEIGHTS, table
-from mega.core.checkpoint.forms.writing import made, write_torch
-from mega.core.checkpoint.own.disk import creating, write_all
+from mega.core.checkpoint.forms.writing import whole_tensor, write_torch
+from mega.core.checkpoint.own.disk import new_file, write_all
 from mega.core.checkpoint.own.pieces import CheckpointError
 from mega.core.checkpoint.own.source import OwnSource
 from mega.core.config.sections import ModelConfig
@@ -46,12 +46,12 @@ from mega.core.untrusted import below
 
 
 @dataclass(frozen=True)
-class Said:
+class TreeMetadata:
     """The values of a tree that are not tensors."""
 
     kinds: tuple[str, ...]
     """Kinds of state that are written."""
-    facts: Facts | None
+    scalars: OptimizerScalars | None
     """The optimizer's scalars; None without state."""
     arguments: Mapping[str, object]
     """Megatron's arguments of the command line."""
@@ -63,7 +63,7 @@ class Said:
     """Lines for the user."""
 
 
-def said_of(own: Own, to: str, era: Era, given: Given) -> Said:
+def tree_metadata(own: ExportSource, to: str, era: Era, given: FormOptions) -> TreeMetadata:
     """The values of the tree `to` for a mega checkpoint. Errors: CheckpointError naming a setting that it cannot
     express."""
     model, checkpoint, layout = architecture(own.model), own.checkpoint, given.layout
@@ -75,7 +75,7 @@ def said_of(own: Own, to: str, era: Era, given: Given) -> Said:
     if own.model.mtp_layers and not ERAS[era].core:
         raise CheckpointError(f"--mtp-layers {own.model.mtp_layers}: --saver {to} has none; valid: mcore, torch_dist")
     kinds = state_kinds(checkpoint) if given.optimizer else ()
-    facts = facts_of(checkpoint.meta, str(checkpoint.path)) if kinds else None
+    scalars = optimizer_scalars(checkpoint.meta, str(checkpoint.path)) if kinds else None
     progress = below(checkpoint.meta, "progress")
     iteration = max(1, checkpoint.step)  # Megatron's loader refuses 0
     counts = {"iteration": iteration, "consumed_train_samples": progress.get("consumed", 0)}
@@ -83,22 +83,22 @@ def said_of(own: Own, to: str, era: Era, given: Given) -> Said:
     core = ERAS[era].core
     arguments = arguments_of(own.model, layout.tp, layout.pp, tokenizer=tokenizer, core=core) | counts
     arguments |= family_arguments(model, layout.pp) | retriever_arguments(own.model)
-    if facts is not None:
+    if scalars is not None:
         arguments["consumed_valid_samples"] = progress.get("consumed_valid", 0)
-        arguments["lr_warmup_init"] = facts.schedule["lr"]["initial"] if facts.schedule else 0.0
+        arguments["lr_warmup_init"] = scalars.schedule["lr"]["initial"] if scalars.schedule else 0.0
     if core:
         dtype = next(dtype for key, (_, dtype) in checkpoint.tensors.items() if key.startswith("weights/"))
-        arguments |= {"no_save_rng": True, "no_save_optim": facts is None, "world_size": layout.tp * layout.pp}
+        arguments |= {"no_save_rng": True, "no_save_optim": scalars is None, "world_size": layout.tp * layout.pp}
         arguments |= {"bf16": dtype == torch.bfloat16, "fp16": dtype == torch.float16, "params_dtype": dtype}
         arguments |= {"use_distributed_optimizer": given.distributed, "data_parallel_size": 1}
         arguments |= {"ckpt_format": to if to == "torch_dist" else "torch"}
     notes = (
         *padding_note(model.input.vocab, model.input.rows(layout.tp)),
         *(unused_by_core(arguments) if core else ()),
-        _for_core(model.family, arguments, era, facts) if core else _for_legacy(to, facts, own.model.retriever),
+        _for_core(model.family, arguments, era, scalars) if core else _for_legacy(to, scalars, own.model.retriever),
     )
-    notes += (state_note(facts, given.optimizer, "written"),)
-    return Said(kinds, facts, arguments, iteration, given.distributed and facts is not None, notes)
+    notes += (state_note(scalars, given.optimizer, "written"),)
+    return TreeMetadata(kinds, scalars, arguments, iteration, given.distributed and scalars is not None, notes)
 
 
 def _tokenizer(meta: Mapping[str, object]) -> str | None:
@@ -107,8 +107,8 @@ def _tokenizer(meta: Mapping[str, object]) -> str | None:
     return kind if isinstance(kind, str) else None
 
 
-def _for_legacy(to: str, facts: Facts | None, retriever: bool) -> str:
-    flags = "--no-load-rng" if facts is not None else "--no-load-rng --no-load-optim"
+def _for_legacy(to: str, scalars: OptimizerScalars | None, retriever: bool) -> str:
+    flags = "--no-load-rng" if scalars is not None else "--no-load-rng --no-load-optim"
     intro = f"--saver {to} is for Megatron-LM of 2023 (its legacy models), which loads it with {flags}"
     if retriever:
         return f"{intro}, and decides by the number of layers which of them read neighbours"
@@ -119,29 +119,29 @@ def _for_legacy(to: str, facts: Facts | None, retriever: bool) -> str:
     )
 
 
-def _for_core(family: str, arguments: Mapping[str, object], era: Era, facts: Facts | None) -> str:
+def _for_core(family: str, arguments: Mapping[str, object], era: Era, scalars: OptimizerScalars | None) -> str:
     """The flags with which Megatron-core resumes from the tree."""
     if family in OWN_STACKS:
         return "Megatron-core 0.18 has classes for it (BertModel, T5Model), and no script that trains them"
     dist = arguments["ckpt_format"] == "torch_dist"
     flags = [f"--ckpt-format {arguments['ckpt_format']}"]
     flags += [] if dist else ["--no-load-rng"]  # a torch_dist folder records that it has no random states
-    if facts is None:
+    if scalars is None:
         flags += [] if dist else ["--no-load-optim"]
-    elif overridden(facts):
+    elif overridden(scalars):
         flags.append("--override-opt_param-scheduler")
     else:
         flags.append("--use-checkpoint-opt_param-scheduler")
-    if facts is not None and arguments["use_distributed_optimizer"]:
+    if scalars is not None and arguments["use_distributed_optimizer"]:
         flags += ["--use-distributed-optimizer"] if dist else ["--use-distributed-optimizer (no --overlap-grad-reduce)"]
     flags += [] if dist else [f"--transformer-impl {'local' if era == 'core-local' else 'transformer_engine'}"]
     return f"Megatron-core 0.18 loads it with: {' '.join([*flags, *core_flags(arguments)])}"
 
 
-def export(own: Own, to: str, given: Given) -> Export:
+def export(own: ExportSource, to: str, given: FormOptions) -> Export:
     """Write a tree that Megatron-LM loads; one rank's file is in memory at a time."""
     era, tp, pp = STYLES[to], given.layout.tp, given.layout.pp
-    metadata = said_of(own, to, era, given)
+    metadata = tree_metadata(own, to, era, given)
     model, weights = architecture(own.model), written_table(own.model, tp, pp)
 
     def fill(folder: Path, table: Table, source: Source) -> int:
@@ -151,7 +151,9 @@ def export(own: Own, to: str, given: Given) -> Export:
             of_rank.setdefault(re.sub(r"^(\w+/)?(\d+\.\d+)\..*", r"\2", target.name), []).append(target)
         for label, rank_targets in of_rank.items():
             rank, stage = map(int, label.split("."))
-            content = {re.sub(r"\d+\.\d+\.\d+/", "", target.name): made(target, source) for target in rank_targets}
+            content = {
+                re.sub(r"\d+\.\d+\.\d+/", "", target.name): whole_tensor(target, source) for target in rank_targets
+            }
             state = {key: content.pop(key) for key in list(content) if key.partition("/")[0] in metadata.kinds}
             directory = folder / f"iter_{metadata.iteration:07d}" / rank_directory(rank, stage, pp)
             directory.mkdir(parents=True)
@@ -159,7 +161,7 @@ def export(own: Own, to: str, given: Given) -> Export:
         write_tracker(folder, metadata.iteration)
         return bytes_written
 
-    combined = joined([weights, *(alike(weights, kind) for kind in metadata.kinds)])
+    combined = joined([weights, *(state_table(weights, kind) for kind in metadata.kinds)])
     return Export(combined, fill, OwnSource(own.checkpoint, ("weights", *metadata.kinds)), notes=metadata.notes)
 
 
@@ -167,7 +169,7 @@ def _write_rank(
     directory: Path,
     weights: Mapping[str, torch.Tensor],
     state: Mapping[str, torch.Tensor],
-    said: Said,
+    metadata: TreeMetadata,
     era: Era,
     model: Architecture,
     rank: int,
@@ -175,21 +177,21 @@ def _write_rank(
     """Write one rank's files and return their bytes. weights: by common name. state: by `kind/common name`. rank:
     Megatron's global rank."""
     bytes_written = 0
-    if said.facts is not None and said.flat:
+    if metadata.scalars is not None and metadata.flat:
         bytes_written += write_torch(directory / DISTRIBUTED, written_vectors(weights, state, era, tied=model.tied))
     content = {
-        "args": argparse.Namespace(**said.arguments, rank=rank),
+        "args": argparse.Namespace(**metadata.arguments, rank=rank),
         "checkpoint_version": 3.0,
-        "iteration": said.iteration,
+        "iteration": metadata.iteration,
         "model": nested(weights, era, model.family),
-        **({} if said.facts is None else written_state(state, said.facts, era, flat=said.flat)),
+        **({} if metadata.scalars is None else written_state(state, metadata.scalars, era, flat=metadata.flat)),
     }
     return bytes_written + write_torch(directory / WEIGHTS, content)
 
 
 def write_tracker(folder: Path, iteration: int) -> None:
     """Write the file in which Megatron finds the newest iteration."""
-    with creating(folder / TRACKER) as descriptor:
+    with new_file(folder / TRACKER) as descriptor:
         write_all(descriptor, str(iteration).encode())
 
 
