@@ -132,8 +132,8 @@ def _kind(model: Architecture) -> str:
     return next((name for name, each in TYPES.items() if (each.placement, each.offset) == features), "bert")
 
 
-def model_from_config(config: Mapping[str, Json], where: str, found: Collection[str] = ()) -> ModelConfig:
-    """The resolved model section that a config.json describes. found: names of the folder's tensors.
+def model_from_config(config: Mapping[str, Json], where: str, names: Collection[str] = ()) -> ModelConfig:
+    """The resolved model section that a config.json describes. names: of the folder's tensors.
 
     Errors: CheckpointError naming the key.
     """
@@ -176,7 +176,7 @@ def model_from_config(config: Mapping[str, Json], where: str, found: Collection[
         hidden_dropout=dropout,
         attention_dropout=number_in(config, "attention_probs_dropout_prob", where, 0.1),
         init_std=number_in(config, "initializer_range", where, 0.02),
-        **_heads(config, where, found),
+        **_heads(config, where, names),
     )
 
 
@@ -188,20 +188,20 @@ class _Heads(TypedDict, total=False):
     binary_head: bool
 
 
-def _heads(config: Mapping[str, Json], where: str, found: Collection[str]) -> _Heads:
+def _heads(config: Mapping[str, Json], where: str, names: Collection[str]) -> _Heads:
     """The heads of a model, determined from its tensors, or from its class's name if these are unknown."""
     architectures = config.get("architectures")
     architecture = str(architectures[0]) if architectures and isinstance(architectures, list) else "BertModel"
     kind = TYPES[str(config["model_type"])]
     of_words = architecture.endswith(("ForPreTraining", "ForMaskedLM"))
-    words = _any(found, "cls.predictions.", "lm_head.") if found else of_words
-    classes = _any(found, "classifier.") if found else architecture.endswith(CLASSIFIERS)
-    pooled = _any(found, "pooler.", kind.prefix + "pooler.") if found else not architecture.endswith("ForMaskedLM")
+    words = _any(names, "cls.predictions.", "lm_head.") if names else of_words
+    classes = _any(names, "classifier.") if names else architecture.endswith(CLASSIFIERS)
+    pooled = _any(names, "pooler.", kind.prefix + "pooler.") if names else not architecture.endswith("ForMaskedLM")
     if words and classes:
         raise CheckpointError(
             f"{where}: its tensors are of a head for words and of a classifier; one of the two is read"
         )
-    if classes and kind.offset and found and pooled:
+    if classes and kind.offset and names and pooled:
         raise CheckpointError(f"{where}: {architecture}: only RobertaForSequenceClassification's head is read")
     if classes and architecture.endswith("ForMultipleChoice"):
         return {"head": "choice", "classes": 4}
@@ -210,12 +210,12 @@ def _heads(config: Mapping[str, Json], where: str, found: Collection[str]) -> _H
         count = len(labels) if isinstance(labels, dict) else whole_in(config, "num_labels", where, 2)
         return {"head": "classification", "classes": count}
     # Files may hold a pooler without the head that classifies pairs with it.
-    judges = pooled and (not words or not found or _any(found, "cls.seq_relationship."))
+    judges = pooled and (not words or not names or _any(names, "cls.seq_relationship."))
     return {"head": "lm" if words else "none", "binary_head": judges}
 
 
-def _any(found: Collection[str], *begins: str) -> bool:
-    return any(name.startswith(begins) for name in found)
+def _any(names: Collection[str], *begins: str) -> bool:
+    return any(name.startswith(begins) for name in names)
 
 
 def config_from_model(options: ModelConfig, dtype: str) -> dict[str, Json]:
@@ -289,23 +289,23 @@ def losses(options: ModelConfig) -> tuple[str, ...]:
     )
 
 
-def table(options: ModelConfig, found: Collection[str] = ()) -> Table:
-    """`weights/<name>` of every logical tensor from Hugging Face's. found: names of the folder's tensors."""
+def table(options: ModelConfig, names: Collection[str] = ()) -> Table:
+    """`weights/<name>` of every logical tensor from Hugging Face's. names: of the folder's tensors."""
     model = architecture(options)
     headed = model.output.words is not None or model.output.rows is not None
     kind = _kind(model)
-    prefix = TYPES[kind].prefix if headed or any(name.startswith(TYPES[kind].prefix) for name in found) else ""
+    prefix = TYPES[kind].prefix if headed or any(name.startswith(TYPES[kind].prefix) for name in names) else ""
     pools = model.output.rows is None or not TYPES[kind].offset
     targets, copies = [], []
     for tensor in inventory(options):
         name = bert_name(tensor.name, kind, prefix, pools=pools)
         for ending, old in ENDINGS.items():
-            if name not in found and (former := name.removesuffix(ending) + old) in found:
+            if name not in names and (former := name.removesuffix(ending) + old) in names:
                 name = former
         target = Target(f"weights/{tensor.name}", tensor.shape, (whole(tensor.shape, name),))
         targets.append(target)
         repeated_name = TYPES[kind].repeated.get(tensor.name)
-        if repeated_name is not None and repeated_name in found:
+        if repeated_name is not None and repeated_name in names:
             copies.append((target.name, whole(tensor.shape, repeated_name)))
-    ignored = frozenset(name for name in found if name.endswith("embeddings.position_ids"))
+    ignored = frozenset(name for name in names if name.endswith("embeddings.position_ids"))
     return Table(tuple(targets), copies=tuple(copies), ignored=ignored)

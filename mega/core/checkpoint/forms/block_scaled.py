@@ -23,24 +23,28 @@ SCALE = "_scale_inv"
 READ = torch.bfloat16
 
 
-def dequantised(source: Source, said: object, where: str) -> Source:
+def dequantised(source: Source, quantization: object, where: str) -> Source:
     """The weights that a `quantization_config` describes, dequantised; unchanged for a config.json without one.
 
     Errors: CheckpointError naming an unsupported key of it, or a tensor without its scale.
     """
-    if not said:
+    if not quantization:
         if scaled := next((name for name, (_, dtype) in source.tensors.items() if dtype == torch.float8_e4m3fn), None):
             raise CheckpointError(
                 f"{where}: {scaled} is in fp8, and no quantization_config gives the blocks of its scales"
             )
         return source
-    if not isinstance(said, Mapping) or said.get("quant_method") != "fp8" or said.get("weight_block_size") is None:
+    if (
+        not isinstance(quantization, Mapping)
+        or quantization.get("quant_method") != "fp8"
+        or quantization.get("weight_block_size") is None
+    ):
         raise CheckpointError(
             f"{where}: quantization_config: only fp8 with weight_block_size is read (DeepSeek's form); dequantise "
             "other weights first"
         )
-    only(said, "fmt", ("e4m3", None), where)
-    size = said["weight_block_size"]
+    only(quantization, "fmt", ("e4m3", None), where)
+    size = quantization["weight_block_size"]
     if not isinstance(size, list) or len(size) != 2 or any(type(each) is not int or each < 1 for each in size):
         raise CheckpointError(f"{where}: quantization_config.weight_block_size {size!r}: must be two whole numbers")
     return BlockScaled(source, (size[0], size[1]))

@@ -161,7 +161,7 @@ def _save_own(
 
 
 def upcycle(
-    load: Path, save: Path, how: Upcycling, layout: Layout = ONE, given: FormOptions | None = None
+    load: Path, save: Path, upcycling: Upcycling, layout: Layout = ONE, given: FormOptions | None = None
 ) -> ConversionReport:
     """Make a mixture of experts at `save`, step 0 of a run, from a dense model of any form at `load`.
     given: options for reading a foreign form. Errors: ValueError naming flag, file or tensor.
@@ -169,11 +169,11 @@ def upcycle(
     if form_at(load) is not OWN:
         with folder_next_to(save) as between:
             _import(form_at(load), load, between / "own", given or FormOptions(layout=ONE, optimizer=False))
-            return upcycle(between / "own", save, how, layout)
+            return upcycle(between / "own", save, upcycling, layout)
     check_place(save)
     dense = opened_own(load)
     check_one_dtype(dense, load)
-    mixture = upcycled(dense, how)
+    mixture = upcycled(dense, upcycling)
     prove(dataclasses.replace(mixture.table, repeats=frozenset(mixture.source.tensors)), mixture.source.tensors)
     tokenizer = below(dense.checkpoint.meta, "config", "tokenizer")
     attachments = {

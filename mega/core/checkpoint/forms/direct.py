@@ -135,14 +135,14 @@ class ForeignWeights:
         self._targets = {target.name: target for target in opened.table.targets}
         self.tensors: Tensors = opened.table.tensors(opened.source.tensors)
 
-    def read(self, wanted: Iterable[Piece], *, cast: bool = False, verify: bool = True) -> None:
-        """Fill the tensors of `wanted` in place, a block at a time, several concurrently. cast: convert where dtypes
+    def read(self, pieces: Iterable[Piece], *, cast: bool = False, verify: bool = True) -> None:
+        """Fill the tensors of `pieces` in place, a block at a time, several concurrently. cast: convert where dtypes
         differ. verify: without effect, because foreign files have no hashes.
 
         Errors: CheckpointError naming the tensor (unknown key, other shape or dtype) or the damaged file.
         """
         jobs, size = list[tuple[Piece, Box]](), 0
-        for piece in wanted:
+        for piece in pieces:
             piece.check()
             if piece.key not in self.tensors:
                 raise CheckpointError(f"{self.path}: holds nothing for {piece.key}")

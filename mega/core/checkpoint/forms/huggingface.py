@@ -134,14 +134,14 @@ def scales_dynamically(files: Mapping[str, Path]) -> bool:
 class Names(Protocol):
     """The keys and names of a `model_type`: a family of decoders, or bert.py."""
 
-    def model_from_config(self, config: Mapping[str, object], where: str, found: Collection[str] = ...) -> ModelConfig:
-        """The model that a config.json describes. found: names of the folder's tensors."""
+    def model_from_config(self, config: Mapping[str, object], where: str, names: Collection[str] = ...) -> ModelConfig:
+        """The model that a config.json describes. names: of the folder's tensors."""
 
     def config_from_model(self, options: ModelConfig, dtype: str) -> dict[str, Json]:
         """The config.json of a model. dtype: of the weights, as torch names it."""
 
-    def table(self, options: ModelConfig, found: Collection[str] = ...) -> Table:
-        """`weights/<name>` of every logical tensor. found: names of the folder's tensors."""
+    def table(self, options: ModelConfig, names: Collection[str] = ...) -> Table:
+        """`weights/<name>` of every logical tensor. names: of the folder's tensors."""
 
 
 BERT = cast(Names, bert)

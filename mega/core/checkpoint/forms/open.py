@@ -65,9 +65,9 @@ class ForeignCheckpoint:
     def digest(self) -> str:
         return weights_digest(self._weights)
 
-    def read(self, wanted: Iterable[Piece], *, cast: bool = False, verify: bool = True) -> None:
+    def read(self, pieces: Iterable[Piece], *, cast: bool = False, verify: bool = True) -> None:
         """Read as `Checkpoint.read` does."""
-        self._weights.read(wanted, cast=cast)
+        self._weights.read(pieces, cast=cast)
 
 
 def _foreign_name(path: Path) -> str:
@@ -125,7 +125,7 @@ def open_base(
 
 
 def _try_base(
-    named: Mapping[str, str], place: str, report: Report, exchange: JsonExchange, *, chain: bool = False
+    record: Mapping[str, str], place: str, report: Report, exchange: JsonExchange, *, chain: bool = False
 ) -> tuple[StoredWeights | None, str]:
     """(weights at `place`, "") if they are the recorded base, else (None, the reason). chain: accept its adapters
     too."""
@@ -135,47 +135,48 @@ def _try_base(
         if base_record is not None and not chain:
             return None, f"{place}: holds adapters itself"
         digests = gathered(
-            lambda: comparable_digest(named["digest"], base) if base_record is None else base_record["digest"], exchange
+            lambda: comparable_digest(record["digest"], base) if base_record is None else base_record["digest"],
+            exchange,
         )
     except (CheckpointError, OSError) as error:
         return None, str(error)
-    different = next((digest for digest in digests if digest != named["digest"]), None)
+    different = next((digest for digest in digests if digest != record["digest"]), None)
     if different is None:
         return base, ""
-    return None, f"{place}: is not it ({digest_difference(named['digest'], different)})"
+    return None, f"{place}: is not it ({digest_difference(record['digest'], different)})"
 
 
-def comparable_digest(named: str, weights: Readable) -> str:
-    """The digest of these weights, computed by the rule that made `named`; "" if they do not support that rule."""
+def comparable_digest(reference: str, weights: Readable) -> str:
+    """The digest of these weights, computed by the rule that made `reference`; "" if they do not support that rule."""
     digest = str(getattr(weights, "digest", ""))
-    if named.startswith(SAMPLED) == digest.startswith(SAMPLED):
+    if reference.startswith(SAMPLED) == digest.startswith(SAMPLED):
         return digest
-    return weights_digest(weights) if named.startswith(SAMPLED) else ""
+    return weights_digest(weights) if reference.startswith(SAMPLED) else ""
 
 
-def digest_difference(named: str, found: str) -> str:
+def digest_difference(reference: str, other: str) -> str:
     """How the digest of the weights that were found differs from the base's."""
-    label = "digest of its numbers" if named.startswith(SAMPLED) else "sha256 of its manifest"
-    actual = found.removeprefix(SAMPLED)[:12] or "none, these are foreign weights"
-    return f"{label}: {actual}; must be {named.removeprefix(SAMPLED)[:12]}"
+    label = "digest of its numbers" if reference.startswith(SAMPLED) else "sha256 of its manifest"
+    actual = other.removeprefix(SAMPLED)[:12] or "none, these are foreign weights"
+    return f"{label}: {actual}; must be {reference.removeprefix(SAMPLED)[:12]}"
 
 
 def _find_moved(
-    checkpoint: StoredWeights, named: Mapping[str, str], report: Report, exchange: JsonExchange
+    checkpoint: StoredWeights, record: Mapping[str, str], report: Report, exchange: JsonExchange
 ) -> tuple[StoredWeights | None, str]:
     """The base at the same path relative to the adapters, if both were moved; else why a folder of its name is
     wrong."""
-    if url_of(checkpoint.path) or url_of(named["path"]):
+    if url_of(checkpoint.path) or url_of(record["path"]):
         return None, ""
     faults = ""
-    candidates = exchange(list(map(str, _base_candidates(checkpoint.path, named["path"]))))
+    candidates = exchange(list(map(str, _base_candidates(checkpoint.path, record["path"]))))
     for place in candidates[0]:
         if all(place in each for each in candidates):
-            base, fault = _try_base(named, place, lambda line: None, exchange)
+            base, fault = _try_base(record, place, lambda line: None, exchange)
             if base is not None:
-                report(f"{checkpoint.path}: holds adapters of {named['path']}, taken from {place}: the same weights")
+                report(f"{checkpoint.path}: holds adapters of {record['path']}, taken from {place}: the same weights")
                 return base, ""
-            if not faults and Path(place).name == Path(named["path"]).name and not STEP.fullmatch(Path(place).name):
+            if not faults and Path(place).name == Path(record["path"]).name and not STEP.fullmatch(Path(place).name):
                 faults = f"; {fault}"
     return None, faults
 

@@ -179,9 +179,9 @@ def _linears(family: HubFamily, options: ModelConfig) -> Linears:
     return rows_of
 
 
-def _config(adapters: Adapters, theirs: Tensors, family: HubFamily, base: str) -> dict[str, Json]:
+def _config(adapters: Adapters, tensors: Tensors, family: HubFamily, base: str) -> dict[str, Json]:
     """The adapter_config.json. Linears are identified by the ends of their names."""
-    widths = {name: each.shape[0] for name, each in theirs.items() if name.endswith(f"{DOWN}.weight")}
+    widths = {name: each.shape[0] for name, each in tensors.items() if name.endswith(f"{DOWN}.weight")}
     ends = {_end(_bare(name).rsplit(".", 2)[0], family): width for name, width in widths.items()}
     ranks = {end: width for end, width in ends.items() if width != adapters.rank}
     transposed = any(isinstance(part, StoredModule) and part.transposed for part in family.names.values())
@@ -216,7 +216,7 @@ def _end(linear: str, family: HubFamily) -> str:
 
 
 def _ours(
-    config: Mapping[str, Json], found: Tensors, base: ModelConfig, family: HubFamily, path: Path, named: str
+    config: Mapping[str, Json], stored_tensors: Tensors, base: ModelConfig, family: HubFamily, path: Path, named: str
 ) -> tuple[ModelConfig, Tensors]:
     """The model with its adapters, and their tensors by `weights/NAME`. Errors: CheckpointError naming key or
     tensor."""
@@ -240,7 +240,7 @@ def _ours(
             raise CheckpointError(
                 f"{config_path}: {end} has a scale of {end_scale:g}, others {scale:g}: one for all is read"
             )
-    by_name = dict(_split(found, stored, rank))
+    by_name = dict(_split(stored_tensors, stored, rank))
     targets = dict.fromkeys(name.split(".")[-3] for name in by_name)
     lora_options = ModelOptions(
         lora_rank=rank,
@@ -261,7 +261,7 @@ def _bare(name: str) -> str:
 # Several linears in one
 
 
-def _joined(ours: Tensors, stored: Linears) -> Iterator[tuple[str, torch.Tensor]]:
+def _joined(tensors: Tensors, stored: Linears) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the folder's names and tensors. Several adapters in one linear of the folder become one adapter.
 
     linear of the folder with q, k, v, each of rank r:
@@ -271,10 +271,10 @@ def _joined(ours: Tensors, stored: Linears) -> Iterator[tuple[str, torch.Tensor]
                  v.A                               0    0    v.B
     """
     for linear, parts in stored.items():
-        adapted = {stem: rows for stem, rows in parts.items() if f"{stem}.{DOWN}.weight" in ours}
+        adapted = {stem: rows for stem, rows in parts.items() if f"{stem}.{DOWN}.weight" in tensors}
         if not adapted:
             continue
-        downs, ups = ([ours[f"{stem}.{half}.weight"] for stem in adapted] for half in (DOWN, UP))
+        downs, ups = ([tensors[f"{stem}.{half}.weight"] for stem in adapted] for half in (DOWN, UP))
         rank, outs = downs[0].shape[0], sum(len(run) for rows in parts.values() for run in rows)
         up = ups[0].new_zeros(outs, len(adapted) * rank)
         for number, (rows, each) in enumerate(zip(adapted.values(), ups, strict=True)):
@@ -283,12 +283,12 @@ def _joined(ours: Tensors, stored: Linears) -> Iterator[tuple[str, torch.Tensor]
         yield f"{linear}.{UP}.weight", up
 
 
-def _split(found: Tensors, stored: Linears, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
+def _split(tensors: Tensors, stored: Linears, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the project's names and tensors. The adapter of a linear that contains several becomes one for each, except
     those that are zero."""
-    for name, tensor in found.items():
+    for name, tensor in tensors.items():
         linear, _, half = _bare(name).removesuffix(".weight").rpartition(".")
-        down, up = (found.get(f"{WRAPPED}{linear}.{each}.weight") for each in (DOWN, UP))
+        down, up = (tensors.get(f"{WRAPPED}{linear}.{each}.weight") for each in (DOWN, UP))
         outs = sum(len(_numbers(rows)) for rows in stored.get(linear, {}).values())
         if down is None or up is None or up.shape[0] != outs:
             yield _bare(name), tensor  # `check_adapters` refuses it by its name

@@ -194,18 +194,18 @@ class Scan:
         elif top is not _OBJECT:
             raise ValueError("elements of what is not a container")
 
-    def _called(self, name: str, given: Sized) -> Sized:
-        if not name or given.items is None:
+    def _called(self, name: str, args: Sized) -> Sized:
+        if not name or args.items is None:
             raise ValueError("a call of what is not a function")
         if name not in CALLS and not self._inert(name):
             raise _RefusedError(f"it holds {name}")
-        self._charge(given.spread)
-        arguments = [argument.says for argument in given.items[:2]]
+        self._charge(args.spread)
+        arguments = [argument.says for argument in args.items[:2]]
         if name == WITH_ATTRIBUTES and arguments != ["torch._utils._rebuild_tensor_v2", "torch.Tensor"]:
             raise _RefusedError(f"it holds {name} of {' and '.join(arguments)}")
-        if name in HASHING and given.spread > ODD_KEYS:
+        if name in HASHING and args.spread > ODD_KEYS:
             raise _RefusedError(f"it holds {name} of more than {ODD_KEYS:,} elements")
-        if name == "_codecs.encode" and not all(argument.says in CODECS for argument in given.items[1:]):
+        if name == "_codecs.encode" and not all(argument.says in CODECS for argument in args.items[1:]):
             raise _RefusedError(f"it holds {name} into none of {', '.join(CODECS)}")
         return Sized(0, grows=True) if name in HASHING else _OBJECT
 

@@ -42,44 +42,49 @@ class Upcycling:
     """Seed of the router's initial values."""
 
 
-def upcycled(own: ExportSource, how: Upcycling) -> OpenedForm:
+def upcycled(own: ExportSource, upcycling: Upcycling) -> OpenedForm:
     """The initial mixture for a dense checkpoint; its table uses each of the source's tensors.
 
     Errors: ValueError naming the flag whose number does not fit.
     """
     model = own.model
-    _check(model, how)
-    mixture = replace(model, experts=how.experts, experts_chosen=how.chosen, expert_ffn=model.ffn // how.granularity)
-    source = UpcycledSource(own.source, model, how)
-    targets = tuple(_target(tensor, how.granularity, source.tensors) for tensor in inventory(mixture))
-    return OpenedForm(source, mixture, Table(targets), known={"upcycled": {"granularity": how.granularity}})
+    _check(model, upcycling)
+    mixture = replace(
+        model, experts=upcycling.experts, experts_chosen=upcycling.chosen, expert_ffn=model.ffn // upcycling.granularity
+    )
+    source = UpcycledSource(own.source, model, upcycling)
+    targets = tuple(_target(tensor, upcycling.granularity, source.tensors) for tensor in inventory(mixture))
+    return OpenedForm(source, mixture, Table(targets), known={"upcycled": {"granularity": upcycling.granularity}})
 
 
-def _check(model: ModelConfig, how: Upcycling) -> None:
+def _check(model: ModelConfig, upcycling: Upcycling) -> None:
     structure = architecture(model)
     if structure.mixtures:
-        raise ValueError(f"--upcycle {how.experts}: the model has experts already; must be dense")
+        raise ValueError(f"--upcycle {upcycling.experts}: the model has experts already; must be dense")
     if structure.output.ahead:
         rule = "must not predict tokens after the next one, by layers that would be mixtures too"
-        raise ValueError(f"--upcycle {how.experts}: mtp_layers {model.mtp_layers}: {rule}")
+        raise ValueError(f"--upcycle {upcycling.experts}: mtp_layers {model.mtp_layers}: {rule}")
     if structure.adapters is not None or len(structure.stacks) > 1 or not structure.block.attention.causal:
-        raise ValueError(f"--upcycle {how.experts}: must be a whole GPT or Llama")
-    if how.experts < 2:
-        raise ValueError(f"--upcycle {how.experts}: must be at least 2")
-    for subject, number in ((f"the model's ffn {model.ffn}", model.ffn), (f"--upcycle {how.experts}", how.experts)):
-        if how.granularity < 1 or number % how.granularity:
+        raise ValueError(f"--upcycle {upcycling.experts}: must be a whole GPT or Llama")
+    if upcycling.experts < 2:
+        raise ValueError(f"--upcycle {upcycling.experts}: must be at least 2")
+    for subject, number in (
+        (f"the model's ffn {model.ffn}", model.ffn),
+        (f"--upcycle {upcycling.experts}", upcycling.experts),
+    ):
+        if upcycling.granularity < 1 or number % upcycling.granularity:
             valid = ", ".join(map(str, divisors(number)[:12]))
-            raise ValueError(f"--upcycle-granularity {how.granularity}: must divide {subject}; valid: {valid}")
-    if not 2 <= how.chosen <= how.experts:
-        raise ValueError(f"--upcycle-chosen {how.chosen}: must be from 2 to --upcycle {how.experts}")
-    if how.chosen % how.granularity:
+            raise ValueError(f"--upcycle-granularity {upcycling.granularity}: must divide {subject}; valid: {valid}")
+    if not 2 <= upcycling.chosen <= upcycling.experts:
+        raise ValueError(f"--upcycle-chosen {upcycling.chosen}: must be from 2 to --upcycle {upcycling.experts}")
+    if upcycling.chosen % upcycling.granularity:
         raise ValueError(
-            f"--upcycle-chosen {how.chosen}: must be a multiple of --upcycle-granularity {how.granularity}: all "
-            "pieces of a copy are chosen together"
+            f"--upcycle-chosen {upcycling.chosen}: must be a multiple of --upcycle-granularity "
+            f"{upcycling.granularity}: all pieces of a copy are chosen together"
         )
 
 
-def _target(tensor: Tensor, granularity: int, held: Tensors) -> Target:
+def _target(tensor: Tensor, granularity: int, sources: Tensors) -> Target:
     """One tensor of the mixture, made of the dense model's; for an expert, a part of it."""
     name = f"weights/{tensor.name}"
     if tensor.member is None:
@@ -89,7 +94,7 @@ def _target(tensor: Tensor, granularity: int, held: Tensors) -> Target:
     span, piece = Span(*map(range, tensor.shape)), number % granularity
     source_ranges = [
         range(piece * size, (piece + 1) * size) if size < dense_size else range(size)
-        for size, dense_size in zip(tensor.shape, held[dense][0], strict=True)
+        for size, dense_size in zip(tensor.shape, sources[dense][0], strict=True)
     ]
     return Target(name, tensor.shape, (Fragment(dense, span, Span(*source_ranges)),))
 
@@ -98,9 +103,9 @@ class UpcycledSource:
     """The dense model's tensors, with those of its feed-forward networks multiplied, and initial values of the
     routers."""
 
-    def __init__(self, dense: Source, model: ModelConfig, how: Upcycling) -> None:
-        self._dense, self._model, self._how = dense, model, how
-        self._factor = float(how.granularity) ** _exponent(model)
+    def __init__(self, dense: Source, model: ModelConfig, upcycling: Upcycling) -> None:
+        self._dense, self._model, self._upcycling = dense, model, upcycling
+        self._factor = float(upcycling.granularity) ** _exponent(model)
         tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name, (shape, dtype) in dense.tensors.items():
             if not name.startswith("weights/"):
@@ -111,7 +116,7 @@ class UpcycledSource:
                 tensors[name] = (shape, dtype)
         dtype = next(iter(tensors.values()))[1]
         for layer in range(model.layers):
-            tensors[f"weights/model.layers.{layer}.mlp.gate.weight"] = ((how.experts, model.hidden), dtype)
+            tensors[f"weights/model.layers.{layer}.mlp.gate.weight"] = ((upcycling.experts, model.hidden), dtype)
         self.tensors: Tensors = tensors
 
     def read(self, name: str, box: Box) -> torch.Tensor:
@@ -128,7 +133,7 @@ class UpcycledSource:
         return self._dense.read(name, box)
 
     def _router(self, name: str) -> torch.Tensor:
-        upcycling, layer = self._how, int(name.split(".")[2])
+        upcycling, layer = self._upcycling, int(name.split(".")[2])
         generator = torch.Generator().manual_seed(upcycling.seed + layer)
         rows = torch.randn(upcycling.experts // upcycling.granularity, self._model.hidden, generator=generator)
         return (rows * self._model.init_std).repeat_interleave(upcycling.granularity, 0)

@@ -20,11 +20,11 @@ def write_json(path: Path, content: Mapping[str, Json]) -> None:
         write_all(descriptor, (json.dumps(content, indent=2) + "\n").encode())
 
 
-def write_files(folder: Path, texts: Mapping[str, dict[str, Json]], others: Mapping[str, bytes]) -> None:
+def write_files(folder: Path, texts: Mapping[str, dict[str, Json]], extra_files: Mapping[str, bytes]) -> None:
     """Write JSON files and other files, by name."""
     for name, content in texts.items():
         write_json(folder / name, content)
-    for name, data in others.items():
+    for name, data in extra_files.items():
         with new_file(folder / name) as descriptor:
             write_all(descriptor, data)
 

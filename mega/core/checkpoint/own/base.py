@@ -76,12 +76,12 @@ class Joined:
     def attachments(self) -> Mapping[str, Path]:
         return self.adapters.attachments
 
-    def read(self, wanted: Iterable[Piece], *, cast: bool = False, verify: bool = True) -> None:
+    def read(self, pieces: Iterable[Piece], *, cast: bool = False, verify: bool = True) -> None:
         """Read as `Checkpoint.read` does."""
-        pieces = list(wanted)
+        requested = list(pieces)
         for source, from_adapters in ((self.adapters, True), (self.base, False)):
             source.read(
-                [p for p in pieces if (p.key in self.adapters.tensors) == from_adapters], cast=cast, verify=verify
+                [p for p in requested if (p.key in self.adapters.tensors) == from_adapters], cast=cast, verify=verify
             )
 
 

@@ -74,16 +74,16 @@ class Container:
 
 
 def write_container(
-    path: Path, pieces: Sequence[Piece], about: dict[str, object] | None, fetch: Fetch = has_memory
+    path: Path, pieces: Sequence[Piece], description: dict[str, object] | None, fetch: Fetch = has_memory
 ) -> Container:
     """Write `pieces` (each has elements) as one safetensors file, synced to disk before this returns.
 
-    about: plain values stored with the description of the rectangles in `__metadata__`. None stores no description,
-        only `"format": "pt"`, which other tools expect.
+    description: plain values stored with the description of the rectangles in `__metadata__`. None stores no
+        description, only `"format": "pt"`, which other tools expect.
     """
     ordered = sorted(pieces, key=lambda piece: -piece.tensor.element_size())  # so that every entry is aligned
     names = _entry_names(ordered)
-    header = _header(names, ordered, about)
+    header = _header(names, ordered, description)
     *offsets, size = accumulate((piece.bytes for piece in ordered), initial=len(header))
     with new_file(path) as descriptor:
         write_all(descriptor, header)
@@ -120,15 +120,15 @@ def _entry_names(pieces: Sequence[Piece]) -> list[str]:
     return names
 
 
-def _header(names: Sequence[str], pieces: Sequence[Piece], about: dict[str, object] | None) -> bytes:
+def _header(names: Sequence[str], pieces: Sequence[Piece], description: dict[str, object] | None) -> bytes:
     """The length and the JSON header, padded so that the first entry is aligned to 8 bytes."""
     metadata = {"format": "pt"}
-    if about is not None:
+    if description is not None:
         rectangles = {
             name: {"key": piece.key, "whole": piece.whole, "start": piece.start}
             for name, piece in zip(names, pieces, strict=True)
         }
-        metadata["mega"] = json.dumps({**about, "pieces": rectangles}, separators=(",", ":"))
+        metadata["mega"] = json.dumps({**description, "pieces": rectangles}, separators=(",", ":"))
     header: dict[str, object] = {"__metadata__": metadata}
     begin = 0
     for name, piece in zip(names, pieces, strict=True):

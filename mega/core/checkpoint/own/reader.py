@@ -83,8 +83,8 @@ class Checkpoint:
     def bytes(self) -> int:
         return sum(container.size for container in self._manifest.containers.values())
 
-    def read(self, wanted: Iterable[Piece], *, cast: bool = False, verify: bool = True) -> None:
-        """Fill the tensors of `wanted` in place, from any layout that they were saved in.
+    def read(self, pieces: Iterable[Piece], *, cast: bool = False, verify: bool = True) -> None:
+        """Fill the tensors of `pieces` in place, from any layout that they were saved in.
 
         cast: convert where dtypes differ, instead of refusing. verify: first hash every stored rectangle that is
         touched, once; without it only the needed bytes are read.
@@ -92,7 +92,7 @@ class Checkpoint:
         """
         parts: dict[tuple[str, int], list[tuple[Entry, Box, torch.Tensor]]] = {}
         size = 0
-        for piece in wanted:
+        for piece in pieces:
             piece.check()
             if not piece.box.elements:
                 continue

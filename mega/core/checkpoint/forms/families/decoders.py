@@ -38,12 +38,12 @@ DECODERS: tuple[HubFamily, ...] = (
 BY_TYPE: Mapping[str, HubFamily] = {family.model_type: family for family in DECODERS}
 
 
-def model_from_config(config: Mapping[str, object], where: str, found: Collection[str] = ()) -> ModelConfig:
+def model_from_config(config: Mapping[str, object], where: str, names: Collection[str] = ()) -> ModelConfig:
     """The model that a config.json of any family describes. Errors: CheckpointError."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in BY_TYPE:
         raise CheckpointError(f"{where}: model_type {kind!r} (valid: {', '.join(BY_TYPE)})")
-    return BY_TYPE[kind].model_from_config(config, where, found)
+    return BY_TYPE[kind].model_from_config(config, where, names)
 
 
 def config_from_model(options: ModelConfig, dtype: str) -> dict[str, Json]:

@@ -78,8 +78,8 @@ class HubFamily:
 
     # config.json
 
-    def model_from_config(self, config: Mapping[str, object], where: str, found: Collection[str] = ()) -> ModelConfig:
-        """The resolved model section that a config.json describes. found: names of the folder's tensors, which a family
+    def model_from_config(self, config: Mapping[str, object], where: str, names: Collection[str] = ()) -> ModelConfig:
+        """The resolved model section that a config.json describes. names: of the folder's tensors, which a family
         of decoders does not use.
 
         Errors: CheckpointError naming a key that is unknown, or whose value has no counterpart.
@@ -139,19 +139,19 @@ class HubFamily:
         """Whether linears of the layers are stored under other names than the project's, or fused."""
         return any("_proj" in module for module in self.names)
 
-    def table(self, options: ModelConfig, found: Collection[str] = ()) -> Table:
-        """`weights/<name>` of every logical tensor. found: names of the folder's tensors, which may lack the prefix."""
-        if self.fused is not None and any(name.endswith(FUSED) for name in found):
-            return replace(self, names=self.fused, fused=None).table(options, found)
-        prefixed = not found or any(name.startswith(self.prefix) for name in found)
+    def table(self, options: ModelConfig, names: Collection[str] = ()) -> Table:
+        """`weights/<name>` of every logical tensor. names: of the folder's tensors, which may lack the prefix."""
+        if self.fused is not None and any(name.endswith(FUSED) for name in names):
+            return replace(self, names=self.fused, fused=None).table(options, names)
+        prefixed = not names or any(name.startswith(self.prefix) for name in names)
         prefix = self.prefix if prefixed else ""
         targets = [self._target(options, tensor, prefix) for tensor in inventory(options)]
         head, _ = self.stored("lm_head.weight")
-        repeated = architecture(options).tied and head in found
+        repeated = architecture(options).tied and head in names
         return Table(
             tuple(targets),
             copies=((targets[0].name, whole(targets[0].shape, head)),) if repeated else (),
-            ignored=frozenset(name for name in found if name.endswith(self.buffers)),
+            ignored=frozenset(name for name in names if name.endswith(self.buffers)),
         )
 
     def _target(self, options: ModelConfig, tensor: Tensor, prefix: str) -> Target:

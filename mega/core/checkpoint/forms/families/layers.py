@@ -178,16 +178,16 @@ class RopeByKind:
         local_base = number_in({**old_keys, **sliding}, "rope_theta", where, base)
         return {**options, "local_rope_base": _unless_same(local_base, options)}
 
-    def _local(self, config: Config, found: Values, where: str) -> float | None:
+    def _local(self, config: Config, options: Values, where: str) -> float | None:
         """The base of layers with a window, from an old file."""
         if self.local_key is not None:
-            return _unless_same(number_in(config, self.local_key, where, self.local_base), found)
-        if found["rope_base"] != self.full.base:
+            return _unless_same(number_in(config, self.local_key, where, self.local_base), options)
+        if options["rope_base"] != self.full.base:
             raise CheckpointError(
-                f"{where}: rope_theta {found['rope_base']}: versions of transformers differ on layers with a window; "
+                f"{where}: rope_theta {options['rope_base']}: versions of transformers differ on layers with a window; "
                 "say rope_parameters of each kind of layer"
             )
-        return _unless_same(self.full.base, found)
+        return _unless_same(self.full.base, options)
 
     def write(self, model: ModelConfig, name: str) -> Values:
         full = {"rope_type": "default", **(written_scaling(model) or {}), "rope_theta": model.rope_base}

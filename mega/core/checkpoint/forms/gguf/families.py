@@ -163,9 +163,9 @@ def _shown(value: Json) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _whole(found: Mapping[str, Json], key: str, place: str, otherwise: int | None = None) -> int:
+def _whole(settings: Mapping[str, Json], key: str, place: str, otherwise: int | None = None) -> int:
     """A positive whole number. place: the prefix of the key in a message."""
-    value = found.get(key, otherwise)
+    value = settings.get(key, otherwise)
     if type(value) is not int or not 0 < value < 1 << 31:
         raise CheckpointError(f"{place}{key} {_shown(value)}: must be a positive whole number")
     return value
@@ -178,28 +178,30 @@ def _number(value: Json, what: str) -> float:
     return shortest(value)
 
 
-def _sizes(own: dict[str, Json], place: str) -> dict[str, Json]:
+def _sizes(settings: dict[str, Json], place: str) -> dict[str, Json]:
     """Move sizes and numbers out of the metadata; return them under the keys of a config.json."""
-    heads, hidden = (_whole(own, key, place) for key in ("attention.head_count", "embedding_length"))
+    heads, hidden = (_whole(settings, key, place) for key in ("attention.head_count", "embedding_length"))
     implied = {"attention.head_count_kv": heads, "attention.key_length": hidden // heads}
     config: dict[str, Json] = {}
     for key, config_key in SIZES.items():
-        config[config_key] = _whole(own, key, place, implied.get(key))
-        own.pop(key, None)
+        config[config_key] = _whole(settings, key, place, implied.get(key))
+        settings.pop(key, None)
     for key, config_key in NUMBERS.items():
-        config[config_key] = _number(own.pop(key, ROPE_BASE if config_key == "rope_theta" else None), f"{place}{key}")
+        config[config_key] = _number(
+            settings.pop(key, ROPE_BASE if config_key == "rope_theta" else None), f"{place}{key}"
+        )
     for key, config_key in SAME.items():
-        if (value := own.pop(key, config[config_key])) != config[config_key]:
+        if (value := settings.pop(key, config[config_key])) != config[config_key]:
             raise CheckpointError(f"{place}{key} {_shown(value)}: must be {config[config_key]}")
     return config
 
 
-def _scaling(own: dict[str, Json], factors: list[float] | None, place: str) -> dict[str, Json]:
+def _scaling(settings: dict[str, Json], factors: list[float] | None, place: str) -> dict[str, Json]:
     """`rope_scaling` of a config.json. A factor without a type means linear scaling, and a factor of 0 means no
     scaling."""
-    factor, kind = own.pop(f"{SCALING}factor", None) or None, own.pop(f"{SCALING}type", None)
-    original = None if own.get(ORIGINAL) is None else _whole(own, ORIGINAL, place)
-    own.pop(ORIGINAL, None)
+    factor, kind = settings.pop(f"{SCALING}factor", None) or None, settings.pop(f"{SCALING}type", None)
+    original = None if settings.get(ORIGINAL) is None else _whole(settings, ORIGINAL, place)
+    settings.pop(ORIGINAL, None)
     kind = ("none" if factor is None else "linear") if kind is None else kind
     if kind not in ("none", *SCALED):
         raise CheckpointError(f"{place}{SCALING}type {_shown(kind)} (valid: none, {', '.join(SCALED)})")
@@ -215,7 +217,7 @@ def _scaling(own: dict[str, Json], factors: list[float] | None, place: str) -> d
     rope_scaling: dict[str, Json] = {"rope_type": kind, "factor": _number(factor, f"{place}{SCALING}factor")}
     if kind == "yarn":
         rope_scaling |= {
-            config_key: _number(own.pop(key), place + key) for key, config_key in BETAS.items() if key in own
+            config_key: _number(settings.pop(key), place + key) for key, config_key in BETAS.items() if key in settings
         }
         rope_scaling["original_max_position_embeddings"] = original
     return {"rope_scaling": rope_scaling}
@@ -278,15 +280,15 @@ def gguf_name(name: str) -> str:
     return translated(name, NAMES, "blk.{}.")
 
 
-def table(family: GgufFamily, options: ModelConfig, found: Iterable[str] = ()) -> Table:
-    """`weights/<name>` of every logical tensor. found: names in a file."""
+def table(family: GgufFamily, options: ModelConfig, names: Iterable[str] = ()) -> Table:
+    """`weights/<name>` of every logical tensor. names: of the tensors in a file."""
     targets = []
     for tensor in inventory(options):
         heads = next((n for part, n in _heads(options).items() if part in tensor.name), None)
         runs = None if heads is None or not family.neighbours else rotary_rows(heads, options.head_dim)
         fragments = gathered(tensor.shape, [gguf_name(tensor.name)], 0, runs)
         targets.append(Target(f"weights/{tensor.name}", tensor.shape, fragments))
-    return Table(tuple(targets), ignored=frozenset(name for name in found if name == ROPE_FACTORS))
+    return Table(tuple(targets), ignored=frozenset(name for name in names if name == ROPE_FACTORS))
 
 
 def _heads(options: ModelConfig) -> Mapping[str, int]:

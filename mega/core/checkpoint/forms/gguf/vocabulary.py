@@ -116,13 +116,13 @@ def _strings(metadata: Mapping[str, Json], name: str, where: str) -> list[str]:
     return [str(each) for each in strings]
 
 
-def _frame(metadata: Mapping[str, Json], named: Mapping[str, str], where: str) -> tuple[str | None, str | None]:
+def _frame(metadata: Mapping[str, Json], special_names: Mapping[str, str], where: str) -> tuple[str | None, str | None]:
     """The tokens that llama.cpp adds before and after a text. Errors: CheckpointError if a needed one is missing."""
     pre = str(metadata.get(f"{PREFIX}pre"))
     usual = {"bos": metadata.get(f"{PREFIX}model") == "llama" or ALIASES.get(pre, pre) == "llama-bpe", "eos": False}
     tokens = []
     for name, otherwise in usual.items():
-        is_added, token = metadata.get(f"{PREFIX}add_{name}_token", otherwise), named.get(f"{name}_token")
+        is_added, token = metadata.get(f"{PREFIX}add_{name}_token", otherwise), special_names.get(f"{name}_token")
         if is_added and token is None:
             raise CheckpointError(
                 f"{where}: {PREFIX}{name}_token_id: is none of its tokens, but is added to every text"

@@ -362,45 +362,45 @@ def _layer_arguments(model: Architecture, core: bool) -> dict[str, object]:
     }
 
 
-def core_flags(said: Mapping[str, object]) -> list[str]:
-    """The flags with which Megatron-core 0.18 builds the model of a tree with the arguments `said` (`arguments_of`).
+def core_flags(arguments: Mapping[str, object]) -> list[str]:
+    """The flags with which Megatron-core 0.18 builds the model of a tree with these `arguments` (from `arguments_of`).
 
     They include every argument that core compares, and every one whose default would differ.
     """
-    rope, grouped = bool(said["use_rotary_position_embeddings"]), bool(said["group_query_attention"])
-    linear, scaled = said["rotary_seq_len_interpolation_factor"] is not None, bool(said["use_rope_scaling"])
+    rope, grouped = bool(arguments["use_rotary_position_embeddings"]), bool(arguments["group_query_attention"])
+    linear, scaled = arguments["rotary_seq_len_interpolation_factor"] is not None, bool(arguments["use_rope_scaling"])
     names = [
         *("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers", "hidden_size"),
         *("ffn_hidden_size", "num_attention_heads", "kv_channels", *(["num_query_groups"] * grouped)),
         *("max_position_embeddings", "position_embedding_type", *(["rotary_base", "rotary_percent"] * rope)),
         *(["rotary_seq_len_interpolation_factor"] * linear),
         *(["rope_scaling_factor"] * scaled),
-        *(name for name in ("mtp_num_layers", "mtp_loss_scaling_factor") if name in said),
+        *(name for name in ("mtp_num_layers", "mtp_loss_scaling_factor") if name in arguments),
         *("normalization", "norm_epsilon", "attention_dropout", "hidden_dropout", "make_vocab_size_divisible_by"),
         *("padded_vocab_size", "tokenizer_type"),  # without padded_vocab_size core cuts torch_dist to its own padding
     ]
     short = {"rotary_base", "norm_epsilon", "attention_dropout", "hidden_dropout"}
-    values = {name: f"{said[name]:g}" if name in short else said[name] for name in names}
-    bias = said["add_bias_linear"]
-    erf = not (said["bias_gelu_fusion"] or said["swiglu"] or said["squared_relu"])
+    values = {name: f"{arguments[name]:g}" if name in short else arguments[name] for name in names}
+    bias = arguments["add_bias_linear"]
+    erf = not (arguments["bias_gelu_fusion"] or arguments["swiglu"] or arguments["squared_relu"])
     switches = {
-        "bf16": said.get("bf16"),
-        "fp16": said.get("fp16"),
+        "bf16": arguments.get("bf16"),
+        "fp16": arguments.get("fp16"),
         "group_query_attention": grouped,
         "use_rope_scaling": scaled,
-        "swiglu": said["swiglu"],
-        "squared_relu": said["squared_relu"],
-        "openai_gelu": said["openai_gelu"],
+        "swiglu": arguments["swiglu"],
+        "squared_relu": arguments["squared_relu"],
+        "openai_gelu": arguments["openai_gelu"],
         "no_bias_gelu_fusion": erf and bias,
         "disable_bias_linear": not bias,
-        "add_qkv_bias": said["add_qkv_bias"] and not bias,
-        "untie_embeddings_and_output_weights": said["untie_embeddings_and_output_weights"],
-        "qk_layernorm": said["qk_layernorm"],
-        "apply_layernorm_1p": said["apply_layernorm_1p"],
-        "apply_residual_connection_post_layernorm": said["apply_residual_connection_post_layernorm"],
+        "add_qkv_bias": arguments["add_qkv_bias"] and not bias,
+        "untie_embeddings_and_output_weights": arguments["untie_embeddings_and_output_weights"],
+        "qk_layernorm": arguments["qk_layernorm"],
+        "apply_layernorm_1p": arguments["apply_layernorm_1p"],
+        "apply_residual_connection_post_layernorm": arguments["apply_residual_connection_post_layernorm"],
     }
     flags = [f"{_flag(name)} {value}" for name, value in values.items()]
-    return [*flags, *(_flag(name) for name, is_set in switches.items() if is_set), *mixture_flags(said)]
+    return [*flags, *(_flag(name) for name, is_set in switches.items() if is_set), *mixture_flags(arguments)]
 
 
 def _flag(name: str) -> str:

@@ -176,16 +176,16 @@ def _said(options: ModelConfig, name: str) -> object:
     return None if value == {"router_scale": 1.0, "router_jitter": 0.0, "z_loss": 0.0}.get(name, ...) else value
 
 
-def mixture_flags(said: Mapping[str, object]) -> list[str]:
-    """The flags with which core builds the mixture of a tree with the arguments `said`."""
-    if "num_experts" not in said:
+def mixture_flags(arguments: Mapping[str, object]) -> list[str]:
+    """The flags with which core builds the mixture of a tree with these `arguments`."""
+    if "num_experts" not in arguments:
         return []
     names = ("num_experts", "moe_layer_freq", *SAME.values(), "moe_router_score_function", "moe_router_pre_softmax")
     names += ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
-    names += (QUANTILE_EMA,) if QUANTILE_EMA in said else ()
+    names += (QUANTILE_EMA,) if QUANTILE_EMA in arguments else ()
     flags = []
     for name in names:
-        flag, value = "--" + name.replace("_", "-"), said[name]
+        flag, value = "--" + name.replace("_", "-"), arguments[name]
         if isinstance(value, list):
             numbers = value if name != "moe_layer_freq" else ["".join(str(value).split())]
             flags.append(f"{flag} {' '.join(map(str, numbers))}")

@@ -250,11 +250,11 @@ def _ordinary(
                 yield f"master/{name}", master
 
 
-def _listed(found: object, count: int, what: str) -> list[object]:
-    if not isinstance(found, list) or len(found) != count:
-        actual = f"has {len(found)} entries" if isinstance(found, list) else "is not a list"
+def _listed(value: object, count: int, what: str) -> list[object]:
+    if not isinstance(value, list) or len(value) != count:
+        actual = f"has {len(value)} entries" if isinstance(value, list) else "is not a list"
         raise CheckpointError(f"{what}: {actual}, the model has {count}; {LEAVE}")
-    return found
+    return value
 
 
 def _distributed(
@@ -330,27 +330,27 @@ def _cut(
         raise CheckpointError(f"{label}: {len(vector) - end} numbers after {names[0]}")
 
 
-def _flat(found: object, what: str) -> torch.Tensor:
+def _flat(value: object, what: str) -> torch.Tensor:
     buckets: list[torch.Tensor] = []
-    for bucket in found if isinstance(found, list) and found else [found]:
+    for bucket in value if isinstance(value, list) and value else [value]:
         if not isinstance(bucket, torch.Tensor) or bucket.dim() != 1 or bucket.dtype != torch.float32:
             raise CheckpointError(f"{what}: is not an fp32 vector")
         buckets.append(bucket)
     return buckets[0] if len(buckets) == 1 else torch.cat(buckets)
 
 
-def _checked(found: Mapping[str, object], weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _checked(tensors: Mapping[str, object], weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Check that all tensors exist, are fp32 and have their weights' shapes, and that each master, rounded, is its
     weight.
 
     The last check also proves the order of parameters.
     """
-    kinds = {name.partition("/")[0] for name in found}
+    kinds = {name.partition("/")[0] for name in tensors}
     if any(tensor.dtype != torch.float32 for tensor in weights.values()):
         kinds.add("master")
     for kind in sorted(kinds):
         for name, weight in weights.items():
-            tensor = found.get(f"{kind}/{name}")
+            tensor = tensors.get(f"{kind}/{name}")
             if not isinstance(tensor, torch.Tensor):
                 raise CheckpointError(f"{kind}/{name}: is missing in the optimizer's state")
             if tensor.shape != weight.shape or tensor.dtype != torch.float32:
@@ -358,7 +358,7 @@ def _checked(found: Mapping[str, object], weights: Mapping[str, torch.Tensor]) -
                 raise CheckpointError(f"{kind}/{name}: is {tensor.dtype} {tuple(tensor.shape)}, expected {expected}")
             if kind == "master" and not torch.equal(tensor.to(weight.dtype), weight):
                 raise CheckpointError(f"{kind}/{name}: rounded to {weight.dtype}, it is not the weight; {LEAVE}")
-    return {name: tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
+    return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
 
 
 def scalars_in(
@@ -417,12 +417,12 @@ def numeric(values: Sequence[object]) -> TypeGuard[Sequence[int | float]]:
     return len(numbers) == len(values) and all(abs(number) < LARGEST and isfinite(number) for number in numbers)
 
 
-def _scaler(found: object, where: Path) -> dict[str, float] | None:
+def _scaler(state: object, where: Path) -> dict[str, float] | None:
     """The loss scaler's state; None for a constant scale, which has no state."""
-    if found is None or (isinstance(found, dict | list) and not found):
+    if state is None or (isinstance(state, dict | list) and not state):
         return None
     names = ("scale", "growth_tracker", "hysteresis_tracker")
-    values = [plain(found.get(name)) for name in names] if isinstance(found, dict) else []
+    values = [plain(state.get(name)) for name in names] if isinstance(state, dict) else []
     if not values or not numeric(values) or values[0] <= 0:
         raise CheckpointError(f"{where}: optimizer.grad_scaler: is not a loss scale; {LEAVE}")
     return {"scale": float(values[0]), "clean": int(values[1]), "patience": int(values[2])}
@@ -484,11 +484,13 @@ def plain_state(scalars: OptimizerScalars | None, iteration: int, consumed: int,
     }
 
 
-def state_note(scalars: OptimizerScalars | None, wanted: bool, done: str) -> str:
+def state_note(scalars: OptimizerScalars | None, requested: bool, action: str) -> str:
     """One line for the user about the optimizer's state."""
-    if not wanted:
+    if not requested:
         return "optimizer: left out, if there is any (--no-load-optim)"
     if scalars is None:
         return "optimizer: the source holds no state"
     extras = [name for name, value in (("loss scale", scalars.scaler), ("schedule", scalars.schedule)) if value]
-    return f"optimizer: Adam's state after {scalars.updates:,} updates {done}" + "".join(f", {name}" for name in extras)
+    return f"optimizer: Adam's state after {scalars.updates:,} updates {action}" + "".join(
+        f", {name}" for name in extras
+    )

@@ -69,12 +69,12 @@ def read_records(data: bytes, path: Path) -> object:
         del stack[mark:]
         return items
 
-    def charged(given: Any) -> Any:
+    def charged(args: Any) -> Any:
         nonlocal budget
-        budget -= len(given) if isinstance(given, dict | list | tuple) else 0
+        budget -= len(args) if isinstance(args, dict | list | tuple) else 0
         if budget < 0:
             raise ValueError("it repeats itself")
-        return given
+        return args
 
     try:
         for operation, argument, _ in pickletools.genops(data):
@@ -148,9 +148,9 @@ class CheckedChunk:
     data: torch.Tensor
     dtype: torch.dtype
 
-    def part(self, where: tuple[slice, ...]) -> torch.Tensor:
+    def part(self, index: tuple[slice, ...]) -> torch.Tensor:
         """A copy of some elements."""
-        return self.data[where].clone(memory_format=torch.contiguous_format).view(self.dtype)[..., 0]
+        return self.data[index].clone(memory_format=torch.contiguous_format).view(self.dtype)[..., 0]
 
 
 @dataclass(frozen=True)

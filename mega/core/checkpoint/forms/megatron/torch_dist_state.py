@@ -159,10 +159,10 @@ def _scalars(
 
 
 def _saved(
-    model: ModelConfig, values: Mapping[str, object], found: Iterable[FlatName], source: Stored, where: Path
+    model: ModelConfig, values: Mapping[str, object], buffers: Iterable[FlatName], source: Stored, where: Path
 ) -> tuple[Table, list[list[str]]]:
     """(the table of the weights as the saving ranks held them, the labels of each rank's model chunks)."""
-    ranks, parts = {each.rank for each in found}, {each.chunk for each in found}
+    ranks, parts = {each.rank for each in buffers}, {each.chunk for each in buffers}
     sizes = [
         size if isinstance(size := values.get(name) or 1, int) else 0
         for name in (
@@ -214,11 +214,11 @@ def _show_flat(
         shapes.setdefault(label, {})[name] = target.shape
     remaining = dict(stored)
 
-    def taken(at: FlatName, length: int) -> str:
-        name = remaining.pop(at, "")
+    def taken(buffer: FlatName, length: int) -> str:
+        name = remaining.pop(buffer, "")
         if source.state.get(name) != (length,):
             actual = f"has shape {source.state[name]}" if name else "is missing"
-            raise CheckpointError(f"{where}: {name or at}: {actual}, expected {length} numbers; {LEAVE}")
+            raise CheckpointError(f"{where}: {name or buffer}: {actual}, expected {length} numbers; {LEAVE}")
         return name
 
     for rank, label in ((rank, label) for rank, chunks in enumerate(labels) for label in chunks):
@@ -241,7 +241,7 @@ def _show_flat(
 # Proof
 
 
-def checked(source: Stored, weights: Table, saved: Table, kinds: list[str], where: Path, why: str) -> list[str]:
+def checked(source: Stored, weights: Table, saved: Table, kinds: list[str], where: Path, explanation: str) -> list[str]:
     """The kinds of state to read. Masters are read only for 16-bit weights; fp32 weights are their own masters.
 
     Errors: CheckpointError if a kind is missing or not fp32, a tensor is missing or has another shape, or a master,
@@ -256,13 +256,13 @@ def checked(source: Stored, weights: Table, saved: Table, kinds: list[str], wher
     if missing := {"moment1", "moment2", *(() if all_fp32 else ("master",))} - set(kinds):
         raise CheckpointError(f"{where}: the optimizer's state holds no {KINDS[min(missing)]}; {LEAVE}")
     if "master" in kinds:
-        _check_masters(source, weights, state_table(saved, "master"), where, why)
+        _check_masters(source, weights, state_table(saved, "master"), where, explanation)
     if all_fp32:
         source.hide("master")
     return [kind for kind in kinds if kind != "master" or not all_fp32]
 
 
-def _check_masters(source: Source, weights: Table, masters: Table, where: Path, why: str) -> None:
+def _check_masters(source: Source, weights: Table, masters: Table, where: Path, explanation: str) -> None:
     by_name = {master.name.partition("/")[2]: master for master in masters.targets}
     for weight in weights.targets:
         if (master := by_name.get(weight.name.partition("/")[2])) is None:
@@ -270,4 +270,6 @@ def _check_masters(source: Source, weights: Table, masters: Table, where: Path, 
         dtype = source.tensors[weight.fragments[0].source][1]
         for box in blocks(whole_box(weight.shape), dtype.itemsize):
             if not torch.equal(assemble(master, box, source).to(dtype), assemble(weight, box, source)):
-                raise CheckpointError(f"{where}: {master.name}: rounded to {dtype}, it is not the weight{why}; {LEAVE}")
+                raise CheckpointError(
+                    f"{where}: {master.name}: rounded to {dtype}, it is not the weight{explanation}; {LEAVE}"
+                )
