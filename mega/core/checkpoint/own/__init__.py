@@ -14,6 +14,6 @@ layout      which rank of a layout writes which rectangles
 source      its tensors, as conversions read them
 folders     exported folders, which appear complete or not at all; ledger: counts what a conversion moved
 options     the layout that files are cut for
-reshard     writes an own checkpoint in another layout
+reshard     writes an mega checkpoint in another layout
 inspect     is it complete, what is in it, how do two differ; tables prints the answers
 """

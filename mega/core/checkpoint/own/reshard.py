@@ -1,4 +1,4 @@
-"""Own checkpoint -> own checkpoint, cut for another layout: weights, masters, moments and all other tensors.
+"""Mega checkpoint -> mega checkpoint, cut for another layout: weights, masters, moments and all other tensors.
 
 Any layout can be loaded into any other without this; it is for users who want files that fit their ranks. A few blocks
 are in memory at a time, and a ledger checks that no element was lost or duplicated.

@@ -59,7 +59,7 @@ def read_part(checkpoint: StoredWeights, key: str, box: Box) -> torch.Tensor:
 
 
 class OwnSource:
-    """The tensors of an own checkpoint as a source of conversions: its weights, or some kinds of tensors."""
+    """The tensors of a mega checkpoint as a source of conversions: its weights, or some kinds of tensors."""
 
     def __init__(self, checkpoint: StoredWeights, kinds: Sequence[str] = ("weights",)) -> None:
         self._checkpoint = checkpoint

@@ -92,7 +92,7 @@ ATTENTION_BIAS = Flag(False, {"qkv_bias": True, "out_bias": True}, {"qkv_bias": 
 
 @dataclass(frozen=True)
 class Biases:
-    """`mlp_bias`, and the `attention_bias` of all attention linears. It is stored as the key `mlp_bias`."""
+    """`mlp_bias`, and the `attention_bias` of all attention linears. A family lists it under the key `mlp_bias`."""
 
     names = ("attention_bias",)
 

@@ -53,7 +53,7 @@ class GgufFamily:
     name: str
     """The value of that key."""
     model_types: tuple[str, ...]
-    """`model_type` of config.json for the models that it holds; files are read as the first."""
+    """`model_type` of config.json of the models that it holds; a file is read as the first of them."""
     neighbours: bool = False
     """Query and key rows are in Meta's order, in which neighbouring rows are rotated together."""
 
@@ -120,7 +120,7 @@ def shortest(number: float) -> float:
 def model_of_metadata(
     metadata: Mapping[str, Json], tensors: Mapping[str, tuple[int, ...]], factors: list[float] | None, where: str
 ) -> tuple[GgufFamily, ModelConfig, dict[str, Json]]:
-    """The family, the model, and its config.json. tensors: shapes by name. factors: of `ROPE_FACTORS`.
+    """The family, the model, and its config.json. tensors: shapes by name. factors: the values of `ROPE_FACTORS`.
 
     Errors: CheckpointError naming a setting that llama.cpp supports and this project does not.
     """

@@ -89,7 +89,8 @@ def written_stages(model: Architecture, pp: int) -> Stages:
 
 
 def _sizes(model: Architecture, pp: int) -> tuple[int, ...]:
-    """Blocks of each stage. For T5, the division between encoder and decoder with the smallest largest stage."""
+    """Blocks of each stage. For T5, the division between encoder and decoder whose largest stage has the fewest
+    blocks."""
     if len(model.stacks) == 1 or pp == 1:
         return ()
     encoder, decoder = (len(stack.layers) for stack in model.stacks)
