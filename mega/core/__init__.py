@@ -1,17 +1,17 @@
-"""The parallel model, and what trains, saves and serves it. It knows no command line.
+"""The parallel model, and the code that trains, saves and serves it. It knows no command line.
 
-architecture, model, ops    what a model is, its mathematics, and its fast kernels
-plan, parallel, processes   pipeline schedules as data, collectives and gradients, and how ranks start and end
-config, data, text, corpus  what a run is, and what it reads
-training, optim, tasks      the training loop, its updates, and benchmarks that score a model
-checkpoint, hub             checkpoints, our format and other programs'; names of the Hugging Face Hub
+architecture, model, ops    the description of a model, its mathematics, and its fast kernels
+plan, parallel, processes   pipeline schedules as data, collectives and gradients, and the start and end of ranks
+config, data, text, corpus  the options of a run, and the data that it reads
+training, optim, tasks      the training loop, the optimizers, and benchmarks that score a model
+checkpoint, hub             checkpoints, in mega's format and in foreign ones; names on the Hugging Face Hub
 inference                   generation and serving
-estimate, report            what a run needs, and how it went; quickstart: a first run from nothing
+estimate, report            the resources that a run needs, and its results; quickstart: a first run without any input
 retro                       databases of texts that a model reads along with its own
-proof, bench                whether layouts and conversions agree, and how fast machines and mega are
+proof, bench                tests that layouts and conversions agree, and benchmarks of machines and of mega
 family                      a model family as one record: the only choice of code by family
-device, files, terminal, untrusted   GPU or CPU, durable writes, output, and input within limits; activity: what this
-            process is doing
-batch       a microbatch's tensors; shard: where a rank's part of a tensor lies; flops: of a step; words: how
-            messages name ranks and numbers
+device      the GPU or CPU; files: durable writes; terminal: output; untrusted: input within limits
+activity    what this process is doing
+batch       the tensors of a microbatch; shard: the part of a tensor that a rank holds; flops: FLOPs of a step
+words       how messages name ranks and numbers
 """

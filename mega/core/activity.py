@@ -1,7 +1,8 @@
-"""What this process is doing, in plain attributes: a step sets them without a lock, a watching thread reads them.
+"""What this process is doing, in plain attributes: the training step sets them without a lock, a watchdog thread reads
+them.
 
-One value a process, since a process is one rank. It knows no ranks and no training: code that does the work sets it,
-and `processes/roll_call.py` reports it to ranks that wait.
+There is one value per process, because a process is one rank. This file knows no ranks and no training: the code that
+works sets the attributes, and `processes/roll_call.py` reports them to ranks that wait.
 """
 
 from __future__ import annotations
@@ -19,38 +20,44 @@ TRAINING = ("starting", "building caches", "loading", "compiling", "training", "
 """The phases of a training. Other verbs have one phase, such as "serving"."""
 
 PATIENT = frozenset({"building caches", "loading", "evaluating", "saving"})
-"""Phases that may keep other ranks waiting for longer than a step does: disks and held-out sets have their own pace."""
+"""Phases that may keep other ranks waiting for longer than a step: they read or write disks, or run a held-out set."""
 
 
 @dataclass
 class Activity:
-    """phase: of TRAINING, or another verb's. step: the newest that was begun. act: of the pipeline's plan,
-    the newest that was begun. moves: changes with every step, act and batch. writer: the thread that saves in the
-    background, while it does. saved: the newest step that is saved, the seconds that it took, and time.monotonic() when
-    it was. waited: seconds (`unqueued_time`) that the main thread has waited for other ranks, as far as its host does.
-    began: when the process did, time.time()."""
+    """The current work of one process."""
 
     phase: str = "starting"
+    """One of `TRAINING`, or the phase of another verb."""
     step: int = 0
+    """The newest step that has started."""
     act: Any = None
+    """The newest act of the pipeline's plan that has started."""
     moves: int = 0
+    """A counter of steps, acts and batches: while it changes, the process makes progress."""
     writer: int | None = None
+    """Native id of the thread that saves in the background, while it saves."""
     saved: tuple[int, float, float] | None = None
+    """The newest saved step, the seconds that the save took, and time.monotonic() at its end."""
     waited: float = 0.0
+    """Seconds (`unqueued_time`) for which the main thread has waited on the host for other ranks."""
     began: float = field(default_factory=time.time)
+    """time.time() at the start of the process."""
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Be in a phase, then in the one before again."""
-        before, self.phase = self.phase, phase
+        """Set the phase for a block; the previous phase is restored at its end."""
+        previous, self.phase = self.phase, phase
         try:
             yield
         finally:
-            self.phase = before
+            self.phase = previous
 
     def worked(self) -> float:
-        """Seconds, from any moment on, in which the main thread, which calls this, waited neither for other ranks nor
-        for a core."""
+        """Seconds (since an arbitrary start) in which the main thread waited neither for other ranks nor for a core.
+
+        To be called by the main thread.
+        """
         return unqueued_time() - self.waited
 
     def __str__(self) -> str:
@@ -72,9 +79,9 @@ ACTIVITY = Activity()
 
 
 def unqueued_time() -> float:
-    """time.monotonic() without the time in which this thread could have run and other work had its core.
+    """time.monotonic() minus the time in which this thread was runnable but had no core.
 
-    The system does not say the latter everywhere; Linux does.
+    Only Linux reports that time; elsewhere nothing is subtracted.
     """
     file = _schedule(os.getpid(), threading.get_native_id())
     queued = 0 if file is None else int(os.pread(file, 100, 0).split()[1])
@@ -83,7 +90,7 @@ def unqueued_time() -> float:
 
 @cache
 def _schedule(process: int, thread: int) -> int | None:
-    """The kernel's figures of a thread, held open; None where there are none."""
+    """Open the kernel's scheduling figures of a thread and keep them open; None if the system has none."""
     with contextlib.suppress(OSError):
         return os.open(f"/proc/{process}/task/{thread}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
     return None

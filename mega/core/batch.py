@@ -1,6 +1,6 @@
-"""What flows into a model: what the engine asks of any family's batch, and the families' own dataclasses.
+"""The inputs of a model: the protocol of a batch, and one dataclass for each family.
 
-Tensors only; where they come from is data's affair, and how a loss is made of them the model's.
+Tensors only: `data` reads the samples, and the model computes the loss.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 
 
 class Term(NamedTuple):
-    """One loss or metric as two sums over tokens, rows or whatever it counts: its mean is total / weight.
+    """One loss or metric as two sums over tokens or rows: its mean is total / weight.
 
-    root: of a loss whose gradient was computed along with it, already multiplied by the loss's scale: where the
-    backward pass begins, since `total` is only a number then. It has no elements, so nobody can multiply it by what the
-    gradient would lack. None: the backward pass begins at `total`.
+    root: the tensor at which the backward pass begins, for a loss whose gradient was computed in the forward pass and
+    already includes the loss scale; `total` is then only a number. It has no elements, so that no caller can scale it
+    again: the gradient would not follow. None: the backward pass begins at `total`.
     """
 
     total: torch.Tensor
@@ -33,75 +33,78 @@ class Batch(Protocol):
 
     @property
     def samples(self) -> torch.Tensor:
-        """int64 [b], global sample numbers; with the column they name a token in every layout."""
+        """int64 [b], global sample numbers; sample number and column identify a token in every layout."""
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """Name of each loss term of the head -> weights whose sum is its divisor."""
+        """Name of each loss term of the head -> weights whose sum is the divisor of that term."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors, by field."""
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """The same batch of changed tensors."""
+        """Return the batch with `change` applied to every tensor."""
 
     def to(self, device: torch.device) -> Self:
-        """The same batch on `device`."""
+        """Return the batch on `device`."""
 
     def split(self, index: int, size: int) -> Self:
-        """The columns that rank `index` of a context axis of `size` ranks holds."""
+        """Return the columns that rank `index` of a context axis of `size` ranks holds."""
 
 
 @dataclass(frozen=True)
 class _Tensors:
-    """Tensors under names."""
+    """A dataclass of tensors, some of which may be None."""
 
     def to(self, device: torch.device) -> Self:
-        """Copies to a GPU leave from pinned memory: from any other the host would wait for its turn."""
+        """Copy to `device`; to a GPU from pinned memory, because the host waits for a copy from pageable memory."""
         if device.type != "cuda":
             return self.map(lambda value: value.to(device))
-        # Rows may share the memory of their positions, which cannot be pinned.
+        # Rows may share the memory of their positions (`expand`), which cannot be pinned.
         return self.map(lambda value: value.contiguous().pin_memory().to(device, non_blocking=True))
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         return replace(self, **{name: change(value) for name, value in self.tensors().items()})
 
     def _cut(self, index: int, size: int, *names: str) -> dict[str, Any]:
-        """The columns of context rank `index` of `size` of some tensors [b, s], by field."""
+        """The columns of context rank `index` of `size` in the named tensors [b, s], by field."""
         return {name: zigzag(getattr(self, name), index, size) for name in names}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Those that it has, by field."""
-        named = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: value for name, value in named.items() if value is not None}
+        """The tensors that are not None, by field."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class DecoderBatch(_Tensors):
     """One microbatch of a left-to-right model: b rows of s tokens.
 
-    tokens, labels: int64 [b, s]; label i is the token after token i.
-    loss_weights: float32 [b, s]; the loss is sum(weight x nll) / sum(weight) over the global batch.
-    positions: int64 [b, s], for position encodings.
-    samples: int64 [b], global sample numbers.
-    documents: int64 [b, s], number of each token's document within its row, or None where attention
-        may cross documents.
-    columns: int64 [s], where a rank holds some columns of its rows only: which ones, ascending. Documents are those of
-        the whole row even then, since a token may look at what other ranks hold.
-    ahead_tokens, ahead_labels, ahead_weights: [b, s, depths], tokens, labels and loss weights further on in the whole
-        row, where a model predicts tokens after the next one and a rank holds some columns only (model/ahead.py).
+    Under context parallelism a rank holds some columns of its rows only.
     """
 
     tokens: torch.Tensor
+    """int64 [b, s]"""
     labels: torch.Tensor
+    """int64 [b, s]; label i is the token after token i."""
     loss_weights: torch.Tensor
+    """float32 [b, s]; the loss is sum(weight x nll) / sum(weight) over the global batch."""
     positions: torch.Tensor
+    """int64 [b, s], for position encodings."""
     samples: torch.Tensor
+    """int64 [b], global sample numbers."""
     documents: torch.Tensor | None = None
+    """int64 [b, whole row], number of each token's document within its row; None if attention may cross documents.
+    It covers the whole row on every context rank, because tokens attend to columns of other ranks."""
     columns: torch.Tensor | None = None
+    """int64 [s], the columns that this rank holds, ascending; None: all."""
     ahead_tokens: torch.Tensor | None = None
+    """[b, s, depths], tokens further ahead in the whole row, if the model predicts tokens after the next one and this
+    rank does not hold all columns (model/ahead.py)."""
     ahead_labels: torch.Tensor | None = None
+    """[b, s, depths], the labels of `ahead_tokens`."""
     ahead_weights: torch.Tensor | None = None
+    """[b, s, depths], the loss weights of `ahead_labels`."""
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
@@ -120,14 +123,13 @@ class DecoderBatch(_Tensors):
 
 @dataclass(frozen=True)
 class PreferenceBatch(DecoderBatch):
-    """b pairs of answers as 2 b rows: each pair's chosen row, then its rejected one.
+    """b pairs of answers as 2 b rows: the chosen row of each pair, then its rejected row.
 
-    Fields as of `DecoderBatch`; loss_weights: 1 where an answer's token is the label.
-    reference: float64 [b, 2], log-probabilities of both answers under the weights that training began with; None where
-    they are what is asked for.
+    Fields of `DecoderBatch`; loss_weights is 1 where the label is a token of an answer.
     """
 
     reference: torch.Tensor | None = None
+    """float64 [b, 2], log-probabilities of both answers under the initial weights; None while these are computed."""
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
@@ -140,14 +142,12 @@ class PreferenceBatch(DecoderBatch):
 
 @dataclass(frozen=True)
 class NeighbourBatch(DecoderBatch):
-    """Rows whose chunks have neighbours, other texts that were found for them.
-
-    Fields as of `DecoderBatch`. neighbours: int64 [b, l, k, r], tokens of the k neighbours of each of the l chunks of a
-    row. found: bool [b, l, k], which of them there are; None: all.
-    """
+    """Rows whose chunks have neighbours: texts that were retrieved for them. Fields of `DecoderBatch`, and two more."""
 
     neighbours: torch.Tensor = field(kw_only=True)
+    """int64 [b, l, k, r], the r tokens of each of the k neighbours of each of the l chunks of a row."""
     found: torch.Tensor | None = None
+    """bool [b, l, k], which neighbours exist; None: all."""
 
     def split(self, index: int, size: int) -> NeighbourBatch:
         assert size == 1, "chunks are of whole rows"
@@ -156,39 +156,37 @@ class NeighbourBatch(DecoderBatch):
 
 @dataclass(frozen=True)
 class MaskedBatch(_Tensors):
-    """One microbatch of a masked model (BERT): b rows of s tokens, padded on the right.
-
-    tokens: int64 [b, s], with masks; labels: int64 [b, s], what stood under a mask, 0 elsewhere.
-    loss_weights: float32 [b, s], 1 where a token is to be predicted.
-    types: int64 [b, s], 0 for the first part and 1 for the second.
-    lengths: int64 [b], tokens of each row that are not padding.
-    pairs: int64 [b], 1 where the two parts stand in the wrong order, 0 in the right one, or the row's class; -1 where
-        that is not known, or where another rank, which holds the first token, judges it. Of choices, each of several
-        rows that stand together: int64 [choices], which of them it is.
-    samples: int64 [b], global sample numbers.
-    columns: int64 [s], where a rank holds some columns of its rows only: which ones, ascending. Lengths are those of
-        the whole rows even then.
-    predicted: int64 [b, k], columns of each row among which are all that are to be predicted; None: any may be.
-    """
+    """One microbatch of a masked model (BERT): b rows of s tokens, padded on the right."""
 
     tokens: torch.Tensor
+    """int64 [b, s], with masks."""
     labels: torch.Tensor
+    """int64 [b, s], the original token of each mask, 0 elsewhere."""
     loss_weights: torch.Tensor
+    """float32 [b, s], 1 for tokens to be predicted."""
     types: torch.Tensor
+    """int64 [b, s], 0 for the first part of a row and 1 for the second."""
     lengths: torch.Tensor
+    """int64 [b], tokens of each whole row that are not padding, also if this rank holds some columns only."""
     pairs: torch.Tensor
+    """int64 [b], 1 if the two parts are in the wrong order and 0 if not, or the class of the row; -1 if it is unknown,
+    or if another context rank holds the first token and computes the loss. Multiple choice: int64 [questions], the
+    index of the right row among the consecutive rows of a question."""
     samples: torch.Tensor
+    """int64 [b], global sample numbers."""
     columns: torch.Tensor | None = None
+    """int64 [s], the columns that this rank holds, ascending; None: all."""
     predicted: torch.Tensor | None = None
+    """int64 [b, k], columns of each row that include all tokens to be predicted; None: any column may be."""
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """Masked tokens, and rows: each loss has its own divisor."""
+        """The loss of masked tokens and the losses of rows have divisors of their own."""
         return {"lm": self.loss_weights, "pair": self.pair_weights, "class": self.pair_weights}
 
     @property
     def pair_weights(self) -> torch.Tensor:
-        """float32, as `pairs`: 1 where the order of the parts, or the class, is known."""
+        """float32, shaped like `pairs`: 1 if the order of the parts, or the class, is known."""
         return (self.pairs >= 0).float()
 
     @property
@@ -213,20 +211,22 @@ class MaskedBatch(_Tensors):
 
 @dataclass(frozen=True)
 class EncoderDecoderBatch(_Tensors):
-    """One microbatch of an encoder and a decoder (T5), each padded on the right.
-
-    encoder_tokens: int64 [b, e]; encoder_lengths: int64 [b], tokens that are not padding.
-    tokens, labels: int64 [b, d] of the decoder; label i is the token after token i, 0 after the end.
-    loss_weights: float32 [b, d]; lengths: int64 [b]; samples: int64 [b], global sample numbers.
-    """
+    """One microbatch of an encoder and a decoder (T5), each padded on the right."""
 
     encoder_tokens: torch.Tensor
+    """int64 [b, e]"""
     encoder_lengths: torch.Tensor
+    """int64 [b], encoder tokens that are not padding."""
     tokens: torch.Tensor
+    """int64 [b, d] of the decoder."""
     labels: torch.Tensor
+    """int64 [b, d]; label i is the token after token i, 0 after the end."""
     loss_weights: torch.Tensor
+    """float32 [b, d]"""
     lengths: torch.Tensor
+    """int64 [b], decoder tokens that are not padding."""
     samples: torch.Tensor
+    """int64 [b], global sample numbers."""
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
@@ -240,8 +240,11 @@ class EncoderDecoderBatch(_Tensors):
 def zigzag(rows: torch.Tensor, index: int, size: int) -> torch.Tensor:
     """[b, s, ...] -> [b, s / size, ...]: the columns that rank `index` of a context axis of `size` ranks holds.
 
-    A row is cut into 2 size chunks, and a rank holds chunks index and 2 size - 1 - index, so that under causal
-    attention, which sees little from early chunks and much from late ones, all ranks have equal work.
+    A row is cut into 2 size chunks, and rank `index` holds chunks index and 2 size - 1 - index. Under causal attention
+    early chunks attend to few keys and late chunks to many: each rank holds one of both, so all ranks have equal work.
+
+        size 2      chunk 0    1    2    3
+                    rank  0    1    1    0
 
     >>> zigzag(torch.arange(8)[None], 1, 2)
     tensor([[2, 3, 4, 5]])

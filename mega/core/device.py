@@ -27,11 +27,11 @@ DTYPES = {
     "fp64": torch.float64,
 }
 
-# Dense bf16 peak of the devices we know, TFLOP/s (vendors' datasheets); MFU is n/a on others.
+# Dense bf16 peak in TFLOP/s, from the vendors' datasheets. MFU is n/a on other devices.
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "B200": 2250.0, "V100": 125.0}
 
 MARK = "spin_kernel"
-"""What a profile calls the kernel that `Device.mark` starts."""
+"""Name, in a profile, of the kernel that `Device.mark` starts."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Device:
 
     @classmethod
     def choose(cls, kind: str = "auto", local_rank: int = 0, backend: str = "auto") -> Device:
-        """`kind` is auto, cpu or cuda; a CUDA device is the local rank's.
+        """Choose the device of a local rank. kind: auto, cpu or cuda.
 
-        Errors: ValueError if cuda is asked for and absent, or the node has fewer devices than local ranks.
+        Errors: ValueError if `kind` is cuda and the node has fewer CUDA devices than local ranks.
         """
         if kind == "auto":
             kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -56,23 +56,23 @@ class Device:
                     f"--device cuda: local rank {local_rank} needs {local_rank + 1} CUDA devices, this node has {count}"
                     " (valid: fewer local ranks, or --device cpu)"
                 )
-            # Tensors of many sizes would leave holes in fixed segments: 3 GiB of them for Llama-2 7B.
+            # Tensors of many sizes fragment fixed segments: by 3 GiB for Llama-2 7B.
             os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-            # What a recorded graph sends, NCCL would map into its peers as one piece; such segments are several, and
-            # context ranks would wait for each other for ever.
+            # NCCL would register the buffers of a captured graph with its peers as one segment each; expandable
+            # segments consist of several, and context ranks would deadlock.
             os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-            # Nothing of ours uses NVLink multicast, which torch would set up for all memory that ranks map, and which
-            # some hosts refuse.
+            # mega does not use NVLink multicast. torch would set it up for all symmetric memory, which some hosts
+            # refuse.
             os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
             torch.cuda.set_device(local_rank)
-            # torch says so once, of autograd's own thread, and sets the context itself.
+            # torch warns once about autograd's own thread, and then sets the context itself.
             warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
             return cls(torch.device("cuda", local_rank), "nccl" if backend == "auto" else backend)
         return cls(torch.device("cpu"), "gloo" if backend == "auto" else backend)
 
     @property
     def threads(self) -> int | None:
-        """That compute on a CPU, and so decide the order of its sums; None on a GPU."""
+        """Number of CPU threads that compute, which determines the order of sums; None on a GPU."""
         return None if self.is_cuda else torch.get_num_threads()
 
     @property
@@ -84,20 +84,20 @@ class Device:
         return torch.cuda.get_device_name(self.torch) if self.is_cuda else "CPU"
 
     def library_versions(self) -> dict[str, str]:
-        """Of what only GPUs have."""
+        """Versions of the libraries that only GPUs use; empty on a CPU."""
         if not self.is_cuda:
             return {}
-        found = {"CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version())}  # type: ignore[no-untyped-call]
+        versions = {"CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version())}  # type: ignore[no-untyped-call]
         with contextlib.suppress(OSError, StopIteration):
             words = Path("/proc/driver/nvidia/version").read_text().split()
-            found["the NVIDIA driver"] = next(word for word in words if word.count(".") >= 1 and word[0].isdigit())
+            versions["the NVIDIA driver"] = next(word for word in words if word.count(".") >= 1 and word[0].isdigit())
         if self.backend == "nccl":
-            found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-        return found
+            versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        return versions
 
     @property
     def peak_tflops(self) -> float | None:
-        """Dense bf16 peak, or None where the device is not known."""
+        """Dense bf16 peak in TFLOP/s; None for a device that is not in PEAK_TFLOPS."""
         return next((peak for model, peak in PEAK_TFLOPS.items() if self.is_cuda and model in self.name), None)
 
     def synchronize(self) -> None:
@@ -105,12 +105,12 @@ class Device:
             torch.cuda.synchronize(self.torch)
 
     def mark(self) -> None:
-        """A kernel named MARK, by which a profile shows when all that was asked for before was done."""
+        """Start a kernel named MARK; in a profile it shows when all earlier work of the stream was done."""
         if self.is_cuda:
             torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
 
     def memory_peak(self) -> int | None:
-        """Most bytes allocated so far, or None on a CPU (see `resident`)."""
+        """Peak of allocated bytes; None on a CPU (see `resident`)."""
         return torch.cuda.max_memory_allocated(self.torch) if self.is_cuda else None
 
     def reset_memory_peak(self) -> None:
@@ -118,7 +118,7 @@ class Device:
             torch.cuda.reset_peak_memory_stats(self.torch)
 
     def resident(self) -> int:
-        """Bytes this rank holds: allocated on CUDA, resident on a CPU."""
+        """Bytes that this rank holds: allocated on CUDA, resident on a CPU."""
         if self.is_cuda:
             return torch.cuda.memory_allocated(self.torch)
         try:
@@ -128,18 +128,18 @@ class Device:
             return 0
 
     def room(self) -> int:
-        """Bytes that can be had on this device, what we hold included; on a CPU the host's memory."""
+        """Bytes available to this process, including those that it holds; on a CPU the host's memory."""
         if self.is_cuda:
             return torch.cuda.mem_get_info(self.torch)[0] + torch.cuda.memory_reserved(self.torch)
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def release(self) -> None:
-        """Give cached memory back, so that what comes next finds one whole piece."""
+        """Release cached memory, so that the next large allocation finds contiguous memory."""
         if self.is_cuda:
             torch.cuda.empty_cache()
 
     def deterministic(self, only: bool = True) -> None:
-        """Only algorithms that give the same bits on every run, from here on; or again all of them."""
+        """Use only algorithms that give the same bits on every run; with `only` False, allow all of them again."""
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(only)
         if self.is_cuda:
@@ -149,25 +149,25 @@ class Device:
 
 @contextlib.contextmanager
 def kept_settings() -> Iterator[None]:
-    """What a run sets for its whole process, threads and deterministic algorithms, is afterwards as it was."""
+    """Restore the process-wide settings of torch, threads and deterministic algorithms, at the end of the block."""
     threads, cudnn = torch.get_num_threads(), torch.backends.cudnn
     only, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    of_cudnn = cudnn.deterministic, cudnn.benchmark
+    cudnn_settings = cudnn.deterministic, cudnn.benchmark
     try:
         yield
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(only, warn_only=warns)
-        cudnn.deterministic, cudnn.benchmark = of_cudnn
+        cudnn.deterministic, cudnn.benchmark = cudnn_settings
 
 
 def current_stream(device: torch.device) -> int:
-    """The address of the stream to which this thread gives work; 0 on a CPU."""
+    """The address of this thread's current stream; 0 on a CPU."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 class Timestamp:
-    """When a device has done all that it had been asked for so far; on a CPU, now."""
+    """The time at which a device completes all work submitted so far; on a CPU, now."""
 
     def __init__(self, device: torch.device):
         self._host, self._event = time.monotonic(), None
@@ -180,7 +180,7 @@ class Timestamp:
             self._event.synchronize()
 
     def seconds_to(self, later: Timestamp) -> float:
-        """Waits for both."""
+        """Seconds between two timestamps; waits for both."""
         if self._event is None or later._event is None:
             return later._host - self._host
         later.wait()
@@ -188,28 +188,28 @@ class Timestamp:
 
 
 class Reading:
-    """Named numbers of a device on their way to the host, which may give the device more work before it reads them.
+    """An asynchronous copy of named numbers to the host, which may submit more work before it reads them.
 
-    A number that is read as it stands (`float`) is copied after everything that the device was given since: the host
-    waits for all of that, and then the device for the host.
+    `float(tensor)` would instead copy after all work submitted since: the host would wait for that work, and then the
+    device for the host.
     """
 
     def __init__(self, values: Mapping[str, torch.Tensor]):
         self._names = tuple(values)
-        there = torch.stack([value.detach().double() for value in values.values()])
-        if there.is_cuda:
-            there = torch.empty_like(there, device="cpu", pin_memory=True).copy_(there, non_blocking=True)
-        self._there = there
+        stacked = torch.stack([value.detach().double() for value in values.values()])
+        if stacked.is_cuda:
+            stacked = torch.empty_like(stacked, device="cpu", pin_memory=True).copy_(stacked, non_blocking=True)
+        self._stacked = stacked
         self.moment = Timestamp(next(iter(values.values())).device)
 
     def numbers(self) -> dict[str, float]:
-        """Waits until the device is as far as it had been asked to go when this was made."""
+        """Wait for the work submitted before this object was made, and return the numbers by name."""
         self.moment.wait()
-        return dict(zip(self._names, self._there.tolist(), strict=True))
+        return dict(zip(self._names, self._stacked.tolist(), strict=True))
 
 
 class HostArray:
-    """A tensor of a device on its way to the host, which may give the device more work before it reads it."""
+    """An asynchronous copy of a tensor to the host, which may submit more work before it reads the copy."""
 
     def __init__(self, there: torch.Tensor):
         self._here = there
@@ -218,18 +218,18 @@ class HostArray:
         self._moment = Timestamp(there.device)
 
     def numpy(self) -> NDArray[Any]:
-        """Waits until the device is as far as it had been asked to go when this was made."""
+        """Wait for the work submitted before this object was made, and return the array."""
         self._moment.wait()
         return self._here.numpy()
 
 
 class Upload:
-    """A tensor of whole numbers on a device that the host fills again and again, and does not wait for.
+    """An int64 tensor on a device that the host fills repeatedly without waiting.
 
-    upload.array()[...] = ...       what was sent before is not in it any more
-    upload.send()                   work that the device is given from here on finds it in `there`
+    upload.array()[...] = ...       the buffer's old content is undefined
+    upload.send()                   work submitted from here on reads the new content in `there`
 
-    Two pieces of page-locked memory take turns: one is filled while the device may still read the other.
+    Two page-locked buffers alternate: the host fills one while the device may still read the other.
     """
 
     def __init__(self, size: int, device: torch.device):
@@ -253,23 +253,23 @@ class Upload:
 
 
 def sent(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """The array on a device, which the host does not wait for: it would wait for all work before."""
-    here = torch.from_numpy(array)
-    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here.to(device)
+    """Copy an array to a device from pinned memory, so that the host does not wait for earlier work of the device."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 class Recording:
-    """Work of a CUDA device as one graph: written down while `work` asks for it, done whenever it is played.
+    """A CUDA graph of `work`, captured once and replayed with `play`.
 
-    Nothing is computed while it is recorded. What it reads and writes lies where it lay then; what it allocates stays.
-    memory: of a `Recorder`.
+    Nothing is computed during capture. A replay uses the addresses of the captured tensors; memory allocated during
+    capture stays allocated. memory: the pool of a `Recorder`.
     """
 
     def __init__(self, work: Callable[[], None], memory: Any = None):
         self._graph = torch.cuda.CUDAGraph()
         failed: Exception | None = None
         try:
-            # Other threads keep querying the device about work of their own: NCCL's watchdog.
+            # thread_local: NCCL's watchdog thread queries events during the capture.
             with torch.cuda.graph(self._graph, pool=memory, capture_error_mode="thread_local"):
                 try:
                     work()
@@ -278,7 +278,7 @@ class Recording:
                     raise
         except RuntimeError:
             if failed is not None:
-                raise failed from None  # what an unfinished recording complains of comes of it
+                raise failed from None  # the RuntimeError of the unfinished capture is only a consequence
             raise
 
     def play(self) -> None:
@@ -286,7 +286,7 @@ class Recording:
 
 
 class Recorder:
-    """Recordings that share memory: one is played after the other, and what it gives is used before the next one is."""
+    """Makes recordings that share a memory pool: the output of one must be used before another is played."""
 
     def __init__(self) -> None:
         self._memory: Any = None
@@ -298,24 +298,24 @@ class Recorder:
 
 
 class HostCopy:
-    """A copy of some tensors in host memory, taken while the device continues. One at a time; its memory is kept.
+    """Copies tensors to host memory while the device continues. One copy at a time; its memory is reused.
 
-    copy = HostCopy(device, bytes)
-    there = copy.take(tensors)      # returns at once; the device continues, too
-    copy.wait()                     # by the reader of `there`, on a thread of its own: fetches, and waits
+    copy = HostCopy(device, size)
+    views = copy.take(tensors)      # returns at once, and does not stop the device
+    copy.wait()                     # called by the reader of `views`, on another thread: copies, and waits
     copy.settle()                   # before the tensors change again: the device waits until they have been read
 
-    On a CPU `take` copies before it returns, and there is nothing to wait for. `size` is in bytes, and large enough
-    for all tensors, each rounded up to ALIGNMENT. All of it is made, and page-locked for a GPU, here and not later.
+    On a CPU `take` copies before it returns, and the other calls return at once. `size` is in bytes, and must hold
+    all tensors, each rounded up to ALIGNMENT. The constructor allocates all memory, page-locked for a GPU.
     """
 
     ALIGNMENT = 64
 
     def __init__(self, device: Device, size: int, memory: torch.Tensor | None = None):
-        """memory: uint8 [size] of the host to copy into, which keeps what it holds until then."""
+        """memory: uint8 [size] of the host to use instead of new memory; its content is kept until the first copy."""
         self._memory = torch.empty(size, dtype=torch.uint8) if memory is None else memory
         self._stream = None
-        self._asked: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._fetching = threading.Event()
         if device.is_cuda:
             page_locked(self._memory)
@@ -324,16 +324,16 @@ class HostCopy:
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._fetching.set()
         elif memory is None:
-            self._memory.fill_(0)  # the system gives memory when it is first touched
+            self._memory.fill_(0)  # the system maps pages at the first access: not during the first copy
 
     @classmethod
     def room(cls, tensors: Sequence[torch.Tensor]) -> int:
-        """Bytes that `tensors` take."""
+        """Bytes that `tensors` need in the copy."""
         return sum(-(-x.numel() * x.element_size() // cls.ALIGNMENT) * cls.ALIGNMENT for x in tensors)
 
     def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Contiguous copies, valid until the next `take`, and on a GPU once they have arrived."""
-        views, self._asked = self._placed(tensors)
+        """Return contiguous copies, valid until the next `take`; on a GPU they are filled by `wait`."""
+        views, self._copies = self._placed(tensors)
         if self._stream is None:
             self._fetch()
         else:
@@ -342,57 +342,59 @@ class HostCopy:
         return views
 
     def views(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Where `take` puts these tensors, as it left them."""
+        """Return the copies that the last `take` made of these tensors."""
         return self._placed(tensors)[0]
 
     def _placed(
         self, tensors: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
-        """A view for each tensor, and the copies that fill them: place and tensor."""
-        views, asked, offset = [], [], 0
+        """Return a view of host memory for each tensor, and the copies that fill the views: (target, source)."""
+        views, copies, offset = [], [], 0
         for run in _runs(tensors):
             counts, first = [x.numel() for x in run], run[0].detach()
             size = sum(counts) * first.element_size()
-            there = self._memory[offset : offset + size].view(first.dtype)
-            views += [part.view(x.shape) for part, x in zip(torch.split(there, counts), run, strict=True)]
-            whole = first.as_strided(there.shape, (1,)) if len(run) > 1 else first
-            asked.append((there.view(whole.shape), whole))
-            offset += self.room([whole])
-        return views, asked
+            target = self._memory[offset : offset + size].view(first.dtype)
+            views += [part.view(x.shape) for part, x in zip(torch.split(target, counts), run, strict=True)]
+            # The tensors of a run are contiguous in memory, so one flat view of the first covers all of them.
+            source = first.as_strided(target.shape, (1,)) if len(run) > 1 else first
+            copies.append((target.view(source.shape), source))
+            offset += self.room([source])
+        return views, copies
 
     def wait(self) -> None:
-        """Fetch what was asked for, and wait until the host can read it. To be called once after each `take`."""
+        """Copy the tensors of the last `take`, and wait until the host can read them. Call it once per `take`."""
         if self._stream is None:
             return
-        # A new thread begins on the first device, where its calls would make a context: half a second for all threads.
+        # A new thread starts on device 0; its first call there would create a context, which stops all threads for
+        # half a second.
         torch.cuda.set_device(self._stream.device)
         try:
-            if any(not x.is_cuda for _, x in self._asked):
+            if any(not x.is_cuda for _, x in self._copies):
                 self._now.synchronize()  # the host copies these itself, and the device may still be writing them
             self._stream.wait_event(self._now)
             with torch.cuda.stream(self._stream):
                 self._fetch()
                 self._done.record()
         finally:
-            self._fetching.set()  # a fault must not leave `settle` waiting
+            self._fetching.set()  # after an error, too: `settle` must not wait for ever
         self._done.synchronize()
 
     def _fetch(self) -> None:
-        asked, self._asked = self._asked, []
-        for place, x in asked:
-            place.copy_(x, non_blocking=True)
+        copies, self._copies = self._copies, []
+        for target, source in copies:
+            target.copy_(source, non_blocking=True)
 
     def settle(self) -> None:
-        """Work that the device is given from here on waits until the tensors have been read."""
+        """Make work submitted from here on wait until the tensors have been read."""
         if self._stream is not None:
             self._fetching.wait()
             torch.cuda.current_stream(self._stream.device).wait_event(self._done)
 
 
 def _runs(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Neighbours of a list that are neighbours in memory too: one copy takes them all.
+    """Group consecutive tensors that are also contiguous in memory: each group is one copy.
 
-    A thread that copies takes turns with the thread that trains, and may wait milliseconds for each.
+    The copying thread competes with the training thread for Python's lock, and may wait milliseconds for each copy.
 
     >>> flat = torch.zeros(10)
     >>> [len(run) for run in _runs([flat[:2], flat[2:6], flat[7:], flat[6:7]])]
@@ -410,9 +412,9 @@ def _runs(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def page_locked(memory: torch.Tensor) -> torch.Tensor:
-    """`memory` of the host, locked in its place while it lives, so that a device reads and writes it directly.
+    """Page-lock host memory for its lifetime, so that a device can read and write it directly.
 
-    Registered, not allocated as pinned memory, which torch rounds up to a power of two. Errors: OSError.
+    The memory is registered, because torch rounds allocations of pinned memory up to a power of two. Errors: OSError.
     """
     begin, size = memory.data_ptr(), memory.nbytes
     if not size:
@@ -426,18 +428,20 @@ def page_locked(memory: torch.Tensor) -> torch.Tensor:
 
 
 class CopyDescriptor(NamedTuple):
-    """Where parts of a tensor go: (first byte of it, address, bytes) each. marks: addresses set after all of them."""
+    """The destinations of the parts of a tensor."""
 
     pieces: tuple[tuple[int, int, int], ...]
+    """(first byte in the tensor, target address, bytes) of each part."""
     marks: tuple[int, ...]
+    """Addresses of the words that are written after all parts."""
 
 
 class CopyStream:
-    """Copies that overlap what a CUDA device computes, and marks in its memory that streams write and wait for.
+    """Copies that overlap the kernels of a CUDA device, and marks in its memory that streams write and wait for.
 
-    Copy engines and the streams themselves do both, so that neither waits for a multiprocessor that some GEMM takes.
-    The driver is called by hand and with many marks at a time: a layer makes dozens of these calls, and the host has as
-    long for them as the device for the layer's GEMMs.
+    Copy engines copy and streams handle the marks, so neither needs a multiprocessor that a GEMM occupies. The driver
+    is called through ctypes, with many marks per call: a layer makes dozens of these calls, and the host must finish
+    them in the time in which the device computes the layer's GEMMs.
     """
 
     def __init__(self) -> None:
@@ -445,9 +449,9 @@ class CopyStream:
         self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def copy(self, x: torch.Tensor, ways: Sequence[CopyDescriptor], value: int) -> None:
-        """Copy pieces of the contiguous `x`, as the current stream leaves it, and then mark each way's with `value`.
+        """Copy pieces of the contiguous `x` after the work of the current stream, then write `value` to the marks.
 
-        The caller keeps `x`, and does not write to it, until it has been copied.
+        The caller keeps `x` alive and unchanged until it has been copied.
         """
         self._ready.record()
         self._stream.wait_event(self._ready)
@@ -458,20 +462,20 @@ class CopyStream:
             _on_marks(stream, _WRITE, way.marks, value)
 
     def wait(self, marks: tuple[int, ...], value: int) -> None:
-        """The current stream continues when at least `value`, in a circle of 32 bits, stands at all of `marks`."""
+        """Make the current stream wait until all `marks` hold at least `value` (modulo 2^32)."""
         _on_marks(torch.cuda.current_stream().cuda_stream, _WAIT, marks, value)
 
     def join(self) -> None:
-        """The current stream continues when all copies that were asked for are done."""
+        """Make the current stream wait for all copies."""
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def settle(self) -> None:
-        """Everything that was asked of the device is done."""
+        """Wait until all work of the device is done."""
         torch.cuda.synchronize()
 
 
 class _MarkOperation(ctypes.Structure):
-    """CUstreamBatchMemOpParams: what a stream does with one word of memory."""
+    """CUstreamBatchMemOpParams: one operation of a stream on one word of memory."""
 
     _fields_ = (
         ("kind", ctypes.c_uint32),
@@ -483,7 +487,7 @@ class _MarkOperation(ctypes.Structure):
 
 
 _WAIT, _WRITE = 1, 2
-"""Kinds of these operations on words of 32 bits; a wait without flags is for "at least"."""
+"""Kinds of operations on 32-bit words; a wait without flags compares by "at least"."""
 
 
 def _on_marks(stream: int, kind: int, marks: tuple[int, ...], value: int) -> None:
@@ -515,13 +519,13 @@ def _driver() -> ctypes.CDLL:
 
 
 def has_cuda() -> bool:
-    """Whether this host has a CUDA device for us; none is touched."""
+    """Whether this host has a CUDA device. No context is created."""
     return torch.cuda.is_available()
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many programs of a persistent kernel run in parallel; 1 on a CPU, where kernels are only interpreted, and
-    an H200's on the meta device."""
+    """How many programs of a persistent kernel run in parallel; 1 on a CPU, where kernels are interpreted. The meta
+    device reports those of an H200."""
     if device.type == "meta":
         return 132
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
@@ -529,10 +533,10 @@ def multiprocessors(device: torch.device) -> int:
 
 @cache
 def overlaps_kernels(device: torch.device) -> bool:
-    """Whether a kernel may begin while the one before it ends: from Hopper on."""
+    """Whether a kernel may start while the previous one ends (programmatic dependent launch): Hopper and later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def fp8_matmuls(device: torch.device) -> bool:
-    """Whether the device multiplies in fp8: from Ada and Hopper on."""
+    """Whether the device multiplies in fp8: Ada, Hopper and later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -1,7 +1,7 @@
-"""A model family as one record: what everything above asks of it, and the only module that chooses code by family.
+"""A model family as one record, for all higher floors; the only module that chooses code by family.
 
-Every room holds its own part under the family's name: options in config, tensors in architecture, names on disk in
-checkpoint. The stage and the batches are added here.
+Other rooms hold their part under the family's name: config the options, architecture the tensors, checkpoint the names
+on disk. This file adds the stage and the batches.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from mega.core.parallel.weight import ParameterFactory
 
 
 class ModelStage(Stage, Protocol):
-    """A stage as its owner holds it.
+    """A pipeline stage of a model.
 
-    units: what it holds of the model. options: what it was built with, besides its model; a resumed run may replace its
-    dropout rule. One that can leave its weights with their owners while it computes something else
-    (ZeRO 3) has `with_full_params: UnshardHook | None` too, which runs a unit with its whole weights here meanwhile.
-    One whose layers need more of other context ranks' columns than a batch gives has `split(batch, index, size)`.
+    units: the units of the model that it holds. options: how it was built; a resumed run may replace the dropout rule.
+    A stage for ZeRO 3 also has `with_full_params: UnshardHook | None`, which gathers the weights of a unit while that
+    unit runs. A stage whose layers need more columns of other context ranks than a batch contains also has
+    `split(batch, index, size)`.
     """
 
     units: tuple[Unit, ...]
@@ -53,7 +53,7 @@ class BuildStage(Protocol):
         region: Region,
         options: StageOptions = ...,
     ) -> Any:
-        """The `units` of a model as one stage, an nn.Module that is a `ModelStage`."""
+        """Build one stage from `units` of a model: an nn.Module that is a `ModelStage`."""
 
 
 class Synthetic(Protocol):
@@ -67,31 +67,33 @@ class Synthetic(Protocol):
         ragged: bool = True,
         documents: bool = False,
     ) -> Batch:
-        """A batch that is a function of sample numbers alone."""
+        """Return a batch that depends on the sample numbers alone."""
 
 
 class Prompt(Protocol):
     def __call__(self, ids: torch.Tensor) -> Batch:
-        """ids int64 [b, s] as rows to be continued or judged."""
+        """Return a batch of `ids` int64 [b, s], rows to continue or to score."""
 
 
 class Collate(Protocol):
     def __call__(self, samples: Sequence[Any], first: int) -> Batch:
-        """A dataset's samples as a batch. first: the first one's global number."""
+        """Collate samples of a dataset. first: global number of the first sample."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """stage: builds one. synthetic: batches without data. prompt: ids as a batch, where the family continues text.
-    collate: rows of token ids, int64 [seq_length + 1] each, as a batch; None: they are read from left to right.
-    decodes: a sample has a second text, the decoder's: `synthetic` and `collate` are given its `decoder_length` too.
-    """
+    """The code of one model family."""
 
     stage: BuildStage
+    """Builds a stage."""
     synthetic: Synthetic
+    """Makes batches without data."""
     prompt: Prompt | None = None
+    """Makes a batch of token ids; None if the family does not continue text."""
     collate: Collate | None = None
+    """Collates rows of token ids, each int64 [seq_length + 1]; None: rows are read from left to right."""
     decodes: bool = False
+    """A sample has a second text for the decoder; `synthetic` and `collate` take its `decoder_length`."""
 
 
 DECODER = Family(DecoderStage, synthetic.decoder_batch, synthetic.decoder_prompt)
@@ -104,23 +106,23 @@ FAMILIES: dict[str, Family] = {"gpt": DECODER, "llama": DECODER, "bert": BERT, "
 
 
 def family(model: ModelConfig) -> Family:
-    """The record of a model's family, or of those with a retriever."""
+    """The record of a model's family; models with a retriever share one record."""
     return RETRIEVER if model.retriever else FAMILIES[model.family]
 
 
 def synthetic_batch(
     run: RunConfig, samples: torch.Tensor, *, seed: int, ragged: bool = True, documents: bool = False
 ) -> Batch:
-    """A batch of the sizes of a resolved run that is a function of sample numbers alone. samples: int64 [b]."""
+    """Return a batch with the sizes of a resolved run that depends on the sample numbers alone. samples: int64 [b]."""
     length, make = run.batch.seq_length, family(run.model).synthetic
     return make(run.model, length, samples, seed=seed, ragged=ragged, documents=documents, **_second_length(run))
 
 
 def collate(run: RunConfig) -> Callable[[Sequence[Any], int], Batch] | None:
-    """How rows of token ids become a run's batches; None: they are read from left to right."""
-    found = family(run.model).collate
-    more = {"model": run.model} if run.model.retriever else _second_length(run)
-    return None if found is None else partial(found, **more)
+    """Return the function that collates a run's rows of token ids; None: rows are read from left to right."""
+    collate_rows = family(run.model).collate
+    arguments = {"model": run.model} if run.model.retriever else _second_length(run)
+    return None if collate_rows is None else partial(collate_rows, **arguments)
 
 
 def _second_length(run: RunConfig) -> dict[str, Any]:
@@ -130,6 +132,6 @@ def _second_length(run: RunConfig) -> dict[str, Any]:
 def register(
     name: str, record: Family, build: Callable[[ModelConfig], Architecture], defaults: Mapping[str, Any]
 ) -> None:
-    """Make a family known: its record, the architecture of its options, the defaults that differ from GPT's."""
+    """Register a family: its record, the function that builds its architecture, the defaults that differ from GPT's."""
     FAMILIES[name], architecture.FAMILIES[name] = record, build
     register_family(name, defaults)

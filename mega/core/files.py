@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, written next to their path, flushed to the disk, then renamed; and locks."""
+"""Atomic writes: a file is written to a temporary name, synced to the disk, then renamed. Also file locks."""
 
 from __future__ import annotations
 
@@ -15,107 +15,113 @@ from pathlib import Path
 from typing import BinaryIO
 
 SEAL = "manifest.json.sha256"
-"""A file that every checkpoint of ours has."""
+"""A file in every mega checkpoint."""
 
 POINTER = "latest"
-"""A file next to our checkpoints, with the newest one's name."""
+"""A file next to the checkpoints of a run; it holds the name of the newest one."""
 
 WHOLE_BYTES, PARTS, PART_BYTES = 1 << 24, 64, 1 << 14
-"""Up to which size a digest of content is of all of it, and else of how many parts of how many bytes."""
+"""A content digest reads whole files of up to WHOLE_BYTES; of larger ones it reads PARTS parts of PART_BYTES."""
 
 _URL = re.compile(r"([a-z][a-z0-9+]+):/{1,2}([^/].*)")
 
 
 def url_of(place: Path | str) -> str | None:
-    """The URL that a place is, also where a `Path` took one of its slashes; None for a place in the file system.
+    """Return `place` as a URL, also if a `Path` removed one of its slashes; None for a path in the file system.
 
     >>> url_of("s3://bucket/run"), url_of(Path("s3://bucket/run")), url_of("runs/first")
     ('s3://bucket/run', 's3://bucket/run', None)
     """
-    found = _URL.fullmatch(str(place))
-    return f"{found[1]}://{found[2]}" if found else None
+    match = _URL.fullmatch(str(place))
+    return f"{match[1]}://{match[2]}" if match else None
 
 
 def fingerprint(about: Mapping[str, object]) -> str:
-    """sha256 of values by name, in whatever order: of what decides an answer that is kept in a file."""
+    """sha256 of named values, in any order: the key of a result that is cached in a file."""
     return hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def sampled_digest(path: Path) -> str:
-    """sha256 of a file's size and content. Of a large one, of parts from its first byte to its last: it tells another
-    file in a moment, though not every other byte. Errors: OSError."""
+    """sha256 of a file's size and content; a large file is sampled from its first byte to its last.
+
+    The digest distinguishes files quickly, but does not see every changed byte. Errors: OSError.
+    """
     size = path.stat().st_size
-    found = hashlib.sha256(f"{size}\n".encode())
+    digest = hashlib.sha256(f"{size}\n".encode())
     with path.open("rb", buffering=0) as file:
         if size <= WHOLE_BYTES:
-            found.update(file.read())
+            digest.update(file.read())
         for number in range(PARTS if size > WHOLE_BYTES else 0):
             file.seek((size - PART_BYTES) * number // (PARTS - 1))
-            found.update(file.read(PART_BYTES))
-    return found.hexdigest()
+            digest.update(file.read(PART_BYTES))
+    return digest.hexdigest()
 
 
 def check_folder(flag: str, value: object, folder: Path | str) -> None:
-    """See that files can be put into `folder`, or that it can be made. A checkpoint of ours would not verify any more.
+    """Check that `folder` is writable or can be created, and that it is not inside a mega checkpoint.
 
-    Errors: ValueError naming flag and value.
+    Another file in a checkpoint would make its verification fail. Errors: ValueError naming flag and value.
     """
-    above = Path(folder).absolute()
-    while not above.exists() and above != above.parent:
-        if above.is_symlink():
+    existing = Path(folder).absolute()
+    while not existing.exists() and existing != existing.parent:
+        if existing.is_symlink():
             raise ValueError(
-                f"{flag} {value}: {above} links to {os.readlink(above)}, which is not there; make it first"
+                f"{flag} {value}: {existing} links to {os.readlink(existing)}, which is not there; make it first"
             )
-        above = above.parent
-    _check_outside(flag, value, above.resolve())
-    if not above.is_dir():
-        raise ValueError(f"{flag} {value}: {above} is not a directory; name another place")
+        existing = existing.parent
+    _check_outside(flag, value, existing.resolve())
+    if not existing.is_dir():
+        raise ValueError(f"{flag} {value}: {existing} is not a directory; name another place")
     try:
-        if not os.access(above, os.W_OK | os.X_OK):
+        if not os.access(existing, os.W_OK | os.X_OK):
             raise PermissionError
-        tempfile.TemporaryFile(dir=above).close()  # what the rights of a folder do not say: a file system's own rules
+        # A file system may refuse to write although the permission bits allow it.
+        tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
-        why = f" ({error.strerror})" if error.strerror else ""
-        raise ValueError(f"{flag} {value}: nothing may be written into {above}{why}; name another place") from None
+        reason = f" ({error.strerror})" if error.strerror else ""
+        raise ValueError(
+            f"{flag} {value}: nothing may be written into {existing}{reason}; name another place"
+        ) from None
 
 
 def _check_outside(flag: str, value: object, folder: Path) -> None:
+    """Check that `folder` is not inside a mega checkpoint."""
     for step in (folder, *folder.parents):
         if (step / SEAL).exists():
             raise ValueError(f"{flag} {value}: {step} is a checkpoint, which holds nothing else; name another place")
 
 
 def check_save_dir(place: Path) -> None:
-    """See that `--save-dir`, which may be in an object store, can be a folder. Errors: ValueError."""
+    """Check that `--save-dir` can be a folder; one in an object store is not checked. Errors: ValueError."""
     if url_of(place) is None:
         check_folder("--save-dir", place, place)
 
 
 def check_file(flag: str, path: str) -> None:
-    """A file that is asked for must not turn out to be impossible when the work is done. Errors: ValueError."""
-    place = os.path.realpath(path)  # a link may lead to a file that is still to be made
-    folder = os.path.dirname(place)
-    if os.path.isdir(place):
+    """Check before the work starts that an output file can be written at its end. Errors: ValueError."""
+    target = os.path.realpath(path)  # a link may point to a file that does not exist yet
+    folder = os.path.dirname(target)
+    if os.path.isdir(target):
         raise ValueError(f"{flag} {path}: is a directory; must be a file")
     if not os.path.isdir(folder):
         raise ValueError(f"{flag} {path}: directory {folder} does not exist; create it, or name another file")
-    if not os.access(place if os.path.exists(place) else folder, os.W_OK):
+    if not os.access(target if os.path.exists(target) else folder, os.W_OK):
         raise ValueError(f"{flag} {path}: cannot be written by this user; name another file")
     _check_outside(flag, path, Path(folder))
 
 
 def check_source(flag: str, place: Path | str) -> None:
-    """See that there is something to read at a path, before what reads it is loaded; a URL is tried later.
+    """Check that an input path exists, before the libraries that read it are imported. URLs are checked later.
 
-    Errors: ValueError naming flag and path, and what lies next to it under a near name.
+    Errors: ValueError naming flag and path, and a file next to it with a similar name.
     """
     if url_of(place) is not None:
         return
     if not os.path.exists(place):
         path = Path(place)
         with contextlib.suppress(OSError):
-            if near := difflib.get_close_matches(path.name, os.listdir(path.parent), n=1):
-                raise ValueError(f"{flag} {place}: no such file or directory (nearest: {path.parent / near[0]})")
+            if names := difflib.get_close_matches(path.name, os.listdir(path.parent), n=1):
+                raise ValueError(f"{flag} {place}: no such file or directory (nearest: {path.parent / names[0]})")
         raise ValueError(f"{flag} {place}: no such file or directory")
     if os.path.isdir(place) and not os.listdir(place):
         raise ValueError(
@@ -125,9 +131,9 @@ def check_source(flag: str, place: Path | str) -> None:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file that becomes `path` when the block ends well and vanishes when it does not.
+    """Open a temporary file that is renamed to `path` when the block succeeds and removed when it fails.
 
-    A device or a pipe, such as /dev/null, is written to as it is: a rename would put a plain file in its place.
+    A device or a pipe, such as /dev/null, is written directly: a rename would replace it by a plain file.
     """
     if path.exists() and not path.is_file():
         with open(path, "wb") as file:
@@ -149,13 +155,13 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def name_place(error: OSError, path: Path) -> None:
-    """Give an error of the machine the file that it is about: a failed write, as on a full disk, does not name it."""
+    """Add the file's name to an OSError: a failed write, such as on a full disk, does not name its file."""
     if error.errno is not None and error.filename is None:
         error.filename = str(path)
 
 
 def sync_directory(directory: Path) -> None:
-    """Make renames inside `directory` survive a power cut, where its file system allows that."""
+    """Sync renames inside `directory` to the disk, if its file system supports that."""
     with contextlib.suppress(OSError):
         handle = os.open(directory, os.O_RDONLY)
         try:
@@ -165,11 +171,11 @@ def sync_directory(directory: Path) -> None:
 
 
 def locked_alone(descriptor: int) -> bool:
-    """Lock what is open for this process alone, until it is closed; False where another has it.
+    """Take an exclusive lock on an open file until it is closed; False if another process holds it.
 
-    A killed holder's lock dies with it. A file system without locks admits every process.
+    The lock of a killed process is released. A file system without locks admits every process.
     """
-    import fcntl  # Unix has it alone, and who only asks for an estimate needs none
+    import fcntl  # Unix only: verbs that take no lock must run elsewhere
 
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""Floating-point operations that a model must do.
+"""Floating-point operations of a model.
 
-Matmuls only, a multiply and an add being two operations; norms, softmax and activations are not counted. It knows
-no device and no time.
+Only matmuls are counted, a multiply and an add as two operations; norms, softmax and activations are not. This file
+knows no device and no time.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from mega.core.config.sections import ModelConfig
 
 @lru_cache(maxsize=16)
 def matmul_parameters(model: ModelConfig, trainable: bool = False) -> int:
-    """Elements of every tensor but those that are only looked up: the input embedding and the positions.
+    """Elements of all tensors except lookup tables: the input embedding and the positions.
 
-    A tied embedding counts once, for the head is a product. trainable: of those that are trained only.
+    A tied embedding counts once, because the head multiplies with it. trainable: count trained tensors only.
     """
     return sum(tensor.elements for tensor in _matmul_tensors(model) if tensor.trainable or not trainable)
 
@@ -37,11 +37,12 @@ def _matmul_tensors(model: ModelConfig) -> Iterator[Tensor]:
 def model_flops_per_token(run: RunConfig) -> float:
     """Operations of one token's forward and backward pass in a resolved `run`: 6 N + 4 F + 12 L h s.
 
-    N: elements of the matrices that are trained, each times the share of a sample's tokens that it is multiplied with;
-    F: the same of those that are not trained, which get no gradient. L h: layers x heads x head_dim. Attention counts
-    the whole square, although half of it is masked, as the published utilisations do (Chowdhery et al. 2022, appendix
-    B); a layer with a window counts the most keys that one of its tokens sees instead of s. Of an encoder and a
-    decoder: the mean over the tokens of both.
+    N: elements of the trained matrices, each weighted by the share of a sample's tokens that it multiplies.
+    F: the same for frozen matrices, which have no weight gradient.
+    L h: layers x heads x head_dim. s: keys of one token; attention counts the full square, although half of it is
+    masked, as published utilisations do (Chowdhery et al. 2022, appendix B). A layer with a window counts the most
+    keys that one token attends to.
+    An encoder-decoder model gives the mean over the tokens of both stacks.
 
     >>> from mega.core.config.compose import compose
     >>> from mega.core.config.resolve import resolve
@@ -55,7 +56,7 @@ def model_flops_per_token(run: RunConfig) -> float:
 
 
 def _attention_flops(model: Architecture, lengths: tuple[int, ...]) -> float:
-    """Operations of one sample between queries, keys and values. lengths: tokens of each stack."""
+    """Attention operations (scores, and scores times values) of one sample. lengths: tokens of each stack."""
     return (
         sum(
             12.0 * attention.width * length * attention.most_keys(length if attention.source == "self" else lengths[0])
@@ -73,19 +74,19 @@ def _attention_flops(model: Architecture, lengths: tuple[int, ...]) -> float:
 
 
 def _neighbour_flops(mixer: NeighbourAttention, length: int) -> float:
-    """The same of one sample's attention to neighbours, and of their encoder."""
-    chunks, near = length // mixer.chunk, mixer.neighbours * mixer.width
-    found = 12.0 * mixer.attention.width * length * near
+    """Attention operations of one sample over its neighbours, and those of the neighbours' encoder."""
+    chunks, neighbour_tokens = length // mixer.chunk, mixer.neighbours * mixer.width
+    operations = 12.0 * mixer.attention.width * length * neighbour_tokens
     for layer in mixer.encoder:
         for attention in layer.attentions:
             keys = mixer.width if attention.source == "self" else mixer.chunk
-            found += 12.0 * attention.width * chunks * near * keys
-    return found
+            operations += 12.0 * attention.width * chunks * neighbour_tokens * keys
+    return operations
 
 
 @lru_cache(maxsize=16)
 def _matmul_flops(options: ModelConfig, lengths: tuple[int, ...], predicted: int) -> float:
-    """Operations of one sample in the matrices."""
+    """Operations of one sample in matmuls with weights."""
     model = architecture(options)
     return sum(
         (6.0 if tensor.trainable else 4.0) * tensor.elements * tensor.share * _tokens(model, tensor, lengths, predicted)
@@ -94,7 +95,7 @@ def _matmul_flops(options: ModelConfig, lengths: tuple[int, ...], predicted: int
 
 
 def _tokens(model: Architecture, tensor: Tensor, lengths: tuple[int, ...], predicted: int) -> int:
-    """How many tokens of a sample a matrix is multiplied with."""
+    """How many tokens of a sample a matrix multiplies."""
     rows, unit = model.output.rows, tensor.units[-1]
     if tensor.name.startswith(("pooler.", *(() if rows is None else (f"{rows.name}.",)))):
         return 1
@@ -112,6 +113,6 @@ def _tokens(model: Architecture, tensor: Tensor, lengths: tuple[int, ...], predi
         return lengths[0]
     if f"{CROSS}.k_proj" in tensor.name or f"{CROSS}.v_proj" in tensor.name:  # of the memory
         return lengths[0]
-    # A norm between two stacks belongs to the unit that opens the second one, but acts on the first one's tokens.
-    of = (length for stack, length in zip(model.stacks, lengths, strict=True) if unit in stack.numbers)
-    return next(of, lengths[0])
+    # A norm between two stacks belongs to the first unit of the second stack, but acts on the first stack's tokens.
+    stack_lengths = (length for stack, length in zip(model.stacks, lengths, strict=True) if unit in stack.numbers)
+    return next(stack_lengths, lengths[0])

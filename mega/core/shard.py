@@ -1,4 +1,4 @@
-"""Where a rank's block of a logical tensor lies: always one rectangle, plus padding at its end.
+"""The block of a logical tensor that a rank holds: always one rectangle, plus padding at its end.
 
 Arithmetic on shapes and axis coordinates only: no torch, no process group, no file.
 """
@@ -16,17 +16,15 @@ from mega.core.config.resolve import divisors
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's block of one logical tensor.
-
-    whole: the logical tensor's shape. start, size: the rectangle of real elements that this rank holds
-    (size may be 0 where a rank holds only vocabulary padding). local: shape of the block in memory, size
-    plus padding at the end.
-    """
+    """One rank's block of one logical tensor."""
 
     tensor: Tensor
     start: tuple[int, ...]
+    """First index of the rectangle in each dim of the logical tensor."""
     size: tuple[int, ...]
+    """Shape of the rectangle without padding; 0 in a dim where the rank holds only vocabulary padding."""
     local: tuple[int, ...]
+    """Shape of the block in memory: `size` plus padding at the end."""
 
     @property
     def name(self) -> str:
@@ -34,6 +32,7 @@ class Shard:
 
     @property
     def whole(self) -> tuple[int, ...]:
+        """Shape of the logical tensor."""
         return self.tensor.shape
 
     @property
@@ -43,12 +42,12 @@ class Shard:
 
 
 def shard(tensor: Tensor, coordinates: Mapping[str, tuple[int, int]]) -> Shard:
-    """The block of `tensor` at `coordinates` (axis -> (index, size); an absent axis has size 1).
+    """Return the block of `tensor` at `coordinates` (axis -> (index, size); an absent axis has size 1).
 
     >>> shard(Tensor("t", (10, 4), (0,), Init(), (Cut(0, "tp", 10, multiple=4),)), {"tp": (1, 2)})
     Shard(..., start=(8, 0), size=(2, 4), local=(8, 4))
 
-    Errors: ValueError where the parts do not divide by the axis.
+    Errors: ValueError if the number of parts is not divisible by the size of the axis.
     """
     start, size, local = [0] * len(tensor.shape), list(tensor.shape), list(tensor.shape)
     for cut in tensor.cuts:
@@ -69,15 +68,14 @@ def shard(tensor: Tensor, coordinates: Mapping[str, tuple[int, int]]) -> Shard:
 
 
 def on_tensor_rank(index: int, tp: int) -> dict[str, tuple[int, int]]:
-    """Coordinates of one of `tp` tensor ranks that cut experts as they cut all else."""
+    """Coordinates of one of `tp` tensor ranks, in a layout that cuts experts like all other tensors."""
     return {axis: (index, tp) for axis in TENSOR_AXES.values()}
 
 
 def span_rectangles(shape: tuple[int, ...], begin: int, end: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements [begin, end) of a row-major block as at most three rectangles (start, size), in order.
+    """Return elements [begin, end) of a row-major block as at most three rectangles (start, size), in order.
 
-    A flat cut (an optimizer shard) of a matrix is: the tail of a row, whole rows, the head of a row.
-    Blocks of more than two dims count as matrices of their first dim by the rest.
+    A flat range (an optimizer shard) of a matrix is: the tail of a row, whole rows, the head of a row.
 
     >>> span_rectangles((4, 3), 2, 10)
     [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]

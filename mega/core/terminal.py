@@ -1,7 +1,7 @@
-"""stdout and stderr, which may break under a program that must not: a pipe whose reader has left, a terminal that was
-closed, a full disk. The program continues without them and keeps its exit code.
+"""stdout and stderr that may fail while the program runs: the reader of a pipe has exited, a terminal was closed, a
+disk is full. The program continues without them and keeps its exit code.
 
-The content of what is written is not looked at here.
+This file does not know the content of the output.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
 
 def leave(stream: TextIO) -> None:
-    """Let what is still buffered in `stream`, and all that follows, go nowhere, so that Python's own last flush
-    succeeds: if that fails, a process ends with 120."""
+    """Discard the buffer of `stream` and all later output.
+
+    Python flushes stdout and stderr at exit; a flush that fails changes the exit code to 120.
+    """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, stream.fileno())
@@ -30,7 +32,7 @@ def leave(stream: TextIO) -> None:
 
 
 class Steady:
-    """stderr for what draws on it while something else runs: what it does not take any more is dropped."""
+    """stderr for progress bars: output is discarded once stderr has failed."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -59,16 +61,16 @@ class Steady:
 
 
 def stderr_console() -> Console:
-    """Rich's, on stderr, for bars of jobs that go on when their terminal has gone."""
+    """Return a Rich console on stderr, for progress bars of jobs that must survive the end of their terminal."""
     from rich.console import Console
 
     return Console(file=Steady(sys.stderr))  # type: ignore[arg-type]
 
 
 class BrokenStdout(Exception):
-    """Stdout takes no more. Of one large text it keeps nothing, so a later flush would not show it.
+    """Writing to stdout failed. After a large text the buffer is empty, so a later flush would not report the error.
 
-    No OSError, at which Typer would end the process by itself.
+    Not a subclass of OSError, because Typer ends the process at an OSError of a closed pipe.
     """
 
     def __init__(self, reason: OSError):

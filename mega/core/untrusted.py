@@ -1,10 +1,10 @@
-"""Input that others made, within limits: files of bounded size, JSON whose numbers can be computed with, and a process
-of its own for what may end the process that does it (compiled libraries) or never end (templates, which are programs).
+"""Untrusted input, within limits: files of bounded size, JSON with finite numbers, and a separate process for code that
+may crash (compiled libraries) or never end (templates, which are programs).
 
     with Confined("mega.core.text.probe", "--tokenizer-model a.json", seconds=10, memory=1 << 30) as child:
-        child.ask({"path": "a.json"})      the module's `answer` of it, or a ValueError that begins with the second word
+        child.ask({"path": "a.json"})      the module's `answer`, or a ValueError that begins with the second argument
 
-It knows neither what files mean nor what is asked.
+This file knows neither the meaning of files nor that of questions.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
-"""What JSON and TOML hold. What is read is narrowed by `isinstance`, or by `below`, before it is used."""
+"""A value of JSON or TOML. Callers narrow it by `isinstance`, or by `below`, before they use it."""
 
 WAIT_SECONDS = 20.0
-"""How long a pipe may keep a reader waiting."""
+"""How long a reader waits for data from a pipe."""
 START_SECONDS = 120.0
-"""How long a child may take to start, or to answer while it is not computing: generous, for busy machines."""
+"""Wall-clock limit for the start of a child and for its answers; generous, for busy machines."""
 MOST_DIGITS = 100
-"""Digits of a whole number: what computes with a longer one ends in an overflow."""
+"""Digits of an integer: a conversion of a longer one to float may overflow."""
 RAW = "raw"
-"""A value of an answer that is bytes; it comes as it is, not as JSON."""
+"""Key of an answer whose value is bytes; they are sent after the JSON line, unencoded."""
 _BLOCK = 1 << 20
 
 
@@ -43,14 +43,14 @@ _BLOCK = 1 << 20
 
 
 def read_limited(path: Path | str, limit: int, what: str) -> bytes:
-    """All bytes of a file or pipe that holds at most `limit` of them. A device without an end is one byte too many.
+    """Read a file or pipe of at most `limit` bytes. Reading stops one byte after the limit, so a device may be endless.
 
-    what: flag and file, for messages. Errors: ValueError where it cannot be read, holds more, or where nothing comes
-    out of a pipe for WAIT_SECONDS.
+    what: flag and file, for messages. Errors: ValueError if the file cannot be read or is larger, or if a pipe gives no
+    data for WAIT_SECONDS.
     """
     data = bytearray()
     try:
-        # A pipe without a writer would keep open() itself waiting.
+        # O_NONBLOCK: open() itself would wait for the writer of a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
@@ -69,7 +69,7 @@ def read_limited(path: Path | str, limit: int, what: str) -> bytes:
 
 
 def _next(descriptor: int, size: int, regular: bool) -> bytes:
-    """Up to `size` bytes; none at the end. Errors: TimeoutError where there is neither."""
+    """Read up to `size` bytes; empty at the end. Errors: TimeoutError."""
     deadline = time.monotonic() + WAIT_SECONDS
     while not regular:
         _wait(descriptor, deadline)
@@ -79,7 +79,7 @@ def _next(descriptor: int, size: int, regular: bool) -> bytes:
 
 
 def _wait(descriptor: int, deadline: float) -> None:
-    """Until something can be read, or the other end is closed. Errors: TimeoutError."""
+    """Wait until there is data to read, or the other end is closed. Errors: TimeoutError."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN | select.POLLHUP)
     if not poll.poll(max(deadline - time.monotonic(), 0) * 1000):
@@ -87,8 +87,8 @@ def _wait(descriptor: int, deadline: float) -> None:
 
 
 def parse_json(data: bytes | str, what: str, *, unique: bool = False) -> Json:
-    """JSON of others. Refused: NaN, numbers beyond what is computed with, halves of characters, endless depth; with
-    `unique`, a name twice.
+    """Parse untrusted JSON. Refused: NaN, infinite floats, integers of over MOST_DIGITS, lone surrogates, nesting that
+    is too deep; with `unique`, a key that occurs twice in an object.
 
     what: flag and file, for messages. Errors: ValueError.
 
@@ -100,10 +100,10 @@ def parse_json(data: bytes | str, what: str, *, unique: bool = False) -> Json:
     pairs = _unique if unique else None
     try:
         text = data if isinstance(data, str) else data.decode(json.detect_encoding(data))
-        found = json.loads(text, parse_constant=_refuse, parse_float=_finite, parse_int=_whole, object_pairs_hook=pairs)
+        value = json.loads(text, parse_constant=_refuse, parse_float=_finite, parse_int=_whole, object_pairs_hook=pairs)
         if _SURROGATE.search(text):
-            json.dumps(found, ensure_ascii=False).encode()  # one without the other is no text
-        return found  # type: ignore[no-any-return]
+            json.dumps(value, ensure_ascii=False).encode()  # raises UnicodeError (a ValueError) at a lone surrogate
+        return value  # type: ignore[no-any-return]
     except RecursionError:
         raise ValueError(f"{what}: is not JSON that can be read: nested too deeply") from None
     except ValueError as error:
@@ -131,7 +131,7 @@ def _whole(text: str) -> int:
 
 
 def below(found: object, *keys: str) -> dict[str, Json]:
-    """The object that is found below some keys of another; an empty one where any of them is absent or no object.
+    """Return the nested object under `keys`; an empty one if any of them is absent or not an object.
 
     >>> below({"config": {"model": {"layers": 2}}}, "config", "model"), below({"config": None}, "config", "model")
     ({'layers': 2}, {})
@@ -142,26 +142,26 @@ def below(found: object, *keys: str) -> dict[str, Json]:
 
 
 def numbers_below(found: object, *keys: str) -> dict[str, float]:
-    """The numbers of the object that is found below some keys."""
+    """Return the numbers in the nested object under `keys`."""
     return {name: value for name, value in below(found, *keys).items() if isinstance(value, int | float)}
 
 
 def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    members = dict(pairs)
+    if len(members) != len(pairs):
         raise ValueError("a name occurs twice")
-    return made
+    return members
 
 
-# --- a process of its own -------------------------------------------------------------------------------------------
+# --- a separate process ---------------------------------------------------------------------------------------------
 
 
 class Confined:
-    """A process that answers questions by `answer` of a module, which calls `serve(answer)` when it is run.
+    """A child process that answers questions. It runs `module`, which calls `serve(answer)`.
 
-    what: flag and file, with which errors begin; seconds: of processor time an answer; memory: bytes of address space;
-    answer_bytes: of an answer. It starts with the first question and ends with `close`, with this object, or with the
-    process that made it. A process forked from that one starts its own.
+    what: flag and file, the beginning of error messages. seconds: processor time for an answer. memory: bytes of
+    address space. answer_bytes: limit of an answer's size. The child starts with the first question and ends with
+    `close`, with this object, or with the parent process. A process forked from the parent starts its own child.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Confined:
         self.close()
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the child and wait for its end."""
         child, self._child = self._child, None
         if child is None or self._owner != os.getpid():
             return
@@ -195,9 +195,9 @@ class Confined:
         child.wait()
 
     def ask(self, question: object, what: str = "") -> Any:
-        """The answer. what: with which errors begin, where not as before.
+        """Ask a question and return the answer. what: replaces the beginning of error messages.
 
-        Errors: ValueError with what `answer` had to say, or with what became of the process.
+        Errors: ValueError with the message of `answer`, or with the reason why the child ended.
         """
         self._what = what or self._what
         try:
@@ -205,17 +205,18 @@ class Confined:
             assert child.stdin is not None
             child.stdin.write(json.dumps(question).encode() + b"\n")
             child.stdin.flush()
-            found = self._line(child)
+            reply = self._line(child)
         except TimeoutError:
             self.close()
             raise ValueError(f"{self._what}: {self._about}gave no answer within {START_SECONDS:g} s") from None
         except OSError as error:
             raise self._lost(error) from None
-        if "error" in found:
-            raise ValueError(f"{self._what}: {found['error']}")
-        return found["answer"]
+        if "error" in reply:
+            raise ValueError(f"{self._what}: {reply['error']}")
+        return reply["answer"]
 
     def _started(self) -> subprocess.Popen[bytes]:
+        """Return the child; start it if this process has none."""
         if self._child is None or self._owner != os.getpid():
             root = str(Path(__file__).resolve().parents[2])
             paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
@@ -228,16 +229,19 @@ class Confined:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env=environment,
-                start_new_session=True,  # a signal for the run is not for it
+                start_new_session=True,  # signals to the process group of the run must not reach it
             )
-            self._line(self._child)  # its first word: that it has started
+            self._line(self._child)  # the first line reports that it has started
         return self._child
 
     def _line(self, child: subprocess.Popen[bytes]) -> dict[str, Any]:
-        """What the process says next. Errors: OSError where it has ended, or says too much; TimeoutError."""
+        """Read the next reply: a JSON line, then the bytes that it announces under RAW.
+
+        Errors: OSError if the child has ended or its reply is too long; TimeoutError.
+        """
         assert child.stdout is not None
         deadline, data, end, size = time.monotonic() + START_SECONDS, bytearray(), -1, 0
-        found: dict[str, Any] = {}
+        reply: dict[str, Any] = {}
         while end < 0 or len(data) < size:
             _wait(child.stdout.fileno(), deadline)
             part = os.read(child.stdout.fileno(), _BLOCK)
@@ -246,14 +250,14 @@ class Confined:
             if not part or len(data) > self._most:
                 raise OSError("has ended" if not part else f"answers more than {self._most} bytes")
             if end < 0 and (end := data.find(b"\n", begin)) >= 0:
-                found = json.loads(data[:end])
-                size = end + 1 + found.get(RAW, 0)
-        if RAW in found:
-            found["answer"][RAW] = bytes(data[end + 1 :])
-        return found
+                reply = json.loads(data[:end])
+                size = end + 1 + reply.get(RAW, 0)
+        if RAW in reply:
+            reply["answer"][RAW] = bytes(data[end + 1 :])
+        return reply
 
     def _lost(self, error: OSError) -> ValueError:
-        """Why there is no answer; the process is gone after this."""
+        """Close the child and return the reason why it gave no answer."""
         child, reason = self._child, str(error)
         if child is not None and reason in ("has ended", "[Errno 32] Broken pipe"):
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -268,13 +272,13 @@ class Confined:
 _ONE_THREAD = dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS", "MALLOC_ARENA_MAX"), "1"
 ) | {"TOKENIZERS_PARALLELISM": "false", "PYTHONSAFEPATH": "1"}
-"""Threads reserve address space, which is what is limited."""
+"""Each thread reserves address space, which the child's limit counts."""
 
 
 def serve(answer: Callable[[Any], object]) -> None:
     """Answer the questions on standard input until it ends: the main function of a child of `Confined`.
 
-    Errors of `answer` become lines for the user; a library's panic, which is no Exception, too.
+    Errors of `answer` become messages to the user, also the panic of a Rust library, which is a BaseException.
     """
     import resource
 
@@ -283,7 +287,7 @@ def serve(answer: Callable[[Any], object]) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     output = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # output that a library prints must not mix with answers
     output.write(b"{}\n")
     output.flush()
     for line in sys.stdin.buffer:
@@ -298,11 +302,11 @@ def serve(answer: Callable[[Any], object]) -> None:
 
 def _reply(answer: Callable[[Any], object], line: bytes) -> bytes:
     try:
-        found = answer(json.loads(line))
-        if not isinstance(found, dict) or not isinstance(found.get(RAW), bytes):
-            return json.dumps({"answer": found}).encode() + b"\n"
-        raw: bytes = found.pop(RAW)
-        return json.dumps({"answer": found, RAW: len(raw)}).encode() + b"\n" + raw
+        result = answer(json.loads(line))
+        if not isinstance(result, dict) or not isinstance(result.get(RAW), bytes):
+            return json.dumps({"answer": result}).encode() + b"\n"
+        raw: bytes = result.pop(RAW)
+        return json.dumps({"answer": result, RAW: len(raw)}).encode() + b"\n" + raw
     except MemoryError:
         text = "takes too much memory"
     except BaseException as error:

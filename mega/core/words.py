@@ -1,15 +1,15 @@
-"""How lines for the user name ranks and large numbers. It knows neither."""
+"""How messages to the user name ranks and large numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 _NAMED = 8
-"""Ranks that a line names before it counts the rest."""
+"""A message names this many ranks and counts the rest."""
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """How a line names some ranks.
+    """Format ranks for a message.
 
     >>> name_ranks([3]), name_ranks(range(1, 11))
     ('rank 3', 'ranks 1, 2, 3, 4, 5, 6, 7, 8 and 2 more')
@@ -19,7 +19,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def count_words(count: float) -> str:
-    """A large number with a letter.
+    """Format a large number with a suffix: k, M, B or T.
 
     >>> count_words(124_439_808), count_words(70_000), count_words(950), count_words(1.75e11)
     ('124.4M', '70.0k', '950', '175.0B')
