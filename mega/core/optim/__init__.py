@@ -1,6 +1,6 @@
-"""The update: from reduced gradients to new weights. Knows no model.
+"""Optimizers: from reduced gradients to new weights. Knows no model.
 
-optimizer, rule   bucket by bucket, by a rule that moves this rank's spans; choose: which one the options ask for
+optimizer, rule   updates each bucket by an update rule on this rank's span; choose: from the options to the rule
 adam, adafactor, lamb, muon, sgd   the rules
 scaler            the loss scale of fp16; schedule: learning rate and weight decay by samples
 """

@@ -1,12 +1,12 @@
-"""Adafactor: second moments of a matrix as one value a row and one a column; updates clipped by their size.
+"""Adafactor: the second moments of a matrix as one value per row and one per column; updates clipped by their RMS.
 
     R, C    running means of g^2 over each row and each column     n + m values for a matrix of n x m
     V       R C / mean R; a vector keeps its own means
     u       g / sqrt V, divided by max(1, rms(u) / clip)
     p       p - rate u - lr decay p
 
-Source: Shazeer and Stern 2018, algorithms 4 and 5, without momentum. Means are over whole logical tensors, whichever
-ranks hold them. The rate is lr; or, relative to the weights' size, max(eps, rms p) x min(lr, 1 / sqrt step).
+Source: Shazeer and Stern 2018, algorithms 4 and 5, without momentum. Means cover whole logical tensors, across all
+ranks that hold parts. The rate is lr; or, relative to the size of weights, max(eps, rms p) x min(lr, 1 / sqrt step).
 """
 
 from __future__ import annotations
@@ -22,21 +22,24 @@ from mega.core.optim.rule import Allocator, FlatState, Ranks, ShardState, StepAr
 from mega.core.shard import Shard
 
 SMALLEST = 1e-30
-"""Added to squares, so that a row without gradient divides by no zero (the paper's first epsilon)."""
+"""Added to squares, to avoid a division by zero in a row without gradient (the paper's first epsilon)."""
 
 LEAST_SIZE = 1e-3
-"""The size that weights are taken to have at least, relative steps (the paper's second epsilon)."""
+"""Lower limit of the RMS of weights, for relative steps (the paper's second epsilon)."""
 
 ROWS, COLUMNS = "factors/rows", "factors/columns"
 
 
 @dataclass(frozen=True)
 class Adafactor:
-    """decay_rate: of the means' memory, 1 - step^-rate. clip: the root mean square that an update may have."""
+    """The constants of the rule."""
 
     decay_rate: float = 0.8
+    """The running means decay by 1 - step^-decay_rate."""
     clip: float = 1.0
+    """Largest RMS of an update."""
     relative: bool = False
+    """Whether the rate is relative to the size of the weights."""
 
     def start(self, owned: ShardState, allocator: Allocator) -> None:
         begin, end = owned.bucket.span
@@ -49,53 +52,55 @@ class Adafactor:
 
     def step(self, owned: ShardState, master: torch.Tensor, grad: torch.Tensor, ranks: Ranks, args: StepArgs) -> None:
         decay = 1 - args.step**-self.decay_rate
-        # 1 means of the squares, now and over time
+        # 1 add the squared gradients to the running means
         self._take(owned, grad, ranks, decay)
-        # 2 the update, divided by the second moments' root
+        # 2 the update: the gradient divided by the root of the second moments
         update = torch.zeros_like(grad)
         self._divide(owned, grad, update, decay)
-        # 3 its size, and the weights', over whole tensors
+        # 3 RMS of update and weights over whole tensors
         runs = list(owned.bucket.runs())
         squares = square_sums([x[run] for _, run in runs for x in (update, master)])
         totals = ranks.sums(owned.bucket, squares).view(-1, 2)
         elements = torch.tensor([prod(shard.whole) for shard, _ in runs], dtype=totals.dtype, device=totals.device)
         sizes = (totals / elements[:, None]).sqrt()
-        # 4
+        # 4 decay the weights, clip the update and apply it
         master[: owned.decay_end].mul_(1 - args.lr * args.decay)
         for (_, run), (size, weight) in zip(runs, sizes.to(update.dtype), strict=True):
             rate = args.lr if not self.relative else weight.clamp(min=LEAST_SIZE) * min(args.lr, 1 / sqrt(args.step))
             master[run].sub_(update[run] * (rate / (size / self.clip).clamp(min=1.0)))
 
     def _take(self, owned: ShardState, grad: torch.Tensor, ranks: Ranks, decay: float) -> None:
-        """Squares of this step's gradients into the means of rows and columns, over all ranks."""
-        now = {key: torch.zeros_like(factor) for key, factor in owned.factors.items()}
-        if not now:
+        """Add the squared gradients of this step, summed over all ranks, to the running means of rows and columns."""
+        step_factors = {key: torch.zeros_like(factor) for key, factor in owned.factors.items()}
+        if not step_factors:
             return
         for shard, (row, column), part in owned.bucket.rectangles(grad[: owned.decay_end], owned.bucket.span[0]):
             squares = part.square()
-            now[f"{ROWS}/{shard.name}"][row : row + part.shape[0]] += squares.sum(1)
-            now[f"{COLUMNS}/{shard.name}"][column : column + part.shape[1]] += squares.sum(0)
-        sums = ranks.sums(owned.bucket, torch.cat(list(now.values())))
-        totals = torch.split(sums, [len(one) for one in now.values()])
+            step_factors[f"{ROWS}/{shard.name}"][row : row + part.shape[0]] += squares.sum(1)
+            step_factors[f"{COLUMNS}/{shard.name}"][column : column + part.shape[1]] += squares.sum(0)
+        sums = ranks.sums(owned.bucket, torch.cat(list(step_factors.values())))
+        totals = torch.split(sums, [len(one) for one in step_factors.values()])
+        # A row of [n, m] sums m squares and a column n: `factors` holds rows first, so the lengths are m, n.
         lengths = (length for shard, _ in _matrices(owned) for length in reversed(shard.whole))
         for factor, total, length in zip(owned.factors.values(), totals, lengths, strict=True):
             factor.mul_(decay).add_(total / length + SMALLEST, alpha=1 - decay)
 
     def _divide(self, owned: ShardState, grad: torch.Tensor, update: torch.Tensor, decay: float) -> None:
+        """Write the gradient divided by the root of the second moments into `update`."""
         begin, end = owned.bucket.span[0], owned.decay_end
         parts = zip(
             owned.bucket.rectangles(grad[:end], begin), owned.bucket.rectangles(update[:end], begin), strict=True
         )
         for (shard, (row, column), from_), (_, _, into) in parts:
             rows, columns = (owned.factors[f"{kind}/{shard.name}"] for kind in (ROWS, COLUMNS))
-            high = (rows[row : row + into.shape[0]] / rows.mean()).rsqrt()
-            wide = columns[column : column + into.shape[1]].rsqrt()
-            torch.mul(from_ * high[:, None], wide, out=into)
+            row_scale = (rows[row : row + into.shape[0]] / rows.mean()).rsqrt()
+            column_scale = columns[column : column + into.shape[1]].rsqrt()
+            torch.mul(from_ * row_scale[:, None], column_scale, out=into)
         vectors, moment = grad[end:], owned.moments["moment2"].values
         moment.mul_(decay).add_(vectors.square() + SMALLEST, alpha=1 - decay)
         torch.mul(vectors, moment.rsqrt(), out=update[end:])
 
 
 def _matrices(owned: ShardState) -> Iterator[tuple[Shard, slice]]:
-    """The bucket's logical matrices, also those of which nothing is in our span."""
+    """All logical matrices of the bucket, also those without elements in this rank's span."""
     return ((shard, run) for shard, run in owned.bucket.runs() if len(shard.whole) == 2)

@@ -14,7 +14,7 @@ from mega.core.optim.rule import Elementwise, StepArgs
 
 @dataclass(frozen=True)
 class AdamW(Elementwise):
-    """The rule's constants. plain: in the steps of `reference`, not in torch's one pass."""
+    """The constants of the rule. plain: compute by `reference`, not by torch's fused kernel."""
 
     beta1: float
     beta2: float
@@ -48,12 +48,12 @@ class AdamW(Elementwise):
         )
 
     def reference(self, master: torch.Tensor, grad: torch.Tensor, *moments: torch.Tensor, args: StepArgs) -> None:
-        """The same in plain steps."""
+        """The same update in unfused torch operations."""
         direction = self.direction(grad, *moments, step=args.step)
         master.sub_(args.lr * (direction + args.decay * master))
 
     def direction(self, grad: torch.Tensor, moment1: torch.Tensor, moment2: torch.Tensor, *, step: int) -> torch.Tensor:
-        """Takes a gradient into the moments; Adam's update before rate and decay."""
+        """Update the moments with a gradient; return Adam's update before rate and decay."""
         moment1.mul_(self.beta1).add_(grad, alpha=1 - self.beta1)
         moment2.mul_(self.beta2).addcmul_(grad, grad, value=1 - self.beta2)
         first = moment1 / (1 - self.beta1**step)

@@ -14,7 +14,7 @@ from mega.core.optim.sgd import SGD
 
 
 def rule_of(options: OptimizerConfig, *, plain: bool = False) -> Rule:
-    """The rule that `options` name; `plain` for its own steps where torch has them in one pass."""
+    """The rule that `options` name. plain: AdamW in unfused operations."""
     adam = AdamW(options.adam_beta1, options.adam_beta2, options.adam_eps, plain)
     if options.optimizer == "adam":
         return adam

@@ -1,10 +1,10 @@
-"""LAMB: Adam's update, scaled for every tensor so that its norm is the tensor's own.
+"""LAMB: Adam's update, scaled for every tensor to the norm of that tensor.
 
     r = m / (sqrt v + eps) + decay p        moments bias-corrected
     p <- p - lr (|p| / |r|) r               the ratio is 1 where either norm is 0
 
-Source: You et al. 2020, algorithm 2 with phi the identity. Norms are those of whole logical tensors, whichever ranks
-hold them. Biases and norms, which do not decay, take the rate as it is, as in the authors' code.
+Source: You et al. 2020, algorithm 2 with phi the identity. Norms cover whole logical tensors, across all ranks that
+hold parts. Biases and norms, which do not decay, use the unscaled rate, as in the authors' code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mega.core.optim.rule import Allocator, Ranks, ShardState, StepArgs
 
 @dataclass(frozen=True)
 class LAMB:
-    """The constants of its Adam."""
+    """LAMB with the constants of `adam`."""
 
     adam: AdamW
 
@@ -28,7 +28,7 @@ class LAMB:
         self.adam.start(owned, allocator)
 
     def step(self, owned: ShardState, master: torch.Tensor, grad: torch.Tensor, ranks: Ranks, args: StepArgs) -> None:
-        # 1 the direction of every element
+        # 1 Adam's update of every element, and the decay
         moment1, moment2 = owned.moments.values()
         update = self.adam.direction(grad, moment1.values, moment2.values, step=args.step)
         decayed = slice(0, owned.decay_end)
@@ -42,5 +42,5 @@ class LAMB:
             ratios = torch.where((norms > 0).all(1), norms[:, 0] / norms[:, 1], 1.0).to(update.dtype)
             for run, ratio in zip(runs, ratios, strict=True):
                 update[run].mul_(ratio)
-        # 4
+        # 4 apply the scaled update
         master.sub_(update, alpha=args.lr)

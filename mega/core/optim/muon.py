@@ -1,12 +1,12 @@
-"""Muon: momentum whose every matrix is made nearly orthogonal, so that all its directions take steps of one size.
+"""Muon: each matrix of the momentum is made nearly orthogonal, so that all its directions take steps of equal size.
 
     m <- mu m + (1 - mu) g                          Nesterov: u = mu m + (1 - mu) g, else u = m
     X <- u / |u|;  steps of  A = X X';  X <- a X + (b A + c A A) X          singular values towards 1
     p <- p - lr decay p - lr factor scale X
 
-Source: Jordan et al. 2024, Liu et al. 2025; coefficients and scales as Megatron-LM's core has them. For the matrices of
-layers, which lie in buckets of their own; embeddings, the output, biases and norms are AdamW's. A matrix is a logical
-one: queries, keys, values, gate and up are each made orthogonal by themselves, however they are fused or cut.
+Source: Jordan et al. 2024, Liu et al. 2025; coefficients and scales of Megatron-core. Muon updates the matrices of
+layers, which have their own buckets; AdamW updates embeddings, the output layer, biases and norms. Each logical matrix
+is made orthogonal separately, also queries, keys, values, gate and up that are fused in memory or cut over ranks.
 """
 
 from __future__ import annotations
@@ -45,26 +45,31 @@ COEFFICIENTS: dict[str, Coefficients] = {
     ),
 }
 REPEATS_LAST = ("polar_express",)
-"""More steps than a list has take its last ones again; of the others they begin anew."""
+"""Lists whose last coefficients are repeated when there are more steps than entries; other lists start over."""
 
 SMALLEST_NORM = 1e-7
-"""A matrix of zeros stays one."""
+"""Lower limit of the norm that a matrix is divided by: a matrix of zeros stays zero."""
 
 
 @dataclass(frozen=True)
 class Muon:
-    """others: the rule of all that is no matrix of a layer. coefficients: a name of `COEFFICIENTS`. scale: by the shape
-    of a matrix, [out, in]: "spectral" sqrt max(out, in), "shape_scaling" sqrt max(1, out / in), "unit_rms_norm"
-    sqrt(out / in). factor: of every update. dtype: in which matrices are multiplied, unless masters are float64."""
+    """The constants of the rule."""
 
     others: AdamW
+    """The rule for all tensors that are not matrices of a layer."""
     momentum: float = 0.95
     nesterov: bool = False
     coefficients: str = "quintic"
+    """A key of `COEFFICIENTS`."""
     steps: int = 5
+    """Newton-Schulz steps."""
     scale: str = "spectral"
+    """Scale of the update of a matrix [out, in]: "spectral" sqrt max(out, in), "shape_scaling" sqrt max(1, out / in),
+    "unit_rms_norm" sqrt(out / in)."""
     factor: float = 1.0
+    """A factor of every update of a matrix."""
     dtype: torch.dtype = torch.bfloat16
+    """The dtype of the matmuls, unless masters are float64."""
 
     def start(self, owned: ShardState, allocator: Allocator) -> None:
         if not owned.bucket.reduction.whole:
@@ -84,7 +89,7 @@ class Muon:
         master.mul_(1 - args.lr * args.decay).sub_(update, alpha=args.lr)
 
     def direction(self, matrix: torch.Tensor) -> torch.Tensor:
-        """[out, in]: what is subtracted from weights, before the rate."""
+        """[out, in]: the update of a matrix, before the rate."""
         out, columns = matrix.shape
         ratio = out / columns
         square: float = {"spectral": max(out, columns), "shape_scaling": max(1.0, ratio), "unit_rms_norm": ratio}[
@@ -94,23 +99,24 @@ class Muon:
 
     def polynomials(self) -> Iterator[tuple[float, float, float]]:
         """a, b, c of each step."""
-        given = COEFFICIENTS[self.coefficients]
-        last = self.coefficients in REPEATS_LAST
-        return islice(chain(given, repeat(given[-1])) if last else cycle(given), self.steps)
+        entries = COEFFICIENTS[self.coefficients]
+        repeats_last = self.coefficients in REPEATS_LAST
+        return islice(chain(entries, repeat(entries[-1])) if repeats_last else cycle(entries), self.steps)
 
 
 def orthogonal(matrix: torch.Tensor, steps: Iterator[tuple[float, float, float]], dtype: torch.dtype) -> torch.Tensor:
-    """The matrix with all singular values near 1, by Newton-Schulz steps in `dtype`, in float64 if that is its own.
+    """Return the matrix with all singular values near 1, by Newton-Schulz steps in `dtype` (float64 for a float64
+    matrix).
 
-    A matrix of more rows than columns is turned, so that the square one is the smaller.
+    A matrix with more rows than columns is transposed: X X' then has the smaller of the two possible sizes.
     """
     x: torch.Tensor = matrix / matrix.norm().clamp(min=SMALLEST_NORM)
     if matrix.dtype != torch.float64:
         x = x.to(dtype)
-    turned = x.shape[0] > x.shape[1]
-    x = x.T if turned else x
+    transposed = x.shape[0] > x.shape[1]
+    x = x.T if transposed else x
     for a, b, c in steps:
         square = x @ x.T
         polynomial = torch.addmm(square, square, square, beta=b, alpha=c)
         x = torch.addmm(x, polynomial, x, beta=a)
-    return (x.T if turned else x).to(matrix.dtype)
+    return (x.T if transposed else x).to(matrix.dtype)

@@ -1,7 +1,7 @@
-"""What every update rule is to the optimizer: it keeps state for our span of a bucket, and moves the span's weights.
+"""The interface of update rules: a rule keeps state for this rank's span of a bucket, and updates the span's weights.
 
-A rule that treats every element alike need not know where a span begins and ends. One that looks at whole tensors
-asks the ranks that hold parts of them, for sums (LAMB, Adafactor) or for whole matrices (Muon).
+An elementwise rule need not know the limits of tensors in the span. A rule on whole tensors communicates with the ranks
+that hold other parts: for sums (LAMB, Adafactor) or for whole matrices (Muon).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from mega.core.parallel.whole_matrices import MatrixFunction
 
 
 class Ranks(NamedTuple):
-    """What a rule may ask of all ranks that hold parts of a bucket's logical tensors. They ask alike."""
+    """Collectives of a rule over all ranks that hold parts of a bucket's logical tensors. All of them must call."""
 
     sums: Callable[[Bucket, torch.Tensor], torch.Tensor]
     """Sums over whole tensors from each rank's sums over its own parts (`bucket_sums.whole_sums`)."""
     matrices: Callable[[Bucket, torch.Tensor, MatrixFunction], torch.Tensor]
-    """Our span of a function of every whole matrix, from our span of the matrices (`WholeMatrices.mapped`)."""
+    """Applies a function to whole matrices: this rank's span in, this rank's span out (`WholeMatrices.mapped`)."""
 
 
 class StepArgs(NamedTuple):
-    """How far one update goes: its count from 1, the rate, what weights decay by."""
+    """The scalars of one update: its number from 1, the learning rate, the weight decay."""
 
     step: int
     lr: float
@@ -35,60 +35,59 @@ class StepArgs(NamedTuple):
 
 
 class FlatState(NamedTuple):
-    """A run of a bucket's elements: where in the bucket it begins, and one value for each."""
+    """State of consecutive elements of a bucket: the index of the first one in the bucket, and one value for each."""
 
     begin: int
     values: torch.Tensor
 
 
 class Allocator(NamedTuple):
-    """Where state is kept, and how wide; `locked` where it is host memory that a device reads."""
+    """The dtype and device of optimizer state. locked: page-locked host memory, which a GPU copies directly."""
 
     dtype: torch.dtype
     device: torch.device
     locked: bool = False
 
     def zeros(self, elements: int) -> torch.Tensor:
-        made = torch.zeros(elements, dtype=self.dtype, device=self.device)
-        return page_locked(made) if self.locked else made
+        tensor = torch.zeros(elements, dtype=self.dtype, device=self.device)
+        return page_locked(tensor) if self.locked else tensor
 
 
 @dataclass
 class ShardState:
-    """What the optimizer keeps for our span of one bucket, in max(fp32, dtype).
-
-    master: the weights, where they are kept in addition to the model's own. moments: by kind. factors: vectors that
-    belong to whole logical tensors, by "kind/name"; every rank that holds a part of the tensor keeps them whole.
-    decays_all: whether biases and norms decay, too.
-    """
+    """Optimizer state for this rank's span of one bucket, in max(fp32, dtype)."""
 
     bucket: Bucket
     master: torch.Tensor | None
+    """A copy of the weights in addition to the model's, or None."""
     moments: dict[str, FlatState] = field(default_factory=dict)
+    """Kind -> one value for each element."""
     factors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """"kind/name" -> a vector of a whole logical tensor; every rank that holds a part of the tensor keeps all of it."""
     decays_all: bool = False
+    """Whether biases and norms decay, too."""
 
     @property
     def has_master(self) -> bool:
-        """Whether a master is more precise than the weight."""
+        """Whether there is a master that is more precise than the weights."""
         return self.master is not None and self.master.dtype != self.bucket.own_weights.dtype
 
     @property
     def decay_end(self) -> int:
-        """Where in our span decayed weights end."""
+        """The end of the decayed weights, relative to the span; they come first."""
         begin, end = self.bucket.span
         if self.decays_all:
             return end - begin
         return min(max(self.bucket.decay_end, begin), end) - begin
 
     def decay_split(self) -> Iterator[tuple[slice, bool]]:
-        """Our span cut where decayed weights end: (slice of the span, decayed)."""
+        """The two parts of the span: (slice of the span, whether its weights decay)."""
         begin, end = self.bucket.span
         yield slice(0, self.decay_end), True
         yield slice(self.decay_end, end - begin), False
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Everything that is kept."""
+        """All tensors of the state."""
         if self.master is not None:
             yield self.master
         yield from (flat.values for flat in self.moments.values())
@@ -99,22 +98,22 @@ class Rule(Protocol):
     """An update rule with its constants."""
 
     def start(self, owned: ShardState, allocator: Allocator) -> None:
-        """Make the state of a span that has seen no gradient."""
+        """Allocate the initial state of a span in `owned`."""
 
     def step(self, owned: ShardState, master: torch.Tensor, grad: torch.Tensor, ranks: Ranks, args: StepArgs) -> None:
-        """One update of `master` in place; `grad` is ours to change. Both are our span's."""
+        """Update `master` in place; `grad` may be overwritten. Both are this rank's span, flat."""
 
 
 class Elementwise:
-    """A rule that treats every element alike."""
+    """A rule whose update of an element depends on that element alone."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Moments, of which every element has one value each."""
+        """Names of the moments; each has one value per element."""
         raise NotImplementedError
 
     def update(self, master: torch.Tensor, grad: torch.Tensor, *moments: torch.Tensor, args: StepArgs) -> None:
-        """One update in place; all tensors flat, of one length and dtype."""
+        """Update in place; all tensors are flat and have the same length and dtype."""
         raise NotImplementedError
 
     def start(self, owned: ShardState, allocator: Allocator) -> None:

@@ -1,7 +1,7 @@
-"""The dynamic loss scale of fp16: halve on overflow, double after a run of clean steps. All on the device.
+"""The dynamic loss scale of fp16: it halves at overflows and doubles after a number of steps without one.
 
-Losses are multiplied by the scale before backward, gradients divided by it before clipping. The state is three device
-scalars, so that no step waits for the host to learn whether it overflowed.
+Losses are multiplied by the scale before the backward pass, gradients are divided by it before clipping. The state is
+three device scalars, so that the host never waits to learn whether a step overflowed.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import torch
 
 
 class LossScaler:
-    """scale: the present factor. clean: steps since the last change. patience: overflows until it halves.
+    """scale: the current factor. clean: steps since the last overflow or growth. patience: overflows until the scale halves.
 
-    The patience is refilled when the scale doubles, not when it halves: once used up, every overflow halves it.
+    The patience is reset when the scale doubles, not when it halves: once it is used up, every overflow halves the
+    scale.
 
     >>> scaler = LossScaler(initial=2.0**32, window=3, hysteresis=2)
     >>> seen = []
@@ -32,42 +33,42 @@ class LossScaler:
         least: float = 1.0,
         device: torch.device | str = "cpu",
     ):
-        self.window, self.hysteresis, self.least = window, hysteresis, least  # no window: a constant scale
+        self.window, self.hysteresis, self.least = window, hysteresis, least  # window None: a constant scale
         self.scale = torch.tensor(initial, dtype=torch.float64, device=device)
         self.clean = torch.tensor(0, device=device)
         self.patience = torch.tensor(hysteresis, device=device)
 
     def update(self, finite: torch.Tensor, counts: torch.Tensor | None = None) -> None:
-        """Take one step's verdict: whether all gradients of all ranks were finite. counts: bool [], whether the step
-        is not to be as if it had not been."""
-        if self.window is None:  # as `follows` says
+        """Update the scale after a step. finite: bool [], whether all gradients of all ranks were finite. counts:
+        bool [], false leaves the scale unchanged."""
+        if self.window is None:
             return
-        none = torch.zeros_like(finite) if counts is None else ~counts
-        self.clean = torch.where(none, self.clean, torch.where(finite, self.clean + 1, 0))
-        self.patience = torch.where(finite | none, self.patience, self.patience - 1)
-        backs_off = ~finite & ~none & (self.patience <= 0)
+        ignored = torch.zeros_like(finite) if counts is None else ~counts
+        self.clean = torch.where(ignored, self.clean, torch.where(finite, self.clean + 1, 0))
+        self.patience = torch.where(finite | ignored, self.patience, self.patience - 1)
+        backs_off = ~finite & ~ignored & (self.patience <= 0)
         self.scale = torch.where(backs_off, (self.scale / 2).clamp(min=self.least), self.scale)
-        grows = self.clean >= self.window  # more, where a run resumes with a shorter window
+        grows = self.clean >= self.window  # it is greater if a run resumes with a shorter window
         self.scale = torch.where(grows, self.scale * 2, self.scale)
         self.clean = torch.where(grows, 0, self.clean)
         self.patience = torch.where(grows, self.hysteresis, self.patience)
 
     @property
     def follows(self) -> bool:
-        """Whether the scale follows overflows."""
+        """Whether the scale is dynamic."""
         return self.window is not None
 
     @property
     def at_least(self) -> bool:
-        """Whether the scale cannot become less: it is at its least, or constant. Waits for the device."""
+        """Whether the scale cannot decrease: it is at its minimum, or constant. Waits for the device."""
         return self.window is None or bool(self.scale <= self.least)
 
     def state(self) -> dict[str, float]:
-        """Plain numbers for a checkpoint."""
+        """The state as Python numbers, for a checkpoint."""
         return {"scale": float(self.scale), "clean": int(self.clean), "patience": int(self.patience)}
 
     def restore(self, state: dict[str, float]) -> None:
-        """Continue with a stored scale; a constant one is the run's own."""
+        """Restore the state of a checkpoint; a constant scale is not restored."""
         if self.window is None:
             return
         self.scale.fill_(state["scale"])

@@ -1,4 +1,4 @@
-"""Learning rate and weight decay as functions of the samples consumed. Pure arithmetic on plain numbers."""
+"""Learning rate and weight decay as functions of the samples consumed. Arithmetic on Python numbers only."""
 
 from __future__ import annotations
 
@@ -6,27 +6,24 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-_LEFT: dict[str, Callable[[float], float]] = {
+_REMAINING: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 1 - done,
     "cosine": lambda done: 0.5 * (math.cos(math.pi * done) + 1),
     "exponential": lambda done: float(2 * 0.5**done - 1),
     "minus_sqrt": lambda done: 1 - math.sqrt(done),
 }
-"""Share of a decay that is done -> how much is left of the way down."""
+"""Progress of a decay, from 0 to 1 -> the remaining share of the difference to the final rate."""
 
 
 @dataclass(frozen=True)
 class LearningRate:
-    """Warm-up from `initial` to `peak` over `warmup` samples, then `style` down to `least` at `decay` samples.
+    """Warm-up from `initial` to `peak` over `warmup` samples, then decay to `least` at `decay` samples.
 
-    "wsd" stays at `peak` until `anneal` samples before `decay`, over which it falls by `anneal_style` (Hu et al. 2024,
-    arXiv 2404.06395, with the curves of Megatron-core).
+    "wsd" stays at `peak` and decays over the last `anneal` samples by `anneal_style` (Hu et al. 2024, arXiv 2404.06395,
+    with the curves of Megatron-core).
 
-    Two styles look for the rate that a run bears (Smith 2017): "range-test" grows by `peak` every `decay` samples,
-    "range-exponential" by one factor a sample, from `least` to `peak`.
-
-    batch: samples of a step, in which a warm-up by logarithm counts: ln(step + 1) / ln(steps of the warm-up), as
-    DeepSpeed has it; None where it is linear.
+    Two styles search for the largest rate at which a run is stable (Smith 2017): "range-test" grows by `peak` every
+    `decay` samples, "range-exponential" by a constant factor per sample, from `least` to `peak`.
 
     >>> rate = LearningRate(peak=1.5e-4, least=1e-5, warmup=100, decay=1000, style="linear")
     >>> rate(0), rate(50), round(rate(550), 12), rate(1001)
@@ -34,14 +31,24 @@ class LearningRate:
     """
 
     peak: float
+    """The rate after the warm-up."""
     least: float
+    """The final rate."""
     warmup: int
+    """Samples of the warm-up."""
     decay: int
+    """Samples until the final rate, the warm-up included."""
     style: str
+    """The curve of the decay."""
     initial: float = 0.0
+    """The rate at the start of the warm-up."""
     batch: int | None = None
+    """Samples of a step, for a logarithmic warm-up by ln(step + 1) / ln(steps of the warm-up), as in DeepSpeed;
+    None: the warm-up is linear."""
     anneal: int = 0
+    """Samples of the decay of "wsd"."""
     anneal_style: str = "exponential"
+    """The curve of the decay of "wsd"."""
 
     def __call__(self, samples: int) -> float:
         if self.warmup > 0 and samples <= self.warmup:
@@ -57,14 +64,14 @@ class LearningRate:
         if self.style == "inverse-square-root":
             return max(self.least, self.peak * math.sqrt(max(self.warmup, 1)) / math.sqrt(max(samples, 1)))
         if self.style == "wsd":
-            done = max(0, samples - (self.decay - self.anneal)) / max(1, self.anneal)
-            left = _LEFT[self.anneal_style](done)
+            progress = max(0, samples - (self.decay - self.anneal)) / max(1, self.anneal)
+            remaining = _REMAINING[self.anneal_style](progress)
         else:
-            left = _LEFT[self.style]((samples - self.warmup) / (self.decay - self.warmup))
-        return self.least + (self.peak - self.least) * left
+            remaining = _REMAINING[self.style]((samples - self.warmup) / (self.decay - self.warmup))
+        return self.least + (self.peak - self.least) * remaining
 
     def _warm(self, samples: int) -> float:
-        """Share of the way from `initial` to `peak`."""
+        """Progress of the warm-up from `initial` to `peak`, between 0 and 1."""
         if self.batch is None:
             return samples / self.warmup
         return min(1.0, math.log(samples / self.batch + 1) / math.log(max(2, self.warmup // self.batch)))
@@ -72,7 +79,7 @@ class LearningRate:
 
 @dataclass(frozen=True)
 class WeightDecay:
-    """From `start` to `end` over all `total` training samples."""
+    """Weight decay that changes from `start` to `end` over `total` training samples; "constant" is always `end`."""
 
     start: float
     end: float
@@ -82,6 +89,6 @@ class WeightDecay:
     def __call__(self, samples: int) -> float:
         if self.style == "constant" or samples >= self.total:
             return self.end
-        done = samples / self.total
-        share = done if self.style == "linear" else 0.5 * (math.cos(math.pi * (1 - done)) + 1)
+        progress = samples / self.total
+        share = progress if self.style == "linear" else 0.5 * (math.cos(math.pi * (1 - progress)) + 1)
         return self.start + share * (self.end - self.start)

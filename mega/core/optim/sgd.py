@@ -1,4 +1,4 @@
-"""SGD with momentum: v <- momentum v + g + decay p, p <- p - lr v. As torch has it; without momentum v is not kept."""
+"""SGD with momentum, as in torch: v <- momentum v + g + decay p, p <- p - lr v. Without momentum v does not exist."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mega.core.optim.rule import Elementwise, StepArgs
 
 @dataclass(frozen=True)
 class SGD(Elementwise):
-    """The rule's constant. Its decay is a part of the gradient, so it enters the momentum."""
+    """The constant of the rule. The decay is added to the gradient, so it also enters the momentum."""
 
     momentum: float
 
