@@ -63,7 +63,7 @@ class ShardState:
     moments: dict[str, FlatState] = field(default_factory=dict)
     """Kind -> one value for each element."""
     factors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """"kind/name" -> a vector of a whole logical tensor; every rank that holds a part of the tensor keeps all of it."""
+    """Key "kind/name" -> a vector for a whole logical tensor; all ranks that hold parts of the tensor have it."""
     decays_all: bool = False
     """Whether biases and norms decay, too."""
 

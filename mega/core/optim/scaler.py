@@ -10,7 +10,7 @@ import torch
 
 
 class LossScaler:
-    """scale: the current factor. clean: steps since the last overflow or growth. patience: overflows until the scale halves.
+    """scale: the current factor. clean: steps since the last overflow or growth. patience: overflows until it halves.
 
     The patience is reset when the scale doubles, not when it halves: once it is used up, every overflow halves the
     scale.

@@ -1,6 +1,6 @@
-"""Pipeline schedules as data: what every rank computes, sends and receives in one step. No torch.
+"""Pipeline schedules as data: the computes, sends and receives of every rank in one step. No torch.
 
-    types      Compute, Transfer, Exchange, Plan: the nouns. Read this first
+    types      Compute, Transfer, Exchange, Plan: the types. Read this first
     kinds      the schedules, each as an order of computes: SCHEDULES, and forward for evaluation
     exchange   when cargo moves between the computes, for any schedule
     play       a clock that plays a plan
@@ -9,8 +9,7 @@
     layers     which blocks of the model each stage holds
     draw       the picture of a simulation: text, SVG, PNG (imported on demand)
 
-A new schedule is a function and its row in `kinds.SCHEDULES`; nothing else changes, and not the executor that plays
-plans.
+A new schedule is a function and its row in `kinds.SCHEDULES`; the executor that plays plans does not change.
 """
 
 from .kinds import SCHEDULES, PipelineSchedule, plan

@@ -1,7 +1,6 @@
-"""The picture of a simulated plan: a line a rank, time to the right. As text, SVG or PNG.
+"""The picture of a simulated plan as text, SVG or PNG: one line per rank, time to the right.
 
-Text and SVG are written here by hand; only PNG needs matplotlib, asked for when it is wanted. It knows
-nothing of schedules: what it draws is a `Simulation`.
+Only PNG needs matplotlib, which is imported on demand. This file draws a `Simulation` and knows no schedules.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ _CHUNKS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def draw_text(simulation: Simulation, width: int = 100) -> str:
-    """The simulation as a line a rank, no longer than `width` characters, and a line of figures.
+    """Draw the simulation as one line per rank, of at most `width` characters, and a line of figures.
 
-    A cell shows kind and microbatch ("F3"; "F3b" is of the second chunk), or the kind alone where that does
-    not fit; `.` is a rank that waits.
+    A cell shows kind and microbatch ("F3"; "F3b" is of the second chunk), or the kind alone if there is no
+    space; `.` is a rank that waits.
 
     >>> from mega.core.plan import plan, simulate
     >>> print(draw_text(simulate(plan("1f1b", stages=2, microbatches=2)), 60))
@@ -40,14 +39,14 @@ def draw_text(simulation: Simulation, width: int = 100) -> str:
 
 
 def draw(simulation: Simulation, path: Path) -> None:
-    """Writes the picture to `path`: .svg, or .png (needs matplotlib). The file appears whole or not at all."""
+    """Write the picture to `path`: .svg, or .png (needs matplotlib). The write is atomic."""
     content = {".svg": _svg, ".png": _png}[path.suffix](simulation)
     with whole_file(path) as file:
         file.write(content)
 
 
 def _scale(simulation: Simulation, room: int) -> float:
-    """Characters per unit of time: those that labels need; else whole ones an act; else what fits `room`."""
+    """Characters per unit of time: enough for labels; else a whole number per act; else as many as fit `room`."""
     spans = [span for row in simulation.rows for span in row]
     shortest = min((span.end - span.start for span in spans if span.end > span.start), default=1.0)
     labelled = max(len(_label(simulation, span)) for span in spans) + 1
@@ -74,15 +73,15 @@ def _label(simulation: Simulation, span: Interval) -> str:
 def _figures(simulation: Simulation) -> str:
     plan = simulation.plan
     live = sorted(set(simulation.live))
-    held = str(live[0]) if len(live) == 1 else f"{live[0]} to {live[-1]}"
+    live_range = str(live[0]) if len(live) == 1 else f"{live[0]} to {live[-1]}"
     return (
         f"{plan.kind}: {plan.stages} stages, {plan.chunks} chunks, {plan.microbatches} microbatches; "
-        f"length {simulation.makespan:g}, bubble {simulation.bubble:.1%}, live microbatches {held}"
+        f"length {simulation.makespan:g}, bubble {simulation.bubble:.1%}, live microbatches {live_range}"
     )
 
 
 _ROW, _TOP, _LEFT, _PICTURE = 28, 34, 64, 1400
-"""Pixels: height of a rank's row, space above and left of the rows, width of the whole time."""
+"""Pixels: height of a rank's row, margins above and left of the rows, width of the time axis."""
 
 
 def _svg(simulation: Simulation) -> bytes:
@@ -98,15 +97,15 @@ def _svg(simulation: Simulation) -> bytes:
         lines.append(f'<text x="8" y="{top + 17}">rank {rank}</text>')
         lines.append(f'<rect x="{_LEFT}" y="{top}" width="{_PICTURE}" height="{_ROW - 4}" fill="#eeeeee"/>')
         for span in row:
-            left, wide = _LEFT + span.start * scale, (span.end - span.start) * scale
+            x, width = _LEFT + span.start * scale, (span.end - span.start) * scale
             label = _label(simulation, span)
             lines.append(
-                f'<rect x="{left:.2f}" y="{top}" width="{wide:.2f}" height="{_ROW - 4}" '
+                f'<rect x="{x:.2f}" y="{top}" width="{width:.2f}" height="{_ROW - 4}" '
                 f'fill="{_COLOURS[span.act.kind]}" fill-opacity="{_opacity(span, simulation):.2f}" '
                 f'stroke="white"><title>{label}: {span.start:g} to {span.end:g}</title></rect>'
             )
-            if wide > 7 * len(label):
-                lines.append(f'<text x="{left + wide / 2:.2f}" y="{top + 16}" text-anchor="middle">{label}</text>')
+            if width > 7 * len(label):  # a character is about 7 pixels wide
+                lines.append(f'<text x="{x + width / 2:.2f}" y="{top + 16}" text-anchor="middle">{label}</text>')
     return "\n".join([*lines, "</svg>", ""]).encode()
 
 
@@ -125,6 +124,7 @@ def _png(simulation: Simulation) -> bytes:
         axes.broken_barh(bars, (rank - 0.45, 0.9), facecolors=colours, edgecolor="white", linewidth=0.5)
         for span in row:
             label = _label(simulation, span)
+            # A character takes about 1/200 of the width of the picture.
             if span.end - span.start > 0.005 * len(label) * simulation.makespan:
                 middle = (span.start + span.end) / 2
                 axes.text(middle, rank, label, ha="center", va="center", fontsize=7)

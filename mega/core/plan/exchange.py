@@ -1,20 +1,20 @@
 """When cargo moves: from an order of computes on every rank to the exchanges between them.
 
 It knows no schedule. The orders are played once on a clock on which every compute takes one slot and
-cargo takes none. Then each piece of cargo is given a moment:
+cargo takes none. Then each piece of cargo is assigned a moment:
 
     sender    ... [produce] |                 [next compute] ...
     receiver  ...        [other work]    | [consume] ...
 
-The sender offers it right after producing it. The receiver takes it as late as it can without making
-anyone wait: before its consumer, or earlier if the sender would otherwise be kept from its next compute.
-So nothing lies about unused longer than needed, and one exchange pairs, for example, an activation going
-down with a gradient coming up, as in Megatron's 1F1B.
+The sender sends it right after producing it. The receiver receives it as late as possible without delaying
+any rank: before the consuming compute, or earlier if the sender would otherwise wait before its next compute.
+So received cargo occupies memory no longer than needed, and one exchange can pair, for example, an activation
+for the next stage with a gradient for the previous one, as in Megatron's 1F1B.
 
 Why no plan made here can deadlock, even if a send waits for its receive (rendezvous): the moments put all
-computes and transfers of all ranks on one line, and every rank acts in the order of that line. The first
-act on the line that is not over can therefore always be played. Transfers that meet in the gap between
-two computes start together in one `Exchange`, which only makes them earlier.
+computes and transfers of all ranks in one total order, and every rank acts in that order. The first
+unfinished act can therefore always be played. Transfers in the same gap between two computes start together
+in one `Exchange`, which only makes them earlier.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from collections.abc import Sequence
 from .types import Act, Compute, Exchange, PlanError, Transfer
 
 Cargo = tuple[str, int, int]
-"""(kind, microbatch, global stage) of the compute that makes it."""
+"""(kind, microbatch, global stage) of the compute that produces it."""
 
 
 def needs(act: Compute, stage: int, last: int) -> Cargo | None:
-    """The cargo `act` on global stage `stage` waits for; None where it starts from what the rank has."""
+    """The cargo that `act` on global stage `stage` waits for; None if it needs no other stage."""
     if act.kind == "F" and stage > 0:
         return ("F", act.microbatch, stage - 1)
     if act.kind == "B" and stage < last:
@@ -39,20 +39,20 @@ def needs(act: Compute, stage: int, last: int) -> Cargo | None:
 
 
 def sent(transfer: Transfer, rank: int, stages: int) -> Cargo:
-    """Which cargo a send of `rank` carries."""
+    """The cargo of a send of `rank`."""
     return (transfer.kind, transfer.microbatch, transfer.chunk * stages + rank)
 
 
 def received(transfer: Transfer, rank: int, stages: int) -> Cargo:
-    """Which cargo a receive of `rank` carries."""
+    """The cargo of a receive of `rank`."""
     before = -1 if transfer.kind == "F" else 1
     return (transfer.kind, transfer.microbatch, transfer.chunk * stages + rank + before)
 
 
 def with_exchanges(orders: Sequence[Sequence[Compute]], stages: int, chunks: int) -> tuple[tuple[Act, ...], ...]:
-    """Every rank's acts: its computes in the given order, and the exchanges that let them run.
+    """Return every rank's acts: its computes in the given order, and the exchanges between them.
 
-    Raises PlanError where the orders themselves wait for each other in a circle.
+    Raises PlanError if the orders contain a circular wait.
     """
     starts = _clock(orders, stages, chunks)
     consumers = {
@@ -69,10 +69,11 @@ def with_exchanges(orders: Sequence[Sequence[Compute]], stages: int, chunks: int
                 continue
             consumer = consumers.get((act.kind, act.microbatch, act.chunk * stages + rank))
             if consumer is None or consumer[0] == rank:
-                continue
-            peer, wanted, consuming = consumer
-            kept_waiting = starts[rank][gap] if gap < len(order) else math.inf
-            moment = min(wanted, kept_waiting)
+                continue  # no transfer: nothing needs the cargo, or the same rank does
+            peer, consumer_start, consuming = consumer
+            next_start = starts[rank][gap] if gap < len(order) else math.inf
+            # The latest moment that delays neither the consumer nor the sender's next compute.
+            moment = min(consumer_start, next_start)
             peer_gap = bisect_left(starts[peer], moment)
             sends[rank].setdefault(gap, []).append(Transfer(act.kind, act.microbatch, act.chunk, peer))
             recvs[peer].setdefault(peer_gap, []).append(Transfer(act.kind, act.microbatch, consuming.chunk, rank))
@@ -82,7 +83,7 @@ def with_exchanges(orders: Sequence[Sequence[Compute]], stages: int, chunks: int
 def _woven(
     order: Sequence[Compute], sends: dict[int, list[Transfer]], recvs: dict[int, list[Transfer]]
 ) -> tuple[Act, ...]:
-    """The computes of one rank with the exchange of each gap; gap i lies before compute i."""
+    """The computes of one rank with the exchange of each gap; gap i is before compute i."""
     acts: list[Act] = []
     for gap in range(len(order) + 1):
         if gap in sends or gap in recvs:
@@ -93,29 +94,32 @@ def _woven(
 
 
 def _clock(orders: Sequence[Sequence[Compute]], stages: int, chunks: int) -> list[list[int]]:
-    """The slot in which each compute starts if each takes one slot and runs as soon as it can."""
+    """The slot in which each compute starts, if each takes one slot and runs as soon as it can.
+
+    A rank runs until its next compute lacks cargo; the rank that produces this cargo makes it runnable again.
+    """
     last = stages * chunks - 1
     starts: list[list[int]] = [[] for _ in orders]
-    made: dict[Cargo, int] = {}
+    produced: dict[Cargo, int] = {}
     waiting: dict[Cargo, int] = {}
     runnable = list(range(len(orders)))
     while runnable:
         rank = runnable.pop()
         order, starting = orders[rank], starts[rank]
-        now = starting[-1] + 1 if starting else 0
+        slot = starting[-1] + 1 if starting else 0
         while len(starting) < len(order):
             act = order[len(starting)]
             stage = act.chunk * stages + rank
-            wanted = needs(act, stage, last)
-            if wanted is not None:
-                if wanted not in made:
-                    waiting[wanted] = rank
+            needed = needs(act, stage, last)
+            if needed is not None:
+                if needed not in produced:
+                    waiting[needed] = rank
                     break
-                now = max(now, made[wanted])
-            starting.append(now)
-            now += 1
+                slot = max(slot, produced[needed])
+            starting.append(slot)
+            slot += 1
             cargo = (act.kind, act.microbatch, stage)
-            made[cargo] = now
+            produced[cargo] = slot
             if cargo in waiting:
                 runnable.append(waiting.pop(cargo))
     for rank, (order, starting) in enumerate(zip(orders, starts, strict=True)):

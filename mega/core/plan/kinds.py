@@ -1,8 +1,8 @@
-"""The schedules: in which order a rank computes, and nothing else.
+"""The schedules: the order in which each rank computes.
 
-Each schedule is one function from (rank, stages, chunks, microbatches) to a list of `Compute`s. When the
-cargo moves is the same question for all of them and is answered in `exchange`. In the drawings F2 is the
-forward of microbatch 2, B2 its backward, `.` a rank that waits; F and B take one slot each:
+Each schedule is one function from (rank, stages, chunks, microbatches) to a list of `Compute`s. `exchange`
+decides for all of them when the cargo moves. In the drawings F2 is the forward of microbatch 2, B2 its
+backward, `.` a rank that waits; F and B take one slot each:
 
     gpipe, 3 stages, 3 microbatches: all forwards, then all backwards. Holds every microbatch.
 
@@ -10,14 +10,14 @@ forward of microbatch 2, B2 its backward, `.` a rank that waits; F and B take on
         rank 1    . F0 F1 F2  .  . B0 B1 B2  .
         rank 2    .  . F0 F1 F2 B0 B1 B2  .  .
 
-    1f1b, the same: each backward as soon as it can run. As long, but rank r holds at most stages - r.
+    1f1b, the same sizes: each backward as soon as it can run. Equally long, but rank r holds at most stages - r.
 
         rank 0   F0 F1 F2  .  . B0  . B1  . B2
         rank 1    . F0 F1  . B0 F2 B1  . B2  .
         rank 2    .  . F0 B0 F1 B1 F2 B2  .  .
 
-Every schedule runs the backwards of a chunk in the order of the microbatches, so the sums of gradients
-have one order whichever schedule made them.
+Every schedule runs the backwards of a chunk in the order of the microbatches, so gradients are summed in the
+same order under every schedule.
 
 Sources: gpipe, Huang et al. 2019 (arXiv 1811.06965); 1f1b and interleaved, Narayanan et al. 2021
 (arXiv 2104.04473); zb-h1, Qi et al. 2023 (arXiv 2401.10241), section 3.
@@ -41,7 +41,7 @@ Order = list[Compute]
 class PipelineSchedule:
     """order: (rank, stages, chunks, microbatches) -> the computes of that rank, in order.
 
-    interleaves: a rank has two or more chunks under it; else exactly one.
+    interleaves: a rank has two or more chunks; else exactly one.
     """
 
     order: Callable[[int, int, int, int], Order]
@@ -49,13 +49,13 @@ class PipelineSchedule:
 
 
 def plan(kind: str, stages: int, chunks: int = 1, microbatches: int = 1) -> Plan:
-    """The plan of one step: every rank's acts, with the exchanges between them.
+    """Return the plan of one step: every rank's acts, with the exchanges between them.
 
     kind: one of `SCHEDULES`, or "forward", which runs no backward pass (evaluation; any number of chunks).
     stages: ranks of the pipeline, >= 1. One stage is not a special case: it has no exchanges.
-    chunks: model chunks on each rank, >= 1. microbatches: >= 1, and need not divide by anything.
+    chunks: model chunks on each rank, >= 1. microbatches: any number >= 1.
 
-    Raises ValueError naming the flag where the combination does not exist.
+    Raises ValueError naming the flag if the combination does not exist.
 
     >>> plan("1f1b", stages=2, microbatches=1).acts[1]  # doctest: +NORMALIZE_WHITESPACE
     (Exchange(sends=(), recvs=(Transfer(kind='F', microbatch=0, chunk=0, peer=0),)),
@@ -64,12 +64,12 @@ def plan(kind: str, stages: int, chunks: int = 1, microbatches: int = 1) -> Plan
      Exchange(sends=(Transfer(kind='B', microbatch=0, chunk=0, peer=0),), recvs=()))
     """
     _check(kind, stages, chunks, microbatches)
-    return _made(kind, stages, chunks, microbatches)
+    return _cached_plan(kind, stages, chunks, microbatches)
 
 
 @lru_cache(maxsize=64)
-def _made(kind: str, stages: int, chunks: int, microbatches: int) -> Plan:
-    """Made once: a search of layouts, and every step of a training, ask for the same few again and again."""
+def _cached_plan(kind: str, stages: int, chunks: int, microbatches: int) -> Plan:
+    """Cached, because a layout search, and every step of a training, request the same few plans repeatedly."""
     order = forward_only if kind == "forward" else SCHEDULES[kind].order
     orders = [order(rank, stages, chunks, microbatches) for rank in range(stages)]
     return Plan(kind, stages, chunks, microbatches, with_exchanges(orders, stages, chunks))
@@ -95,7 +95,7 @@ def gpipe(rank: int, stages: int, chunks: int, microbatches: int) -> Order:
 
 
 def one_forward_one_backward(rank: int, stages: int, chunks: int, microbatches: int) -> Order:
-    """Forwards until the first gradient can arrive, then one forward, one backward.
+    """Forwards until the first gradient can arrive, then one forward and one backward in turn.
 
     Rank r starts with min(stages - r - 1, microbatches) forwards: 3, 2, 1, 0 for four stages.
     """
@@ -109,10 +109,11 @@ def one_forward_one_backward(rank: int, stages: int, chunks: int, microbatches: 
 def interleaved(rank: int, stages: int, chunks: int, microbatches: int) -> Order:
     """1F1B over several chunks a rank: filling the pipeline takes shorter steps, so the bubble shrinks.
 
-    Microbatches go in groups (see `_groups`): a rank runs a whole group through its first chunk, then
-    through its second, and so on; backwards from the last chunk to the first. Warm-up is 2 (stages - r - 1)
-    forwards for the way there and back, and a group through every chunk but the last: 10, 8, 6, 4 for
-    4 stages, 2 chunks and 8 microbatches, whose forward chunks are 0000 1111 0000 1111.
+    Microbatches form groups (see `_groups`): a rank runs a whole group through its first chunk, then
+    through its second, and so on; backwards run from the last chunk to the first. The warm-up of rank r is
+    2 (stages - r - 1) forwards, until a microbatch has passed the later ranks and its gradient has come back,
+    and a group through every chunk but the last: 10, 8, 6, 4 for 4 stages, 2 chunks and 8 microbatches, whose
+    forward chunks are 0000 1111 0000 1111.
 
         2 stages, 2 chunks, 2 microbatches (a, b are the chunks; a slot is half as long as above)
         rank 0   F0a F1a F0b F1b  .  B0b  .  B1b B0a B1a
@@ -126,11 +127,11 @@ def interleaved(rank: int, stages: int, chunks: int, microbatches: int) -> Order
 
 
 def zero_bubble(rank: int, stages: int, chunks: int, microbatches: int) -> Order:
-    """ZB-H1: 1F1B whose backward is split in two, the weights' half waiting for a slot that would be idle.
+    """ZB-H1: 1F1B with a split backward; weight gradients fill slots that would be idle.
 
-    The gradient of the input (B) is what the previous rank waits for; the gradient of the weights (W) can
-    come any time later. Rank r lets its W acts lag r after its B acts: the later ranks, which would be
-    idle at the end, keep work for it, and no rank ever holds more than `stages` microbatches.
+    The previous rank waits for the gradient of the input (B); the gradient of the weights (W) can be computed
+    at any later time. On rank r the W acts lag r microbatches behind the B acts: later ranks, which would be
+    idle at the end, defer work until then, and no rank ever holds more than `stages` microbatches.
 
         3 stages, 4 microbatches (F, B, W one slot each)
         rank 0   F0 F1 F2  .  . B0 W0 F3 B1 W1 B2 W2 B3 W3
@@ -138,7 +139,7 @@ def zero_bubble(rank: int, stages: int, chunks: int, microbatches: int) -> Order
         rank 2    .  . F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
     """
     order: Order = []
-    backwards = 0
+    backwards = 0  # B acts so far
     for act in one_forward_one_backward(rank, stages, chunks, microbatches):
         order.append(act)
         if act.kind == "B":
@@ -150,16 +151,16 @@ def zero_bubble(rank: int, stages: int, chunks: int, microbatches: int) -> Order
 
 
 def forward_only(rank: int, stages: int, chunks: int, microbatches: int) -> Order:
-    """The forwards of the interleaved schedule: what evaluation runs."""
+    """The forwards of the interleaved schedule, for evaluation."""
     return list(_grouped("F", stages, range(chunks), microbatches))
 
 
 def _groups(stages: int, microbatches: int) -> list[range]:
-    """Microbatches in groups for interleaving: as many as give each at least `stages`, nearly equal.
+    """Divide microbatches into groups for interleaving: nearly equal, each of at least `stages` if there are enough.
 
-    A smaller group would ask rank 0 for its next chunk before the last rank has sent it, and ranks could
-    wait for each other in a circle; a larger one holds more activations. The larger groups come
-    first: the first one sets the warm-up, and a larger one after it would meet backwards before forwards.
+    With a smaller group rank 0 would need its next chunk's input before the last rank has sent it, and ranks
+    could deadlock; a larger one holds more activations. The larger groups come first: the first group sets the
+    warm-up, and after it a larger group would need backwards before their forwards.
 
     >>> _groups(4, 8), _groups(4, 13), _groups(4, 3)
     ([range(0, 4), range(4, 8)], [range(0, 5), range(5, 9), range(9, 13)], [range(0, 3)])
@@ -171,7 +172,7 @@ def _groups(stages: int, microbatches: int) -> list[range]:
 
 
 def _grouped(kind: Literal["F", "B"], stages: int, chunks: Iterable[int], microbatches: int) -> Iterator[Compute]:
-    """Each group of microbatches through all `chunks`, in their order, before the next group starts."""
+    """Run each group of microbatches through all `chunks`, in their order, before the next group."""
     for group in _groups(stages, microbatches):
         for chunk in chunks:
             for microbatch in group:
@@ -179,11 +180,11 @@ def _grouped(kind: Literal["F", "B"], stages: int, chunks: Iterable[int], microb
 
 
 def _alternate(forwards: Order, backwards: Order, warm_up: int) -> Order:
-    """`warm_up` forwards, then forward and backward in turn, then the backwards that are left."""
+    """`warm_up` forwards, then forward and backward in turn, then the remaining backwards."""
     warm_up = min(warm_up, len(forwards))
     steady = zip(forwards[warm_up:], backwards, strict=False)
-    left = len(forwards) - warm_up
-    return forwards[:warm_up] + [act for pair in steady for act in pair] + backwards[left:]
+    pairs = len(forwards) - warm_up
+    return forwards[:warm_up] + [act for pair in steady for act in pair] + backwards[pairs:]
 
 
 SCHEDULES: dict[str, PipelineSchedule] = {
@@ -192,16 +193,16 @@ SCHEDULES: dict[str, PipelineSchedule] = {
     "interleaved": PipelineSchedule(interleaved, interleaves=True),
     "zb-h1": PipelineSchedule(zero_bubble),
 }
-"""Every schedule that trains, by its name: the choices of --schedule."""
+"""Training schedules by name: the choices of --schedule."""
 
 
 def interleaving() -> str:
-    """The names of the schedules for several chunks a rank, for messages."""
+    """The names of the schedules with several chunks per rank, for messages."""
     return " or ".join(name for name, one in SCHEDULES.items() if one.interleaves)
 
 
 def splits_backward(kind: str) -> bool:
-    """Whether the gradients of weights are acts of their own (W), later than those of inputs.
+    """Whether the gradients of weights are separate acts (W), later than those of inputs.
 
     >>> splits_backward("zb-h1"), splits_backward("1f1b")
     (True, False)

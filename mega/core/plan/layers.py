@@ -1,4 +1,4 @@
-"""Which blocks of the model lie on which chunk of which pipeline rank. Knows units by name or number only."""
+"""Which chunk of which pipeline rank holds each block of the model. Knows units by name or number only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import TypeVar
 
 Unit = TypeVar("Unit", bound=Hashable)
-"""A block's number, or another unit of the model by its name (architecture's `Unit`)."""
+"""The number of a block, or the name of another unit of the model (architecture's `Unit`)."""
 
 
 def stage_layers(
@@ -17,11 +17,11 @@ def stage_layers(
     """The blocks of every chunk of every rank, as `[rank][chunk] -> range` of global block numbers.
 
     layers: blocks of the whole model. stages: pipeline ranks. chunks: model chunks of each rank.
-    explicit: blocks of each global stage (chunk * stages + rank) in the model's order, where they are not
-        to be equal: `stages * chunks` numbers whose sum is `layers`. A stage may have none (one that
-        holds an embedding or the head alone).
+    explicit: blocks of each global stage (chunk * stages + rank) in the model's order, for stages of unequal
+        size: `stages * chunks` numbers whose sum is `layers`. A stage with an embedding or the head may have
+        0 blocks.
 
-    Raises ValueError where the blocks do not divide and no explicit numbers are given.
+    Raises ValueError if the blocks do not divide equally and `explicit` is empty.
 
     >>> stage_layers(8, stages=2, chunks=2)
     ((range(0, 2), range(4, 6)), (range(2, 4), range(6, 8)))
@@ -38,6 +38,7 @@ def stage_layers(
 
 
 def _equal(layers: int, stages: int, chunks: int) -> Sequence[int]:
+    """Equal numbers of blocks. Errors: ValueError if they do not divide."""
     pieces = stages * chunks
     if layers < 1 or layers % pieces:
         raise ValueError(
@@ -48,23 +49,24 @@ def _equal(layers: int, stages: int, chunks: int) -> Sequence[int]:
 
 
 def _explicit(explicit: Sequence[int], layers: int, stages: int, chunks: int) -> Sequence[int]:
-    shown = " ".join(map(str, explicit))
+    """Check the numbers of --stage-layers. Errors: ValueError."""
+    value = " ".join(map(str, explicit))
     if len(explicit) != stages * chunks:
         raise ValueError(
-            f"--stage-layers {shown}: has {len(explicit)} numbers, must have "
+            f"--stage-layers {value}: has {len(explicit)} numbers, must have "
             f"--pp {stages} x --chunks {chunks} = {stages * chunks}"
         )
     if min(explicit) < 0:
-        raise ValueError(f"--stage-layers {shown}: every number must be 0 or more")
+        raise ValueError(f"--stage-layers {value}: every number must be 0 or more")
     if sum(explicit) != layers:
-        raise ValueError(f"--stage-layers {shown}: adds up to {sum(explicit)}, must be --layers {layers}")
+        raise ValueError(f"--stage-layers {value}: adds up to {sum(explicit)}, must be --layers {layers}")
     return explicit
 
 
 def split_layers(encoder: int, decoder: int, stages: int, split: int) -> tuple[int, ...]:
-    """The blocks of each stage where those before stage `split` share an encoder's and the others a decoder's.
+    """The blocks of each stage if the stages before `split` hold the encoder and the others the decoder.
 
-    Raises ValueError where a side has no stage, or does not divide.
+    Raises ValueError if the encoder or the decoder has no stage, or does not divide by its stages.
 
     >>> split_layers(6, 8, stages=4, split=2), split_layers(6, 8, stages=3, split=1)
     ((3, 3, 4, 4), (6, 4, 4))
@@ -90,21 +92,22 @@ def _to(stages: int) -> str:
 
 
 def unit_stages(units: Sequence[Unit], layers: Sequence[Sequence[range]]) -> dict[Unit, tuple[int, int]]:
-    """Unit -> (pipeline rank, chunk) that holds it. units: in the order of the forward pass, blocks by number.
+    """Return unit -> (pipeline rank, chunk) that holds it. units: in the order of the forward pass, blocks by number.
 
-    layers: as of `stage_layers`. Units before the first block lie on the first stage, those after the last block on the
-    last one, and others with the block that follows.
+    layers: of `stage_layers`. Units before the first block belong to the first stage, those after the last block to the
+    last stage, and others to the stage of the next block.
 
     >>> unit_stages(["embedding", 0, 1, "head"], stage_layers(2, stages=2))
     {'embedding': (0, 0), 0: (0, 0), 1: (1, 0), 'head': (1, 0)}
     """
-    of_block: Mapping[Hashable, tuple[int, int]] = {
+    block_stages: Mapping[Hashable, tuple[int, int]] = {
         block: (rank, chunk) for rank, chunks in enumerate(layers) for chunk, run in enumerate(chunks) for block in run
     }
-    found: dict[Unit, tuple[int, int]] = {}
-    place = len(layers) - 1, len(layers[0]) - 1
+    stages: dict[Unit, tuple[int, int]] = {}
+    stage = len(layers) - 1, len(layers[0]) - 1
     for unit in reversed(units):
-        place = found[unit] = of_block.get(unit, place)
-    for unit in itertools.takewhile(lambda unit: unit not in of_block, units):
-        found[unit] = 0, 0
-    return dict(reversed(found.items()))
+        stage = stages[unit] = block_stages.get(unit, stage)
+    # The first stage may have no block: without this its embedding would move to the stage of the first block.
+    for unit in itertools.takewhile(lambda unit: unit not in block_stages, units):
+        stages[unit] = 0, 0
+    return dict(reversed(stages.items()))

@@ -1,7 +1,7 @@
 """A clock for plans: plays every rank's acts in parallel and reports when each compute ran.
 
-It follows `Exchange`s to the letter and decides nothing: what it cannot play, no executor can. `prove` asks
-it whether a plan comes to its end, `simulate` how long that takes.
+It follows the `Exchange`s exactly and decides nothing: a plan that it cannot play, no executor can play.
+`prove` uses it to find deadlocks, `simulate` to compute the length.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ class Interval:
 
 
 Duration = Callable[[Compute, int], float]
-"""(compute, its global stage) -> how long it takes."""
+"""(compute, its global stage) -> its duration."""
 
 
 def play(plan: Plan, duration: Duration, transfer: float, overlap: bool = True) -> tuple[tuple[Interval, ...], ...]:
-    """Every rank's computes with their times, in order. Takes time linear in the number of acts.
+    """Return every rank's computes with their times, in order. Runs in time linear in the number of acts.
 
-    transfer: how long one piece of cargo travels, counted from when both sides have come to their exchange.
-    overlap: True lets a rank continue through its exchanges, waiting for a piece of cargo only before the
-        compute that needs it, and never for its sends. False keeps it in each exchange until all of it is
-        over: the strictest hardware, where a send lasts until it is received.
+    transfer: duration of one transfer, counted from the time at which both ranks have reached their exchange.
+    overlap: True: a rank does not stop in exchanges; it waits for a piece of cargo only before the compute
+        that needs it, and never for its sends. False: it stops in each exchange until all transfers are over,
+        the strictest case, in which a send lasts until it is received.
 
-    Raises PlanError where ranks wait for each other for ever.
+    Raises PlanError at a deadlock.
     """
     return _Playing(plan, duration, transfer, overlap).to_the_end()
 
 
 class _Playing:
-    """The state of one playing. A rank runs until it must wait; what it waits for sets it going again."""
+    """The state of one playing. A rank runs until it must wait; the awaited cargo makes it runnable again."""
 
     def __init__(self, plan: Plan, duration: Duration, transfer: float, overlap: bool) -> None:
         self.plan, self.duration, self.transfer, self.overlap = plan, duration, transfer, overlap
@@ -61,12 +61,12 @@ class _Playing:
         return tuple(map(tuple, self.spans))
 
     def _run(self, rank: int) -> None:
-        """Play `rank` until its end, or until it has to wait for a cargo's other side."""
+        """Play `rank` until its end, or until it has to wait for the other rank of a transfer."""
         acts = self.plan.acts[rank]
         while self.next[rank] < len(acts):
             act = acts[self.next[rank]]
-            arrived = self._exchange(act, rank) if isinstance(act, Exchange) else self._compute(act, rank)
-            if not arrived:
+            played = self._exchange(act, rank) if isinstance(act, Exchange) else self._compute(act, rank)
+            if not played:
                 return
             self.next[rank] += 1
 
@@ -78,7 +78,7 @@ class _Playing:
         return self.overlap or all(self._wait(cargo, rank) for cargo in sends + recvs)
 
     def _enter(self, side: dict[Cargo, float], cargoes: list[Cargo], rank: int) -> None:
-        """Note since when `rank` is ready to send, or receive, and wake the rank that waits for that."""
+        """Record the time at which `rank` is ready to send, or receive, and make a rank that waits for it runnable."""
         for cargo in cargoes:
             side.setdefault(cargo, self.now[rank])
             if cargo in self.waiting:
@@ -86,8 +86,8 @@ class _Playing:
 
     def _compute(self, act: Compute, rank: int) -> bool:
         stage = act.chunk * self.plan.stages + rank
-        wanted = needs(act, stage, self.plan.stages * self.plan.chunks - 1)
-        if wanted in self.recvs and not self._wait(wanted, rank):
+        needed = needs(act, stage, self.plan.stages * self.plan.chunks - 1)
+        if needed in self.recvs and not self._wait(needed, rank):
             return False
         start = self.now[rank]
         self.now[rank] = start + self.duration(act, stage)
@@ -95,7 +95,7 @@ class _Playing:
         return True
 
     def _wait(self, cargo: Cargo, rank: int) -> bool:
-        """Move `rank` to the time at which `cargo` is across; False if its other side is not there yet."""
+        """Advance `rank` to the end of the transfer; False if the other rank has not reached its exchange yet."""
         if cargo not in self.sends or cargo not in self.recvs:
             self.waiting[cargo] = rank
             return False

@@ -1,12 +1,12 @@
-"""The proof of a plan: what must hold before anyone plays it. Knows no schedule and trusts none.
+"""The proof of a plan: properties that every plan must have before it is played. Knows no schedule.
 
     1  every rank computes every (kind, microbatch, chunk) exactly once, F before B before W
-    2  nothing is computed before its cargo is there; nothing is sent before it is made
+    2  no compute runs before its cargo has arrived; no cargo is sent before it is produced
     3  every piece of cargo is sent once and received once, between the right two ranks
-    4  between two ranks cargoes of one kind arrive in the order in which they leave (no tags needed)
-    5  no rank waits for ever, even where a send lasts until its receive has started
+    4  between two ranks cargoes of one kind arrive in the order in which they are sent (no tags needed)
+    5  no rank waits for ever, even if a send lasts until its receive has started
 
-It runs at the start of every training: its time is linear in the number of acts.
+It runs at the start of every training, in time linear in the number of acts.
 """
 
 from __future__ import annotations
@@ -29,21 +29,24 @@ def prove(plan: Plan) -> None:
     """Raises PlanError, naming the rank and the act, unless `plan` can be played and is complete."""
     if len(plan.acts) != plan.stages:
         raise PlanError(f"{len(plan.acts)} ranks have acts, there are {plan.stages} stages")
-    leaving: dict[Route, list[Cargo]] = defaultdict(list)
-    arriving: dict[Route, list[Cargo]] = defaultdict(list)
+    sends: dict[Route, list[Cargo]] = defaultdict(list)
+    recvs: dict[Route, list[Cargo]] = defaultdict(list)
     for rank in range(plan.stages):
-        _Rank(plan, rank, leaving, arriving).check()
-    # Every compute had its cargo, so every cargo arrives; what leaves is the same, so nothing is lost either.
-    for route in leaving.keys() | arriving.keys():
-        _same_order(route, leaving[route], arriving[route])
+        _Rank(plan, rank, sends, recvs).check()
+    # Every compute had its cargo, so all needed cargo is received; the sends of each route are equal to its receives,
+    # so no cargo is lost either.
+    for route in sends.keys() | recvs.keys():
+        _same_order(route, sends[route], recvs[route])
     play(plan, duration=lambda act, stage: 1.0, transfer=0.0, overlap=False)
 
 
 def _same_order(route: Route, leaving: list[Cargo], arriving: list[Cargo]) -> None:
-    for left, came in zip_longest(leaving, arriving):
-        if left != came:
+    for sent_cargo, received_cargo in zip_longest(leaving, arriving):
+        if sent_cargo != received_cargo:
             sender, receiver, kind = route
-            raise PlanError(f"{kind} from rank {sender} to rank {receiver}: {left} leaves where {came} arrives")
+            raise PlanError(
+                f"{kind} from rank {sender} to rank {receiver}: {sent_cargo} leaves where {received_cargo} arrives"
+            )
 
 
 class _Rank:
@@ -80,18 +83,18 @@ class _Rank:
 
     def _compute(self, act: Compute) -> None:
         stage = act.chunk * self.plan.stages + self.rank
-        made = (act.kind, act.microbatch, stage)
-        if made in self.done:
+        produced = (act.kind, act.microbatch, stage)
+        if produced in self.done:
             raise self._error("computes twice", act)
         earlier = _EARLIER[act.kind]
         if earlier is not None and (earlier, act.microbatch, stage) not in self.done:
             raise self._error(f"has not computed {earlier} before", act)
-        wanted = needs(act, stage, self.last)
-        if wanted is not None and wanted not in self.held:
-            raise self._error(f"has no {wanted} for", act)
-        self.done.add(made)
-        if self._destination(made) == self.rank:
-            self.held.add(made)
+        needed = needs(act, stage, self.last)
+        if needed is not None and needed not in self.held:
+            raise self._error(f"has no {needed} for", act)
+        self.done.add(produced)
+        if self._destination(produced) == self.rank:
+            self.held.add(produced)
 
     def _exchange(self, act: Exchange) -> None:
         for transfer in act.sends:
@@ -114,7 +117,7 @@ class _Rank:
             self.arriving[transfer.peer, self.rank, transfer.kind].append(cargo)
 
     def _destination(self, made: Cargo) -> int | None:
-        """The rank that needs what a compute makes; None where no rank does."""
+        """The rank that needs the output of a compute; None if no rank does."""
         kind, _, stage = made
         to = stage + {"F": 1, "B": -1, "W": 0}[kind]
         return to % self.plan.stages if kind != "W" and 0 <= to <= self.last else None

@@ -1,7 +1,7 @@
-"""What a plan costs: its length, its bubble, and how many microbatches each rank holds. Knows only numbers.
+"""The cost of a plan: its length, its bubble, and how many microbatches each rank holds. Knows only numbers.
 
 The **bubble** is the share of all ranks' time in which they wait: 1 - (sum of computes) / (ranks * length).
-With p equal stages, m microbatches and v chunks a rank:
+With p equal stages, m microbatches and v chunks per rank:
 
     gpipe, 1f1b     (p - 1) / (m + p - 1)
     interleaved     (p - 1) / (v m + p - 1)     for m >= p
@@ -23,17 +23,15 @@ PerStage: TypeAlias = float | Sequence[float]
 
 @dataclass(frozen=True)
 class Costs:
-    """How long one microbatch takes on one global stage, in any unit of time.
-
-    forward; backward: the gradient of the input alone; weight: the gradient of the weights, which is part
-    of the "B" act where a plan has no "W" acts. So the same costs serve every schedule.
-    transfer: one piece of cargo from one rank to another.
-    """
+    """The duration of each operation of one microbatch on one global stage, in any unit of time."""
 
     forward: PerStage = 1.0
     backward: PerStage = 1.0
+    """The gradient of the input alone."""
     weight: PerStage = 1.0
+    """The gradient of the weights; part of the "B" act in a plan without "W" acts, so the same costs fit all plans."""
     transfer: float = 0.0
+    """One piece of cargo from one rank to another."""
 
     def of(self, act: Compute, stage: int, split: bool) -> float:
         """The time of `act` on global stage `stage`; `split`: the plan has "W" acts."""
@@ -46,30 +44,28 @@ class Costs:
 
 @dataclass(frozen=True)
 class Simulation:
-    """One playing of a plan. Times are in the unit of the costs, lists go by rank.
-
-    makespan: from the first act to the end of the last. busy: time each rank computes.
-    bubble: share of the ranks' time in which they wait, 0 <= bubble < 1.
-    live: the most microbatches each rank holds activations of at any time; with several chunks, each chunk
-        of a microbatch counts one. They are held from F to B, or to W where there are W acts; in a plan
-        without a backward pass only during F.
-    rows: every compute with its times.
-    """
+    """The result of playing a plan. Times are in the unit of the costs; tuples have one entry per rank."""
 
     plan: Plan
     makespan: float
+    """Time from the start of the first act to the end of the last one."""
     busy: tuple[float, ...]
+    """Time for which each rank computes."""
     bubble: float
+    """Share of the ranks' time in which they wait, 0 <= bubble < 1."""
     live: tuple[int, ...]
+    """Peak number of microbatches whose activations each rank holds; each chunk of a microbatch counts as one. A rank
+    holds activations from F to B, or to W if there are W acts; in a plan without backward pass only during F."""
     rows: tuple[tuple[Interval, ...], ...]
+    """Every compute with its times."""
 
 
 def simulate(plan: Plan, costs: Costs | None = None, overlap: bool = True) -> Simulation:
-    """Plays `plan` on a clock.
+    """Play `plan` on a clock.
 
-    costs: 1 each for forward, input gradient and weight gradient, with free transfers, if not given.
-    overlap: True if a rank waits for a piece of cargo only where it needs it, and not for its sends;
-        False if it waits in each exchange until all of it is over (see `play`).
+    costs: by default 1 each for forward, input gradient and weight gradient, and 0 for transfers.
+    overlap: True: a rank waits for cargo only before the compute that needs it, and not for its sends;
+        False: it waits in each exchange until all transfers are over (see `play`).
 
     >>> from mega.core.plan import plan
     >>> result = simulate(plan("1f1b", stages=4, microbatches=8))
@@ -93,11 +89,11 @@ def simulate(plan: Plan, costs: Costs | None = None, overlap: bool = True) -> Si
 
 
 def lower_bound(plan: Plan, costs: Costs | None = None) -> float:
-    """A length below which no plan with these computes can be, in any order.
+    """A lower bound for the length of any plan with these computes, in any order.
 
-    The largest of: one microbatch on its way through all stages and back; and for every rank, the way of the
-    first microbatch to it, all of its work, and the way of the last gradient from it back to the start.
-    (The weight gradients of a split backward need not be done before that last way begins.)
+    The largest of: the time of one microbatch through all stages and back; and for every rank, the sum of the time
+    until the first microbatch can reach it, its work, and the time of the last gradient from it back to stage 0.
+    (The weight gradients of a split backward can overlap with that last time.)
     """
     costs = costs or Costs()
     split = _splits(plan)
@@ -107,16 +103,15 @@ def lower_bound(plan: Plan, costs: Costs | None = None) -> float:
         acts = [Compute(kind, 0, 0) for kind in kinds]  # type: ignore[arg-type]
         return sum(costs.of(act, stage, split) for act in acts for stage in stages)
 
-    there_and_back = "F" if plan.kind == "forward" else "FB"
-    ways = len(there_and_back)
+    passes = "F" if plan.kind == "forward" else "FB"
     travel = costs.transfer if plan.stages > 1 else 0.0
-    bounds = [total(there_and_back, range(last)) + ways * (last - 1) * travel]
+    bounds = [total(passes, range(last)) + len(passes) * (last - 1) * travel]
     for rank in range(plan.stages):
-        own = range(rank, last, plan.stages)
+        rank_stages = range(rank, last, plan.stages)
         head = total("F", range(rank)) + rank * travel
-        work = plan.microbatches * total(there_and_back, own)
-        tail = total("B", range(rank)) + rank * travel if ways == 2 else 0.0
-        weights = plan.microbatches * total("W", own) if split else 0.0
+        work = plan.microbatches * total(passes, rank_stages)
+        tail = total("B", range(rank)) + rank * travel if len(passes) == 2 else 0.0
+        weights = plan.microbatches * total("W", rank_stages) if split else 0.0
         bounds.append(head + work + max(tail, weights))
     return max(bounds)
 
@@ -127,13 +122,13 @@ def _splits(plan: Plan) -> bool:
 
 def _peak(row: Sequence[Interval], frees: str) -> int:
     """The most microbatches held at once: each from the start of its F to the end of its act `frees`."""
-    held = peak = 0
+    live = peak = 0
     for span in row:
         if span.act.kind == "F":
-            held += 1
-            peak = max(peak, held)
+            live += 1
+            peak = max(peak, live)
         if span.act.kind == frees:
-            held -= 1
+            live -= 1
     return peak
 
 

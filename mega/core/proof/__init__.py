@@ -1,6 +1,6 @@
-"""Whether all layouts compute one model, and a converted model is its original.
+"""Tests that all layouts compute the same model, and that a converted model computes what its original computes.
 
-parity, layouts, rows     all layouts are one model; which layouts, and a row for each
-logits                    a converted model against the program that it came from
+parity, layouts, rows     comparison of layouts; the layouts; one row of results for each
+logits                    a converted model against the original program
 options                   the section of `mega parity`
 """

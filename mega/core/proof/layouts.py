@@ -1,10 +1,9 @@
-"""Layouts of ranks by name, and the lists that `mega parity` proves. No torch.
+"""Layouts of ranks by name, and the lists of layouts that `mega parity` compares. No torch.
 
 A name lists sizes: tp2pp2dp2sp is 2 tensor ranks x 2 stages x 2 data ranks with sequence parallelism, cp4-ring is 4
-context ranks with ring attention, and a trailing -zero1 shares out the optimizer's state. How the work is shared over
-time is named alike: pp4-zb is the zero-bubble schedule, pp2-chunks3-uneven 6 chunks of unequal length, mbs8 one
-microbatch of 8 samples, tp2-full2 recomputes blocks two by two, pp4-split1 has an encoder's stage before a decoder's
-three.
+context ranks with ring attention, and a trailing -zero1 shards the optimizer's state. Schedules and recomputation have
+names as well: pp4-zb is the zero-bubble schedule, pp2-chunks3-uneven 6 chunks of unequal length, mbs8 one microbatch of
+8 samples, tp2-full2 recomputes groups of two blocks, pp4-split1 has 1 stage of the encoder and 3 of the decoder.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ _VALUES: dict[str, Any] = {
     "mock_data": True,
     "bucket_size": 20_000,
 }
-"""A model of one million weights with everything that a layout could get wrong: biases, grouped heads, dropout
-(Megatron's 0.1 by default), a vocabulary that no tensor axis divides, several gradient buckets."""
+"""A model of one million weights with all features that a layout could compute wrongly: biases, grouped heads, dropout
+(0.1, Megatron's default), a vocabulary that is not divisible by the tensor axis, several gradient buckets."""
 
 _LLAMA: dict[str, Any] = {
     "family": "llama",
@@ -68,7 +67,7 @@ _SIGMOID: dict[str, Any] = {
     "balance_bias_rate": 0.05,
     "balance_loss": (0.1,),
 }
-"""A mixture as DeepSeek-V3's, in all layers but the first."""
+"""A mixture of experts like that of DeepSeek-V3, in all layers except the first."""
 _RETRIEVER: dict[str, object] = {"retriever": True, "retro_layers": (1, 2), "retro_chunk_length": 2}
 _BERT: dict[str, Any] = {"family": "bert", "sample_kind": "bert"}
 MODELS: dict[str, dict[str, Any]] = {
@@ -88,11 +87,11 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 FAMILIES = ("gpt", "llama", "bert", "t5")
 DECODERS = ("gpt", "llama")
-"""Models that are proven in a layout that is named, where no model is."""
+"""Models that a layout given by name is tested with, if no model is named."""
 
 LR = {"fp64": 3e-3, "fp32": 1.5e-4}
-"""Adam's first steps are lr x sign(gradient), and rounding decides the sign of a gradient that is nearly zero. A rate
-that trains the model keeps that noise within the bounds of fp32; fp64 bears twenty times as much."""
+"""Adam's first steps are lr x sign(gradient), and rounding decides the sign of a gradient that is nearly zero. A usual
+rate keeps this noise within the bounds of fp32; fp64 tolerates a rate twenty times as high."""
 
 NUMBERS = ("tp", "cp", "pp", "dp", "etp", "ep", "split", "chunks", "mbs", "full", "block", "zero")
 FLAGS = ("sp", "a2a", "ring", "gpipe", "zb", "uneven", "selective", "share", "offload")
@@ -102,38 +101,45 @@ RULES = ("sgd", "lamb", "adafactor", "muon")
 
 @dataclass(frozen=True)
 class ParityLayout:
-    """Ranks along each axis, how they share, in what order they work, and what they compute twice.
-
-    split: the first stage of a decoder; 0: encoder and decoder share all stages.
-    ep: ranks that hold other experts. etp: those that share each of them; 0: as tp. a2a: rows are exchanged over ep and
-    tokens not gathered.
-    mbs: samples of a microbatch, 8 make a step. full, block: `--recompute-layers` of full recompute, by groups or for
-    the first blocks of a stage. share: saved activations are cut over the tensor ranks. uneven: stages are not equal.
-    offload: the optimizer's state lies on the host.
-    """
+    """The sizes of all axes, and the options of one layout: schedule, recomputation, sharding, update rule."""
 
     tp: int = 1
     cp: int = 1
     pp: int = 1
     dp: int = 1
     etp: int = 0
+    """Tensor ranks of each expert; 0: as `tp`."""
     ep: int = 1
+    """Ranks that hold different experts."""
     split: int = 0
+    """The first stage of the decoder; 0: encoder and decoder share all stages."""
     chunks: int = 1
     sp: bool = False
+    """Sequence parallelism."""
     a2a: bool = False
+    """Tokens are dispatched to experts by all-to-all, instead of an all-gather."""
     ring: bool = False
+    """Ring attention over the context ranks."""
     gpipe: bool = False
     zb: bool = False
+    """The zero-bubble schedule."""
     uneven: bool = False
+    """Stages have different numbers of blocks."""
     mbs: int = 1
+    """Samples of a microbatch; a step has 8."""
     selective: bool = False
+    """Selective recomputation."""
     full: int = 0
+    """`--recompute-layers` of full recomputation by groups of blocks."""
     block: int = 0
+    """`--recompute-layers` of full recomputation of the first blocks of a stage."""
     share: bool = False
+    """Saved activations are sharded over the tensor ranks."""
     zero: int = 0
     rule: str = "adam"
+    """The update rule: adam, or one of `RULES`."""
     offload: bool = False
+    """The optimizer's state is on the host."""
 
     @property
     def world(self) -> int:
@@ -172,7 +178,7 @@ class ParityLayout:
         >>> ParityLayout.parse("pp2tp2-sp-zero1") == ParityLayout(tp=2, pp=2, sp=True, zero=1)
         True
 
-        Errors: ValueError where the text is not a layout.
+        Errors: ValueError if the text is not a layout.
         """
         word = rf"({'|'.join(NUMBERS)})([1-9]\d*)|({'|'.join(FLAGS + RULES)})"
         if not text or re.sub(rf"{word}|-", "", text):
@@ -188,11 +194,11 @@ class ParityLayout:
 
     @property
     def blocks(self) -> int:
-        """Blocks of the model: one for each chunk at least, and one more where they are to be uneven."""
+        """Blocks of the model: at least one per chunk, and one more for uneven stages."""
         return max(FEWEST_BLOCKS, self.pp * self.chunks + self.uneven)
 
     def depth(self, model: str) -> tuple[int, ...]:
-        """Blocks of one of `MODELS`: its only stack's, or its encoder's and its decoder's.
+        """Blocks of each stack of one of `MODELS`: of its only stack, or of its encoder and its decoder.
 
         >>> ParityLayout(pp=4, split=1).depth("t5"), ParityLayout(pp=4).depth("t5"), ParityLayout().depth("gpt")
         ((1, 3), (2, 2), (4,))
@@ -203,9 +209,9 @@ class ParityLayout:
         return encoder, self.blocks - encoder
 
     def run(self, model: str, dtype: ParityDtype) -> RunConfig:
-        """The small run that this layout is proven on, of one of `MODELS`.
+        """The small run of one of `MODELS` that tests this layout.
 
-        Errors: ValueError where the model cannot be cut so, naming the flag.
+        Errors: ValueError naming the flag if the model cannot be cut into this layout.
         """
         if self.world > MOST_RANKS:
             raise ValueError(f"--layouts {self.name}: {self.world} ranks (valid: 1 to {MOST_RANKS} ranks in all)")
@@ -246,7 +252,7 @@ def _decodes(model: str) -> bool:
 def alone(
     model: str, depth: tuple[int, ...], dtype: ParityDtype, lr: float | None = None, rule: str = "adam"
 ) -> RunConfig:
-    """One rank, one sample at a time, of one of `MODELS`: what layouts are compared with. lr: `LR` if None."""
+    """The reference run of one of `MODELS`: one rank, one sample per microbatch. lr: `LR` if None."""
     return resolve(_small(model, depth, dtype, lr or LR[dtype], rule), 1)
 
 
@@ -257,14 +263,14 @@ def _small(model: str, depth: tuple[int, ...], dtype: ParityDtype, lr: float, ru
 
 
 def uneven(blocks: int, pieces: int) -> list[int]:
-    """Stages of unequal length, the later ones the longer.
+    """Stages of unequal length; later stages are longer.
 
     >>> uneven(4, 2), uneven(5, 4), uneven(7, 6)
     ([1, 3], [1, 1, 1, 2], [1, 1, 1, 1, 1, 2])
     """
-    each, more = divmod(blocks, pieces)
-    sizes = [each + (number >= pieces - more) for number in range(pieces)]
-    if not more:
+    each, remainder = divmod(blocks, pieces)
+    sizes = [each + (number >= pieces - remainder) for number in range(pieces)]
+    if not remainder:
         sizes[0], sizes[-1] = sizes[0] - 1, sizes[-1] + 1
     return sizes
 
@@ -293,7 +299,7 @@ CONTEXT = _named(
     "tp2cp2pp2sp",
     "tp2cp2dp2sp-ring-zero1",
 )
-"""Context ranks along with every other axis. Without `ring` attention goes by all-to-all where tp x cp divides the 4
+"""Context ranks in combination with every other axis. Without `ring` attention uses all-to-all if tp x cp divides the 4
 key/value heads."""
 
 STAGES = _named(
@@ -342,12 +348,12 @@ RECOMPUTED = _named(
     "tp4-full2-share",
     "tp2pp2-block1-share",
 )
-"""What is computed again, in each mode."""
+"""Recomputation in each mode."""
 
 SPLITS = _named(
     "tp1-mbs8", "tp1-mbs4", "dp4", "dp8", "dp4-mbs2", "dp2-mbs4-zero2", "tp2sp-mbs8", "pp2-mbs2", "cp2-mbs4"
 )
-"""The global batch of 8 in microbatches of other sizes, and over more data ranks."""
+"""The global batch of 8 in microbatches of different sizes, and over more data ranks."""
 
 
 UPDATES = _named(
@@ -371,8 +377,8 @@ UPDATES = _named(
     "tp2pp2dp2sp-zero1-muon",
     "tp2dp2-zero1-muon-offload",
 )
-"""The other rules, where tensors are cut over tensor ranks and in spans, and where two stages share one; state on the
-host."""
+"""The other rules, with tensors that are cut over tensor ranks and into spans, and a tensor that two stages share; also
+state on the host."""
 
 
 SPLIT_RANKS = _named(
@@ -393,21 +399,22 @@ SPLIT_RANKS = _named(
     "tp2pp2dp2sp-split1-zero1",
     "tp2pp2dp2sp-split1-zero1-adafactor",
 )
-"""Where an encoder's stages end and a decoder's begin; in others of an encoder-decoder's some stage holds both."""
+"""Pipelines whose stages hold blocks of either the encoder or the decoder. In other layouts of an encoder-decoder model
+some stage holds both."""
 
 
 def every_layout() -> list[ParityLayout]:
-    """tp, pp in {1, 2, 4} x dp in {1, 2} on up to 8 ranks, with and without sequence parallelism, every ZeRO; and the
-    lists above."""
-    found = []
+    """tp, pp in {1, 2, 4} x dp in {1, 2} on up to 8 ranks, with and without sequence parallelism, every ZeRO stage; and
+    the lists above."""
+    grid = []
     for tp in (1, 2, 4):
         for pp in (1, 2, 4):
             for dp in (1, 2):
                 if 1 < tp * pp * dp <= MOST_RANKS:
                     shares = (False, True) if tp > 1 else (False,)
                     stages = (0,) if dp == 1 else (0, 1) if pp > 1 else (0, 1, 2, 3)
-                    found += [ParityLayout(tp=tp, pp=pp, dp=dp, sp=sp, zero=zero) for sp in shares for zero in stages]
-    return found + CONTEXT + STAGES + RECOMPUTED + SPLITS + UPDATES
+                    grid += [ParityLayout(tp=tp, pp=pp, dp=dp, sp=sp, zero=zero) for sp in shares for zero in stages]
+    return grid + CONTEXT + STAGES + RECOMPUTED + SPLITS + UPDATES
 
 
 EXPERTS = _named(
@@ -423,17 +430,17 @@ EXPERTS = _named(
     "tp2pp2dp2sp-ep2-zero1",
     "dp2pp2-ep2-a2a-chunks2-full1",
 )
-"""Where ranks share experts."""
+"""Layouts that distribute experts over ranks."""
 
 
 def drawn_mixtures(model: str, count: int, seed: int = 40) -> list[ParityLayout]:
-    """Layouts of a mixture, `EXPERTS` and others that the rules allow, drawn at random but always the same ones.
+    """Layouts of a mixture of experts: `EXPERTS`, and valid layouts drawn at random with a fixed seed.
 
-    A microbatch is the reference's where tokens are dropped, since an expert's capacity is that of a microbatch.
+    A model that drops tokens keeps the reference's microbatch size, because the capacity of an expert depends on it.
     """
-    draw, found = random.Random(f"{seed} {model}"), list(EXPERTS)
+    draw, layouts = random.Random(f"{seed} {model}"), list(EXPERTS)
     dropping = "capacity_factor" in MODELS[model]
-    while len(found) < count:
+    while len(layouts) < count:
         tp, cp, pp, dp = (draw.choice((1, 1, 2, 4)) for _ in range(4))
         chunks = draw.choice((1, 1, 2)) if pp > 1 else 1
         layout = ParityLayout(
@@ -459,16 +466,16 @@ def drawn_mixtures(model: str, count: int, seed: int = 40) -> list[ParityLayout]
             layout.run(model, "fp64")
         except ValueError:
             continue
-        if layout not in found:
-            found.append(layout)
-    return found
+        if layout not in layouts:
+            layouts.append(layout)
+    return layouts
 
 
 SHORT = _named("dp2-zero1", "tp2sp", "pp2", "tp2pp2dp2sp-zero1")
-"""One of each axis, and all together."""
+"""A layout for each axis, and one with all axes."""
 
 TIES = _named("tp2sp", "pp2", "pp2-chunks2", "pp4-zb", "dp2-zero3", "tp2pp2dp2sp-zero1")
-"""Where a tied embedding is shared, for the models that are tied otherwise."""
+"""Layouts that share the embedding, for models whose tie differs from their family's."""
 
 NORMS = _named(
     "tp2sp",
@@ -481,10 +488,10 @@ NORMS = _named(
     "tp1-selective",
     "tp2sp-full2",
 )
-"""Where the place of the norms changes what is kept, cut or exchanged."""
+"""Layouts in which the placement of norms changes saved, cut or exchanged tensors."""
 
 DRAWN = 32
-"""Layouts of each of the models with experts."""
+"""Number of layouts for each model with experts."""
 
 NEIGHBOURS = _named(
     "tp2sp",
@@ -499,30 +506,30 @@ NEIGHBOURS = _named(
     "tp2sp-selective",
     "tp1-mbs8",
 )
-"""Where neighbours are cut, travel, or are read twice, with other blocks than GPT's."""
+"""Layouts that cut, send or recompute neighbours, for blocks other than GPT's."""
 
 SOME = {"gpt-untied": TIES, "llama-tied": TIES, "bert-post": NORMS, "llama-retriever": NEIGHBOURS}
-"""Models of a family that are proven in some layouts only."""
+"""Models that are tested in some layouts only."""
 
 Case = tuple[str, ParityLayout]
-"""One of `MODELS` in one layout."""
+"""The name of a model in `MODELS`, and a layout."""
 
 
 def every_case() -> Iterator[Case]:
-    """What `mega parity --all` proves."""
+    """All cases of `mega parity --all`."""
     for model in MODELS:
         for layout in layouts_of(model):
             yield model, layout
 
 
 def models_of(layout: ParityLayout) -> tuple[str, ...]:
-    """Those that are proven in a layout that is named: with experts, where ranks share some."""
-    of_experts = layout.ep > 1 or layout.etp or layout.a2a
-    return tuple(f"{model}-experts" for model in DECODERS) if of_experts else DECODERS
+    """The models that test a layout given by name: those with experts if the layout distributes experts."""
+    has_experts = layout.ep > 1 or layout.etp or layout.a2a
+    return tuple(f"{model}-experts" for model in DECODERS) if has_experts else DECODERS
 
 
 def layouts_of(model: str) -> list[ParityLayout]:
-    """Those that one of `MODELS` is proven in."""
+    """The layouts that test one of `MODELS`."""
     whole_rows = [layout for layout in every_layout() if layout.cp == 1]
     if _decodes(model):  # an encoder and a decoder share no context axis
         return whole_rows + SPLIT_RANKS

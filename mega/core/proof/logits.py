@@ -1,6 +1,6 @@
-"""Does a checkpoint compute what the model it was converted from computes? One forward pass through both.
+"""Compare the logits of a converted checkpoint with those of its original, by one forward pass of each.
 
-Both models run one block at a time in fp32, so of each only one block, and the tables of tokens, are ever in memory.
+Both models run one block at a time in fp32, so memory holds only one block and the embeddings of each model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mega.core.parallel.region import ALONE
 from mega.core.parallel.weight import ParameterFactory
 
 BOUND = 1e-4
-"""Largest difference of a logit that conversion may cause, in fp32, as a part of the largest logit (1 at least)."""
+"""Largest allowed difference of a logit in fp32, relative to the largest logit (or to 1 if that is larger)."""
 
 TOKENS = (2, 64)
 """Rows and columns of the random tokens."""
@@ -39,7 +39,8 @@ TOKENS = (2, 64)
 
 @dataclass(frozen=True)
 class LogitComparison:
-    """largest: max |a - b| over all logits. scale: max |a|. same: share of tokens with one most likely successor."""
+    """largest: max |a - b| over all logits. scale: max |a|. same: share of tokens for which both models have the same
+    most likely next token."""
 
     largest: float
     scale: float
@@ -47,7 +48,7 @@ class LogitComparison:
 
     @property
     def bound(self) -> float:
-        """What `largest` may be: the rounding of a sum grows with what is summed."""
+        """The limit of `largest`. It grows with the logits, like the rounding error of their sums."""
         return BOUND * max(1.0, self.scale)
 
     @property
@@ -56,7 +57,7 @@ class LogitComparison:
 
 
 def check_transformers() -> None:
-    """Errors: ValueError where transformers is not installed, or what it needs is not."""
+    """Check that transformers and its dependencies are installed. Errors: ValueError."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM  # noqa: F401
     except ImportError as error:
@@ -65,7 +66,7 @@ def check_transformers() -> None:
 
 
 def continues_text(one: Path, other: Path) -> bool:
-    """Whether the checkpoint, whichever of the two it is, holds a model whose logits of a text can be compared."""
+    """Whether the mega checkpoint among the two paths holds a model that continues text, so that logits compare."""
     checkpoint = locate(one if form_at(one) is OWN else other)
     return family(model_of(checkpoint.meta, str(checkpoint.path))).prompt is not None
 
@@ -73,24 +74,24 @@ def continues_text(one: Path, other: Path) -> bool:
 def compare_logits(one: Path, other: Path) -> LogitComparison:
     """Compare a Hugging Face folder and a checkpoint, in either order, on random tokens, both in fp32.
 
-    Errors: ValueError where the Hugging Face folder is missing or transformers is not installed.
+    Errors: ValueError if the Hugging Face folder is missing or transformers is not installed.
     """
     check_transformers()
     folder, load = (other, one) if form_at(one) is OWN else (one, other)
     if not (folder / "config.json").exists():
         raise ValueError(f"--verify: neither {one} nor {other} is a Hugging Face folder")
-    own = opened_own(load)  # adapters are merged, and rounded, as an export of them is
-    model = architecture(own.model)
+    converted = opened_own(load)  # merges and rounds adapters as an export does
+    model = architecture(converted.model)
     rows, columns = TOKENS
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, model.input.vocab, (rows, min(columns, model.positions)), generator=generator)
-    theirs, ours = their_logits(folder, ids), _logits(own.model, own.source, ids)
-    same = (ours.argmax(-1) == theirs.argmax(-1)).float().mean()
-    return LogitComparison(float((ours - theirs).abs().max()), float(theirs.abs().max()), float(same))
+    expected, actual = their_logits(folder, ids), _logits(converted.model, converted.source, ids)
+    same = (actual.argmax(-1) == expected.argmax(-1)).float().mean()
+    return LogitComparison(float((actual - expected).abs().max()), float(expected.abs().max()), float(same))
 
 
 def not_finite(one: Path, other: Path) -> str | None:
-    """The first weight of the checkpoint, whichever of the two it is, with a NaN or an infinity; None without one."""
+    """The first weight with a NaN or an infinity in the mega checkpoint among the two paths; None if all are finite."""
     source = OwnSource(locate(one if form_at(one) is OWN else other))
     for name, (shape, dtype) in source.tensors.items():
         for box in blocks(whole_box(shape), dtype.itemsize):
@@ -103,17 +104,18 @@ def not_finite(one: Path, other: Path) -> str | None:
 def their_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     """[b, s, vocab] in fp32, computed by transformers from a Hugging Face folder for token ids [b, s].
 
-    The model is made with one block of each kind; each of its own is then made where it is called, and let go again.
+    The model is built with one block of each kind. Each real block is built and filled when it is called, and freed
+    after the call.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     source = weights_of(folder)
     config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     kinds, count = getattr(config, "layer_types", None), config.num_hidden_layers
-    few = [None] if kinds is None else list(dict.fromkeys(kinds))
-    config.num_hidden_layers = len(few)
+    distinct_kinds = [None] if kinds is None else list(dict.fromkeys(kinds))
+    config.num_hidden_layers = len(distinct_kinds)
     if kinds is not None:
-        config.layer_types = few
+        config.layer_types = distinct_kinds
     maker: Any = AutoModelForCausalLM
     model = maker.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
     backbone = model.base_model
@@ -122,7 +124,7 @@ def their_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     config.num_hidden_layers = count
     if kinds is not None:
         config.layer_types = kinds
-    here = _prefix(model, source.tensors)
+    prefix = _prefix(model, source.tensors)
 
     def fill(module: torch.nn.Module, stored: Callable[[str], str]) -> None:
         for name, tensor in module.named_parameters():
@@ -134,25 +136,25 @@ def their_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
             self.number, self.attention_type = number, None if kinds is None else kinds[number]
 
         def forward(self, *args: Any, **named: Any) -> Any:
-            made = block(config, self.number).to(torch.float32).eval()
-            fill(made, lambda name: f"{here}{stem}.{self.number}.{name}")
-            return made(*args, **named)
+            filled = block(config, self.number).to(torch.float32).eval()
+            fill(filled, lambda name: f"{prefix}{stem}.{self.number}.{name}")
+            return filled(*args, **named)
 
     setattr(backbone, stem, torch.nn.ModuleList(map(OneBlock, range(count))))
-    outside = f"{model.base_model_prefix}."
-    fill(model, lambda name: _stored(here + name.removeprefix(outside) if name.startswith(outside) else name, source))
-    found: torch.Tensor = model(ids, use_cache=False).logits
-    return found
+    base = f"{model.base_model_prefix}."
+    fill(model, lambda name: _stored(prefix + name.removeprefix(base) if name.startswith(base) else name, source))
+    logits: torch.Tensor = model(ids, use_cache=False).logits
+    return logits
 
 
 def _prefix(model: Any, tensors: Collection[str]) -> str:
-    """What the names of a folder begin with: nothing where a model was saved without its head."""
+    """The prefix of the folder's tensor names; empty if the model was saved without its head."""
     prefix = f"{model.base_model_prefix}."
     return prefix if any(name.startswith(prefix) for name in tensors) else ""
 
 
 def _stored(name: str, source: Source) -> str:
-    """What a tensor is called in a folder: transformers saves GPT-NeoX's head under its former name."""
+    """The name of a tensor in the folder: transformers saves the head of GPT-NeoX under its old name."""
     return "embed_out.weight" if name == "lm_head.weight" and "embed_out.weight" in source.tensors else name
 
 
@@ -175,7 +177,7 @@ def _logits(model: ModelConfig, source: Source, ids: torch.Tensor) -> torch.Tens
 
 
 def _stages(model: ModelConfig, source: Source) -> Iterator[Any]:
-    """Each unit as a stage of its own, filled when its turn comes."""
+    """Yield each unit as a separate stage, with its weights loaded."""
     for unit in units(model):
         factory = ParameterFactory({}, torch.float32, torch.device("cpu"))
         stage = family(model).stage(model, [unit], factory, ALONE).eval()

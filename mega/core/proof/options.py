@@ -1,4 +1,4 @@
-"""Which layouts `mega parity` compares, and where the rows go, as its section. No torch."""
+"""The section of `mega parity`: which layouts it compares, and the file for its rows. No torch."""
 
 from __future__ import annotations
 

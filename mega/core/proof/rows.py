@@ -1,5 +1,5 @@
-"""The loop that proves layouts, a row each as it is known, and the file of rows from which a run resumes that was cut
-short. It knows no layout by name.
+"""The loop over layouts, which yields one row of results for each, and the file of rows from which an interrupted loop
+resumes. It knows no layout by name.
 """
 
 from __future__ import annotations
@@ -24,27 +24,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """How far one layout is from one rank.
-
-    loss: worst relative difference. gradients: at each of `STEPS` the error of the worst tensor. shares: of what it was
-    allowed. tensors: which. problem: why numbers are missing. commit, date: of what code, and when.
-    """
+    """The difference between one layout and one rank."""
 
     family: str
     layout: str
     dtype: str
     fine: bool
+    """Whether all differences are within the bounds."""
     loss: float | None = None
+    """Largest relative difference of the loss."""
     gradients: tuple[float, ...] = ()
+    """Error of the worst tensor at each of `STEPS`."""
     shares: tuple[float, ...] = ()
+    """Those errors as shares of the allowed ones."""
     tensors: tuple[str, ...] = ()
+    """Names of the worst tensors."""
     problem: str | None = None
+    """The error message if the comparison failed."""
     commit: str = ""
+    """Commit of the code."""
     date: str = ""
 
 
 def prove(cases: Sequence[Case], dtype: ParityDtype) -> Iterator[Row]:
-    """Train every model in every layout on local ranks; one row each as it is done."""
+    """Train every case on local ranks, and yield its row when it is done."""
     from mega.core.processes.pool import Pool
     from mega.core.proof.parity import compare, snapshots, within
 
@@ -59,8 +62,8 @@ def prove(cases: Sequence[Case], dtype: ParityDtype) -> Iterator[Row]:
                 references[key] = _reference(pool, *key, dtype)
             expected, exact = references[key]
             try:
-                found = snapshots(pool, run, layout.world, STEPS)
-                differences = compare(dtype, STEPS, expected, found, exact)
+                actual = snapshots(pool, run, layout.world, STEPS)
+                differences = compare(dtype, STEPS, expected, actual, exact)
             except RuntimeError as error:
                 problem = str(error).strip().splitlines()[-1]
                 yield Row(model, layout.name, dtype, fine=False, problem=problem)
@@ -80,7 +83,7 @@ def prove(cases: Sequence[Case], dtype: ParityDtype) -> Iterator[Row]:
 def _reference(
     pool: Pool, model: str, depth: tuple[int, ...], rule: str, dtype: ParityDtype
 ) -> tuple[list[Snapshot], list[Snapshot] | None]:
-    """One rank, one sample at a time; in fp32 also in fp64, with the same learning rate."""
+    """Snapshots of one rank, with one sample per microbatch; for fp32 also in fp64, with the same learning rate."""
     from mega.core.proof.parity import snapshots
 
     expected = snapshots(pool, alone(model, depth, dtype, rule=rule), 1, STEPS)
@@ -93,18 +96,18 @@ def _reference(
 
 
 def code() -> str:
-    """The commit of the code that runs, with a mark where it has been changed since; else the version."""
-    where = Path(mega.__file__).parent
+    """The commit of the running code, with a mark if the work tree has changes; the version outside of a git repository."""
+    folder = Path(mega.__file__).parent
     try:
-        asked = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude", "*"]
-        git = subprocess.run(asked, cwd=where, capture_output=True, text=True, check=False)
+        command = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude", "*"]
+        git = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     except OSError:
         return mega.__version__
     return git.stdout.strip() or mega.__version__
 
 
 def kept(path: str, commit: str) -> list[Row]:
-    """The rows that `append` wrote for this commit. Errors: ValueError where the file has other lines."""
+    """Read the rows that `append` wrote for this commit. Errors: ValueError if the file has other lines."""
     if not os.path.exists(path):
         return []
     try:
@@ -116,7 +119,7 @@ def kept(path: str, commit: str) -> list[Row]:
 
 
 def append(path: str, row: Row, commit: str) -> Row:
-    """Add a row of this commit, safe on disk; the row as written."""
+    """Append a row of this commit, synced to the disk; returns the row with commit and date."""
     row = dataclasses.replace(row, commit=commit, date=f"{datetime.now(UTC):%Y-%m-%d}")
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(dataclasses.asdict(row)) + "\n")
