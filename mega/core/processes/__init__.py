@@ -1,13 +1,13 @@
-"""How ranks start, find each other, notice that one is lost, and end. What they compute is not known here.
+"""The life of ranks: start, rendezvous, detection of lost ranks, end. This room does not know what ranks compute.
 
-world                    which rank of how many this process is, by its launcher's variables
+world                    rank and world size of this process, from its launcher's variables
 launch, pool, signals    local ranks for one job or for many, and signals that ask them to stop
-restarts                 a job that is started again after a failure that may pass
-hosts, leader, wire      restarts on several hosts, where a spare takes a lost one's place: a host's part, the leader's,
-                         and their connection
-scripts, options         what starts a run on several hosts, for schedulers
-connect, rendezvous, interface   a rank's way into the group, where ranks meet, and by which network interface
-roll_call, questions, position   which rank the others wait for: asked, put into the store, and answered
-flight                   which exchange they stand in, by torch's flight recorder
+restarts                 restarts of a job after a transient failure
+hosts, leader, wire      restarts on several hosts, where a spare replaces a lost host: the part of each host, the part
+                         of the leader, and their connection
+scripts, options         scripts and manifests that start a run on several hosts, for schedulers
+connect, rendezvous, interface   process groups, the store in which ranks find each other, and the network interface
+roll_call, questions, position   which rank the others wait for: the watchdog, its messages, and the answers
+flight                   the collective in which ranks wait, from torch's flight recorder
 exit_reports             why a rank failed, and its exit code; the codes are in launch
 """

@@ -1,6 +1,6 @@
-"""One rank's way into the process group and out of it, from torchrun, mpirun, srun, `launch` or alone.
+"""Join and leave the process group, under torchrun, mpirun, srun, `launch` or as a single process.
 
-It knows no jobs: what ranks do together is theirs.
+This file does not know the jobs of ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mega.core.processes.roll_call import RollCall, in_time
 from mega.core.processes.world import MEETING_FILE, World, cores, world_from_env
 
 _CALLS: list[RollCall] = []
-"""What answers for this process, while it is in a process group."""
+"""The roll call of this process while it is in a process group; else empty."""
 
 
 def connect(
@@ -36,12 +36,11 @@ def connect(
 ) -> tuple[World, Device, Groups]:
     """Join the process group as the rank that the environment names.
 
-    phase_timeout_minutes: how long ranks that answer may keep others waiting in a phase that may take long; beyond it,
-    or beyond timeout_minutes in any other phase, the roll call ends the run, so exchanges are given the sum of both.
-    None: ranks that answer are given up only by their exchanges, a quarter after timeout_minutes.
-    A single rank has no group, and every axis has size 1. Errors: ValueError where the device is absent, the backend
-    is not for it, or the environment does not say where ranks meet; OSError, naming who is waited for, where not all
-    ranks come.
+    phase_timeout_minutes: how long ranks that answer may keep others waiting in a phase that may take long. After this
+    time, or after timeout_minutes in any other phase, the roll call ends the run, so the timeout of exchanges is the
+    sum of both. None: only the timeout of exchanges, 1.25 timeout_minutes, applies to ranks that answer.
+    A single rank has no group, and every axis has size 1. Errors: ValueError if the device is absent, the backend does
+    not support it, or the environment has no rendezvous address; OSError, naming the missing ranks, if not all join.
     """
     world, timeout = world_from_env(), timedelta(minutes=timeout_minutes)
     device = Device.choose(kind, world.local_rank, backend)
@@ -62,29 +61,29 @@ def connect(
                 device.backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout
             )
         _answer_others(store, world, timeout_minutes, phase_timeout_minutes)
-    more = timeout_minutes / 4 if phase_timeout_minutes is None else phase_timeout_minutes
-    return world, device, Groups(device.backend, timeout + timedelta(minutes=more))
+    extra_minutes = timeout_minutes / 4 if phase_timeout_minutes is None else phase_timeout_minutes
+    return world, device, Groups(device.backend, timeout + timedelta(minutes=extra_minutes))
 
 
 def _check_interfaces() -> None:
-    """See that gloo can use what it is told to. Errors: ValueError."""
-    known = [name for _, name in socket.if_nameindex()]
+    """Check that the interfaces of GLOO_SOCKET_IFNAME exist. Errors: ValueError."""
+    interfaces = [name for _, name in socket.if_nameindex()]
     for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(","):
-        if name and name not in known:
+        if name and name not in interfaces:
             raise ValueError(
                 f"GLOO_SOCKET_IFNAME {name}: is not a network interface of {socket.gethostname()}; "
-                f"valid: {', '.join(known)}"
+                f"valid: {', '.join(interfaces)}"
             )
 
 
 @contextlib.contextmanager
 def _naming_interface() -> Iterator[None]:
-    """Errors: ValueError where gloo finds no address at its interface, which it reports as a line of its C++."""
+    """Turn gloo's C++ error about an interface without an address into a ValueError."""
     try:
         yield
     except RuntimeError as error:
-        _, found, name = str(error).partition("Unable to find address for: ")
-        if not found:
+        _, separator, name = str(error).partition("Unable to find address for: ")
+        if not separator:
             raise
         name = name.split("\n")[0].strip()
         raise ValueError(
@@ -94,26 +93,26 @@ def _naming_interface() -> Iterator[None]:
 
 
 def _answer_others(store: dist.Store, world: World, minutes: float, phase_minutes: float | None) -> None:
-    """Have a thread answer for this rank until `disconnect`, whatever its main thread waits for."""
-    # A call to a TCPStore waits for the one before it.
-    own = store if MEETING_FILE in os.environ else store.clone()  # type: ignore[attr-defined]
+    """Start a thread that answers for this rank until `disconnect`, also while its main thread waits."""
+    # A connection of its own: calls on one TCPStore client are serialized, and the main thread may block in one.
+    client = store if MEETING_FILE in os.environ else store.clone()  # type: ignore[attr-defined]
     hosted = hosts_store(replace(world, rank=0))
     kind = hosted, MEETING_FILE not in os.environ
     host = None if world.size == world.local_size else (socket.gethostname(), own_addresses())
-    place = dist.PrefixStore("roll-call", own)
-    call = RollCall(place, world.rank, world.size, minutes, *kind, phase_minutes=phase_minutes, host=host)
+    prefix_store = dist.PrefixStore("roll-call", client)
+    call = RollCall(prefix_store, world.rank, world.size, minutes, *kind, phase_minutes=phase_minutes, host=host)
     _CALLS.append(call.start())
     explain_exchanges_by(call)
 
 
 def keep_asking(lost: Callable[[str], None] | None = None) -> None:
-    """Have this rank ask the others regularly whether they live, as of `RollCall.keep_asking`."""
+    """Make this rank ask the others regularly whether they live (`RollCall.keep_asking`)."""
     for call in _CALLS:
         call.keep_asking(lost)
 
 
 def silent_ranks(seconds: float) -> list[int]:
-    """The ranks that do not answer so fast; none where their store does not."""
+    """The ranks that do not answer within `seconds`; empty if the store does not answer."""
     for call in _CALLS:
         with contextlib.suppress(Exception):
             return in_time(partial(call.questions.silent, seconds), 2 * seconds)
@@ -121,8 +120,8 @@ def silent_ranks(seconds: float) -> list[int]:
 
 
 def end_together(rank: int, timeout_minutes: float) -> None:
-    """On rank 0, when its work is done, see that every other rank has ended too, or answers: a launcher waits for one
-    that is stopped without end. Errors: TimeoutError naming it."""
+    """On rank 0, after its work: check that every other rank has ended or answers. A launcher would wait for ever for a
+    stopped rank. Errors: TimeoutError naming the rank."""
     for call in _CALLS if rank == 0 else ():
         silent = silent_ranks(60 * timeout_minutes)
         if silent:
@@ -131,8 +130,8 @@ def end_together(rank: int, timeout_minutes: float) -> None:
 
 def threads(ranks: int) -> int:
     """CPU threads of one of `ranks` on this host: OMP_NUM_THREADS, else its share of the cores."""
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    return int(asked) if asked.isdecimal() and int(asked) else max(1, cores() // ranks)
+    variable = os.environ.get("OMP_NUM_THREADS", "")
+    return int(variable) if variable.isdecimal() and int(variable) else max(1, cores() // ranks)
 
 
 def connected() -> bool:

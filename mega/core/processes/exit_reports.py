@@ -1,16 +1,18 @@
-"""How a rank that fails reports why, so that the user reads it once, under any launcher.
+"""Reports of failed ranks: under any launcher the user reads each reason once.
 
-    1 every rank that fails publishes its report     through the store in which the ranks met, or would have met
-    2 the first to do so waits for the others        until all have come, GRACE seconds are over, or SIGTERM means that
-                                                     the launcher knows of the end already
-    3 it prints: what all report, once; what some    A consequence of another rank's error, such as its loss, is printed
-      report, with their numbers                     only where no rank knows more, and the launcher has not ended us.
-                                                     The first rank of every other host prints the same in its log
-    4 the others leave with the same exit code,      a later rank prints only what has not been printed
-      rank 0, which may host the store, last
+    1 every failed rank publishes its report         in the store of the rendezvous, also if that is not complete yet
+    2 the first one waits for the others             until all have reported, GRACE seconds are over, or a SIGTERM shows
+                                                     that the launcher knows of the failure already
+    3 it prints                                      a reason of all ranks once, a reason of some ranks with their
+                                                     numbers. A consequence of another rank's error, such as its loss,
+                                                     is printed only if no rank reports a cause, and the launcher has
+                                                     not ended this rank. The first rank of every other host prints the
+                                                     same in the log of that host
+    4 the others exit with the same exit code        a later rank prints only what is new; rank 0, which may host the
+                                                     store, exits last
 
-None of this may block a rank: it prints its own report if the store is gone, or does not answer within LIMIT seconds.
-MEGA_DEBUG=1 lets every rank show its own traceback at once. No torch for one rank alone.
+None of this may block a rank: it prints its own report if the store is lost, or does not answer within LIMIT seconds.
+With MEGA_DEBUG=1 every rank prints its own traceback at once. A single rank does not import torch.
 """
 
 from __future__ import annotations
@@ -40,16 +42,16 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 GRACE = 2.0
-"""Seconds in which ranks that meet the same fault are expected to report it."""
+"""Seconds within which ranks with the same fault report it."""
 
 COMING = 5 * GRACE
-"""Seconds in which ranks that have not met yet may come: each loads torch first, from a disk that all of them read."""
+"""The same before the rendezvous is complete: each rank imports torch first, from a disk that all of them read."""
 
 LIMIT = 10 * GRACE
-"""Seconds for all of it: the store of a host that has stopped, or was cut off, never answers, nor closes."""
+"""Seconds for all phases: the store of a stopped or disconnected host neither answers nor closes its connections."""
 
 ANSWER = 4 * GRACE
-"""Seconds in which the store of ranks that have met answers for the first time, if it does at all."""
+"""Seconds for the first answer of the store, if ranks have used it before."""
 
 _PEER_IS_GONE = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError"),
@@ -59,8 +61,8 @@ _PEER_IS_GONE = (
 
 @dataclass(frozen=True)
 class ExitReport:
-    """Why a rank ends, and its exit code. kind: "line", "trace", "diverged", "verdict" of all ranks, or "consequence"
-    of another rank's end."""
+    """Why a rank ends, and its exit code. kind: "line", "trace", "diverged", "verdict" (of all ranks), or "consequence"
+    (of the end of another rank)."""
 
     code: int
     text: str
@@ -68,17 +70,18 @@ class ExitReport:
 
     @property
     def permanent(self) -> bool:
-        """Whether ranks that start again would end for the same reason."""
+        """Whether restarted ranks would fail for the same reason."""
         return self.code == 2 or self.kind == "diverged"
 
 
 def report_of(error: BaseException) -> ExitReport:
-    """A mistake of the user ends with 2, all else with 1. What is neither that nor the machine's shows its traceback.
+    """Make the report of an exception: exit code 2 for a mistake of the user, else 1. An error that is neither the
+    user's nor the machine's has a traceback.
 
     >>> report_of(ValueError("--lr -1: must be positive"))
     ExitReport(code=2, text='--lr -1: must be positive', kind='line')
     """
-    code = 2 if isinstance(error, ValueError) and not isinstance(error, OSError) else 1  # what is both may pass
+    code = 2 if isinstance(error, ValueError) and not isinstance(error, OSError) else 1  # an OSError may be transient
     if _debugging():
         return ExitReport(code, _trace(error), "trace")
     if isinstance(error, UnicodeEncodeError) and not _is_text(error.object):
@@ -88,7 +91,7 @@ def report_of(error: BaseException) -> ExitReport:
         kind = "diverged" if isinstance(error, FloatingPointError) else "line"
         return ExitReport(code, text, "consequence" if getattr(error, "elsewhere", False) else kind)
     if type(error).__name__ == "OutOfMemoryError" or _CPU_IS_FULL in str(error):
-        # Torch's message continues with figures of this very process; of a CPU it begins with a line of its source.
+        # torch's message continues with figures of this process; on a CPU it begins with a line of its source.
         text = ". ".join(str(error)[max(0, str(error).find(_CPU_IS_FULL)) :].split(". ")[:2])
         return ExitReport(
             code, f"{text}; mega memory-estimate shows what a run needs, and MEGA_DEBUG=1 shows where it was"
@@ -101,7 +104,7 @@ def report_of(error: BaseException) -> ExitReport:
 
 
 def names_lost_peer(error: RuntimeError) -> bool:
-    """Whether the text of an error says that an exchange ended because another rank is there no longer."""
+    """Whether the message of an error says that an exchange failed because another rank has ended."""
     return any(sign in str(error) for sign in _PEER_IS_GONE)
 
 
@@ -110,49 +113,49 @@ _TIMED_OUT = re.compile(r"[Tt]imed? ?out")
 
 
 class Explains(Protocol):
-    """Knows who else of the process group answers (roll_call.py)."""
+    """Explains failed exchanges (roll_call.py)."""
 
     def explain(self, error: BaseException) -> str: ...
     def explain_loss(self, error: BaseException) -> str | None: ...
 
 
 _EXPLANATIONS: list[Explains] = []
-"""Of this process, while it has a group."""
+"""The explainer of this process, while it has a process group."""
 
 
 def explain_exchanges_by(group: Explains | None) -> None:
-    """What tells why an exchange failed; None where there is no group any more."""
+    """Set the object that explains failed exchanges; None without a process group."""
     _EXPLANATIONS[:] = [] if group is None else [group]
 
 
 def explain_loss(error: RuntimeError) -> str:
-    """The line about a connection to another rank that broke: which one, where the store of the ranks says."""
+    """The message about a broken connection, with the lost rank if the store of the ranks can name it."""
     for group in _EXPLANATIONS:
-        with contextlib.suppress(Exception):  # of a store that has gone with rank 0 or its host
+        with contextlib.suppress(Exception):  # the store was lost with rank 0 or its host
             if line := group.explain_loss(error):
                 return line
     return f"lost another rank, which has ended or cannot be reached: {error}".splitlines()[0]
 
 
 def explain_timeout(error: RuntimeError) -> str | None:
-    """The line about an exchange of ranks that ran out of time; None where this error is another."""
+    """The message about an exchange that timed out; None for any other error."""
     if not _EXPLANATIONS or not _TIMED_OUT.search(str(error)):
         return None
     try:
         return _EXPLANATIONS[0].explain(error)
-    except Exception:  # of a store that has gone with rank 0 or its host
+    except Exception:  # the store was lost with rank 0 or its host
         first = str(error).splitlines()[0]
         return f"an exchange with other ranks ran out of time, and rank 0 or its store does not answer: {first}"
 
 
 def report_exit(report: ExitReport, *, together: bool = True) -> int:
-    """Print it on stderr, unless another rank does; the exit code to end with. To be called as a rank's last act.
+    """Print a report on stderr, unless another rank does; returns the exit code. It must be the last call of a rank.
 
-    together: with the other ranks, which need their store for it.
+    together: agree with the other ranks through their store.
     """
     try:
         world = world_from_env()
-    except ValueError:  # the launcher's variables are invalid, so nothing says which rank reports for all: each does
+    except ValueError:  # the launcher's variables are invalid, so no rank can report for all: each does
         world = World(0, 1, 0, 1, "alone")
     _note(report, world.rank)
     if together and world.size > 1 and not _debugging():
@@ -164,22 +167,22 @@ def report_exit(report: ExitReport, *, together: bool = True) -> int:
 
 
 def _note(report: ExitReport, rank: int) -> None:
-    """Leave the report for the launcher on this host, if it is ours; it decides whether ranks start again."""
+    """Write the report for the launcher of this host, if mega launched the ranks: it decides whether to restart."""
     with contextlib.suppress(OSError, KeyError), open(f"{os.environ[LAUNCHER_FILE]}.exit-{rank}", "w") as note:
         json.dump(asdict(report), note)
 
 
 def exit_notes(prefix: str) -> dict[int, ExitReport]:
-    """What the ranks of a launcher have left for it. prefix: of LAUNCHER_FILE."""
-    found = {}
+    """Rank -> the report that it has written for its launcher. prefix: of LAUNCHER_FILE."""
+    reports = {}
     for path in Path(prefix).parent.glob(Path(prefix).name + ".exit-*"):
-        with contextlib.suppress(OSError, ValueError, TypeError):  # of a rank that was killed while it wrote
-            found[int(path.suffix.removeprefix(".exit-"))] = ExitReport(**json.loads(path.read_text()))
-    return found
+        with contextlib.suppress(OSError, ValueError, TypeError):  # the rank was killed while it wrote
+            reports[int(path.suffix.removeprefix(".exit-"))] = ExitReport(**json.loads(path.read_text()))
+    return reports
 
 
 def format_exits(by_rank: Mapping[int, ExitReport], world: int) -> str:
-    """What the user reads of the reports of some ranks of `world`.
+    """Format the reports of some ranks of `world` for the user.
 
     >>> print(format_exits({0: ExitReport(2, "no such file"), 1: ExitReport(2, "no such file")}, 2), end="")
     mega: no such file
@@ -194,8 +197,8 @@ def format_exits(by_rank: Mapping[int, ExitReport], world: int) -> str:
     for rank, each in sorted(causes.items()):
         ranks.setdefault(each, []).append(rank)
     lines = []
-    for each, who in ranks.items():
-        name = "" if len(who) == world or each.kind == "verdict" else name_ranks(who) + ": "
+    for each, same in ranks.items():
+        name = "" if len(same) == world or each.kind == "verdict" else name_ranks(same) + ": "
         if each.kind == "trace":
             lines += [f"mega: {name}", *each.text.splitlines()] if name else each.text.splitlines()
         else:
@@ -204,17 +207,17 @@ def format_exits(by_rank: Mapping[int, ExitReport], world: int) -> str:
 
 
 def _report_in_time(report: ExitReport, world: World) -> int | None:
-    """The exit code of all; None where there is nowhere to meet, or no answer within LIMIT seconds."""
+    """The common exit code of all ranks; None if the store does not answer within LIMIT seconds."""
     stopped, answered, codes = threading.Event(), threading.Event(), list[int]()
 
     def meet() -> None:
-        with contextlib.suppress(Exception):  # an error of the store is not what is to be reported
+        with contextlib.suppress(Exception):  # an error of the store must not hide the report
             codes.append(_report_together(report, world, stopped, answered))
         answered.set()
 
-    # On a thread of its own: a call to a store that does not answer observes neither the clock nor a signal.
+    # On another thread: a call to a store that does not answer can be interrupted neither by a timer nor by a signal.
     exchange = threading.Thread(target=meet, name="exit-reports", daemon=True)
-    main = threading.current_thread() is threading.main_thread()  # which alone may heed signals
+    main = threading.current_thread() is threading.main_thread()  # only this thread may set signal handlers
     before = signal.signal(signal.SIGTERM, lambda *_: stopped.set()) if main else None
     try:
         exchange.start()
@@ -227,22 +230,22 @@ def _report_in_time(report: ExitReport, world: World) -> int | None:
 
 
 def _report_together(report: ExitReport, world: World, stopped: threading.Event, answered: threading.Event) -> int:
-    """Phases 1 to 4. stopped: the launcher knows of the end. answered: by the store. Errors: any that keeps the ranks
-    from meeting."""
+    """Phases 1 to 4. stopped: set when the launcher knows of the failure. answered: set at the store's first answer.
+    Errors: any error of the store."""
     import torch.distributed as dist
 
     store = dist.PrefixStore("exit-reports", _store(world))
-    # 1
+    # 1 publish
     store.set(str(world.rank), json.dumps(asdict(report)))
     answered.set()
     if store.add("count", 1) == 1:
-        # 2
+        # 2 the first rank waits
         _wait(lambda: stopped.is_set() or store.add("count", 0) >= world.size, GRACE)
         present = [rank for rank in range(world.size) if store.check([str(rank)])]
-        found = {rank: ExitReport(**json.loads(store.get(str(rank)))) for rank in present}
-        causes = [each for each in found.values() if each.kind != "consequence"]
-        # 3
-        text = format_exits(found, world.size) if causes or not stopped.is_set() else ""
+        reports = {rank: ExitReport(**json.loads(store.get(str(rank)))) for rank in present}
+        causes = [each for each in reports.values() if each.kind != "consequence"]
+        # 3 it prints
+        text = format_exits(reports, world.size) if causes or not stopped.is_set() else ""
         write_error(text + _of_host(world, text))
         store.add(f"host/{socket.gethostname()}", 1)
         verdict = {"code": causes[0].code if causes else report.code, "texts": [each.text for each in causes]}
@@ -250,16 +253,14 @@ def _report_together(report: ExitReport, world: World, stopped: threading.Event,
         store.set("reported", json.dumps(verdict))
     else:
         store.wait(["reported"], timedelta(seconds=GRACE + 1))
-    # 4
+    # 4 the others print what is new, and leave
     verdict = json.loads(store.get("reported"))
     if world.size > world.local_size and store.add(f"host/{socket.gethostname()}", 1) == 1:
-        write_error(
-            verdict["lines"] + _of_host(world, verdict["lines"])
-        )  # the first rank of a host that has its own log
+        write_error(verdict["lines"] + _of_host(world, verdict["lines"]))  # each host has its own log
     if report.kind != "consequence" and report.text not in verdict["texts"]:
         write_error(format_exits({world.rank: report}, world.size))
     store.add("left", 1)
-    if _hosting(world):  # later ranks find no store once this rank is gone
+    if _hosting(world):  # the store ends with this rank, and later ranks need it
         _wait(lambda: stopped.is_set() or store.add("left", 0) >= world.size, COMING)
     elif world.rank == 0:
         _wait(lambda: store.add("left", 0) >= store.add("count", 0), GRACE)
@@ -267,19 +268,19 @@ def _report_together(report: ExitReport, world: World, stopped: threading.Event,
 
 
 def _of_host(world: World, reported: str) -> str:
-    """The line, in the log of one of several hosts, about what it was doing when the run ended."""
+    """A line for the log of one of several hosts: what its first rank was doing when the run ended."""
     if world.size == world.local_size or not reported:
         return ""
     return f"mega: rank {world.rank}, on host {socket.gethostname()}, was at: {ACTIVITY}\n"
 
 
 def _is_text(name: str) -> bool:
-    """Whether it has no bytes that the system could not decode; on stderr they are shown as escapes."""
+    """Whether a name is valid UTF-8: Python decodes other bytes of file names to the surrogates tested here."""
     return not any("\udc80" <= letter <= "\udcff" for letter in name)
 
 
 def write_error(text: str) -> None:
-    """Write on stderr, if that still takes anything."""
+    """Write to stderr; if that fails, discard the text."""
     try:
         sys.stderr.write(printable(text, sys.stderr.encoding))
         sys.stderr.flush()
@@ -288,7 +289,7 @@ def write_error(text: str) -> None:
 
 
 def printable(line: str, encoding: str | None) -> str:
-    """The line with escapes for what a stream cannot hold, such as a path that is not UTF-8.
+    """Replace characters that the encoding cannot represent, as in a path that is not UTF-8, by escapes.
 
     >>> printable("runs/\\udcff", "utf-8")
     'runs/\\\\udcff'
@@ -297,13 +298,13 @@ def printable(line: str, encoding: str | None) -> str:
 
 
 def _have_met() -> bool:
-    """Whether this rank is in a process group, and so has had the store's answers before."""
+    """Whether this rank is in a process group, so that the store has answered before."""
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and bool(distributed.is_initialized())
 
 
 def _store(world: World) -> Store:
-    """The store of the process group; before there is one, that in which the ranks are about to meet."""
+    """The store of the process group; before it exists, the store of the rendezvous."""
     import torch.distributed as dist
 
     from mega.core.processes.rendezvous import open_store, reach
@@ -319,7 +320,7 @@ def _store(world: World) -> Store:
 
 
 def _hosting(world: World) -> bool:
-    """Whether the store of ranks that have not met yet is this rank's, and goes with it."""
+    """Whether this rank hosts the store and the rendezvous is not complete."""
     import torch.distributed as dist
 
     from mega.core.processes.rendezvous import hosts_store
@@ -328,7 +329,7 @@ def _hosting(world: World) -> bool:
 
 
 def _wait(done: Callable[[], bool], seconds: float) -> bool:
-    """Until `done`, but not longer; whether it is."""
+    """Wait until `done()`, at most `seconds`; returns whether it is done."""
     deadline = time.monotonic() + seconds
     while not done():
         if time.monotonic() > deadline:

@@ -1,7 +1,7 @@
-"""Which exchange ranks stand in, from the flight recorder of torch's process groups: which ranks have called it, and
-which have not. One line, of what every rank that answers says of itself (position.py).
+"""The collective in which ranks wait, and which ranks have called it, from the flight recorder of torch's process
+groups. Each rank reports its own newest calls (position.py); this file makes one line of all reports.
 
-The recorder is a ring of the newest exchanges of each group, which NCCL and gloo fill as they are called.
+The recorder is a ring buffer of the newest exchanges of each group; NCCL and gloo add an entry at each call.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import NamedTuple, TypedDict
 from mega.core.words import name_ranks
 
 SIZE = "TORCH_FR_BUFFER_SIZE"
-"""The variable of how many exchanges are recorded; torch's default depends on its version."""
+"""Environment variable: the size of the ring buffer; torch's default depends on its version."""
 
 EXCHANGES = 200
 
 
 class RecordedExchange(TypedDict, total=False):
-    """Of one entry of a dump, what is read."""
+    """One entry of a dump: the fields that are read here."""
 
     process_group: list[str]
     pg_id: int
@@ -32,29 +32,32 @@ class RecordedExchange(TypedDict, total=False):
 
 
 class Dump(TypedDict, total=False):
-    """What the recorder writes, of which this is read. pg_status: by the number of a group."""
+    """A dump of the recorder: the fields that are read here. pg_status: keyed by the number of a group."""
 
     entries: list[RecordedExchange]
     pg_status: dict[str, dict[str, int | str]]
 
 
 class CalledExchange(NamedTuple):
-    """The newest exchange that a rank has called, of a group of ranks. number: in its group. done: the newest that
-    has ended, where that is known."""
+    """The newest exchange that a rank has called in one group of ranks."""
 
     group: str
+    """The ranks of the group, or its name."""
     number: int
+    """Sequence number in the group."""
     what: str
+    """Name and sizes."""
     done: int = -1
+    """Number of the newest exchange that has ended; -1 if unknown."""
 
 
 def record() -> None:
-    """Have exchanges recorded; before groups are made."""
+    """Turn the recorder on. Call it before process groups are created."""
     os.environ.setdefault(SIZE, str(EXCHANGES))
 
 
 def own_exchanges() -> tuple[CalledExchange, ...]:
-    """Of this process, of each group; () where nothing is recorded."""
+    """The newest exchange of this process in each group; () if nothing is recorded."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_initialized():
         return ()
@@ -65,30 +68,30 @@ def own_exchanges() -> tuple[CalledExchange, ...]:
         if dump is not None:
             try:
                 return tuple(newest(json.loads(dump(True, False))))
-            except (RuntimeError, ValueError):  # a report is not worth an error
+            except (RuntimeError, ValueError):  # a missing report must not end the run
                 return ()
     return ()
 
 
 def newest(dump: Dump) -> list[CalledExchange]:
-    """Of each group of a recorder's dump."""
-    found: dict[str, CalledExchange] = {}
+    """The newest exchange of each group in a dump of the recorder."""
+    exchanges: dict[str, CalledExchange] = {}
     for entry in dump.get("entries", ()):
         name, words = (str(each) for each in entry["process_group"])
         group, number = words if words not in ("", "undefined") else f"group {name}", int(entry["collective_seq_id"])
-        if entry["is_p2p"] or (group in found and found[group].number >= number):
+        if entry["is_p2p"] or (group in exchanges and exchanges[group].number >= number):
             continue
         sizes = ", ".join(map(str, entry.get("input_sizes", ())))
-        done = dump.get("pg_status", {}).get(str(entry.get("pg_id")), {}).get("last_completed_collective", -1)
-        what = f"{str(entry['profiling_name']).rpartition(':')[2]} of {sizes or 'nothing'}"
-        found[group] = CalledExchange(group, number, what, int(done))
-    return list(found.values())
+        completed = dump.get("pg_status", {}).get(str(entry.get("pg_id")), {}).get("last_completed_collective", -1)
+        description = f"{str(entry['profiling_name']).rpartition(':')[2]} of {sizes or 'nothing'}"
+        exchanges[group] = CalledExchange(group, number, description, int(completed))
+    return list(exchanges.values())
 
 
 def missing(exchanges: Mapping[int, tuple[CalledExchange, ...]], silent: tuple[int, ...] = ()) -> str:
-    """The line about the exchange that some ranks have called and others have not; "" where there is none.
+    """Report the exchange that some ranks have called and others have not; "" if all have called the same.
 
-    exchanges: of each rank that answers. silent: those that do not.
+    exchanges: of each rank that answers. silent: the ranks that do not answer.
 
     >>> ahead = CalledExchange("ranks 0-3", 57, "allreduce of [3]", 56)
     >>> behind = CalledExchange("ranks 0-3", 56, "broadcast of [1]", 56)
@@ -105,11 +108,12 @@ def missing(exchanges: Mapping[int, tuple[CalledExchange, ...]], silent: tuple[i
             groups.setdefault(one.group, {})[rank] = one
     for group, ranks in sorted(groups.items()):
         number = max(one.number for one in ranks.values())
-        called = sorted(rank for rank, one in ranks.items() if one.number == number)
+        callers = sorted(rank for rank, one in ranks.items() if one.number == number)
         behind = sorted(rank for rank, one in ranks.items() if one.number < number)
-        if all(ranks[rank].done >= number for rank in called) or not (behind or silent):
+        # An exchange that has ended on all of its callers does not keep any rank waiting.
+        if all(ranks[rank].done >= number for rank in callers) or not (behind or silent):
             continue
-        line = f"exchange {number} of {group} ({ranks[called[0]].what}) was called by {name_ranks(called)}"
+        line = f"exchange {number} of {group} ({ranks[callers[0]].what}) was called by {name_ranks(callers)}"
         if behind:
             return f"{line}, and not by {name_ranks(behind)}"
         return f"{line}; {name_ranks(list(silent))} {'does' if len(silent) == 1 else 'do'} not say"

@@ -1,15 +1,15 @@
-"""Several hosts that start a job's ranks together, and again after a failure; spare ones take the place of lost ones.
+"""Several hosts start the ranks of a job together, and restart them after a failure; spare hosts replace lost ones.
 
-Each host runs the same command once; it starts --nproc ranks as often as the leader says so.
+Each host runs the same command once; it starts --nproc ranks whenever the leader orders it.
 
     1 a host joins         it connects to the leader, which listens at MASTER_ADDR, MASTER_PORT
-    2 an attempt           as soon as --hosts have come, each is given a seat: its block of ranks. Others wait as spares
-    3 an ending            a host reports how its ranks ended; those of the others are ended too
+    2 an attempt           once --hosts have joined, each gets a seat: its block of ranks. Further hosts wait as spares
+    3 an ending            a host reports how its ranks ended; then the ranks of all other hosts are ended
     4 a lost host          its connection broke, or it was silent for some seconds
-    5 the next attempt     as restarts.py decides; survivors keep their seats, a spare takes that of a lost host
-    6 a lost leader        its hosts go to the next of a list that all have; the count of restarts goes with them
+    5 the next attempt     as restarts.py decides; surviving hosts keep their seats, a spare gets that of a lost host
+    6 a lost leader        its hosts join the next leader of a list that all have, and give it the count of restarts
 
-The leader is leader.py. What a lost host had in memory is not known here.
+The leader is leader.py. This file does not restore the memory of a lost host.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from mega.core.processes.wire import Wire
 from mega.core.processes.world import LAUNCHER_FILE
 
 ORDERS = frozenset({"start", "stop", "finish", "move"})
-"""What a leader asks for; where ranks run, each means that they are to end."""
+"""Orders of a leader. Each of them also ends the running ranks."""
 
 FAITHFUL = 2.0
-"""Seconds in which a host tries the leader that it knows, before it goes to another one."""
+"""Seconds for which a host tries to reach its old leader before it joins another one."""
 
 
 def supervise_hosts(hosts: int, nproc: int, limit: int, minutes: float, job: Job) -> int:
-    """Run a job on `hosts` hosts of `nproc` ranks each, this being one of them or a spare; the exit code.
+    """Run a job on `hosts` hosts of `nproc` ranks each; this host is one of them or a spare. Returns the exit code.
 
-    minutes: to wait for hosts. Errors: OSError where the leader is not reached; ValueError where it refuses this host.
+    minutes: time to wait for hosts. Errors: OSError if no leader is reached; ValueError if it refuses this host.
     """
     first = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     size = Size(hosts, nproc, minutes, limit, __version__, job.alike)
@@ -67,9 +67,9 @@ def supervise_hosts(hosts: int, nproc: int, limit: int, minutes: float, job: Job
         host = Supervisor(size, job, folder, leader.port)
 
         def look() -> None:
-            """A name may resolve to this host only later, as that of a Kubernetes pod does."""
-            if elsewhere is not None and is_own(first[0]) and (there := _bound(first[1])) is not None:
-                listen_first(leader, there)
+            """Listen at MASTER_ADDR once its name resolves to this host: that of a Kubernetes pod may do so late."""
+            if elsewhere is not None and is_own(first[0]) and (first_server := _bound(first[1])) is not None:
+                listen_first(leader, first_server)
 
         try:
             host.join(first, 60 * minutes, look)
@@ -83,7 +83,8 @@ def supervise_hosts(hosts: int, nproc: int, limit: int, minutes: float, job: Job
 
 
 def _listen(first: Place) -> socket.socket:
-    """Where the leader of this host listens: at the address that all hosts know, if that is this host's and free."""
+    """The listening socket of this host's leader: at MASTER_ADDR, MASTER_PORT if that is this host and the port is
+    free, else at any free port."""
     for port in (first[1], 0) if is_own(first[0]) else (0,):
         if (server := _bound(port)) is not None:
             return server
@@ -91,7 +92,7 @@ def _listen(first: Place) -> socket.socket:
 
 
 def _bound(port: int) -> socket.socket | None:
-    """None where a host that shares this machine leads at that port."""
+    """A socket that listens at `port`; None if another launcher on this machine leads at that port."""
     server = socket.socket()
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -104,7 +105,7 @@ def _bound(port: int) -> socket.socket | None:
 
 
 class Supervisor:
-    """This host among those of a job. port: of its own leader."""
+    """One host of a job: it follows the orders of a leader. port: of this host's own leader."""
 
     def __init__(self, size: Size, job: Job, folder: Path | None, port: int):
         self._size, self._job, self._folder, self._port = size, job, folder, port
@@ -113,22 +114,22 @@ class Supervisor:
         self._leaders: list[Place] = []
         self._orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._bell, self._ring = multiprocessing.Pipe(duplex=False)
-        """Has one byte for each order, which a wait for ranks hears of."""
+        """A pipe with one byte for each order, so that a wait for ranks can also wait for orders."""
         self._moved: dict[str, Any] | None = None
-        """What the leader knew that has sent this host to another one, while it goes there."""
+        """While this host moves to another leader: the state of the leader that ordered the move."""
         self._seat: int | None = None
         self._attempted = -1
         self._restarts: Restarts | None = None
         self._final: int | None = None
-        """The exit code of ranks that are not to be started again, wherever the leader is."""
+        """The exit code, once the ranks of this host have ended in a way that forbids a restart."""
 
     def join(self, place: Place, seconds: float, look: Callable[[], None] = lambda: None) -> None:
-        """look: called before each further attempt. Errors: OSError, where no leader answers in time."""
+        """Join a leader. look: called before each retry. Errors: OSError if no leader answers in time."""
         deadline = time.monotonic() + seconds
         while True:
             try:
                 return self._join(place)
-            except (OSError, UnicodeError) as error:  # a name that no resolver takes is the latter
+            except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
                 if time.monotonic() > deadline:
                     raise TimeoutError(
                         f"waited {duration(seconds / 60)} for the host that leads the others at {place[0]}:{place[1]}: "
@@ -150,14 +151,14 @@ class Supervisor:
         first = threading.Lock()
 
         def lost() -> None:
-            """Of a leader that this host has joined; once."""
+            """Report the loss of the leader once, if this host has joined it."""
             if wire is self._wire and first.acquire(blocking=False):
                 self._order({"lost": True})
 
         wire.start(heard, lost)
         name = socket.gethostname()
-        found = {"name": name, "port": self._port, "meet": _free_port(), "seat": self._seat}
-        wire.send({"join": {**found, "size": asdict(self._size), "known": self._known()}})
+        member = {"name": name, "port": self._port, "meet": _free_port(), "seat": self._seat}
+        wire.send({"join": {**member, "size": asdict(self._size), "known": self._known()}})
         try:
             answer = welcome.get(timeout=HANDSHAKE)
         except queue.Empty:
@@ -166,11 +167,11 @@ class Supervisor:
         if "refused" in answer:
             raise ValueError(answer["refused"])
         self._wire, self._leader, self._leader_name = wire, place, answer["welcome"][0]
-        if wire.closed:  # since it was welcome
+        if wire.closed:  # it broke before `self._wire` was set, so `lost` has ignored it
             lost()
 
     def _known(self) -> dict[str, Any]:
-        """What another leader is to know."""
+        """The state that this host gives to a new leader."""
         if self._moved is not None:
             return self._moved
         restarts = None if self._restarts is None else self._restarts.sent()
@@ -178,7 +179,7 @@ class Supervisor:
         return {"restarts": restarts, "failed": True, "reason": reason}
 
     def _hear(self, message: dict[str, Any]) -> None:
-        """On the thread that reads: what does not wait for the main thread's turn, nor disturb ranks that run."""
+        """Handle a message on the reader thread; orders are queued for the main thread."""
         if message.get("said"):
             write_error(f"mega: {message['said']}\n")
         if "leaders" in message:
@@ -193,7 +194,7 @@ class Supervisor:
         self._ring.send_bytes(b".")
 
     def play(self) -> int:
-        """Heed orders until all is over; the exit code."""
+        """Execute orders until the job ends; returns the exit code."""
         while True:
             self._bell.recv_bytes()
             order = self._orders.get()
@@ -209,10 +210,11 @@ class Supervisor:
                 self._attempt(**order["start"])
 
     def _attempt(self, seat: int, address: str, port: int, restarts: Mapping[str, Any]) -> None:
-        """Phases 2 and 3."""
+        """Phases 2 and 3: run the ranks of this host and report their ending."""
         self._seat, self._restarts = seat, Restarts.heard(**restarts)
         if self._folder is not None and self._restarts.number != self._attempted + 1:
-            for path in self._folder.glob("rank-*"):  # of an attempt before the last one, which others have gone beyond
+            # This host has missed an attempt, in which others may have saved newer copies.
+            for path in self._folder.glob("rank-*"):
                 path.unlink()
         self._attempted = self._restarts.number
         nproc, world = self._size.nproc, self._size.nproc * self._size.hosts
@@ -234,10 +236,10 @@ class Supervisor:
         self._wire.send({"ended": asdict(ending), "meet": _free_port()})
 
     def _go_on(self) -> None:
-        """Phase 6: try the leader again, then the others, this host's own among them. Errors: OSError."""
-        lost, others = self._leader, [place for place in self._leaders if place != self._leader]
-        at_once, patiently = [(place, 0.0) for place in others], [(place, FAITHFUL) for place in others]
-        for place, seconds in ((lost, FAITHFUL), *at_once, *patiently):
+        """Phase 6: try the old leader again, then all others, including that of this host. Errors: OSError."""
+        former, leaders = self._leader, [place for place in self._leaders if place != self._leader]
+        at_once, patiently = [(place, 0.0) for place in leaders], [(place, FAITHFUL) for place in leaders]
+        for place, seconds in ((former, FAITHFUL), *at_once, *patiently):
             try:
                 return self.join(place, seconds)
             except OSError:
@@ -245,11 +247,11 @@ class Supervisor:
         raise OSError(f"host {self._leader_name}, which led the others, was lost, and no other host is reached")
 
     def _move(self, known: dict[str, Any], place: Place) -> None:
-        """To a leader that this one's has met."""
+        """Join another leader, by order of the current one. known: the state for the new leader."""
         former, self._moved = self._wire, known
         try:
             self._join(place)
-        except OSError:  # it has gone again
+        except OSError:  # the new leader is lost already: stay
             return
         finally:
             self._moved = None

@@ -1,11 +1,11 @@
-"""Local ranks, started for one job and watched until it ends.
+"""Start local ranks for one job, and supervise them until it ends.
 
     launch       run a function on N new local ranks; a failure of one ends all
-    run_ranks    the same on those of a launcher, where there is one
-    run_attempt  the same in given environments; restarts.py may start the ranks again
+    run_ranks    the same, on the ranks of a launcher if there is one
+    run_attempt  the same in given environments; restarts.py may restart the ranks
 
-New ranks are forked from a small server process that has torch imported already, so eight of them start as fast as
-one. Ranks of one host meet in a file, not on a port, so nothing can be taken twice.
+New ranks are forked from a small server process that has already imported torch, so eight of them start as fast as one.
+The store of ranks on one host is a file, not a port, so two runs cannot conflict.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext
 
 _MARK = "mega-launcher"
-"""In the folder of a process that launches ranks: its host's name, locked while it lives."""
+"""A file in the folder of a launcher: it contains the host's name, and is locked while the launcher lives."""
 
 _OWNED: list[IO[str]] = []
 
@@ -54,19 +54,19 @@ PATIENCE = 1.0
 """Seconds that the other ranks have to end by themselves when one has failed."""
 
 _LONGEST = 75
-"""Most bytes of the folder for temporary files: a socket's path has at most 107, of which its own name takes 32."""
+"""Maximum bytes of the path of the temporary folder: the path of a socket has at most 107, and its name needs 32."""
 
 _REPORTED = (1, 2)
-"""Exit codes of ranks that have said why."""
+"""Exit codes of ranks that have reported their error."""
 
 _UNKNOWN = 255
-"""Exit code of all ranks whose server has died: their own can no longer be read."""
+"""Exit code of all ranks after their fork server has died: their own codes cannot be read any more."""
 
 INTERRUPTED = 254
-"""Exit code of a rank that Ctrl-C ended where it stood, as before the first step: its peers would wait in vain."""
+"""Exit code of a rank that Ctrl-C interrupted at once, such as before the first step: its peers cannot continue."""
 
 STOPPED = tuple(128 + number for number in STOPPING)
-"""Exit codes of ranks that have stopped together, as they were asked."""
+"""Exit codes of ranks that have stopped together after a signal."""
 
 _ADVICE: dict[int, str] = {
     signal.SIGKILL: ": unless that was done by hand, this host ran out of memory (see `dmesg`); mega memory-estimate "
@@ -78,22 +78,25 @@ _ADVICE: dict[int, str] = {
 
 @dataclass(frozen=True)
 class Ending:
-    """How the ranks of one host ended. code: 0; 128 + a signal that killed one, or by which they were asked to stop; or
-    of the first that failed. reason: in one line. cause: not the end of another rank. here: of a rank of this host.
-    final: ranks that start again would end so again, or were not wanted any more."""
+    """How the ranks of one host ended."""
 
     code: int
+    """0; 128 + the signal that killed a rank or asked all to stop; or the exit code of the first rank that failed."""
     reason: str = ""
+    """One line."""
     cause: bool = False
+    """Whether `reason` is the original error, not a consequence of another rank's end."""
     here: bool = False
+    """Whether `reason` is about a rank of this host."""
     final: bool = False
+    """Whether not to restart: the ranks would fail again, or were asked to stop."""
 
 
 def launch(nproc: int, target: Callable[[*Args], int | None], *args: *Args) -> int:
     """Run `target(*args)` on `nproc` local ranks and return the job's exit code.
 
-    `target` must be importable by name. The first rank that fails ends the others; the code is its code, 128 + signal
-    if it was killed. What asks a run to stop (STOPPING) reaches every rank; a second SIGINT ends them all.
+    `target` must be importable by name. The first rank that fails ends the others; the code is its exit code, or 128 +
+    signal if it was killed. Signals of STOPPING are forwarded to every rank; a second SIGINT kills all of them.
     """
     ending = run_attempt(local_environments(nproc), target, args)
     assert ending is not None
@@ -103,7 +106,7 @@ def launch(nproc: int, target: Callable[[*Args], int | None], *args: *Args) -> i
 
 
 def local_environments(nproc: int) -> list[dict[str, str]]:
-    """Those of the ranks of a world that is all on this host."""
+    """Environment variables of each rank, for a world on this host alone."""
     folder, meeting = launcher_folder(), f"meeting-{uuid.uuid4().hex[:8]}"
     return [rank_environment(rank, nproc, folder, meeting) for rank in range(nproc)]
 
@@ -115,8 +118,11 @@ def run_attempt(
     bell: Connection | None = None,
     patience: float = 5.0,
 ) -> Ending | None:
-    """Run `target(*args)` on new local ranks, one in each environment, until they have ended; None where `bell` had
-    something to read before. patience: seconds that ranks have to end which others have left."""
+    """Run `target(*args)` on new local ranks, one in each environment, until they have ended.
+
+    Returns None if `bell` had data to read before their end. patience: seconds that the other ranks have to end after
+    one has failed.
+    """
     heeded, server = heeded_signals(), fork_server(target.__module__)
     prefix = environments[0][LAUNCHER_FILE]
     ranks: list[BaseProcess] = [
@@ -128,7 +134,7 @@ def run_attempt(
             process.start()
         return _supervise(ranks, _Endings(prefix, min(patience, PATIENCE)), bell)
     finally:
-        with delayed_signals():  # or else ranks would be left, for which multiprocessing waits when this process ends
+        with delayed_signals():  # an interrupt here would leave ranks, and multiprocessing waits for them at exit
             end_ranks(ranks, patience)
         for path in glob.glob(glob.escape(prefix) + "*"):
             with contextlib.suppress(OSError):
@@ -142,17 +148,17 @@ def run_ranks(
     nproc: int | None = None,
     first: Callable[[], object] = lambda: None,
 ) -> int:
-    """Run `target(*args)` on the tp x pp = `size` ranks of a model that answers: those of a launcher, which each call
-    this, or new local ones; a single one is this process. The exit code.
+    """Run `target(*args)` on the tp x pp = `size` ranks of an inference; returns the exit code.
 
-    nproc: of the flag. first: called before local ranks start, so that a mistake is reported once. Errors: its own;
-    ValueError where there are other ranks than `size`.
+    The ranks are those of a launcher, which all call this function, or new local ones; a single rank is this process.
+    nproc: the flag. first: called before local ranks start, so that a mistake is reported once. Errors: those of
+    `first`; ValueError if the number of ranks is not `size`.
     """
     world = world_from_env()
     alone = world.source == "alone"
-    found = count_ranks(world, size if nproc is None and alone else nproc)
-    if found != size:
-        raise ValueError(f"--tp x --pp = {size}: must be the number of ranks, {found}")
+    count = count_ranks(world, size if nproc is None and alone else nproc)
+    if count != size:
+        raise ValueError(f"--tp x --pp = {size}: must be the number of ranks, {count}")
     if size == 1 or not alone:
         return target(*args)
     first()
@@ -160,9 +166,10 @@ def run_ranks(
 
 
 def fork_server(*modules: str) -> ForkServerContext:
-    """What ranks are forked from. It outlives a signal to the whole job: without it no process learns how ranks end.
+    """Start the server from which ranks are forked, if it does not run yet. It ignores signals to the whole job: the
+    exit codes of ranks are read through it.
 
-    modules: what all ranks need, which it imports once for them, if it does not run yet. Errors: ValueError.
+    modules: modules that the server imports once for all ranks. Errors: ValueError.
     """
     if len(os.fsencode(folder := tempfile.gettempdir())) > _LONGEST:
         raise ValueError(
@@ -180,9 +187,9 @@ def fork_server(*modules: str) -> ForkServerContext:
 
 
 def launcher_folder() -> str:
-    """The folder in which this process's fork server listens and its ranks meet; it goes with the process.
+    """The folder for the socket of this process's fork server and the store of its ranks; removed with the process.
 
-    Where a process was killed with all its ranks, the next one to come here, by a lock that died with it, tidies up.
+    If a process was killed with all its ranks, the next launcher removes its folder: the lock was released.
     """
     folder = multiprocessing.util.get_temp_dir()
     if not os.path.exists(os.path.join(folder, _MARK)):
@@ -191,7 +198,8 @@ def launcher_folder() -> str:
 
 
 def own(folder: str) -> None:
-    """Mark a folder as this process's: the next launcher removes it if this one is killed, as this one does others'."""
+    """Mark a folder as owned by this process, so that the next launcher removes it if this one is killed. Also remove
+    the folders of killed launchers."""
     _remove_abandoned(os.path.dirname(folder))
     mark = os.path.join(folder, _MARK)
     owned = open(f"{mark}.tmp", "w")  # noqa: SIM115 - open, and locked, for as long as this process lives
@@ -203,23 +211,24 @@ def own(folder: str) -> None:
 
 
 def _remove_abandoned(place: str) -> None:
-    """Remove the folders of launchers of this host that have died. Nothing depends on it, so errors do not count."""
+    """Remove the folders of dead launchers of this host. Errors are ignored, because nothing depends on it."""
     for mark in glob.glob(os.path.join(glob.escape(place), "*", _MARK)):
         with contextlib.suppress(OSError, UnicodeDecodeError), open(mark, opener=_open_at_once) as file:
             folder = os.path.dirname(mark)
             if {os.fstat(file.fileno()).st_uid, os.lstat(folder).st_uid} != {os.getuid()}:
-                continue  # anyone may put anything into a folder for temporary files
+                continue  # other users can write to the temporary folder, too
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if file.read() == socket.gethostname():
                 shutil.rmtree(folder)
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Neither by a link nor waiting for who writes into a pipe."""
+    """Open without following a link and without waiting for the writer of a pipe."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def rank_environment(rank: int, size: int, directory: str, meeting: str) -> dict[str, str]:
+    """Environment variables of one local rank. meeting: name of the store's file in `directory`."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -249,12 +258,12 @@ def _rank(
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     if code:
-        os._exit(code)  # no waiting for peers that wait for us
+        os._exit(code)  # an orderly exit would wait for peers, which wait for this rank
     disconnect()
 
 
 def _follow_parent() -> None:
-    """End this rank when the process that launched it has died, however it died, and tidy up in its place."""
+    """End this rank when its launcher has died for any reason, and remove the launcher's folders."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
@@ -265,39 +274,38 @@ def _follow_parent() -> None:
 
 
 def _supervise(ranks: list[BaseProcess], found: _Endings, bell: Connection | None) -> Ending | None:
-    """Wait until all have ended well, or the first has not, or `bell` has something to read. After a signal was passed
-    on, the bell does not count: ranks save then, whatever becomes of other hosts.
+    """Wait until all ranks have succeeded, one has failed, or `bell` has data to read. After a forwarded signal the
+    bell is ignored: the ranks save, also if other hosts have ended.
 
-    A rank that fails has reported why (exit_reports.py). For one that was killed this process reports, before its
-    peers, which it leaves in the middle of an exchange; then they have PATIENCE seconds to report errors of their own.
+    A rank that fails has reported its error (exit_reports.py). For a killed rank this process reports, before its
+    peers, whose exchange with it breaks; they have PATIENCE seconds to report their own errors.
     """
     running = {process.sentinel: process for process in ranks}
-    with _passing_signals(ranks) as asked:
+    with _passing_signals(ranks) as signals:
         while running and time.monotonic() < found.deadline:
-            left = None if found.deadline == math.inf else max(0.0, found.deadline - time.monotonic())
-            ready = wait([*running, *([] if bell is None else [bell])], left)
+            seconds = None if found.deadline == math.inf else max(0.0, found.deadline - time.monotonic())
+            ready = wait([*running, *([] if bell is None else [bell])], seconds)
             ended = [running.pop(sentinel) for sentinel in list(running) if sentinel in ready]
             for process in sorted(ended, key=lambda process: process.exitcode or 0):  # the killed ones first
-                # All may end by one signal.
-                if process.exitcode == _UNKNOWN and (gone := _server_ending()) is not None:
-                    write_error(f"mega: {gone}\n")
+                if process.exitcode == _UNKNOWN and (server_ending := _server_ending()) is not None:
+                    write_error(f"mega: {server_ending}\n")
                     _kill(ranks)
-                    return Ending(1, gone, cause=True, here=True)
+                    return Ending(1, server_ending, cause=True, here=True)
                 found.add(process)
-            if bell in ready and asked.number:
+            if bell in ready and signals.number:
                 bell = None
             elif bell in ready and not found.failed:
                 return None
             elif bell in ready:
                 break
-    return found.ending(asked.number)
+    return found.ending(signals.number)
 
 
 class _Endings:
-    """What the ranks of one host that have ended say of the whole.
+    """The endings of the ranks of one host so far, and the common ending that follows from them.
 
-    prefix: of the names of files. One tells the others of a rank that was killed: those whose device waits for it hear
-    of it only so. patience: seconds for the reports of those.
+    prefix: of LAUNCHER_FILE. A file reports a killed rank to the others, because a rank whose device waits for it does
+    not notice otherwise. patience: seconds that the others have for their reports.
     """
 
     def __init__(self, prefix: str, patience: float):
@@ -305,28 +313,28 @@ class _Endings:
         self.failed, self._stopped, self._interrupted = 0, 0, False
         self._killed: list[tuple[str, str]] = []
         self.deadline = math.inf
-        """When the ranks that still run are to be ended."""
+        """The time at which the ranks that still run will be killed."""
 
     def add(self, process: BaseProcess) -> None:
         code = process.exitcode or 0
         if code == INTERRUPTED:
             self._interrupted, self.deadline = True, min(self.deadline, time.monotonic() + PATIENCE)
             return
-        if code in STOPPED:  # its peers stop likewise, at the same step
+        if code in STOPPED:  # its peers stop at the same step
             self._stopped = code
             return
         if code and code not in _REPORTED and (ending := _ending(code)) not in [each for _, each in self._killed]:
             write_error(f"mega: {process.name} {ending}\n")
             self._killed.append((process.name, ending))
-            with contextlib.suppress(OSError), open(self._prefix + LOST, "w") as lost:
-                lost.write(f"{process.name} {ending}")
+            with contextlib.suppress(OSError), open(self._prefix + LOST, "w") as note:
+                note.write(f"{process.name} {ending}")
         if code and not self.failed:
             self.failed = 128 - code if code < 0 else code
             self.deadline = time.monotonic() + (self._patience if code < 0 else PATIENCE)
 
     def ending(self, asked: int) -> Ending:
-        """asked: the signal that this process passed on; ranks that fail after it were to stop anyway, and end by it
-        where what failed was another one."""
+        """The common ending. asked: the signal that this process has forwarded, or 0. After a signal every ending is
+        final, and a failure that is only a consequence has the exit code of the signal."""
         if self._interrupted and not self.failed:
             return Ending(INTERRUPTED, "interrupted", final=True)
         if not self.failed:
@@ -335,7 +343,7 @@ class _Endings:
             name, ending = self._killed[0]
             line = f"{name} {ending.partition(':')[0]}"
             return Ending(self.failed, line, cause=True, here=True, final=bool(asked))
-        reports = sorted(exit_notes(self._prefix).items(), key=lambda found: (found[1].kind == "consequence", found[0]))
+        reports = sorted(exit_notes(self._prefix).items(), key=lambda note: (note[1].kind == "consequence", note[0]))
         if not reports:
             return Ending(self.failed, f"a rank ended with exit code {self.failed}", final=bool(asked))
         rank, report = reports[0]
@@ -347,14 +355,15 @@ class _Endings:
 
 
 def _server_ending() -> str | None:
-    """How the fork server has ended; None while it lives, or where the system does not say."""
+    """How the fork server has ended; None while it lives, or if the system does not report it."""
     server = getattr(multiprocessing.forkserver, "_forkserver", None)
     pid = getattr(server, "_forkserver_pid", None)
     if pid is None or not hasattr(os, "waitid"):
         return None
-    for _ in range(20):  # its end is seen by its pipes first
+    for _ in range(20):  # its pipes close shortly before the system reports its end
         with contextlib.suppress(ChildProcessError):
-            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # it stays for who started it
+            # WNOWAIT: multiprocessing must still be able to wait for it.
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is not None:
                 code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
                 return f"the process that ranks are forked from (pid {pid}) {_ending(code)}"
@@ -380,11 +389,11 @@ def _ending(code: int) -> str:
 
 @contextlib.contextmanager
 def _passing_signals(ranks: list[BaseProcess]) -> Iterator[RepeatedSignal]:
-    """Pass a signal to stop on to the ranks, which save and stop; a second request does not wait."""
-    asked = RepeatedSignal()
+    """Forward signals to the ranks, which save and stop; a second Ctrl-C raises KeyboardInterrupt at once."""
+    signals = RepeatedSignal()
 
     def pass_on(number: int, _: object) -> None:
-        if asked.repeats(number):
+        if signals.repeats(number):
             raise KeyboardInterrupt
         for process in ranks:
             if process.pid and process.is_alive():
@@ -393,23 +402,24 @@ def _passing_signals(ranks: list[BaseProcess]) -> Iterator[RepeatedSignal]:
 
     before = {number: signal.signal(number, pass_on) for number in heeded_signals()}
     try:
-        yield asked
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def _kill(ranks: list[BaseProcess]) -> None:
-    """End ranks of which multiprocessing knows nothing any more."""
+    """Kill ranks that multiprocessing cannot signal any more, because their fork server has died."""
     for process in ranks:
         with contextlib.suppress(OSError, TypeError):
             os.kill(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
 
 
 def end_ranks(ranks: list[BaseProcess], patience: float = 5.0) -> None:
-    """Ask the ranks that still run to stop, again and again since a run takes it for a wish; then make them."""
+    """Terminate the ranks that still run. SIGTERM is repeated, because a run treats the first one as a request to save
+    and stop; after `patience` seconds they are killed."""
     deadline = time.monotonic() + patience
-    ranks = [process for process in ranks if process.pid is not None]  # a signal may come while they start
+    ranks = [process for process in ranks if process.pid is not None]  # a signal may arrive while they start
     while (alive := [process for process in ranks if process.is_alive()]) and time.monotonic() < deadline:
         for process in alive:
             process.terminate()

@@ -1,7 +1,7 @@
-"""The leading host's part: who has joined, which ranks each host starts, and what follows when an attempt has ended.
+"""The leader of several hosts: it accepts hosts, assigns ranks to them, and decides how to continue after an attempt.
 
-Every host has a leader that listens, so that another one can lead when the first is lost; all but one have no members.
-It starts no process: each host's launcher does (hosts.py).
+Every host has a leader that listens, so that another one can take over when the first is lost; all but one have no
+members. A leader starts no process: the launcher of each host does (hosts.py).
 """
 
 from __future__ import annotations
@@ -22,64 +22,74 @@ from mega.core.processes.restarts import Restarts, at_launch, exit_code
 from mega.core.processes.wire import BEAT, Wire
 
 ENDING = 30.0
-"""Seconds in which a host ends its ranks; beyond it, the host counts as lost."""
+"""Seconds within which a host must end its ranks; after them the host counts as lost."""
 
 REPORTING = 1.0
-"""Seconds in which ranks of other hosts end by themselves, and say why, when the run ends with a failure."""
+"""Seconds that ranks of other hosts have to report their errors and end, when the run ends with a failure."""
 
 LEAVING = 3.0
-"""Seconds in which the other hosts read that all is over."""
+"""Seconds that the other hosts have to read the order to finish."""
 
 SHOWN = 5
-"""Differences of a host that are named."""
+"""Maximum number of differences that a message lists."""
 
 CALL = 5.0
-"""Seconds between two looks at the place where hosts join, of a leader that is not there."""
+"""Seconds between two checks of MASTER_ADDR, by a leader that does not listen there."""
 
 Place = tuple[str, int]
 
 Events = queue.Queue[tuple[Wire, dict[str, Any] | None]]
-"""What members say; None when one is lost."""
+"""Messages of members; None when a member is lost."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """hosts: that run; nproc: ranks of each. minutes: to wait for hosts. limit: of restarts in a row. alike: Job's."""
+    """The values that must be equal on all hosts of a run."""
 
     hosts: int
+    """Hosts that run ranks."""
     nproc: int
+    """Ranks per host."""
     minutes: float
+    """Time to wait for hosts."""
     limit: int
+    """Maximum of consecutive restarts."""
     version: str
     alike: Mapping[str, str] = field(default_factory=dict)
+    """`Job.alike`."""
 
 
 @dataclass(eq=False)
 class _Member:
-    """A host that has joined. address, port: where its own leader listens. meet: a free port for its ranks. seat: its
-    place among the hosts that run, which a survivor keeps. running: its ranks are not known to have ended."""
+    """A host that has joined."""
 
     wire: Wire
     name: str
     address: str
     port: int
+    """The port of the host's own leader, at `address`."""
     meet: int
+    """A free port for the store of its ranks."""
     seat: int | None
+    """Its index among the hosts that run ranks; a surviving host keeps it. None: a spare."""
     running: bool = False
+    """Whether its ranks have started and it has not reported their end."""
     spare: bool = False
-    """It knows that it is one."""
+    """Whether it has been informed that it is a spare."""
 
     def listens_here(self, port: int) -> bool:
-        """Whether it is the host of the leader that listens at `port`."""
+        """Whether it is the host of the leader at `port`."""
         return self.port == port and self.wire.here == self.wire.there
 
 
 class Leader:
-    """Leads those that join until the job is over. server: a listening socket. saved: the newest step; and the newest
-    that this host has in memory."""
+    """Leads the hosts that join it, until the job ends.
+
+    server: a listening socket. saved: returns the newest saved step, and the newest step in this host's memory.
+    """
 
     def __init__(self, server: socket.socket, size: Size, saved: Callable[[], tuple[int, int]], first: Place | None):
-        """first: where hosts join at the launch, if that is not here."""
+        """first: MASTER_ADDR and MASTER_PORT, if this leader does not listen there."""
         self._server, self._size, self._saved, self._first = server, size, saved, first
         self.port: int = server.getsockname()[1]
         self._called = time.monotonic()
@@ -87,17 +97,17 @@ class Leader:
         self._members: dict[Wire, _Member] = {}
         self._restarts: Restarts | None = None
         self._reason = ""
-        """Why the attempt before has ended."""
+        """Why the previous attempt has ended."""
         self._endings: list[tuple[str, Ending]] | None = None
-        """Of the attempt that runs, with the names of hosts; None while none runs."""
+        """(host name, ending) of the current attempt; None between attempts."""
         self._since = time.monotonic()
-        """When the hosts that are there began to wait, or were asked to end their ranks."""
+        """The time at which the members began to wait, or were ordered to end their ranks."""
         self._launched = time.monotonic()
         self._stop_at: float | None = None
-        """When the hosts whose ranks run are asked to end them."""
+        """The time at which hosts with running ranks will be ordered to end them."""
         self._stopping = self._over = self._takes_over = False
         self._reach = ""
-        """An address of this host by which another one has reached it."""
+        """An address of this host that another host has used to reach it."""
 
     def start(self) -> Leader:
         threading.Thread(target=_accept, args=(self._server, self._events), name="accept", daemon=True).start()
@@ -110,10 +120,11 @@ class Leader:
                 with contextlib.suppress(queue.Empty):
                     self._heed(*self._events.get(timeout=1.0))
                 self._advance()
-        except Exception as error:  # or else all hosts would wait for this thread
+        except Exception as error:  # without this all hosts would wait for ever
             self._finish(1, f"the host that leads the others failed: {error!r}")
 
     def _heed(self, wire: Wire, message: dict[str, Any] | None) -> None:
+        """Handle a message of a host, or its loss."""
         member = self._members.get(wire)
         if message is None:
             if member is not None:
@@ -124,7 +135,7 @@ class Leader:
                     self._called_by(wire, **message["led"])
                 else:
                     self._join(wire, **message["join"])
-            except (KeyError, TypeError, ValueError, OSError):  # not a host's words, or it has gone already
+            except (KeyError, TypeError, ValueError, OSError):  # not a message of a host, or the host is lost already
                 wire.close()
         else:
             member.meet = int(message["meet"])
@@ -133,23 +144,23 @@ class Leader:
                 self._ended(member.name, Ending(**message["ended"]))
 
     def _called_by(self, wire: Wire, port: int, runs: bool) -> None:
-        """By another leader, whose run goes on or waits for hosts."""
+        """Answer another leader. runs: whether its ranks run; then the members of this one move to it."""
         wire.send({"come": bool(self._members) and not runs})
         if runs and self._endings is None:
             self._move((wire.there, port))
 
     def _join(self, wire: Wire, size: dict[str, Any], known: dict[str, Any], **found: Any) -> None:
-        """Phase 1. known: to a host that had another leader."""
-        own = asdict(self._size)
-        differ = _differ(size.get("alike", {}), own["alike"]) or _differ(size, own)
+        """Phase 1: accept a host. known: the state from its former leader, if it had one."""
+        leader_size = asdict(self._size)
+        differ = _differ(size.get("alike", {}), leader_size["alike"]) or _differ(size, leader_size)
         if differ:
             wire.send({"refused": f"the hosts of a run must be started alike: {'; '.join(differ)}"})
             return
         if not self._members:
             self._since = time.monotonic()
-        address, here = wire.there, wire.here
+        address, leader_address = wire.there, wire.here
         if not address.startswith("127."):
-            self._reach = here
+            self._reach = leader_address
         self._members[wire] = _Member(wire, address=address, **found)
         restarts = known["restarts"]
         if restarts is not None and (self._restarts is None or restarts["number"] > self._restarts.number):
@@ -160,8 +171,8 @@ class Leader:
             )
         line = ""
         if self._takes_over:
-            now = f"MASTER_ADDR {here} MASTER_PORT {self.port}"
-            line = f"{self._reason}; this one leads now, and hosts that join later need {now}"
+            variables = f"MASTER_ADDR {leader_address} MASTER_PORT {self.port}"
+            line = f"{self._reason}; this one leads now, and hosts that join later need {variables}"
         wire.send({"welcome": [member.name for member in self._members.values()][:1], "said": line})
         _send_leaders(self._members.values(), self._reach)
         if self._endings is not None and not self._stopping:
@@ -169,25 +180,25 @@ class Leader:
             _spare(self._members[wire], self._restarts, self._size.hosts)
 
     def _gone(self, member: _Member) -> None:
-        """Phase 4."""
+        """Phase 4: a member is lost."""
         del self._members[member.wire]
         if member.running:
             self._ended(member.name, Ending(1, f"host {member.name} was lost", cause=True))
         _send_leaders(self._members.values(), self._reach)
 
     def _ended(self, name: str, ending: Ending) -> None:
-        """Phase 3. Ranks that were asked to stop do so together: no host ends those of another one before they have
-        saved."""
+        """Phase 3: the ranks of a host have ended. After a signal to stop, the leader does not end the ranks of other
+        hosts: all ranks save and stop together."""
         assert self._endings is not None
         self._endings.append((name, ending))
-        asked = any(each.final and each.code in STOPPED for _, each in self._endings)
-        if asked and not self._stopping:
+        stops_by_signal = any(each.final and each.code in STOPPED for _, each in self._endings)
+        if stops_by_signal and not self._stopping:
             self._stop_at = None
         elif ending.code and self._stop_at is None:
             self._stop_at = time.monotonic() + (REPORTING if ending.final else 0.0)
 
     def _advance(self) -> None:
-        """What is due now."""
+        """Take the next action that is due."""
         running = [member for member in self._members.values() if member.running]
         if self._endings is not None:
             if self._stop_at is not None and not self._stopping and time.monotonic() >= self._stop_at:
@@ -214,14 +225,14 @@ class Leader:
             self._call_first()
 
     def _decide(self, endings: list[tuple[str, Ending]]) -> None:
-        """Phase 5."""
+        """Phase 5: finish the job, or prepare the next attempt."""
         self._endings, self._stop_at, self._stopping, self._since = None, None, False, time.monotonic()
         failed = [(name, ending) for name, ending in endings if ending.code]
         final = [ending for _, ending in failed if ending.final]
         if not failed or final:
             self._finish(exit_code(max(final, key=lambda ending: ending.cause)) if final else 0)
             return
-        name, first = min(failed, key=lambda found: not found[1].cause)
+        name, first = min(failed, key=lambda named: not named[1].cause)  # a cause rather than a consequence
         self._reason = f"{first.reason}, on host {name}" if first.here else first.reason
         assert self._restarts is not None
         if (following := self._restarts.after(*self._saved())) is None:
@@ -235,11 +246,12 @@ class Leader:
                 member.wire.send({"said": line})
 
     def _start(self) -> None:
-        """Phase 2: seats, then the word to all."""
+        """Phase 2: assign seats, then order all hosts to start."""
         restarts = self._first_restarts()
         if restarts is None:
             return
         self._restarts, free, waiting = restarts, set(range(self._size.hosts)), list[_Member]()
+        # Surviving hosts keep their seats: the copies in their memory belong to their ranks.
         for member in self._members.values():
             if member.seat in free:
                 free.discard(member.seat)
@@ -261,7 +273,7 @@ class Leader:
                 _spare(member, restarts, self._size.hosts)
 
     def _first_restarts(self) -> Restarts | None:
-        """That of the attempt that begins; None where all is over."""
+        """The restarts at the start of an attempt; None if the job has ended."""
         if self._restarts is None:
             return at_launch(self._size.limit, self._saved()[0], self._launched)
         if not self._takes_over:
@@ -273,15 +285,15 @@ class Leader:
         return following
 
     def _move(self, place: Place) -> None:
-        """All members go to another leader, which begins with what is known here."""
+        """Order all members to join another leader, with the state of this one."""
         restarts = None if self._restarts is None else self._restarts.sent()
-        known = {"restarts": restarts, "failed": self._takes_over, "reason": self._reason}
+        state = {"restarts": restarts, "failed": self._takes_over, "reason": self._reason}
         for member in self._members.values():
-            member.wire.send({"move": place, "known": known})
+            member.wire.send({"move": place, "known": state})
 
     def _call_first(self) -> None:
-        """A host that has come back to where hosts join has no members: it goes where the run is, or, if it runs
-        nowhere, all go to it."""
+        """Call the leader at MASTER_ADDR, if a host has come back there. If ranks run here, its members move here; else
+        all members of this leader move there."""
         first = self._first
         if first is not None and self._members and time.monotonic() > self._called + CALL:
             if _is_to_come(first, self.port, self._endings is not None):
@@ -289,41 +301,42 @@ class Leader:
             self._called = time.monotonic()
 
     def _finish(self, code: int, line: str = "") -> None:
-        """Tell all hosts that all is over; this one, which ends with its leader, last."""
+        """Order all hosts to finish. The leader's own host is last, because the leader ends with it."""
         self._over = True
-        own = [member for member in self._members.values() if member.listens_here(self.port)]
-        others = [member for member in self._members.values() if not member.listens_here(self.port)]
-        for member in others:
+        leader_hosts = [member for member in self._members.values() if member.listens_here(self.port)]
+        remote_hosts = [member for member in self._members.values() if not member.listens_here(self.port)]
+        for member in remote_hosts:
             member.wire.send({"finish": code, "said": line})
         deadline = time.monotonic() + LEAVING
-        for member in others:
+        for member in remote_hosts:
             member.wire.wait_closed(max(0.0, deadline - time.monotonic()))
-        for member in own:
+        for member in leader_hosts:
             member.wire.send({"finish": code, "said": line})
 
 
 def _spare(member: _Member, restarts: Restarts, hosts: int) -> None:
+    """Send a spare host the count of restarts, and once the message that it is a spare."""
     line = "" if member.spare else f"this host is a spare; --hosts {hosts} others have come before it"
     member.wire.send({"said": line, "restarts": restarts.sent()})
     member.spare = True
 
 
 def _differ(there: Mapping[str, object], here: Mapping[str, object]) -> list[str]:
-    """What is not the same on two hosts; of many, the first ones."""
+    """The values that differ between two hosts, at most SHOWN of them."""
     names = [name for name in {**here, **there} if name != "alike" and there.get(name) != here.get(name)]
     parts = [f"{name} {there.get(name)}, here {here.get(name)}" for name in names[:SHOWN]]
     return [*parts, f"and {len(names) - SHOWN} more"] if len(names) > SHOWN else parts
 
 
 def listen_first(leader: Leader, server: socket.socket) -> None:
-    """Listen also where hosts join: that turned out to be here."""
+    """Listen at MASTER_ADDR as well, once that has turned out to be this host."""
     leader._first = None
     threading.Thread(target=_accept, args=(server, leader._events), name="accept-first", daemon=True).start()
 
 
 def outlast(leader: Leader, seconds: float) -> None:
-    """Wait until no other host that is led here runs ranks, `seconds` at most: without a leader they would start again
-    elsewhere what has been asked to stop."""
+    """Wait, at most `seconds`, until no other member runs ranks. Without this leader they would join another one and
+    restart a run that was asked to stop."""
     deadline = time.monotonic() + seconds
     while any(member.running and not member.listens_here(leader.port) for member in list(leader._members.values())):
         if time.monotonic() > deadline:
@@ -336,7 +349,7 @@ def _accept(server: socket.socket, events: Events) -> None:
         try:
             connection, _ = server.accept()
             wire = Wire(connection)
-        except OSError:  # a host that has gone already, or no free descriptor for a moment
+        except OSError:  # the host has closed the connection already, or no descriptor is free at the moment
             time.sleep(0.1)
             continue
         _listen_to(wire, events)
@@ -347,23 +360,23 @@ def _listen_to(wire: Wire, events: Events) -> None:
 
 
 def _send_leaders(members: Collection[_Member], here: str) -> None:
-    """All hosts know where the others' leaders listen, the first to have joined first."""
+    """Send all hosts the addresses of all leaders, in the order in which hosts joined."""
     leaders = [[_reached(member, here), member.port] for member in members]
     for member in members:
         member.wire.send({"leaders": leaders})
 
 
 def _reached(member: _Member, here: str) -> str:
-    """The address by which other hosts reach a member: the leading host may have joined itself by a loopback one."""
+    """The address by which other hosts reach a member. The leader's host may have joined by a loopback address."""
     return here if here and member.address.startswith("127.") else member.address
 
 
 def _is_to_come(first: Place, port: int, runs: bool) -> bool:
-    """Whether a leader is there that waits for hosts, when the one at `port` here does not have enough of them."""
-    with contextlib.suppress(OSError, ValueError), socket.create_connection(first, 1.0) as way:
-        way.sendall(json.dumps({"led": {"port": port, "runs": runs}}).encode() + b"\n")
-        way.settimeout(BEAT)
-        for line in way.makefile():
+    """Whether the leader at `first` waits for hosts, so that the members of the leader at `port` should move to it."""
+    with contextlib.suppress(OSError, ValueError), socket.create_connection(first, 1.0) as connection:
+        connection.sendall(json.dumps({"led": {"port": port, "runs": runs}}).encode() + b"\n")
+        connection.settimeout(BEAT)
+        for line in connection.makefile():
             if "come" in (message := json.loads(line)):
                 return bool(message["come"])
     return False

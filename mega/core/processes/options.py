@@ -1,4 +1,4 @@
-"""Options of the verbs about launchers. No torch."""
+"""The section of `mega launch`. No torch."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ PORT = Range("1 to 65535", lambda value: 1 <= value <= 65535)
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions(VerbSection):
-    """The hosts that a script starts a run on. Other words of the scheduler's are for the user to add."""
+    """The hosts on which a script starts a run. Users add further options of the scheduler themselves."""
 
     title: ClassVar[str] = "Launch"
 
     hosts: int = option(1, "hosts that the run needs", within=COUNT, metavar="N")
-    nproc: int = option(8, "ranks of each: its GPUs", within=COUNT, metavar="N")
+    nproc: int = option(8, "ranks on each host: its GPUs", within=COUNT, metavar="N")
     spares: int = option(
-        0, "hosts more, which wait to replace one that is lost; needs --max-restarts in the command", within=FROM_0
+        0, "further hosts, which wait to replace a lost one; needs --max-restarts in the command", within=FROM_0
     )
-    name: str = option("mega", "what the job is called")
+    name: str = option("mega", "name of the job")
     minutes: int | None = option(None, "time limit of the job [the scheduler's]", unit="minutes", within=COUNT)
     warning: int = option(
-        300, "seconds before the end of a Slurm job at which it is told to save, and requeued", within=COUNT
+        300, "seconds before the time limit of a Slurm job at which it saves and is requeued", within=COUNT
     )
-    logs: str = option("logs", "folder for a log of each rank, or of each host")
-    port: int = option(29500, "free port of the first host, where hosts meet", within=PORT)
-    partition: str | None = option(None, "of Slurm")
-    account: str | None = option(None, "of Slurm")
-    image: str | None = option(None, "of Kubernetes: the container, with mega in it")
-    volume: str | None = option(None, "of Kubernetes: a claim that all hosts mount at /runs")
-    hostfile: str | None = option(None, "of mpirun: file with a line a host")
-    gpus: bool = option(True, "whether ranks have a GPU each")
+    logs: str = option("logs", "folder for the logs of each rank, or of each host")
+    port: int = option(29500, "free port of the first host, for the rendezvous", within=PORT)
+    partition: str | None = option(None, "partition of Slurm")
+    account: str | None = option(None, "account of Slurm")
+    image: str | None = option(None, "container image with mega, for Kubernetes")
+    volume: str | None = option(None, "volume claim that all hosts mount at /runs, for Kubernetes")
+    hostfile: str | None = option(None, "hostfile of mpirun, with one line per host")
+    gpus: bool = option(True, "give each rank a GPU")

@@ -1,4 +1,4 @@
-"""Local ranks on gloo that stay for many jobs: for tests, and for comparing many layouts in one go."""
+"""Local gloo ranks that run many jobs: for tests, and for comparisons of many layouts."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Result = TypeVar("Result")
 
 
 class Pool:
-    """Up to `size` local ranks on gloo that stay until `close`.
+    """Up to `size` local gloo ranks that live until `close`.
 
-    Jobs are functions `job(groups, rank, *args)`, importable by name; a job on `world` ranks finds a process group of
-    just these. A job that fails on any rank ends all ranks (the others may be stuck in a collective); the next job
-    finds new ones.
+    Jobs are functions `job(groups, rank, *args)`, importable by name; a job on `world` ranks has a process group of
+    exactly these. A job that fails on any rank ends all ranks (the others may be stuck in a collective); the next job
+    starts new ranks.
     """
 
     def __init__(self, size: int):
@@ -42,9 +42,9 @@ class Pool:
     def run(
         self, job: Callable[..., Result], *args: object, world: int | None = None, timeout: float = 300.0
     ) -> list[Result]:
-        """Results of `job` on ranks 0 ... world - 1, in order.
+        """Run `job` on ranks 0 ... world - 1; returns their results in order.
 
-        Errors: RuntimeError with the first failing rank's traceback, or naming the ranks that never answered.
+        Errors: RuntimeError with the traceback of the first rank that failed, or with the ranks that never answered.
         """
         world = self.size if world is None else world
         assert 1 <= world <= self.size, (world, self.size)
@@ -76,7 +76,7 @@ class Pool:
         return [results[rank] for rank in range(world)]
 
     def close(self) -> None:
-        """End the ranks. The pool may be used again."""
+        """End the ranks. The pool may be used again afterwards."""
         end_ranks(self._ranks, patience=0.0)
         for pipe in self._pipes:
             pipe.close()
@@ -98,33 +98,33 @@ class Pool:
     def _start(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="mega-pool-")
         for rank in range(self.size):
-            ours, theirs = multiprocessing.Pipe()
+            parent_end, child_end = multiprocessing.Pipe()
             process = fork_server().Process(
-                target=_pool_rank, args=(theirs, self.size), name=f"pool rank {rank}", daemon=True
+                target=_pool_rank, args=(child_end, self.size), name=f"pool rank {rank}", daemon=True
             )
             process.start()
-            theirs.close()
+            child_end.close()  # so that the parent reads an end of file when the rank dies
             self._ranks.append(process)
-            self._pipes.append(ours)
+            self._pipes.append(parent_end)
 
 
 def _pool_rank(pipe: Connection[Any, Any], size: int) -> None:
-    """Answer jobs until the pipe closes; join a new process group whenever the job's world has changed."""
+    """Run jobs until the pipe closes; join a new process group when the world size of jobs changes."""
     hear_signals(STOPPING)
-    joined, groups = "", Groups()
+    meeting, groups = "", Groups()
     while True:
         try:
             environment, job, args = pipe.recv()
         except EOFError:
             return
         try:
-            if joined != environment[MEETING_FILE]:
+            if meeting != environment[MEETING_FILE]:
                 disconnect()
                 os.environ.update(environment)
                 _, _, groups = connect("cpu")
                 # Also in a job for one rank: threads that spin for each other starve on a busy machine.
                 torch.set_num_threads(threads(size))
-                joined = environment[MEETING_FILE]
+                meeting = environment[MEETING_FILE]
             pipe.send((True, job(groups, int(environment["RANK"]), *args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))

@@ -1,7 +1,7 @@
-"""Where a rank is at a moment, and the lines about ranks that keep others waiting. It knows no store.
+"""The current position of a rank in the code, and messages about ranks that keep others waiting. It knows no store.
 
-A rank waits where its main thread is in an exchange with others, or waits for its device, which may be in one; any
-other rank that answers is at work, and it is the one that the others wait for.
+A rank waits if its main thread is in an exchange, or waits for its device, which may be in one. Any other rank that
+answers is working, and the others wait for it.
 """
 
 from __future__ import annotations
@@ -24,22 +24,25 @@ from mega.core.words import name_ranks
 _SOURCE = Path(mega.__file__).parent.parent
 
 _WAITING = ("mega/core/parallel/", "mega/core/device.py", "mega/core/training/stop.py")
-"""Where exchanges are waited for."""
+"""Modules in which the main thread waits for exchanges."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """doing: the phase, and how far it has come. place: the innermost place of ours at which the main thread is, or the
-    thread that saves where the main one waits for it; "elsewhere" outside of our source. waits: for other ranks."""
+    """The current position of one rank."""
 
     phase: str = ""
     doing: str = ""
+    """The phase and its progress, for messages."""
     place: str = "elsewhere"
+    """The innermost line of mega's source that the main thread executes, or the saving thread while the main thread
+    waits for it; "elsewhere" outside of mega's source."""
     waits: bool = True
+    """Whether it waits for other ranks."""
     background: str = ""
-    """The place of a thread that saves while the main one trains."""
+    """The line of a thread that saves while the main thread trains."""
     exchanges: tuple[CalledExchange, ...] = ()
-    """The newest that it has called, of each group."""
+    """The newest exchange of each group that this rank has called."""
 
     @property
     def patient(self) -> bool:
@@ -55,7 +58,7 @@ class Position:
 
 
 def own_position(failed_at: str | None = None) -> Position:
-    """That of this process. failed_at: where an exchange of its main thread has failed."""
+    """The position of this process. failed_at: the line at which an exchange of its main thread has failed."""
     frames, doing, phase = sys._current_frames(), str(ACTIVITY), ACTIVITY.phase
     main = _walk(frames.get(threading.main_thread().ident or 0))
     writer = _walk(frames.get(ACTIVITY.writer)) if ACTIVITY.writer is not None else None
@@ -68,7 +71,7 @@ def own_position(failed_at: str | None = None) -> Position:
 
 
 def own_place(frame: FrameType) -> str | None:
-    """Such as `mega/core/data/batches.py:80 (take)`; None outside of our source."""
+    """The line of a frame, such as `mega/core/data/batches.py:80 (take)`; None outside of mega's source."""
     path = Path(frame.f_code.co_filename)
     if not path.is_relative_to(_SOURCE / "mega"):
         return None
@@ -76,7 +79,7 @@ def own_place(frame: FrameType) -> str | None:
 
 
 def _walk(frame: FrameType | None) -> tuple[str, bool]:
-    """The innermost place of ours, and whether it waits there for other ranks."""
+    """The innermost line of mega's source in a stack, and whether it waits there for other ranks."""
     outside = 0
     while frame is not None:
         if (place := own_place(frame)) is not None:
@@ -90,30 +93,30 @@ def _walk(frame: FrameType | None) -> tuple[str, bool]:
 
 
 def silence(silent: list[int], minutes: float, hosts: Mapping[int, str] | None = None) -> str:
-    """The line about ranks that do not answer. hosts: their names, where there are several.
+    """The message about ranks that do not answer. hosts: their names, if there are several.
 
     >>> silence([1], 10)
     'rank 1 has not answered for 10 minutes (--timeout-minutes): it is stopped, or its host cannot be reached'
     >>> silence([2, 3], 1, {2: "b", 3: "b"})[:53]
     'ranks 2, 3 on host b have not answered for 1 minute ('
     """
-    have, why = "have", "they are stopped, or their hosts cannot be reached"
+    have, reason = "have", "they are stopped, or their hosts cannot be reached"
     if len(silent) == 1:
-        have, why = "has", "it is stopped, or its host cannot be reached"
-    return f"{named(silent, hosts or {})} {have} not answered for {duration(minutes)} (--timeout-minutes): {why}"
+        have, reason = "has", "it is stopped, or its host cannot be reached"
+    return f"{named(silent, hosts or {})} {have} not answered for {duration(minutes)} (--timeout-minutes): {reason}"
 
 
 def store_silence(minutes: float) -> str:
-    """The line about a store that does not answer, of a launcher's agent."""
-    place = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+    """The message about a launcher's store that does not answer."""
+    address = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
     return (
-        f"the launcher's store at {place} has not answered for {duration(minutes)} (--timeout-minutes): its host is "
+        f"the launcher's store at {address} has not answered for {duration(minutes)} (--timeout-minutes): its host is "
         "stopped, or cannot be reached"
     )
 
 
 def standstill(positions: Mapping[int, Position], limit: str, hosts: Mapping[int, str] | None = None) -> str:
-    """The line about ranks that all answer, while some have waited for longer than the limit.
+    """The message if all ranks answer, but some have waited for longer than the limit.
 
     >>> waits, sync = Position("training", "training, step 3", "a.py:1 (f)"), Position("saving", "saving", "b.py:2 (g)")
     >>> standstill({0: waits, 1: waits}, "1 minute (--timeout-minutes)")
@@ -125,9 +128,9 @@ ranks 0, 1: training, step 3, at a.py:1 (f)'
     busy = {rank: each for rank, each in positions.items() if not each.waits}
     if not busy or len(busy) == len(positions):
         return f"an exchange of ranks has not ended within {limit}, though all answer: {_listed(positions, hosts)}"
-    which = "which answers: " if len(busy) == 1 else "which answer: "
+    clause = "which answers: " if len(busy) == 1 else "which answer: "
     if len({_words(each) for each in busy.values()}) == 1:
-        return f"the other ranks have waited {limit} for {named(sorted(busy), hosts or {})}, {which}" + _words(
+        return f"the other ranks have waited {limit} for {named(sorted(busy), hosts or {})}, {clause}" + _words(
             next(iter(busy.values()))
         )
     return f"the other ranks have waited {limit} for ranks that answer: {_listed(busy, hosts)}"
@@ -139,17 +142,17 @@ def named(ranks: list[int], hosts: Mapping[int, str]) -> str:
     ('ranks 2, 5', 'ranks 2, 5 on hosts b, c', 'ranks 2, 3 on host b')
     """
     names = list(dict.fromkeys(hosts[rank] for rank in ranks if rank in hosts))
-    where = f" on host{'s' * (len(names) > 1)} {', '.join(names)}" if names else ""
-    return name_ranks(ranks) + where
+    on_hosts = f" on host{'s' * (len(names) > 1)} {', '.join(names)}" if names else ""
+    return name_ranks(ranks) + on_hosts
 
 
 def _listed(positions: Mapping[int, Position], hosts: Mapping[int, str] | None) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, position in sorted(positions.items()):
         ranks.setdefault(_words(position), []).append(rank)
-    return "; ".join(f"{named(who, hosts or {})}: {words}" for words, who in ranks.items())
+    return "; ".join(f"{named(same, hosts or {})}: {words}" for words, same in ranks.items())
 
 
 def _words(position: Position) -> str:
-    more = f", and saving in the background at {position.background}" if position.background else ""
-    return f"{position.doing}, at {position.place}{more}"
+    saving = f", and saving in the background at {position.background}" if position.background else ""
+    return f"{position.doing}, at {position.place}{saving}"

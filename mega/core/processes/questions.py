@@ -1,11 +1,11 @@
-"""What ranks write for each other into their store while they run: questions, answers, who has left, and the verdict.
+"""Messages of ranks in their store while they run: questions, answers, ranks that have left, and the verdict.
 
-    question/N  answer/N/RANK    who asks next increments the number; an answer is a `Position`
-    host/RANK                    its host's name and addresses, where ranks are on several
-    left/RANK                    it ends since it has lost another rank
-    verdict                      why all end: of the first rank that judges
+    question/N  answer/N/RANK    each question has the next number; an answer is a `Position`
+    host/RANK                    name and addresses of the rank's host, if there are several hosts
+    left/RANK                    the rank ends because it has lost another rank
+    verdict                      why all ranks end; the first rank to write it decides
 
-Each call may wait without end where the store's host was stopped: roll_call.py limits them.
+Each call may block for ever if the store's host has stopped: roll_call.py limits the time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 class Questions:
-    """One rank's access to them. position: where its main thread is now. look: seconds between two looks of a rank."""
+    """One rank's access to the messages.
+
+    position: returns what its main thread does now. look: seconds between two polls of a rank.
+    """
 
     def __init__(self, store: Store, rank: int, world: int, position: Callable[[], Position], look: float):
         self._store, self._rank, self._world, self._position, self._look = store, rank, world, position, look
@@ -33,18 +36,18 @@ class Questions:
         self._store.set(f"host/{self._rank}", json.dumps([host, sorted(addresses)]))
 
     def host(self, rank: int) -> str | None:
-        """The name of its host; None where it has not said, as where all are on one host."""
+        """The name of the rank's host; None if the rank has not written it, as on a single host."""
         key = f"host/{rank}"
         return json.loads(self._store.get(key))[0] if self._store.check([key]) else None
 
     def hosts(self, keep: Callable[[list[str]], bool] = lambda addresses: True) -> dict[int, str]:
-        """Rank -> its host's name, of those whose addresses are kept; none where all are on one host."""
+        """Rank -> name of its host, for hosts whose addresses satisfy `keep`; empty on a single host."""
         keys = {rank: f"host/{rank}" for rank in range(self._world)}
-        found = {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
-        return {rank: name for rank, (name, addresses) in found.items() if keep(addresses)}
+        hosts = {rank: json.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+        return {rank: name for rank, (name, addresses) in hosts.items() if keep(addresses)}
 
     def answer(self) -> None:
-        """Every question that has come since."""
+        """Answer all new questions."""
         while self._store.check([f"question/{self._answered + 1}"]):
             self._answered, self._answered_at = self._answered + 1, time.monotonic()
             self._store.set(f"answer/{self._answered}/{self._rank}", self._position().dumps())
@@ -56,61 +59,62 @@ class Questions:
         *,
         answers: bool = False,
     ) -> dict[int, Position]:
-        """Rank -> where its main thread is, of those that answer in time, or until some rank has judged.
+        """Ask all ranks. Returns rank -> position for those that answer in time, or until a rank writes the verdict.
 
-        stop: whether those that have answered are enough. answers: meanwhile, so that ranks that ask each other hear
-        each other; then it also takes the answers to a question that another rank has just put.
+        stop: whether the ranks that have answered are enough. answers: also answer questions while waiting, so that
+        ranks can ask each other; if another rank has just asked, use the answers to its question.
         """
         if answers and time.monotonic() < self._answered_at + 2 * self._look:
             number = self._answered
         else:
             number = self._store.add("asked", 1)
             self._store.set(f"question/{number}", "")
-        deadline, found = time.monotonic() + seconds, {self._rank: self._position()}
-        while len(found) < self._world and time.monotonic() < deadline:
+        deadline, positions = time.monotonic() + seconds, {self._rank: self._position()}
+        while len(positions) < self._world and time.monotonic() < deadline:
             if answers:
                 self.answer()
-            for rank in set(range(self._world)) - set(found):
+            for rank in set(range(self._world)) - set(positions):
                 key = f"answer/{number}/{rank}"
                 if self._store.check([key]):
-                    found[rank] = Position.loads(self._store.get(key))
-            if stop(found) or self.verdict():
+                    positions[rank] = Position.loads(self._store.get(key))
+            if stop(positions) or self.verdict():
                 break
             time.sleep(min(0.1, self._look))
         if answers:
             self.answer()
-        return found
+        return positions
 
     def silent(self, seconds: float) -> list[int]:
-        """The ranks that do not answer so fast, and have not ended well."""
+        """The ranks that have neither left nor answered within `seconds`."""
         ranks = set(range(self._world))
-        found = self.ask(seconds, lambda found: ranks - self.left() <= set(found))
-        return sorted(ranks - set(found) - self.left())
+        positions = self.ask(seconds, lambda found: ranks - self.left() <= set(found))
+        return sorted(ranks - set(positions) - self.left())
 
     def leave(self) -> None:
         self._store.set(f"left/{self._rank}", "")
 
     def left(self) -> set[int]:
-        """The ranks that end since they have lost another one."""
+        """The ranks that have ended, or end because they have lost another rank."""
         return {rank for rank in range(self._world) if self._store.check([f"left/{rank}"])}
 
     def lost(self, text: str, seconds: float) -> list[int]:
-        """The ranks to which connections broke, of an error that names an address or not: those that neither answer
-        nor end for the same reason. This rank ends too."""
+        """After a broken connection: the ranks that neither answer nor end because of the same loss. Ranks of the host
+        whose address is in the error message `text` are asked first. This rank leaves."""
         self.leave()
-        others = set(range(self._world)) - {self._rank}
+        peers = set(range(self._world)) - {self._rank}
         at_address = set(self.hosts(lambda addresses: any(f"[{address}]" in text for address in addresses)))
-        for candidates in (at_address & others, others):
-            lost = candidates - self.left()
-            lost -= set(self.ask(seconds, lost.issubset)) if lost else set()
-            if lost := lost - self.left():
-                return sorted(lost)
+        for candidates in (at_address & peers, peers):
+            suspects = candidates - self.left()
+            suspects -= set(self.ask(seconds, suspects.issubset)) if suspects else set()
+            # Checked again: some may have left while this rank waited for their answers.
+            if suspects := suspects - self.left():
+                return sorted(suspects)
         return []
 
     def verdict(self) -> str:
-        """What a rank has judged, if one has."""
+        """The verdict; "" if no rank has written one."""
         return self._store.get("verdict").decode() if self._store.check(["verdict"]) else ""
 
     def judge(self, line: Callable[[], str]) -> str:
-        """The verdict: this one if no other rank was faster."""
+        """Write the verdict unless another rank has; returns the verdict that counts."""
         return self.verdict() or self._store.compare_set("verdict", "", line()).decode()

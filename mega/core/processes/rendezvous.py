@@ -1,13 +1,14 @@
-"""Where ranks meet: the store that they share, and how they see that all of them have come.
+"""The rendezvous of ranks: the store that they share, and the check that all of them have joined.
 
     1 a store                     a file, for ranks of `launch`; the agent's, under torchrun; else one that rank 0 hosts
-    2 every rank enters           its world's size, and a token that no process had before
-    3 rank 0 lists the tokens     again whenever one changes: a store may hold those of an attempt that was killed
-    4 every rank that is listed   acknowledges the list, so it lives
-    5 rank 0 opens the meeting    or says why not; so does any rank whose patience ends. The first word counts for all
+    2 every rank enters           its world size, and a token that is unique to the process
+    3 rank 0 lists the tokens     and updates the list at changes: a store may hold tokens of an attempt that was killed
+    4 every listed rank           acknowledges the list, which proves that it lives
+    5 rank 0 decides              to start or to fail; so does any rank whose time is over. The first decision counts
 
-All that follows lies under a name of this very meeting, so nothing of another one in the same store is met. No rank
-waits longer than --timeout-minutes, and each then reports the same line: who waits for whom. No process groups here.
+All later keys have a prefix that is unique to this rendezvous, so ranks never read keys of another one in the same
+store. No rank waits longer than --timeout-minutes; after it, all ranks report the same line with the missing ranks.
+This file knows no process groups.
 """
 
 from __future__ import annotations
@@ -30,30 +31,30 @@ from mega.core.processes.world import MEETING_FILE, World, check_address, point_
 from mega.core.words import name_ranks
 
 HANDSHAKE = 15.0
-"""Seconds in which a store answers, once something listens at its address. A thread of its own answers."""
+"""Seconds within which a store answers after the connection. The store has a thread of its own, so it is never busy."""
 
 _POLL = (0.01, 0.3)
-"""Seconds between two looks, at first and at last."""
+"""Seconds between two polls: the first interval, and the longest one."""
 
 
 _HOSTED: list[dist.Store] = []
-"""Stores of this process; others may read them until it ends."""
+"""Stores that this process hosts; other ranks may read them until it ends."""
 
 
 _UNREACHABLE: list[OSError] = []
-"""Why this process has no store: it does not wait for it again when it ends."""
+"""Why this process could not reach its store, so that exit reports do not wait for it again."""
 
 
 class StoreLost(ConnectionError):
-    """The store went while ranks were meeting in it."""
+    """The store was lost during the rendezvous."""
 
     elsewhere = True
 
 
 def meet(world: World, minutes: float) -> dist.Store:
-    """A store that the ranks of this attempt share and no others, when all have come.
+    """Wait for all ranks, and return a store for the ranks of this attempt only.
 
-    Errors: ValueError where ranks contradict each other; TimeoutError, naming who is waited for; OSError.
+    Errors: ValueError if ranks contradict each other; TimeoutError naming the missing ranks; OSError.
     """
     deadline = time.monotonic() + 60 * minutes
     store = dist.PrefixStore("meeting", open_store(world, deadline, minutes))
@@ -66,64 +67,64 @@ def meet(world: World, minutes: float) -> dist.Store:
 
 def _meet(store: dist.Store, world: World, minutes: float, deadline: float) -> dist.Store:
     token, pause = uuid.uuid4().hex, _POLL[0]
-    # 2
+    # 2 enter
     store.set(f"enter/{world.rank}", json.dumps([token, world.size]))
     host = _Host(store, world) if world.rank == 0 else None
-    listed: dict[str, Any] = {}
+    acknowledged: dict[str, Any] = {}
     while True:
-        # 3
+        # 3 rank 0 lists the tokens
         if host is not None:
             host.look()
-        seen = _read(store, "list")
-        if seen and seen["tokens"].get(str(world.rank)) == token and seen != listed:
-            # 4
-            listed = seen
-            store.set(f"here/{listed['name']}/{world.rank}", token)
+        members = _read(store, "list")
+        if members and members["tokens"].get(str(world.rank)) == token and members != acknowledged:
+            # 4 acknowledge
+            acknowledged = members
+            store.set(f"here/{acknowledged['name']}/{world.rank}", token)
         if _read(store, f"enter/{world.rank}")[0] != token:
             raise ValueError(f"RANK {world.rank}: another process has come as this rank; each needs its own number")
-        # 5
-        if listed and (word := _read(store, f"word/{listed['name']}")) is not None:
+        # 5 the decision
+        if acknowledged and (word := _read(store, f"word/{acknowledged['name']}")) is not None:
             break
         if time.monotonic() > deadline:
-            problem = _missing(store, world, listed, minutes)
-            if not listed:
+            problem = _missing(store, world, acknowledged, minutes)
+            if not acknowledged:
                 raise TimeoutError(problem)
-            store.compare_set(f"word/{listed['name']}", "", json.dumps({"late": problem}))
+            store.compare_set(f"word/{acknowledged['name']}", "", json.dumps({"late": problem}))
         time.sleep(pause)
         pause = min(2 * pause, _POLL[1])
     if "late" in word:
         raise TimeoutError(word["late"])
     if "wrong" in word:
         raise ValueError(word["wrong"])
-    return dist.PrefixStore(listed["name"], store)
+    return dist.PrefixStore(acknowledged["name"], store)
 
 
 class _Host:
-    """Rank 0's part: phases 3 and 5."""
+    """The part of rank 0: phases 3 and 5."""
 
     def __init__(self, store: dist.Store, world: World):
         self._store, self._world, self._name = store, world, uuid.uuid4().hex
         self._entries: dict[int, list[Any]] = {}
 
     def look(self) -> None:
-        """List who has come since; when all that are listed have answered, open the meeting."""
+        """Update the list of tokens; when all ranks have acknowledged it, decide."""
         store, world, name = self._store, self._world, self._name
         entries = {rank: entry for rank in range(world.size) if (entry := _read(store, f"enter/{rank}")) is not None}
         if entries != self._entries:
             self._entries = entries
             store.set("list", json.dumps({"name": name, "tokens": {rank: entry[0] for rank, entry in entries.items()}}))
-        here = [rank for rank, entry in entries.items() if _text(store, f"here/{name}/{rank}") == entry[0]]
-        other = [rank for rank in here if entries[rank][1] != world.size]
+        present = [rank for rank, entry in entries.items() if _text(store, f"here/{name}/{rank}") == entry[0]]
+        other = [rank for rank in present if entries[rank][1] != world.size]
         if other:
             size = entries[other[0]][1]
             wrong = f"WORLD_SIZE is {size} for {name_ranks(other)} and {world.size} for rank 0; must be the same"
             store.compare_set(f"word/{name}", "", json.dumps({"wrong": wrong}))
-        elif len(here) == world.size:
+        elif len(present) == world.size:
             store.compare_set(f"word/{name}", "", "{}")
 
 
 def open_store(world: World, deadline: float, minutes: float | None = None) -> dist.Store:
-    """The store that the launcher or rank 0 hosts. minutes: of patience, for what is said when `deadline` is over.
+    """Open the store that the launcher or rank 0 hosts. minutes: the time limit, for the message after `deadline`.
 
     Errors: ValueError or OSError, naming the address.
     """
@@ -145,26 +146,26 @@ def open_store(world: World, deadline: float, minutes: float | None = None) -> d
 
 
 def hosts_store(world: World) -> bool:
-    """Whether the ranks meet at this one, so that their store goes with it."""
+    """Whether this rank hosts the store, so that the store ends with it."""
     elsewhere = MEETING_FILE in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return world.rank == 0 and not elsewhere
 
 
 def _connect(address: str, port: int, hosting: bool, deadline: float) -> dist.Store:
-    """A store; torch waits without end for the answer of a listener that is none, so it does on a thread."""
+    """Open a TCPStore on a thread: torch waits for ever for the answer of a listener that is not a store."""
     patience = min(HANDSHAKE, max(1.0, deadline - time.monotonic()))
-    made: queue.Queue[dist.Store | Exception] = queue.Queue()
+    results: queue.Queue[dist.Store | Exception] = queue.Queue()
 
     def connect() -> None:
         seconds = timedelta(seconds=patience)
         try:
-            made.put(dist.TCPStore(address, port, None, hosting, seconds, wait_for_workers=False, multi_tenant=True))
+            results.put(dist.TCPStore(address, port, None, hosting, seconds, wait_for_workers=False, multi_tenant=True))
         except Exception as error:
-            made.put(error)
+            results.put(error)
 
     threading.Thread(target=connect, name="connect-store", daemon=True).start()
     try:
-        store = made.get(timeout=patience)
+        store = results.get(timeout=patience)
     except queue.Empty:
         store = TimeoutError()
     if not isinstance(store, Exception):
@@ -182,11 +183,11 @@ def _connect(address: str, port: int, hosting: bool, deadline: float) -> dist.St
 
 
 def reach(address: str, port: int, deadline: float, minutes: float | None = None) -> None:
-    """Wait until the store's host listens. Errors: TimeoutError. Torch would report its own waiting, in C++ frames."""
+    """Wait until the store's host listens, because torch reports a timeout with C++ frames. Errors: TimeoutError."""
     while True:
         try:
             return socket.create_connection((address, port), 2.0).close()
-        except (OSError, UnicodeError) as error:  # a name that no resolver takes is the latter
+        except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
             if time.monotonic() > deadline:
                 how_long = f" {duration(minutes)} (--timeout-minutes)" if minutes else ""
                 raise TimeoutError(
@@ -197,15 +198,15 @@ def reach(address: str, port: int, deadline: float, minutes: float | None = None
 
 
 def _missing(store: dist.Store, world: World, listed: Mapping[str, Any], minutes: float) -> str:
-    """For whom a rank waits whose patience is over."""
-    missing = [0]  # who lists everyone that comes
+    """The message about missing ranks, after the time limit."""
+    missing = [0]  # without a list: rank 0 writes it
     if listed:
         name, tokens = listed["name"], listed["tokens"]
-        there = [rank for rank in map(int, tokens) if _text(store, f"here/{name}/{rank}") == tokens[str(rank)]]
-        missing = sorted(set(range(world.size)) - set(there))
-    where = "" if MEETING_FILE in os.environ else f" at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        present = [rank for rank in map(int, tokens) if _text(store, f"here/{name}/{rank}") == tokens[str(rank)]]
+        missing = sorted(set(range(world.size)) - set(present))
+    address = "" if MEETING_FILE in os.environ else f" at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     return (
-        f"waited {duration(minutes)} (--timeout-minutes){where} for {name_ranks(missing)} of {world.size}, "
+        f"waited {duration(minutes)} (--timeout-minutes){address} for {name_ranks(missing)} of {world.size}, "
         f"{'which' if len(missing) == 1 else 'none of which'} {'did not come' if len(missing) == 1 else 'came'}; see "
         "that every rank is started, with the same WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
     )
@@ -222,7 +223,7 @@ def duration(minutes: float) -> str:
 
 
 def _read(store: dist.Store, key: str) -> Any:
-    """What a rank wrote under `key`, or None; a half of it is never seen."""
+    """The JSON value under `key`, or None; also None for a value that is only partly written."""
     with contextlib.suppress(ValueError):
         return json.loads(_text(store, key) or "")
     return None

@@ -1,16 +1,16 @@
-"""Ranks that are started again after a failure, on one host; hosts.py does the same for several.
+"""Restarts of ranks after a failure, on one host; hosts.py does the same for several hosts.
 
-    1 an attempt        all ranks run until they have ended well, or one has not (launch.run_attempt)
-    2 its ending        a mistake of the user, a loss that is not finite, a signal to stop are final: all else may pass
-    3 restarts          are counted in a row since which no newer step was saved; --max-restarts limits them
+    1 an attempt        all ranks run until all have succeeded, or one has failed (launch.run_attempt)
+    2 its ending        final: a mistake of the user, a loss that is not finite, a signal to stop; else maybe transient
+    3 restarts          count since the newest saved step: --max-restarts limits those without progress
     4 the next attempt  the same job, which resumes from the newest save
 
-Torch's elastic agent is not used, although its rendezvous knows spare hosts. It restarts after any exit code that is
-not 0, so a mistake in a flag would be repeated --max-restarts times; it counts restarts of weeks, not those without
-progress; a SIGTERM to it kills ranks after 30 s and ends with 1, and SIGUSR1 and SIGHUP are not passed on, so a
-scheduler's warning would lose the run; and each of its hosts would write its own table of failures where exit_reports
-writes one line. What it would spare is small: the fork server, with torch imported, lives as long as the launcher, so
-ranks that start again import nothing.
+Why not torch's elastic agent, although its rendezvous supports spare hosts: it restarts after any exit code other than
+0, so it would repeat a mistake in a flag --max-restarts times; it counts all restarts of a long run, not those without
+progress; at a SIGTERM it kills ranks after 30 s and exits with 1, and it does not forward SIGUSR1 and SIGHUP, so a run
+would be lost after a scheduler's warning; and each host would write its own table of failures where exit_reports writes
+one line. It would save little: the fork server, with torch imported, lives as long as the launcher, so restarted ranks
+import nothing.
 """
 
 from __future__ import annotations
@@ -31,38 +31,46 @@ from mega.core.processes.signals import heeded_signals
 from mega.core.processes.world import LAUNCHED, MEMORY_FOLDER
 
 PATIENCE = 0.2
-"""Seconds that ranks whose peers have gone are given to end, before they are killed: nothing of theirs is wanted."""
+"""Seconds that ranks have to end after a peer has failed, before they are killed: their state is not needed."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks do. args: of `target`; resumes: whether a step was saved since the launch, so that the newest one
-    counts. saved: the newest step; 0 is none. memory: whether the ranks are given a folder in memory. alike: what must
-    be the same on all hosts, by names that a user knows."""
+    """The work of the ranks."""
 
     target: Callable[..., int | None]
+    """The main function of a rank."""
     args: Callable[[bool], tuple[object, ...]]
+    """Returns the arguments of `target`. Its parameter: whether a step was saved since the launch, to resume from."""
     saved: Callable[[], int]
+    """Returns the newest saved step, or 0."""
     memory: bool = False
+    """Whether the ranks need a folder in memory."""
     alike: Mapping[str, str] = field(default_factory=dict)
+    """Values that must be equal on all hosts, by names that users know."""
 
 
 @dataclass(frozen=True)
 class Restarts:
-    """The restarts of a job so far. limit: in a row without a newer save. began, saved: the steps that were saved at
-    the launch, and at the newest restart. best: that, or what peers had in memory then. launched: time.monotonic() of
-    this host at the launch."""
+    """The restarts of a job so far."""
 
     limit: int
+    """Maximum of consecutive restarts without a newer save."""
     began: int = 0
+    """The newest saved step at the launch."""
     saved: int = 0
+    """The newest saved step at the newest restart."""
     best: int = 0
+    """The same, or the newest step that peers had in memory if that is newer."""
     number: int = 0
+    """All restarts since the launch."""
     in_vain: int = 0
+    """Restarts since the newest save."""
     launched: float = 0.0
+    """time.monotonic() of this host at the launch."""
 
     def after(self, saved: int, held: int = 0) -> Restarts | None:
-        """The restarts of the next attempt; None where the limit is reached. held: in memory.
+        """The restarts of the next attempt; None if the limit is reached. held: the newest step in memory.
 
         >>> one = Restarts(limit=1).after(10)
         >>> one.in_vain, one.after(10), one.after(20).in_vain
@@ -77,10 +85,11 @@ class Restarts:
 
     @classmethod
     def heard(cls, *, launched: float, **counts: int) -> Restarts:
-        """From what another host has sent, whose clock is another one."""
+        """From the message of another host; clocks of hosts differ, so `launched` is sent as a duration."""
         return cls(**counts, launched=time.monotonic() - launched)
 
     def sent(self) -> dict[str, float]:
+        """The message for another host, see `heard`."""
         return {**asdict(self), "launched": time.monotonic() - self.launched}
 
     @property
@@ -89,12 +98,12 @@ class Restarts:
         return self.saved > self.began
 
     def restart(self, reason: str) -> str:
-        """The line about the attempt that begins."""
+        """The message at the start of an attempt."""
         start = f"from step {self.best}" if self.best else "from the beginning"
         return f"restart {self.number}, {start} ({self.in_vain} of at most {self.limit} without a newer save): {reason}"
 
     def given_up(self, reason: str) -> str:
-        """The line about the end of all attempts."""
+        """The message after the last attempt."""
         if not self.limit:
             return f"not started again, as --max-restarts is 0: {reason}"
         since = f"no step after {self.best} was saved" if self.best else "no step was saved"
@@ -102,33 +111,33 @@ class Restarts:
 
 
 def at_launch(limit: int, saved: int, launched: float) -> Restarts:
-    """At the launch."""
+    """The state at the launch."""
     return Restarts(limit, saved, saved, saved, launched=launched)
 
 
 def note_step(folder: Path, step: int) -> None:
-    """By a rank: this host's memory holds its copies of a step."""
-    coming = folder / "step.new"
-    coming.write_text(str(step))
-    coming.rename(folder / "step")
+    """Called by a rank: record that this host's memory holds the copies of a step."""
+    temporary = folder / "step.new"
+    temporary.write_text(str(step))
+    temporary.rename(folder / "step")
 
 
 def noted_step(folder: Path | None) -> int:
-    """The newest step of which this host's memory holds copies; 0 is none."""
+    """The newest step whose copies are in this host's memory, or 0."""
     with contextlib.suppress(OSError, ValueError):
         return int((folder / "step").read_text()) if folder is not None else 0
     return 0
 
 
 class Stopped(Exception):
-    """A signal asks this process to stop while no rank of its own runs."""
+    """A signal asked this process to stop while it had no running ranks."""
 
     def __init__(self, number: int):
         self.code = 128 + number
 
 
 def supervise(nproc: int, limit: int, job: Job) -> int:
-    """Run a job on `nproc` local ranks, again after a failure that may pass; the exit code."""
+    """Run a job on `nproc` local ranks, and restart it after transient failures; returns the exit code."""
     launched = time.monotonic()
     with heeding_signals(), memory(job) as folder:
         try:
@@ -154,42 +163,43 @@ def exit_code(ending: Ending) -> int:
 
 
 def attempt_variables(restarts: Restarts, folder: Path | None) -> dict[str, str]:
-    """What ranks know of restarts, mostly in torchrun's words."""
-    found = {"TORCHELASTIC_RUN_ID": "mega", "TORCHELASTIC_RESTART_COUNT": str(restarts.number)}
-    found[LAUNCHED] = repr(restarts.launched)
-    return found if folder is None else {**found, MEMORY_FOLDER: str(folder)}
+    """Environment variables of an attempt; torchrun's where it has the same ones."""
+    variables = {"TORCHELASTIC_RUN_ID": "mega", "TORCHELASTIC_RESTART_COUNT": str(restarts.number)}
+    variables[LAUNCHED] = repr(restarts.launched)
+    return variables if folder is None else {**variables, MEMORY_FOLDER: str(folder)}
 
 
 @contextlib.contextmanager
 def heeding_signals() -> Iterator[None]:
-    """Where no rank runs that a signal is passed on to, it raises Stopped."""
+    """Raise Stopped at a signal, while no rank runs to which the signal could be forwarded."""
 
     def stop(number: int, _: object) -> None:
-        for each in before:  # a second one would only break the way out
+        for each in handlers:  # a second signal must not interrupt the cleanup
             signal.signal(each, lambda *_: None)
         raise Stopped(number)
 
-    before = {number: signal.signal(number, stop) for number in heeded_signals()}
+    handlers = {number: signal.signal(number, stop) for number in heeded_signals()}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
 @contextlib.contextmanager
 def memory(job: Job) -> Iterator[Path | None]:
-    """The folder in memory of a job that wants one; it goes with this process, or with the next one to come here."""
+    """The folder in memory, for a job that needs it. It is removed at the end; if this process is killed, by the next
+    launcher on this host."""
     if not job.memory:
         yield None
         return
-    place = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
-    folder = place / f"mega-peers-{uuid.uuid4().hex}"
+    parent = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+    folder = parent / f"mega-peers-{uuid.uuid4().hex}"
     folder.mkdir(mode=0o700)
     own(str(folder))
     try:
         yield folder
     finally:
-        for number in heeded_signals():  # the run is over
+        for number in heeded_signals():  # the run has ended: a signal must not interrupt the removal
             signal.signal(number, lambda *_: None)
         shutil.rmtree(folder, ignore_errors=True)

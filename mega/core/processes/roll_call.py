@@ -1,17 +1,18 @@
-"""Which rank the others wait for: every rank has a thread that answers a question put into their store.
+"""A watchdog that finds the rank that others wait for: a thread of every rank answers questions in the shared store.
 
-    1 a rank suspects            its main thread has stood at one place for a quarter of --timeout-minutes, or an
-                                 exchange has run out of time
-    2 it asks                    every rank that lives answers with where its main thread is (position.py)
-    3 a rank that is silent      for the rest of the time-out was stopped, or cannot be reached
-    4 where all answer           the rank that waits asks again, until --timeout-minutes are over, or where any is in
-                                 one of the phases that may take long (activity.py), --phase-timeout-minutes
-    5 the first rank to judge    names who is waited for, in the store; all ranks end with that one line
+    1 a rank suspects            its main thread has not moved for a quarter of --timeout-minutes, or an exchange has
+                                 timed out
+    2 it asks                    every living rank answers with the position of its main thread (position.py)
+    3 a rank is silent           for the rest of the timeout: it was stopped, or cannot be reached
+    4 all ranks answer           the waiting rank asks again, until --timeout-minutes are over, or if any rank is in a
+                                 phase that may take long (activity.py), --phase-timeout-minutes
+    5 the verdict                the first rank to decide writes to the store which rank is at fault; all ranks end with
+                                 that message
 
-So exchanges have time-outs only in case the thread, or the store, is no more. A server waits for requests, not for a
-step, so where a main thread stands says nothing: its ranks ask again and again (`keep_asking`), and a rank that has not
-answered for --timeout-minutes is lost. The store itself may be what is silent, where the rank or the host that has it
-was stopped or cut off: no call to it is waited for without end. It knows no collectives and no training.
+So the timeouts of exchanges matter only if this thread or the store has failed. A server waits for requests, not for
+steps, so a main thread that does not move is normal: its ranks ask regularly (`keep_asking`), and a rank that has not
+answered for --timeout-minutes is lost. The store itself may be silent, if its rank or host was stopped or disconnected:
+every call to it has a time limit. This file knows no collectives and no training.
 """
 
 from __future__ import annotations
@@ -40,31 +41,32 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 LOOK = 0.5
-"""Seconds between two looks of a rank; a large world takes longer, for its store's sake, a short time-out less."""
+"""Seconds between two polls of a rank; longer in a large world, to limit the load of the store, and shorter for a short
+timeout."""
 
 ANSWER = 20.0
-"""Seconds in which a rank that lives answers, on the busiest machine; at most a third of the time-out."""
+"""Seconds within which a living rank answers, also on a very busy machine; at most a third of the timeout."""
 
 LOST = ".lost"
-"""How the name of the file ends where the launcher of local ranks notes that one was killed."""
+"""Suffix of the file in which the launcher of local ranks reports a rank that was killed."""
 
 SILENT = 10.0
-"""Seconds beyond which a store that lives has answered, on the busiest machine too."""
+"""Seconds within which a living store answers, also on a very busy machine."""
 
 INTERVAL = 120.0
-"""Seconds between the questions of a rank that keeps asking; at most a quarter of the time-out."""
+"""Seconds between the questions of a rank that asks regularly; at most a quarter of the timeout."""
 
 LEAVING = 2.0
-"""Seconds that a rank that ends well takes to say so."""
+"""Time limit, in seconds, for a rank that ends to record that it has left."""
 
 PEERS = 4.0
-"""Seconds in which ranks answer one whose connection to one of them has broken."""
+"""Seconds within which ranks answer after a connection has broken."""
 
 Result = TypeVar("Result")
 
 
 class RollCall:
-    """One rank's part, from `start` to `close`. store: one that no other thread waits in."""
+    """The watchdog of one rank, from `start` to `close`. store: a client that no other thread uses."""
 
     def __init__(
         self,
@@ -78,9 +80,12 @@ class RollCall:
         phase_minutes: float | None = None,
         host: tuple[str, Collection[str]] | None = None,
     ):
-        """hosted: by rank 0, and not by a launcher's agent. remote: the store may be silent; not so a file.
-        phase_minutes: of patience with phases that may take long; None: ranks that answer are never given up. host:
-        this one's name and addresses, where there are several."""
+        """
+        hosted: rank 0 hosts the store, not a launcher's agent.
+        remote: the store is on a network and may be silent; False for a file.
+        phase_minutes: time limit of phases that may take long; None: no limit for ranks that answer.
+        host: name and addresses of this host, if there are several.
+        """
         self.minutes, self._hosted, self._remote = minutes, hosted, remote
         self._rank, self._world, self._host = rank, world, host
         self._phase_minutes = None if phase_minutes is None else max(minutes, phase_minutes)
@@ -91,14 +96,14 @@ class RollCall:
         self.questions = Questions(store, rank, world, lambda: own_position(self._failed_at), self._look)
         self._failed_at: str | None = None
         self._first: dict[int, str] = {}
-        """Rank 0 -> its host's name, which its store can no longer say when that host has stopped."""
+        """Rank 0 -> the name of its host. Cached, because the store cannot be read when that host has stopped."""
         self._interval: float | None = None
         self._lost: Callable[[str], None] | None = None
-        """What is called with the reason instead of ending this process."""
+        """A callback that takes the reason, instead of the end of this process."""
         self._store_is_silent = False
         self._reported = ""
         self._ending = threading.Lock()
-        """Taken by the thread that reports."""
+        """Acquired by the thread that reports first, and never released."""
         self._closed = threading.Event()
 
     def start(self) -> RollCall:
@@ -106,25 +111,27 @@ class RollCall:
         return self
 
     def close(self) -> None:
-        """From now on this rank does not answer, and no other rank expects it to."""
+        """Stop answering, and record in the store that this rank has left."""
         self._closed.set()
-        with contextlib.suppress(Exception):  # of a store that has gone, or is silent
+        with contextlib.suppress(Exception):  # the store is lost, or silent
             in_time(self.questions.leave, LEAVING)
 
     def keep_asking(self, lost: Callable[[str], None] | None = None) -> None:
-        """From now on ask all ranks regularly, wherever this one's main thread stands. lost: called once, on the thread
-        that asks, with the line about ranks that have not answered, or of which their launcher says that they were
-        killed; None: prints it and ends the process."""
+        """Ask all ranks regularly from now on, also while this rank's main thread moves.
+
+        lost: called once, on the watchdog thread, with the message about ranks that have not answered or were killed;
+        None: print the message and end the process.
+        """
         self._lost = lost
         self._interval = min(INTERVAL, 15 * self.minutes)
 
-    # -- what the main thread asks
+    # -- called by the main thread
 
     def explain(self, error: BaseException) -> str:
-        """Why an exchange has run out of time; where this rank stood is in its error."""
+        """Explain why an exchange has timed out. The position of this rank is in the traceback of `error`."""
         if self._reported:
             if self._closed.is_set() and self._lost is None:
-                time.sleep(LIMIT)  # the other thread is about to end this process, with the same report
+                time.sleep(LIMIT)  # the watchdog thread is about to end this process with the same report
             return self._reported
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         self._failed_at = next(filter(None, map(own_place, reversed(frames))), None)
@@ -133,19 +140,21 @@ class RollCall:
         except TimeoutError:
             line = self._silent_store()
         if not self._ending.acquire(blocking=False):
-            return self.explain(error)  # the other thread was faster
+            return self.explain(error)  # the watchdog thread was faster
         self._reported = line
         return line
 
     def explain_loss(self, error: BaseException) -> str | None:
-        """Which rank it is to which the connection broke, of an error that has its address or not; None where the
-        store does not say. A store that breaks, too, has gone with rank 0, unless it is a launcher's."""
+        """Name the rank whose connection broke; None if the store does not answer.
+
+        If the connection to the store breaks as well, rank 0 is lost, unless the store belongs to a launcher.
+        """
         questions = self.questions
 
         def ask() -> str | None:
-            lost = questions.lost(str(error), PEERS)
-            end = f"which {'has' if len(lost) == 1 else 'have'} ended or cannot be reached"
-            return f"lost {named(lost, questions.hosts())}, {end}" if lost else None
+            ranks = questions.lost(str(error), PEERS)
+            end = f"which {'has' if len(ranks) == 1 else 'have'} ended or cannot be reached"
+            return f"lost {named(ranks, questions.hosts())}, {end}" if ranks else None
 
         try:
             return self._in_time(ask, 2 * PEERS + SILENT)
@@ -159,52 +168,56 @@ class RollCall:
     # -- the thread
 
     def _watch(self) -> None:
-        """Answer; suspect."""
+        """The main loop of the thread: answer questions, and ask if the main thread has not moved."""
         try:
             if self._host is not None:
                 name, addresses = self._host
                 self._in_time(lambda: self.questions.introduce(name, addresses), self._silence)
-            stood, since, ask = None, time.monotonic(), math.inf
+            stood, since, ask = None, time.monotonic(), math.inf  # last position, its time, time of the next question
             while not self._closed.wait(self._look):
                 self._end(self._in_time(self._answer, self._silence))
-                now, moment = self._standing(), time.monotonic()
+                standing, moment = self._standing(), time.monotonic()
                 if self._lost is not None:
                     self._end(launchers_note())
                 if self._interval is not None:
                     if moment > since + self._interval:
                         self._suspect(60 * self.minutes - self._interval)
                         since = time.monotonic()
-                elif now != stood:
-                    stood, since, ask = now, moment, moment + 15 * self.minutes
+                elif standing != stood:
+                    stood, since, ask = standing, moment, moment + 15 * self.minutes
                 elif moment > ask:
                     limit = self._suspect(45 * self.minutes, since)
                     ask = min(time.monotonic() + 15 * self.minutes, max(limit, time.monotonic()))
         except TimeoutError:
             self._store_is_silent = True
             self._end(self._silent_store())
-        except Exception:  # the store has gone; its host's end ends the others too, unless a device keeps them waiting
+        except Exception:
+            # The store is lost. Usually the exchanges of all ranks fail with it; a device may wait in one for ever.
             if not self._closed.wait(60 * self.minutes):
-                gone = f"{named([0], self._first)}, or its host, has ended"
-                self._end(gone if self._hosted else "the launcher's store has gone")
+                reason = f"{named([0], self._first)}, or its host, has ended"
+                self._end(reason if self._hosted else "the launcher's store has gone")
 
     def _answer(self) -> str:
-        """What another rank has judged, if one has."""
+        """Answer new questions; returns the verdict, or "" before it is written."""
         if self._host is not None and not self._first and (name := self.questions.host(0)) is not None:
             self._first = {0: name}
         self.questions.answer()
         return self.questions.verdict()
 
     def _suspect(self, seconds: float, since: float = math.inf) -> float:
-        """Ask all ranks, and judge those that are silent for so long. since: when this rank's main thread has come to
-        where it stands; then, judge also how long that is. The time until which it may stand there."""
-        stood, standing, moved = self._standing(), since < math.inf, list[bool]()
+        """Ask all ranks, and end the run if some are silent for `seconds`, or if the main thread waits for too long.
+
+        since: the time at which this rank's main thread has reached its position; math.inf: ignore the position.
+        Returns the time until which the main thread may stay there.
+        """
+        stood, standing, moves = self._standing(), since < math.inf, list[bool]()
 
         def stop(found: Collection[int]) -> bool:
-            moved.extend([True] if self._closed.is_set() or (standing and self._standing() != stood) else [])
-            return bool(moved)
+            moves.extend([True] if self._closed.is_set() or (standing and self._standing() != stood) else [])
+            return bool(moves)
 
         positions = self._ask(seconds, stop, answers=True)
-        if moved:
+        if moves:
             return math.inf
         if len(positions) < self._world:
             self._end(self._judged(positions))
@@ -219,21 +232,24 @@ class RollCall:
     def _ask(
         self, seconds: float, stop: Callable[[Collection[int]], bool] = lambda found: False, answers: bool = False
     ) -> dict[int, Position]:
-        """As of `Questions.ask`. Errors: TimeoutError where the store does not answer."""
+        """`Questions.ask` with a time limit. Errors: TimeoutError if the store does not answer."""
         return self._in_time(lambda: self.questions.ask(seconds, stop, answers=answers), seconds + SILENT)
 
     def _judged(self, positions: Mapping[int, Position], limit: str = "") -> str:
-        """The verdict of all ranks, of which these are where they are: about those that are silent, or else, where a
-        limit is given, about those that others wait for. "" for neither. Errors: TimeoutError."""
+        """Write the verdict, or return that of another rank. positions: of the ranks that answered.
+
+        The verdict is about silent ranks if there are any; else, with a limit, about ranks that others wait for; else
+        "". Errors: TimeoutError.
+        """
 
         def judge() -> str:
             silent = sorted(set(range(self._world)) - set(positions) - self.questions.left())
-            called = missing({rank: each.exchanges for rank, each in positions.items()}, tuple(silent))
-            more = f"; {called}" if called else ""
+            exchange = missing({rank: each.exchanges for rank, each in positions.items()}, tuple(silent))
+            suffix = f"; {exchange}" if exchange else ""
             if silent:
-                return self.questions.judge(lambda: silence(silent, self.minutes, self.questions.hosts()) + more)
+                return self.questions.judge(lambda: silence(silent, self.minutes, self.questions.hosts()) + suffix)
             if limit:
-                return self.questions.judge(lambda: standstill(positions, limit, self.questions.hosts()) + more)
+                return self.questions.judge(lambda: standstill(positions, limit, self.questions.hosts()) + suffix)
             return self.questions.verdict()
 
         return self._in_time(judge, SILENT)
@@ -245,7 +261,7 @@ class RollCall:
             if self._lost is not None:
                 self._lost(line)
                 return
-            # This process, even while its main thread waits. Ranks agree in their store on which of them prints.
+            # os._exit, because the main thread may wait for ever. Ranks agree in their store which of them prints.
             os._exit(report_exit(ExitReport(1, line, "verdict"), together=not self._store_is_silent))
 
     def _in_time(self, act: Callable[[], Result], seconds: float) -> Result:
@@ -255,7 +271,8 @@ class RollCall:
         return silence([0], self.minutes, self._first) if self._hosted else store_silence(self.minutes)
 
     def _standing(self) -> tuple[int, int, int] | None:
-        """A value that changes when the main thread moves: where it waits once a step, its frame may be the same."""
+        """A value that changes when the main thread moves. It includes the moves of ACTIVITY, because the frame of a
+        wait may be the same in every step."""
         frame = sys._current_frames().get(self._main or 0)
         return None if frame is None else (id(frame), frame.f_lasti, ACTIVITY.moves)
 
@@ -267,21 +284,21 @@ def _limit(minutes: float, phase_minutes: float | None) -> str:
 
 
 def in_time(act: Callable[[], Result], seconds: float) -> Result:
-    """What `act` gives, on a thread of its own: a call to a store that has stopped, or was cut off, never returns.
+    """Call `act` on another thread with a time limit: a call to a stopped or disconnected store never returns.
 
     Errors: those of `act`; TimeoutError.
     """
-    found: queue.Queue[tuple[Result | None, Exception | None]] = queue.Queue()
+    results: queue.Queue[tuple[Result | None, Exception | None]] = queue.Queue()
 
     def run() -> None:
         try:
-            found.put((act(), None))
+            results.put((act(), None))
         except Exception as error:
-            found.put((None, error))
+            results.put((None, error))
 
     threading.Thread(target=run, name="ask-store", daemon=True).start()
     try:
-        result, error = found.get(timeout=seconds)
+        result, error = results.get(timeout=seconds)
     except queue.Empty:
         raise TimeoutError(f"no answer within {seconds:.0f} s") from None
     if error is not None:
@@ -290,7 +307,7 @@ def in_time(act: Callable[[], Result], seconds: float) -> Result:
 
 
 def launchers_note() -> str:
-    """What the launcher of local ranks says of one that was killed; nothing where it says nothing."""
+    """The launcher's report of a local rank that was killed, or ""."""
     with contextlib.suppress(OSError, KeyError):
         return Path(os.environ[LAUNCHER_FILE] + LOST).read_text()
     return ""

@@ -1,7 +1,8 @@
-"""What starts a run on several hosts: a script for Slurm, torchrun or mpirun, or a manifest for Kubernetes.
+"""Scripts for Slurm, torchrun and mpirun, and manifests for Kubernetes, that start a run on several hosts.
 
-With --max-restarts in the command one process a host starts the ranks of its host, and again (hosts.py); without it
-the scheduler starts each rank, which then has a log of its own. Text alone: nothing is started, and no file is read.
+With --max-restarts in the command the scheduler starts one process per host, which starts and restarts its ranks
+(hosts.py); without it the scheduler starts each rank, and each rank has its own log. This file only makes text: it
+starts nothing and reads no file.
 """
 
 from __future__ import annotations
@@ -20,42 +21,43 @@ _FIRST = '"${MASTER_ADDR:?the name of the first host}"'
 
 
 def process_command(kind: str, launch: LaunchOptions, words: Sequence[str], run: Options) -> list[str]:
-    """What each process runs, after `mega`. run: what `words` mean, with the files that they name.
+    """The command of each process, after `mega`. run: the parsed options of `words`, with the files that they name.
 
-    Errors: ValueError for options that `kind` cannot heed.
+    Errors: ValueError for options that `kind` does not support.
     """
     supervision = run.supervision
-    given = {"hosts": supervision.hosts, "nproc": run.runtime.nproc, "world": run.runtime.world}
-    for name, value in given.items():
+    rank_options = {"hosts": supervision.hosts, "nproc": run.runtime.nproc, "world": run.runtime.world}
+    for name, value in rank_options.items():
         if value is not None:
             raise ValueError(f"--{name} {value}: belongs before the command, which is written for so many ranks")
     if launch.spares and not supervision.max_restarts:
         raise ValueError(f"--spares {launch.spares}: needs --max-restarts in the command, which puts them to use")
-    found = list(words)
+    command = list(words)
     if run.checkpoint.save is not None and run.checkpoint.resume is None:
         if not run.checkpoint.load_optim:
             raise ValueError("--no-load-optim: would count at each start of the job; valid: --finetune")
-        found += ["--resume", "auto"]  # a job that is queued again, or a container, runs the same command
+        command += ["--resume", "auto"]  # a requeued job, or a restarted container, runs the same command
     if kind == "torchrun":
         if supervision.peer_copy_interval:
             interval = f"--peer-copy-interval {supervision.peer_copy_interval}"
             raise ValueError(f"{interval}: torchrun keeps no memory for its ranks; valid kinds: slurm, mpi, jobset")
-        return [*found, *(["--max-restarts", "0"] if supervision.max_restarts else [])]  # its agent restarts them
+        return [*command, *(["--max-restarts", "0"] if supervision.max_restarts else [])]  # its agent restarts ranks
     if supervision.max_restarts or kind in _CONTAINERS:
-        found += ["--hosts", str(launch.hosts), "--nproc", str(launch.nproc)]
-    return found
+        command += ["--hosts", str(launch.hosts), "--nproc", str(launch.nproc)]
+    return command
 
 
 def written(kind: str, options: LaunchOptions, command: Sequence[str], restarts: int) -> str:
     """The script, or the manifest, that starts `mega COMMAND`. restarts: --max-restarts.
 
-    Errors: ValueError for options that `kind` cannot heed."""
+    Errors: ValueError for options that `kind` does not support.
+    """
     _check_values(kind, options)
     return WRITERS[kind](options, ["mega", *command], restarts)
 
 
 def _check_values(kind: str, options: LaunchOptions) -> None:
-    """Errors: ValueError for a value that the scheduler would not take, or would read as something else."""
+    """Errors: ValueError for a value that the scheduler would reject or misread."""
     for name, kinds in _ONLY.items():
         if getattr(options, name) is not None and kind not in kinds:
             raise ValueError(f"--{name} {getattr(options, name)}: belongs to {' and '.join(kinds)}, not to {kind}")
@@ -74,20 +76,20 @@ def _check_values(kind: str, options: LaunchOptions) -> None:
 _CONTAINERS = ("jobset", "pytorchjob")
 
 _LEAVING = 300
-"""Seconds that Slurm's tasks have to end after the first one, which may have a code of its own to say why."""
+"""Seconds that Slurm's other tasks have to end by themselves after the first one has ended (`srun --wait`)."""
 
 _STARTS = 6
-"""Failures of a host, on average, after which Kubernetes gives up."""
+"""Failures per host, on average, after which Kubernetes gives up."""
 
 _RULES = [
     {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
     {"action": "FailJob", "onExitCodes": {"containerName": "pytorch", "operator": "In", "values": [1, 2]}},
 ]
-"""A host that Kubernetes takes away does not count; one that has given up, or met a mistake, ends the job. Kubeflow's
-ExitCode does the latter for all codes below 128."""
+"""A host that Kubernetes evicts does not count as a failure; an exit code of 1 (gave up) or 2 (a mistake of the user)
+ends the job. Kubeflow's ExitCode ends the job for all codes below 128."""
 
 _LABEL = re.compile("[a-z]([-a-z0-9]*[a-z0-9])?")
-"""What Kubernetes takes as the name of a service."""
+"""Valid names of services in Kubernetes."""
 
 _ONLY = {
     "partition": ("slurm",),
@@ -99,7 +101,7 @@ _ONLY = {
 
 
 def _slurm(options: LaunchOptions, command: Sequence[str], restarts: int) -> str:
-    """A job that is told to save before its time is up, and then waits for its turn again."""
+    """A batch script. Slurm signals the job before its time limit; the job saves and is requeued."""
     tasks = 1 if restarts else options.nproc
     heads = {
         "job-name": options.name,
@@ -134,7 +136,7 @@ def _slurm(options: LaunchOptions, command: Sequence[str], restarts: int) -> str
 
 
 def _torchrun(options: LaunchOptions, command: Sequence[str], restarts: int) -> str:
-    """To be run on each host; torchrun's own agent restarts the ranks."""
+    """A script to be run on each host; torchrun's own agent restarts the ranks."""
     if options.spares:
         hosts = f"{options.hosts}:{options.hosts + options.spares}"
         raise ValueError(f"--spares {options.spares}: torchrun would run on {hosts} hosts; valid kinds: slurm, jobset")
@@ -147,7 +149,7 @@ def _torchrun(options: LaunchOptions, command: Sequence[str], restarts: int) -> 
 
 
 def _mpi(options: LaunchOptions, command: Sequence[str], restarts: int) -> str:
-    """mpirun ends all where one of its processes is lost."""
+    """A script that runs mpirun, which ends all processes when it loses one."""
     if options.spares:
         raise ValueError(f"--spares {options.spares}: mpirun ends all when a host is lost; valid kinds: slurm, jobset")
     each = 1 if restarts else options.nproc
@@ -162,7 +164,7 @@ def _mpi(options: LaunchOptions, command: Sequence[str], restarts: int) -> str:
 
 
 def _pod(options: LaunchOptions, command: Sequence[str], environment: Mapping[str, str]) -> dict[str, object]:
-    """What a host of Kubernetes runs. Its log is the container's."""
+    """The pod of one host in Kubernetes. Its log is that of the container."""
     if options.image is None:
         raise ValueError("--image is missing: give the container that has mega in it")
     container: dict[str, Any] = {
@@ -180,7 +182,7 @@ def _pod(options: LaunchOptions, command: Sequence[str], environment: Mapping[st
         volumes.append({"name": "runs", "persistentVolumeClaim": {"claimName": options.volume}})
         container["volumeMounts"].append({"name": "runs", "mountPath": "/runs"})
     return {
-        "restartPolicy": "Never",  # the job's own rules start another one
+        "restartPolicy": "Never",  # the job's failure policy starts a new pod
         "terminationGracePeriodSeconds": options.warning,
         "containers": [container],
         "volumes": volumes,
@@ -188,6 +190,7 @@ def _pod(options: LaunchOptions, command: Sequence[str], environment: Mapping[st
 
 
 def _jobset(options: LaunchOptions, command: Sequence[str], restarts: int) -> str:
+    """A manifest of a JobSet with one pod per host."""
     count, first = options.hosts + options.spares, f"{options.name}-hosts-0-0.{options.name}"
     pod = _pod(options, command, {"MASTER_ADDR": first, "MASTER_PORT": str(options.port)})
     limits: dict[str, object] = {"activeDeadlineSeconds": 60 * options.minutes} if options.minutes else {}
@@ -199,7 +202,7 @@ def _jobset(options: LaunchOptions, command: Sequence[str], restarts: int) -> st
 
 
 def _pytorchjob(options: LaunchOptions, command: Sequence[str], restarts: int) -> str:
-    """The operator sets MASTER_ADDR and MASTER_PORT of each pod."""
+    """A manifest for Kubeflow, whose operator sets MASTER_ADDR and MASTER_PORT of each pod."""
     pod = _pod(options, command, {})
     del pod["restartPolicy"]  # the operator derives it from that of the replicas
     count = {"Master": 1, "Worker": options.hosts + options.spares - 1}
@@ -213,7 +216,7 @@ def _pytorchjob(options: LaunchOptions, command: Sequence[str], restarts: int) -
 
 
 def _manifest(version: str, kind: str, name: str, spec: Mapping[str, object]) -> str:
-    """As JSON, which `kubectl apply -f` takes as it takes YAML."""
+    """A manifest as JSON, which `kubectl apply -f` accepts as well as YAML."""
     whole = {"apiVersion": version, "kind": kind, "metadata": {"name": name}, "spec": spec}
     return json.dumps(whole, indent=2) + "\n"
 
@@ -229,4 +232,4 @@ WRITERS: Mapping[str, Callable[[LaunchOptions, Sequence[str], int], str]] = {
     "jobset": _jobset,
     "pytorchjob": _pytorchjob,
 }
-"""Kinds of schedulers."""
+"""Scheduler -> the function that writes its script or manifest."""

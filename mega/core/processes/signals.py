@@ -1,6 +1,6 @@
-"""Signals that ask a run to stop: which ones a process heeds, and when one that comes again means more.
+"""Signals that ask a run to stop: which ones a process handles, and when a repeated signal means "now".
 
-What a run does when it is asked is not known here (training/stop.py), nor how ranks are started.
+This file knows neither how a run stops (training/stop.py) nor how ranks are started.
 """
 
 from __future__ import annotations
@@ -11,57 +11,58 @@ import time
 from collections.abc import Iterable, Iterator
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""What asks a run to stop: Ctrl-C, a scheduler, SLURM's warning ahead of the end (--signal=USR1@120), and a terminal
-that was closed."""
+"""Signals that ask a run to stop: Ctrl-C, a scheduler, SLURM's warning before the time limit (--signal=USR1@120), and
+the end of the terminal."""
 
 SAME_SIGNAL_SECONDS = 2.0
-"""A signal that comes again within this time is the same wish, by another way."""
+"""A signal that arrives again within this time is the same request, delivered twice."""
 
 
 def heeded_signals() -> tuple[signal.Signals, ...]:
-    """Those of STOPPING that this process heeds: not SIGHUP where that is ignored, as `nohup` has it."""
+    """The signals of STOPPING that this process handles: without SIGHUP if it is ignored, as under `nohup`."""
     return tuple(each for each in STOPPING if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN)
 
 
 def hear_signals(heeded: Iterable[signal.Signals]) -> None:
-    """In a new rank: of what its server ignores, these count again."""
+    """In a new rank: handle these signals again, which its fork server ignores."""
     for number in heeded:
         signal.signal(number, _interrupt if number == signal.SIGINT else signal.SIG_DFL)
 
 
 def _interrupt(number: int, _: object) -> None:
-    """Ctrl-C, once: a terminal sends it to every process, and the launcher passes it on to ranks that are ending."""
+    """Raise KeyboardInterrupt once. The terminal sends SIGINT to every process, and the launcher forwards it to ranks
+    that are already ending."""
     signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
 def delayed_signals() -> Iterator[None]:
-    """A signal that comes in this block acts when the block has ended; of several, the first."""
-    came = list[int]()
-    before = {number: signal.signal(number, lambda got, _: came.append(got)) for number in heeded_signals()}
+    """Delay signals until the end of the block; then raise the first one that arrived."""
+    pending = list[int]()
+    handlers = {number: signal.signal(number, lambda got, _: pending.append(got)) for number in heeded_signals()}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
-        for first in came[:1]:
+        for first in pending[:1]:
             signal.raise_signal(first)
 
 
 class RepeatedSignal:
-    """Distinguishes a second Ctrl-C from one signal that came twice: from the terminal or the scheduler, which reach
-    every process of a job, and from the launcher.
+    """Distinguishes a second Ctrl-C from a signal that is delivered twice: by the terminal or the scheduler, which
+    signal every process of a job, and by the launcher, which forwards it.
     """
 
     def __init__(self) -> None:
         self._first: float | None = None
         self.number = 0
-        """The newest one that came; 0 is none."""
+        """The newest signal; 0 before the first one."""
 
     def repeats(self, number: int) -> bool:
-        """Note a signal; whether it means that the user will not wait for what the first one began."""
-        now, self.number = time.monotonic(), number
+        """Record a signal; return whether the user asks to end at once, without waiting for the stop to complete."""
+        arrival, self.number = time.monotonic(), number
         if self._first is None:
-            self._first = now
-        return number == signal.SIGINT and now > self._first + SAME_SIGNAL_SECONDS
+            self._first = arrival
+        return number == signal.SIGINT and arrival > self._first + SAME_SIGNAL_SECONDS

@@ -1,6 +1,6 @@
-"""Lines of JSON between the launchers of several hosts: one connection, whose other end may stop without closing it.
+"""A connection between the launchers of two hosts, for lines of JSON. It detects a peer that stops without closing it.
 
-It knows no jobs; hosts.py and leader.py do.
+This file knows no jobs; hosts.py and leader.py do.
 """
 
 from __future__ import annotations
@@ -15,25 +15,29 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 BEAT = 2.0
-"""Seconds between two signs of life."""
+"""Seconds between two heartbeats."""
 
 SILENT = 15.0
-"""Seconds of silence after which the other end counts as lost."""
+"""Seconds without a message or heartbeat after which the other end counts as lost."""
 
 _LONGEST = 1 << 20
-"""Most characters of a line."""
+"""Maximum characters of a line."""
 
 
 class Wire:
-    """One end of a connection. heard: called with each message, on a thread of the wire's own. lost: called once when
-    the other end has closed it, or was silent for SILENT seconds. here, there: addresses of both ends, also when it is
-    lost. Errors: OSError where the other end has gone already."""
+    """One end of a connection.
+
+    heard: called with each message, on the wire's reader thread. lost: called once when the other end has closed the
+    connection, or was silent for SILENT seconds. here, there: addresses of the two ends; they stay valid after a loss.
+    Errors: OSError if the other end has closed the connection already.
+    """
 
     def __init__(self, connection: socket.socket):
         self.socket = connection
         self.here: str = connection.getsockname()[0]
         self.there: str = connection.getpeername()[0]
-        limit = struct.pack("ll", int(SILENT), 0)  # a send to an end that was stopped waits for room
+        # struct timeval: a send to a stopped process would block for ever once the buffers are full.
+        limit = struct.pack("ll", int(SILENT), 0)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._lines = connection.makefile("r", encoding="utf-8")
@@ -46,7 +50,7 @@ class Wire:
         return self
 
     def send(self, message: Mapping[str, object]) -> None:
-        """An end that does not take it is found to be lost by the thread that reads."""
+        """Send a message. Errors are ignored: the reader thread detects a lost connection."""
         with self._sending, contextlib.suppress(OSError):
             self.socket.sendall(f"{json.dumps(message)}\n".encode())
 
@@ -59,7 +63,7 @@ class Wire:
 
     @property
     def closed(self) -> bool:
-        """Here, or by the other end."""
+        """Whether either end has closed the connection."""
         return self._closed.is_set()
 
     def wait_closed(self, seconds: float) -> None:
@@ -78,7 +82,7 @@ class Wire:
         lost()
 
     def _beat(self) -> None:
-        """{} is a sign of life."""
+        """Send heartbeats ({}), and close the connection if the other end is silent."""
         while not self._closed.wait(BEAT):
             self.send({})
             if time.monotonic() > self._heard_at + SILENT:

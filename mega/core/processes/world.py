@@ -1,8 +1,8 @@
-"""How many ranks there are, which one this is, where they meet, as the launcher sets them in the environment. No torch.
+"""World size, rank and rendezvous address, from the environment variables of the launcher. No torch.
 
-torchrun sets WORLD_SIZE and its kin, mpirun OMPI_COMM_WORLD_* (Open MPI) or PMI_* (MPICH, Intel MPI, Cray), a bare
-`srun` SLURM_*; anything else is one process, which may start more of its own with `--nproc`. Launchers nest: what the
-inner one sets counts, and an outer one that names another rank of the same world is an error.
+torchrun sets WORLD_SIZE, RANK and others, mpirun OMPI_COMM_WORLD_* (Open MPI) or PMI_* (MPICH, Intel MPI, Cray), a bare
+`srun` SLURM_*; without them there is one process, which may start local ranks with `--nproc`. Launchers nest: the inner
+launcher has precedence, and an outer one that gives a different rank of the same world is an error.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from typing import Literal, NamedTuple
 Source = Literal["torchrun", "mpirun", "slurm", "alone"]
 
 MEETING_FILE = "MEGA_MEETING_FILE"
-"""Environment variable: where ranks that --nproc started meet."""
+"""Environment variable: the file of the store, for ranks that --nproc started."""
 
 MEMORY_FOLDER = "MEGA_PEER_MEMORY"
-"""Environment variable: the folder, in this host's memory, that outlives the ranks of an attempt."""
+"""Environment variable: the folder in this host's memory that outlives the ranks of an attempt."""
 
 LAUNCHED = "MEGA_LAUNCHED"
-"""Environment variable: when a run that is started again was launched, in time.monotonic() of this host."""
+"""Environment variable: time.monotonic() of this host at the launch of a run with restarts."""
 
 LAUNCHER_FILE = "MEGA_LAUNCHER_FILE"
-"""Environment variable: how the names of files begin by which --nproc and its ranks tell each other how ranks ended."""
+"""Environment variable: prefix of the files in which --nproc and its ranks report to each other how ranks ended."""
 
 MOST_DIGITS = 18
-"""Of a number that a launcher sets; one of thousands of digits takes long to read."""
+"""Digits of a number that a launcher sets: parsing thousands of digits is slow."""
 
 _STARTED_HERE = (MEETING_FILE, "TORCHELASTIC_RUN_ID")
-"""Set by --nproc and torchrun themselves: what they say of ranks counts, whatever they were started by."""
+"""Variables that --nproc and torchrun set themselves: with them the variables of all outer launchers are ignored."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all: `rank` of `size`, and `local_rank` of `local_size` on its host."""
+    """The rank of this process: `rank` of `size`, and `local_rank` of `local_size` on its host."""
 
     rank: int
     size: int
@@ -45,7 +45,7 @@ class World:
 
 
 class _Launcher(NamedTuple):
-    """Variables by which a launcher names a rank; the first local ones that are set count."""
+    """Names of the variables of a launcher; of the local ones, the first that is set counts."""
 
     source: Source
     rank: str
@@ -73,11 +73,11 @@ _LAUNCHERS = (
         ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"),
     ),
 )
-"""From the inside out, as they are nested: `srun torchrun`, `mpirun` in an allocation of SLURM."""
+"""From the innermost launcher to the outermost: `srun torchrun`, `mpirun` in an allocation of SLURM."""
 
 
 class _Stated(NamedTuple):
-    """What one launcher says of this process, in the words of its variables too."""
+    """The rank of this process according to one launcher."""
 
     launcher: _Launcher
     world: World
@@ -87,7 +87,7 @@ class _Stated(NamedTuple):
 
 
 def world_from_env(environ: Mapping[str, str] = os.environ) -> World:
-    """Reads the launcher's variables; ValueError where they are no such numbers or contradict each other.
+    """Read the launcher's variables. Errors: ValueError if they are not valid numbers or contradict each other.
 
     >>> world_from_env({"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
     World(rank=3, size=4, local_rank=1, local_size=2, source='torchrun')
@@ -108,20 +108,21 @@ def world_from_env(environ: Mapping[str, str] = os.environ) -> World:
     for outer in stated[1:]:
         if _contradict(inner, outer):
             raise ValueError(f"{inner}: contradicts {outer}; unset those of the launcher that did not start the ranks")
-    if inner.world.size == 1 and inner.launcher.source != "torchrun":  # which may start ranks of its own
+    if inner.world.size == 1 and inner.launcher.source != "torchrun":  # one task, which may start local ranks
         return World(rank=0, size=1, local_rank=0, local_size=1, source="alone")
-    # Scripts set RANK and WORLD_SIZE from what mpirun or srun set, and srun PMI_*: those know this host's ranks.
+    # Scripts copy the variables of mpirun or srun to RANK and WORLD_SIZE, and srun also sets PMI_*. Of launchers with
+    # the same rank, prefer one that also gives the number of local ranks.
     same = [each for each in stated if (each.world.rank, each.world.size) == (inner.world.rank, inner.world.size)]
-    known = (each for each in same if any(name in environ for name in each.launcher.local_size))
-    return next(known, inner).world
+    with_local_size = (each for each in same if any(name in environ for name in each.launcher.local_size))
+    return next(with_local_size, inner).world
 
 
 def _stated(environ: Mapping[str, str]) -> Iterator[_Stated]:
-    """What each launcher in the environment says, from the inside out."""
-    several = [launcher for launcher in _LAUNCHERS if launcher.rank in environ or launcher.size in environ]
-    if several and any(name in environ for name in _STARTED_HERE):
-        several = several[:1]
-    for launcher in several:
+    """The rank according to each launcher in the environment, from the innermost to the outermost."""
+    launchers = [launcher for launcher in _LAUNCHERS if launcher.rank in environ or launcher.size in environ]
+    if launchers and any(name in environ for name in _STARTED_HERE):
+        launchers = launchers[:1]
+    for launcher in launchers:
         if launcher.source == "slurm":
             # A shell inside an allocation has SLURM_NTASKS but no SLURM_PROCID: only srun's own tasks are ranks.
             if launcher.rank in environ and not batch_tasks(environ):
@@ -130,13 +131,13 @@ def _stated(environ: Mapping[str, str]) -> Iterator[_Stated]:
         missing = [name for name in (launcher.rank, launcher.size) if name not in environ]
         if not missing:
             yield _Stated(launcher, _world(environ, launcher))
-        elif not _said_by_another(environ, launcher, several):
-            given = launcher.size if launcher.rank in missing else launcher.rank
-            raise ValueError(f"{missing[0]} is not set, though {given} {environ[given]!r} is; launchers set both")
+        elif not _said_by_another(environ, launcher, launchers):
+            present = launcher.size if launcher.rank in missing else launcher.rank
+            raise ValueError(f"{missing[0]} is not set, though {present} {environ[present]!r} is; launchers set both")
 
 
 def _world(environ: Mapping[str, str], launcher: _Launcher, size_name: str = "") -> World:
-    """The process among all that the variables of `launcher` name. Errors: ValueError naming one of them."""
+    """The rank that the variables of `launcher` give. Errors: ValueError naming a variable."""
     size_name = size_name or launcher.size
     size = _number(environ, size_name, least=1)
     rank = _number(environ, launcher.rank, below=(size, size_name))
@@ -153,7 +154,7 @@ def _world(environ: Mapping[str, str], launcher: _Launcher, size_name: str = "")
 
 
 def _slurm_world(environ: Mapping[str, str]) -> World:
-    """srun's task. A shell that `salloc` has opened is a step of one task in a job of many."""
+    """The rank of a task of srun. A shell of `salloc` is a step with one task, in a job with many."""
     name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     if _number(environ, name, 1, least=1) == 1:
         return World(rank=0, size=1, local_rank=0, local_size=1, source="slurm")
@@ -161,9 +162,9 @@ def _slurm_world(environ: Mapping[str, str]) -> World:
 
 
 def batch_tasks(environ: Mapping[str, str]) -> int:
-    """How many tasks a batch script of SLURM could start, in the script itself, which is no task of srun; else 0.
+    """In a batch script of SLURM itself: how many tasks it could start; else 0.
 
-    SLURM calls the script task 0 of them all. A task that srun has started knows its step.
+    SLURM gives the script the variables of task 0. A task of srun also has the variables of its step.
 
     >>> batch_tasks({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"})
     8
@@ -178,28 +179,29 @@ def batch_tasks(environ: Mapping[str, str]) -> int:
 
 
 def _said_by_another(environ: Mapping[str, str], launcher: _Launcher, several: list[_Launcher]) -> bool:
-    """Whether only WORLD_SIZE or RANK is set, as scripts export it, and another launcher says the same and more."""
-    own = (environ.get(launcher.rank), environ.get(launcher.size))
-    others = [(environ.get(other.rank), environ.get(other.size)) for other in several if other is not launcher]
-    return any(None not in other and (own[0] == other[0] or own[1] == other[1]) for other in others)
+    """Whether only RANK or WORLD_SIZE is set, as scripts export it, and another launcher sets both with the same
+    value."""
+    partial = (environ.get(launcher.rank), environ.get(launcher.size))
+    pairs = [(environ.get(other.rank), environ.get(other.size)) for other in several if other is not launcher]
+    return any(None not in pair and (partial[0] == pair[0] or partial[1] == pair[1]) for pair in pairs)
 
 
 def _contradict(inner: _Stated, outer: _Stated) -> bool:
-    """Whether two launchers cannot both be right: the same world in another order, or one process that mpirun has
-    started many of. Worlds of other sizes nest: tasks of srun start ranks of their own."""
-    ours, theirs = inner.world, outer.world
-    if theirs.size == 1 or (ours.rank, ours.size) == (theirs.rank, theirs.size):
+    """Whether two launchers contradict each other: they give different ranks of a world of the same size, or torchrun
+    was started several times by mpirun. Worlds of different sizes nest: tasks of srun may start further ranks."""
+    inside, outside = inner.world, outer.world
+    if outside.size == 1 or (inside.rank, inside.size) == (outside.rank, outside.size):
         return False
-    return (ours.source == "torchrun" and theirs.source != "slurm") or ours.size == theirs.size
+    return (inside.source == "torchrun" and outside.source != "slurm") or inside.size == outside.size
 
 
 def is_first_rank(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process reports for all, for what is printed before the launcher's variables are checked."""
+    """Whether this process prints for all ranks, before the launcher's variables are checked."""
     return next((environ[launcher.rank] for launcher in _LAUNCHERS if launcher.rank in environ), "0") == "0"
 
 
 def point_to_first_host(world: World, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Under srun, set the address at which ranks meet, which torchrun sets by itself.
+    """Under srun, set MASTER_ADDR and MASTER_PORT, which torchrun sets by itself.
 
     >>> environ = {"SLURM_STEP_NODELIST": "node[003-010,012]", "SLURM_JOB_ID": "7"}
     >>> point_to_first_host(World(3, 4, 3, 4, "slurm"), environ)
@@ -212,7 +214,7 @@ def point_to_first_host(world: World, environ: MutableMapping[str, str] = os.env
 
 
 def check_address(world: World, environ: Mapping[str, str] = os.environ) -> None:
-    """That the environment says where the ranks of `world` meet. Errors: ValueError naming the variable.
+    """Check that the environment has a rendezvous address for `world`. Errors: ValueError naming the variable.
 
     >>> check_address(World(0, 8, 0, 8, "mpirun"), {"MASTER_ADDR": "node003"})
     Traceback (most recent call last):
@@ -225,14 +227,14 @@ def check_address(world: World, environ: Mapping[str, str] = os.environ) -> None
         ("MASTER_PORT", "PORT", "a free port on the first rank's host"),
     ):
         if not environ.get(name, "").strip():
-            found = f"{name} {environ[name]!r}" if name in environ else f"{name} is not set"
-            how = f"; mpirun takes -x {name}={word}" if world.source == "mpirun" else ""
-            raise ValueError(f"{found}: must be {rule}, where {world.size} ranks meet{how}")
+            problem = f"{name} {environ[name]!r}" if name in environ else f"{name} is not set"
+            advice = f"; mpirun takes -x {name}={word}" if world.source == "mpirun" else ""
+            raise ValueError(f"{problem}: must be {rule}, where {world.size} ranks meet{advice}")
     _number(environ, "MASTER_PORT", least=1, most=(65535, ""))
 
 
 def cores() -> int:
-    """Processor cores that this process may use; a scheduler or a container may leave it few of the host's."""
+    """Processor cores that this process may use; a scheduler or a container may limit them."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -279,7 +281,7 @@ def _number(
     below: tuple[int, str] | None = None,
     most: tuple[int, str] | None = None,
 ) -> int:
-    """The whole number that the variable `name` holds; `below`, `most`: a bound and the variable that sets it.
+    """The integer in the variable `name`. below, most: a bound and the variable that gives it.
 
     >>> _number({"RANK": "5"}, "RANK", below=(2, "WORLD_SIZE"))
     Traceback (most recent call last):
@@ -302,9 +304,9 @@ def _number(
 
 
 def ranks(world: World, nproc: int | None, dry: int | None = None, environ: Mapping[str, str] = os.environ) -> int:
-    """How many ranks a run has: the launcher's, else `--nproc`, else one; or the `dry` run's `--world`.
+    """The number of ranks of a run: the launcher's, else `--nproc`, else one; in a dry run `--world`.
 
-    Errors: ValueError where a batch script of SLURM has several tasks and starts one process: the others would idle.
+    Errors: ValueError in a batch script of SLURM that has several tasks and starts one process: the others would idle.
 
     >>> ranks(world_from_env({}), nproc=4)
     4
@@ -329,10 +331,10 @@ def ranks(world: World, nproc: int | None, dry: int | None = None, environ: Mapp
 def supervised_ranks(
     world: World, nproc: int, hosts: int | None, environ: MutableMapping[str, str] = os.environ
 ) -> int:
-    """How many ranks a run has whose ranks are started, and started again, by this command on one host or on several.
+    """The number of ranks of a run whose ranks this command starts and restarts, on one host or on several.
 
-    Several hosts meet at MASTER_ADDR, MASTER_PORT; what a launcher says of this process counts no more: it is no rank.
-    Errors: ValueError where a launcher has started ranks, or nothing says where hosts meet.
+    Several hosts need MASTER_ADDR and MASTER_PORT. This process is not a rank, so the launcher's variables are removed
+    from `environ`. Errors: ValueError if a launcher has started ranks, or if hosts have no address.
 
     >>> environ = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
     >>> supervised_ranks(world_from_env(environ), nproc=8, hosts=4, environ=environ)
@@ -341,9 +343,9 @@ def supervised_ranks(
     flag = "--max-restarts" if hosts is None else f"--hosts {hosts}"
     if any(name in environ for name in _STARTED_HERE):
         raise ValueError(f"{flag}: torchrun starts ranks again itself, by its own --max-restarts; leave the flag out")
-    # Kubernetes' PyTorchJob numbers its pods by RANK and WORLD_SIZE, and says nothing of ranks on one host.
-    counted = any(name in environ for launcher in _LAUNCHERS for name in launcher.local_size)
-    if (world.local_size > 1 and (counted or hosts is None)) or (hosts is None and world.size > 1):
+    # Kubernetes' PyTorchJob numbers its pods by RANK and WORLD_SIZE, without variables for local ranks.
+    has_local_size = any(name in environ for launcher in _LAUNCHERS for name in launcher.local_size)
+    if (world.local_size > 1 and (has_local_size or hosts is None)) or (hosts is None and world.size > 1):
         alone = "one process a host, or" if hosts is not None else "give --hosts N, one process a host, or"
         raise ValueError(
             f"{flag}: {world.source} has started {world.size} ranks, {world.local_size} on this host, which this "

@@ -14,7 +14,9 @@ class ParityOptions(VerbSection):
 
     title: ClassVar[str] = "Proof"
 
-    layouts: str | None = option(None, "only these, of GPT and Llama or --family, such as tp2pp2dp2sp,dp4-zero1")
+    layouts: str | None = option(
+        None, "only these layouts, of GPT and Llama or --family, such as tp2pp2dp2sp,dp4-zero1"
+    )
     all: bool = option(False, "every layout, instead of one of each kind")
     family: (
         Literal[
@@ -33,6 +35,8 @@ class ParityOptions(VerbSection):
             "t5",
         ]
         | None
-    ) = option(None, "only this family, or one model of it: with experts, a retriever, other ties")
+    ) = option(None, "only this family, or one model of it: with experts, a retriever, or a different tie")
     dtype: Literal["fp64", "fp32"] = option("fp64", "precision of the proof")
-    json: str | None = option(None, "append each row to this file; rows that it has for this commit are not run again")
+    json: str | None = option(
+        None, "append each row to this file, and skip layouts that already have a row for this commit"
+    )

@@ -96,7 +96,7 @@ def _reference(
 
 
 def code() -> str:
-    """The commit of the running code, with a mark if the work tree has changes; the version outside of a git repository."""
+    """The commit of the running code, with a mark if the work tree has changes; else the version of the package."""
     folder = Path(mega.__file__).parent
     try:
         command = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude", "*"]
