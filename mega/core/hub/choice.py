@@ -11,6 +11,9 @@ from mega.core.hub.names import HubName, Kind
 SMALL = (".json", ".model", ".txt", ".jinja")
 """Endings of files that describe a model or its tokenizer."""
 
+POOLING = "1_Pooling/config.json"
+"""The file that says how a model of sentence-transformers pools."""
+
 TOKENIZER = re.compile(r"(tokenizer.*|vocab.*|merges.*|special_tokens.*|added_tokens.*|chat_template.*|dict.*)")
 ROWS = (".parquet", ".arrow", ".jsonl", ".ndjson", ".json", ".txt")
 PACKED = ("", ".gz", ".zst", ".xz", ".bz2")
@@ -53,7 +56,7 @@ def chosen(files: Collection[str], name: HubName, kind: Kind) -> list[str]:
         remedy = f"; it has {other}, which is not fetched: only safetensors are" if other is not None else ""
         remedy = f"; choose a file by a colon and its name: {', '.join(ggufs[:8])}" if ggufs else remedy
         raise ValueError(f"holds no .safetensors{remedy}")
-    return [*small, *weights]
+    return [*small, *([POOLING] if POOLING in files else []), *weights]
 
 
 def _rows(files: Collection[str], part: str | None) -> list[str]:

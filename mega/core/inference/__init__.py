@@ -7,6 +7,7 @@ step, relay, worker       a step as integers, on its way to all ranks, and a ran
 paged_cache, graphs       keys and values in blocks, and recorded CUDA graphs
 sampling, beam            from logits to tokens (temperature, top-k, top-p) and to beams
 speculate, drafts         speculative decoding: tokens guessed ahead
+embedding                 texts as vectors, by a BERT
 retrieval                 neighbours that a model reads, looked for as chunks end
 text_stream               tokens as text while they come, never half a character
 options                   the sections of verbs that decode

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
 SEEDS = (-(2**63), 2**64 - 1)
 """The least and the greatest seed."""
@@ -211,8 +213,8 @@ class Event(NamedTuple):
     prompt_logprobs: with the request's first event where they were asked for: of every token of the prompt given those
         before, the first None; prompt_top: the likeliest in the place of each, the first ().
     finish: set on the request's last event. beams: best first, with the last event of a beam search, which reports no
-        token before. message: why it failed. cited: what the model has read of a database since
-    the event before.
+        token before. message: why it failed. cited: what the model has read of a database since the event before.
+    vector: of the prompt, float32 [hidden], from an engine that embeds.
     """
 
     request: int
@@ -225,6 +227,7 @@ class Event(NamedTuple):
     beams: tuple[Beam, ...] = ()
     message: str = ""
     cited: tuple[Citation, ...] = ()
+    vector: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mega.core.architecture import Architecture, architecture
+from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.config.sections import ModelConfig
 from mega.core.device import Device
 from mega.core.family import family
@@ -174,7 +175,8 @@ def check_layout(
     if family(options).prompt is None and not (options.retriever and retrieves):
         kind = "with --retriever" if options.retriever else f"of --family {model.family}"
         what = "is continued by mega generate and mega serve, with --retro" if options.retriever else ""
-        raise ValueError(f"--load: a model {kind} {what or 'does not continue text'}")
+        hint = "; mega serve gives its embeddings" if FAMILY_DEFAULTS[model.family].classifies else ""
+        raise ValueError(f"--load: a model {kind} {what or 'does not continue text'}{hint}")
     kv_heads, layers = model.cached.kv_heads, len(model.layers)
     if kv_heads % tp:
         raise ValueError(f"--tp {tp}: must divide the model's {kv_heads} key/value heads")

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mega.core.batch import MaskedBatch
 from mega.core.config.presets import FAMILY_DEFAULTS
 from mega.core.data.neighbours import DatabaseManifest
+from mega.core.inference.embedding import TextVectors
 from mega.core.inference.loading.load import load_model, load_tokenizer, open_model
-from mega.core.model.bert import BertHead, BertStage
+from mega.core.model.bert import BertStage
 
 
 class Embedder(Protocol):
@@ -49,13 +49,14 @@ class BertEmbedder:
         return f"{self._opened.digest} {self._length}"
 
     @cached_property
-    def _stage(self) -> BertStage:
-        return cast(BertStage, load_model(self._opened, self._device))
+    def _vectors(self) -> TextVectors:
+        assert self._tokenizer.roles is not None
+        stage = cast(BertStage, load_model(self._opened, self._device))
+        return TextVectors(stage, self._tokenizer.roles.pad, self._device)
 
     def tokens(self, text: str) -> int:
         return len(self._tokenizer.encode(text))
 
-    @torch.no_grad()
     def __call__(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """Texts of similar length are embedded together. The result does not depend on the order of the texts."""
         ids = [self._tokenizer.encode(text)[: self._length] for text in texts]
@@ -63,30 +64,14 @@ class BertEmbedder:
         vectors = np.empty((len(ids), self._opened.model.hidden), np.float32)
         for first in range(0, len(order), self._batch):
             batch_numbers = order[first : first + self._batch]
-            vectors[batch_numbers] = self._embedded([ids[number] for number in batch_numbers])
+            vectors[batch_numbers] = self._vectors([self._row(ids[number]) for number in batch_numbers], "inner")
         return vectors
 
-    def _embedded(self, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
-        batch, stage = self._batch_of(texts), self._stage
-        stream, *_ = stage.stream(batch, None)
-        head = cast(BertHead, stage.head)
-        states = head.normed(stream).view(*batch.tokens.shape, -1).float()
-        columns = torch.arange(batch.tokens.shape[1], device=self._device)
-        inner = ((columns > 0) & (columns < batch.lengths[:, None] - 1)).float()
-        return np.asarray(((states * inner[..., None]).sum(1) / inner.sum(1, keepdim=True)).cpu().numpy())
-
-    def _batch_of(self, texts: Sequence[Sequence[int]]) -> MaskedBatch:
-        """A batch of [CLS] text [SEP]. A text without tokens becomes a single pad token."""
+    def _row(self, ids: Sequence[int]) -> list[int]:
+        """[CLS] text [SEP]. A text without tokens becomes a single pad token."""
         roles = self._tokenizer.roles
         assert roles is not None
-        rows = [[roles.cls, *(text or [roles.pad]), roles.sep] for text in texts]
-        lengths = torch.tensor([len(row) for row in rows])
-        tokens = torch.full((len(rows), int(lengths.max())), roles.pad)
-        for row, ids in zip(tokens, rows, strict=True):
-            row[: len(ids)] = torch.tensor(ids)
-        zeros, samples = torch.zeros_like(tokens), torch.arange(len(rows))
-        batch = MaskedBatch(tokens, zeros, zeros.float(), zeros, lengths, torch.full_like(samples, -1), samples)
-        return batch.to(self._device)
+        return [roles.cls, *(ids or [roles.pad]), roles.sep]
 
 
 def opened_embedder(folder: Path, manifest: DatabaseManifest, load: str, device: str) -> BertEmbedder:

@@ -2,6 +2,7 @@
 
 app             the routes and their order of checks, as FastAPI puts them together; models, health, metrics, the page
 openai_api      /v1/completions and /v1/chat/completions         megatron_api   PUT /api, Megatron-LM's
+embeddings_api  /v1/embeddings                                    embedding_start  its engine and flags
 start, options  a server on every rank, and its sections; gate: who may ask, and what is counted
 service         what every route needs: the model's name, its tokenizer, template, limits and driver
 session         text above the engine: stop strings, half characters, who has left

@@ -1,6 +1,6 @@
 """The routes, put together by FastAPI. Each reads a body, asks the engine, and answers in its own form.
 
-Which fields a route takes is in openai_api.py and megatron_api.py; who may ask at all, in gate.py.
+The fields of each route are in openai_api.py, embeddings_api.py and megatron_api.py; gate.py decides who may ask.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import json
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import Field
 
 from mega import __version__
-from mega.core.inference.server import megatron_api, openai_api
+from mega.core.inference.server import embeddings_api, megatron_api, openai_api
 from mega.core.inference.server.driver import EngineLost, QueueFull
 from mega.core.inference.server.fields import BadField, Body, read, schema
 from mega.core.inference.server.gate import FAILED, Gate, failure_body
 from mega.core.inference.server.service import Service
 from mega.core.inference.server.session import AnswerFailed, ClientGone, Continuation, TooLong, until_gone
-from mega.core.untrusted import Json
+from mega.core.untrusted import Json, below
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
@@ -45,6 +45,9 @@ class Detokenize(Body):
     tokens: list[int] = Field(description="token ids", json_schema_extra={"items": {"type": "integer", "minimum": 0}})
 
 
+_GENERATING = {"/v1/completions": "POST", "/v1/chat/completions": "POST", "/api": "PUT"}
+_EMBEDDING = {"/v1/embeddings": "POST"}
+"""Routes of the models that continue text, and of those that give embeddings -> method."""
 _GONE = 499
 """Status for the counters, of a request whose client has left."""
 
@@ -56,14 +59,23 @@ def make_app(service: Service) -> Gate:
     app = FastAPI(title="mega", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     _add_errors(app)
     _add_pages(app, service)
-    _add_openai(app, service)
-    _add_megatron(app, service)
+    _add_models(app, service)
+    if service.options.vector_width:
+        _add_embeddings(app, service)
+        _refuse(app, _GENERATING, f"{service.options.name} is a BERT, which gives embeddings: POST /v1/embeddings")
+    else:
+        _add_openai(app, service)
+        _add_megatron(app, service)
+        _refuse(app, _EMBEDDING, f"{service.options.name} continues text; embeddings need a server of a BERT")
     _add_tokenizer(app, service)
     return Gate(app, service, frozenset(route.path for route in app.routes if hasattr(route, "path")))
 
 
-def _body(kind: type[Body], *statuses: int, streams: bool = False) -> dict[str, Json]:
-    """What OpenAPI is told of a route's body, and of the statuses that it may answer. streams: by events, if asked."""
+def _body(
+    kind: type[Body], *statuses: int, streams: bool = False, valid: Mapping[str, Sequence[Json]] | None = None
+) -> dict[str, Json]:
+    """OpenAPI's description of a route's body, and of the statuses that it may answer. streams: by events, if asked.
+    valid: field -> its valid values, where only this server knows them."""
     answers: dict[str, Json] = {}
     if streams:
         types: dict[str, Json] = {
@@ -74,7 +86,10 @@ def _body(kind: type[Body], *statuses: int, streams: bool = False) -> dict[str, 
     errors = {
         str(status): {"description": _STATUS[status]} for status in (400, 408, 413, 415, 429, 500, 503, *statuses)
     }
-    content = {"application/json": {"schema": schema(kind)}}
+    body_schema = schema(kind)
+    for field, values in (valid or {}).items():
+        below(body_schema, "properties", field)["enum"] = [*values, None]
+    content = {"application/json": {"schema": body_schema}}
     return {"requestBody": {"required": True, "content": content}, "responses": answers | errors}
 
 
@@ -177,6 +192,46 @@ def _add_openai(app: FastAPI, service: Service) -> None:
         _log(service, request, body)
         return await answer(request, asked)
 
+    for path, handler, kind in (
+        ("/v1/completions", completions, openai_api.Completion),
+        ("/v1/chat/completions", chat, openai_api.Chat),
+    ):
+        handler.__annotations__["request"] = Request  # FastAPI reads annotations where this function's names are gone
+        description = _body(kind, 404, streams=True, valid={"model": service.names})
+        app.add_api_route(path, handler, methods=["POST"], openapi_extra=description)
+
+
+def _add_embeddings(app: FastAPI, service: Service) -> None:
+    from fastapi import Request
+    from fastapi.responses import JSONResponse
+
+    async def embeddings(request: Request) -> object:
+        body = await service.body(request)
+        _log(service, request, body)
+        return JSONResponse(await _until_gone(service, request, embeddings_api.answer(service, body)))
+
+    embeddings.__annotations__["request"] = Request
+    valid: dict[str, Sequence[Json]] = {"model": service.names, "dimensions": [service.options.vector_width]}
+    description = _body(embeddings_api.EmbeddingFields, 404, valid=valid)
+    app.add_api_route("/v1/embeddings", embeddings, methods=["POST"], openapi_extra=description)
+
+
+def _refuse(app: FastAPI, routes: Mapping[str, str], reason: str) -> None:
+    """Answer routes that the model cannot serve with the reason, in each route's own form of an error."""
+    from fastapi.responses import JSONResponse
+
+    async def refused() -> object:
+        return JSONResponse(error_body(BadField("model", reason)), 400)
+
+    async def refused_as_megatron() -> object:
+        return JSONResponse(reason, 400)
+
+    for path, method in routes.items():
+        handler = refused_as_megatron if method == "PUT" else refused
+        app.add_api_route(path, handler, methods=[method], include_in_schema=False)
+
+
+def _add_models(app: FastAPI, service: Service) -> None:
     def described(name: str) -> dict[str, object]:
         common = {"object": "model", "created": int(service.started), "owned_by": "mega"}
         return {"id": name, **common, "max_model_len": service.longest}
@@ -188,14 +243,6 @@ def _add_openai(app: FastAPI, service: Service) -> None:
         service.adapter(name)
         return described(name)
 
-    for request in (completions, chat):
-        request.__annotations__["request"] = Request  # FastAPI reads annotations where this function's names are gone
-    app.add_api_route(
-        "/v1/completions", completions, methods=["POST"], openapi_extra=_body(openai_api.Completion, 404, streams=True)
-    )
-    app.add_api_route(
-        "/v1/chat/completions", chat, methods=["POST"], openapi_extra=_body(openai_api.Chat, 404, streams=True)
-    )
     app.add_api_route("/v1/models", models, methods=["GET"])
     unknown: dict[int | str, dict[str, object]] = {404: {"description": _STATUS[404]}}
     app.add_api_route("/v1/models/{name:path}", one_model, methods=["GET"], responses=unknown)
@@ -267,11 +314,17 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
 
     async def tokenize(request: Request) -> Any:
         given = read(await service.body(request), Tokenize)
+        ids: Sequence[int]
         if (control := tokenizer.control(given.prompt)) is not None:
             ids = [control]
+        elif service.options.vector_width:
+            text = await service.ids_of("prompt", given.prompt)
+            ids = service.framed(text) if given.add_special_tokens else text
         else:
-            found = list(await service.encode("prompt", given.prompt)) if given.prompt else tokenizer.encode("")
-            ids = found if given.add_special_tokens else found[len(tokenizer.encode("")) :]
+            ids = tokenizer.encode("")
+            if given.prompt:
+                ids = await service.encode("prompt", given.prompt)
+            ids = ids if given.add_special_tokens else ids[len(tokenizer.encode("")) :]
         return {"tokens": ids, "count": len(ids), "max_model_len": service.longest}
 
     async def detokenize(request: Request) -> Any:
@@ -311,6 +364,7 @@ def _add_pages(app: FastAPI, service: Service) -> None:
                 "ready": service.ready,
                 "model": service.options.name,
                 "chat": service.chat is not None,
+                "embeddings": service.options.vector_width,
                 "adapters": talks,
                 **({} if reason is None else {"reason": reason}),
             },

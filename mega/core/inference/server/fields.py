@@ -97,6 +97,8 @@ def schema(kind: type[Body]) -> dict[str, Json]:
     for name, one in found["properties"].items():
         if name not in found.get("required", ()) and "type" in one:
             one["type"] = [one["type"], "null"]
+            if "enum" in one:
+                one["enum"] = [*one["enum"], None]
     return found
 
 

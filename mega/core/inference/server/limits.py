@@ -10,6 +10,9 @@ from mega.core.config.option import COUNT, FROM_0, NOT_NEGATIVE, Range, VerbSect
 MOST_PROMPTS = 128
 """Sequences of one request: Megatron-LM's limit on prompts; prompts x n of OpenAI's routes."""
 
+MOST_INPUTS = 2048
+"""Texts of one request of /v1/embeddings, as OpenAI's."""
+
 MOST_STOPS, STOP_CHARACTERS = 16, 256
 """Stop strings of a request, and characters of one."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from mega.core.config.option import COUNT, Range, VerbSection, like, option
 from mega.core.config.sections import RuntimeConfig
@@ -63,6 +63,9 @@ class ServedModel(VerbSection):
         (), "run with --lora-rank, or peft's; clients name it as model", metavar="NAME=DIR"
     )
     chat_template: str | None = option(None, "llama2, llama3, chatml, plain or a Jinja file [the model's]")
+    pooling: Literal["mean", "cls", "inner"] | None = option(
+        None, "of a BERT: a text's vector is the mean of all its states, the first one, or without [CLS] and [SEP]"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,4 +95,6 @@ class ServerOptions(VerbSection):
     """Without it only health and the page are answered."""
     stop_ids: frozenset[int] = frozenset()
     """Of the model, in addition to its tokenizer's end."""
+    vector_width: int = 0
+    """Numbers of an embedding; 0: the model continues text and gives no embeddings."""
     limits: ServerLimits = field(default_factory=ServerLimits)

@@ -133,6 +133,10 @@ class Service:
     async def encode(self, name: str, text: str, special: bool = False) -> tuple[int, ...]:
         """The ids of a prompt; of an empty one, what begins a document. special: tokens stand in it by name.
         Errors: BadField."""
+        return await self.ids_of(name, text, special) or (self.start(name),)
+
+    async def ids_of(self, name: str, text: str, special: bool = False) -> tuple[int, ...]:
+        """The ids of a text, none of an empty one for some tokenizers. special: as of `encode`. Errors: BadField."""
         if len(text) > self.characters:
             raise BadField(name, f"{name}: {self.context_message()} A text is of at most {self.characters} characters.")
         try:
@@ -142,7 +146,12 @@ class Service:
             ids = encode(text) if short else await self.off_loop(encode, text)
         except ValueError as error:
             raise BadField(name, f"{name}: {' '.join(str(error).split())[:200]}") from None
-        return self.checked(name, ids) if ids else (self.start(name),)
+        return self.checked(name, ids)
+
+    def framed(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """A text as the model reads it: of a BERT between [CLS] and [SEP]."""
+        roles = self.tokenizer.roles if self.options.vector_width else None
+        return tuple(ids) if roles is None else (roles.cls, *ids, roles.sep)
 
     def checked(self, name: str, ids: Iterable[object]) -> tuple[int, ...]:
         """Ids of a client's, or of the tokenizer's, as a prompt. Errors: BadField."""

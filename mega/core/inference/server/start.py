@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,16 +18,26 @@ import torch
 
 from mega.core.activity import ACTIVITY
 from mega.core.architecture.words import size_words
+from mega.core.device import Device
 from mega.core.inference.capacity import Capacity, cache_bytes, even_layers, weight_bytes
+from mega.core.inference.embedding import EmbeddingEngine
+from mega.core.inference.engine import BatchingEngine
 from mega.core.inference.loading.adapters import OpenedAdapter, open_adapters
 from mega.core.inference.loading.identity import adapter_template, check_adapter_tokenizer, chosen_template
 from mega.core.inference.loading.load import OpenedModel, check_tokenizer, compute_dtype, declared_ends, open_model
 from mega.core.inference.options import DecodingLayout, EngineOptions
 from mega.core.inference.retrieval import OpenRetriever, check_retrieval
+from mega.core.inference.server.embedding_start import (
+    check_embedding,
+    embedding_lines,
+    gives_embeddings,
+    start_embedding_engine,
+)
 from mega.core.inference.server.options import ListenOptions, ServedModel, ServerOptions
 from mega.core.inference.server.run import HttpServer, bind, raise_file_limit
 from mega.core.inference.server.service import Manner
 from mega.core.inference.start import check_layout, decoding_mesh, start_engine
+from mega.core.parallel.mesh import Mesh
 from mega.core.processes.connect import connect, end_together, keep_asking
 from mega.core.processes.signals import STOPPING
 from mega.core.processes.world import world_from_env
@@ -92,15 +102,13 @@ def serve_rank(plan: ServePlan) -> int:
     manners = {
         each.name: _manner(each, whole, tokenizer, opened.architecture.input.vocab) for each in adapters if first
     }
-    _check_model(plan, opened)
+    _check_model(plan, opened, tokenizer)
     world, device, groups = connect(plan.layout.device, timeout_minutes=plan.listen.timeout_minutes)
     keep_asking()
     ACTIVITY.phase = "serving"
     mesh = decoding_mesh(plan.layout, world.rank, groups)
     dtype = compute_dtype(opened, device, plan.layout.dtype)
-    options = replace(plan.engine, vocab=tokenizer.vocab_size)
-    retriever = None if plan.retriever is None else plan.retriever(opened.model, tokenizer, device.torch.type)
-    engine = start_engine(opened, mesh, device, options, dtype=dtype, adapters=adapters, retriever=retriever)
+    engine = _engine(plan, opened, mesh, device, tokenizer, dtype, adapters)
     if engine is None:
         return 0
     assert listening is not None
@@ -108,7 +116,8 @@ def serve_rank(plan: ServePlan) -> int:
     warm = f", warmed up in {engine.warm_up():.1f} s" if device.is_cuda else ""
     sys.setswitchinterval(_SWITCH_SECONDS)
     limits = replace(plan.options.limits, max_connections=raise_file_limit(plan.options.limits.max_connections))
-    answers = replace(plan.options, limits=limits, stop_ids=stop_ids, no_chat=whole.no_chat)
+    vectors = engine.vectors.width if isinstance(engine, EmbeddingEngine) else 0
+    answers = replace(plan.options, limits=limits, stop_ids=stop_ids, no_chat=whole.no_chat, vector_width=vectors)
     server = HttpServer(engine, tokenizer, answers, chat, manners)
     keep_asking(lambda line: server.driver.lose(TimeoutError(line)))
     precision = str(dtype).removeprefix("torch.") + ", weights in fp8" * plan.engine.fp8_weights
@@ -123,9 +132,32 @@ def serve_rank(plan: ServePlan) -> int:
     return 0
 
 
-def _check_model(plan: ServePlan, opened: OpenedModel) -> None:
+def _engine(
+    plan: ServePlan,
+    opened: OpenedModel,
+    mesh: Mesh,
+    device: Device,
+    tokenizer: Tokenizer,
+    dtype: torch.dtype,
+    adapters: Sequence[OpenedAdapter],
+) -> BatchingEngine | EmbeddingEngine | None:
+    """Rank 0's engine; None on other ranks, after they have followed it to its end."""
+    options = replace(plan.engine, vocab=tokenizer.vocab_size)
+    if gives_embeddings(opened.model):
+        pooling = plan.model.pooling
+        return start_embedding_engine(opened, mesh, device, options, tokenizer, dtype=dtype, pooling=pooling)
+    retriever = None if plan.retriever is None else plan.retriever(opened.model, tokenizer, device.torch.type)
+    return start_engine(opened, mesh, device, options, dtype=dtype, adapters=adapters, retriever=retriever)
+
+
+def _check_model(plan: ServePlan, opened: OpenedModel, tokenizer: Tokenizer) -> None:
     """Errors: ValueError naming a flag that does not fit the model."""
     layout = plan.layout
+    if gives_embeddings(opened.model):
+        check_embedding(opened, tokenizer, layout, plan.model, plan.engine, plan.options, plan.retro)
+        return
+    if plan.model.pooling is not None:
+        raise ValueError(f"--pooling {plan.model.pooling}: needs a BERT, whose vectors it is about")
     check_retrieval(opened.model, plan.retro, plan.path)
     check_layout(*(opened.model, layout.tp, layout.pp, plan.engine, layout.ep), retrieves=plan.retriever is not None)
 
@@ -166,6 +198,10 @@ def _manner(adapter: OpenedAdapter, whole: Manner, tokenizer: Tokenizer, vocab: 
 def _lines(plan: ServePlan, opened: OpenedModel, dtype: torch.dtype, about: str, server: HttpServer) -> list[str]:
     """What was loaded, and how many requests of how many tokens fit, as `mega memory-estimate --serve` has it."""
     model, service, limits = opened.architecture, server.service, server.engine.limits
+    loaded = f"{opened.path}: {size_words(model)}, {service.tokenizer.kind} of {service.tokenizer.vocab_size}, {about}"
+    waiting = f"{server.options.limits.max_waiting} more may wait"
+    if isinstance(server.engine, EmbeddingEngine):
+        return [loaded, *embedding_lines(server.engine), waiting]
     fp8 = plan.engine.fp8_weights
     weights = max(weight_bytes(opened.model, dtype.itemsize, tp=plan.layout.tp, pp=plan.layout.pp, fp8_weights=fp8))
     layers = max(even_layers(len(model.layers), plan.layout.pp))
@@ -176,10 +212,10 @@ def _lines(plan: ServePlan, opened: OpenedModel, dtype: torch.dtype, about: str,
     chat = "chat by the model's template" if service.chat is not None else "no chat template"
     adapters = server.options.adapters
     return [
-        f"{opened.path}: {size_words(model)}, {service.tokenizer.kind} of {service.tokenizer.vocab_size}, {about}",
+        loaded,
         *([beyond] if asked > limits.longest else []),
         *held.lines(service.longest),
-        f"{server.options.limits.max_waiting} more may wait; {chat}",
+        f"{waiting}; {chat}",
         *([f"adapters, by name as the model: {', '.join(adapters)}"] if adapters else []),
     ]
 

@@ -1,0 +1,179 @@
+"""Texts as vectors, by a BERT: its last states, pooled over the tokens of each row.
+
+    vectors = TextVectors(stage, pad)          on every rank: rows of ids -> states, pooled
+    engine  = EmbeddingEngine(vectors, ...)    on rank 0: add, step, cancel, close, as `request.Engine`
+    follow(vectors, relay)                     on the others, until rank 0 closes
+
+Ids in, vectors out: it knows no tokenizer and no checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Literal, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mega.core.batch import MaskedBatch
+from mega.core.inference.relay import STEP, STOP, Relay
+from mega.core.inference.request import Event, Limits, Request, RequestError
+from mega.core.model.bert import BertHead, BertStage
+from mega.core.ops.paged_attention import Integers
+
+Pooling = Literal["mean", "cls", "inner"]
+"""Which states of a row its vector is the mean of: all, the first one's, or all but the first and the last."""
+
+STEP_TOKENS = 8192
+"""Tokens of one step at most, padding included, unless the caller gives another limit."""
+
+
+class TextVectors:
+    """A whole BERT, or a tensor rank's part of it. pad: the id that fills shorter rows up."""
+
+    def __init__(self, stage: BertStage, pad: int, device: torch.device) -> None:
+        self._stage, self._pad, self._device = stage, pad, device
+
+    @property
+    def width(self) -> int:
+        """Numbers of a vector."""
+        return self._stage.architecture.hidden
+
+    @torch.no_grad()
+    def __call__(self, rows: Sequence[Sequence[int]], pooling: Pooling) -> NDArray[np.float32]:
+        """[rows, width]. Each row holds its own [CLS] and [SEP]; every tensor rank is given the same rows."""
+        batch = self._batch_of(rows)
+        stream, *_ = self._stage.stream(batch, None)
+        head = cast(BertHead, self._stage.head)
+        states = head.normed(stream).view(*batch.tokens.shape, -1).float()
+        weights = _pooled_tokens(batch.lengths, batch.tokens.shape[1], pooling)
+        return np.asarray(((states * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)).cpu().numpy())
+
+    def _batch_of(self, rows: Sequence[Sequence[int]]) -> MaskedBatch:
+        lengths = torch.tensor([len(row) for row in rows])
+        tokens = torch.full((len(rows), int(lengths.max())), self._pad)
+        for filled, ids in zip(tokens, rows, strict=True):
+            filled[: len(ids)] = torch.tensor(ids)
+        zeros, samples = torch.zeros_like(tokens), torch.arange(len(rows))
+        batch = MaskedBatch(tokens, zeros, zeros.float(), zeros, lengths, torch.full_like(samples, -1), samples)
+        return batch.to(self._device)
+
+
+def _pooled_tokens(lengths: torch.Tensor, width: int, pooling: Pooling) -> torch.Tensor:
+    """float32 [b, s]: 1 for each token whose state counts. A row of two tokens or fewer has no inner ones: all count.
+
+    >>> _pooled_tokens(torch.tensor([4, 2]), 4, "inner").tolist()
+    [[0.0, 1.0, 1.0, 0.0], [1.0, 1.0, 0.0, 0.0]]
+    """
+    columns, ends = torch.arange(width, device=lengths.device), lengths[:, None]
+    whole = columns < ends
+    if pooling == "cls":
+        return (columns == 0).expand_as(whole).float()
+    if pooling == "inner":
+        return torch.where(ends > 2, (columns > 0) & (columns < ends - 1), whole).float()
+    return whole.float()
+
+
+class EmbeddingEngine:
+    """`request.Engine` of a BERT, on rank 0: the last event of a request holds the vector of its prompt.
+
+    limits: rows of a step, and tokens of a row. relay: sends the rows of a step to the other ranks. tokens: most tokens
+    of a step, padding included.
+    """
+
+    def __init__(
+        self, vectors: TextVectors, limits: Limits, pooling: Pooling, *, relay: Relay | None, tokens: int = STEP_TOKENS
+    ) -> None:
+        self.limits, self.vectors, self.pooling = limits, vectors, pooling
+        self._relay, self._tokens = relay, max(tokens, limits.longest)
+        self._waiting: deque[tuple[int, tuple[int, ...]]] = deque()
+        self._cancelled: list[int] = []
+        self._next = 0
+
+    @property
+    def idle(self) -> bool:
+        return not self._waiting and not self._cancelled
+
+    def add(self, request: Request) -> int:
+        if len(request.prompt) > self.limits.longest:
+            raise RequestError("prompt", f"of {len(request.prompt)} tokens", f"at most {self.limits.longest} fit")
+        self._next += 1
+        self._waiting.append((self._next, request.prompt))
+        return self._next
+
+    def cancel(self, number: int) -> None:
+        if any(number == each for each, _ in self._waiting):
+            self._waiting = deque(each for each in self._waiting if each[0] != number)
+            self._cancelled.append(number)
+
+    def step(self) -> list[Event]:
+        events = [Event(number, finish="cancelled") for number in self._cancelled]
+        self._cancelled.clear()
+        if not (queued := self._next_rows()):
+            return events
+        rows = [row for _, row in queued]
+        try:
+            if self._relay is not None:
+                self._relay.send(STEP, packed(rows))
+            vectors = self.vectors(rows, self.pooling)
+        except RuntimeError as error:
+            raise error if self._relay is None else self._relay.explained(error) from None
+        numbers = [number for number, _ in queued]
+        return events + [
+            Event(number, finish="stop", vector=vector) for number, vector in zip(numbers, vectors, strict=True)
+        ]
+
+    def _next_rows(self) -> list[tuple[int, tuple[int, ...]]]:
+        """The rows of the next step, in the order in which they came, as many as its limits allow."""
+        queued: list[tuple[int, tuple[int, ...]]] = []
+        longest = 0
+        while self._waiting and len(queued) < self.limits.requests:
+            longest = max(longest, len(self._waiting[0][1]))
+            if queued and longest * (len(queued) + 1) > self._tokens:
+                break
+            queued.append(self._waiting.popleft())
+        return queued
+
+    def warm_up(self) -> float:
+        """Nothing is compiled or recorded before the first request: 0 seconds."""
+        return 0.0
+
+    def close(self) -> None:
+        if self._relay is not None:
+            self._relay.send(STOP, np.zeros(0, dtype=np.int64))
+            self._relay = None
+
+
+def follow(vectors: TextVectors, relay: Relay, pooling: Pooling) -> None:
+    """Compute what rank 0 sends, until it closes its engine. Errors: LostRank."""
+    while True:
+        kind, content = relay.hear()
+        if kind == STOP:
+            return
+        try:
+            vectors(unpacked(content), pooling)
+        except RuntimeError as error:
+            raise relay.explained(error) from None
+
+
+def packed(rows: Sequence[Sequence[int]]) -> Integers:
+    """Rows of ids as one array: their number, their lengths, all ids.
+
+    >>> packed([[5, 6], [7]]).tolist()
+    [2, 2, 1, 5, 6, 7]
+    """
+    lengths = [len(row) for row in rows]
+    return np.array([len(rows), *lengths, *(token for row in rows for token in row)], dtype=np.int64)
+
+
+def unpacked(content: Integers) -> list[list[int]]:
+    """The inverse of `packed`.
+
+    >>> unpacked(packed([[5, 6], [7]]))
+    [[5, 6], [7]]
+    """
+    count = int(content[0])
+    ends = np.cumsum(content[1 : 1 + count])[:-1]
+    return [row.tolist() for row in np.split(content[1 + count :], ends)]
