@@ -1,15 +1,15 @@
-"""The loop: state, one step, and what falls due between steps. It knows no family.
+"""The training loop: state, one step, and the work between steps. It knows no family.
 
-state, wire, step, loop   what a run is at a moment, how a rank builds it, one update, and all of them
-routing                   how many tokens each expert got in a step, and the bias that balances them
-routines                  what is due between steps; evaluation and sampling are here
-schedules                 rates of a run that resumes
-policy, judge, probes     the limit beyond which a loss is a spike; what follows from NaN or a spike; where NaN began
-stop, notice              requests to end early, and what the user is told after a signal
+state, wire, step, loop   the state of a run, its construction on a rank, one update, and the loop over all updates
+routing                   the number of tokens of each expert in a step, and the bias that balances them
+routines                  the work between steps; evaluation, sampling
+schedules                 learning rate and weight decay of a run that resumes
+policy, judge, probes     limits of a spike; the reaction to NaN or a spike; the tensor in which a NaN appeared first
+stop, notice              requests to end early, and messages to the user after a signal
 
-start     what happens before the first step
-kinds     what is trained on, by --task
-saves     the run's directory and copies in memory, and how it resumes from them
-guards    whether a run can be trusted: finite numbers, equal copies, slow ranks
-metrics   what the user is told while it runs: a file, a log, a progress bar, services
+start     the work before the first step
+kinds     the data and losses of each --task
+saves     the directory of the run, copies in memory, and resuming from them
+guards    checks of a run: finite numbers, equal replicas, slow ranks
+metrics   reports during a run: a file, a log, a progress bar, services
 """

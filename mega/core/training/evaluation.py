@@ -1,6 +1,6 @@
-"""Held-out sets between steps: mean losses over global batches, from where the validation before has ended.
+"""Evaluation of held-out sets: mean losses over global batches. A validation continues where the previous one ended.
 
-Where a request to stop cuts one short, the next begins where it would have begun, so no figure depends on that.
+If a request to stop interrupts a validation, the next one still starts at its usual sample, so results do not change.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from mega.core.training.stop import StopSignal
 class Evaluation:
     """Validations and the test of one run.
 
-    meters: on rank 0. judged: is given the step and the loss of the first validation set. last_validated: the step at
-    which the validation sets were read last.
+    meters: on rank 0, else None. judged: called with the step and the loss of the first validation set.
+    last_validated: the step of the newest validation.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Evaluation:
         self._microbatches = microbatches(run, state.mesh.world)
         self.last_validated: int | None = None
         self.measured: dict[str, Mapping[str, float]] = {}
-        """What was found last of each set, by its name."""
+        """The newest results of each set, by name."""
 
     def validate(self) -> None:
         self.last_validated = self._state.progress.step
@@ -57,7 +57,8 @@ class Evaluation:
             self._judge(one)
 
     def _judge(self, held_out: HeldOut) -> float | None:
-        """The loss, the mean over `iterations` global batches of a set; none where a request to stop cuts it short."""
+        """Evaluate a set over `iterations` global batches; returns the mean loss, or None if a request to stop
+        interrupts it."""
         if not self._iterations:
             return None
         began = time.monotonic()
@@ -67,16 +68,16 @@ class Evaluation:
             return None
         state, step = self._state, self._state.progress.step
         terms = state.stages[0].terms
-        found = dict(zip(state.pipeline.names, (sums[:, 0] / sums[:, 1]).tolist(), strict=True))
+        means = dict(zip(state.pipeline.names, (sums[:, 0] / sums[:, 1]).tolist(), strict=True))
         weights = dict(zip(state.pipeline.names, sums[:, 1].tolist(), strict=True))
         for name in architecture(state.run.model).training_losses:
             if not weights.get(name, 1.0):
-                del found[name]
-        terms = {name: coefficient for name, coefficient in terms.items() if name in found}
-        measured = self._task.measure(found, terms)
+                del means[name]
+        terms = {name: coefficient for name, coefficient in terms.items() if name in means}
+        measured = self._task.measure(means, terms)
         if math.isnan(measured["loss"]) and not sums[: len(terms), 1].all():
-            where = f"{held_out.name} at step {step}"
-            self._report(f"{where} | no token of its {self._batches(held_out)} batches is trained on")
+            label = f"{held_out.name} at step {step}"
+            self._report(f"{label} | no token of its {self._batches(held_out)} batches is trained on")
         self.measured[held_out.name] = measured
         if self._meters is not None:
             self._meters.evaluation(step, held_out.name, measured)
@@ -87,7 +88,7 @@ class Evaluation:
         return self._iterations if held_out.iterations is None else held_out.iterations
 
     def _begin(self, held_out: HeldOut) -> int:
-        """The first sample to read; a set that continues moves on."""
+        """The first sample to read. For a set that continues, advance its position."""
         if not held_out.continues:
             return 0
         progress, size = self._state.progress, self._iterations * self._global_batch
@@ -96,16 +97,16 @@ class Evaluation:
         return begin
 
     def _sums(self, held_out: HeldOut, begin: int) -> torch.Tensor | None:
-        """float64 [names, 2] over all batches, or None where the run is to stop."""
+        """Sum totals and weights over all batches, float64 [names, 2]; None if the run is to stop."""
         state, stop = self._state, self._stop
         sums = torch.zeros(len(state.pipeline.names), 2, dtype=torch.float64, device=state.device.torch)
-        for done in range(total := self._batches(held_out)):
+        for number in range(total := self._batches(held_out)):
             if stop.requested:
-                where = f"{held_out.name} at step {state.progress.step}"
-                self._report(f"{where} | cut short after {done} of {total} batches: {stop.reason}")
+                label = f"{held_out.name} at step {state.progress.step}"
+                self._report(f"{label} | cut short after {number} of {total} batches: {stop.reason}")
                 return None
             flag = stop.poll()
-            batches = held_out.batches.take(begin + done * self._global_batch, self._microbatches)
+            batches = held_out.batches.take(begin + number * self._global_batch, self._microbatches)
             sums += evaluate_step(state, [batch.to(state.device.torch) for batch in batches])
-            flag.read()  # it was reduced while this batch was computed
+            flag.read()  # the flags were reduced while this batch was computed
         return sums

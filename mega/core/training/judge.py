@@ -1,6 +1,6 @@
-"""Whether a step that was read is sound, and what is done where it is not: a word, a skip, a rollback, or the end.
+"""Check the numbers of a completed step, and react to NaN and spikes: with a message, a skip, a rollback, or the end.
 
-All ranks read the same reduced numbers, so that all decide alike (policy.py).
+All ranks read the same reduced numbers, so all ranks decide the same (policy.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mega.core.training.state import TrainState
 from mega.core.training.stop import StopFlag
 
 STUCK = 20
-"""Steps in a row without an update, after which a run that cannot lower its loss scale ends."""
+"""Consecutive steps without an update after which a run ends, if its loss scale cannot decrease further."""
 
 
 @dataclass(frozen=True)
@@ -32,19 +32,22 @@ class Pending:
 
     step: int
     consumed: int
+    """Training samples consumed after the step."""
     lr: float
     samples: int
+    """Samples of the step."""
     begun: Timestamp
     numbers: Reading
+    """The numbers of `StepReport`, by name."""
     flag: StopFlag
     limits: SpikeLimits
     batches: Sequence[Batch]
     sums: HostArray | None
-    """Of `Probes`."""
+    """The sums of `Probes`."""
 
 
 class Judge:
-    """Of one rank's run. meters: on rank 0. report: prints a line, on rank 0."""
+    """Checks the steps of a run on one rank. meters: on rank 0, else None. report: prints a line on rank 0."""
 
     def __init__(
         self,
@@ -56,13 +59,15 @@ class Judge:
     ):
         self.state, self.guard, self.saver, self.meters, self.report = state, guard, saver, meters, report
         self._stuck = 0
-        """Steps in a row that were skipped for what no loss scale mends, but for spikes."""
+        """Consecutive skipped steps that a lower loss scale cannot prevent, without spikes."""
         self._limit: float | None = None
-        """The loss from which on a rise is reported."""
+        """A loss above this limit is reported once."""
 
     def judge(self, pending: Pending, numbers: dict[str, float], *, there: bool) -> None:
-        """Of a step's numbers, those that are not for a user are taken out. there: its gradients still are. Errors:
-        FloatingPointError where the run ends."""
+        """Check a step, and remove its internal numbers from `numbers`. there: its gradients have not been overwritten.
+
+        Errors: FloatingPointError if the run ends.
+        """
         loss, norm, progress = numbers["loss"], numbers["grad_norm"], self.state.progress
         applied, broken = bool(numbers.pop("finite")), bool(numbers.pop("broken"))
         tied = int(numbers.pop("tied", 0)), int(numbers.pop("tied_hash", 0))
@@ -83,7 +88,7 @@ class Judge:
                 self.saver.saw(pending.step, loss, applied)
 
     def _reason(self, pending: Pending, loss: float, norm: float, broken: bool, applied: bool) -> str:
-        """Why a step is not sound: "nan", "spike" or "". An overflow of gradients that a loss scale follows is not a
+        """Why a step is not sound: "nan", "spike" or "". An overflow of gradients under a dynamic loss scale is not a
         reason, unless weights or moments are broken, too."""
         scaler = self.state.scaler
         if broken and scaler is not None and scaler.follows and self._all_finite(loss):
@@ -93,58 +98,62 @@ class Judge:
         return "spike" if not applied or pending.limits.exceeded(loss, norm) else ""
 
     def _all_finite(self, loss: float) -> bool:
-        """Of a loss that tensor ranks may have computed from batches of which one is damaged."""
+        """Whether the loss is finite on all ranks. Tensor ranks compute it from their own copies of the batch, and one
+        copy may be damaged."""
         return all(self.state.exchange(math.isfinite(loss)))
 
     def _act(self, pending: Pending, reason: str, loss: float, norm: float, there: bool) -> None:
-        """What is to be done about a step, the same on all ranks. Errors: FloatingPointError where the run ends."""
+        """React to an unsound step by the policy, equally on all ranks. Errors: FloatingPointError if the run ends."""
         policy, step, scaler = self.guard.policy(reason), pending.step, self.state.scaler
         if reason == "nan" and not self._all_finite(loss):
             loss = math.nan
-        what = f"step {step}: the loss is {loss:.6g}, and the gradient norm {norm:.4g}"
+        message = f"step {step}: the loss is {loss:.6g}, and the gradient norm {norm:.4g}"
         if scaler is not None and not scaler.follows:
-            what += f" at --loss-scale {float(scaler.scale):g}"
-        found = LeftOut(step, reason, pending.consumed - pending.samples, pending.consumed)
+            message += f" at --loss-scale {float(scaler.scale):g}"
+        left_out = LeftOut(step, reason, pending.consumed - pending.samples, pending.consumed)
         if reason == "spike":
             usual = self.state.guard
-            what += f", where {median(usual.losses):.4g} and {median(usual.norms):.4g} are usual"
+            message += f", where {median(usual.losses):.4g} and {median(usual.norms):.4g} are usual"
             if policy == "warn":
                 usual.add(loss, norm)
-                self._event(found, policy)
+                self._event(left_out, policy)
                 if self.guard.is_first_spike(step):
-                    self.report(f"{what}: a spike (--on-spike skip leaves such a batch out)")
+                    self.report(f"{message}: a spike (--on-spike skip leaves such a batch out)")
                 return
             if policy == "skip" and usual.skip_spike():
-                what += f", and {LASTING} steps in a row are spikes: from here on, what is usual is learned again"
+                message += f", and {LASTING} steps in a row are spikes: from here on, what is usual is learned again"
         else:
             sums = [] if pending.sums is None else pending.sums.numpy().tolist()
             broken = broken_tensors(self.state, pending.batches, sums, gradients=there)
-            of = "of weights, moments, gradients and outputs of layers that are all finite"
-            what += f", {of}" if broken is None else f": {broken.words}"
+            all_are_finite = "of weights, moments, gradients and outputs of layers that are all finite"
+            message += f", {all_are_finite}" if broken is None else f": {broken.words}"
+            # A skip leaves weights and moments as they are, so it cannot repair them.
             if policy == "stop" or (policy == "skip" and broken is not None and broken.stays):
-                kept = "; no skip mends what is kept" if policy == "skip" else ""
+                suffix = "; no skip mends what is kept" if policy == "skip" else ""
                 damaged = "" if broken is None else "memory was damaged, or "
-                raise self._end(found, f"{what}: {damaged}{DIVERGED}{kept}")
-        self._leave_out(self._rolled_back(found, what) if policy == "rollback" else found, policy, what)
+                raise self._end(left_out, f"{message}: {damaged}{DIVERGED}{suffix}")
+        self._leave_out(self._rolled_back(left_out, message) if policy == "rollback" else left_out, policy, message)
 
     def heal(self, error: NotFiniteError) -> None:
-        """Go back, with --on-nan rollback, where it is a save or a copy that finds the state broken, by the newest
-        update. Errors: FloatingPointError where the run ends."""
+        """After a save or a copy has found that the newest update broke the state: roll back with --on-nan rollback.
+
+        Errors: FloatingPointError if the run ends.
+        """
         progress, policy = self.state.progress, self.guard.policy("nan")
-        found = LeftOut(progress.step, "nan", progress.consumed, progress.consumed)
+        left_out = LeftOut(progress.step, "nan", progress.consumed, progress.consumed)
         if policy != "rollback":
-            raise self._end(found, str(error)) from None
-        what = f"step {progress.step}: {error.words}"
-        self._leave_out(self._rolled_back(found, what), policy, what)
+            raise self._end(left_out, str(error)) from None
+        message = f"step {progress.step}: {error.words}"
+        self._leave_out(self._rolled_back(left_out, message), policy, message)
 
     def _leave_out(self, found: LeftOut, policy: str, what: str) -> None:
         self.state.guard.left_out.append(found)
         self._event(found, policy)
-        done = "its batch is left out" if found.to is None else f"back at the state of step {found.to}"
-        self.report(f"{what}: {done}; samples {found.first:,} to {found.end - 1:,} change nothing")
+        action = "its batch is left out" if found.to is None else f"back at the state of step {found.to}"
+        self.report(f"{what}: {action}; samples {found.first:,} to {found.end - 1:,} change nothing")
 
     def _rolled_back(self, found: LeftOut, what: str) -> LeftOut:
-        """The same from the first sample on whose state came back, and the step. Errors: FloatingPointError."""
+        """Roll back; returns `found` with all samples since the restored step. Errors: FloatingPointError."""
         most = self.guard.options.max_rollbacks
         if not self.guard.may_roll_back():
             raise self._end(found, f"{what}: this would be rollback {most + 1}, and --max-rollbacks is {most}")
@@ -155,7 +164,7 @@ class Judge:
         return replace(found, first=back.consumed, to=back.step)
 
     def _end(self, found: LeftOut, text: str) -> FloatingPointError:
-        """What ends the run, which is kept as an event."""
+        """The error that ends the run; it is also recorded as an event."""
         self._event(found, "stop")
         return FloatingPointError(text)
 
@@ -165,7 +174,7 @@ class Judge:
             self.meters.event(found.step, found.reason, policy=policy, samples=samples, to=found.to)
 
     def _check_rise(self, pending: Pending, loss: float) -> None:
-        """Report once where the loss is far above that of guessing and of the first step, as proving.py limits it."""
+        """Report once if the loss exceeds LIMIT (proving.py) times that of a random guess and of the first step."""
         if self._limit is None:
             self._limit = LIMIT * max(math.log(max(architecture(self.state.run.model).input.vocab, 2)), loss)
         elif loss > self._limit:
@@ -177,18 +186,19 @@ class Judge:
             self._limit = math.inf
 
     def _check_stuck(self, step: int, applied: bool, reason: str) -> None:
-        """A loss scale that can still become less is looking for its value, by steps that it follows; spikes are
-        counted by the guard. Errors: FloatingPointError where STUCK other steps in a row were skipped: none will be
-        applied any more.
+        """End the run after STUCK consecutive skipped steps: no later step would be applied.
+
+        Skips by a loss scale that can still decrease are not counted, and the guard counts spikes. Errors:
+        FloatingPointError.
         """
         scaler = self.state.scaler
-        looking = scaler is not None and not reason and not scaler.at_least
-        self._stuck = 0 if applied or looking else self._stuck + (reason != "spike")
+        scale_decreases = scaler is not None and not reason and not scaler.at_least
+        self._stuck = 0 if applied or scale_decreases else self._stuck + (reason != "spike")
         if self._stuck == STUCK:
-            held = ""
+            scale = ""
             if scaler is not None and scaler.at_least:
-                held = f" at a loss scale of {float(scaler.scale):g}, which cannot become less"
+                scale = f" at a loss scale of {float(scaler.scale):g}, which cannot become less"
             raise FloatingPointError(
-                f"step {step}: loss or gradients of {STUCK} steps in a row are not finite{held}: none is applied any "
+                f"step {step}: loss or gradients of {STUCK} steps in a row are not finite{scale}: none is applied any "
                 "more. Resume from an earlier checkpoint with a lower --lr, a longer warm-up or --dtype bf16"
             )

@@ -1,7 +1,7 @@
-"""The loop of every training run: a step, then what is due. Written once, for every family, layout and task.
+"""The training loop, for every family, layout and task: a step, then the routines that are due.
 
 for each step:   report = train_step(...)                 device values, read while the next step runs
-                 due: routines.py, then stop              all ranks agree on each, so none waits alone
+                 due: routines.py, then stop              all ranks agree on each, so no rank waits alone
                                                           a request to stop ends a validation between its batches
 """
 
@@ -31,36 +31,40 @@ from mega.core.training.stop import StopSignal
 
 @dataclass
 class Training:
-    """One rank's run, from where it starts to its end. steps: the last one. meters: on rank 0. report: prints a line,
-    on rank 0. stragglers: on rank 0. profiler: of the steps that are profiled, on the ranks that are."""
+    """The run of one rank, from its first step to its end."""
 
     state: TrainState
     task: Task
     schedules: Schedules
     steps: int
+    """Number of the last step."""
     evaluation: Evaluation
     routines: Sequence[Routine]
     stop: StopSignal
     saver: Saver | None
     meters: Meters | None
+    """On rank 0, else None."""
     report: Callable[[str], None]
+    """Prints a line on rank 0."""
     judge: Judge
     clock: StepClock
     stragglers: Stragglers | None = None
+    """On rank 0, else None."""
     profiler: StepProfiler | None = None
+    """On the ranks that are profiled, else None."""
     last: dict[str, float] = field(default_factory=dict)
-    """The numbers of the step that was read last."""
+    """The numbers of the newest step that was read."""
 
     def play(self) -> int:
-        """Train to the last step, then validate and test; always close what reports.
+        """Train to the last step, then validate and test; always close all reporters.
 
-        The exit code: 0, or 128 + the signal that ended it early. Errors: what stopped one rank, when all
+        Returns the exit code: 0, or 128 + the signal that ended it early. Errors: the fault of a rank, after all ranks
         have saved.
         """
-        train = not self.state.run.evaluation.skip_train  # else the state is only judged
+        train = not self.state.run.evaluation.skip_train  # else only evaluate
         try:
             if train:
-                with ACTIVITY.during("compiling"):  # what the first step needs
+                with ACTIVITY.during("compiling"):  # during the first step
                     self._train()
                 ACTIVITY.phase = "ending"
                 self._check_applied()
@@ -81,12 +85,13 @@ class Training:
         return self.stop.code
 
     def _foresee(self, doing: str, *, ending: bool = False) -> None:
-        """What one who asks the run to stop is told from here on."""
-        outlook, kept = self.stop.outlook, 0 if self.saver is None else self.saver.kept
-        outlook.doing, outlook.step, outlook.kept, outlook.ending = doing, self.state.progress.step, kept, ending
+        """Update the message that a user reads after asking the run to stop. doing: what the run does until it
+        stops."""
+        outlook, saved_step = self.stop.outlook, 0 if self.saver is None else self.saver.kept
+        outlook.doing, outlook.step, outlook.kept, outlook.ending = doing, self.state.progress.step, saved_step, ending
 
     def _train(self) -> None:
-        """All steps; where the run blows up, what it saved shortly before is suspect. Errors: FloatingPointError."""
+        """Run all steps. If the run diverges, mark its newest saves as suspect. Errors: FloatingPointError."""
         try:
             self._steps()
         except FloatingPointError as error:
@@ -95,18 +100,18 @@ class Training:
             raise
 
     def _steps(self) -> None:
-        """Every step and what is due after it, to the last or a request to stop; then a checkpoint of where we are."""
+        """Run steps and the routines that are due, until the last step or a request to stop; then save the state."""
         progress, pending, interval = self.state.progress, None, self.state.run.runtime.exit_interval
         while progress.step < self.steps:
             current = self._step(pending)
             self._read(pending)
             pending = current
-            if pending.flag.cheap:  # the run ends with the step in which it was asked to, not with the next one
+            if pending.flag.cheap:  # read early, so that the run ends with this step, not with the next one
                 pending.flag.read()
             self._foresee(f"finishing what follows step {progress.step}")
             due = [routine for routine in self.routines if routine.due(progress.step)]
             for routine in itertools.takewhile(lambda routine: not routine.needs_numbers, due):
-                routine.run()  # an audit names the rank that drifted before the loss that follows ends the run
+                routine.run()  # an audit must name a corrupted rank before the resulting loss ends the run
             if self._must_read or any(routine.needs_numbers for routine in due):
                 self._read(pending)
                 pending = None
@@ -123,12 +128,12 @@ class Training:
             self._foresee(f"saving step {progress.step}", ending=True)
             self._save_last(self.saver)
         if self.stop.requested:
-            self.stop.settle()  # of a signal that reached this rank after another one, while it saved
+            self.stop.settle()  # a signal may have reached this rank while it saved for the signal of another rank
             self.report(f"stopped at step {progress.step}: {self.stop.reason}")
 
     def _healed(self, keep: Callable[[], None]) -> None:
-        """Save or copy the state; where it is not finite, that to which a guard goes back. Errors: FloatingPointError
-        where it goes back to none."""
+        """Save or copy the state; if it is not finite, roll back and repeat. Errors: FloatingPointError if the policy
+        is not to roll back."""
         try:
             keep()
         except NotFiniteError as error:
@@ -136,7 +141,7 @@ class Training:
             keep()
 
     def _save_last(self, saver: Saver) -> None:
-        """Errors: as `Saver.finish`, and what made the run stop before."""
+        """Save the final state. Errors: those of `Saver.finish`, with the earlier fault that stopped the run."""
         try:
             clean = self._at_end and self.state.progress.skipped < self.state.progress.step
             self._healed(lambda: saver.finish(clean=clean))
@@ -147,25 +152,25 @@ class Training:
 
     @property
     def _at_end(self) -> bool:
-        """Whether the run has come to its last step."""
+        """Whether the run has reached its last step."""
         return self.state.progress.step >= self.steps
 
     @property
     def _must_read(self) -> bool:
-        """With a loss scale, or a guard, the next learning rate depends on whether this step was skipped. A CPU has
-        done the step by now, and has its gradients still."""
+        """Whether to read the numbers of a step before the next one. With a loss scale or a guard, the next learning
+        rate depends on whether the step was skipped. A CPU has completed the step, and still has its gradients."""
         depends = self.judge.guard.decides or self.state.scaler is not None
         return self._at_end or self.stop.requested or depends or not self.state.device.is_cuda
 
     def _step(self, before: Pending | None) -> Pending:
-        """Start one step; its numbers are read later. One that is started while the one before runs begins with that
-        one's end."""
+        """Start one step; its numbers are read later. before: the previous step, if it still runs: this step's time
+        begins at its end."""
         run, progress, device = self.state.run, self.state.progress, self.state.device
-        # A GPU is given steps before those that it was given have ended.
+        # Steps of a GPU are queued before earlier ones have ended.
         self._foresee(
             "finishing the steps that have begun" if device.is_cuda else f"finishing step {progress.step + 1}"
         )
-        begun = Timestamp(device.torch) if before is None else before.numbers.moment
+        start = Timestamp(device.torch) if before is None else before.numbers.moment
         self.clock.begin()
         size = global_batch_at(run.batch, progress.consumed)
         scheduled = progress.consumed - progress.skipped_samples
@@ -184,10 +189,10 @@ class Training:
         progress.consumed += size
         numbers, sums = report.start_reading(), None if report.sums is None else HostArray(report.sums)
         flag = self.stop.poll(self.clock.seconds())
-        return Pending(progress.step, progress.consumed, lr, size, begun, numbers, flag, limits, batches, sums)
+        return Pending(progress.step, progress.consumed, lr, size, start, numbers, flag, limits, batches, sums)
 
     def _read(self, pending: Pending | None) -> None:
-        """Wait for a step's numbers; report them; learn whether any rank was asked to stop."""
+        """Wait for the numbers of a step, check and report them, and read whether any rank was asked to stop."""
         if pending is None:
             return
         progress, numbers = self.state.progress, pending.numbers.numbers()
@@ -211,7 +216,7 @@ class Training:
             self.profiler.after_step(pending.step)
 
     def _find_stragglers(self, step: int) -> None:
-        """Name the ranks that others wait for, once a while; on rank 0."""
+        """On rank 0, report from time to time the ranks that others wait for."""
         if self.stragglers is None or self.meters is None:
             return
         for rank, ratio, words in self.stragglers.saw(step, self.stop.seconds):
@@ -220,11 +225,11 @@ class Training:
         self.meters.slowest = self.stragglers.slowest
 
     def _check_applied(self) -> None:
-        """Errors: FloatingPointError where a run has come to its end, and not one step was applied."""
+        """Check at the end of a run that at least one step was applied. Errors: FloatingPointError."""
         progress, scaler = self.state.progress, self.state.scaler
         if self._at_end and 0 < progress.step <= progress.skipped:
-            held = "" if scaler is None else f"; the loss scale is now {float(scaler.scale):g}"
+            scale = "" if scaler is None else f"; the loss scale is now {float(scaler.scale):g}"
             raise FloatingPointError(
                 f"step {progress.step}: nothing was trained: every step was skipped, as its gradients were not "
-                f"finite{held}. Give a lower --initial-loss-scale, more steps, or --dtype bf16"
+                f"finite{scale}. Give a lower --initial-loss-scale, more steps, or --dtype bf16"
             )

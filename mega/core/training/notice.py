@@ -1,7 +1,8 @@
-"""What one who asks a run to stop is told, within a moment of the signal.
+"""Messages printed when a user interrupts a run, at once after the signal.
 
-A thread reads the numbers of signals as they come, so it speaks while the main thread is in a kernel or waits for other
-ranks: the handler itself runs only when Python does. It knows neither steps nor checkpoints; `Outlook` has the words.
+A thread reads the numbers of signals from a pipe, so it can print while the main thread is in a kernel or waits for
+other ranks: a signal handler runs only when the main thread executes Python code. This file knows neither steps nor
+checkpoints; `Outlook` has the texts.
 """
 
 from __future__ import annotations
@@ -19,31 +20,32 @@ from mega.core.processes.signals import RepeatedSignal
 from mega.core.words import name_ranks
 
 LEAVES_WITHIN = 1.0
-"""Seconds that the main thread has, after a second Ctrl-C, to end by itself."""
+"""Seconds after a second Ctrl-C in which the main thread may end by itself."""
 
 NOTICE_WITHIN = 5.0
-"""Seconds that a run waits for its notice of a signal to be written."""
+"""Maximum seconds for which a run waits until the message about a signal is printed."""
 
 _MARK = 0
-"""In the pipe after signals that have come: the number of none."""
+"""A marker in the pipe after all signals so far; 0 is not the number of a signal."""
 
 
 @dataclass
 class Outlook:
-    """What the run is doing, and what it has kept, as the loop comes along.
-
-    doing: with what it will be done before it stops. place: --save. step: the newest that was taken. kept: the newest
-    from which it could resume. ending: nothing is left but to end.
-    """
+    """The current work of the run and its newest save; the loop updates it."""
 
     doing: str = "starting"
+    """The work that the run completes before it stops."""
     place: str | None = None
+    """--save."""
     step: int = 0
+    """The newest step."""
     kept: int = 0
+    """The newest step from which the run could resume, or 0."""
     ending: bool = False
+    """Whether the run ends after `doing`, without another save."""
 
     def first(self, number: int, silent: Sequence[int] = ()) -> str:
-        """silent: ranks that may be lost, without which nothing is saved.
+        """The message after the first signal. silent: ranks that may be lost; without them no save is possible.
 
         >>> Outlook("finishing step 24", "runs/first").first(signal.SIGINT)
         'SIGINT received: finishing step 24, then saving to runs/first; Ctrl-C again leaves at once'
@@ -52,9 +54,9 @@ class Outlook:
         """
         condition = f", if {name_ranks(list(silent))} answer{'s' * (len(silent) == 1)} again" if silent else ""
         then = f"saving to {self.place}{condition}" if self.place else "ending; without --save no weights are kept"
-        more = "; Ctrl-C again leaves at once" if number == signal.SIGINT else ""
+        advice = "; Ctrl-C again leaves at once" if number == signal.SIGINT else ""
         then = "ending" if self.ending else then
-        return f"{signal.Signals(number).name} received: {self.doing}, then {then}{more}"
+        return f"{signal.Signals(number).name} received: {self.doing}, then {then}{advice}"
 
     def lost(self) -> str:
         """
@@ -67,15 +69,18 @@ class Outlook:
             return "leaving at once: nothing is lost" if self.kept else "leaving at once: no step had been taken"
         if not self.kept:
             return f"leaving at once: all {self.step} steps are lost, since none was saved"
-        where = f"the newest in {self.place}" if self.place else "where this run began"
+        origin = f"the newest in {self.place}" if self.place else "where this run began"
         return (
-            f"leaving at once: lost is what was trained after step {self.kept}, {where}; step {self.step} was the last"
+            f"leaving at once: lost is what was trained after step {self.kept}, {origin}; step {self.step} was the last"
         )
 
 
 class SignalNotice:
-    """Speaks for a run until `close`. heeded: signals that stop it. speaks: false on all ranks but one, which only
-    leave at a second Ctrl-C. silent: gives the ranks that do not answer. To be made on the main thread."""
+    """Prints messages about signals until `close`.
+
+    heeded: signals that stop the run. speaks: whether this rank prints; the others only exit at a second Ctrl-C.
+    silent: returns the ranks that do not answer. It must be constructed on the main thread.
+    """
 
     def __init__(
         self,
@@ -89,7 +94,7 @@ class SignalNotice:
         self._heeded, self._outlook, self._speaks = frozenset(heeded), outlook, speaks
         self._signals = RepeatedSignal()
         self._said = threading.Lock()
-        """Taken by the one who says what is lost."""
+        """Acquired, and never released, by the thread that prints the message about lost steps."""
         self._settled = threading.Event()
         reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
@@ -98,24 +103,24 @@ class SignalNotice:
         threading.Thread(target=self._listen, args=(reading,), name="signal-notice", daemon=True).start()
 
     def report_lost(self) -> None:
-        """Once, by the first process to notice the second Ctrl-C."""
+        """Print once which steps are lost, after a second Ctrl-C."""
         if self._speaks and self._said.acquire(blocking=False):
             write_error(f"mega: {self._outlook.lost()}\n")
 
     def settle(self) -> None:
-        """Return when the notice of every signal that has come is written, after NOTICE_WITHIN seconds at the latest: a
-        busy machine may give the thread that writes it a core only when the run has ended."""
+        """Wait until the messages about all signals so far are printed, at most NOTICE_WITHIN seconds. Without this
+        wait the thread that prints might not run before the end of the run, on a busy machine."""
         if not self._speaks:
             return
         self._settled.clear()
-        with contextlib.suppress(BlockingIOError):  # so many signals lie in the pipe
+        with contextlib.suppress(BlockingIOError):  # the pipe is full of signals
             os.write(self._writing, bytes([_MARK]))
             self._settled.wait(NOTICE_WITHIN)
         if self._reporting is not None:
             self._reporting.join(NOTICE_WITHIN)
 
     def close(self) -> None:
-        """Signals reach only their handlers again."""
+        """Stop reading signals; their handlers still receive them."""
         signal.set_wakeup_fd(self._before)
         os.close(self._writing)
 
@@ -133,9 +138,10 @@ class SignalNotice:
                         threading.Timer(LEAVES_WITHIN, os._exit, [128 + number]).start()
                     elif self._speaks and not reported:
                         reported = True
-                        if not launchers_note():  # else the launcher has said why this rank ends
+                        if not launchers_note():  # else the launcher has reported why this rank ends
+                            # Asking the ranks takes time: another thread does it, and this one reads signals.
                             self._reporting = threading.Thread(target=self._report_first, args=(number,), daemon=True)
-                            self._reporting.start()  # asking ranks takes a while, in which a second Ctrl-C counts
+                            self._reporting.start()
 
     def _report_first(self, number: int) -> None:
         write_error(f"mega: {self._outlook.first(number, self._silent())}\n")

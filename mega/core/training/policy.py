@@ -1,15 +1,15 @@
-"""What a run does about a step that is not sound: numbers that are not finite, or a spike of the loss or the gradient
-norm.
+"""The policy for unsound steps: numbers that are not finite, or a spike of the loss or the gradient norm.
 
-    limits before a step      from median and spread of the steps before; the device compares, so that a step beyond
-                              them is not applied [--on-spike skip, rollback]
-    after it                  every rank reads the same reduced numbers, so that all decide alike without an exchange
+    limits before a step      from median and spread of earlier steps; the device compares, so a step beyond them is not
+                              applied [--on-spike skip, rollback]
+    after it                  every rank reads the same reduced numbers, so all decide the same without an exchange
     a skipped step            weights, moments, loss scale, schedule and limits are as if its batch had not been drawn;
-                              the step's number and the data position go on
-    many spikes in a row      are no spikes: what is usual has changed, and is learned again
-    a rollback                a skip of all steps since the newest checkpoint, whose state comes back
+                              only the step number and the data position advance
+    many consecutive spikes   mean that the usual level has changed: the limits are computed from later steps only
+    a rollback                a skip of all steps since the newest checkpoint, whose state is restored
 
-What was left out is kept in checkpoints, so that a resumed run is the same. It knows no ranks and no tensors.
+Checkpoints store which samples were left out, so that a resumed run is identical. This file knows no ranks and no
+tensors.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ from mega.core.config.sections import GuardConfig
 from mega.core.untrusted import Json, below
 
 WARM_UP = 32
-"""Steps before anything is a spike."""
+"""Steps before any step can count as a spike."""
 
 LASTING = 20
-"""Spikes without an applied step between them after which the limits begin anew: the weights were the same all along,
-so it is the batches that have changed, and no later one would be applied either."""
+"""Consecutive spikes, without an applied step between them, after which the limits are reset. The weights did not
+change in these steps, so the batches have changed, and no later step would be applied either."""
 
 LEAST_SPREAD = 0.005, 0.05
-"""Of the loss, as a share of it, and of the norm's logarithm: what a very quiet run is taken to vary by."""
+"""Lower limits of the spread, for runs with very little noise: of the loss, relative to it, and of the logarithm of the
+norm."""
 
 MOST_LEFT_OUT = 200
-"""Of what was left out, the newest that a checkpoint keeps; the file of events has all."""
+"""Number of the newest `LeftOut` records that a checkpoint stores; the file of events has all of them."""
 
 MAD = 1.4826
-"""Times the median absolute deviation is a normal distribution's standard deviation."""
+"""Standard deviation of a normal distribution divided by its median absolute deviation."""
 
 
 @dataclass(frozen=True)
 class SpikeLimits:
-    """A step whose loss or gradient norm is greater is a spike."""
+    """A step is a spike if its loss or its gradient norm exceeds these limits."""
 
     loss: float = math.inf
     grad_norm: float = math.inf
@@ -56,7 +57,8 @@ NO_LIMITS = SpikeLimits()
 
 
 def limits(losses: Iterable[float], norms: Iterable[float], threshold: float) -> SpikeLimits:
-    """Median + threshold x spread of the loss, and of the logarithm of the norm, whose noise is a factor.
+    """Median + threshold x spread, of the loss and of the logarithm of the norm (the noise of the norm is
+    multiplicative).
 
     >>> quiet = limits([2.0, 2.1] * 20, [0.5, 1.0] * 20, 10)
     >>> round(quiet.loss, 2), quiet.exceeded(2.5, 0.7), quiet.exceeded(4.6, 0.7), quiet.exceeded(2.0, 2000.0)
@@ -76,18 +78,22 @@ def limits(losses: Iterable[float], norms: Iterable[float], threshold: float) ->
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Samples [first, end) that changed nothing. step: at which it was found. reason: "nan" or "spike". to: the step
-    whose state came back, of a rollback."""
+    """A record of samples that were left out."""
 
     step: int
+    """The unsound step."""
     reason: str
+    """nan or spike."""
     first: int
+    """The first sample."""
     end: int
+    """The sample after the last one."""
     to: int | None = None
+    """The step to which a rollback has returned."""
 
     def as_json(self) -> dict[str, Json]:
-        found: dict[str, Json] = {"step": self.step, "reason": self.reason, "samples": [self.first, self.end]}
-        return found if self.to is None else {**found, "to": self.to}
+        record: dict[str, Json] = {"step": self.step, "reason": self.reason, "samples": [self.first, self.end]}
+        return record if self.to is None else {**record, "to": self.to}
 
     @classmethod
     def from_json(cls, stored: object) -> LeftOut:
@@ -99,17 +105,21 @@ class LeftOut:
 
 @dataclass
 class GuardMemory:
-    """What is kept in checkpoints. losses, norms: of the newest steps that were applied. level: what these depend on
-    but for the weights; numbers of another one are not restored. spikes: steps that were skipped as such since the
-    newest that was applied."""
+    """The state of the guard, which checkpoints store."""
 
     window: int = 128
+    """Length of `losses` and `norms`."""
     level: str = ""
+    """A key of all that the losses depend on except the weights; losses under a different key are not restored."""
     losses: deque[float] = field(init=False)
+    """Losses of the newest applied steps."""
     norms: deque[float] = field(init=False)
+    """Gradient norms of the same steps."""
     left_out: list[LeftOut] = field(default_factory=list)
     rollbacks: int = 0
+    """Rollbacks so far."""
     spikes: int = 0
+    """Spikes skipped since the newest applied step."""
 
     def __post_init__(self) -> None:
         self.losses, self.norms = deque(maxlen=self.window), deque(maxlen=self.window)
@@ -121,7 +131,7 @@ class GuardMemory:
             self.spikes = 0
 
     def skip_spike(self) -> bool:
-        """Count a spike that was not applied; whether there have been so many that the limits begin anew."""
+        """Count a skipped spike; after LASTING of them reset the limits and return True."""
         self.spikes += 1
         if self.spikes < LASTING:
             return False
@@ -142,7 +152,7 @@ class GuardMemory:
         }
 
     def restore(self, stored: object) -> None:
-        """Of a checkpoint; None, or {}, of one from before."""
+        """Restore the state from a checkpoint; `stored` is None or {} for checkpoints of old versions."""
         values = below(stored)
         same = values.get("level", self.level) == self.level
         self.losses = deque(cast(Sequence[float], values.get("losses", ()) if same else ()), maxlen=self.window)
@@ -153,12 +163,12 @@ class GuardMemory:
 
 
 def decides(options: GuardConfig) -> bool:
-    """Whether a run leaves batches out by its guards."""
+    """Whether the guards of a run may leave batches out."""
     return options.on_nan != "stop" or options.on_spike != "warn"
 
 
 class Guard:
-    """The policy of a run. memory: of its state."""
+    """The policy of a run. memory: the guard's part of its state."""
 
     def __init__(self, options: GuardConfig, memory: GuardMemory):
         self.options, self.memory = options, memory
@@ -166,15 +176,15 @@ class Guard:
 
     @property
     def decides(self) -> bool:
-        """Whether the next step depends on what this one was: its numbers are read before the next one is begun."""
+        """Whether the next step depends on the numbers of this one, which must then be read first."""
         return decides(self.options)
 
     def limits(self) -> SpikeLimits:
-        """Of the next step."""
+        """The limits for the next step."""
         return limits(self.memory.losses, self.memory.norms, self.options.spike_threshold)
 
     def applied(self, limits: SpikeLimits) -> SpikeLimits:
-        """Beyond which a step is not applied."""
+        """The limits beyond which a step is not applied; none if spikes are only reported."""
         return NO_LIMITS if self.options.on_spike == "warn" else limits
 
     def policy(self, reason: str) -> str:
@@ -182,11 +192,12 @@ class Guard:
         return self.options.on_nan if reason == "nan" else self.options.on_spike
 
     def is_first_spike(self, step: int) -> bool:
-        """Whether none was found in the steps just before: a run of them is said once."""
-        before, self._last_spike = self._last_spike, step
-        return step > before + WARM_UP
+        """Record a spike; returns whether there was none in the last WARM_UP steps, so that a series is reported
+        once."""
+        previous, self._last_spike = self._last_spike, step
+        return step > previous + WARM_UP
 
     def may_roll_back(self) -> bool:
-        """Counts one."""
+        """Count a rollback; returns whether it is allowed."""
         self.memory.rollbacks += 1
         return self.memory.rollbacks <= self.options.max_rollbacks

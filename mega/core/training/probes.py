@@ -1,15 +1,15 @@
-"""Where a step was broken first: the rank and the tensor, once numbers are found not to be finite.
+"""Find the rank and the tensor in which a NaN or infinity appeared first.
 
-What every step leaves, without waiting for the device:
+Every step records on the device, without waiting for it:
 
-    outputs      for each unit (embedding, layer) of this rank's stages, the sum of what it put out
-    gradients    for each weight, the norm of this rank's own gradient, before ranks add theirs up
-    computed     when that was done, by which ranks are compared (stragglers.py)
+    outputs      for each unit (embedding, layer) of this rank's stages, the sum of its output
+    gradients    for each weight, the norm of this rank's own gradient, before it is reduced over ranks
+    computed     the time at which the gradients were computed, to compare ranks (stragglers.py)
 
-A NaN spreads: to later layers, to tensor ranks with the next exchange, to all replicas with the gradients' sum. Its
-origin is the first unit in the order of the model whose output is not finite, and the rank that had it there; or, where
-all outputs are finite, the last unit in that order with a broken gradient. Weights, masters, moments and the batch are
-looked at first: they are still there (guards/finite.py). It knows no state.
+A NaN spreads: to later layers, to tensor ranks with the next exchange, to all replicas with the gradient reduction. Its
+origin is the first unit in the order of the model whose output is not finite, on the rank that reports it; or, if all
+outputs are finite, the last unit in that order whose gradient is not. Weights, masters, moments and the batch are
+checked before that, because they still exist (guards/finite.py). This file knows no training state.
 """
 
 from __future__ import annotations
@@ -30,46 +30,52 @@ from mega.core.parallel.weight import weights
 
 
 class ProbePoint(NamedTuple):
-    """Of the model's order: stage counts through all chunks. name: of a unit, or of a weight's tensors."""
+    """A position in the order of the model."""
 
     stage: int
+    """Global stage, over all chunks."""
     unit: int
+    """Index of the unit in its stage."""
     name: str
+    """Name of the unit, or of the tensors of a weight."""
 
 
 class Probes:
-    """The sums of one rank, from where its stages begin to be trained."""
+    """Records output sums and gradient norms on one rank. `sums` has one element per unit, then one per weight."""
 
     def __init__(self, stages: Sequence[nn.Module], grads: GradBuffer, mesh: Mesh, device: torch.device):
         units = list(_units(stages, mesh))
-        self.outputs, self.gradients = [at for at, _ in units], list[ProbePoint]()
-        of: dict[int, ProbePoint] = {}
-        for at, unit in units:
+        self.outputs, self.gradients = [point for point, _ in units], list[ProbePoint]()
+        weight_points: dict[int, ProbePoint] = {}
+        for point, unit in units:
             for weight in weights(unit):
-                of.setdefault(id(weight), at)
+                weight_points.setdefault(id(weight), point)
         self._offsets: dict[int, int] = {}
         for bucket in grads.buckets:
             self._offsets[id(bucket)] = len(units) + len(self.gradients)
             for weight, _, _ in bucket.offsets:
-                at = of.get(id(weight), ProbePoint(mesh.pp.index, 0, ""))
+                point = weight_points.get(id(weight), ProbePoint(mesh.pp.index, 0, ""))
                 names = [segment.shard.name for segment in weight.segments]
-                self.gradients.append(ProbePoint(at.stage, at.unit, ", ".join(names)))
+                self.gradients.append(ProbePoint(point.stage, point.unit, ", ".join(names)))
         self.sums = torch.zeros(len(units) + len(self.gradients), device=device)
         for number, (_, unit) in enumerate(units):
             unit.register_forward_hook(_Output(self.sums[number]))
         grads.before_reduce = self._gradient
         self.batch: torch.Tensor
-        """bool [], whether the weights of the newest step's batch are finite."""
+        """bool [], whether the loss weights of the newest step's batch are finite."""
         self.computed: tuple[Timestamp, float] | None = None
-        """When the newest step had its own gradients, and what the rank had worked by then."""
+        """The time at which the newest step had computed its gradients, and the rank's working time until then."""
 
     def start(self) -> None:
-        """A step begins."""
+        """Reset the sums at the start of a step."""
         self.sums.zero_()
 
     def end(self, factors: torch.Tensor) -> None:
-        """The gradients of this rank are computed, and not all added up. factors: what losses were multiplied by: 0 for
-        weights that are infinite. A stage without a loss does not use them."""
+        """Record the end of the backward pass, before all gradients are reduced.
+
+        factors: factors of the losses, which are 0 if the loss weights are infinite. A stage without a loss does not
+        notice broken weights otherwise.
+        """
         self.batch = (torch.isfinite(factors) & (factors > 0)).all()
         self.computed = Timestamp(self.sums.device), ACTIVITY.worked()
 
@@ -80,7 +86,7 @@ class Probes:
         self.sums[first : first + len(norms)] += torch.stack(norms)
 
     def broken(self, sums: Sequence[float]) -> dict[str, list[ProbePoint]]:
-        """Places whose sums are not finite. sums: `self.sums` as a step left them."""
+        """The points whose sums are not finite. sums: `self.sums` after a step."""
         bad = [not (abs(value) < float("inf")) for value in sums]
         outputs = [place for place, is_bad in zip(self.outputs, bad, strict=False) if is_bad]
         gradients = [place for place, is_bad in zip(self.gradients, bad[len(self.outputs) :], strict=True) if is_bad]
@@ -88,7 +94,7 @@ class Probes:
 
 
 class Damage(Protocol):
-    """What a run that damages itself on purpose does in a step and a save (guards/inject.py)."""
+    """Injects faults for tests, in steps and saves (guards/inject.py)."""
 
     def before_step(self, step: int, batches: Sequence[Batch]) -> list[Batch]: ...
     def after_backward(self) -> None: ...
@@ -96,7 +102,7 @@ class Damage(Protocol):
 
 
 class _Output:
-    """Adds what a unit puts out to a place of its own; a graph of the device may record it."""
+    """A forward hook that adds the sum of a unit's output to `total`; it can be captured in a CUDA graph."""
 
     def __init__(self, total: torch.Tensor):
         self._total = total
@@ -109,7 +115,8 @@ class _Output:
 
 
 def _units(stages: Sequence[nn.Module], mesh: Mesh) -> Iterator[tuple[ProbePoint, nn.Module]]:
-    """A layer is named by what its tensors' names begin with, what is before and after layers by what it is."""
+    """The units of this rank's stages. A layer is named by the common prefix of its tensors' names, other units (the
+    embedding, the head) by their attribute in the stage."""
     for chunk, stage in enumerate(stages):
         ends = {id(child): f"the {name}" for name, child in stage.named_children()}
         for number, unit in enumerate(units_of(stage)):
@@ -119,7 +126,7 @@ def _units(stages: Sequence[nn.Module], mesh: Mesh) -> Iterator[tuple[ProbePoint
 
 
 def all_finite(tensor: torch.Tensor) -> torch.Tensor:
-    """Whether every element of a tensor that has any is finite; a device value.
+    """Whether every element of a non-empty tensor is finite; a device value.
 
     >>> bool(all_finite(torch.ones(3))), bool(all_finite(torch.tensor([1.0, torch.nan, 2.0])))
     (True, False)
@@ -129,7 +136,7 @@ def all_finite(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def broken_fields(batches: Sequence[Batch]) -> list[str]:
-    """The tensors of microbatches that hold a number that is not finite."""
+    """Names of the tensors of microbatches that contain a NaN or an infinity."""
     return [
         f"{name} of microbatch {number}"
         for number, batch in enumerate(batches)
@@ -139,15 +146,18 @@ def broken_fields(batches: Sequence[Batch]) -> list[str]:
 
 
 class BrokenTensor(NamedTuple):
-    """In words. stays: it is in weights or moments, so that leaving a batch out does not heal it."""
+    """The origin of broken numbers. words: for messages. stays: it is in weights or moments, so a skipped batch does
+    not remove it."""
 
     words: str
     stays: bool = False
 
 
 def first_broken(reports: Sequence[Mapping[str, Sequence[object]]]) -> BrokenTensor | None:
-    """Rank and tensor, from what each rank has found: "state", "batch": names; "outputs", "gradients": places;
-    "reduced": names of reduced gradients. None where nothing was found.
+    """Find the origin from the reports of all ranks; None if they report nothing.
+
+    A report has "state" and "batch": names of tensors; "outputs" and "gradients": points; "reduced": names of reduced
+    gradients.
 
     >>> quiet = {"state": [], "batch": [], "outputs": [], "gradients": [], "reduced": []}
     >>> spread = {**quiet, "outputs": [(0, 3, "layers.2")], "gradients": [(0, 3, "layers.2.q")]}
@@ -157,18 +167,19 @@ def first_broken(reports: Sequence[Mapping[str, Sequence[object]]]) -> BrokenTen
     """
     for kind, words in (("state", ""), ("batch", "the batch's ")):
         names = [[str(name) for name in one[kind]] for one in reports]
-        named = [(name.startswith("weights/"), rank, name) for rank, held in enumerate(names) for name in held]
-        if named:
-            _, rank, name = min(named)
-            others = len(names[rank]) - 1
-            more = f" and {others} more tensors hold" if others else " holds"
-            return BrokenTensor(f"{words}{name} (rank {rank}){more} numbers that are not finite", stays=kind == "state")
+        # Masters and moments sort before weights, which an update computes from them.
+        candidates = [(name.startswith("weights/"), rank, name) for rank, broken in enumerate(names) for name in broken]
+        if candidates:
+            _, rank, name = min(candidates)
+            count = len(names[rank]) - 1
+            verb = f" and {count} more tensors hold" if count else " holds"
+            return BrokenTensor(f"{words}{name} (rank {rank}){verb} numbers that are not finite", stays=kind == "state")
     for kind, words, first in (("outputs", "output", min), ("gradients", "own gradient", max)):
-        points = [(ProbePoint(*cast(ProbePoint, at)), rank) for rank, one in enumerate(reports) for at in one[kind]]
+        points = [(ProbePoint(*cast(ProbePoint, each)), rank) for rank, one in enumerate(reports) for each in one[kind]]
         if points:
             stage, unit, _ = first(point for point, _ in points)
-            there = sorted((rank, point.name) for point, rank in points if point[:2] == (stage, unit))
-            return _sentence(words, there[0][1], [rank for rank, name in there if name == there[0][1]])
+            origins = sorted((rank, point.name) for point, rank in points if point[:2] == (stage, unit))
+            return _sentence(words, origins[0][1], [rank for rank, name in origins if name == origins[0][1]])
     reduced = sorted((str(name), rank) for rank, one in enumerate(reports) for name in one["reduced"])
     if reduced:
         return _sentence("reduced gradient", reduced[0][0], [rank for name, rank in reduced if name == reduced[0][0]])
@@ -176,5 +187,5 @@ def first_broken(reports: Sequence[Mapping[str, Sequence[object]]]) -> BrokenTen
 
 
 def _sentence(what: str, name: str, ranks: Sequence[int]) -> BrokenTensor:
-    who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-    return BrokenTensor(f"the {what} of {name} ({who}) holds numbers that are not finite")
+    rank_names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return BrokenTensor(f"the {what} of {name} ({rank_names}) holds numbers that are not finite")

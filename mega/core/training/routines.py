@@ -1,5 +1,5 @@
-"""What falls due between steps, in order: audit, validate, sample, copy to peers, save. Every rank finds the same due
-at one step."""
+"""The work between steps, in order: audit, validate, sample, copy to peers, save. The same routines are due on all
+ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from mega.core.training.state import TrainState
 
 @dataclass(frozen=True)
 class Routine:
-    """due: of the step that was just started. needs_numbers: the numbers of all steps have to be read before."""
+    """due: takes the number of the step that was just started. needs_numbers: the numbers of all steps must be read
+    before it runs."""
 
     due: Callable[[int], bool]
     run: Callable[[], None]
@@ -33,8 +34,8 @@ def routines(
     *,
     steps: int,
 ) -> Iterator[Routine]:
-    """Those of a run; the last step is validated after training. evaluation: None where nothing is held out. A
-    pass of a run that is measured in them ends with a validation and a save."""
+    """The routines of a run. The last step is validated after training, not here. evaluation: None without held-out
+    sets. If the length of a run is given in epochs, each epoch ends with a validation and a save."""
     run, epoch = state.run, epoch_steps(state.run)
     yield Routine(every(run.runtime.audit_interval), lambda: audit(state), needs_numbers=False)
     if evaluation is not None:
@@ -59,7 +60,7 @@ def due(step: int, *intervals: int | None) -> bool:
 
 
 def every(interval: int | None) -> Callable[[int], bool]:
-    """Whether a step is a multiple of `interval`; never where that is None or 0.
+    """Whether a step is a multiple of `interval`; never if the interval is None or 0.
 
     >>> [step for step in range(1, 7) if every(3)(step)]
     [3, 6]

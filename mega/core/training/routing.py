@@ -1,8 +1,8 @@
-"""What a step counts of its mixtures: tokens of every expert over the whole batch, and the bias that balances them.
+"""The load of experts: tokens of every expert over the whole batch of a step, and the bias that balances them.
 
-Counts are of the choices of all microbatches, before any is dropped, summed over all ranks; the bias that only the
-choice reads then moves by a fixed amount towards an even load (Wang et al. 2024, arXiv 2408.15664), or is set to the
-quantiles of the logits at which experts would have had an even load.
+Counts include the choices of all microbatches, before tokens are dropped, summed over all ranks. The bias, which only
+the choice of experts reads, then moves by a fixed amount towards an even load (Wang et al. 2024, arXiv 2408.15664), or
+is set to the quantiles of the logits at which the load would have been even.
 """
 
 from __future__ import annotations
@@ -18,35 +18,36 @@ from mega.core.training.state import TrainState
 
 
 def expert_layers(state: TrainState) -> list[ExpertLayer]:
-    """The mixtures of this rank's stages."""
+    """The layers with experts in this rank's stages."""
     return [module for stage in state.stages for module in stage.modules() if isinstance(module, ExpertLayer)]
 
 
 def start_counting(state: TrainState) -> None:
-    """Begin a step."""
+    """Reset all counts at the start of a step."""
     for layer in expert_layers(state):
         layer.router.start_step()
 
 
 def finish_counting(state: TrainState) -> ExpertLoad | None:
-    """The load of the step; None of a model without experts. All ranks call it together."""
-    mixtures, mesh, own = state.options.mixtures, state.mesh, expert_layers(state)
+    """The load of the step; None for a model without experts. A collective: all ranks must call it."""
+    mixtures, mesh, layers = state.options.mixtures, state.mesh, expert_layers(state)
     if not mixtures:
         return None
     numbers = list(mixtures)
-    found = torch.zeros(len(numbers), max(mixtures.values()) + 1, dtype=torch.float64, device=state.device.torch)
-    for layer in own:
-        same = mesh.tp.size > 1 and not layer.sequence  # every tensor rank has counted all of them
+    # [layers of the model, experts + 1]: the last column counts dropped tokens
+    counts = torch.zeros(len(numbers), max(mixtures.values()) + 1, dtype=torch.float64, device=state.device.torch)
+    for layer in layers:
+        same = mesh.tp.size > 1 and not layer.sequence  # every tensor rank has counted all tokens: add them once
         if not same or mesh.tp.first:
-            row = found[numbers.index(layer.layer)]
+            row = counts[numbers.index(layer.layer)]
             row[: layer.value.count] += layer.router.load[:-1]
             row[-1] += layer.router.load[-1]
-    all_reduce(found, mesh.everyone)
-    return ExpertLoad(found[:, :-1], found[:, -1])
+    all_reduce(counts, mesh.everyone)
+    return ExpertLoad(counts[:, :-1], counts[:, -1])
 
 
 def balance(state: TrainState, finite: torch.Tensor) -> None:
-    """Move the biases that balance the load, with the update of the weights: not where that was skipped."""
+    """Update the biases that balance the load, unless the update of the weights was skipped (`finite` is false)."""
     if state.load is None:
         return
     numbers = list(state.options.mixtures)
@@ -66,19 +67,19 @@ def _counts(layer: ExpertLayer) -> bool:
 
 
 def _set_thresholds(layers: Sequence[ExpertLayer], mesh: Mesh, finite: torch.Tensor) -> None:
-    """b = ema b + (1 - ema) mean of the quantiles of all microbatches; then less its mean."""
+    """b = ema b + (1 - ema) (mean of the quantiles over all microbatches), then b -= mean(b)."""
     sums = torch.stack([layer.router.quantiles for layer in layers])
     all_reduce(sums, mesh.tokens)
     with torch.no_grad():
-        for layer, found in zip(layers, sums[:, :-1] / sums[:, -1:], strict=True):
+        for layer, quantiles in zip(layers, sums[:, :-1] / sums[:, -1:], strict=True):
             ema, bias = layer.value.router.quantile_ema, layer.router.balance
             assert bias is not None
-            moved = ema * bias.double() + (1 - ema) * found
-            bias.copy_(torch.where(finite, (moved - moved.mean()).to(bias.dtype), bias))
+            average = ema * bias.double() + (1 - ema) * quantiles
+            bias.copy_(torch.where(finite, (average - average.mean()).to(bias.dtype), bias))
 
 
 def _balance(layer: ExpertLayer, counts: torch.Tensor, finite: torch.Tensor) -> None:
-    """b += rate x sign(mean of the counts - count)."""
+    """b += rate x sign(mean(counts) - counts)."""
     rate, bias = layer.value.router.balance_rate, layer.router.balance
     assert rate is not None and bias is not None
     with torch.no_grad():

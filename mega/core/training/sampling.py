@@ -1,7 +1,7 @@
-"""Texts of fixed prompts between steps, by the stages that train, in any layout but over context ranks.
+"""Texts generated from fixed prompts between steps, by the stages in training, in any layout without context ranks.
 
-Every token is a forward pass over its whole text: what inference does with a cache is another room's, and a few texts
-now and then are cheap next to training. All ranks take the same steps, and one draw counts for all.
+Every token takes a forward pass over its whole text, without a KV cache: a few texts from time to time are cheap
+compared with training. All ranks run the same steps, and rank 0 draws the tokens.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from mega.core.training.step import output_step
 TEMPERATURE, TOP_K = 0.8, 50
 
 MULTIPLE = 64
-"""Lengths that a text is filled up to: what tensor ranks and kernels take."""
+"""Texts are padded to a multiple of this length, which tensor ranks and kernels require."""
 
 
 class Sampler:
-    """Continues prompts by `tokens` each. prompts: texts; none is the beginning of a document. meters: on rank 0."""
+    """Continues each prompt by `tokens` tokens. prompts: texts; if empty, one text from the beginning of a document.
+    meters: on rank 0, else None."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class Sampler:
             raise ValueError(f"--sample-prompts is missing: {tokenizer.kind} has no token that begins a text")
 
     def sample(self) -> None:
-        """One text of each prompt, reported. The same step gives the same texts."""
+        """Generate and report one text for each prompt. The same state and step give the same texts."""
         step = self._state.progress.step
         draws = torch.Generator().manual_seed(self._state.run.runtime.seed + step)
         for number, prompt in enumerate(self._prompts, 1):
@@ -70,35 +71,36 @@ def continuation(
     temperature: float = TEMPERATURE,
     top_k: int = TOP_K,
 ) -> list[int]:
-    """Up to `tokens` ids that follow `prompt`, without the one that ends a document. Every rank calls it alike."""
+    """Generate up to `tokens` ids after `prompt`, without the end-of-document id. A collective: all ranks must call
+    it."""
     ids = list(prompt)
-    for _ in range(tokens):  # all ranks as often, also where a text has ended
+    for _ in range(tokens):  # equally often on all ranks, so also after the end of a document
         ids.append(_draw(state, _next_logits(state, ids), draws, temperature, top_k))
     new = ids[len(prompt) :]
     return new[: new.index(end)] if end in new else new
 
 
 def _next_logits(state: TrainState, ids: Sequence[int]) -> torch.Tensor:
-    """fp32 [vocab] on the CPU, the same on every rank of a data coordinate."""
-    model, mesh, where = architecture(state.run.model), state.mesh, state.device.torch
+    """fp32 [vocab] on the CPU, equal on all ranks with the same data index."""
+    model, mesh, device = architecture(state.run.model), state.mesh, state.device.torch
     prompt = family(state.run.model).prompt
     assert prompt is not None
     length = min(-(-len(ids) // MULTIPLE) * MULTIPLE, model.positions)
     row = torch.zeros(1, length, dtype=torch.int64)
     row[0, : len(ids)] = torch.tensor(ids)
-    outputs = output_step(state, [prompt(row).to(where)])
-    logits = torch.zeros(model.input.vocab, device=where)
-    if outputs:
+    outputs = output_step(state, [prompt(row).to(device)])
+    logits = torch.zeros(model.input.vocab, device=device)
+    if outputs:  # on the last stage; the others add zeros
         logits += all_gather(outputs[0][0, len(ids) - 1].float(), mesh.tp)[: model.input.vocab]
     all_reduce(logits, mesh.pp)
     return logits.cpu()
 
 
 def _draw(state: TrainState, logits: torch.Tensor, draws: torch.Generator, temperature: float, top_k: int) -> int:
-    """One of the likeliest, the same on all ranks: rank 0's. temperature: 0 takes the likeliest. top_k: 0 is off."""
+    """Draw a token on rank 0 for all ranks. temperature: 0 takes the most likely token. top_k: 0 allows all tokens."""
     top, ids = logits.topk(min((top_k or len(logits)) if temperature else 1, len(logits)))
-    chance = torch.softmax(top / (temperature or 1.0), 0)
-    chosen = ids[torch.multinomial(chance, 1, generator=draws)]
-    drawn = (chosen if state.mesh.rank == 0 else torch.zeros_like(chosen)).to(state.device.torch)
-    all_reduce(drawn, state.mesh.everyone)
-    return int(drawn)
+    probabilities = torch.softmax(top / (temperature or 1.0), 0)
+    sample = ids[torch.multinomial(probabilities, 1, generator=draws)]
+    token = (sample if state.mesh.rank == 0 else torch.zeros_like(sample)).to(state.device.torch)
+    all_reduce(token, state.mesh.everyone)  # a broadcast of rank 0's token: all others add 0
+    return int(token)

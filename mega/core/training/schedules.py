@@ -1,7 +1,7 @@
-"""The schedules of a run, as plain numbers in its checkpoints, and which of the two counts when a run resumes.
+"""The schedules of a run, stored as numbers in its checkpoints, and the choice of schedule when a run resumes.
 
-A run that resumes has the checkpoint's schedule, or chooses between the two: a learning rate that jumps because a flag
-was forgotten ruins a run unnoticed.
+A run that resumes must have the checkpoint's schedule, or choose one of the two explicitly: a learning rate that jumps
+because of a forgotten flag would ruin a run unnoticed.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _LABELS = {
     "weight_decay.total": "weight decay's length in samples",
     "weight_decay.style": "--weight-decay-style",
 }
-"""Value of a saved schedule -> the flag that sets it, or its name in messages where several flags do."""
+"""Value of a saved schedule -> the flag that sets it, or a name for messages if several flags do."""
 
 
 @dataclass(frozen=True)
 class Schedules:
-    """Learning rate and weight decay as functions of the samples that the schedule counts."""
+    """Learning rate and weight decay as functions of the samples consumed, without those of skipped steps."""
 
     lr: LearningRate
     weight_decay: WeightDecay
 
     @classmethod
     def of(cls, run: RunConfig) -> Schedules:
-        """What a resolved run asks for."""
+        """The schedules of a resolved run."""
         options, schedule, length = run.optimizer, run.schedule, lengths(run)
         return cls(
             LearningRate(
@@ -76,19 +76,20 @@ class Schedules:
     def from_state_dict(cls, state: object, where: str) -> Schedules:
         """The schedules of a `state_dict`. Errors: CheckpointError naming `where` it comes from."""
         try:
-            found = cls(_stored(LearningRate, below(state, "lr")), _stored(WeightDecay, below(state, "weight_decay")))
-            for samples in (0, found.lr.warmup, found.lr.warmup + 1, found.lr.decay):
-                found.lr(samples)
-            return found
+            loaded = cls(_stored(LearningRate, below(state, "lr")), _stored(WeightDecay, below(state, "weight_decay")))
+            # Untrusted numbers may overflow or divide by 0: evaluate the ends of all pieces of the curve.
+            for samples in (0, loaded.lr.warmup, loaded.lr.warmup + 1, loaded.lr.decay):
+                loaded.lr(samples)
+            return loaded
         except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             raise CheckpointError(f"{where}: its schedule is not one that this version knows ({error})") from None
 
     def differences(self, other: Schedules) -> Iterator[tuple[str, object, object]]:
-        """(flag, ours, theirs) of every value that matters and differs."""
-        ours, theirs = _effective(self), _effective(other)
-        for name in sorted(ours.keys() & theirs.keys()):  # what one style alone has differs with the style
-            if ours[name] != theirs[name]:
-                yield _LABELS[name], ours[name], theirs[name]
+        """Yield (flag, value here, value in `other`) of every value that has an effect and differs."""
+        values, other_values = _effective(self), _effective(other)
+        for name in sorted(values.keys() & other_values.keys()):  # if only one style has a value, the styles differ
+            if values[name] != other_values[name]:
+                yield _LABELS[name], values[name], other_values[name]
 
 
 def _number(value: Json) -> TypeGuard[int | float]:
@@ -96,7 +97,7 @@ def _number(value: Json) -> TypeGuard[int | float]:
 
 
 def _stored(kind: Callable[..., Part], fields: Mapping[str, Json]) -> Part:
-    """One part of a schedule from plain values. Errors: TypeError, ValueError naming one that cannot be."""
+    """Build one part of a schedule from stored values. Errors: TypeError; ValueError naming an invalid value."""
     for name, value in fields.items():
         if name == "style":
             fits = value in entries()["lr_decay" if kind is LearningRate else "weight_decay_style"].choices
@@ -112,7 +113,7 @@ def _stored(kind: Callable[..., Part], fields: Mapping[str, Json]) -> Part:
 
 
 def _effective(schedules: Schedules) -> dict[str, object]:
-    """Name -> value, without those that a constant schedule ignores."""
+    """Name -> value, without values that the styles ignore."""
     values = {f"{kind}.{name}": value for kind, part in schedules.state_dict().items() for name, value in part.items()}
     ignored = {"lr.decay", "lr.least"} if schedules.lr.style == "constant" else set()
     ignored |= {"lr.anneal", "lr.anneal_style"} if schedules.lr.style != "wsd" else set()
@@ -122,21 +123,21 @@ def _effective(schedules: Schedules) -> dict[str, object]:
 
 
 def resumed_schedules(run: RunConfig, meta: Mapping[str, Json], where: str) -> Schedules:
-    """The schedules of a run that resumes from a checkpoint with plain state `meta`, found at `where`.
+    """The schedules of a run that resumes from the checkpoint `where` with the metadata `meta`.
 
-    Errors: CheckpointError naming each flag that differs, unless the run chooses which side counts.
+    Errors: CheckpointError naming each flag that differs, unless the run chooses a schedule.
     """
-    ours, state = Schedules.of(run), meta.get("schedule")
-    if state is None or run.checkpoint.override_schedule:  # imported weights have none
-        return ours
+    requested, state = Schedules.of(run), meta.get("schedule")
+    if state is None or run.checkpoint.override_schedule:  # imported weights have no schedule
+        return requested
     stored = Schedules.from_state_dict(state, where)
     if run.checkpoint.use_checkpoint_schedule:
         return stored
     lines = [
-        f"{flag} {mine}: the checkpoint {where} has {theirs}; must be the same, or choose which counts with "
+        f"{flag} {value}: the checkpoint {where} has {stored_value}; must be the same, or choose which counts with "
         "--override-schedule or --use-checkpoint-schedule"
-        for flag, mine, theirs in ours.differences(stored)
+        for flag, value, stored_value in requested.differences(stored)
     ]
     if lines:
         raise CheckpointError("\n".join(lines))
-    return ours
+    return requested

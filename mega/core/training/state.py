@@ -1,7 +1,7 @@
-"""What a run is at one moment: stages, gradients, optimizer, and how far it has come. And its form on disk.
+"""The state of a run on one rank: stages, gradients, optimizer and progress; and its representation on disk.
 
-`pieces` lists everything that must be kept as rectangles of logical tensors, so a checkpoint of one layout is read
-by any other. Dropout and initial values are functions of the seed, so no random state exists to be saved.
+`pieces` lists all saved state as rectangles of logical tensors, so any layout can read the checkpoint of any other.
+Dropout and initial values are functions of the seed, so checkpoints need no random state.
 """
 
 from __future__ import annotations
@@ -32,19 +32,21 @@ from mega.core.training.probes import Damage, Probes, all_finite
 
 @dataclass
 class Progress:
-    """How far the run has come, in the units that decide what comes next."""
+    """The progress of a run: it determines the next batch and the next learning rate."""
 
     step: int = 0
     consumed: int = 0
     """Training samples consumed: the data position."""
     consumed_valid: int = 0
+    """Validation samples consumed."""
     skipped: int = 0
+    """Skipped steps."""
     skipped_samples: int = 0
     """Samples of skipped steps, which the learning rate's schedule does not count."""
 
     @classmethod
     def from_meta(cls, progress: Mapping[str, float]) -> Progress:
-        """From a checkpoint's meta["progress"], also of one that was written when the last field had another name.
+        """From meta["progress"] of a checkpoint, also of an old one with the former name of the last field.
 
         >>> Progress.from_meta({"step": 7, "consumed": 28, "unscheduled": 4}).skipped_samples
         4
@@ -56,33 +58,34 @@ class Progress:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """schedule, chunks: the plan's. normalizer: what losses are divided by, the "global" batch's weights or each
-    "microbatch"'s own. params_norm, zeros: whether a step reports them. guarded: whether batches are left out for what
-    a step finds, as if they had not been drawn. mixtures: number of each layer with experts -> how many it has.
-    """
+    """The options of a step."""
 
     schedule: str
+    """Name of the pipeline schedule."""
     chunks: int = 1
+    """Model chunks per rank."""
     normalizer: str = "global"
+    """Losses are divided by the loss weights of the "global" batch, or of each "microbatch"."""
     params_norm: bool = False
+    """Whether a step reports the norm of the weights."""
     zeros: bool = False
+    """Whether a step reports the share of zero gradients."""
     guarded: bool = False
+    """Whether the guards may leave batches out, as if they had not been drawn."""
     mixtures: Mapping[int, int] = field(default_factory=dict)
+    """Number of each layer with experts -> number of its experts."""
 
 
 @dataclass
 class TrainState:
-    """Everything of one rank that a step reads or changes.
-
-    run: the config that it was built from, which checkpoints keep; a step does not read it. stages: this rank's chunks
-    of the model, each a `ModelStage`. copy: what is being copied for a save; a step settles it before it changes
-    anything.
-    """
+    """Everything of one rank that a step reads or changes."""
 
     run: RunConfig
+    """The config of the run, which checkpoints store; a step does not read it."""
     mesh: Mesh
     device: Device
     stages: list[Any]
+    """This rank's chunks of the model, each a `ModelStage`."""
     grads: GradBuffer
     optimizer: Optimizer
     pipeline: Pipeline
@@ -91,20 +94,21 @@ class TrainState:
     progress: Progress = field(default_factory=Progress)
     guard: GuardMemory = field(default_factory=GuardMemory)
     probes: Probes | None = None
-    """What tells where a step was broken first; None where a state is not trained by a run."""
+    """Finds the origin of a NaN; None for a state outside of a training run."""
     injector: Damage | None = None
-    """What damages this rank on purpose."""
+    """Injects faults on this rank, for tests."""
     copy: HostCopy | None = None
+    """The copy for a save in progress; a step waits for it before it changes any tensor."""
     load: ExpertLoad | None = None
-    """Of the experts in the last step, where the model has any."""
+    """Load of the experts in the newest step; None without experts."""
     reference: str | None = None
-    """What tells the weights that training began with from all others, where its loss needs them (dpo.py)."""
+    """A digest of the initial weights, if the loss needs them (dpo.py)."""
     base: Mapping[str, str] | None = None
-    """Where the weights lie that are not trained (checkpoint/own/base.py): checkpoints name it instead of them."""
+    """The location of the frozen weights (checkpoint/own/base.py), which checkpoints store instead of these weights."""
 
     @cached_property
     def coefficients(self) -> torch.Tensor | None:
-        """float64 [terms], what their means are multiplied by in the loss; None where all are 1."""
+        """float64 [terms], the coefficients of the terms' means in the loss; None if all are 1."""
         terms: Mapping[str, float] = self.stages[0].terms
         if all(coefficient == 1 for coefficient in terms.values()):
             return None
@@ -112,7 +116,7 @@ class TrainState:
 
     @property
     def exchange(self) -> JsonExchange:
-        """Plain JSON values of all ranks, for what is done together."""
+        """A function that gathers a JSON value from all ranks."""
         return partial(gather_json, axis=self.mesh.everyone, device=self.device.torch)
 
     def train(self, mode: bool = True) -> None:
@@ -120,7 +124,7 @@ class TrainState:
 
     @property
     def dropout_rule(self) -> int:
-        """How dropout is decided: of ops/counter.py. A run keeps the one that it began under."""
+        """The version of the dropout rule (ops/counter.py). A run keeps the rule with which it has started."""
         return int(self.stages[0].options.dropout_rule)
 
     @dropout_rule.setter
@@ -128,18 +132,18 @@ class TrainState:
         for stage in self.stages:
             stage.options = replace(stage.options, dropout_rule=rule)
 
-    # -- is it sound
+    # -- checks
 
     def flats(self) -> Iterator[torch.Tensor]:
-        """All weights and optimizer state that this rank holds, flat; what several hold is on each of them."""
+        """All weights and optimizer state of this rank, flat, including replicas of tensors of other ranks."""
         for bucket in self.grads.buckets:
             yield bucket.own_weights if self.grads.zero else bucket.weights
         for owned in self.optimizer.shards:
             yield from (tensor for tensor in owned.tensors() if tensor.numel())
 
     def sound(self) -> torch.Tensor:
-        """bool [], whether everything here that an update reads is finite, but for the gradients that the norm counts;
-        a device value."""
+        """bool [], whether all tensors of this rank that an update reads are finite, except gradients that the norm
+        counts; a device value."""
         uncounted = (bucket.own_grads for bucket in self.grads.buckets if not bucket.counted)
         flats = [flat for flat in (*self.flats(), *uncounted) if flat.numel()]
         return torch.stack([all_finite(flat).to(self.device.torch) for flat in flats]).all()
@@ -147,10 +151,10 @@ class TrainState:
     # -- on disk
 
     def weight_pieces(self, *, mine: bool) -> Iterator[Piece]:
-        """This rank's trained weights; with `mine`, only those that it writes (each element of the model once)."""
+        """This rank's trained weights; with `mine`, only those that it writes: one rank writes each element."""
         yield from self._counted_pieces(mine=mine)
         for number, bucket in enumerate(self.grads.buckets):
-            # Under zero 3 no rank holds more than the span; under 1 and 2 the rest may still be on its way.
+            # With ZeRO 3 a rank holds only its span; with 1 and 2 the gather of the other spans may still be running.
             if self.grads.zero >= 3 or (self.grads.zero and mine):
                 if not mine or bucket.counted:
                     yield from _pieces("weights", bucket, bucket.own_weights, bucket.span[0])
@@ -158,7 +162,7 @@ class TrainState:
                 yield from _pieces("weights", bucket, bucket.weights, 0)
 
     def _counted_pieces(self, *, mine: bool) -> Iterator[Piece]:
-        """What steps set by counting. All ranks of a stage hold the same."""
+        """Weights that steps set by counting (biases of experts). They are equal on all ranks of a stage."""
         if mine and not self.mesh.stage.first:
             return
         for weight in (weight for stage in self.stages for weight in weights(stage)):
@@ -168,7 +172,7 @@ class TrainState:
                     yield Piece(f"weights/{shard.name}", shard.whole, shard.start, segment.real(weight.data))
 
     def frozen_pieces(self) -> Iterator[Piece]:
-        """This rank's weights that are not trained. They lie whole, in no bucket."""
+        """This rank's frozen weights. They are not in buckets and not sharded by ZeRO."""
         for stage in self.stages:
             for weight in weights(stage):
                 for segment in weight.segments:
@@ -178,12 +182,13 @@ class TrainState:
                     yield Piece(f"weights/{shard.name}", shard.whole, shard.start, segment.real(weight.data))
 
     def optimizer_pieces(self, *, mine: bool) -> Iterator[Piece]:
-        """Masters (where they say more than weights), moments and factors of this rank's spans."""
+        """Masters (if they are more precise than the weights), moments and factors of this rank's spans."""
         for number, owned in enumerate(self.optimizer.shards):
             bucket = owned.bucket
             if mine and not bucket.counted:
                 continue
-            if not mine or (_our_turn(number, bucket) and bucket.data.parts.first):  # all ranks of the stage have them
+            # Factors are whole vectors, equal on all ranks of the stage: one rank writes them.
+            if not mine or (_our_turn(number, bucket) and bucket.data.parts.first):
                 for key, factor in owned.factors.items():
                     yield Piece(key, tuple(factor.shape), (0,), factor)
             if mine and not self.grads.zero and not _our_turn(number, bucket):
@@ -201,11 +206,11 @@ class TrainState:
 
 
 def _our_turn(number: int, bucket: Bucket) -> bool:
-    """Whether this rank writes what all ranks of the bucket's data axis hold of it. number: the bucket's."""
+    """Whether this rank writes bucket `number`, of which all ranks of its data axis hold replicas."""
     return number % bucket.data.axis.size == bucket.data.axis.index
 
 
 def _pieces(kind: str, bucket: Bucket, flat: torch.Tensor, base: int) -> Iterator[Piece]:
-    """`flat`, whose first element is number `base` of the bucket, as rectangles of logical tensors."""
+    """Cut `flat` into rectangles of logical tensors. base: index of its first element in the bucket."""
     for shard, origin, view in bucket.rectangles(flat, base):
         yield Piece(f"{kind}/{shard.name}", shard.whole, origin, view)

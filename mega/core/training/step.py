@@ -1,12 +1,12 @@
 """One optimizer step: forward and backward over the microbatches, reductions, update. Numbered phases.
 
-0 rows are cut over the context axis
-1 weight of the global batch   known before the first backward, so that losses divide by it exactly once
-2 the pipeline plays its plan  ready buckets leave while it runs
-3 gradients become whole
-4 their norm, unless weights or moments are broken
-5 the loss of the global batch, and whether any rank has found something wrong
-6 the update, where all is sound
+0 cut rows over the context axis
+1 weight of the global batch    computed before the first backward, so that losses are divided by it exactly once
+2 the pipeline plays its plan   the reduction of a bucket starts when it is complete
+3 finish the gradient reduction
+4 gradient norm                 NaN if weights or moments are broken
+5 loss of the global batch      and whether any rank has found a fault
+6 update                        skipped if a rank has found a fault
 """
 
 from __future__ import annotations
@@ -27,70 +27,75 @@ from mega.core.training.routing import balance, finish_counting, start_counting
 from mega.core.training.state import TrainState
 
 SOUND_EVERY = 10
-"""Steps of a GPU between two looks at weights and moments."""
+"""Steps between two checks of weights and moments on a GPU."""
 
 LEAST_WEIGHT = 1e-30
-"""What losses are divided by, at the least: a batch may be of prompts alone."""
+"""Lower limit of the divisor of losses: a batch may have no token with a loss weight, such as prompts alone."""
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a step did, as device values: the host does not wait for them until they are read.
-
-    loss: of the global batch. means: of each term and metric, by name. grad_norm: before clipping. finite: 0 if the
-    update was skipped. scale: the loss scale that was in force. params_norm, zeros: of the weights after the update,
-    and the share of zero gradients, where the run asks for them. tied: of the optimizer's `GradNorm`. load: of a model
-    with experts. broken: whether gradients, weights or moments of any rank are not finite. sums: of `Probes`.
-    """
+    """The results of a step, as device values: the host waits only when it reads them."""
 
     loss: torch.Tensor
+    """The loss of the global batch."""
     means: Mapping[str, torch.Tensor]
+    """Name of each term and metric -> its mean."""
     grad_norm: torch.Tensor
+    """Before clipping."""
     finite: torch.Tensor
+    """0 if the update was skipped."""
     scale: torch.Tensor | None = None
+    """The loss scale of this step."""
     params_norm: torch.Tensor | None = None
+    """Norm of the weights after the update, if the run reports it."""
     zeros: torch.Tensor | None = None
+    """Share of zero gradients, if the run reports it."""
     tied: torch.Tensor | None = None
+    """`GradNorm.tied` of the optimizer."""
     load: ExpertLoad | None = None
+    """Load of the experts, if there are any."""
     broken: torch.Tensor | None = None
+    """Whether gradients, weights or moments of any rank are not finite."""
     sums: torch.Tensor | None = None
+    """The sums of `Probes`."""
 
     def start_reading(self) -> Reading:
-        """All that there is, on its way to the host by the names that metrics have."""
+        """Start the copy of all numbers to the host, under the names of metrics."""
         always = {"loss": self.loss, "grad_norm": self.grad_norm, "finite": self.finite}
         if self.broken is not None:
             always["broken"] = self.broken
-        asked = {"loss_scale": self.scale, "params_norm": self.params_norm, "zeros": self.zeros}
+        optional = {"loss_scale": self.scale, "params_norm": self.params_norm, "zeros": self.zeros}
         if self.tied is not None:
-            asked |= {"tied": self.tied[0], "tied_hash": self.tied[1]}
-        several = dict(self.means) if len(self.means) > 1 else {}
+            optional |= {"tied": self.tied[0], "tied_hash": self.tied[1]}
+        means = dict(self.means) if len(self.means) > 1 else {}
         if self.load is not None:
-            several |= self.load.metrics()
-        return Reading(always | {name: value for name, value in asked.items() if value is not None} | several)
+            means |= self.load.metrics()
+        return Reading(always | {name: value for name, value in optional.items() if value is not None} | means)
 
 
 def train_step(
     state: TrainState, batches: Sequence[Batch], lr: float, decay: float, limits: SpikeLimits = NO_LIMITS
 ) -> StepReport:
-    """One step over this data coordinate's microbatches; every rank of the mesh takes part. One that is beyond
-    `limits` is not applied."""
+    """One step over this data rank's microbatches. A collective: all ranks of the mesh must call it. The update is
+    skipped if loss or gradient norm exceed `limits`."""
     return update(state, backward(state, batches), lr, decay, limits)
 
 
 def update(
     state: TrainState, sums: torch.Tensor, lr: float, decay: float, limits: SpikeLimits = NO_LIMITS
 ) -> StepReport:
-    """Phases 4 to 6, of the gradients and the loss sums of a `backward`."""
-    # 4
+    """Phases 4 to 6, after `backward`. sums: its result."""
+    # 4 gradient norm
     scaler = state.scaler
     scale = None if scaler is None else scaler.scale
     norm, tied = state.optimizer.grad_norm(scale, _sound(state))
     broken, beyond = ~torch.isfinite(norm), norm > limits.grad_norm
-    # 5
+    # 5 loss of the global batch
     loss, by_name, (broken, beyond) = _means(state, sums, broken, beyond)
     spike = beyond | (loss > limits.loss)
     allowed = ~(broken | spike | ~torch.isfinite(loss))
-    # 6
+    # 6 update
     if state.copy is not None:
         state.copy.settle()
     outcome = state.optimizer.step(lr, decay, scale, norm, allowed)
@@ -113,20 +118,21 @@ def update(
 
 
 def _counted(state: TrainState, loss: torch.Tensor, broken: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
-    """bool [], whether the loss scale follows a step: one that was applied, or whose gradients alone are not finite.
+    """bool [], whether the loss scale takes a step into account: if the step was applied, or if its gradients are not
+    finite although the loss is.
 
-    Tensor ranks compute the loss of each its own copy of the batch, of which one may be damaged.
+    The loss is compared over all ranks, because each tensor rank has its own copy of the batch, which may be damaged.
     """
-    there = torch.isfinite(loss).double()
-    all_reduce(there, state.mesh.everyone, "min")
-    return allowed | (broken & (there > 0))
+    loss_is_finite = torch.isfinite(loss).double()
+    all_reduce(loss_is_finite, state.mesh.everyone, "min")
+    return allowed | (broken & (loss_is_finite > 0))
 
 
 def _sound(state: TrainState) -> torch.Tensor:
     """bool [], whether the batch, weights and moments of this rank are finite; a device value.
 
-    A pass over weights and moments is up to half of a fused update's traffic, so a GPU makes one every so many steps:
-    what is broken in between is found by the loss of the next step, which it has made NaN.
+    A pass over weights and moments costs up to half of the memory traffic of a fused update, so a GPU makes it every
+    SOUND_EVERY steps only. Damage in between makes the loss of the next step NaN, which is noticed there.
     """
     batch = torch.ones((), dtype=torch.bool, device=state.device.torch) if state.probes is None else state.probes.batch
     looks = not state.device.is_cuda or state.progress.step % SOUND_EVERY == 0
@@ -141,19 +147,19 @@ def backward(state: TrainState, batches: Sequence[Batch]) -> torch.Tensor:
     start_counting(state)
     if state.probes is not None:
         state.probes.start()
-    # 0
+    # 0 cut rows
     batches = _own_columns(state, batches)
-    # 1
+    # 1 weight of the global batch
     factors = _factors(batches, state)
     scales = _weighed(factors, state)
     if state.scaler is not None:
         scales = scales * state.scaler.scale
-    # 2
+    # 2 forward and backward
     schedule = plan(options.schedule, mesh.pp.size, options.chunks, len(batches))
     sums = state.pipeline.run(schedule, batches, list(scales), state.grads)
     if state.probes is not None:
         state.probes.end(factors)
-    # 3
+    # 3 finish the reduction
     state.grads.finish()
     state.load = finish_counting(state)
     if state.injector is not None:
@@ -162,7 +168,7 @@ def backward(state: TrainState, batches: Sequence[Batch]) -> torch.Tensor:
 
 
 def _factors(batches: Sequence[Batch], state: TrainState) -> torch.Tensor:
-    """float64 [microbatches, terms]: what each microbatch's totals are multiplied by in the mean of the step."""
+    """float64 [microbatches, terms]: the factor of each microbatch's totals in the mean of the step."""
     stage, count = state.stages[0], len(batches)
     by_name = [stage.weights(batch) for batch in batches]
     sums = [weights[name].double().sum() for weights in by_name for name in stage.terms]
@@ -176,14 +182,14 @@ def _factors(batches: Sequence[Batch], state: TrainState) -> torch.Tensor:
 
 
 def _weighed(means: torch.Tensor, state: TrainState) -> torch.Tensor:
-    """What has a column for each term, times their coefficients."""
+    """Multiply `means`, [..., terms], by the coefficients of the terms."""
     return means if state.coefficients is None else means * state.coefficients
 
 
 def _sums_of_step(sums: torch.Tensor, factors: torch.Tensor, state: TrainState) -> torch.Tensor:
-    """float64 [names, 2] of [microbatches, names, 2]: totals and weights whose ratio is the loss of the step.
+    """[microbatches, names, 2] -> float64 [names, 2]: totals and weights whose ratio is the loss of the step.
 
-    By microbatch, each total and its weight are scaled alike, so that every microbatch weighs the same.
+    With the normalizer "microbatch" each total and its weight have the same factor, so all microbatches count equally.
     """
     if state.options.normalizer == "microbatch":
         metrics = torch.ones_like(sums[:, factors.shape[1] :, 0])
@@ -201,8 +207,8 @@ def _share_of_zeros(state: TrainState) -> torch.Tensor:
 
 
 def evaluate_step(state: TrainState, batches: Sequence[Batch]) -> torch.Tensor:
-    """float64 [names, 2]: total and weight of every term and metric over the global batch, without dropout; by
-    microbatch, shares of a mean (`_sums_of_step`)."""
+    """float64 [names, 2]: total and weight of every term and metric over the global batch, without dropout; with the
+    normalizer "microbatch" scaled as in `_sums_of_step`."""
     schedule, batches = _forward_only(state, batches)
     sums = state.pipeline.run(schedule, batches)
     microbatch = state.options.normalizer == "microbatch"
@@ -212,7 +218,7 @@ def evaluate_step(state: TrainState, batches: Sequence[Batch]) -> torch.Tensor:
 
 
 def output_step(state: TrainState, batches: Sequence[Batch]) -> list[torch.Tensor]:
-    """The model's output for each microbatch, on the ranks of the last stage; [] on others. Without dropout."""
+    """The model's output for each microbatch without dropout, on ranks of the last stage; [] on other ranks."""
     schedule, batches = _forward_only(state, batches)
     return state.pipeline.outputs(schedule, batches)
 
@@ -224,13 +230,14 @@ def _forward_only(state: TrainState, batches: Sequence[Batch]) -> tuple[Plan, li
 
 
 def _own_columns(state: TrainState, batches: Sequence[Batch]) -> list[Batch]:
-    """What this context rank holds of each batch."""
-    where, split = (state.mesh.cp.index, state.mesh.cp.size), getattr(state.stages[0], "split", None)
-    return [batch.split(*where) if split is None else split(batch, *where) for batch in batches]
+    """This context rank's columns of each batch."""
+    index_and_size, split = (state.mesh.cp.index, state.mesh.cp.size), getattr(state.stages[0], "split", None)
+    return [batch.split(*index_and_size) if split is None else split(batch, *index_and_size) for batch in batches]
 
 
 def means(state: TrainState, sums: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss of the global batch from the ranks' sums, and each term and metric; 0 where nothing of one counts."""
+    """The loss of the global batch from the sums of all ranks, and the mean of each term and metric; 0 for a mean
+    without weight."""
     loss, by_name, _ = _means(state, sums)
     return loss, by_name
 
@@ -238,12 +245,12 @@ def means(state: TrainState, sums: torch.Tensor) -> tuple[torch.Tensor, dict[str
 def _means(
     state: TrainState, sums: torch.Tensor, *flags: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[torch.Tensor]]:
-    """As of `means`, and for each flag, bool [], whether it is set on any rank, by the same exchange."""
+    """`means`, and for each flag, bool [], whether it is set on any rank: with one exchange for both."""
     rows = [torch.stack([flag.double(), flag.double()]) for flag in flags]
     sums = torch.cat([sums, torch.stack(rows)]) if rows else sums
     all_reduce(sums, state.mesh.loss_group)
     sums, counts = sums[: len(sums) - len(flags)], sums[len(sums) - len(flags) :, 0]
-    found = sums[:, 0] / sums[:, 1].clamp(min=LEAST_WEIGHT)
+    ratios = sums[:, 0] / sums[:, 1].clamp(min=LEAST_WEIGHT)
     names, terms = state.pipeline.names, len(state.stages[0].terms)
-    loss = found[0] if terms == 1 else _weighed(found[:terms], state).sum()
-    return loss, dict(zip(names, found, strict=True)), [count > 0 for count in counts]
+    loss = ratios[0] if terms == 1 else _weighed(ratios[:terms], state).sum()
+    return loss, dict(zip(names, ratios, strict=True)), [count > 0 for count in counts]

@@ -1,10 +1,10 @@
-"""Requests to stop early: a signal, the time is up, a fault that does not touch the state of the run. One rank's
-request becomes everyone's at the same moment, and every rank then knows with which code to end.
+"""Requests to stop early: a signal, a time limit, or a fault that does not affect the state of the run. All ranks learn
+of a request at the same point of the program, and end with the same exit code.
 
-    flag = stop.poll()     every rank contributes whether it was asked; the flags are reduced while the next work runs
-    flag.read()            every rank learns, at the same place of its program, whether any was
+    flag = stop.poll()     every rank contributes its request; the flags are reduced while the next work runs
+    flag.read()            every rank reads whether any rank had a request
 
-It knows neither steps nor validation: what the user is told of them at once is in notice.py.
+This file knows neither steps nor validation; notice.py prints the messages about them.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ from mega.core.processes.world import LAUNCHED
 from mega.core.training.notice import Outlook, SignalNotice
 
 _TIME_IS_UP, _SIGNAL, _FAULT = 1, 128, 512
-"""What a rank asks for, as a number; a signal's is added. The largest of all ranks counts."""
+"""Codes of requests; the number of a signal is added to _SIGNAL. The largest code of all ranks counts."""
 
 
 ANSWER_SECONDS = 1.5
-"""In which all ranks answer before a save is promised without a condition."""
+"""Seconds within which all ranks must answer; else the message after a signal names the missing ranks."""
 
 
 class StoppedByFault(OSError):
-    """On the ranks that have no fault of their own."""
+    """Raised on ranks that stop because of the fault of another rank."""
 
     elsewhere = True
 
 
 class StopSignal:
-    """What may end this run before its last step.
+    """The requests that may end this run before its last step.
 
-    on_signal: heed what a terminal or a scheduler sends. minutes: how long the run may take, from now on, or from the
-    launch of ranks that may be started again. speaks: whether this rank tells the user at once that a signal has come.
+    on_signal: handle signals of a terminal or a scheduler. minutes: time limit, from now on, or from the launch of a
+    run with restarts. speaks: whether this rank prints a message at once after a signal.
     """
 
     def __init__(self, everyone: Axis, device: torch.device, *, on_signal: bool, minutes: int | None, speaks: bool):
         self.outlook = Outlook()
-        """What a user would be told now; the loop keeps it true."""
+        """The content of the message after a signal; the loop updates it."""
         self.reason = ""
         self.requested = False
-        """All ranks know that the run is to stop."""
+        """Whether the run is to stop; equal on all ranks."""
         self.code = 0
-        """The exit code of a run that was asked to stop: 128 + the signal; 0 where the time is up."""
+        """The exit code of a run that was asked to stop: 128 + the signal; 0 after the time limit."""
         self.fault: Exception | None = None
         self.seconds: NDArray[np.float64] = np.zeros(everyone.size)
-        """Of each rank's own work, as of the newest flag that was read."""
+        """Working time of each rank, from the newest flag that was read."""
         self._everyone, self._device = everyone, device
         self._wish = 0
         self._signals = RepeatedSignal()
@@ -75,34 +75,34 @@ class StopSignal:
             self._before = {number: signal.signal(number, self._note) for number in heeded_signals()}
 
     def poll(self, seconds: float = 0.0) -> StopFlag:
-        """Ask all ranks whether one of them was asked to stop; every rank does so at the same place. seconds: of this
-        rank's own work, which all ranks are told of along with it."""
+        """Start to exchange requests. A collective: all ranks must call it. seconds: working time of this rank, which
+        is exchanged as well."""
         if not self._wish and time.monotonic() > self._deadline:
             self._wish = _TIME_IS_UP
-        # Filled, not copied: a GPU's host would wait.
+        # Filled on the device: the host would wait for a copy from host memory.
         flag = torch.zeros(1 + self._everyone.size, device=self._device)
         flag[0], flag[1 + self._everyone.index] = float(self._wish), seconds
         return StopFlag(self, flag, all_reduce(flag, self._everyone, "max", wait=False))
 
     def fail(self, fault: Exception) -> None:
-        """Have all ranks stop and save, since this one cannot continue; `raise_fault` ends it."""
+        """Make all ranks stop and save, because this one cannot continue; `raise_fault` raises the fault later."""
         self.fault = self.fault or fault
         self._wish = _FAULT
 
     def raise_fault(self) -> None:
-        """Raise what stopped this rank, or that another rank was stopped."""
+        """Raise the fault of this rank, or StoppedByFault if another rank had one."""
         if self.fault is not None:
             raise self.fault
         if self.code == 1:
             raise StoppedByFault("another rank could not continue")
 
     def heard(self, flag: NDArray[np.float32]) -> None:
-        """What all ranks said together."""
+        """Take the reduced flags of all ranks."""
         self.seconds = flag[1:].astype(np.float64)
         self.heed(int(flag[0]))
 
     def heed(self, wish: int) -> None:
-        """All ranks have learned of a wish; 0 is none."""
+        """Set code and reason for the request of all ranks; 0: no request."""
         if not wish:
             return
         self.requested = True
@@ -113,16 +113,16 @@ class StopSignal:
             self.code, self.reason = wish, f"{signal.Signals(wish - _SIGNAL).name} was received"
 
     def settle(self) -> None:
-        """Wait, for some seconds at most, until the user has read that the signals of this rank have come: what the run
-        does and says next comes after that."""
+        """Wait, at most some seconds, until the messages about this rank's signals are printed, so that later messages
+        come after them."""
         if self._notice is not None:
             self._notice.settle()
 
     def close(self) -> None:
-        """Signals mean again what they meant before; but after a stop by one, a launcher's copy of it may still come,
-        and a rank that has saved must not die of that."""
-        before, self._before = self._before, {}
-        for number, handler in before.items():
+        """Restore the signal handlers. After a stop by a signal it stays ignored, because the launcher's copy of it may
+        still arrive, and must not kill a rank that has saved."""
+        handlers, self._before = self._before, {}
+        for number, handler in handlers.items():
             stopped = self._everyone.size > 1 and self.code == _SIGNAL + number
             signal.signal(number, _deaf if stopped else handler)
         if self._notice is not None:
@@ -133,35 +133,36 @@ class StopSignal:
         if self._signals.repeats(number):
             if self._notice is not None:
                 self._notice.report_lost()
-            deafen()  # until `close`: a third one would only break the way out
+            deafen()  # until `close`: a third signal must not interrupt the exit
             raise KeyboardInterrupt
         self._wish = max(self._wish, _SIGNAL + number)
 
 
 def deafen() -> None:
-    """Heed no signal from here on."""
+    """Ignore all signals to stop from here on."""
     for number in heeded_signals():
         signal.signal(number, _deaf)
 
 
 def _deaf(number: int, frame: object) -> None:
-    """As SIG_IGN, but for a signal that has come just before: of that one Python would print a traceback."""
+    """A handler that does nothing. With SIG_IGN, Python would print a traceback for a signal that is already
+    pending."""
 
 
 class StopFlag:
-    """The requests of all ranks, while they are reduced."""
+    """The requests of all ranks, during their reduction."""
 
     def __init__(self, stop: StopSignal, flag: torch.Tensor, work: CollectiveHandle):
         self._stop, self._flag, self._work = stop, flag, work
-        self._reading = self._read() if flag.is_cuda else None  # there it is the stream that waits for the others
+        self._reading = self._read() if flag.is_cuda else None  # on a GPU the stream waits for the reduction
 
     @property
     def cheap(self) -> bool:
-        """Whether reading it keeps no device waiting."""
+        """Whether reading it does not make a GPU wait."""
         return not self._flag.is_cuda
 
     def read(self) -> None:
-        """Wait for the others; if any rank was asked to stop, `requested` becomes true on all."""
+        """Wait for the reduction; if any rank has a request, `requested` becomes true on all."""
         self._reading = self._reading or self._read()
         self._stop.heard(self._reading.numpy())
 

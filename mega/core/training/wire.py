@@ -1,7 +1,7 @@
-"""From a resolved config to what a rank trains: its place in the mesh, its stages, and the state of its run.
+"""From a resolved config to the objects of a rank: its mesh, its stages, and its training state.
 
-What is built here is given sections or plain numbers of the whole config. Also of ranks that do not exist: without
-groups, on the meta device.
+All constructors get sections or single values of the config. They also work for ranks that do not exist: without
+process groups, on the meta device.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from mega.core.training.state import StepOptions, TrainState
 
 
 def build_mesh(run: RunConfig, rank: int, world: int, groups: Groups | None = None) -> Mesh:
-    """The layout of a run as one rank of `world` sees it."""
+    """The mesh of a run, for one rank of `world`."""
     parallel, dp = run.parallel, data_parallel(run, world)
     sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp, "ep": parallel.ep, "etp": parallel.etp}
     return Mesh(rank, dp=dp, groups=groups, **sizes)
 
 
 def build_state(run: RunConfig, mesh: Mesh, device: Device) -> TrainState:
-    """Everything of one rank that a step reads or changes, with its initial values."""
+    """Build the training state of one rank, with initial values."""
     parallel, ops = run.parallel, chosen_ops(run, device.torch)
     stages = build_stages(run, mesh, device.torch)
     grads = build_grads(run, mesh, stages)
@@ -84,7 +84,7 @@ def build_state(run: RunConfig, mesh: Mesh, device: Device) -> TrainState:
 
 
 def build_grads(run: RunConfig, mesh: Mesh, stages: list[Any]) -> GradBuffer:
-    """The buckets of one rank's stages, which take their weights over."""
+    """Build the gradient buckets of one rank's stages; the weights become views of the buckets."""
     parallel, precision = run.parallel, run.precision
     return GradBuffer(
         stages,
@@ -101,7 +101,7 @@ def build_grads(run: RunConfig, mesh: Mesh, stages: list[Any]) -> GradBuffer:
 
 
 def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[Any]:
-    """The model chunks of one rank, each a `ModelStage`, with their initial values unless `device` is meta."""
+    """Build the model chunks of one rank, each a `ModelStage`, with initial values unless `device` is meta."""
     parallel, precision, memory = run.parallel, run.precision, run.memory
     factory = ParameterFactory(
         {axis.name: (axis.index, axis.size) for axis in (mesh.tp, mesh.etp)},
@@ -128,12 +128,12 @@ def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[Any]:
         experts=ExpertAxes.of(mesh),
         gathers_experts=gathers_experts(run),
     )
-    held: list[list[Unit]] = [[] for _ in range(parallel.chunks)]
+    chunk_units: list[list[Unit]] = [[] for _ in range(parallel.chunks)]
     for unit, (stage, chunk) in _placement(run).items():
         if stage == mesh.pp.index:
-            held[chunk].append(unit)
+            chunk_units[chunk].append(unit)
     build = family(run.model).stage
-    stages: list[ModelStage] = [build(run.model, chunk, factory, region, options) for chunk in held]
+    stages: list[ModelStage] = [build(run.model, chunk, factory, region, options) for chunk in chunk_units]
     if not any(weight.requires_grad for stage in stages for weight in weights(stage)):  # type: ignore[arg-type]
         raise ValueError(f"--lora-rank {run.model.lora_rank}: --family {run.model.family} has no adapters; valid: 0")
     if device.type != "meta":
@@ -142,7 +142,7 @@ def build_stages(run: RunConfig, mesh: Mesh, device: torch.device) -> list[Any]:
 
 
 def chosen_ops(run: RunConfig, device: torch.device) -> Ops:
-    """What this run computes with on `device`; on meta what it would on its own."""
+    """The operations of this run on `device`; for the meta device those of the run's own device."""
     precision, shapes = run.precision, device.type == "meta"
     if shapes:
         device = torch.device("cpu" if run.runtime.device == "cpu" else "cuda")
@@ -163,7 +163,7 @@ def _placement(run: RunConfig) -> dict[Unit, tuple[int, int]]:
 
 
 def _scaler(run: RunConfig, device: torch.device) -> LossScaler | None:
-    """fp16 needs a loss scale that follows its overflows; a constant one may be asked for in any precision."""
+    """The loss scale: dynamic for fp16; constant, in any precision, with --loss-scale; else None."""
     options = run.precision
     if options.loss_scale is not None:
         return LossScaler(initial=options.loss_scale, window=None, device=device)
