@@ -56,8 +56,8 @@ def number_in(config: Mapping[str, object], key: str, where: str, otherwise: flo
 
 
 def check_round_trip(model: ModelConfig, read: ModelConfig, whose: str, unsupported: Collection[str] = ()) -> None:
-    """Check that a form can express a whole model. read: the model that its own files are read back as. unsaid: options
-    that it cannot express.
+    """Check that a form can express a whole model. read: the model that its own files are read back as. unsupported:
+    options that it cannot express.
 
     Options that only training uses (`TRAINING`) may differ, and so may options without effect in this model. The two
     models may have different families with the same architecture, such as GPT and Llama.
