@@ -78,6 +78,7 @@ class BlockScaled:
         part = self._source.read(name, box)
         if part.dtype != torch.float8_e4m3fn:
             return part
+        # The box may begin and end within blocks: the scales of all blocks that it touches are read, repeated and cut.
         ends = tuple(start + size for start, size in zip(box.start, box.size, strict=True))
         first = tuple(start // block for start, block in zip(box.start, self._block, strict=True))
         last = tuple(-(-end // block) for end, block in zip(ends, self._block, strict=True))

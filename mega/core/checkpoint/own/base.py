@@ -98,7 +98,10 @@ class MergedSource:
         self.tensors: Tensors = {key: value for key, value in source.tensors.items() if key in base_keys}
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """The rectangle `box` of the merged tensor `name`."""
+        """The rectangle `box` of the merged tensor `name`.
+
+        merged[r, c] = W[r, c] + scale * B[r, :] @ A[:, c]    reads rows r of B [out, rank], columns c of A [rank, in]
+        """
         weight = self._source.read(name, box)
         spec = self._specs.get(name.removeprefix("weights/"))
         if spec is None:

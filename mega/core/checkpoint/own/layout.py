@@ -22,6 +22,8 @@ ONE = Layout()
 def plan_files(tensors: Tensors, model: ModelConfig, layout: Layout) -> list[list[Piece]]:
     """For each of tp x pp ranks (tp fastest), its pieces of `tensors`, every element exactly once.
 
+        tp 2, pp 2      rank 0: tp 0, stage 0    rank 1: tp 1, stage 0    rank 2: tp 0, stage 1    rank 3: tp 1, stage 1
+
     Keys are `kind/logical name`. Kinds that hold the model's tensors (weights, masters, moments) are cut as the
     inventory says, and must hold only the model's tensors; `weights` must hold all of them. Other tensors (rows and
     columns of factored moments, which every rank has in full) are written by rank 0.

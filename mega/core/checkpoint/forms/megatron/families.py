@@ -23,6 +23,9 @@ def pair_rows(part: str, heads: int, width: int, version: int) -> list[range]:
 
     part: "k" or "v". heads: of this rank. width: rows of a head. version: the file's checkpoint_version.
 
+        version 0          version 1, by row    versions 2 and 3, by head
+        k k k k v v v v    k v k v k v k v      k k v v | k k v v
+
     >>> pair_rows("v", heads=2, width=3, version=3), pair_rows("v", heads=2, width=3, version=0)
     ([range(3, 6), range(9, 12)], [range(6, 12)])
     """
