@@ -144,7 +144,7 @@ def test_what_has_no_place_there_is_named(folders: Path, tmp_path: Path, capsys:
     ):
         with pytest.raises(CheckpointError, match=said):
             model_of_metadata({**metadata, **change}, shapes, None, "a.gguf")
-    with pytest.raises(CheckpointError, match="has no name of llama"):
+    with pytest.raises(CheckpointError, match="has no known name in llama"):
         vocabulary_of({"model": {"type": "BPE", "vocab": {"a": 0}}, "pre_tokenizer": {"type": "Whitespace"}}, {}, 9)
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF\x03\0\0\0" + b"\xff" * 30)
@@ -290,7 +290,7 @@ def test_only_what_llama_cpp_does_to_a_text_is_written() -> None:
         with pytest.raises(CheckpointError, match="has byte_fallback"):
             written(normalizers, before)
     whole = read(pre="gpt-2")["tokenizer.json"]
-    with pytest.raises(CheckpointError, match="has no name of llama"):
+    with pytest.raises(CheckpointError, match="has no known name in llama"):
         vocabulary_of({**whole, "model": {**whole["model"], "ignore_merges": True}}, {}, 9)  # type: ignore[dict-item]
 
 

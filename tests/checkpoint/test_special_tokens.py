@@ -111,6 +111,6 @@ def test_an_unknown_tokenizer_is_reported(tmp_path: Path, capsys: pytest.Capture
     transformers = pytest.importorskip("transformers")
     says_eod(tmp_path / "run", small("gpt2", 40), None, {})
     assert main(["convert-llama", "--load-dir", str(tmp_path / "run"), "--save-dir", str(tmp_path / "hf")]) == 0
-    assert "names no end of a text, so that nothing stops transformers' generate" in capsys.readouterr().err
+    assert "names no token that ends a text, so transformers' generate does not stop" in capsys.readouterr().err
     config = transformers.AutoConfig.from_pretrained(tmp_path / "hf")
     assert (config.bos_token_id, config.eos_token_id) == (None, None)
