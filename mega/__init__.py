@@ -19,7 +19,7 @@ _MODULES = {
     "Options": "core.config.run",
     "pretrain": "api.training",
     "finetune": "api.training",
-    "TrainingResult": "api.training",
+    "TrainingResult": "core.training.start.rank",
     "Trainer": "api.trainer",
     "StepResult": "api.trainer",
     "Predictions": "core.model.objective",

@@ -9,12 +9,12 @@ from mega.api.model import load as load
 from mega.api.ranks import launch as launch
 from mega.api.trainer import StepResult as StepResult
 from mega.api.trainer import Trainer as Trainer
-from mega.api.training import TrainingResult as TrainingResult
 from mega.api.training import finetune as finetune
 from mega.api.training import pretrain as pretrain
 from mega.core.batch import DecoderBatch as DecoderBatch
 from mega.core.config.run import Options as Options
 from mega.core.model.objective import Predictions as Predictions
+from mega.core.training.start.rank import TrainingResult as TrainingResult
 
 __version__: str
 COMPLETE_VARIABLE: str

@@ -35,7 +35,7 @@ from mega.core.model.decoder import custom_loss
 from mega.core.model.objective import CustomLoss, LossFunction, SequenceBatch
 from mega.core.processes.connect import disconnect
 from mega.core.processes.world import ranks, world_from_env
-from mega.core.training.metrics.output import discard
+from mega.core.terminal import discard
 from mega.core.training.sampling import continuation
 from mega.core.training.start.rank import StartedRun, begin, open_rank
 from mega.core.training.step import backward, means, update

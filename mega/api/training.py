@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -15,25 +14,18 @@ from mega.api.config import with_options
 from mega.core.config.run import Options, updated
 from mega.core.config.sections import LABELLED, TokenizerConfig
 from mega.core.files import check_source
-from mega.core.processes.world import is_first_rank, ranks, world_from_env
+from mega.core.processes.world import note, ranks, world_from_env
+from mega.core.terminal import discard
 
 if TYPE_CHECKING:
     from mega.core.checkpoint.own.source import StoredWeights
     from mega.core.training.start.inputs import ResolvedRun
-    from mega.core.training.start.rank import TrainingResult as TrainingResult
+    from mega.core.training.start.rank import TrainingResult
 
 _UNSET = dataclasses.asdict(TokenizerConfig())
 
 Note = Callable[[str], None]
 """Takes a line for the user."""
-
-
-def __getattr__(name: str) -> object:
-    if name != "TrainingResult":
-        raise AttributeError(name)
-    from mega.core.training.start.rank import TrainingResult  # imports torch
-
-    return TrainingResult
 
 
 def pretrain(run: Options, *, verbose: bool = False, **options: object) -> TrainingResult:
@@ -51,7 +43,7 @@ def pretrain(run: Options, *, verbose: bool = False, **options: object) -> Train
     size = ranks(world, options_of_run.runtime.nproc)
     if not verbose:
         options_of_run = updated(options_of_run, {"progress": False})
-    started = resolved(options_of_run, size, note if verbose else _no_note)
+    started = resolved(options_of_run, size, note if verbose else discard)
     if world.source == "alone" and size > 1:
         from mega.api.ranks import launch
         from mega.core.training.start.inputs import open_inputs
@@ -67,7 +59,7 @@ def finetune(run: Options, *, verbose: bool = False, **options: object) -> Train
     As `pretrain`, with the model and the tokenizer of those weights. Errors: as of `pretrain`.
     """
     chosen = pretrained(with_options(run, options))
-    check_begin(chosen, note if verbose else _no_note)
+    check_begin(chosen, note if verbose else discard)
     return pretrain(from_weights(chosen), verbose=verbose)
 
 
@@ -88,16 +80,6 @@ def _train(started: ResolvedRun, verbose: bool) -> TrainingResult:
     return train(started, quiet=not verbose)
 
 
-def note(line: str) -> None:
-    """A line for the user, of the first rank."""
-    if is_first_rank():
-        print(f"mega: {line}", file=sys.stderr)
-
-
-def _no_note(line: str) -> None:
-    """Nothing is printed."""
-
-
 # What both commands begin with
 
 
@@ -111,7 +93,7 @@ def resolved(options: Options, size: int, note: Note) -> ResolvedRun:
     return resolve_run(with_stored_options(options, note), size)
 
 
-def with_stored_options(options: Options, note: Note = _no_note) -> Options:
+def with_stored_options(options: Options, note: Note = discard) -> Options:
     """With the tokenizer of the weights that the run begins with, against which one that flags name is held, and with
     the chat template by which it converses. Errors: ValueError where flags name another tokenizer, or no such template
     came with the weights."""

@@ -42,7 +42,7 @@ from mega.core.config.presets import PRESETS
 from mega.core.config.run import Options, entries, run_schema, sections
 from mega.core.config.schema import Entry, Schema, schema_of
 from mega.core.hub import folders
-from mega.core.processes.world import is_first_rank
+from mega.core.processes.world import is_first_rank, note
 from mega.core.terminal import print_whole
 
 if TYPE_CHECKING:  # Typer's own copy of click
@@ -222,8 +222,8 @@ def command(function: Callable[..., Result]) -> Callable[..., Result | int]:
             return 0
         _check_given(values, own)
         # A name of the Hub is fetched when the line has been checked, and only where nothing stands above it.
-        values, above = folders.with_folders(values, own, _report), {**file, **flags}
-        if (found := folders.with_folders(above, chosen, _report)) != above:
+        values, above = folders.with_folders(values, own, note), {**file, **flags}
+        if (found := folders.with_folders(above, chosen, note)) != above:
             file, flags = ({name: found[name] for name in each} for each in (file, flags))
             typed[str(takes.run)] = _composed(preset, file, flags, ctx)
         if takes.given is not None:
@@ -308,12 +308,7 @@ def _check_given(values: Mapping[str, object], own: Sequence[Entry]) -> None:
 
 def local_place(flag: str, place: str) -> str:
     """The folder of the model that a name of the Hub names; any other place as it is. Errors: ValueError, OSError."""
-    return folders.local_place(flag, place, report=_report)
-
-
-def _report(line: str) -> None:
-    if is_first_rank():
-        print(f"mega: {line}", file=sys.stderr, flush=True)
+    return folders.local_place(flag, place, report=note)
 
 
 def _above_deepspeed(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from typing import Annotated
 
 import typer
@@ -11,6 +10,7 @@ import typer
 from mega.core.files import check_folder
 from mega.core.hub.names import hub_name
 from mega.core.hub.options import DownloadOptions
+from mega.core.processes.world import note
 
 
 def run(
@@ -31,7 +31,7 @@ def run(
         check_folder("--to", files.to, files.to)
     from mega.core.hub.download import fetched
 
-    folder, paths = fetched("NAME", found, files.kind, lambda line: print(f"mega: {line}", file=sys.stderr))
+    folder, paths = fetched("NAME", found, files.kind, note)
     place = paths[0] if found.part is not None and len(paths) == 1 else folder
     if files.to is not None:
         for path in paths:

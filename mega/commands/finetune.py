@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from mega.api.training import check_begin, from_weights, note, pretrained
+from mega.api.training import check_begin, from_weights, pretrained
 from mega.commands import pretrain
 from mega.core.config.run import Options
+from mega.core.processes.world import note
 
 LOADS_MODEL = True
 

@@ -7,10 +7,9 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from mega.api.training import note
 from mega.api.training import resolved as resolved_run
 from mega.core.config.run import Options, RunConfig, updated
-from mega.core.processes.world import is_first_rank, ranks, supervised_ranks, world_from_env
+from mega.core.processes.world import is_first_rank, note, ranks, supervised_ranks, world_from_env
 
 if TYPE_CHECKING:
     from mega.core.training.start.inputs import ResolvedRun

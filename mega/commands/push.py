@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +12,7 @@ from mega.core.files import check_source
 from mega.core.hub.names import HubName
 from mega.core.hub.options import PushOptions
 from mega.core.hub.upload import CARD, check_push, model_card, push, repository
+from mega.core.processes.world import note
 from mega.core.untrusted import read_limited
 
 MOST_CARD = 1 << 20
@@ -34,9 +34,6 @@ def run(
     card = None if options.card is None else _read_card(options.card)
     check_push(to)
 
-    def report(line: str) -> None:
-        print(f"mega: {line}", file=sys.stderr)
-
     from mega.core.checkpoint.forms.form import OWN
     from mega.core.checkpoint.forms.recognise import form_at
 
@@ -49,7 +46,7 @@ def run(
             made = convert(directory, Path(temporary) / "model", "hf", tokens=special_tokens)
             folder = made.path
             for line in made.losses:
-                report(line)
+                note(line)
         elif form.name not in ("hf", "peft"):
             raise ValueError(
                 f"DIRECTORY {directory}: is {form.words}; mega convert-llama --to hf makes a folder for it"
@@ -57,7 +54,7 @@ def run(
         if card is None:
             own = folder / CARD
             card = own.read_text(encoding="utf-8") if own.is_file() else _card(directory, to, options)
-        print(push(folder, to, options, card, report))
+        print(push(folder, to, options, card, note))
     return 0
 
 

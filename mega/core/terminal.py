@@ -78,6 +78,10 @@ class BrokenStdout(Exception):
         self.reason = reason
 
 
+def discard(line: str) -> None:
+    """Print nothing: takes the place of a function that reports lines to the user."""
+
+
 def print_whole(text: str) -> None:
     """Print a text of any length. Errors: BrokenStdout."""
     try:

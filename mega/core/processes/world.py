@@ -8,6 +8,7 @@ launcher has precedence, and an outer one that gives a different rank of the sam
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -198,6 +199,12 @@ def _contradict(inner: _Stated, outer: _Stated) -> bool:
 def is_first_rank(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this process prints for all ranks, before the launcher's variables are checked."""
     return next((environ[launcher.rank] for launcher in _LAUNCHERS if launcher.rank in environ), "0") == "0"
+
+
+def note(line: str) -> None:
+    """Print a line for the user on stderr, once for all ranks: only on the first."""
+    if is_first_rank():
+        print(f"mega: {line}", file=sys.stderr, flush=True)
 
 
 def point_to_first_host(world: World, environ: MutableMapping[str, str] = os.environ) -> None:

@@ -53,6 +53,7 @@ from mega.core.tasks.model import (
 from mega.core.tasks.options import BenchmarkInputs, TaskOptions, benchmark
 from mega.core.tasks.show import Bar, show
 from mega.core.tasks.task import Benchmark, Done, Estimate, RowBenchmark, Sums, score
+from mega.core.terminal import discard
 from mega.core.text.tokenizer import Tokenizer
 from mega.core.training.start.consistency import Comparable, check_consistent
 from mega.core.training.start.equal import code
@@ -77,10 +78,6 @@ class CheckedEvaluation:
 def note(line: str) -> None:
     """Print a line for the user."""
     print(line, file=sys.stderr)
-
-
-def discard(line: str) -> None:
-    """Print nothing."""
 
 
 def prepare(

@@ -23,10 +23,6 @@ def print_line(line: str) -> None:
         complain(f"stdout: {getattr(error, 'strerror', None) or error}; the run continues without it")
 
 
-def discard(line: str) -> None:
-    """Takes the lines of a run that is to print none."""
-
-
 SLOW_S = 5.0
 """Seconds after which a part of a run's start says what it does."""
 

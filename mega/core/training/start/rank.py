@@ -25,6 +25,7 @@ from mega.core.parallel.collectives import gather_json
 from mega.core.parallel.mesh import Groups
 from mega.core.processes.connect import connect, disconnect, end_together
 from mega.core.processes.world import World, world_from_env
+from mega.core.terminal import discard
 from mega.core.training.evaluation import Evaluation
 from mega.core.training.guards.inject import injector
 from mega.core.training.guards.stragglers import StepClock, Stragglers
@@ -34,7 +35,7 @@ from mega.core.training.kinds.pretraining import datasets, former_blends
 from mega.core.training.kinds.task import Task
 from mega.core.training.loop import Training
 from mega.core.training.metrics.meters import Meters
-from mega.core.training.metrics.output import discard, print_line, slowly
+from mega.core.training.metrics.output import print_line, slowly
 from mega.core.training.metrics.profiling import StepProfiler, missed
 from mega.core.training.policy import Guard
 from mega.core.training.probes import Probes
