@@ -1,10 +1,9 @@
 """Every rule of a run, checked at once and before any process starts.
 
-`check` raises one ValueError with a line for each problem: the flag as a user types it, its value, the
-rule, and the valid values. Ranges and most of what an option needs are properties of the option
-(config/option.py); every other rule is here once, in a small generator of such lines. Derived values
-come from config/resolve.py, files are checked in config/check_files.py. No torch: what only the device
-knows is checked where the device is.
+`check` raises one ValueError with a line for each problem: the flag as a user types it, its value, the rule, and the
+valid values. Ranges and most of what an option needs are properties of the option (config/option.py); every other rule
+is here once, in a small generator of such lines. Derived values come from config/resolve.py, files are checked in
+config/check_files.py. No torch: rules that depend on the device are checked by the ranks.
 """
 
 from __future__ import annotations
@@ -43,19 +42,20 @@ from mega.core.plan.layers import split_layers
 Problems = Iterator[str]
 
 MOST_TOKENS = 2**26
-"""Of a microbatch: what its ids take, half a gigabyte, is allocated also where a run is only planned."""
+"""Maximum number of tokens in a microbatch: their ids take half a gigabyte, which is allocated even in a dry run."""
 MOST_ACTS = 2**21
-"""Forward passes of a step's plan over all stages and chunks: it is made, proven and kept by every rank."""
+"""Maximum number of forward passes in a step's plan, over all stages and chunks: every rank makes, proves and stores
+the plan."""
 
 ANY_VOCABULARY = 1
-"""No rule reads it: it is the tokenizer's, which is opened after the rules have been checked."""
+"""Placeholder for the vocabulary size. No rule reads it; the tokenizer is opened after the rules are checked."""
 
 PACKAGES = {"flash-attn": "flash_attn", "apex": "apex"}
-"""What `--ops` may name -> the module that must be there."""
+"""Value of `--ops` -> the module that it imports."""
 
 
 def check(options: Options, world: int) -> None:
-    """Check a run of `world` ranks. Rules about derived values are left out where the model's sizes are not known.
+    """Check a run of `world` ranks. Rules about derived values are skipped if the model's sizes are unknown.
 
     Errors: ValueError with one line per problem.
 
@@ -84,7 +84,8 @@ def check(options: Options, world: int) -> None:
 
 
 def check_ranges(options: Options) -> None:
-    """Check the numbers alone, for a verb that reads a model and trains nothing. Errors: ValueError as of `check`."""
+    """Check only the ranges of numbers, for a verb that reads a model and trains nothing. Errors: ValueError as of
+    `check`."""
     if problems := list(_ranges(options)):
         raise ValueError("\n".join(problems))
 
@@ -94,7 +95,7 @@ def _line(run: AnyRun, name: str, rule: str) -> str:
 
 
 def _format(name: str, value: object, rule: str) -> str:
-    """`--flag value: rule`. A switch that is off is shown as it may have been typed, in both spellings.
+    """`--flag value: rule`. A switch that is off is shown in both spellings that the user may have typed.
 
     >>> _format("rampup", (1, 2), "must be three numbers"), _format("masters", False, "needs --dtype bf16")
     ('--rampup 1 2: must be three numbers', '--no-masters (--memory-efficient-fp16): needs --dtype bf16')
@@ -108,8 +109,8 @@ def _format_entry(entry: Entry, value: object, rule: str) -> str:
     if value is False:
         spelling = next((f" ({word})" for word, constant in entry.option.megatron.items() if constant is False), "")
         return f"{entry.off}{spelling}: {rule}"
-    shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
-    return f"{entry.flag} {shown}: {rule}"
+    text = " ".join(map(str, value)) if isinstance(value, tuple) else value
+    return f"{entry.flag} {text}: {rule}"
 
 
 def _divisors(number: int) -> str:
@@ -117,11 +118,11 @@ def _divisors(number: int) -> str:
     return ", ".join(map(str, divisors(number)))
 
 
-# What is typed: present, in range, and consistent with other flags --------------------------------------------
+# Options as typed: present, in range, and consistent with other flags -----------------------------------------
 
 
 def _names(options: Options) -> Problems:
-    """Names that are not UTF-8, which Python carries as halves of characters that no file of ours can hold."""
+    """Names that are not UTF-8: Python decodes their bytes to surrogates, which cannot be written to a text file."""
     for name in entries():
         value = value_of(options, name)
         words = [word for word in (value if isinstance(value, tuple) else (value,)) if isinstance(word, str)]
@@ -142,7 +143,8 @@ def _ranges(options: Options) -> Problems:
 
 
 def out_of_range(values: Mapping[str, Any], schema: Schema | None = None) -> Problems:
-    """A line for each option, by field name, with a number outside its range. schema: a run's, or a verb's."""
+    """Yield a line for each option with a number outside its range. values: by field name. schema: of a verb; None is a
+    run's."""
     for name, value in values.items():
         entry = (schema or run_schema()).entries[name]
         within = entry.option.within
@@ -168,7 +170,7 @@ def _typed_number(number: float) -> str:
 
 
 def _needs(options: Options) -> Problems:
-    """What an option that is not at its default needs of others."""
+    """Dependencies between options: what an option requires when it is not at its default."""
     for name, entry in entries().items():
         if not entry.option.needs or (value := value_of(options, name)) == entry.default:
             continue
@@ -176,21 +178,23 @@ def _needs(options: Options) -> Problems:
             if found_with(options, other, valid):
                 continue
             rule = valid.rule if isinstance(valid, Range) else " or ".join(valid)
-            named = f"{flag_of(other)} {rule}, not {value_of(options, other)}" if rule else flag_of(other)
-            yield _format(name, value, f"needs {named}")
+            requirement = f"{flag_of(other)} {rule}, not {value_of(options, other)}" if rule else flag_of(other)
+            yield _format(name, value, f"needs {requirement}")
 
 
 def _families(options: Options) -> Problems:
-    """Options of other model families than the run's, and samples that its own does not read."""
+    """Options that belong to other model families, and samples that the run's family does not read."""
     for name, value, rule in foreign_values(options):
         yield _format(name, value, rule)
     if not (options.model.tied or FAMILY_DEFAULTS[options.model.family].unties):
         yield _line(options, "tied", belongs([name for name, family in FAMILY_DEFAULTS.items() if family.unties]))
     if options.model.head == "none" and not options.runtime.dry_run:
         yield _line(options, "head", "has nothing to train; valid: lm, classification, choice")
-    own = FAMILY_DEFAULTS[options.model.family].values.get("sample_kind", "gpt")
-    if own != "gpt" and options.masking.sample_kind == "gpt" and options.finetuning.task not in LABELLED:
-        yield _line(options, "sample_kind", f"--family {options.model.family} reads other samples; valid: {own}")
+    sample_kind = FAMILY_DEFAULTS[options.model.family].values.get("sample_kind", "gpt")
+    if sample_kind != "gpt" and options.masking.sample_kind == "gpt" and options.finetuning.task not in LABELLED:
+        yield _line(
+            options, "sample_kind", f"--family {options.model.family} reads other samples; valid: {sample_kind}"
+        )
 
 
 def _sizes(options: Options) -> Problems:
@@ -266,8 +270,12 @@ def _precision(options: Options) -> Problems:
 
 def _steps_or_samples(options: Options) -> Problems:
     by_steps, by_samples = (
-        [name for name in (of, f"lr_decay_{of}", f"lr_warmup_{of}", f"lr_wsd_decay_{of}") if value_of(options, name)]
-        for of in ("steps", "samples")
+        [
+            name
+            for name in (unit, f"lr_decay_{unit}", f"lr_warmup_{unit}", f"lr_wsd_decay_{unit}")
+            if value_of(options, name)
+        ]
+        for unit in ("steps", "samples")
     )
     if by_steps and by_samples:
         yield _line(
@@ -327,7 +335,7 @@ def _run_and_checkpoint(options: Options) -> Problems:
         yield _line(options, "world", "needs --dry-run; a real run is started by --nproc, torchrun, mpirun or srun")
 
 
-# What is derived: every size must divide -------------------------------------------------------------------
+# Derived values: every size must divide --------------------------------------------------------------------
 
 
 def _heads(run: RunConfig) -> Problems:
@@ -360,10 +368,10 @@ def _heads(run: RunConfig) -> Problems:
 
 def _long_factors(run: RunConfig) -> Problems:
     """LongRoPE has a factor for each frequency."""
-    wanted = int(run.model.head_dim * run.model.rope_fraction) // 2
+    count = int(run.model.head_dim * run.model.rope_fraction) // 2
     for name in ("rope_short_factors", "rope_long_factors"):
-        if len(value_of(run, name)) != wanted:
-            yield _line(run, name, f"must be {wanted} numbers, one for each frequency of a head")
+        if len(value_of(run, name)) != count:
+            yield _line(run, name, f"must be {count} numbers, one for each frequency of a head")
 
 
 def _positions(run: RunConfig) -> Problems:
@@ -380,7 +388,7 @@ def _positions(run: RunConfig) -> Problems:
 
 
 def _texts(run: RunConfig) -> tuple[str, ...]:
-    """The options that say how long a resolved run's texts are."""
+    """Names of the options that hold the lengths of a resolved run's texts."""
     return ("seq_length", "decoder_seq_length")[: len(run.model.stacks)]
 
 
@@ -414,7 +422,7 @@ def _stages(run: RunConfig) -> Problems:
 
 
 def _blocks(run: RunConfig) -> str:
-    """The options that say how many blocks a model has, as a message names them."""
+    """The options that set the number of a model's blocks, as a message names them."""
     return " + ".join(f"--{name} {count}" for name, count in zip(("layers", "decoder-layers"), run.model.stacks))
 
 
@@ -436,7 +444,7 @@ def _split(run: RunConfig) -> Problems:
 
 
 def _tensor(run: RunConfig) -> Problems:
-    """Everything that tensor ranks share must divide."""
+    """Sizes that are split over tensor ranks must be divisible by their number."""
     tp = run.parallel.tp
     if run.model.ffn == 0:
         yield _line(run, "hidden", "is too narrow for a gated layer of 8/3 hidden in steps of 64; give --ffn")
@@ -479,7 +487,7 @@ def _overlap(run: RunConfig) -> Problems:
 
 
 def _ahead(run: RunConfig) -> Problems:
-    """Layers that predict tokens after the next one."""
+    """Rules of layers that predict tokens after the next one (--mtp-layers)."""
     model = run.model
     if not model.mtp_layers:
         return
@@ -487,14 +495,15 @@ def _ahead(run: RunConfig) -> Problems:
         yield _line(run, "mtp_layers", f"must be below --seq-length {run.batch.seq_length}")
     if model.position not in ("rope", "none"):
         yield _line(run, "mtp_layers", f"needs --position rope or none, not {model.position}")
-    others = {"--retriever": model.retriever, "--task dpo": run.finetuning.task == "dpo"}
-    others["--cuda-graph"] = bool(run.runtime.cuda_graph)
-    for flag in (flag for flag, there in others.items() if there):
+    excluded = {"--retriever": model.retriever, "--task dpo": run.finetuning.task == "dpo"}
+    excluded["--cuda-graph"] = bool(run.runtime.cuda_graph)
+    for flag in (flag for flag, is_set in excluded.items() if is_set):
         yield _line(run, "mtp_layers", f"excludes {flag}")
 
 
 def graph(run: RunConfig) -> Problems:
-    """A graph's memory is that of one microbatch in flight, its buckets stay in their places."""
+    """Rules of --cuda-graph: a graph has memory for one microbatch in flight, and its gradient buckets must not
+    move."""
     if not run.runtime.cuda_graph:
         return
     parallel = run.parallel
@@ -507,7 +516,7 @@ def graph(run: RunConfig) -> Problems:
 
 
 def _columns(run: RunConfig) -> Problems:
-    """Ranks that share the columns of a row hold equally many: whole chunks of context, whole shares of sequence."""
+    """Ranks that split the columns of a row must hold equal numbers: whole context chunks, whole sequence shards."""
     cp, tp = run.parallel.cp, run.parallel.tp if run.parallel.sequence_parallel else 1
     kv_heads, unit = run.model.kv_heads, column_unit(run.parallel)
     if cp > 1 and len(run.model.stacks) > 1:
@@ -534,9 +543,9 @@ def _cells(run: RunConfig) -> int:
 
 def _world(run: RunConfig, world: int) -> Problems:
     cells, parallel = _cells(run), run.parallel
-    named = f"--tp {parallel.tp} x --pp {parallel.pp}" + (f" x --cp {parallel.cp}" if parallel.cp > 1 else "")
+    axes = f"--tp {parallel.tp} x --pp {parallel.pp}" + (f" x --cp {parallel.cp}" if parallel.cp > 1 else "")
     yield (
-        f"{named}: {world} rank{'s' * (world != 1)} given, but a model takes {cells}; "
+        f"{axes}: {world} rank{'s' * (world != 1)} given, but a model takes {cells}; "
         f"valid --nproc (or torchrun --nproc-per-node): multiples of {cells}"
     )
 
@@ -560,8 +569,8 @@ def _batch(run: RunConfig, world: int) -> Problems:
     if batch.samples is not None and batch.samples < next(batch_sizes(batch)):
         yield _line(run, "samples", f"must be at least {next(batch_sizes(batch))}, the samples of the first step")
     if batch.accumulation and batch.global_batch != unit * batch.accumulation:
-        made = f"--micro-batch {batch.micro_batch} x {dp} data-parallel ranks x this"
-        yield _line(run, "accumulation", f"{made} must be --global-batch {batch.global_batch}; give one of the two")
+        product = f"--micro-batch {batch.micro_batch} x {dp} data-parallel ranks x this"
+        yield _line(run, "accumulation", f"{product} must be --global-batch {batch.global_batch}; give one of the two")
     count, pp = microbatches(run, world), run.parallel.pp
     if pp > 1 and count * pp * run.parallel.chunks > MOST_ACTS:
         pieces = pp * run.parallel.chunks
@@ -582,7 +591,7 @@ def _rampup(run: RunConfig) -> str | None:
 
 
 def _guards(options: Options, world: int) -> Problems:
-    """A rollback needs something to go back to; faults and a profile are read before anything starts."""
+    """Rules of rollbacks, injected faults and the profile; their texts are parsed before any rank starts."""
     for name in ("on_nan", "on_spike"):
         if value_of(options, name) != "rollback":
             continue
@@ -602,7 +611,7 @@ def _guards(options: Options, world: int) -> Problems:
 
 
 def _without_effect(options: Options, asked: Fault, world: int) -> Problems:
-    """Why a run does not have what is to be damaged."""
+    """Reasons why a fault would change nothing in this run."""
     steps, optimizer, task = options.batch.steps, options.optimizer, options.finetuning.task
     if asked.rank >= world:
         yield f"there are ranks 0 to {world - 1}"

@@ -1,6 +1,6 @@
-"""The rules about a run's files: data, tokenizer, directories. Checks whether they exist, and never opens them.
+"""The rules about a run's files: data, tokenizer, directories. It checks whether they exist and does not open them.
 
-What is inside a `.bin`, an `.idx` or a tokenizer is checked by the rooms that read them.
+The rooms that read a `.bin`, an `.idx` or a tokenizer check its content.
 """
 
 from __future__ import annotations
@@ -32,24 +32,23 @@ def files(options: Options) -> Problems:
 
 def _data(options: Options) -> Problems:
     data = options.data
-    given = [
+    data_options = [
         name
         for name in ("data_path", "train_data", "valid_data", "test_data", "chat_data", "mock_data")
         if value_of(options, name)
     ]
-    if (
-        not given and not options.runtime.dry_run and options.finetuning.task == "lm"
-    ):  # others have options of their own
+    # Other tasks have their own options for data.
+    if not data_options and not options.runtime.dry_run and options.finetuning.task == "lm":
         yield "--data-path is missing: give the prefix of a .bin/.idx pair, or --mock-data"
     if options.finetuning.task in LABELLED:
-        yield from _labelled(options, given)
+        yield from _labelled(options, data_options)
         return
-    if given and options.finetuning.task != "lm":
-        yield f"--task {options.finetuning.task}: has data of its own and excludes {flag_of(given[0])}"
-    alone = next((name for name in ("data_path", "chat_data", "mock_data") if name in given), None)
-    if alone is not None and len(given) > 1:
-        other = next(name for name in given if name != alone)
-        yield f"{flag_of(alone)}: excludes {flag_of(other)}; give one of them"
+    if data_options and options.finetuning.task != "lm":
+        yield f"--task {options.finetuning.task}: has data of its own and excludes {flag_of(data_options[0])}"
+    exclusive = next((name for name in ("data_path", "chat_data", "mock_data") if name in data_options), None)
+    if exclusive is not None and len(data_options) > 1:
+        other = next(name for name in data_options if name != exclusive)
+        yield f"{flag_of(exclusive)}: excludes {flag_of(other)}; give one of them"
     if data.mock_data and data.valid_sets:
         yield f"--mock-data: excludes --valid-sets {' '.join(data.valid_sets)}; leave them out, or give data"
     if data.valid_data + data.test_data and not data.train_data and not options.evaluation.skip_train:
@@ -72,7 +71,7 @@ def _data(options: Options) -> Problems:
             yield f"--valid-sets {word}: must be name=prefix, or name=file with --chat-data or TFRecords"
         elif name in names:
             yield f"--valid-sets {word}: the name {name} is given twice; each set needs its own"
-        elif name in SPLITS:  # whose rows, and whose place in the data, they would be taken for
+        elif name in SPLITS:  # such a set could not be distinguished from a part of the run's data
             yield f"--valid-sets {word}: must have another name than {', '.join(SPLITS)}, which are the run's own"
         elif data.chat_data or options.masking.sample_kind == "tfrecords" or options.finetuning.task != "lm":
             if not os.path.isfile(prefix):
@@ -96,7 +95,8 @@ def _labelled(options: Options, given: list[str]) -> Problems:
 
 
 def _prefixes(flag: str, words: tuple[str, ...], sentences: bool) -> Problems:
-    """`words` are prefixes, or weights and prefixes in turn. sentences: what the token files are to hold."""
+    """Check `words`: prefixes, or alternating weights and prefixes. sentences: whether the token files must hold
+    sentences."""
     weighted = any(map(is_number, words[::2]))
     if weighted and len(words) > 1:
         if len(words) % 2:
@@ -116,7 +116,7 @@ def _prefixes(flag: str, words: tuple[str, ...], sentences: bool) -> Problems:
 
 
 TEXTS = (".jsonl", ".json", ".txt", ".parquet", ".gz", ".zst", ".xz", ".bz2")
-"""What files of text end in."""
+"""Suffixes of text files."""
 
 
 def _absent(missing: list[str]) -> str:
@@ -128,7 +128,7 @@ def _pair(prefix: str) -> bool:
 
 
 def half_of_pair(flag: str, name: str) -> str:
-    """What to give instead of one of two token files; nothing where `name` is none."""
+    """Advice if `name` is one file of a pair of token files, else an empty string."""
     stem, suffix = os.path.splitext(name)
     if suffix not in (".bin", ".idx") or not _pair(stem):
         return ""
@@ -136,27 +136,27 @@ def half_of_pair(flag: str, name: str) -> str:
 
 
 def _advice(flag: str, prefix: str, sentences: bool) -> str:
-    """What to give instead of a name that is near a pair of token files, or of what they are made from."""
+    """Advice if `prefix` is similar to the name of a pair of token files, or is a file from which they are made."""
     if half := half_of_pair(flag, prefix):
         return half
     stem = os.path.splitext(prefix)[0]
     if os.path.isdir(prefix):
         names = sorted(name.removesuffix(".idx") for name in os.listdir(prefix) if name.endswith(".idx"))
-        found = [path for name in names if _pair(path := os.path.normpath(os.path.join(prefix, name)))]
-        if not found:
+        prefixes = [path for name in names if _pair(path := os.path.normpath(os.path.join(prefix, name)))]
+        if not prefixes:
             return "is a folder, and holds no .bin and .idx of one name; `mega preprocess` writes both"
-        return f"is a folder; name token files in it, without .bin: {flag} {' '.join(found[:8])}"
+        return f"is a folder; name token files in it, without .bin: {flag} {' '.join(prefixes[:8])}"
     if prefix.endswith(TEXTS) and os.path.isfile(prefix):
-        how, level = ("--split-sentences", "sentence") if sentences else ("--append-eod", "document")
+        split_flag, level = ("--split-sentences", "sentence") if sentences else ("--append-eod", "document")
         return (
-            f"is text; make token files of it: mega preprocess --input {prefix} --output-prefix {stem} {how}, "
+            f"is text; make token files of it: mega preprocess --input {prefix} --output-prefix {stem} {split_flag}, "
             f"with the flags of a tokenizer; then {flag} {stem}_text_{level}"
         )
     if prefix.endswith((".tfrecord", ".tfrecords")) and os.path.isfile(prefix):
         return f"is a file of records; give --use-tfrecords --train-data {prefix}"
-    near = sorted(path.removesuffix(".idx") for path in glob.glob(f"{glob.escape(prefix)}_*.idx"))
-    whole = [path for path in near if _pair(path)]
-    return f"there are no such token files; there are {', '.join(whole[:8])}: {flag} {whole[0]}" if whole else ""
+    candidates = sorted(path.removesuffix(".idx") for path in glob.glob(f"{glob.escape(prefix)}_*.idx"))
+    pairs = [path for path in candidates if _pair(path)]
+    return f"there are no such token files; there are {', '.join(pairs[:8])}: {flag} {pairs[0]}" if pairs else ""
 
 
 def _is_weight(word: str) -> bool:
@@ -213,12 +213,17 @@ def _any_file(tokenizer: TokenizerConfig) -> bool:
 
 
 def _trackers(options: Options) -> Problems:
-    """Extras that are asked for and absent; a dry run may be far from where the run will be."""
+    """Packages that an option requires and that are not installed. A dry run needs none: it may take place on another
+    machine."""
     wandb = next((name for name in ("wandb_project", "wandb_name", "wandb_id") if value_of(options, name)), "wandb_id")
-    asked = {wandb: ("wandb",) * 2, "mlflow_uri": ("mlflow",) * 2, "metrics_port": ("prometheus_client", "track")}
-    for name, (library, extra) in asked.items():
-        wanted = value_of(options, name) is not None and not options.runtime.dry_run
-        if wanted and importlib.util.find_spec(library) is None:
+    requirements = {
+        wandb: ("wandb",) * 2,
+        "mlflow_uri": ("mlflow",) * 2,
+        "metrics_port": ("prometheus_client", "track"),
+    }
+    for name, (library, extra) in requirements.items():
+        enabled = value_of(options, name) is not None and not options.runtime.dry_run
+        if enabled and importlib.util.find_spec(library) is None:
             yield f"{flag_of(name)} {value_of(options, name)}: needs {library}; pip install '.[{extra}]' in a clone"
 
 
@@ -234,27 +239,27 @@ def _output_folders(options: Options) -> Problems:
 
 
 def _rows(path: str) -> bool:
-    """Whether a file is empty or begins as metrics do. A first row that is the last may have been cut by a kill."""
+    """Whether a file is empty or begins with a row of metrics. An only row may be incomplete, if its run was killed."""
     with open(path, "rb") as file:
-        first, more = file.readline(1 << 20), file.read(1)
+        first, rest = file.readline(1 << 20), file.read(1)
     try:
         return "step" in json.loads(first)
     except (ValueError, TypeError):
-        return not first.strip() or (first.startswith(b'{"step"') and not more)
+        return not first.strip() or (first.startswith(b'{"step"') and not rest)
 
 
 def _is_open(path: str) -> bool:
-    """Whether a name is that of a stream, such as /dev/stdout, whose file would be moved aside."""
+    """Whether `path` is a link to an open stream, such as /dev/stdout, whose file would be moved aside."""
     return os.path.islink(path) and os.readlink(path).startswith("/proc/")
 
 
 def _blocks(path: str) -> bool:
-    """Whether a name is that of a pipe, which waits for its reader, or of another thing that takes no rows. A stream of
-    this process, such as /dev/stdout, has no name in the file system; /dev/null and a terminal take them at once."""
-    place = os.path.realpath(path)
-    if not os.path.exists(place) or os.path.isdir(place):
+    """Whether `path` is a pipe, whose writer waits for a reader, or another object that takes no rows. A stream of this
+    process, such as /dev/stdout, has no name in the file system; /dev/null and a terminal take rows at once."""
+    target = os.path.realpath(path)
+    if not os.path.exists(target) or os.path.isdir(target):
         return False
-    mode = os.stat(place).st_mode
+    mode = os.stat(target).st_mode
     return not stat.S_ISREG(mode) and not stat.S_ISCHR(mode)
 
 
@@ -267,7 +272,7 @@ def _directories(options: Options) -> Problems:
     if save is not None and os.path.isdir(pointer := os.path.join(save, POINTER)) and not os.path.islink(pointer):
         yield f"--save {save}: {pointer} is a directory, and must be the file that names the newest step; move it away"
     yield from _trackers(options)
-    if not options.runtime.dry_run:  # which may be asked far from where the run will be
+    if not options.runtime.dry_run:  # a dry run may take place on another machine
         yield from _output_folders(options)
     metrics = metrics_file(options)
     if os.path.isdir(metrics):
@@ -284,7 +289,8 @@ def _directories(options: Options) -> Problems:
     elif load not in (None, options.checkpoint.save) and not (
         options.runtime.dry_run or options.checkpoint.use_checkpoint_config
     ):
-        # A run's own place may be still to come; for a dry run it may be elsewhere; a model has been read from it.
+        # --save may not exist yet; a dry run may take place on another machine; --use-checkpoint-config has read --load
+        # already.
         try:
             check_source("--load", str(load))
         except ValueError as problem:

@@ -1,4 +1,5 @@
-"""Rules of a mixture of experts, in a resolved run. `check` (config/check.py) asks them with all others."""
+"""Rules of a mixture of experts, in a resolved run. `check` (config/check.py) applies them along with all other
+rules."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ Line = Callable[[str, str], str]
 
 
 NETWORK = {"gate_proj", "up_proj", "down_proj"}
-"""Linears that experts have."""
+"""Linear layers of an expert."""
 
 
 def mixture(run: RunConfig, line: Line) -> Iterator[str]:
-    """A line for each mistake in the options of a mixture."""
+    """Yield a line for each mistake in the options of a mixture."""
     model = run.model
     if not model.experts:
         if run.parallel.ep > 1:
@@ -46,28 +47,34 @@ def mixture(run: RunConfig, line: Line) -> Iterator[str]:
 
 def _router(run: RunConfig, line: Line) -> Iterator[str]:
     model = run.model
-    count, chosen = model.experts, model.experts_chosen
-    if count == 1:
+    experts, per_token = model.experts, model.experts_chosen
+    if experts == 1:
         yield line("experts", "must be at least 2, or 0 for a dense network")
-    if chosen > count:
-        yield line("experts_chosen", f"must be at most --experts {count}")
+    if per_token > experts:
+        yield line("experts_chosen", f"must be at most --experts {experts}")
         return
-    if chosen == 1 and model.router_score == "softmax" and model.router_normalize and model.router_choice != "sinkhorn":
+    if (
+        per_token == 1
+        and model.router_score == "softmax"
+        and model.router_normalize
+        and model.router_choice != "sinkhorn"
+    ):
         yield line("experts_chosen", "needs --no-router-normalize (--moe-router-pre-softmax): one probability is 1")
     if model.balance_bias and model.router_score == "softmax":
         yield line("balance_bias", "needs --router-score sigmoid or sqrt-softplus, not softmax")
     if model.balance_bias and model.router_choice != "largest":
         yield line("balance_bias", f"excludes --router-choice {model.router_choice}, which balances on its own")
     tokens = run.batch.micro_batch * run.batch.seq_length
-    if model.router_choice == "quantile" and tokens * chosen % count:
-        rule = f"needs --experts to divide the {tokens * chosen} choices of a microbatch's {tokens} tokens, not {count}"
+    if model.router_choice == "quantile" and tokens * per_token % experts:
+        choices = tokens * per_token
+        rule = f"needs --experts to divide the {choices} choices of a microbatch's {tokens} tokens, not {experts}"
         yield line("router_choice", rule)
-    if model.router_choice == "quantile" and chosen == count:
-        yield line("router_choice", f"needs --experts-chosen below --experts {count}; valid where all are: largest")
+    if model.router_choice == "quantile" and per_token == experts:
+        yield line("router_choice", f"needs --experts-chosen below --experts {experts}; valid where all are: largest")
     by_sinkhorn = model.router_choice == "sinkhorn" and model.router_score != "softmax"
     if model.router_choice != "largest" and (model.router_groups or by_sinkhorn):
-        named = "--router-groups" if model.router_groups else f"--router-score {model.router_score}"
-        yield line("router_choice", f"excludes {named}")
+        excluded = "--router-groups" if model.router_groups else f"--router-score {model.router_score}"
+        yield line("router_choice", f"excludes {excluded}")
     if model.router_choice == "sinkhorn" and model.router_scale != 1:
         yield line("router_scale", "excludes --router-choice sinkhorn, whose probabilities are those of the logits")
     if model.router_choice == "sinkhorn" and not model.router_normalize:
@@ -75,20 +82,20 @@ def _router(run: RunConfig, line: Line) -> Iterator[str]:
     groups = model.router_groups
     if groups is None:
         return
-    kept = model.router_groups_chosen
-    if kept is None:
+    groups_chosen = model.router_groups_chosen
+    if groups_chosen is None:
         yield line("router_groups", "needs --router-groups-chosen")
-    elif count % groups:
-        yield line("router_groups", f"must divide --experts {count}; valid: {_list(divisors(count))}")
-    elif kept > groups:
+    elif experts % groups:
+        yield line("router_groups", f"must divide --experts {experts}; valid: {_list(divisors(experts))}")
+    elif groups_chosen > groups:
         yield line("router_groups_chosen", f"must be at most --router-groups {groups}")
-    elif chosen > kept * (count // groups):
-        rule = f"has {kept * (count // groups)} experts in all, but a token chooses {chosen}"
+    elif per_token > groups_chosen * (experts // groups):
+        rule = f"has {groups_chosen * (experts // groups)} experts in all, but a token chooses {per_token}"
         yield line("router_groups_chosen", rule)
-    elif model.router_group_best is None and chosen % kept:
-        yield line("router_groups_chosen", f"must divide --experts-chosen {chosen}, or give --router-group-best")
-    elif (model.router_group_best or 1) > count // groups:
-        yield line("router_group_best", f"must be at most the {count // groups} experts of a group")
+    elif model.router_group_best is None and per_token % groups_chosen:
+        yield line("router_groups_chosen", f"must divide --experts-chosen {per_token}, or give --router-group-best")
+    elif (model.router_group_best or 1) > experts // groups:
+        yield line("router_group_best", f"must be at most the {experts // groups} experts of a group")
 
 
 def _losses(run: RunConfig, line: Line) -> Iterator[str]:
@@ -106,7 +113,7 @@ def _losses(run: RunConfig, line: Line) -> Iterator[str]:
 
 
 def expert_ranks(run: RunConfig, world: int, line: Line) -> Iterator[str]:
-    """How ranks share the experts."""
+    """Yield a line for each mistake in how ranks share the experts."""
     parallel, model = run.parallel, run.model
     if not model.experts:
         return
@@ -133,14 +140,14 @@ def expert_ranks(run: RunConfig, world: int, line: Line) -> Iterator[str]:
 
 
 def reads_alone(run: RunConfig) -> Iterator[str]:
-    """Of a verb that trains nothing. Its data ranks have rows, and answers, of their own: tensor ranks alone, which
-    have the same tokens, share experts."""
+    """Rules of a verb that trains nothing. Its data ranks have different rows and answers, so only tensor ranks, which
+    have the same tokens, can share experts."""
     parallel = run.parallel
     within = parallel.ep * parallel.etp == parallel.tp and not parallel.sequence_parallel
     if run.model.experts and not within and (parallel.ep > 1 or parallel.etp != parallel.tp):
-        named = f"--ep {parallel.ep}" if parallel.ep > 1 else f"--etp {parallel.etp}"
+        flag = f"--ep {parallel.ep}" if parallel.ep > 1 else f"--etp {parallel.etp}"
         rule = f"times --etp {parallel.etp} must be --tp {parallel.tp}" if parallel.ep > 1 else "must be --tp over --ep"
-        yield f"{named}: {rule}, without --sequence-parallel, in a verb that trains nothing"
+        yield f"{flag}: {rule}, without --sequence-parallel, in a verb that trains nothing"
 
 
 def _list(numbers: list[int]) -> str:

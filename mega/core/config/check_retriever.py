@@ -1,4 +1,5 @@
-"""Rules of a model that reads neighbours, in a resolved run. `check` (config/check.py) asks them with all others."""
+"""Rules of a model that reads neighbours, in a resolved run. `check` (config/check.py) applies them along with all
+other rules."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ Line = Callable[[str, str], str]
 
 
 def retriever(run: RunConfig, line: Line) -> Iterator[str]:
-    """A line for each mistake in the options of a retriever, in a resolved run."""
+    """Yield a line for each mistake in the options of a retriever."""
     model, parallel, length = run.model, run.parallel, run.model.retro_chunk_length
     if not model.retriever:
         return
@@ -53,7 +54,7 @@ def retriever(run: RunConfig, line: Line) -> Iterator[str]:
 
 
 def _neighbours(run: RunConfig, line: Line) -> Iterator[str]:
-    """Where neighbours come from. Those of other samples than a token file's blend were not looked for."""
+    """Rules about the source of neighbours. `mega retro` retrieves them only for the samples of --data-path."""
     data, masking = run.data, run.masking
     if data.retro is None:
         if not data.mock_data and not run.runtime.dry_run:

@@ -1,4 +1,4 @@
-"""One run out of its layers: defaults < family < preset < TOML file < flags."""
+"""Compose one run from its layers: defaults < family < preset < TOML file < flags."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ from mega.core.config.presets import FAMILY_DEFAULTS, PRESETS
 from mega.core.config.run import Options, updated
 
 LONGEST_WORD = 100
-"""Characters of a word for which a near one is looked for: that takes quadratic time."""
+"""Maximum length, in characters, of a word whose nearest valid word is searched: the search takes quadratic time."""
 
 
 class GivenOptions(NamedTuple):
-    """What a user gave: a preset, and the options that a TOML file or flags name, defaults among them.
-
-    values: of a run, by name. own: of the verb's other sections.
-    """
+    """Values that the user gave: a preset, and the options that a TOML file or flags set, even to their defaults."""
 
     preset: str | None
     values: Mapping[str, object]
+    """Options of the run, by name."""
     own: Mapping[str, object] = {}
+    """Options of the verb's other sections, by name."""
 
 
 def compose(
     preset: str | None = None, file: Mapping[str, object] | None = None, flags: Mapping[str, object] | None = None
 ) -> Options:
-    """The run that `preset`, the values of a TOML `file` and those of typed `flags` make together.
+    """Compose a run from a `preset`, the values of a TOML `file` and typed `flags`.
 
     >>> run = compose("llama2-7b", file={"lr": 1e-4, "tp": 2}, flags={"tp": 4})
     >>> run.model.norm, run.model.ffn, run.optimizer.lr, run.parallel.tp
@@ -44,7 +43,7 @@ def compose(
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
-    """` (nearest: ...)` for messages about an unknown `word`, or nothing where no valid word is near.
+    """` (nearest: ...)` for messages about an unknown `word`, or an empty string if no valid word is similar.
 
     >>> nearest("lama2-7b", ["llama2-7b", "gpt3-175b"])
     ' (nearest: llama2-7b)'
@@ -54,7 +53,7 @@ def nearest(word: str, valid: Iterable[str]) -> str:
 
 
 def nearest_flag(flag: str, valid: Iterable[str]) -> str:
-    """As `nearest`, of flags: the dashes that all begin with make none of them near, and words may stand elsewhere.
+    """As `nearest`, for flags: leading dashes are ignored, and words may be in another order.
 
     >>> nearest_flag("--layrs", ["--layers", "--lr"]), nearest_flag("--size-hidden", ["--hidden-size", "--heads"])
     (' (nearest: --layers)', ' (nearest: --hidden-size)')

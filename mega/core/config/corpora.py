@@ -13,22 +13,22 @@ from mega.core.config.toml import loads, read_text
 
 
 def expand(words: Sequence[str], file: str | None) -> tuple[str, ...]:
-    """`words` with each name that the file's table knows replaced by what it stands for.
+    """Replace each name in `words` that the file's table defines by the value of that name.
 
-    Errors: ValueError where the file has no such table.
+    Errors: ValueError if the file has no such table.
     """
     if file is None or not words:
         return tuple(words)
-    what = f"--corpora {file}"
-    tables = loads(read_text(file, what), what)
+    source = f"--corpora {file}"
+    tables = loads(read_text(file, source), source)
     try:
-        meant = {
+        meanings = {
             name: [str(part) for part in ([value] if isinstance(value, str) else value)]
             for name, value in tables["corpora"].items()
         }
     except (KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"--corpora {file}: must hold a table [corpora] of names and prefixes ({error})") from None
-    return tuple(part for word in words for part in meant.get(word, [word]))
+    return tuple(part for word in words for part in meanings.get(word, [word]))
 
 
 def is_number(word: str) -> bool:

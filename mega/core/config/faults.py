@@ -1,6 +1,7 @@
-"""Faults that a run is asked to have, for tests and drills: `--inject nan:gradient@step=12,rank=3`.
+"""Faults injected into a run, for tests and drills: `--inject nan:gradient@step=12,rank=3`.
 
-A fault is KIND[:TARGET]@step=N and more keys. This file knows what may be asked for; training/guards/inject.py does it.
+A fault is written KIND[:TARGET]@step=N, with further keys after a comma. This file parses faults;
+training/guards/inject.py injects them.
 """
 
 from __future__ import annotations
@@ -19,35 +20,41 @@ TARGETS: Mapping[str, tuple[str, ...]] = {
     "stop": ("step",),
     "fail": ("save",),
 }
-"""Kind -> where it may be; the first is where none is named.
+"""Kind of fault -> its valid targets, the first of which is the default.
 
     nan, inf   one number becomes NaN or infinite: a loss weight, a layer's output, a gradient before it is reduced, a
                weight, a moment, the last stage's reduced gradient of a tied tensor
-    ulp        one number moves to the next one: a copy drifts
-    spike      x times the gradient, or labels that are not those of the tokens
+    ulp        one number changes to the next representable one, as if a copy drifted
+    spike      the gradient is multiplied by x, or labels do not belong to their tokens
     sleep      the rank waits for `seconds` in each step
     kill stop  SIGKILL, SIGSTOP
     fail       a save of the step finds the disk full
 """
 
 SECRET = "MEGA_INJECT"
-"""The variable of the environment that must be 1 as well, so that no real run is damaged by a flag in its script."""
+"""Environment variable that must also be 1, so that a flag in a script does not damage a real run."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """step: the first one with it. steps: how many have it. rank: which has it. seed: chooses tensor and element."""
+    """One injected fault."""
 
     kind: str
     target: str
     step: int
+    """The first step with the fault."""
     rank: int = 0
     steps: int = 1
+    """Number of consecutive steps with the fault."""
     x: float = 4000.0
+    """Factor of the gradient, for `spike`."""
     seconds: float = 0.1
+    """Delay of each step, for `sleep`."""
     seed: int = 0
+    """Selects the tensor and its element."""
 
     def due(self, step: int, rank: int) -> bool:
+        """Whether the fault occurs in this step on this rank."""
         return self.rank == rank and self.step <= step < self.step + self.steps
 
 
@@ -55,7 +62,8 @@ _NUMBERS = {"step": int, "rank": int, "steps": int, "seed": int, "x": float, "se
 
 
 def fault(text: str) -> Fault:
-    """
+    """Parse one value of --inject.
+
     >>> fault("nan:gradient@step=12,rank=3")
     Fault(kind='nan', target='gradient', step=12, rank=3, steps=1, x=4000.0, seconds=0.1, seed=0)
     >>> fault("sleep@step=5,seconds=0.2,steps=40").target
@@ -63,8 +71,8 @@ def fault(text: str) -> Fault:
 
     Errors: ValueError with the rule that the text breaks.
     """
-    what, _, keys = text.partition("@")
-    kind, _, target = what.partition(":")
+    head, _, keys = text.partition("@")
+    kind, _, target = head.partition(":")
     if kind not in TARGETS:
         raise ValueError(f"kind {kind!r}; valid: {', '.join(TARGETS)}")
     target = target or TARGETS[kind][0]

@@ -1,7 +1,7 @@
-"""Options of a mixture of experts: how many there are, how a router chooses of them, what balances their load.
+"""Options of a mixture of experts: how many there are, how a router chooses among them, and how their load is balanced.
 
-A part of the model's section (sections.py). Without --experts every layer's feed-forward network is dense and none of
-the others may be given. Rules about them are in check_mixture.py. No torch.
+A part of the model's section (sections.py). Without --experts every layer's feed-forward network is dense and no other
+option of a mixture may be given. check_mixture.py holds the rules. No torch.
 """
 
 from __future__ import annotations
@@ -24,56 +24,58 @@ DECODERS = ("gpt", "llama")
 """Families that read text from left to right."""
 
 BALANCES = ("sequence", "microbatch", "global")
-"""Over what a loss balances the experts' load."""
+"""Scopes over which a loss can balance the experts' load."""
 
 _SILENT: dict[str, str | None] = dict.fromkeys(
     ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none")
 )
-"""Values of --moe-router-load-balancing-type, each of which one of two options reads."""
+"""Values of --moe-router-load-balancing-type. Each sets --router-choice or --balance and leaves the other unset."""
 
 
 def _mixed(default: Any, help: str, **properties: Any) -> Any:
-    """An option that only a mixture has."""
+    """An option that only a mixture of experts reads."""
     return option(default, help, needs={"experts": SEVERAL}, **properties)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureOptions(Section):
-    """What of a model is a mixture of experts."""
+    """Mixture of experts: how many, how they are chosen and balanced."""
 
     experts: int = option(
         0,
-        "experts of each layer's feed-forward network, of which every token passes --experts-chosen; 0 is a dense one",
+        "experts of each layer's feed-forward network; every token uses --experts-chosen of them; 0 is a dense network",
         megatron="--num-experts",
         within=NOT_NEGATIVE,
         most=2**16,
         families=DECODERS,
     )
-    experts_chosen: int = _mixed(2, "experts that each token passes", megatron="--moe-router-topk", within=COUNT)
+    experts_chosen: int = _mixed(2, "experts that each token uses", megatron="--moe-router-topk", within=COUNT)
     expert_ffn: int | None = _mixed(
         None, "width of one expert [ffn]", megatron="--moe-ffn-hidden-size", within=COUNT, most=2**24
     )
-    experts_from: int = _mixed(0, "number of the first layer with experts; those before are dense", within=NOT_NEGATIVE)
+    experts_from: int = _mixed(
+        0, "number of the first layer with experts; the layers before it are dense", within=NOT_NEGATIVE
+    )
     experts_every: int = _mixed(
         1, "from --experts-from on every n-th layer has experts", megatron="--moe-layer-freq", within=COUNT
     )
-    dense_layers: tuple[int, ...] = _mixed((), "numbers of other layers that are dense", within=NOT_NEGATIVE)
+    dense_layers: tuple[int, ...] = _mixed((), "numbers of further layers that are dense", within=NOT_NEGATIVE)
     shared_ffn: int | None = _mixed(
         None,
-        "width of an expert that every token passes in addition [none]",
+        "width of a shared expert that every token uses in addition [none]",
         megatron="--moe-shared-expert-intermediate-size",
         within=COUNT,
         most=2**24,
     )
     shared_gate: bool = option(
         False,
-        "multiply the shared expert's output by the sigmoid of a linear of its input",
+        "multiply the shared expert's output by the sigmoid of a linear layer of its input",
         megatron={"--moe-shared-expert-gate": True},
         needs={"shared_ffn": ()},
     )
     router_score: Literal["softmax", "sigmoid", "sqrt-softplus"] = _mixed(
         "softmax",
-        "what the router makes of its logits",
+        "function that turns the router's logits into scores",
         megatron={
             "--moe-router-score-function": {
                 "softmax": "softmax",
@@ -84,7 +86,7 @@ class MixtureOptions(Section):
     )
     router_normalize: bool = _mixed(
         True,
-        "scores of the chosen experts add up to 1; of softmax else they are those over all experts",
+        "scores of the chosen experts add up to 1; if off, softmax scores are those over all experts",
         megatron={"--moe-router-pre-softmax": False},
     )
     router_scale: float = _mixed(
@@ -95,7 +97,7 @@ class MixtureOptions(Section):
     )
     router_choice: Literal["largest", "sinkhorn", "quantile"] = _mixed(
         "largest",
-        "how experts are chosen of the scores; sinkhorn and quantile balance their load over a microbatch",
+        "how experts are chosen from the scores; sinkhorn and quantile balance their load over a microbatch",
         megatron={
             "--moe-router-load-balancing-type": Renamed(
                 {**_SILENT, "sinkhorn": "sinkhorn", "quantile_balancing": "quantile"}
@@ -104,7 +106,7 @@ class MixtureOptions(Section):
     )
     router_quantile_ema: float = option(
         0.0,
-        "of --router-choice quantile: the share of its thresholds that a step keeps",
+        "with --router-choice quantile: share of its previous thresholds that a step keeps",
         megatron="--moe-router-quantile-balancing-ema",
         within=BELOW_ONE,
         needs={"router_choice": ("quantile",)},
@@ -112,40 +114,41 @@ class MixtureOptions(Section):
     )
     router_groups: int | None = _mixed(
         None,
-        "groups of experts, of which only some are chosen from [one]",
+        "groups of experts; experts are chosen from only some of the groups [one]",
         megatron="--moe-router-num-groups",
         within=COUNT,
     )
     router_groups_chosen: int | None = option(
         None,
-        "groups that experts are chosen from",
+        "groups from which experts are chosen",
         megatron="--moe-router-group-topk",
         within=COUNT,
         needs={"router_groups": ()},
     )
     router_group_best: int | None = option(
         None,
-        "a group's score is the sum of its best scores, as many as this [experts-chosen / router-groups-chosen]",
+        "the score of a group is the sum of this many of its best scores [experts-chosen / router-groups-chosen]",
         within=COUNT,
         needs={"router_groups": ()},
     )
-    router_bias: bool = _mixed(False, "a bias of the router's linear, as in the Switch layers of 2023")
+    router_bias: bool = _mixed(False, "bias of the router's linear layer, as in the Switch layers of 2023")
     router_dtype: Literal["fp32", "fp64"] | None = _mixed(
         None,
-        "dtype of the router's linear, probabilities and the weighted sum [the activations'; scores fp32 at least]",
+        "dtype of the router's linear layer, of probabilities and of the weighted sum [the "
+        "activations'; scores fp32 at least]",
         megatron="--moe-router-dtype",
     )
     router_jitter: float = _mixed(
         0.0,
-        "in training multiply the router's input by a random factor between 1 - this and 1 + this",
+        "in training, multiply the router's input by a random factor between 1 - this and 1 + this",
         megatron="--moe-input-jitter-eps",
         within=BELOW_ONE,
         on_resume="noted",
     )
     balance: tuple[str, ...] = _mixed(
         ("sequence",),
-        "over what losses balance the experts' load: each sequence, the same in every layout; each microbatch; the "
-        "microbatches so far in the global batch",
+        "scope over which each loss balances the experts' load: each sequence, the same in every "
+        "layout; each microbatch; or the microbatches so far in the global batch",
         megatron={
             "--moe-router-load-balancing-type": Renamed(
                 {**_SILENT, "aux_loss": "microbatch", "seq_aux_loss": "sequence", "global_aux_loss": "global"}
@@ -169,12 +172,12 @@ class MixtureOptions(Section):
     )
     balance_bias: bool = _mixed(
         False,
-        "balance the load without a loss: a bias for the choice alone, updated once a global batch",
+        "balance the load without a loss, by a bias that affects only the choice and is updated once a global batch",
         megatron={"--moe-router-enable-expert-bias": True},
     )
     balance_bias_rate: float = option(
         1e-3,
-        "how much an update changes it",
+        "amount by which an update changes that bias",
         megatron="--moe-router-bias-update-rate",
         within=POSITIVE,
         needs={"balance_bias": ()},
@@ -182,21 +185,21 @@ class MixtureOptions(Section):
     )
     capacity_factor: float | None = _mixed(
         None,
-        "an expert takes at most this times its even share of a microbatch's tokens and drops the rest [drops none]",
+        "limit each expert to this times its even share of a microbatch's tokens and drop the rest [drops none]",
         megatron="--moe-expert-capacity-factor",
         within=POSITIVE,
         on_resume="noted",
     )
     drop_policy: Literal["probs", "position"] = option(
         "probs",
-        "which tokens an expert keeps: of largest probability, or its first ones",
+        "tokens that an expert keeps: those of largest probability, or the first ones",
         megatron="--moe-token-drop-policy",
         needs={"capacity_factor": ()},
         on_resume="noted",
     )
     pad_to_capacity: bool = option(
         False,
-        "every expert gets exactly its capacity of rows, so that ranks exchange equally many",
+        "pad the input of every expert to its capacity, so that ranks exchange equal numbers of rows",
         megatron={"--moe-pad-expert-input-to-capacity": True},
         needs={"capacity_factor": ()},
         on_resume="free",
@@ -204,7 +207,7 @@ class MixtureOptions(Section):
 
 
 def has_experts(options: MixtureOptions, number: int) -> bool:
-    """Whether layer `number` is a mixture.
+    """Whether layer `number` is a mixture of experts.
 
     >>> deepseek = MixtureOptions(experts=256, experts_from=3)
     >>> [has_experts(deepseek, number) for number in range(5)]

@@ -1,9 +1,9 @@
-"""One line per option: what a field of a config section is, to every reader of it.
+"""One definition per option: all properties of a field of a config section.
 
-A section is a frozen, keyword-only dataclass whose fields are made by `option`. The field *is* the
-command-line flag, the TOML key, the line of help and the Megatron-LM spelling, and records whether it may change on
-resume, belongs to a layout, and is read by `mega bench`: nothing about an option is written a second time anywhere.
-This file knows neither Typer nor TOML nor any option; they read `Option`.
+A section is a frozen, keyword-only dataclass whose fields are made by `option`. The field *is* the command-line flag,
+the TOML key, the line of help and the Megatron-LM spelling, and records whether it may change on resume, belongs to a
+layout, and is read by `mega bench`: nothing about an option is written twice. This file knows neither Typer nor TOML,
+whose code reads `Option`, and names no option.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 OnResume = Literal["must match", "schedule", "noted", "free"]
-"""What happens where a run resumes with another value than the checkpoint's:
+"""What happens if a run resumes with a value that differs from the checkpoint's:
 
     must match   it is refused
     schedule     it is refused, unless --override-schedule or --use-checkpoint-schedule chooses which one counts
-    noted        it is accepted, and reported with both values: the run computes something else from here on
+    noted        it is accepted, and reported with both values: the run computes something else from then on
     free         it is accepted
 """
 
 Bench = Literal["read", "unused", "host"]
-"""What `mega bench` does with an option: it is part of what is measured; it is dropped, with a note; it chooses where
-to measure, which is all that --calibrate takes."""
+"""How `mega bench` treats an option: `read` is part of the measured run; `unused` is dropped, with a note; `host`
+selects the hardware that is measured, and --calibrate takes only these options."""
 
 
 Families = tuple[str, ...] | Mapping[object, tuple[str, ...]]
-"""Names of model families, of those too that are not built; or a value of an option -> such names."""
+"""Names of model families, built or not; or a mapping from values of the option to such names."""
 
 
 class Section:
-    """A panel of flags and a table of the TOML file; on_resume, bench, evaluated and common hold for options
-    that do not set their own."""
+    """A panel of flags and a table of the TOML file. `on_resume`, `bench`, `evaluated` and `common` are the defaults of
+    its options."""
 
     title: ClassVar[str]
     on_resume: ClassVar[OnResume] = "free"
@@ -44,7 +44,7 @@ class Section:
 
 
 class VerbSection(Section):
-    """A section of a verb other than those that take a whole run: its help shows every option."""
+    """A section of a verb that does not take a whole run. Help shows all its options."""
 
     common: ClassVar[bool] = True
 
@@ -71,10 +71,10 @@ class weak:
 
 @dataclass(frozen=True)
 class Renamed:
-    """The Megatron-LM flag carries the value itself, of which some once had other names, old -> today's.
+    """The Megatron-LM flag carries the value itself. `values` maps former names of values to today's.
 
-    A renamed value gives way to any other flag of the same option; None says nothing of it. refused: values without a
-    counterpart -> what they did.
+    A renamed value gives way to any other flag of the same option; None leaves the option unset. refused: values
+    without a counterpart -> what they did in Megatron-LM.
     """
 
     values: Mapping[str, str | None]
@@ -83,7 +83,7 @@ class Renamed:
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that an option may hold: a test, and the words that follow "must be"."""
+    """The numbers that an option may hold: the words that follow "must be" in a message, and the test."""
 
     rule: str
     holds: Callable[[float], bool]
@@ -106,65 +106,63 @@ ZERO_STAGE = Range("0, 1, 2 or 3", lambda value: value in (0, 1, 2, 3))
 
 @dataclass(frozen=True)
 class Option:
-    """What `option` stores in a field's metadata.
-
-    help: one sentence, no full stop.
-    megatron: Megatron-LM spelling -> `VALUE` if it carries the value, a mapping if it carries the value under
-        another name (`{"--normalization": {"RMSNorm": "rmsnorm"}}`), else the constant it stands for
-        (`{"--swiglu": "swiglu"}`, `{"--disable-bias-linear": False}`). The same spelling may be one of several options.
-    synonyms: other words that users have for the flag ("--learning-rate"), or for a value ("gpu" -> "cuda").
-    short: a one-letter flag such as "-o", or None.
-    metavar: what stands for the value in help; None is its type.
-    common: shown in the short `--help`; the rest appears under `--help-all`. None takes the section's.
-    unit: what a number counts, for help and messages ("samples", "minutes").
-    within: the range of a number, or of each number of a tuple.
-    most: the largest whole number: of a tensor's dimension, or what a model can be planned with in seconds.
-    choices: valid values that are registered while the program runs; fixed ones are a `Literal` type.
-    needs: option -> its values, or their range, with which this one may differ from its default; () is any value but
-        none and off.
-    read_with: option -> its values, as in `needs`: where none of them holds, this option changes
-        nothing, and a line says so.
-    families: model families whose runs read it, or a value -> those for which it is; () is all. A family that sets its
-        default reads it too.
-    usual_in: families whose scripts give it, or a value -> those: with another one --family must be given.
-    spelling_families: Megatron-LM spelling -> families whose scripts alone have it.
-    formerly: the table under which TOML files of an earlier version have it.
-    on_resume, bench: as above; None takes the section's.
-    evaluated: whether `mega eval` reads it; the model's shape it only compares. None takes the section's.
-    layout: how ranks share the work and in what order. It changes no result by more than rounding, so
-        `memory-estimate --fit` chooses it.
-    hub: what a name of the Hugging Face Hub, given instead of a path, is fetched as: "model", "tokenizer", "dataset".
-    """
+    """What `option` stores in a field's metadata."""
 
     help: str
+    """One sentence without a full stop."""
     megatron: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    """Megatron-LM spelling -> `VALUE` if it carries the value, a mapping if it carries the value under another name
+    (`{"--normalization": {"RMSNorm": "rmsnorm"}}`), else the constant that it sets (`{"--swiglu": "swiglu"}`,
+    `{"--disable-bias-linear": False}`). Several options may have the same spelling."""
     synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Other words that users type for the flag ("--learning-rate"), or for a value ("gpu" -> "cuda")."""
     short: str | None = None
+    """A one-letter flag such as "-o"."""
     metavar: str | None = None
+    """Placeholder of the value in help; None is its type."""
     common: bool | None = None
+    """Whether the short `--help` shows the option; the others appear under `--help-all`. None takes the section's."""
     unit: str | None = None
+    """Unit of a number, for help and messages ("samples", "minutes")."""
     within: Range | None = None
+    """Range of a number, or of each number of a tuple."""
     most: int = 2**63 - 1
+    """Largest whole number: the bound of a tensor's dimension, or of what can be planned within seconds."""
     choices: Collection[str] | None = None
+    """Valid values that are registered while the program runs; fixed ones are a `Literal` type."""
     needs: Mapping[str, tuple[str, ...] | Range] = dataclasses.field(default_factory=dict)
+    """Option -> its values, or their range, with which this option may differ from its default; () is any value except
+    None and off."""
     read_with: Mapping[str, tuple[str, ...] | Range] = dataclasses.field(default_factory=dict)
+    """Option -> its values, as in `needs`. If none of them holds, this option has no effect, and a line says so."""
     families: Families = ()
+    """Model families whose runs read the option, or a mapping from its values to families; () is all. A family that
+    sets a default for the option reads it too."""
     usual_in: Families = ()
+    """Families whose scripts set the option, or a mapping from its values; other families require --family."""
     spelling_families: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    """Megatron-LM spelling -> the only families whose scripts have it."""
     formerly: str | None = None
+    """The option's table in TOML files of an earlier version."""
     on_resume: OnResume | None = None
+    """See `OnResume`; None takes the section's."""
     bench: Bench | None = None
+    """See `Bench`; None takes the section's."""
     evaluated: bool | None = None
+    """Whether `mega eval` reads the option; it only compares the shape of the model. None takes the section's."""
     layout: bool = False
+    """Whether the option sets how ranks share the work and in what order. It changes results by rounding only, so
+    `memory-estimate --fit` chooses it."""
     hub: Literal["model", "tokenizer", "dataset"] | None = None
+    """Kind of repository that a name of the Hugging Face Hub, given instead of a path, refers to."""
 
 
 def option(default: Any, help: str, *, megatron: str | Mapping[str, Any] | None = None, **properties: Any) -> Any:
-    """A dataclass field that is also a flag. `megatron` as a plain string means that flag with a value; `properties`
-    are the other fields of `Option`."""
+    """A dataclass field that is also a flag. megatron: a plain string is a flag that carries the value. properties: the
+    other fields of `Option`."""
     spellings = {megatron: VALUE} if isinstance(megatron, str) else dict(megatron or {})
-    described = Option(help=help, megatron=spellings, **properties)
-    return dataclasses.field(default=default, metadata={"option": described})
+    record = Option(help=help, megatron=spellings, **properties)
+    return dataclasses.field(default=default, metadata={"option": record})
 
 
 REQUIRED: object = dataclasses.MISSING
@@ -172,25 +170,25 @@ REQUIRED: object = dataclasses.MISSING
 
 
 def like(section: type[Section], name: str, default: Any = REQUIRED, **properties: Any) -> Any:
-    """A field as that of another section, with its default, help and spellings, but for what is given here."""
+    """A copy of a field of another section, with its default and properties, except for those given here."""
     field: dataclasses.Field[object] = next(
         each
         for each in dataclasses.fields(section)  # type: ignore[arg-type]
         if each.name == name
     )
-    described = dataclasses.replace(field.metadata["option"], **properties)
-    return dataclasses.field(default=field.default if default is REQUIRED else default, metadata={"option": described})
+    record = dataclasses.replace(field.metadata["option"], **properties)
+    return dataclasses.field(default=field.default if default is REQUIRED else default, metadata={"option": record})
 
 
 def describe(field: dataclasses.Field[object], section: type[Section]) -> Option:
-    """The `Option` of a field of `section`, with nothing left to the section."""
-    described: Option = field.metadata["option"]
+    """The `Option` of a field, in which the section's defaults replace None."""
+    record: Option = field.metadata["option"]
     return dataclasses.replace(
-        described,
-        on_resume=described.on_resume or section.on_resume,
-        bench=described.bench or section.bench,
-        evaluated=section.evaluated if described.evaluated is None else described.evaluated,
-        common=section.common if described.common is None else described.common,
+        record,
+        on_resume=record.on_resume or section.on_resume,
+        bench=record.bench or section.bench,
+        evaluated=section.evaluated if record.evaluated is None else record.evaluated,
+        common=section.common if record.common is None else record.common,
     )
 
 

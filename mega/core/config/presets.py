@@ -1,7 +1,7 @@
 """Families and presets: rows of values, nothing else.
 
-A family is what the name of a training script used to mean; a preset is a published model. Both are plain
-mappings of option names to values and override Megatron-LM's defaults; the TOML file overrides them.
+A family stands for what the name of a training script says in Megatron-LM; a preset is a published model. Both are
+plain mappings of option names to values and override Megatron-LM's defaults; the TOML file overrides them.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ Values = Mapping[str, object]
 
 
 class FamilyDefaults(NamedTuple):
-    """A family's defaults, and what its options can say of it."""
+    """The defaults of a family, and what it supports."""
 
     values: Values
     sentencepiece: str = "GPTSentencePieceTokenizer"
-    """The kind of tokenizer that a SentencePiece model is."""
+    """Kind of tokenizer of a SentencePiece model."""
     vocabulary: str = "GPT2BPETokenizer"
-    """The kind of tokenizer that a --vocab-file alone is."""
+    """Kind of tokenizer of a --vocab-file without --merge-file."""
     stacks: int = 1
     """Stacks of layers, each of which reads a text: 2 with --decoder-layers."""
     unties: bool = True
-    """The output layer may have a matrix of its own (--no-tied)."""
+    """Whether the output layer may have its own matrix (--no-tied)."""
     classifies: bool = False
-    """It can be built with a head that classifies rows or chooses one of them (--head)."""
+    """Whether it can be built with a head that classifies rows or chooses one of them (--head)."""
     writes_ends: bool = True
-    """Its samples hold the tokens for the beginning and end of a text."""
+    """Whether its samples hold the tokens for the beginning and end of a text."""
 
 
 FAMILY_DEFAULTS: dict[str, FamilyDefaults] = {}
@@ -91,15 +91,15 @@ def _qwen25(
 
 
 def _qwen3(layers: int, hidden: int, heads: int, ffn: int, tied: bool) -> dict[str, object]:
-    """Norms of heads, which are 128 wide whatever the hidden width is."""
+    """Norms per head; every head is 128 wide, independently of the hidden width."""
     rest = {"head_dim": 128, "qk_norm": True, "norm_eps": 1e-6, "rope_base": 1e6, "tied": tied}
     return {**_llama(layers, hidden, heads, 8, ffn, 32768, 151936), **rest}
 
 
 def _mixture(experts: int, chosen: int, width: int, normalize: bool = True) -> dict[str, object]:
     """Every layer has experts, each `width` wide."""
-    found = {"experts": experts, "experts_chosen": chosen, "expert_ffn": width, "router_normalize": normalize}
-    return {**found, "rope_base": 1e6}
+    values = {"experts": experts, "experts_chosen": chosen, "expert_ffn": width, "router_normalize": normalize}
+    return {**values, "rope_base": 1e6}
 
 
 def _bert(layers: int, hidden: int, heads: int, vocab: int | None = 30524) -> dict[str, object]:
@@ -129,7 +129,7 @@ def _pythia(layers: int, hidden: int, heads: int, vocab: int) -> dict[str, objec
 
 
 def _olmo2(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> dict[str, object]:
-    """Norms after each branch, and of whole queries and keys."""
+    """Norms after each branch, and over whole queries and keys."""
     rest = {"norm_placement": "branch", "qk_norm": True, "qk_norm_whole": True, "norm_eps": 1e-6, "rope_base": 500000.0}
     return {**_llama(layers, hidden, heads, kv_heads, ffn, 4096, 100352), **rest}
 
@@ -151,7 +151,7 @@ def _olmo3(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> dic
 def _gemma(
     layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, head_dim: int, seq_length: int, vocab: int
 ) -> dict[str, object]:
-    """Norms that count from one, a gated GELU, scaled embeddings."""
+    """Norm weights stored minus one, a gated GELU, scaled embeddings."""
     return {
         **_llama(layers, hidden, heads, kv_heads, ffn, seq_length, vocab),
         "head_dim": head_dim,
@@ -167,7 +167,7 @@ def _gemma(
 def _gemma2(
     layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, head_dim: int, scalar: int
 ) -> dict[str, object]:
-    """scalar: scores are divided by its square root."""
+    """scalar: attention scores are divided by its square root."""
     scale = {} if scalar == head_dim else {"attention_scale": scalar**-0.5}
     return {
         **_gemma(layers, hidden, heads, kv_heads, ffn, head_dim, 8192, 256000),
@@ -208,7 +208,7 @@ def _starcoder2(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, b
 def _granite(
     layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, scale: float, divisor: float
 ) -> dict[str, object]:
-    """Embeddings, scores, branches and logits are multiplied by numbers."""
+    """Embeddings, scores, branches and logits are multiplied by constants."""
     return {
         **_llama(layers, hidden, heads, kv_heads, ffn, 131072, 49155),
         "rope_base": 5000000.0 if hidden < 4096 else 10000000.0,
@@ -221,7 +221,7 @@ def _granite(
 
 
 def _roberta(layers: int, hidden: int, heads: int) -> dict[str, object]:
-    """BERT without pairs, whose first position has the row after the padding's; samples are Megatron-LM's."""
+    """BERT without pairs. The row of the first position follows that of the padding; samples are Megatron-LM's."""
     return {
         **_bert(layers, hidden, heads, 50265),
         "norm_placement": "post",
@@ -236,7 +236,7 @@ LLAMA31_ROPE: Values = {"rope_base": 500000.0, "rope_scaling": "llama3"}
 """Llama 3.1: the other numbers of its rope scaling are the options' defaults."""
 
 LLAMA32: Values = {"rope_scaling_factor": 32.0, "tied": True}
-"""Llama 3.2's text models, against 3.1."""
+"""Values of Llama 3.2's text models that differ from 3.1."""
 
 PRESETS: Mapping[str, Values] = {
     # For tests and first steps; the vocabulary is the tokenizer's.

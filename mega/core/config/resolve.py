@@ -1,7 +1,7 @@
-"""Derives the values that options leave out, so that every room reads plain numbers and none derives them again.
+"""Derive the values that options leave out. All other code reads plain numbers and derives none of them again.
 
-`resolve` makes the run of some options, a world size and a vocabulary. It checks nothing but that sizes are given:
-config/check.py does.
+`resolve` makes a run from options, a world size and a vocabulary. It checks only that sizes are given; config/check.py
+holds all other rules.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from mega.core.plan.layers import split_layers
 
 
 def resolve(options: Options, world: int, vocab: int | None = None) -> RunConfig:
-    """The run of `options` on `world` ranks. vocab: the tokenizer's, for options that do not say it.
+    """The run of `options` on `world` ranks. vocab: the tokenizer's vocabulary size, for options without one.
 
     Errors: ValueError naming a size that is not given.
 
@@ -69,7 +69,7 @@ def resolve(options: Options, world: int, vocab: int | None = None) -> RunConfig
 
 
 def profiled_steps(text: str) -> range | None:
-    """The steps of --profile; None where the text names none.
+    """The steps of --profile; None if the text is not valid.
 
     >>> profiled_steps("10:12"), profiled_steps("7"), profiled_steps("3:1")
     (range(10, 13), range(7, 8), None)
@@ -81,19 +81,21 @@ def profiled_steps(text: str) -> range | None:
 
 
 def variant(run: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """Another run, which has other values of these options. What `run` has derived of them is kept, unless it is among
-    them as None.
+    """A copy of `run` with other `values` of some options. Values derived from these options are kept, unless `values`
+    holds None for them.
 
     >>> from mega.core.config.compose import compose
     >>> fp16 = resolve(compose("tiny-gpt", flags={"vocab": 9, "micro_batch": 1, "dtype": "fp16"}), 1)
     >>> variant(fp16, {"dtype": "bf16", "grad_dtype": None}).precision.grad_dtype
     'fp32'
     """
-    return resolve(updated(Options(**vars(run)), values), world=1)  # of which only the batch would be derived
+    return resolve(
+        updated(Options(**vars(run)), values), world=1
+    )  # the world size affects only the batch, which is resolved
 
 
 def model_alone(options: Options, vocab: int | None = None) -> ModelConfig:
-    """The model of a run, whatever is said of its training. vocab: for options that do not say it.
+    """The model of a run, without its training. vocab: the vocabulary size, for options without one.
 
     Errors: ValueError naming a size that is not given.
 
@@ -124,13 +126,14 @@ def model_alone(options: Options, vocab: int | None = None) -> ModelConfig:
 
 
 def microbatch_rows(run: RunConfig) -> int:
-    """Rows of tokens in one microbatch: a pair of answers is two, a choice as many as it has."""
+    """Rows of tokens in one microbatch: two for a pair of answers, one for each answer of a choice."""
     head, choices = LABELLED.get(run.finetuning.task, ("classification", 1))
     return run.batch.micro_batch * (2 if run.finetuning.task == "dpo" else choices if head == "choice" else 1)
 
 
 def with_head(model: ModelConfig, task: str) -> ModelConfig:
-    """A model with the head that a task of labels needs, if its family has one; any other as it is."""
+    """The model with the head that a labelled task needs. The model is unchanged if its family has no such head, or for
+    other tasks."""
     if task not in LABELLED or not FAMILY_DEFAULTS[model.family].classifies:
         return model
     head, classes = LABELLED[task]
@@ -138,13 +141,13 @@ def with_head(model: ModelConfig, task: str) -> ModelConfig:
 
 
 def epoch_steps(run: RunConfig) -> int | None:
-    """Steps of one pass of a run that is measured in passes and resolved to steps; None of another."""
+    """Steps of one epoch, of a run whose length is given in epochs and whose steps are resolved; else None."""
     steps, epochs = run.batch.steps, run.finetuning.epochs
     return None if steps is None or epochs is None else steps // epochs
 
 
 def data_parallel(run: AnyRun, world: int) -> int:
-    """Size of the dp axis: what the world size leaves over.
+    """Size of the dp axis: the world size divided by tp x pp x cp.
 
     >>> data_parallel(updated(Options(), {"tp": 2, "pp": 2}), world=8)
     2
@@ -153,15 +156,15 @@ def data_parallel(run: AnyRun, world: int) -> int:
 
 
 def gathers_experts(run: RunConfig) -> bool:
-    """Whether tokens are gathered over ranks that hold other experts; else rows are exchanged, which moves less where
-    these are more ranks than a token chooses experts."""
-    wanted = run.parallel.expert_dispatch
-    return run.parallel.ep <= run.model.experts_chosen if wanted == "auto" else wanted == "all-gather"
+    """Whether all tokens are gathered on the ranks that share experts. Otherwise rows are exchanged, which moves less
+    data if there are more such ranks than experts that a token uses."""
+    dispatch = run.parallel.expert_dispatch
+    return run.parallel.ep <= run.model.experts_chosen if dispatch == "auto" else dispatch == "all-gather"
 
 
 def column_unit(parallel: ParallelOptions) -> int:
-    """What the columns of a row must be a multiple of, so that ranks that share them hold equally many: whole chunks of
-    context, whole shares of sequence.
+    """The number of columns of a row must be a multiple of this, so that the ranks that split a row hold equal numbers:
+    whole context chunks, whole sequence shards.
 
     >>> column_unit(ParallelOptions(tp=2, cp=3, sequence_parallel=True))
     6
@@ -171,15 +174,15 @@ def column_unit(parallel: ParallelOptions) -> int:
 
 
 def text_lengths(run: RunConfig) -> tuple[int, ...]:
-    """Tokens of a sample of a resolved run: of its only text, or of what its encoder reads and its decoder writes."""
+    """Tokens of a sample of a resolved run: of its only text, or of the encoder's and the decoder's text."""
     if len(run.model.stacks) == 1:
         return (run.batch.seq_length,)
     return run.batch.seq_length, run.masking.decoder_seq_length
 
 
 def predicted_tokens(run: RunConfig) -> int:
-    """Tokens of a sample of a resolved run that the model's vocabulary head is multiplied with: all of its text, or of
-    its decoder's; of a masked sample as many as may be masked.
+    """Tokens of a sample for which the head computes logits: all tokens of the text, or of the decoder's text; in a
+    masked sample the largest number that may be masked.
 
     >>> from mega.core.config.compose import compose
     >>> runs = (resolve(compose(preset, flags={"micro_batch": 1}), 1, 9) for preset in ("gpt2-345m", "bert-345m"))
@@ -192,7 +195,7 @@ def predicted_tokens(run: RunConfig) -> int:
 
 
 def divisors(number: int) -> list[int]:
-    """Ascending: how many ranks or stages so many heads or layers can be shared out over.
+    """Divisors of `number` in ascending order: the numbers of ranks or stages that can share it evenly.
 
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
@@ -210,7 +213,7 @@ def microbatches(run: RunConfig, world: int, global_batch: int | None = None) ->
 def eager_microbatches(shares: int, count: int) -> int:
     """How many of `count` microbatches run without a graph under --cuda-graph, with data shared over `shares` ranks.
 
-    It is the last of several, whose backward pass overlaps with the reduction of gradients.
+    The last one of several does, because its backward pass overlaps with the reduction of gradients.
 
     >>> eager_microbatches(1, 4), eager_microbatches(2, 4), eager_microbatches(2, 1)
     (0, 1, 0)
@@ -219,19 +222,20 @@ def eager_microbatches(shares: int, count: int) -> int:
 
 
 SMALL_BLOCK = 1.5e12
-"""Operations of a block's forward and backward pass that a GPU of today does in about 3 ms, the time in which its host
-asks for a block's kernels (docs/performance.md)."""
+"""Floating-point operations that a current GPU does in about 3 ms, the time in which its host launches the kernels of a
+block's forward and backward pass (docs/performance.md)."""
 
 SMALL_EXCHANGING_BLOCK = 3.5e12
-"""The same where tensor ranks exchange, for which hosts take more than twice as long."""
+"""The same for a block with exchanges between tensor ranks, whose launches take more than twice as long."""
 
 
 def records_graph(run: RunConfig, world: int) -> bool:
-    """Whether a resolved run asks a GPU for its microbatches as recorded graphs.
+    """Whether a resolved run records its microbatches as CUDA graphs.
 
-    Where it is left open: where that is known to work, and a block is so little work that the device would wait for the
-    host. The host itself counts rows of experts and means over microbatches: no graph of a mixture replays that. Nor
-    does one damage the output of a layer, as --inject may ask.
+    Without --cuda-graph and --no-cuda-graph, it does if graphs are known to work and a block is so small that the
+    device would wait for the host. A mixture of experts is not recorded, because the host counts the rows of experts
+    and the means over microbatches, which a graph does not replay. A graph cannot damage the output of a layer for
+    --inject either.
 
     >>> from mega.core.config.compose import compose
     >>> runs = (compose("gpt2-345m", flags={"micro_batch": each, "vocab": 50304}) for each in (1, 64))
@@ -268,7 +272,7 @@ def gated_ffn(hidden: int) -> int:
 
 
 def global_batch_at(batch: BatchConfig, consumed: int) -> int:
-    """Samples of the step that starts when `consumed` samples are done, under the ramp-up if there is one.
+    """Samples of the step that starts after `consumed` samples, with the batch ramp-up if there is one.
 
     >>> gpt3 = BatchConfig(seq_length=1, micro_batch=1, global_batch=1536, rampup=(16, 16, 5859375))
     >>> [global_batch_at(gpt3, consumed) for consumed in (0, 61664, 61680, 123376, 5859376)]
@@ -292,7 +296,7 @@ def batch_sizes(batch: BatchConfig) -> Iterator[int]:
 
 
 def rising_steps(batch: BatchConfig) -> Iterator[int]:
-    """Samples of each step until the ramp-up's samples are consumed; nothing without one.
+    """Samples of each step until the ramp-up's samples are consumed; empty without a ramp-up.
 
     >>> list(rising_steps(BatchConfig(seq_length=1, micro_batch=1, global_batch=6, rampup=(2, 2, 8), samples=100)))
     [2, 2, 4, 6]
@@ -308,13 +312,16 @@ def rising_steps(batch: BatchConfig) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Lengths:
-    """The run's length and its schedule's, all in samples, and the number of optimizer steps."""
+    """Lengths of a run and its schedule."""
 
     steps: int
+    """Optimizer steps of the run; all other lengths are in samples."""
     samples: int
     decay_samples: int
+    """The learning rate reaches its minimum after these."""
     warmup_samples: int
     anneal_samples: int = 0
+    """The last part of `decay_samples`, in which wsd falls."""
 
 
 def lengths(run: RunConfig) -> Lengths:
@@ -346,10 +353,10 @@ def lengths(run: RunConfig) -> Lengths:
 
 
 def last_step(run: RunConfig, step: int = 0, consumed: int = 0) -> int:
-    """The step with which a resolved run ends that has come to `step` and `consumed` samples.
+    """The last step of a resolved run that has done `step` steps and consumed `consumed` samples.
 
-    A run measured in samples ends with the last whole batch of them, whatever its batches were before. --exit-tokens
-    may end it before, with the step that reaches them.
+    A run measured in samples ends with its last whole batch, so earlier batch sizes count. --exit-tokens may end it
+    sooner, with the step that reaches these tokens.
 
     >>> from mega.core.config.compose import compose
     >>> lengths_of = ({"samples": 100}, {"steps": 100, "seq_length": 10, "exit_tokens": 250})
@@ -376,7 +383,7 @@ def _steps_of(batch: BatchConfig, samples: int) -> int:
 
 
 def _as_typed(options: Section, resolved: type[Section]) -> dict[str, Any]:
-    """What a resolved section takes over from options as it is: all that it does not declare again."""
+    """The values that a resolved section copies from options: all fields that it does not declare again."""
     return {name: value for name, value in vars(options).items() if name not in resolved.__annotations__}
 
 
@@ -396,12 +403,12 @@ def _parallel(options: ParallelOptions, model: ModelConfig) -> ParallelConfig:
     if options.layers_per_chunk:
         chunks = max(1, model.blocks // options.pp // options.layers_per_chunk)
     if options.split_rank and not stage_layers and len(model.stacks) > 1:
-        with suppress(ValueError):  # which config/check.py reports
+        with suppress(ValueError):  # config/check.py reports it
             stage_layers = split_layers(model.stacks[0], model.stacks[1], options.pp, options.split_rank)
     schedule = options.schedule or ("interleaved" if chunks > 1 else "1f1b")
     etp = options.tp if options.etp is None else options.etp
     same = ParallelConfig(**_as_typed(options, ParallelConfig), schedule=schedule, etp=etp)
-    # One tensor rank has nothing to split; Megatron-LM too switches this off without a word.
+    # One tensor rank has nothing to split. Megatron-LM also switches this off, without a message.
     split = options.sequence_parallel and options.tp > 1
     return replace(same, chunks=chunks, stage_layers=stage_layers, sequence_parallel=split)
 
@@ -432,7 +439,8 @@ def _schedule(options: Options) -> ScheduleConfig:
 
 
 def implied_tokenizer(options: TokenizerConfig, family: str) -> TokenizerConfig:
-    """The kind that the given files imply, else the family's; none where only the vocabulary is given."""
+    """`options` with the kind of tokenizer that the given files imply; without a kind if only the vocabulary size is
+    given."""
     model = options.tokenizer_model
     if options.tokenizer is not None:
         return options
@@ -447,7 +455,7 @@ def implied_tokenizer(options: TokenizerConfig, family: str) -> TokenizerConfig:
 
 
 def metrics_file(run: AnyRun) -> str:
-    """--metrics, or where the file is without it."""
+    """The path of the metrics: --metrics, or its default."""
     if run.log.metrics is not None:
         return run.log.metrics
     save = run.checkpoint.save

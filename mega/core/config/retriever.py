@@ -1,7 +1,7 @@
-"""Options of a retriever (Retro; Borgeaud et al. 2022): which layers read neighbours, and what reads them first.
+"""Options of a retriever (Retro; Borgeaud et al. 2022): which layers read neighbours, and the encoder of neighbours.
 
-A part of the model's section (sections.py). Without --retriever no layer reads neighbours, and none of the others may
-be given. Rules about them are in check_retriever.py. No torch.
+A part of the model's section (sections.py). Without --retriever no layer reads neighbours, and no other option of a
+retriever may be given. check_retriever.py holds the rules. No torch.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ _NEEDS = {"retriever": ()}
 
 @dataclass(frozen=True, kw_only=True)
 class RetrieverOptions(Section):
-    """What of a model reads neighbours."""
+    """Retriever: the layers that read neighbours, and their encoder."""
 
     retriever: bool = option(
         False,
-        "some layers read the neighbours of each chunk of the text, and an encoder in the first of them does before",
+        "some layers read the neighbours of each chunk of the text, which an encoder in the first "
+        "of these layers encodes",
         megatron={"--retro-add-retriever": True},
         families=DECODERS,
     )
     retro_layers: tuple[int, ...] = option(
         (),
-        "numbers of the layers that read neighbours, the first layer being 0 [5, or 8 of more than 15 layers, and "
-        "every third after it]",
+        "numbers of the layers that read neighbours, counted from 0 [every third layer from 5 on, "
+        "or from 8 on with more than 15 layers]",
         within=NOT_NEGATIVE,
         needs=_NEEDS,
     )
@@ -50,7 +51,7 @@ class RetrieverOptions(Section):
     )
     retro_retrieved_chunks: int = option(
         2,
-        "chunks of a neighbour: the one that was found and those that follow it",
+        "chunks of a neighbour: the retrieved one and those that follow it",
         megatron="--retro-num-retrieved-chunks",
         within=COUNT,
         most=2**10,
@@ -82,7 +83,7 @@ class RetrieverOptions(Section):
     )
     retro_gate: float = option(
         1.0,
-        "multiply what layers read of neighbours by this; 0 reads nothing of them",
+        "multiply the output of attention to neighbours by this; 0 ignores them",
         megatron="--retro-attention-gate",
         within=NOT_NEGATIVE,
         on_resume="noted",
@@ -90,14 +91,15 @@ class RetrieverOptions(Section):
     )
     retro_rope: bool = option(
         True,
-        "rotary positions inside each neighbour; Megatron-LM has none, so that a neighbour is a bag of tokens there",
+        "rotary positions inside each neighbour; Megatron-LM has none there, so a neighbour is a bag of tokens",
         megatron={"--retro-add-retriever": False},
         needs=_NEEDS,
         read_with={"position": ("rope",)},
     )
     retro_cross_documents: bool = option(
         False,
-        "what follows a neighbour may be of the next document, as in Megatron-LM; else ends of documents are read",
+        "the chunks after a neighbour may belong to the next document, as in Megatron-LM; if off, "
+        "they end with the neighbour's document",
         megatron={"--retro-add-retriever": True},
         on_resume="noted",
         needs=_NEEDS,
@@ -105,14 +107,14 @@ class RetrieverOptions(Section):
 
 
 def retriever_words(model: RetrieverOptions) -> str:
-    """How a model reads neighbours, for a user.
+    """One line for the user on how a model reads neighbours.
 
     >>> retriever_words(RetrieverOptions())
     '2 of each chunk of 64 tokens, of 2 chunks each; what follows one is of its document'
     """
     follows = "may be of the next document, as in Megatron-LM" if model.retro_cross_documents else "is of its document"
-    of = f"{model.retro_neighbours} of each chunk of {model.retro_chunk_length} tokens"
-    return f"{of}, of {model.retro_retrieved_chunks} chunks each; what follows one {follows}"
+    neighbours = f"{model.retro_neighbours} of each chunk of {model.retro_chunk_length} tokens"
+    return f"{neighbours}, of {model.retro_retrieved_chunks} chunks each; what follows one {follows}"
 
 
 def reading_layers(options: RetrieverOptions, layers: int) -> tuple[int, ...]:
@@ -130,5 +132,5 @@ Model = TypeVar("Model", bound=RetrieverOptions)
 
 
 def with_retriever(model: Model, of: RetrieverOptions) -> Model:
-    """`model` with the retriever that another one has."""
+    """`model` with the retriever of the model `of`."""
     return replace(model, **{field.name: getattr(of, field.name) for field in fields(RetrieverOptions)})

@@ -1,19 +1,19 @@
-"""A run as typed, `Options`, and as resolved, `RunConfig`: two frozen values with the same sections.
+"""A run as typed (`Options`) and as resolved (`RunConfig`): two frozen dataclasses with the same sections.
 
-    preset < TOML file < flags        config/compose.py      what a user typed: Options
-    what the weights say              training/start/inputs.py   the model of --load, steps of --epochs: still Options
-    check(options, world)             config/check.py        every rule, all mistakes at once; returns nothing
-    resolve(options, world, vocab)    config/resolve.py      the RunConfig, with nothing left to derive
-    launch, ranks, loop, checkpoint   training/start/rank.py     are given the RunConfig
+    preset < TOML file < flags        config/compose.py          the Options that a user typed
+    values from weights and data      training/start/inputs.py   the model of --load, steps of --epochs: still Options
+    check(options, world)             config/check.py            every rule, all mistakes at once; returns nothing
+    resolve(options, world, vocab)    config/resolve.py          the RunConfig, in which every derived value is set
+    launch, ranks, loop, checkpoint   training/start/rank.py     read the RunConfig
 
-In `Options` None may mean "derive this"; `updated` puts another layer on them, and nothing else changes them. In a
-`RunConfig` None means "not asked for". `resolve` makes it, ranks are given it, and run.toml holds it; no code replaces
-a value in it. Code that asks about another run, as the estimate does, resolves other options (`variant`). The types
-keep this order: `check`, `resolve` and `updated` do not take a `RunConfig`.
+In `Options` None may mean "derive this value". Only `updated` changes options: it returns a copy with other values. In
+a `RunConfig` None means "not used". `resolve` makes it, the ranks receive it, and run.toml stores it; no code replaces
+a value in it. Code that examines another run, as the estimate does, resolves other options (`variant`). The types keep
+this order: `check`, `resolve` and `updated` do not take a `RunConfig`.
 
-Where something is derived, the section of a RunConfig is a subclass of the options' section (sections.py), so code that
-reads either, such as `value_of` and config/toml.py, is written once. Values of the two classes are never equal: compare
-resolved models with resolved ones. This file knows the sections, and no option in them.
+If a section has derived fields, the section of a RunConfig is a subclass of the options' section (sections.py), so code
+that reads either, such as `value_of` and config/toml.py, is written once. Instances of the two classes are never equal:
+compare resolved models with resolved ones. This file names the sections, but no option.
 """
 
 # ruff: noqa: RUF009 - every default below is immutable
@@ -80,7 +80,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """A run as resolved: every derived value is there."""
+    """A resolved run: every derived value is set."""
 
     model: ModelConfig
     precision: PrecisionConfig
@@ -102,7 +102,7 @@ class RunConfig:
 
 
 AnyRun = Options | RunConfig
-"""What reads an option by its name takes either."""
+"""Functions that read an option by its name take either."""
 
 
 @functools.cache
@@ -114,7 +114,7 @@ def sections() -> Mapping[str, type[Section]]:
 
 @functools.cache
 def run_schema() -> Schema:
-    """Every section of a run."""
+    """The schema of a run: all its sections."""
     return schema_of(sections())
 
 
@@ -124,21 +124,21 @@ def entries() -> Mapping[str, Entry]:
 
 
 def options_with(**properties: object) -> list[str]:
-    """Names of the options whose properties are these, in the order of sections.
+    """Names of the options that have these properties, in the order of sections.
 
     >>> options_with(bench="host")
     ['nproc', 'device', 'backend', 'timeout_minutes']
     """
-    wanted = properties.items()
+    required = properties.items()
     return [
         name
         for name, entry in entries().items()
-        if all(getattr(entry.option, property) == value for property, value in wanted)
+        if all(getattr(entry.option, property) == value for property, value in required)
     ]
 
 
 def updated(options: Options, values: Mapping[str, object]) -> Options:
-    """`options` with some replaced by field name.
+    """A copy of `options` with these values, by field name.
 
     >>> updated(Options(), {"layers": 2, "lr": 1e-4}).model.layers
     2
@@ -163,7 +163,7 @@ def flag_of(name: str) -> str:
 
 
 def found_with(run: AnyRun, name: str, valid: tuple[str, ...] | Range) -> bool:
-    """Whether an option holds one of `valid`, as `Option.needs` lists them: (), any value but none and off."""
+    """Whether an option holds one of the `valid` values. As in `Option.needs`, () is any value except None and off."""
     value = value_of(run, name)
     if isinstance(valid, Range):
         return value is not None and valid.holds(value)

@@ -1,7 +1,7 @@
-"""Sections as one table of options: what a field of each may hold, read from its type and its `option`.
+"""Sections as one table of options: the properties of their fields, read from each field's type and its `option`.
 
-A verb's options are frozen sections: a run's (config/run.py), or those of the room that the verb calls, which takes
-the section itself. A field without `option` is not a flag: code sets it. This file knows no option by name.
+A verb's options are frozen sections: those of a run (config/run.py), or those of the room that the verb calls, whose
+functions take the section itself. A field without `option` is not a flag; code sets it. This file names no option.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from mega.core.config.option import Option, Section, describe
 
 
 class Entry(NamedTuple):
-    """One option as its readers need it: its section, what it may hold, and how it is described."""
+    """One option as its readers need it: its section, its type, and its properties."""
 
     section: str
-    """Name of the section within `Options` or the verb's signature, which is also the TOML table."""
+    """Name of the section in `Options` or in the verb's signature; also the TOML table."""
     title: str
     """Heading of the section's panel of flags."""
     name: str
-    """Field name, which is also the TOML key: `seq_length`."""
+    """Field name, such as `seq_length`; also the TOML key."""
     kind: type
-    """`int`, `float`, `str`, `bool` or `Path`; of the items where `many`."""
+    """`int`, `float`, `str`, `bool` or `Path`; the type of the items if `many`."""
     many: bool
-    """A tuple of `kind`."""
+    """Whether the value is a tuple of `kind`."""
     optional: bool
-    """`None`, meaning "derived", is a value."""
+    """Whether `None`, which means "derived", is a valid value."""
     literal: tuple[str, ...]
     """The values of a `Literal`, or ()."""
     default: object
-    """`dataclasses.MISSING` where a value must be given."""
+    """`dataclasses.MISSING` if a value must be given."""
     option: Option
 
     @property
@@ -74,20 +74,20 @@ class Schema(NamedTuple):
     entries: Mapping[str, Entry]
 
     def value(self, table: str, values: Mapping[str, object]) -> object:
-        """The section `table` of the options in `values`, by name; the others are at their defaults."""
-        own = {name: value for name, value in values.items() if self.entries[name].section == table}
-        return self.tables[table](**own)
+        """Build the section `table` from `values`, option name -> value; all other options are at their defaults."""
+        section_values = {name: value for name, value in values.items() if self.entries[name].section == table}
+        return self.tables[table](**section_values)
 
 
 def schema_of(tables: Mapping[str, type[Section]], without: Mapping[str, Collection[str]] | None = None) -> Schema:
-    """The options of sections. without: by table, names of those that are left out."""
-    found: dict[str, Entry] = {}
+    """The schema of sections. without: table -> names of options to leave out."""
+    entries: dict[str, Entry] = {}
     for table, cls in tables.items():
         for entry in _entries_of(table, cls):
             if entry.name not in (without or {}).get(table, ()):
-                assert entry.name not in found, f"option {entry.name} is defined twice"
-                found[entry.name] = entry
-    return Schema(tables, found)
+                assert entry.name not in entries, f"option {entry.name} is defined twice"
+                entries[entry.name] = entry
+    return Schema(tables, entries)
 
 
 def _entries_of(table: str, cls: type[Section]) -> Iterator[Entry]:
@@ -109,7 +109,7 @@ def _entries_of(table: str, cls: type[Section]) -> Iterator[Entry]:
 
 
 def _shape(hint: object) -> tuple[type, bool, bool, tuple[str, ...]]:
-    """Takes a field's type apart: kind, many, optional, values of a `Literal`."""
+    """Split a field's type into kind, many, optional, and the values of a `Literal`."""
     optional = False
     if get_origin(hint) in (Union, types.UnionType):
         (hint,) = (part for part in get_args(hint) if part is not type(None))

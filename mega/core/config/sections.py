@@ -48,12 +48,13 @@ MASKED = ("bert", "t5")
 """Families whose samples have words masked or taken out."""
 
 MOST_LAYERS = 10_000
-"""Ten times as many as the deepest published model has: each is built one by one, also where a run is only planned."""
+"""Upper bound of --layers, ten times the depth of the deepest published model: layers are built one by one, even in a
+dry run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseOptions(Section):
-    """The mathematics and the shape of one model, but for mixtures of experts."""
+    """The mathematics and the shape of one model, except for its mixture of experts and its retriever."""
 
     title: ClassVar[str] = "Model"
     on_resume: ClassVar[OnResume] = "must match"
@@ -70,7 +71,7 @@ class DenseOptions(Section):
     )
     decoder_layers: int | None = option(
         None,
-        "transformer blocks of a T5's decoder, where --layers are its encoder's [layers]",
+        "transformer blocks of T5's decoder; --layers counts those of its encoder [layers]",
         megatron="--decoder-num-layers",
         within=COUNT,
         most=MOST_LAYERS,
@@ -110,7 +111,8 @@ class DenseOptions(Section):
     )
     mask_padded_vocab: bool = option(
         True,
-        "keep padded vocabulary rows out of the softmax; else all rows are tokens, as many as a loaded checkpoint has",
+        "exclude padded vocabulary rows from the softmax; if off, all rows are tokens, and their "
+        "number is that of the loaded checkpoint",
         on_resume="noted",
     )
     positions: int | None = option(
@@ -150,118 +152,125 @@ class DenseOptions(Section):
     )
     rope_scaling: Literal["none", "llama3", "yarn", "longrope"] = option(
         "none",
-        "scale slow rotary frequencies, as Llama 3.1 does, by YaRN, or each by a factor of its own (LongRoPE)",
+        "scale slow rotary frequencies as Llama 3.1 does or by YaRN, or divide each frequency by "
+        "its own factor (LongRoPE)",
         megatron={"--use-rope-scaling": "llama3"},
         needs={"position": ("rope",)},
     )
     rope_scaling_factor: float = option(
         8.0,
-        "slow frequencies are divided by this",
+        "divide slow frequencies by this",
         megatron="--rope-scaling-factor",
         within=POSITIVE,
         read_with={"rope_scaling": ("llama3", "yarn")},
     )
     rope_low_freq_factor: float = option(
         1.0,
-        "fewer turns than this over the original positions are slow",
+        "frequencies with fewer turns than this over the original positions are slow",
         within=POSITIVE,
         read_with={"rope_scaling": ("llama3",)},
     )
     rope_high_freq_factor: float = option(
         4.0,
-        "more turns than this over the original positions stay as they are",
+        "frequencies with more turns than this over the original positions are not scaled",
         within=POSITIVE,
         read_with={"rope_scaling": ("llama3",)},
     )
     rope_original_positions: int = option(
-        8192, "positions before the scaling", within=COUNT, read_with={"rope_scaling": ("llama3", "yarn", "longrope")}
+        8192,
+        "positions of the model before the scaling",
+        within=COUNT,
+        read_with={"rope_scaling": ("llama3", "yarn", "longrope")},
     )
     rope_beta_fast: float = option(
         32.0,
-        "more turns than this over the original positions stay as they are (YaRN)",
+        "frequencies with more turns than this over the original positions are not scaled (YaRN)",
         within=POSITIVE,
         read_with={"rope_scaling": ("yarn",)},
     )
     rope_beta_slow: float = option(
         1.0,
-        "fewer turns than this over the original positions are slow (YaRN)",
+        "frequencies with fewer turns than this over the original positions are slow (YaRN)",
         within=POSITIVE,
         read_with={"rope_scaling": ("yarn",)},
     )
     rope_truncate: bool = option(
-        True, "round the bounds of YaRN outwards to whole frequencies", read_with={"rope_scaling": ("yarn",)}
+        True, "round YaRN's bounds outwards to whole frequencies", read_with={"rope_scaling": ("yarn",)}
     )
     rope_magnitude: float | None = option(
         None,
-        "multiply cosines and sines by this [YaRN: 0.1 ln factor + 1; LongRoPE: sqrt(1 + ln of --positions over the "
-        "original ones / ln of these), both at least 1]",
+        "multiply cosines and sines by this [YaRN: 0.1 ln factor + 1; LongRoPE: sqrt(1 + "
+        "ln(--positions / original) / ln(original)), both at least 1]",
         within=POSITIVE,
         read_with={"rope_scaling": ("yarn", "longrope")},
     )
     rope_short_factors: tuple[float, ...] = option(
         (),
-        "what LongRoPE divides each frequency by in rows of at most the original positions",
+        "divisors of the frequencies in rows of at most --rope-original-positions tokens (LongRoPE)",
         within=POSITIVE,
         needs={"rope_scaling": ("longrope",)},
     )
     rope_long_factors: tuple[float, ...] = option(
         (),
-        "what LongRoPE divides each frequency by in longer rows",
+        "divisors of the frequencies in longer rows (LongRoPE)",
         within=POSITIVE,
         needs={"rope_scaling": ("longrope",)},
     )
     rope_layers: tuple[int, ...] = option(
         (),
-        "layers with rotary positions, 1, and without any, 0, from the first on and again: 1 1 1 0 leaves out every "
-        "fourth [all have them]",
+        "1 for a layer with rotary positions, 0 for one without, repeated from the first layer "
+        "on: 1 1 1 0 leaves out every fourth [all have them]",
         within=CHANCE,
         needs={"position": ("rope",)},
     )
     position_offset: int = option(
         0,
-        "number of the first sinusoidal position, or row of the first learned one",
+        "index of the first sinusoidal position, or row of the first learned position",
         within=NOT_NEGATIVE,
         most=2**16,
         needs={"position": ("sinusoidal", "learned")},
     )
     window: int | None = option(
         None,
-        "tokens that each one sees in every layer, itself and those before it, and of those after it as many [all]",
+        "attention window of every layer: the tokens that a token sees, itself and those before "
+        "it, and as many after it in an encoder [all]",
         within=COUNT,
         most=2**26,
     )
     window_layers: tuple[int, ...] = option(
         (),
-        "layers with --window, 1, and those that see all tokens, 0, from the first on and again [all have it]",
+        "1 for a layer with --window, 0 for one that sees all tokens, repeated from the first layer on [all have it]",
         within=CHANCE,
         needs={"window": ()},
     )
     local_rope_base: float | None = option(
         None,
-        "rotary base of layers with --window, whose positions are neither divided nor scaled [--rope-base]",
+        "rotary base of layers with --window; their positions are neither interpolated nor scaled [--rope-base]",
         within=POSITIVE,
         needs={"window": (), "position": ("rope",)},
     )
-    embedding_scale: bool = option(False, "multiply token rows by the square root of --hidden")
+    embedding_scale: bool = option(False, "multiply token embeddings by the square root of --hidden")
     embedding_scale_rounded: bool = option(
-        False, "round that root to the dtype of the rows first, as Gemma does", needs={"embedding_scale": ()}
+        False,
+        "round that square root to the dtype of the embeddings first, as Gemma does",
+        needs={"embedding_scale": ()},
     )
-    embedding_multiplier: float = option(1.0, "multiply token rows by this", within=POSITIVE)
+    embedding_multiplier: float = option(1.0, "multiply token embeddings by this", within=POSITIVE)
     residual_multiplier: float = option(
-        1.0, "multiply what each branch adds to the residual stream by this", within=POSITIVE
+        1.0, "multiply the output of each branch by this before it is added to the residual stream", within=POSITIVE
     )
     logit_divisor: float = option(1.0, "divide logits by this", within=POSITIVE, families=DECODERS)
     logit_softcap: float | None = option(
-        None, "keep logits within +-this by a hyperbolic tangent [no bound]", within=POSITIVE, families=DECODERS
+        None, "bound logits to +-this with a hyperbolic tangent [no bound]", within=POSITIVE, families=DECODERS
     )
     attention_scale: float | None = option(
         None, "multiply attention scores by this [1 / square root of --head-dim]", within=POSITIVE
     )
     attention_scale_by_layer: bool = option(
-        False, "divide attention scores by the number of the layer too, the first being 1"
+        False, "also divide attention scores by the number of the layer, counted from 1"
     )
     attention_softcap: float | None = option(
-        None, "keep attention scores within +-this by a hyperbolic tangent [no bound]", within=POSITIVE
+        None, "bound attention scores to +-this with a hyperbolic tangent [no bound]", within=POSITIVE
     )
     norm: Literal["layernorm", "rmsnorm"] = option(
         "layernorm", "normalisation", megatron={"--normalization": {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}}
@@ -285,7 +294,7 @@ class DenseOptions(Section):
     )
     mtp_layers: int = option(
         0,
-        "tokens after the next one that training predicts too, each by a layer of its own in the head",
+        "tokens after the next one that training also predicts, each with its own layer in the head",
         megatron="--mtp-num-layers",
         within=NOT_NEGATIVE,
         most=64,
@@ -293,36 +302,37 @@ class DenseOptions(Section):
     )
     mtp_loss: float = option(
         0.1,
-        "what the mean of their losses is multiplied by",
+        "factor of the mean loss of --mtp-layers",
         megatron="--mtp-loss-scaling-factor",
         within=NOT_NEGATIVE,
         on_resume="noted",
         read_with={"mtp_layers": COUNT},
     )
-    bias: bool = option(True, "biases in the linears", megatron={"--disable-bias-linear": False})
+    bias: bool = option(True, "biases in the linear layers", megatron={"--disable-bias-linear": False})
     qkv_bias: bool | None = option(
         None, "biases of query, key and value [as --bias]", megatron={"--add-qkv-bias": True}
     )
     out_bias: bool | None = option(None, "biases of attention's output [as --bias]")
-    head_bias: bool = option(False, "a bias of the output layer", families=DECODERS)
+    head_bias: bool = option(False, "bias of the output layer", families=DECODERS)
     qk_norm: bool = option(False, "normalise queries and keys per head", megatron={"--qk-layernorm": True})
     qk_norm_whole: bool = option(
         False, "normalise queries and keys over all heads together", needs={"norm": ("rmsnorm",), "qk_norm": ()}
     )
     tied: bool = option(
         True,
-        "output layer shares the embedding's weights",
+        "the output layer shares the embedding's weights",
         megatron={"--untie-embeddings-and-output-weights": False},
     )
     norm_placement: Literal["pre", "post", "both", "branch"] = option(
         "pre",
-        "norms before each branch; after its sum as in the original BERT, which has one after the embeddings too; on "
-        "both sides of the branch itself; or after the branch itself",
+        "norms before each branch (pre); after its addition to the residual, as in the original "
+        "BERT, and after the embeddings (post); on both sides of the branch (both); or after the "
+        "branch (branch)",
         families={"post": ("bert",), "both": DECODERS, "branch": DECODERS},
     )
     parallel_branches: Literal["no", "two-norms", "one-norm"] = option(
         "no",
-        "attention and feed-forward read the same stream, each with its own norm or both with one",
+        "attention and feed-forward read the same input, each through its own norm or both through one",
         families={"two-norms": DECODERS, "one-norm": DECODERS},
         needs={"norm_placement": ("pre",)},
     )
@@ -334,27 +344,27 @@ class DenseOptions(Section):
     )
     binary_head: bool = option(
         True,
-        "a BERT sample has two parts, whose order is to be predicted",
+        "BERT samples have two parts, whose order the model predicts",
         megatron={"--bert-no-binary-head": False},
         families=("bert",),
         formerly="masking",
     )
     token_types: int | None = option(
         None,
-        "parts of a row that BERT's embeddings tell apart; 0 is none [2; 0 without --binary-head]",
+        "segments that BERT's token-type embeddings distinguish; 0 for no such embeddings [2; 0 without --binary-head]",
         within=NOT_NEGATIVE,
         most=2**16,
         families=("bert",),
     )
     head: Literal["lm", "classification", "choice", "none"] = option(
         "lm",
-        "what BERT computes: lm is masked words and the order of parts, classification one of --classes of each row, "
-        "choice which of so many rows it is",
+        "BERT's output: masked words and the order of parts (lm), one of --classes for each row "
+        "(classification), or one of --classes rows (choice)",
         families=("bert",),
     )
     classes: int = option(
         2,
-        "classes of a row, or rows of a choice",
+        "classes of a row, or rows to choose from",
         within=COUNT,
         most=2**20,
         families=("bert",),
@@ -362,8 +372,9 @@ class DenseOptions(Section):
     )
     memory_padding: Literal["masked", "uniform", "zero"] = option(
         "masked",
-        "the encoder's padding in T5's cross attention: masked; or attended to, as in Megatron-LM 23.06 to core 0.5, "
-        "where padding attends to all columns evenly (uniform: fp32) or to none (zero: fused softmax of bf16, fp16)",
+        "the encoder's padding in T5's cross attention: masked; or attended to, as in Megatron-LM "
+        "23.06 to core 0.5, where padding attends to all columns evenly (uniform: fp32) or to "
+        "none (zero: fused softmax of bf16, fp16)",
         families=("t5",),
         on_resume="noted",
     )
@@ -382,15 +393,15 @@ class DenseOptions(Section):
     )
     lora_rank: int = option(
         0,
-        "rank of low-rank adapters, which alone are trained; 0 is none",
+        "rank of low-rank adapters; only the adapters are trained; 0 disables them",
         within=NOT_NEGATIVE,
         most=2**16,
     )
     lora_alpha: float = option(
-        16.0, "adapters are scaled by this over --lora-rank", within=POSITIVE, read_with={"lora_rank": COUNT}
+        16.0, "scale adapters by this / --lora-rank", within=POSITIVE, read_with={"lora_rank": COUNT}
     )
     lora_targets: tuple[str, ...] = option(
-        (), "linears of the blocks with adapters, such as q_proj v_proj [all]", read_with={"lora_rank": COUNT}
+        (), "linear layers of the blocks that get adapters, such as q_proj v_proj [all]", read_with={"lora_rank": COUNT}
     )
     lora_dropout: float = option(
         0.0,
@@ -403,7 +414,7 @@ class DenseOptions(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(RetrieverOptions, MixtureOptions, DenseOptions):
-    """A model as typed. Everything `architecture` needs, and nothing else; options of parts that few have come last."""
+    """The model: its shape and its mathematics. Options of parts that few models have come last."""
 
     title: ClassVar[str] = "Model"
     on_resume: ClassVar[OnResume] = "must match"
@@ -411,7 +422,7 @@ class ModelOptions(RetrieverOptions, MixtureOptions, DenseOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ModelOptions):
-    """A model with nothing left to derive: of a resolved run, or of a checkpoint."""
+    """A model whose derived fields are all set, as in a resolved run or a checkpoint."""
 
     layers: int = field()
     hidden: int = field()
@@ -425,16 +436,16 @@ class ModelConfig(ModelOptions):
 
     @property
     def stacks(self) -> tuple[int, ...]:
-        """Transformer blocks of each stack: of its only one, or of its encoder and its decoder."""
+        """Number of transformer blocks of each stack: of the only stack, or of the encoder and the decoder."""
         return tuple(filter(None, (self.layers, self.decoder_layers)))
 
     def with_stacks(self, blocks: tuple[int, ...]) -> ModelConfig:
-        """The same model with other numbers of blocks, as of `stacks`."""
+        """The same model with other numbers of blocks, in the order of `stacks`."""
         return replace(self, layers=blocks[0], decoder_layers=blocks[1] if len(blocks) > 1 else None)
 
     @property
     def blocks(self) -> int:
-        """All of them; an encoder's come first."""
+        """Number of transformer blocks of all stacks; an encoder's blocks come first."""
         return sum(self.stacks)
 
 
@@ -454,15 +465,15 @@ class PrecisionOptions(Section):
     )
     fp8: bool = option(
         False,
-        "multiply in fp8 within the blocks, e4m3 forward and e5m2 gradients, every tensor scaled by itself; the head,"
-        " sums and masters stay as they are",
+        "run the GEMMs of the blocks in fp8: e4m3 forward, e5m2 for gradients, one scale for each "
+        "tensor; the head, sums and master weights keep their dtypes",
         megatron={"--fp8-hybrid": True, "--fp8-format": {"hybrid": True}},
         on_resume="noted",
         needs={"dtype": ("bf16",)},
     )
     grad_dtype: Literal["fp32", "fp16", "bf16", "fp64"] | None = option(
         None,
-        "dtype in which gradients accumulate and reduce [fp32; fp64 with fp64; fp16 with fp16]",
+        "dtype in which gradients are accumulated and reduced [fp32; fp64 with fp64; fp16 with fp16]",
         megatron={
             "--accumulate-allreduce-grads-in-fp32": "fp32",
             "--fp32-allreduce": "fp32",
@@ -472,7 +483,7 @@ class PrecisionOptions(Section):
     )
     masters: bool = option(
         True,
-        "keep fp32 masters of 16-bit weights",
+        "keep fp32 master copies of 16-bit weights",
         megatron={"--memory-efficient-fp16": False, "--memory-efficient-bf16": False},
         on_resume="noted",
         needs={"dtype": ("bf16", "fp16")},
@@ -496,7 +507,7 @@ class PrecisionOptions(Section):
     )
     loss_scale_window: int = option(
         1000,
-        "clean steps before the scale doubles",
+        "steps without overflow before the scale doubles",
         megatron="--loss-scale-window",
         unit="steps",
         within=COUNT,
@@ -534,7 +545,7 @@ class PrecisionConfig(PrecisionOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelOptions(Section):
-    """How many ranks share the work and along which axes. dp is what the world size leaves over."""
+    """Number of ranks along each axis. dp is the world size divided by tp x pp x cp."""
 
     title: ClassVar[str] = "Parallelism"
 
@@ -561,7 +572,8 @@ class ParallelOptions(Section):
     )
     ep: int = option(
         1,
-        "ranks that experts are cut over, out of those that have other tokens; without --sequence-parallel out of tp",
+        "ranks over which the experts are split, chosen from ranks that hold different tokens; "
+        "without --sequence-parallel from the tensor ranks",
         megatron="--expert-model-parallel-size",
         within=COUNT,
         layout=True,
@@ -577,7 +589,8 @@ class ParallelOptions(Section):
     )
     expert_dispatch: Literal["auto", "all-gather", "all-to-all"] = option(
         "auto",
-        "how tokens reach experts of other ranks; auto is all-gather where --ep is at most --experts-chosen",
+        "how tokens reach experts of other ranks; auto is all-gather if --ep is at most "
+        "--experts-chosen, else all-to-all",
         megatron={
             "--moe-token-dispatcher-type": {"allgather": "all-gather", "alltoall": "all-to-all", "flex": "all-to-all"}
         },
@@ -585,7 +598,8 @@ class ParallelOptions(Section):
     )
     cp_comm: Literal["auto", "ring", "all-to-all"] = option(
         "auto",
-        "attention across context ranks; auto is all-to-all where the key/value heads divide, else ring",
+        "communication of attention across context ranks; auto is all-to-all if the ranks divide "
+        "the key/value heads, else ring",
         megatron={"--cp-comm-type": {"p2p": "ring", "a2a": "all-to-all"}},
         read_with={"cp": SEVERAL},
         evaluated=True,
@@ -601,7 +615,7 @@ class ParallelOptions(Section):
     )
     tp_overlap: bool = option(
         False,
-        "overlap the exchange of tokens between tensor ranks with the GEMMs that need them, by copies into peer memory",
+        "overlap the exchange of tokens between tensor ranks with the GEMMs that use them, by copies into peer memory",
         megatron={"--tp-comm-overlap": True},
         needs={"sequence_parallel": ()},
         evaluated=True,
@@ -624,11 +638,12 @@ class ParallelOptions(Section):
         layout=True,
     )
     stage_layers: tuple[int, ...] = option(
-        (), "blocks of each stage, where they are not equal", within=COUNT, layout=True, evaluated=True
+        (), "blocks of each stage, if the stages differ [equal numbers]", within=COUNT, layout=True, evaluated=True
     )
     split_rank: int | None = option(
         None,
-        "pipeline rank of the first stage of a T5's decoder; the stages before share the encoder [all share all]",
+        "pipeline rank of the first stage of T5's decoder; the stages before it hold the encoder "
+        "[stages are split evenly over both]",
         megatron="--pipeline-model-parallel-split-rank",
         within=COUNT,
         layout=True,
@@ -636,7 +651,7 @@ class ParallelOptions(Section):
     )
     zero: int = option(
         0,
-        "share optimizer state (1), gradients (2), parameters (3) over dp",
+        "shard optimizer state (1), gradients (2), parameters (3) over dp",
         megatron={
             "--use-distributed-optimizer": weak(1),
             "--zero-stage": VALUE,
@@ -653,7 +668,7 @@ class ParallelOptions(Section):
     )
     bucket_size: int = option(
         40_000_000,
-        "least elements of a gradient bucket",
+        "minimum number of elements of a gradient bucket",
         megatron={"--zero-reduce-bucket-size": VALUE, "--ddp-bucket-size": VALUE},
         unit="elements",
         within=COUNT,
@@ -663,8 +678,8 @@ class ParallelOptions(Section):
     )
     overlap_param_gather: bool = option(
         True,
-        "gather weights while others are used: updated ones in the next forward pass (zero 1, 2), a unit's while "
-        "the one before it runs (zero 3)",
+        "gather weights during computation: updated weights in the next forward pass (zero 1, 2), "
+        "those of a unit while the unit before it runs (zero 3)",
         megatron={"--overlap-param-gather": True},
     )
 
@@ -679,7 +694,7 @@ class ParallelConfig(ParallelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions(Section):
-    """How much is consumed: samples a step, their length, and for how long."""
+    """Samples of a step, their length, and the length of the run."""
 
     title: ClassVar[str] = "Batch"
 
@@ -742,8 +757,8 @@ class BatchOptions(Section):
     )
     loss_normalizer: Literal["global", "microbatch"] = option(
         "global",
-        "divide the loss by the global batch's weight, or by each microbatch's as Megatron-LM does, which also reports "
-        "the mean of its microbatches",
+        "divide the loss by the weight of the global batch, or by that of each microbatch as "
+        "Megatron-LM does, which also reports the mean over microbatches",
         megatron={"--calculate-per-token-loss": "global"},
         on_resume="noted",
     )
@@ -751,7 +766,7 @@ class BatchOptions(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig(BatchOptions):
-    """The batch of a resolved run. Its length may be missing where nothing is trained."""
+    """The batch of a resolved run. `steps` and `samples` may both be None if nothing is trained."""
 
     seq_length: int = field()
     micro_batch: int = field()
@@ -778,7 +793,7 @@ class OptimizerConfig(Section):
     )
     adam_beta1: float = option(
         0.9,
-        "decay of the first moment (adam, lamb; muon: of all but layers' matrices)",
+        "decay of the first moment (adam, lamb; in muon, of all tensors but the layers' matrices)",
         megatron="--adam-beta1",
         within=BELOW_ONE,
         on_resume="noted",
@@ -810,27 +825,27 @@ class OptimizerConfig(Section):
     )
     adafactor_relative: bool = option(
         False,
-        "adafactor: steps of weight size x min(lr, 1 / sqrt step) instead of lr",
+        "adafactor: scale updates by the weight's size x min(lr, 1 / sqrt(step)) instead of lr",
         read_with={"optimizer": ("adafactor",)},
         on_resume="noted",
     )
     adafactor_clip: float = option(
         1.0,
-        "adafactor: largest root mean square of an update",
+        "adafactor: maximum root mean square of an update",
         within=POSITIVE,
         read_with={"optimizer": ("adafactor",)},
         on_resume="noted",
     )
     adafactor_decay: float = option(
         0.8,
-        "adafactor: second moments decay by 1 - step^-this",
+        "adafactor: the decay of second moments is 1 - step^-this",
         within=POSITIVE,
         read_with={"optimizer": ("adafactor",)},
         on_resume="noted",
     )
     muon_momentum: float = option(
         0.95,
-        "muon: decay of the average of gradients",
+        "muon: decay of the running average of gradients",
         megatron="--muon-momentum",
         within=BELOW_ONE,
         read_with={"optimizer": ("muon",)},
@@ -838,20 +853,20 @@ class OptimizerConfig(Section):
     )
     muon_nesterov: bool = option(
         False,
-        "muon: the update looks one gradient ahead",
+        "muon: use Nesterov momentum",
         megatron="--muon-use-nesterov",
         read_with={"optimizer": ("muon",)},
         on_resume="noted",
     )
     muon_coefficients: Literal["quintic", "simple", "polar_express"] = option(
         "quintic",
-        "muon: polynomials that make a matrix orthogonal",
+        "muon: polynomials of the iteration that makes a matrix orthogonal",
         read_with={"optimizer": ("muon",)},
         on_resume="noted",
     )
     muon_steps: int = option(
         5,
-        "muon: how often they are applied",
+        "muon: steps of that iteration",
         megatron="--muon-num-ns-steps",
         within=COUNT,
         read_with={"optimizer": ("muon",)},
@@ -859,14 +874,14 @@ class OptimizerConfig(Section):
     )
     muon_scale: Literal["spectral", "shape_scaling", "unit_rms_norm"] = option(
         "spectral",
-        "muon: size of an update of a matrix [out, in]: sqrt max(out, in), sqrt max(1, out / in) or sqrt(out / in)",
+        "muon: scale of the update of a matrix [out, in]: sqrt(max(out, in)), sqrt(max(1, out / in)) or sqrt(out / in)",
         megatron="--muon-scale-mode",
         read_with={"optimizer": ("muon",)},
         on_resume="noted",
     )
     muon_factor: float = option(
         1.0,
-        "muon: factor of every update of a matrix; with 0.2, a rate of adam fits",
+        "muon: factor of every update of a matrix; with 0.2, learning rates of adam can be used",
         megatron="--muon-extra-scale-factor",
         within=POSITIVE,
         read_with={"optimizer": ("muon",)},
@@ -874,16 +889,20 @@ class OptimizerConfig(Section):
     )
     muon_dtype: Literal["bf16", "fp32"] = option(
         "bf16",
-        "muon: in which matrices are multiplied",
+        "muon: dtype of the iteration's GEMMs",
         read_with={"optimizer": ("muon",)},
         on_resume="noted",
     )
     weight_decay: float = option(
-        0.01, "weight decay, decoupled but in sgd", megatron="--weight-decay", within=NOT_NEGATIVE, on_resume="schedule"
+        0.01,
+        "weight decay; decoupled, except in sgd",
+        megatron="--weight-decay",
+        within=NOT_NEGATIVE,
+        on_resume="schedule",
     )
     decay_all: bool = option(
         False,
-        "biases and norms decay, too, as in fairseq",
+        "apply weight decay to biases and norms too, as fairseq does",
         on_resume="noted",
         needs={"optimizer": ("adam", "sgd")},
     )
@@ -896,7 +915,7 @@ class OptimizerConfig(Section):
     )
     optimizer_offload: bool = option(
         False,
-        "keep masters and moments in the host's memory, and update there",
+        "keep master weights and moments in host memory, and run the update there",
         megatron={"--optimizer-cpu-offload": True, "--zero-offload": {"cpu": "true", "none": "false"}},
     )
 
@@ -913,8 +932,8 @@ class ScheduleOptions(Section):
         "constant", "linear", "cosine", "inverse-square-root", "wsd", "range-test", "range-exponential"
     ] = option(
         "linear",
-        "shape of the decay; wsd stays at --lr until near the end; range-test grows by --lr every --lr-decay-steps, "
-        "range-exponential from --min-lr",
+        "shape of the decay; wsd stays at --lr until its last steps; range-test grows by --lr "
+        "every --lr-decay-steps, range-exponential grows from --min-lr",
         megatron={
             "--lr-decay-style": Renamed(
                 {"WSD": "wsd"},
@@ -941,7 +960,7 @@ class ScheduleOptions(Section):
     )
     lr_wsd_decay_steps: int | None = option(
         None,
-        "last steps of the decay, over which wsd falls",
+        "last steps of the decay, in which wsd falls",
         megatron="--lr-wsd-decay-iters",
         unit="steps",
         within=COUNT,
@@ -949,14 +968,14 @@ class ScheduleOptions(Section):
     )
     lr_wsd_decay_samples: int | None = option(
         None,
-        "last samples of the decay, over which wsd falls",
+        "last samples of the decay, in which wsd falls",
         megatron="--lr-wsd-decay-samples",
         unit="samples",
         within=COUNT,
         needs={"lr_decay": ("wsd",)},
     )
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = option(
-        "exponential", "how wsd falls", megatron="--lr-wsd-decay-style", read_with={"lr_decay": ("wsd",)}
+        "exponential", "shape of wsd's final decay", megatron="--lr-wsd-decay-style", read_with={"lr_decay": ("wsd",)}
     )
     lr_warmup_steps: int = option(
         0, "steps of the warm-up", megatron="--lr-warmup-iters", common=True, unit="steps", within=NOT_NEGATIVE
@@ -983,10 +1002,10 @@ class ScheduleOptions(Section):
         read_with={"lr_warmup_steps": COUNT, "lr_warmup_samples": COUNT, "lr_warmup_fraction": POSITIVE},
     )
     start_weight_decay: float | None = option(
-        None, "weight decay at the start, where it changes", megatron="--start-weight-decay", within=NOT_NEGATIVE
+        None, "weight decay at the start, if it changes", megatron="--start-weight-decay", within=NOT_NEGATIVE
     )
     end_weight_decay: float | None = option(
-        None, "weight decay at the end, where it changes", megatron="--end-weight-decay", within=NOT_NEGATIVE
+        None, "weight decay at the end, if it changes", megatron="--end-weight-decay", within=NOT_NEGATIVE
     )
     weight_decay_style: Literal["constant", "linear", "cosine"] = option(
         "constant", "how weight decay changes", megatron="--weight-decay-incr-style"
@@ -1003,7 +1022,7 @@ class ScheduleConfig(ScheduleOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig(Section):
-    """What is recomputed instead of kept."""
+    """Recomputation of activations in the backward pass."""
 
     title: ClassVar[str] = "Memory"
 
@@ -1020,7 +1039,7 @@ class MemoryConfig(Section):
     )
     recompute_method: Literal["uniform", "block"] | None = option(
         None,
-        "how full recompute chooses its blocks",
+        "how --recompute full chooses its blocks",
         megatron={
             "--recompute-method": VALUE,
             "--recompute-granularity": Renamed({"full": "uniform", "selective": None}),
@@ -1047,7 +1066,7 @@ class MemoryConfig(Section):
     )
     distribute_saved: bool = option(
         False,
-        "cut saved activations over the tensor ranks",
+        "split saved activations over the tensor ranks",
         megatron={
             "--distribute-saved-activations": True,
             "--distribute-checkpointed-activations": True,
@@ -1059,7 +1078,7 @@ class MemoryConfig(Section):
 
 
 SPLITS = ("train", "valid", "test")
-"""What a run reads of its data, in the order of --split's shares."""
+"""The parts of a run's data, in the order of --split's shares."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1071,25 +1090,27 @@ class DataConfig(Section):
 
     data_path: tuple[str, ...] = option(
         (),
-        "prefixes of .bin/.idx pairs, or weights and prefixes in turn",
+        "prefixes of .bin/.idx pairs, or alternating weights and prefixes",
         megatron="--data-path",
         common=True,
         on_resume="noted",
     )
     train_data: tuple[str, ...] = option(
         (),
-        "training prefixes (or TFRecords, or labelled files), used whole",
+        "prefixes of training data (or TFRecords, or labelled files), used whole",
         megatron="--train-data-path",
         on_resume="noted",
     )
     valid_data: tuple[str, ...] = option(
         (),
-        "validation prefixes, used whole; labelled files, each reported by its name",
+        "prefixes of validation data, used whole; or labelled files, each reported by its name",
         megatron={"--valid-data-path": VALUE, "--data-path2": VALUE},
     )
-    test_data: tuple[str, ...] = option((), "test prefixes, used whole", megatron="--test-data-path")
-    valid_sets: tuple[str, ...] = option((), "more validation sets, each as name=prefix and reported by its name")
-    corpora: str | None = option(None, "a TOML file whose table [corpora] gives names to prefixes")
+    test_data: tuple[str, ...] = option((), "prefixes of test data, used whole", megatron="--test-data-path")
+    valid_sets: tuple[str, ...] = option(
+        (), "further validation sets, each given as name=prefix and reported by its name"
+    )
+    corpora: str | None = option(None, "TOML file whose table [corpora] gives names to prefixes")
     chat_data: tuple[str, ...] = option(
         (),
         "conversations in JSON lines, or a data set of the Hub, instead of token files",
@@ -1099,8 +1120,8 @@ class DataConfig(Section):
     )
     chat_template: str = option(
         "auto",
-        "auto (that of the weights, else plain), model (that of the weights), llama2, llama3, chatml, plain, or a "
-        "Jinja file",
+        "auto (the template of the weights, else plain), model (the template of the weights), "
+        "llama2, llama3, chatml, plain, or a Jinja file",
         on_resume="noted",
     )
     split: str = option(
@@ -1112,16 +1133,19 @@ class DataConfig(Section):
     )
     data_cache: str | None = option(None, "directory of the sample-order cache", megatron="--data-cache-path")
     mmap: bool = option(
-        True, "map token files into memory; else read each piece when needed", megatron={"--no-mmap-bin-files": False}
+        True,
+        "map token files into memory; if off, read each piece when it is needed",
+        megatron={"--no-mmap-bin-files": False},
     )
     repeat_short_parts: bool = option(
         False,
-        "a corpus's part of fewer tokens than a sample is repeated to fill it, as Megatron-LM 23.06 does; else refused",
+        "repeat a part of a corpus that has fewer tokens than a sample, as Megatron-LM 23.06 "
+        "does; if off, such a part is an error",
     )
     mock_data: bool = option(False, "random tokens instead of files", megatron={"--mock-data": True})
     retro: str | None = option(
         None,
-        "database of neighbours, and those of all samples, which mega retro has made",
+        "folder written by mega retro: the database of neighbours, and the neighbours of all samples",
         megatron={"--retro-workdir": VALUE, "--retro-project-dir": VALUE},
         metavar="<path>",
         on_resume="noted",
@@ -1131,14 +1155,16 @@ class DataConfig(Section):
     )
     order: Literal["single", "core", "cyclic"] = option(
         "single",
-        "sample order: single is that of Megatron-LM 23.06; core the same with the splits and blends of Megatron-core "
-        "0.18; cyclic assigns samples to data ranks, so another number of them is another run",
+        "sample order: single is that of Megatron-LM 23.06; core is the same with the splits and "
+        "blends of Megatron-core 0.18; cyclic assigns samples to data ranks, so changing their "
+        "number changes the result",
         megatron="--dataloader-type",
         on_resume="noted",
     )
     data_sharding: bool = option(
         True,
-        "cyclic order shuffles a part of the samples for each data rank; else all of them, which ranks take in turn",
+        "cyclic order: shuffle a separate part of the samples for each data rank; if off, shuffle "
+        "all samples, which ranks take in turn",
         megatron={"--no-data-sharding": False},
         on_resume="noted",
         read_with={"order": ("cyclic",)},
@@ -1167,14 +1193,14 @@ class DataConfig(Section):
     )
     fim_data: bool = option(
         False,
-        "move a part of each document to its end, between marks, so that the model learns to fill in the middle",
+        "fill in the middle: move a span of a document to its end, between special tokens",
         megatron={"--fim-data": True},
         on_resume="noted",
         families=DECODERS,
     )
     fim_rate: float = option(
         0.5,
-        "share of the documents that are changed so",
+        "share of the documents that --fim-data changes",
         megatron="--fim-rate",
         within=CHANCE,
         on_resume="noted",
@@ -1182,7 +1208,7 @@ class DataConfig(Section):
     )
     fim_spm_rate: float = option(
         0.5,
-        "of those the share with the suffix before the prefix",
+        "share of the changed documents in which the suffix comes before the prefix",
         megatron="--fim-spm-rate",
         within=CHANCE,
         on_resume="noted",
@@ -1190,7 +1216,7 @@ class DataConfig(Section):
     )
     fim_split_sample: str | None = option(
         None,
-        "a token that parts a document into fragments, such as files, which are then changed one by one",
+        "token that separates a document into fragments, such as files, which are then changed one by one",
         megatron="--fim-split-sample",
         on_resume="noted",
         read_with={"fim_data": ()},
@@ -1205,7 +1231,7 @@ class DataConfig(Section):
     )
     fim_no_prefix: str | None = option(
         None,
-        "texts that begin with this stay as they are",
+        "texts that begin with this are not changed",
         megatron="--fim-no-prefix",
         on_resume="noted",
         read_with={"fim_data": ()},
@@ -1233,7 +1259,7 @@ class DataConfig(Section):
     )
     fim_pad_token: str = option(
         "<fim_pad>",
-        "token that fills a sample which became shorter",
+        "token that pads a sample that became shorter",
         megatron="--fim-pad-token",
         on_resume="noted",
         read_with={"fim_data": ()},
@@ -1247,33 +1273,37 @@ class DataConfig(Section):
     )
     allow_tokenizer_mismatch: bool = option(
         False,
-        "take token files or weights of another tokenizer, such as one to which entries have been added since",
+        "accept token files or weights of another tokenizer, such as an earlier version with fewer entries",
         evaluated=True,
     )
     allow_corpus_change: bool = option(
-        False, "resume on token files that hold other tokens than those that the run has been trained on"
+        False, "resume even if the tokens of the token files differ from those that the run was trained on"
     )
     data_workers: int = option(
-        2, "0: read a step when it is due, else ahead on a thread", megatron="--num-workers", within=NOT_NEGATIVE
+        2,
+        "0 reads the data of a step when the step needs them, any other number reads ahead on a thread",
+        megatron="--num-workers",
+        within=NOT_NEGATIVE,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskingConfig(Section):
-    """What a sample is, and how words are masked in the samples of BERT and T5."""
+    """Kind of samples, and how words are masked in the samples of BERT and T5."""
 
     title: ClassVar[str] = "Samples"
 
     sample_kind: Literal["gpt", "bert", "t5", "tfrecords"] = option(
         "gpt",
-        "runs of tokens; pairs of parts with masked words; text without some spans; BERT's pairs read from TFRecords",
+        "gpt: consecutive tokens; bert: pairs of parts with masked words; t5: text with some "
+        "spans taken out; tfrecords: pairs of BERT, read from TFRecords",
         megatron={"--use-tfrecords": "tfrecords"},
         families={"bert": ("bert",), "t5": ("t5",), "tfrecords": ("bert",)},
         on_resume="noted",
     )
     mask_prob: float = option(
         0.15,
-        "share of the tokens that is masked or taken out",
+        "share of the tokens that are masked or taken out",
         megatron="--mask-prob",
         within=SHARE,
         families=MASKED,
@@ -1281,7 +1311,7 @@ class MaskingConfig(Section):
     )
     short_seq_prob: float = option(
         0.1,
-        "share of the samples that is shorter on purpose",
+        "share of the samples that are shortened on purpose",
         megatron="--short-seq-prob",
         within=BELOW_ONE,
         families=MASKED,
@@ -1298,7 +1328,7 @@ class MaskingConfig(Section):
 
 
 GATED: dict[str, Literal["gelu", "gelu_tanh", "silu"]] = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
-"""Values of --activation that are gated -> the activation of the gate."""
+"""Gated value of --activation -> the activation of its gate."""
 
 LABELLED: dict[str, tuple[Literal["classification", "choice"], int]] = {
     "mnli": ("classification", 3),
@@ -1308,19 +1338,20 @@ LABELLED: dict[str, tuple[Literal["classification", "choice"], int]] = {
 """Kind of task whose samples have labels -> the head of its model, and its classes or choices."""
 
 TASKS: dict[str, tuple[str, ...]] = {"lm": (), "dpo": ("dpo_data",), **dict.fromkeys(LABELLED, ("train_data",))}
-"""Kind of task -> the options without which it has nothing to train on; training/kinds makes it."""
+"""Kind of task -> the options that it requires; training/kinds implements it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuningConfig(Section):
-    """What a run is trained towards."""
+    """The task that a run trains for."""
 
     title: ClassVar[str] = "Finetuning"
     bench: ClassVar[Bench] = "unused"
 
     task: str = option(
         "lm",
-        "what is trained: lm is the next token, dpo to prefer one of two answers; mnli, qqp and race are labels",
+        "training objective: lm predicts the next token, dpo prefers one of two answers; mnli, "
+        "qqp and race predict labels",
         megatron={"--task": Renamed({"MNLI": "mnli", "QQP": "qqp", "RACE": "race"})},
         choices=TASKS,
         on_resume="must match",
@@ -1334,7 +1365,7 @@ class FinetuningConfig(Section):
     )
     keep_last_batch: bool = option(
         False,
-        "train on the last questions of a pass too, where they are less than a global batch",
+        "also train on the last questions of a pass if they are fewer than a global batch",
         on_resume="noted",
         needs={"task": tuple(LABELLED)},
     )
@@ -1348,14 +1379,14 @@ class FinetuningConfig(Section):
     )
     dpo_beta: float = option(
         0.1,
-        "how closely dpo keeps to the weights that it starts from",
+        "beta of dpo: the larger, the closer the weights stay to the initial ones",
         within=POSITIVE,
         on_resume="noted",
         read_with={"task": ("dpo",)},
     )
     dpo_label_smoothing: float = option(
         0.0,
-        "share of the pairs whose answers may stand the wrong way round",
+        "assumed share of the pairs whose answers are swapped",
         within=BELOW_HALF,
         on_resume="noted",
         read_with={"task": ("dpo",)},
@@ -1375,15 +1406,15 @@ TOKENIZERS: dict[str, tuple[str, ...]] = {
     "EncDecTokenizer": ("vocab_file",),
     "NullTokenizer": ("vocab_size",),
 }
-"""Kind of tokenizer -> the options without which it cannot be built; text/build.py builds it."""
+"""Kind of tokenizer -> the options that it requires; text/build.py builds it."""
 
 ALSO_READ: dict[str, tuple[str, ...]] = {"FairseqTokenizer": ("vocab_file", "merge_file")}
-"""Kind of tokenizer -> the files that it reads where they are given."""
+"""Kind of tokenizer -> the optional files that it reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig(Section):
-    """Which tokenizer made, or makes, the token files."""
+    """The tokenizer of the token files."""
 
     title: ClassVar[str] = "Tokenizer"
     evaluated: ClassVar[bool] = True
@@ -1427,7 +1458,8 @@ class TokenizerConfig(Section):
     )
     null_eod_last: bool = option(
         False,
-        "the last of NullTokenizer's --vocab-size ids ends a document, as in Megatron-core 0.18; else one more does",
+        "the last of NullTokenizer's --vocab-size ids ends a document, as in Megatron-core 0.18; "
+        "if off, an additional id does",
         read_with={"tokenizer": ("NullTokenizer",)},
     )
     vocab_extra_ids: int = option(
@@ -1443,22 +1475,22 @@ class EvaluationConfig(Section):
     bench: ClassVar[Bench] = "unused"
 
     eval_interval: int = option(
-        1000, "validate every so many steps", megatron="--eval-interval", unit="steps", within=COUNT
+        1000, "steps between validations", megatron="--eval-interval", unit="steps", within=COUNT
     )
     eval_iters: int = option(
         100,
-        "batches of one validation; 0 is none, and so is -1",
+        "batches of one validation; 0 or -1 disables validation",
         megatron="--eval-iters",
         common=True,
         within=Range("at least -1", lambda value: value >= -1),
     )
     skip_train: bool = option(False, "only evaluate", megatron={"--skip-train": True})
-    valid_by_corpus: bool = option(False, "report the validation loss of each corpus of a blend, too")
+    valid_by_corpus: bool = option(False, "also report the validation loss of each corpus of a blend")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Section):
-    """Where a run is saved and from where it resumes."""
+    """Where a run is saved, and what it loads or resumes from."""
 
     title: ClassVar[str] = "Checkpoint"
     bench: ClassVar[Bench] = "unused"
@@ -1474,12 +1506,12 @@ class CheckpointConfig(Section):
     )
     pretrained_checkpoint: str | None = option(
         None,
-        "of mega finetune: the weights that a task begins with, where --load and --save hold no step of it yet",
+        "for mega finetune: the initial weights, used while --load and --save hold no step of the task",
         megatron="--pretrained-checkpoint",
     )
     save_interval: int | None = option(
         None,
-        "save every so many steps [at the end alone]",
+        "steps between checkpoints [only at the end]",
         megatron="--save-interval",
         common=True,
         unit="steps",
@@ -1488,7 +1520,8 @@ class CheckpointConfig(Section):
     )
     resume: str | None = option(
         None,
-        "auto: the newest checkpoint under --save that verifies and that no blow-up followed; or a step directory",
+        "auto: the newest checkpoint under --save that passes verification and that no divergence "
+        "followed; or a step directory",
         common=True,
     )
     finetune: bool = option(
@@ -1505,37 +1538,36 @@ class CheckpointConfig(Section):
     )
     save_retry_minutes: float = option(
         0,
-        "try a save that failed again for so long before the run ends; at most --phase-timeout-minutes",
+        "retry a failed save for this long before the run ends; at most --phase-timeout-minutes",
         unit="minutes",
         within=NOT_NEGATIVE,
         needs={"save": ()},
     )
     good_after: int = option(
         100,
-        "a checkpoint is good once so many sound steps have followed it; one that the run blew up after before that is "
-        "passed over by a resume",
+        "a checkpoint counts as good after this many sound steps; a resume skips one if the run diverged before that",
         unit="steps",
         within=COUNT,
         needs={"save": ()},
     )
     keep_last: int | None = option(
         None,
-        "keep only the newest checkpoints, besides the newest good one, the next to be good, and the one with the "
-        "least validation loss",
+        "keep only this many of the newest checkpoints, plus the newest good one, the next one to "
+        "become good, and the one with the lowest validation loss",
         megatron={"--save-retain-interval": weak(1)},
         within=COUNT,
         needs={"save": ()},
     )
     keep_every: int | None = option(
         None,
-        "also keep the checkpoint of every so many steps",
+        "also keep the checkpoints at multiples of this many steps",
         megatron="--save-retain-interval",
         unit="steps",
         within=COUNT,
         needs={"save": (), "keep_last": ()},
     )
     keep_optimizer_last: int | None = option(
-        None, "keep the optimizer's state of the newest checkpoints only", within=COUNT, needs={"save": ()}
+        None, "keep the optimizer's state only in this many of the newest checkpoints", within=COUNT, needs={"save": ()}
     )
     require_load: bool = option(
         False, "stop if --load holds no checkpoint", megatron={"--exit-on-missing-checkpoint": True}, needs={"load": ()}
@@ -1548,13 +1580,13 @@ class CheckpointConfig(Section):
     )
     override_schedule: bool = option(
         False,
-        "keep this run's schedule where the checkpoint's differs",
+        "keep this run's schedule if the checkpoint's differs",
         megatron={"--override-opt_param-scheduler": True, "--override-opt-param-scheduler": True},
         read_with={"load": (), "resume": ()},
     )
     use_checkpoint_schedule: bool = option(
         False,
-        "take the checkpoint's schedule where this run's differs",
+        "take the checkpoint's schedule if this run's differs",
         megatron={"--use-checkpoint-opt_param-scheduler": True, "--use-checkpoint-opt-param-scheduler": True},
         read_with={"load": (), "resume": ()},
     )
@@ -1562,117 +1594,125 @@ class CheckpointConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class LogOptions(Section):
-    """What is reported, and where."""
+    """Metrics and where they are reported."""
 
     title: ClassVar[str] = "Logging"
     bench: ClassVar[Bench] = "unused"
 
     log_interval: int = option(
-        100, "log every so many steps", megatron="--log-interval", common=True, unit="steps", within=COUNT
+        100, "steps between lines of the log", megatron="--log-interval", common=True, unit="steps", within=COUNT
     )
     metrics: str | None = option(None, "JSON-lines file of metrics [metrics.jsonl under --save, or here]")
     tensorboard_dir: str | None = option(None, "TensorBoard directory", megatron="--tensorboard-dir")
     tensorboard_interval: int = option(
         1,
-        "write to TensorBoard every so many steps",
+        "steps between writes to TensorBoard",
         megatron="--tensorboard-log-interval",
         unit="steps",
         within=COUNT,
         read_with={"tensorboard_dir": ()},
     )
     wandb_project: str | None = option(
-        None, "keep the run's numbers at Weights & Biases, in this project", megatron="--wandb-project"
+        None, "report metrics to Weights & Biases, in this project", megatron="--wandb-project"
     )
     wandb_name: str | None = option(
         None,
-        "the run's name there, to which the date is added; asks for it, too",
+        "name of the run in Weights & Biases, to which the date is added; also enables it",
         megatron={"--wandb-name": VALUE, "--wandb-exp-name": VALUE},
     )
-    wandb_entity: str | None = option(None, "user or team there", megatron="--wandb-entity")
-    wandb_id: str | None = option(None, "continue this run there; asks for it, too", megatron="--wandb-id")
-    wandb_dir: str | None = option(None, "its files here [next to --metrics]", megatron="--wandb-save-dir")
-    mlflow_uri: str | None = option(None, "keep the run's numbers in MLflow: a server's URL, or a folder")
-    mlflow_experiment: str = option("mega", "the run's experiment there", read_with={"mlflow_uri": ()})
+    wandb_entity: str | None = option(None, "user or team in Weights & Biases", megatron="--wandb-entity")
+    wandb_id: str | None = option(None, "resume this run in Weights & Biases; also enables it", megatron="--wandb-id")
+    wandb_dir: str | None = option(
+        None, "directory for the files of Weights & Biases [next to --metrics]", megatron="--wandb-save-dir"
+    )
+    mlflow_uri: str | None = option(None, "report metrics to MLflow: the URL of a server, or a folder")
+    mlflow_experiment: str = option("mega", "name of the experiment in MLflow", read_with={"mlflow_uri": ()})
     metrics_port: int | None = option(
         None,
-        "answer /metrics (Prometheus) and /health on this port of the first rank's host, on all interfaces",
+        "serve /metrics (Prometheus) and /health on this port of the first rank's host, on all interfaces",
         within=Range("1 to 65535", lambda value: 0 < value <= 65535),
     )
     sample_interval: int | None = option(
         None,
-        "let the model continue fixed prompts every so many steps; the texts go to the log and to --metrics",
+        "steps between generations from fixed prompts; the texts are written to the log and to --metrics",
         unit="steps",
         within=COUNT,
         families=DECODERS,
     )
     sample_prompts: tuple[str, ...] = option(
-        (), "what the model continues [the beginning of a document]", read_with={"sample_interval": ()}
+        (), "prompts of --sample-interval [the beginning of a document]", read_with={"sample_interval": ()}
     )
     sample_tokens: int = option(
-        48, "tokens of each such text", within=COUNT, most=2**16, read_with={"sample_interval": ()}
+        48, "tokens generated for each prompt", within=COUNT, most=2**16, read_with={"sample_interval": ()}
     )
-    log_params_norm: bool = option(False, "log the parameters' norm", megatron={"--log-params-norm": True})
+    log_params_norm: bool = option(False, "log the norm of the parameters", megatron={"--log-params-norm": True})
     log_zeros: bool = option(False, "log the share of zero gradients", megatron={"--log-num-zeros-in-grad": True})
-    progress: bool = option(True, "a progress bar on a terminal", evaluated=True)
+    progress: bool = option(True, "show a progress bar on a terminal", evaluated=True)
     profile: str | None = option(
         None,
-        "profile these steps, first:last: a trace of each of --profile-ranks next to --metrics, and a table in the log",
+        "profile these steps, first:last: writes a trace of each of --profile-ranks next to "
+        "--metrics, and a table to the log",
         metavar="FIRST:LAST",
     )
     profile_ranks: tuple[int, ...] = option(
-        (0,), "which ranks", megatron="--profile-ranks", read_with={"profile": ()}, within=FROM_0
+        (0,), "ranks to profile", megatron="--profile-ranks", read_with={"profile": ()}, within=FROM_0
     )
 
     @property
     def wandb(self) -> bool:
-        """Whether Weights & Biases is asked for."""
+        """Whether the run reports to Weights & Biases."""
         return any((self.wandb_project, self.wandb_name, self.wandb_id))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig(LogOptions):
-    """What a resolved run reports."""
+    """The logging section of a resolved run."""
 
     metrics: str = field()
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig(Section):
-    """What happens where a step is not sound."""
+    """Reactions to NaN, to spikes of the loss and to slow ranks."""
 
     title: ClassVar[str] = "Guards"
     bench: ClassVar[Bench] = "unused"
 
     on_nan: Literal["stop", "skip", "rollback"] = option(
         "stop",
-        "where a loss, a gradient (unless the loss scale follows it), a weight or a moment is not finite: end; leave "
-        "the batch out; or go back to the newest checkpoint and leave out the batches since",
+        "if a loss, a gradient (unless the loss scale handles it), a weight or a moment is not "
+        "finite: end the run; drop the batch; or return to the newest checkpoint and drop the "
+        "batches since",
     )
     on_spike: Literal["warn", "skip", "rollback"] = option(
-        "warn", "where the loss or the gradient norm is far above that of the last 128 steps: say so; or as --on-nan"
+        "warn",
+        "if the loss or the gradient norm is far above that of the last 128 steps: print a "
+        "warning; or act as --on-nan does",
     )
     spike_threshold: float = option(
-        10.0, "how far, in robust standard deviations of the loss and of the norm's logarithm", within=POSITIVE
+        10.0,
+        "distance that counts as a spike, in robust standard deviations of the loss and of the norm's logarithm",
+        within=POSITIVE,
     )
     max_rollbacks: int = option(
         3,
-        "end where more would be needed",
+        "end the run when it needs more rollbacks than this",
         within=COUNT,
         read_with={"on_nan": ("rollback",), "on_spike": ("rollback",)},
     )
     slow_rank: float = option(
-        1.25, "name a rank whose own work takes so many times as long as others'", within=ABOVE_ONE
+        1.25, "report a rank whose own work takes this many times as long as that of other ranks", within=ABOVE_ONE
     )
     inject: tuple[str, ...] = option(
         (),
-        "damage the run on purpose, such as nan:gradient@step=12,rank=3; needs MEGA_INJECT=1 in the environment, too",
+        "inject a fault for a test, such as nan:gradient@step=12,rank=3; also needs MEGA_INJECT=1 in the environment",
         metavar="FAULT",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeConfig(Section):
-    """On what the run executes, and when it stops early."""
+    """Devices and ranks of the run, and when it stops early."""
 
     title: ClassVar[str] = "Run"
 
@@ -1680,14 +1720,14 @@ class RuntimeConfig(Section):
         None, "start this many local ranks", common=True, within=COUNT, bench="host", evaluated=True
     )
     device: Literal["auto", "cpu", "cuda"] = option(
-        "auto", "where tensors live", synonyms={"gpu": "cuda"}, common=True, bench="host", evaluated=True
+        "auto", "device of the tensors", synonyms={"gpu": "cuda"}, common=True, bench="host", evaluated=True
     )
     backend: Literal["auto", "gloo", "nccl"] = option(
         "auto", "how ranks communicate", megatron="--distributed-backend", bench="host", evaluated=True
     )
     timeout_minutes: float = option(
         10,
-        "give up on ranks that do not come, or do not answer, for so long",
+        "end the run if ranks do not start, or do not answer, for this long",
         megatron="--distributed-timeout-minutes",
         unit="minutes",
         within=MINUTES,
@@ -1696,7 +1736,7 @@ class RuntimeConfig(Section):
     )
     phase_timeout_minutes: float = option(
         60,
-        "the same while ranks that answer load, build caches, evaluate or save; at least --timeout-minutes",
+        "the same limit while ranks that answer load, build caches, evaluate or save; at least --timeout-minutes",
         unit="minutes",
         within=MINUTES,
         bench="unused",
@@ -1711,25 +1751,27 @@ class RuntimeConfig(Section):
         evaluated=True,
     )
     deterministic: bool = option(
-        False, "bitwise the same on every run", megatron={"--deterministic-mode": True}, evaluated=True
+        False, "make every run bitwise reproducible", megatron={"--deterministic-mode": True}, evaluated=True
     )
     audit_interval: int = option(
         100,
-        "compare all copies of weights and moments every so many steps; 0 is never",
+        "steps between comparisons of all copies of weights and moments; 0 disables them",
         megatron="--check-weight-hash-across-dp-replicas-interval",
         unit="steps",
         within=NOT_NEGATIVE,
     )
     ops: Literal["auto", "reference", "flash-attn", "apex"] = option(
         "auto",
-        "fast operators, the plain references, or the attention or norms of a package in place of ours",
+        "fast operators (auto), plain PyTorch references, or the attention of flash-attn or the "
+        "norms of apex in place of mega's",
         on_resume="noted",
         evaluated=True,
     )
     cuda_graph: bool | None = option(
         None,
-        "on a GPU, ask for a microbatch's forward and backward pass as one recorded graph: for work so small that the "
-        "device waits for the host [where that is so, without pipeline and --zero 2 or 3]",
+        "on a GPU, record a microbatch's forward and backward pass as one graph, for work so "
+        "small that the device waits for the host [on for such work, without pipeline and --zero "
+        "2 or 3]",
         megatron={
             "--enable-cuda-graph": True,
             "--cuda-graph-impl": {"none": "false", "local": "true", "transformer_engine": "true"},
@@ -1741,7 +1783,7 @@ class RuntimeConfig(Section):
         None, "stop at a multiple of this many steps", megatron="--exit-interval", unit="steps", within=COUNT
     )
     exit_tokens: int | None = option(
-        None, "stop when so many tokens are consumed", megatron="--train-tokens", unit="tokens", within=COUNT
+        None, "stop after this many tokens", megatron="--train-tokens", unit="tokens", within=COUNT
     )
     exit_minutes: int | None = option(
         None, "stop after this long", megatron="--exit-duration-in-mins", unit="minutes", within=COUNT
@@ -1755,29 +1797,29 @@ class RuntimeConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisionConfig(Section):
-    """How ranks that --nproc started are started again after a failure, on this host or on several."""
+    """Restart of the ranks that --nproc started after a failure, on one or several hosts."""
 
     title: ClassVar[str] = "Supervision"
     bench: ClassVar[Bench] = "unused"
 
     max_restarts: int = option(
         0,
-        "start the ranks again from the newest save when one was lost or failed, up to so many times in a row without "
-        "a newer save",
+        "restart the ranks from the newest checkpoint when one is lost or fails, at most this "
+        "many times in a row without a newer checkpoint",
         within=FROM_0,
         needs={"save": ()},
     )
     hosts: int | None = option(
         None,
-        "run on so many hosts, each of which runs this command; further ones wait as spares. MASTER_ADDR and "
-        "MASTER_PORT name the first one",
+        "run on this many hosts, each of which runs this command; additional hosts wait as "
+        "spares. MASTER_ADDR and MASTER_PORT name the first one",
         within=COUNT,
         needs={"nproc": ()},
     )
     peer_copy_interval: int = option(
         0,
-        "copy the state every so many steps into the memory of this host and of the next one, from which ranks that "
-        "start again resume; 0 is never",
+        "steps between copies of the state into the memory of this host and the next one, from "
+        "which restarted ranks resume; 0 disables them",
         unit="steps",
         within=FROM_0,
         needs={"max_restarts": ()},

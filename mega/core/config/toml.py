@@ -1,7 +1,7 @@
-"""A run as a TOML file: one table a section, one key an option, `None` written as absence.
+"""A run as a TOML file: one table for each section, one key for each option; `None` is written by leaving the key out.
 
-Reading refuses what it does not know, naming file, table, key and the nearest valid one. What it returns is
-only what the file holds: presets, defaults and flags meet in config/compose.py.
+Reading refuses unknown tables and keys; the message names the file, the table, the key and the nearest valid one. It
+returns only the values of the file; config/compose.py combines them with presets, defaults and flags.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from mega.core.config.schema import Entry, Schema
 from mega.core.untrusted import read_limited
 
 LIMIT = 1 << 20
-"""Most bytes of a file that a person writes: of options, corpora, a device, a chat template."""
+"""Maximum size, in bytes, of a file that a person writes: options, corpora, a device, a chat template."""
 MOST_DOTS = 100
-"""Most dots of a key: the parser takes quadratic time for them."""
+"""Maximum number of dots in a key: the parser's time is quadratic in them."""
 LARGEST = 10**100
-"""Whole numbers from here on are no values: what computes with them ends in an overflow."""
+"""Whole numbers of at least this size are refused: arithmetic with them would overflow."""
 MOST_PROBLEMS = 20
-"""Most mistakes of a file that are reported at once: a file of another kind consists of them."""
+"""Maximum number of mistakes that are reported at once: in a file of another kind every line is one."""
 
 
 def write(run: AnyRun) -> str:
-    """The whole run as TOML; `parse` of options is equal to them.
+    """The whole run as TOML; for options, `parse` of this text is equal to them.
 
     >>> print(write(Options())[:22])
     [model]
@@ -53,17 +53,17 @@ def write_values(schema: Schema, values: Mapping[str, object]) -> str:
 
 
 def parse(text: str, source: str = "TOML") -> Options:
-    """The run that `text` describes above the defaults; ValueError as `values` raises."""
+    """The run that `text` describes; other options are at their defaults. Errors: ValueError as of `values`."""
     return compose(file=values(text, source))
 
 
 def read(path: str) -> dict[str, object]:
-    """Option name -> value of the TOML file at `path`; ValueError naming the file for each mistake."""
+    """Option name -> value of the TOML file at `path`. Errors: ValueError with a line for each mistake."""
     return values(read_text(path, f"--config {path}"), path)
 
 
 def read_schemas(path: str, *schemas: Schema) -> tuple[dict[str, object], ...]:
-    """The same for the options of several schemas, whose tables have different names."""
+    """As `read`, for the options of several schemas, whose tables have different names."""
     return schema_values(read_text(path, f"--config {path}"), path, *schemas)
 
 
@@ -76,7 +76,7 @@ def read_text(path: str | Path, what: str) -> str:
 
 
 def values(text: str, source: str) -> dict[str, object]:
-    """Option name -> value, of a run's TOML `text` that came from `source`.
+    """Option name -> value, of a run's TOML `text`. source: the file, for messages.
 
     >>> values('[model]\\nlayers = 2', "run.toml")
     {'layers': 2}
@@ -89,9 +89,9 @@ def values(text: str, source: str) -> dict[str, object]:
 
 
 def schema_values(text: str, source: str, *schemas: Schema) -> tuple[dict[str, object], ...]:
-    """Option name -> value of each schema, of TOML `text` that came from `source`. Errors: ValueError."""
+    """Option name -> value for each schema, of TOML `text`. source: the file, for messages. Errors: ValueError."""
     problems: list[str] = []
-    found: tuple[dict[str, object], ...] = tuple({} for _ in schemas)
+    results: tuple[dict[str, object], ...] = tuple({} for _ in schemas)
     for table, keys in loads(text, source).items():
         index = next((index for index, schema in enumerate(schemas) if table in schema.tables), None)
         if index is None:
@@ -99,17 +99,17 @@ def schema_values(text: str, source: str, *schemas: Schema) -> tuple[dict[str, o
         elif not isinstance(keys, dict):
             problems.append(f"{source}: {table}: must be a table, written [{table}]")
         else:
-            problems += _take(table, keys, schemas[index], source, found[index])
+            problems += _take(table, keys, schemas[index], source, results[index])
         if len(problems) > MOST_PROBLEMS:
             break
     if problems:
-        more = ["... and more"] if len(problems) > MOST_PROBLEMS else []
-        raise ValueError("\n".join(problems[:MOST_PROBLEMS] + more))
-    return found
+        ellipsis = ["... and more"] if len(problems) > MOST_PROBLEMS else []
+        raise ValueError("\n".join(problems[:MOST_PROBLEMS] + ellipsis))
+    return results
 
 
 def _take(table: str, keys: Mapping[str, object], schema: Schema, source: str, found: dict[str, object]) -> list[str]:
-    """Puts the values of a table into `found`, and returns its mistakes."""
+    """Put the values of a table into `found`, and return a line for each mistake."""
     problems: list[str] = []
     for key, value in keys.items():
         if len(problems) > MOST_PROBLEMS:
@@ -144,12 +144,13 @@ def _unknown_table(table: str, schemas: Sequence[Schema]) -> str:
 
 
 def unfit(table: str, key: str, value: object, schema: Schema | None = None) -> str | None:
-    """Why `value`, of TOML or JSON, cannot stand at `key` of `table`, or None if it can. schema: a run's."""
+    """The reason why a TOML or JSON `value` is not valid for `key` of `table`, or None if it is. schema: None is a
+    run's."""
     entries = (schema or run_schema()).entries
     entry = entries.get(key)
     if entry is None:
-        own = [name for name, entry in entries.items() if entry.section == table]
-        return f"is not an option{nearest(key, own) or nearest(key, entries)}"
+        names = [name for name, entry in entries.items() if entry.section == table]
+        return f"is not an option{nearest(key, names) or nearest(key, entries)}"
     if table not in (entry.section, entry.option.formerly):
         return f"belongs under [{entry.section}], not here"
     if entry.many:
@@ -171,7 +172,7 @@ def shown(value: object) -> str:
     """
     try:
         text = repr(value)
-    except ValueError:  # Python writes no longer ones
+    except ValueError:  # Python does not convert longer integers to text
         return "a number with thousands of digits"
     return cut(text)
 
@@ -197,7 +198,7 @@ def _is(kind: type, value: object) -> bool:
 
 
 def held(entry: Entry, value: Any) -> object:
-    """What an option holds of a value of TOML that fits it."""
+    """Convert a valid TOML value to the type of its option."""
     if entry.many:
         return tuple(entry.kind(item) for item in value)
     return entry.kind(value)

@@ -1,7 +1,7 @@
-"""Options that change nothing in a run, since what would read them is off: a line for each, and no error.
+"""Options without effect in a run, because the feature that reads them is off: a line for each, and no error.
 
-Megatron-LM's scripts have many of them, such as `--sequence-parallel` on one tensor rank. What reads an option is a
-property of it (`read_with` in config/option.py), and of a kind of tokenizer which files it reads.
+Megatron-LM's scripts set many of them, such as `--sequence-parallel` on one tensor rank. The property `read_with` of an
+option (config/option.py) names its readers; TOKENIZERS names the files that a kind of tokenizer reads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from mega.core.config.sections import ALSO_READ, TOKENIZERS
 
 
 def unread(options: Options, bench: str | None = None) -> Iterator[str]:
-    """Lines about options of a typed run that are not at their defaults; `bench`: only of those that a bench so treats.
+    """Yield a line for each option of a typed run that is not at its default and has no effect. bench: report only
+    options with this value of `Option.bench`.
 
     >>> from mega.core.config.run import updated
     >>> print(*unread(updated(Options(), {"sequence_parallel": True, "hysteresis": 4, "tp": 1})), sep="\\n")
@@ -45,6 +46,6 @@ def _listed(readers: Mapping[str, tuple[str, ...] | Range]) -> str:
     """The options and values of `Option.read_with`, in words."""
     words = []
     for other, valid in readers.items():
-        several = f"of {valid.rule}" if isinstance(valid, Range) else " or ".join(valid)
-        words.append(f"{flag_of(other)} {several}".strip())
+        rule = f"of {valid.rule}" if isinstance(valid, Range) else " or ".join(valid)
+        words.append(f"{flag_of(other)} {rule}".strip())
     return " or ".join(words)
