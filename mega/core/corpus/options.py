@@ -30,8 +30,8 @@ class CorpusStepOptions(VerbSection):
         (), "documents of earlier runs that precede the input: duplicates of them are dropped"
     )
     dropped: Path | None = option(None, "folder for the dropped documents, each with the reason")
-    show_dropped: int = option(0, "dropped documents to print of each reason")
-    overwrite: bool = option(False, "replace the result of other work")
+    show_dropped: int = option(0, "number of dropped documents to print for each reason")
+    overwrite: bool = option(False, "replace a result of other inputs or settings")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class StepSettings(VerbSection):
 class UrlOptions(StepSettings):
     """Which URLs are dropped."""
 
-    json_key: str = option("url", "key of the URL in JSON lines; of .txt it is the line")
+    json_key: str = option("url", "key of the URL in JSON lines; in .txt files the line is the URL")
     domains: Path | None = option(None, "file of domain labels to block, one per line, in place of the built-in list")
     extensions: Path | None = option(None, "file of extensions to block (.pdf), in place of the built-in list")
     keep_duplicates: bool = option(False, "do not drop repeated URLs")
@@ -74,7 +74,7 @@ class NearDuplicateOptions(StepSettings):
     """Which documents count as near duplicates."""
 
     json_key: str = like(CleanOptions, "json_key")
-    threshold: float | None = option(None, "overlap from which two documents are duplicates [0.8]")
+    threshold: float | None = option(None, "minimum overlap of two duplicates [0.8]")
     bands: int | None = option(
         None, "bands of a signature; documents that share a band are compared [20]", megatron="--num-bands"
     )
@@ -85,7 +85,7 @@ class NearDuplicateOptions(StepSettings):
         "the set that the overlap is a fraction of: the union, or the smaller or larger set",
         megatron="--jaccard",
     )
-    groups: Path | None = option(None, "file for the ids of each group")
+    groups: Path | None = option(None, "file for the ids of the documents of each group")
     pairs: Path | None = option(None, "file for pairs with an overlap above 0.5")
     id_key: str = option("url", "key of a document's id in these files")
     as_megatron: bool = like(UrlOptions, "as_megatron")
@@ -97,18 +97,18 @@ class DecontaminateOptions(StepSettings):
 
     task_data: tuple[str, ...] = option(
         REQUIRED,
-        "NAME=PATH, a benchmark's file or folder; NAME: lambada squad natural_questions triviaqa webqa race "
-        "drop coqa piqa, or yours",
+        "NAME=PATH, the file or folder of a benchmark; NAME: lambada squad natural_questions "
+        "triviaqa webqa race drop coqa piqa, or your own",
     )
     json_key: str = like(CleanOptions, "json_key")
-    min_ngram_size: int = option(8, "words of the shortest question")
-    max_ngram_size: int = option(13, "words that make a match")
+    min_ngram_size: int = option(8, "minimum number of words of a question")
+    max_ngram_size: int = option(13, "number of words of a match")
     key_threshold: int = option(10, "n-grams that occur this often are common phrases and are not cut")
     filter_text_char_len: int = option(200, "pieces of at most this many characters are dropped")
-    remove_char_each_side: int = option(200, "characters that are cut on both sides of a match")
+    remove_char_each_side: int = option(200, "characters to cut on both sides of a match")
     splits_count: int = option(10, "documents cut into more pieces are dropped")
-    save_dictionary: Path | None = option(None, "file for n-grams and counts")
-    load_dictionary: Path | None = option(None, "a file of n-grams to cut")
+    save_dictionary: Path | None = option(None, "file for the n-grams and their counts")
+    load_dictionary: Path | None = option(None, "file of n-grams to cut")
     as_megatron: bool = like(UrlOptions, "as_megatron")
 
 
@@ -121,7 +121,7 @@ class WikipediaOptions(StepSettings):
     standard_punctuation: bool = option(
         True, "replace typographic quotes, dashes and dots by ASCII", megatron={"--keep-punctuation": False}
     )
-    split_sentences: bool = option(False, "a line for each sentence, as BERT's data has them")
+    split_sentences: bool = option(False, "write one line for each sentence, as BERT's data needs")
     sentence_splitter: Literal["punkt", "sentencex"] = option("punkt", "library that splits sentences")
     lang: str = option("english", "language of the sentences")
 
@@ -138,8 +138,8 @@ class AnnotateOptions(StepSettings):
     """Which texts are scored, and where the scores are written."""
 
     json_key: str = like(CleanOptions, "json_key")
-    score_key: str = option("score", "key that the scores are written to")
-    max_bytes: int = option(20480, "bytes of a text that are scored", within=COUNT)
+    score_key: str = option("score", "key under which the scores are written")
+    max_bytes: int = option(20480, "number of bytes of a text that are scored", within=COUNT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,9 +147,9 @@ class SelectOptions(StepSettings):
     """Which documents are kept by their values."""
 
     by: str = option("score.toxicity", "key of the value, with dots between keys")
-    share: float = option(0.5, "share of all documents that is kept")
+    share: float = option(0.5, "share of all documents to keep")
     above: float = option(0.5, "the report counts values above this separately")
-    report: Path | None = option(None, "JSON file of means, deviations and ranges")
+    report: Path | None = option(None, "JSON file for means, deviations and ranges")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,8 +158,8 @@ class GroupOptions(VerbSection):
 
     title: ClassVar[str] = "Groups"
 
-    pairs: Path = option(REQUIRED, "pairs, as near-duplicates --pairs writes them")
-    groups: Path = option(REQUIRED, "the file of groups to write")
+    pairs: Path = option(REQUIRED, "file of pairs, as written by near-duplicates --pairs")
+    groups: Path = option(REQUIRED, "file of groups to write")
     threshold: float = option(0.7, "overlap from which two documents are in one group")
 
 
@@ -167,7 +167,7 @@ class GroupOptions(VerbSection):
 class RemoveGroupsOptions(StepSettings):
     """Which groups are reduced to their first document."""
 
-    groups: Path = option(REQUIRED, "groups, as corpus group writes them")
+    groups: Path = option(REQUIRED, "file of groups, as written by corpus group")
     id_key: str = option("url", "key of a document's id")
 
 

@@ -57,7 +57,7 @@ class ScorerOptions(VerbSection):
     title: ClassVar[str] = "Scorer"
 
     scorer: str = option("", "https://HOST, model:DIR, words:FILE or scores:FILE")
-    key_variable: str = option("PERSPECTIVE_API_KEY", "environment variable that holds a server's key")
+    key_variable: str = option("PERSPECTIVE_API_KEY", "environment variable with the key of a server")
     rate: float = option(0.0, "requests per second at most; 0: no limit")
     connections: int = option(8, "simultaneous requests to a server")
     tries: int = option(6, "requests for one text, with growing pauses between them")

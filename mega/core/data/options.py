@@ -23,7 +23,7 @@ class PreprocessOptions(VerbSection):
         hub="dataset",
     )
     output_prefix: str = option(REQUIRED, "prefix of the output file names")
-    json_keys: tuple[str, ...] = option((), "keys of each line; text by default", megatron="--json-key")
+    json_keys: tuple[str, ...] = option((), "keys of each line to tokenize; text by default", megatron="--json-key")
     append_eod: bool = option(False, "end every document with the end-of-document token")
     parse_special_tokens: bool = option(False, "parse the names of special tokens in texts as these tokens")
     workers: int = option(1, "number of processes")
@@ -35,9 +35,11 @@ class PreprocessOptions(VerbSection):
     )
     lang: str | None = option(None, "language of the sentences [english]")
     keep_newlines: bool = option(False, "keep the white space after each sentence")
-    shard: str = option("1/1", "i/N, 1 <= i <= N: only this part; then `mega data merge` the parts")
+    shard: str = option("1/1", "i/N, 1 <= i <= N: process only this part; then join the parts with `mega data merge`")
     resume: bool = option(False, "record progress on the disk, and resume from the record")
-    overwrite: bool = option(False, "replace token files of other inputs or settings; equal ones are kept")
+    overwrite: bool = option(
+        False, "replace token files made from other inputs or settings; those from the same are kept"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +50,8 @@ class MergeOptions(VerbSection):
 
     output_prefix: str = option(REQUIRED, "prefix of the pair to write")
     input: tuple[str, ...] = option((), "prefixes in order, or one folder: the flag of Megatron-LM's merge_datasets.py")
-    overwrite: bool = option(False, "replace an output that exists")
-    allow_tokenizer_mismatch: bool = option(False, "merge pairs that different tokenizers made")
+    overwrite: bool = option(False, "replace an existing output")
+    allow_tokenizer_mismatch: bool = option(False, "merge pairs that were made with different tokenizers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +82,10 @@ class SplitOptions(VerbSection):
 
     title: ClassVar[str] = "Documents"
 
-    input: tuple[str, ...] = option(REQUIRED, "JSON lines, plain or packed; folders; globs")
+    input: tuple[str, ...] = option(REQUIRED, "JSON lines, plain or compressed; folders; globs")
     output_dir: Path = option(REQUIRED, "folder for the three output files")
     split: str = option("98, 1, 1", "shares of train, valid and test")
-    seed: int = option(1234, "seed of the choice")
+    seed: int = option(1234, "seed of the random choice")
     json_key: str = option("text", "key of the text")
     overwrite: bool = like(MergeOptions, "overwrite")
 
@@ -94,7 +96,7 @@ class PresplitOptions(VerbSection):
 
     title: ClassVar[str] = "Documents"
 
-    input: tuple[str, ...] = option(REQUIRED, "JSON lines, plain or packed; folders; globs")
+    input: tuple[str, ...] = option(REQUIRED, "JSON lines, plain or compressed; folders; globs")
     output: Path = option(REQUIRED, "the JSON-lines file to write")
     sentence_splitter: Literal["punkt", "sentencex"] = option("punkt", "library that splits sentences")
     lang: str = option("english", "language of the text")
@@ -132,9 +134,9 @@ class SampleOptions(VerbSection):
 
     title: ClassVar[str] = "Samples"
 
-    input: tuple[str, ...] = option((), "show one conversation of these files on its own", hub="dataset")
+    input: tuple[str, ...] = option((), "show a conversation of these files instead", hub="dataset")
     number: int = option(0, "number of the first conversation or training sample, from 0")
     count: int = option(1, "how many consecutive ones")
     seq_length: int = option(512, "tokens of a training sample")
     seed: int = option(1234, "seed of the samples' order")
-    binary_head: bool = option(True, "a BERT sample has two parts", megatron={"--bert-no-binary-head": False})
+    binary_head: bool = option(True, "BERT samples have two parts", megatron={"--bert-no-binary-head": False})

@@ -24,7 +24,7 @@ class EstimateOptions(VerbSection):
 
     title: ClassVar[str] = "Estimate"
 
-    json: bool = option(False, "print one JSON value, sizes in bytes")
+    json: bool = option(False, "print one JSON value, with sizes in bytes")
     gpu: str | None = option(
         None, "device to plan for: h200, h100, a100, ... or a TOML file; also predicts the step time"
     )

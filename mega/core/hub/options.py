@@ -18,9 +18,9 @@ class DownloadOptions(VerbSection):
     title: ClassVar[str] = "Download"
 
     kind: Literal["model", "tokenizer", "dataset"] = option(
-        "model", "weights with their tokenizer, the tokenizer alone, or a data set's rows"
+        "model", "weights with their tokenizer, only the tokenizer, or the rows of a data set"
     )
-    to: Path | None = option(None, "copy the files into this folder too [the Hub's cache alone]")
+    to: Path | None = option(None, "also copy the files into this folder [only into the Hub's cache]")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,9 +35,11 @@ class DecodingLayout(VerbSection):
 
     tp: int = like(ParallelConfig, "tp", help="tensor-parallel ranks")
     pp: int = like(ParallelConfig, "pp", help="pipeline stages")
-    ep: int = like(ParallelConfig, "ep", help="ranks that experts are cut over, out of those of --tp")
-    dtype: Literal["fp32", "bf16", "fp16"] | None = option(None, "computed in [fp32 on a CPU, else the weights' own]")
-    device: Literal["auto", "cpu", "cuda"] = like(RuntimeConfig, "device", help="where tensors live")
+    ep: int = like(ParallelConfig, "ep", help="ranks over which experts are split, chosen from the tensor ranks")
+    dtype: Literal["fp32", "bf16", "fp16"] | None = option(
+        None, "dtype of the computation [fp32 on a CPU, else the weights' own]"
+    )
+    device: Literal["auto", "cpu", "cuda"] = like(RuntimeConfig, "device", help="device of the tensors")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +48,18 @@ class EngineOptions(VerbSection):
 
     title: ClassVar[str] = "Engine"
 
-    max_requests: int = option(64, "sequences at once; more wait", within=COUNT)
-    prefill_chunk: int | None = option(None, "most prompt tokens of a step [by the device]", within=COUNT)
-    cache_tokens: int | None = option(None, "of all in flight [what fits]", within=COUNT)
-    batch_invariant: bool = option(False, "an answer does not depend, to the bit, on what else is in flight")
-    cuda_graph: bool | None = option(None, "a GPU computes by recorded graphs [on]")
-    fp8_weights: bool = option(False, "linear layers keep their weights in 8 bits, a scale an output")
+    max_requests: int = option(64, "maximum number of concurrent sequences; others wait", within=COUNT)
+    prefill_chunk: int | None = option(
+        None, "maximum number of prompt tokens in a step [depends on the device]", within=COUNT
+    )
+    cache_tokens: int | None = option(
+        None, "tokens of the KV cache, shared by all sequences [all that fit]", within=COUNT
+    )
+    batch_invariant: bool = option(False, "make every answer bitwise independent of other requests")
+    cuda_graph: bool | None = option(None, "use CUDA graphs on a GPU [on]")
+    fp8_weights: bool = option(False, "store the weights of linear layers in 8 bits, with one scale for each output")
     speculate: str | None = option(
-        None, "guess tokens ahead from the text itself or by a small model [off]", metavar="ngram|DIR"
+        None, "speculative decoding, with guesses from the text itself or from a small model [off]", metavar="ngram|DIR"
     )
     block: int = BLOCK
     """Tokens of a cache block."""
@@ -87,11 +93,11 @@ class RetrievalOptions(VerbSection):
     title: ClassVar[str] = "Neighbours"
 
     retro: str | None = option(
-        None, "of a model with a retriever: the database that mega retro build has made; none: it reads nothing"
+        None, "for a model with a retriever: database built by mega retro build; none: read no neighbours"
     )
-    embedder: str | None = option(None, "of --retro: the BERT that made its vectors", metavar="<path>")
-    index: str | None = option(None, "of --retro: search this index of it [exactly]")
-    probes: int = option(256, "of --index: lists that are searched", within=COUNT)
+    embedder: str | None = option(None, "with --retro: the BERT that embedded its chunks", metavar="<path>")
+    index: str | None = option(None, "with --retro: search this index of the database [exact search]")
+    probes: int = option(256, "with --index: lists that are searched", within=COUNT)
 
     def check(self) -> None:
         """Errors: ValueError where one of both is missing."""
@@ -110,29 +116,33 @@ class GenerateOptions(VerbSection):
     title: ClassVar[str] = "Texts"
 
     load: Path | None = option(
-        None, "a run's directory (its newest step), one step in it, others' weights, or a name of the Hub", hub="model"
+        None, "a run's directory (its newest step), one step in it, foreign weights, or a name of the Hub", hub="model"
     )
-    url: str | None = option(None, "ask a server's PUT /api instead, as of mega serve", metavar="HOST:PORT")
-    prompt: str | None = option(None, "the text to continue [at a terminal asked for, else a new document]")
-    input: Path | None = option(None, "prompts: JSON lines (.jsonl), else one a line", megatron="--sample-input-file")
+    url: str | None = option(None, "use PUT /api of a running server, such as mega serve", metavar="HOST:PORT")
+    prompt: str | None = option(None, "text to continue [read from the terminal, else a new document]")
+    input: Path | None = option(
+        None, "file of prompts: JSON lines (.jsonl), else one prompt a line", megatron="--sample-input-file"
+    )
     output: Path | None = option(
-        None, "JSON lines of the texts [shown]", megatron=dict.fromkeys(("--sample-output-file", "--genfile"), VALUE)
+        None,
+        "file for the texts, as JSON lines [printed]",
+        megatron=dict.fromkeys(("--sample-output-file", "--genfile"), VALUE),
     )
-    num_samples: int = option(0, "n new documents, as JSON lines", within=FROM_0)
-    unconditional: bool = option(False, "of --num-samples: rows also have all_text and id, as Megatron-LM's")
-    tokens: int = option(100, "most tokens to add", megatron="--out-seq-length", within=COUNT)
+    num_samples: int = option(0, "number of new documents to generate, as JSON lines", within=FROM_0)
+    unconditional: bool = option(False, "with --num-samples: write all_text and id too, as Megatron-LM does")
+    tokens: int = option(100, "maximum number of generated tokens", megatron="--out-seq-length", within=COUNT)
     beams: int = option(
         0,
-        "beam search of this width; 0 draws",
+        "width of a beam search; 0 samples instead",
         megatron="--beam-width",
         within=Range("0 to 128", lambda value: 0 <= value <= 128),
     )
-    length_penalty: float | None = option(None, "of beams: scores are divided by length ** this [1]")
+    length_penalty: float | None = option(None, "with --beams: divide scores by length ** this [1]")
     adapter: tuple[str, ...] = option(
-        (), 'adapter; rows of --input may choose by "adapter" [the first]', metavar="NAME=DIR"
+        (), "LoRA adapter; rows of --input may choose one by the key adapter [the first]", metavar="NAME=DIR"
     )
-    nproc: int | None = like(RuntimeConfig, "nproc", help="local ranks to start [tp x pp]")
-    chat_template: str | None = option(None, "refused: mega serve answers by a chat template")
+    nproc: int | None = like(RuntimeConfig, "nproc", help="number of local ranks to start [tp x pp]")
+    chat_template: str | None = option(None, "refused: use mega serve to answer by a chat template")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,14 +151,14 @@ class ChatOptions(VerbSection):
 
     title: ClassVar[str] = "Chat"
 
-    url: str | None = option(None, "talk with a server instead, as of mega serve", metavar="HOST:PORT")
-    name: str | None = option(None, "of --url: the model, by a name that the server knows")
-    system: str | None = option(None, "what the system says before all turns")
-    tokens: int = option(512, "most tokens of an answer", within=COUNT)
-    adapter: tuple[str, ...] = option((), "adapter that answers", metavar="NAME=DIR")
+    url: str | None = option(None, "use a running server, such as mega serve", metavar="HOST:PORT")
+    name: str | None = option(None, "with --url: name of the model on the server")
+    system: str | None = option(None, "system message")
+    tokens: int = option(512, "maximum number of tokens of an answer", within=COUNT)
+    adapter: tuple[str, ...] = option((), "LoRA adapter to use", metavar="NAME=DIR")
     chat_template: str | None = option(None, "llama2, llama3, chatml, plain or a Jinja file [the model's]")
     dtype: Literal["fp32", "bf16", "fp16"] | None = like(DecodingLayout, "dtype")
-    device: Literal["auto", "cpu", "cuda"] = like(RuntimeConfig, "device", help="where tensors live")
+    device: Literal["auto", "cpu", "cuda"] = like(RuntimeConfig, "device", help="device of the tensors")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,15 +167,15 @@ class SamplingOptions(VerbSection):
 
     title: ClassVar[str] = "Sampling"
 
-    temperature: float | None = option(None, "0 takes the likeliest token [1]")
+    temperature: float | None = option(None, "temperature; 0 takes the most likely token [1]")
     greedy: bool = option(False, "as --temperature 0")
-    top_k: int | None = option(None, "draw from the k likeliest [0: off]")
-    top_p: float | None = option(None, "draw from the likeliest that make up p [1: off]")
-    top_p_decay: float | None = option(None, "of top-p by each token [0: off]")
-    top_p_bound: float | None = option(None, "where that decay ends [0]")
-    min_p: float | None = option(None, "least share of the likeliest's chance [0]")
+    top_k: int | None = option(None, "sample from the k most likely tokens [0: off]")
+    top_p: float | None = option(None, "sample from the most likely tokens whose probabilities add up to p [1: off]")
+    top_p_decay: float | None = option(None, "factor of top-p after each token [0: off]")
+    top_p_bound: float | None = option(None, "lower bound of that decay [0]")
+    min_p: float | None = option(None, "minimum probability, relative to that of the most likely token [0]")
     repetition_penalty: float | None = option(None, "make tokens of the text less likely; 1 is off [1]")
-    seed: int | None = option(None, "the same seed gives the same text [0]")
+    seed: int | None = option(None, "random seed; the same seed gives the same text [0]")
 
     def given(self) -> dict[str, Any]:
         """What was given, by the names of `Sampling`. Errors: ValueError where --greedy excludes it."""
@@ -184,12 +194,15 @@ class OtherTokenizer(VerbSection):
     title: ClassVar[str] = "Tokenizer"
 
     tokenizer: str | None = like(TokenizerConfig, "tokenizer", help="kind of tokenizer [the checkpoint's]")
-    tokenizer_model: str | None = like(TokenizerConfig, "tokenizer_model", help="its model file")
-    vocab_file: str | None = like(TokenizerConfig, "vocab_file", help="its vocabulary file")
-    merge_file: str | None = like(TokenizerConfig, "merge_file", help="its BPE merges file")
-    vocab_size: int | None = like(TokenizerConfig, "vocab_size", help="of NullTokenizer, its ids", common=True)
+    tokenizer_model: str | None = like(TokenizerConfig, "tokenizer_model", help="model file of the tokenizer")
+    vocab_file: str | None = like(TokenizerConfig, "vocab_file", help="vocabulary file of the tokenizer")
+    merge_file: str | None = like(TokenizerConfig, "merge_file", help="BPE merges file of the tokenizer")
+    vocab_size: int | None = like(TokenizerConfig, "vocab_size", help="number of ids of NullTokenizer", common=True)
     null_eod_last: bool = like(
-        TokenizerConfig, "null_eod_last", help="the last of those ids ends a document; else one more does", common=True
+        TokenizerConfig,
+        "null_eod_last",
+        help="the last of those ids ends a document; if off, an additional id does",
+        common=True,
     )
 
     def described(self) -> dict[str, Json]:

@@ -21,7 +21,7 @@ class DatabaseOptions(VerbSection):
         metavar="<path>",
     )
     data_path: tuple[str, ...] = option(
-        REQUIRED, "token files that neighbours come from: prefix, or weight prefix weight prefix ..."
+        REQUIRED, "token files from which neighbours are taken: prefix, or weight prefix weight prefix ..."
     )
     split: str = option(
         "969, 30, 1", "the first of these shares: neighbours come from the first documents of each corpus"
@@ -30,7 +30,7 @@ class DatabaseOptions(VerbSection):
     block_size: int = option(100_000, "chunks of a block", megatron="--retro-block-size", within=COUNT)
     doc_block_size: int = option(100_000, "documents of a block", megatron="--retro-doc-block-size", within=COUNT)
     embed_batch: int = option(
-        128, "chunks that are embedded together", megatron="--retro-bert-batch-size", within=COUNT
+        128, "chunks of one batch of the embedder", megatron="--retro-bert-batch-size", within=COUNT
     )
     embed_length: int = option(
         256,
@@ -72,7 +72,7 @@ class QueryOptions(VerbSection):
     )
     index: str | None = option(None, "search this index, built by mega retro build [exact search]")
     probes: int = option(256, "lists of --index to search", megatron="--retro-query-nprobe", within=COUNT)
-    shard: str = option("1/1", "i/N, 1 <= i <= N: only these blocks")
+    shard: str = option("1/1", "i/N, 1 <= i <= N: process only these blocks")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,19 +39,21 @@ class TaskOptions(VerbSection):
 
     title: ClassVar[str] = "Benchmark"
 
-    task: str = option("", "lambada, ppl of a corpus, wikitext103, toxicity, mnli, qqp or race")
+    task: str = option("", "benchmark: lambada, ppl of a corpus, wikitext103, toxicity, mnli, qqp or race")
     valid_data: tuple[str, ...] = option(
-        (), "what is scored: one file, of ppl also token files' prefix; several of labels"
+        (), "data to score: one file; for ppl also the prefix of token files; for labels several files"
     )
-    overlapping_eval: int | None = option(None, "how far windows are apart [wikitext103: 32; ppl: --seq-length]")
-    strict_lambada: bool = option(False, "the last word must be right, not only the last token")
+    overlapping_eval: int | None = option(
+        None, "distance between windows, in tokens [wikitext103: 32; ppl: --seq-length]"
+    )
+    strict_lambada: bool = option(False, "require the whole last word, not only its last token")
     detokenizer: Literal["wiki", "ptb", "fairseq", "none"] | None = option(
-        None, "how wikitext103 becomes plain text [by the file's path]"
+        None, "rules that turn wikitext103 into plain text [chosen by the file's path]"
     )
     context_window: int | None = option(
         None, "score wikitext103 as fairseq does, with this many tokens of context (992)"
     )
-    json_key: str = option("text", "the text's key in JSON lines", megatron="--json-keys")
+    json_key: str = option("text", "key of the text in JSON lines", megatron="--json-keys")
     random_windows: int | None = option(None, "for ppl, score this many windows drawn at random")
     limit: int | None = option(None, "score only this many examples, from the first on")
     seed: int = 1234
@@ -70,10 +72,12 @@ class EvalOptions(VerbSection):
 
     title: ClassVar[str] = "Result"
 
-    json: str | None = option(None, "file of the result [eval-TASK.json here]")
-    ensemble: tuple[str, ...] = option((), "of mnli, qqp and race: predictions of several models instead of a model")
-    cloze_eval: bool = option(False, "Megatron-LM v1's --task lambada")
-    webtext_eval: bool = option(False, "Megatron-LM v1's --task ppl")
+    json: str | None = option(None, "file for the result [eval-TASK.json here]")
+    ensemble: tuple[str, ...] = option(
+        (), "for mnli, qqp and race: predictions of several models, which vote, instead of a model"
+    )
+    cloze_eval: bool = option(False, "as --task lambada, in Megatron-LM v1's spelling")
+    webtext_eval: bool = option(False, "as --task ppl, in Megatron-LM v1's spelling")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +86,7 @@ class HarnessOptions(VerbSection):
 
     title: ClassVar[str] = "Tasks of lm-eval"
 
-    tasks: tuple[str, ...] = option((), "tasks of lm-eval instead, such as hellaswag,gsm8k")
+    tasks: tuple[str, ...] = option((), "tasks of lm-eval instead of --task, such as hellaswag,gsm8k")
     num_fewshot: int | None = option(None, "with --tasks: number of examples before a question", within=FROM_0)
     include_path: str | None = option(None, "with --tasks: a directory of more task files")
     apply_chat_template: bool = option(False, "with --tasks: format questions with the model's chat template")

@@ -17,16 +17,18 @@ class TrainTokenizerOptions(VerbSection):
 
     title: ClassVar[str] = "Tokenizer"
 
-    input: tuple[str, ...] = option(REQUIRED, "any format that `mega preprocess` reads: JSON lines, text, parquet, ...")
-    vocab_size: int = option(REQUIRED, "entries of the vocabulary")
+    input: tuple[str, ...] = option(
+        REQUIRED, "texts in any format that `mega preprocess` reads: JSON lines, text, parquet, ..."
+    )
+    vocab_size: int = option(REQUIRED, "number of entries of the vocabulary")
     output_dir: Path = option(REQUIRED, "directory of the trained tokenizer's files")
     kind: Literal["bpe", "wordpiece", "sentencepiece"] = option(
-        "bpe", "bpe: vocab.json and merges.txt as GPT-2's; wordpiece: BERT's vocab.txt; sentencepiece"
+        "bpe", "bpe: vocab.json and merges.txt, as GPT-2's; wordpiece: BERT's vocab.txt; sentencepiece"
     )
     model_type: Literal["unigram", "bpe", "char", "word"] | None = option(
         None, "algorithm of a SentencePiece model; unigram if none is given"
     )
     character_coverage: float | None = option(None, "share of the texts' characters that SentencePiece covers [1]")
-    json_key: str = option("text", "key of each line that holds the text", megatron="--json-keys")
+    json_key: str = option("text", "key of the text in each line", megatron="--json-keys")
     text_lines: bool = option(False, "each line of a text file is a document")
-    overwrite: bool = option(False, "replace a tokenizer of other inputs or settings; an equal one is kept")
+    overwrite: bool = option(False, "replace a tokenizer made from other inputs or settings; one from the same is kept")

@@ -51,7 +51,7 @@ class ReshardOptions(VerbSection):
     )
     loader: str | None = option(None, "accepted; the form is recognised by its files")
     true_vocab_size: int | None = option(None, "vocabulary of a Megatron-LM tree without padding")
-    vocab_file: Path | None = option(None, "a vocab.json whose length is the true vocabulary")
+    vocab_file: Path | None = option(None, "a vocab.json, whose length is the true vocabulary size")
     num_attention_heads: int | None = option(None, "attention heads of a torch_dist folder without arguments")
     model_type: Literal["GPT"] = option("GPT", "accepted; determined from the files")
     megatron_path: str | None = option(None, "accepted; not needed")
@@ -61,9 +61,9 @@ class ReshardOptions(VerbSection):
     max_queue_size: int = option(50, "accepted; not needed")
     upcycle: int | None = option(None, "experts per layer of a mixture made from a dense model's weights")
     upcycle_chosen: int = option(2, "experts chosen for each token of that mixture")
-    upcycle_granularity: int = option(1, "experts of that mixture that make up one dense network")
+    upcycle_granularity: int = option(1, "number of experts that one dense network is split into")
     load_optim: bool = option(True, "read or write a Megatron-LM optimizer's state")
-    verify: bool = option(False, "read back what was written and compare it with its source, bit for bit")
+    verify: bool = option(False, "read the written checkpoint back and compare it bit for bit with its source")
     checking: bool = option(True, "accepted; tensors are always checked")
 
     @property
@@ -93,10 +93,10 @@ class ConvertOptions(VerbSection):
     save_dir: Path = option(REQUIRED, "folder to write; it appears when it is complete")
     to: str | None = option(None, "form to write [mega; hf for a mega checkpoint]", choices=Targets("convert-llama"))
     base: Path | None = option(None, "base weights of a peft adapter; when writing one, the name of its base")
-    parts: int = option(1, "files of a Meta folder")
+    parts: int = option(1, "number of files of a Meta folder")
     outtype: Literal["f32", "f16", "bf16", "q8_0"] | None = option(
         None, "type of the matrices of --to gguf [that of the weights]"
     )
     verify: bool = option(
-        False, "Hugging Face's decoders: run both models on random tokens; others: read back, compare bits"
+        False, "for decoders of Hugging Face, run both models on random tokens; otherwise read back and compare bits"
     )

@@ -35,13 +35,17 @@ class ServerLimits(VerbSection):
 
     title: ClassVar[str] = "Limits"
 
-    max_waiting: int = option(256, "sequences that wait; more get 429", within=FROM_0)
-    max_body: int = option(8 << 20, "bytes of a request", within=Range("at least 1024", lambda value: value >= 1024))
-    max_connections: int = option(1024, "clients at a time", within=COUNT)
-    request_timeout: float = option(
-        600.0, "seconds until a whole answer", within=Range("at least 0.1", lambda value: value >= 0.1)
+    max_waiting: int = option(256, "maximum number of waiting sequences; further requests get 429", within=FROM_0)
+    max_body: int = option(
+        8 << 20, "maximum size of a request, in bytes", within=Range("at least 1024", lambda value: value >= 1024)
     )
-    drain_seconds: float = option(30.0, "for answers in flight, after SIGTERM", within=NOT_NEGATIVE)
+    max_connections: int = option(1024, "maximum number of concurrent clients", within=COUNT)
+    request_timeout: float = option(
+        600.0, "seconds until an answer must be complete", within=Range("at least 0.1", lambda value: value >= 0.1)
+    )
+    drain_seconds: float = option(
+        30.0, "seconds that answers in flight get to finish after SIGTERM", within=NOT_NEGATIVE
+    )
     bodies: int = 256 << 20
     """Bytes of all requests that are being read."""
     header_seconds: float = 10.0

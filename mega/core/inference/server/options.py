@@ -25,13 +25,13 @@ class ListenOptions(VerbSection):
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(
-        5000, "port to listen on; 0 takes a free one", within=Range("0 to 65535", lambda value: 0 <= value <= 65535)
+        5000, "port to listen on; 0 chooses a free one", within=Range("0 to 65535", lambda value: 0 <= value <= 65535)
     )
-    token_file: Path | None = option(None, "file of the token that clients must send [MEGA_TOKEN]")
+    token_file: Path | None = option(None, "file with the token that clients must send [MEGA_TOKEN]")
     timeout_minutes: float = like(
         RuntimeConfig,
         "timeout_minutes",
-        help="give up on a rank that has not answered for so long",
+        help="end the server if a rank does not answer for this long",
         within=Range("0.05 to 35000", lambda value: 0.05 <= value <= 35_000),
     )
 
@@ -57,10 +57,12 @@ class ServedModel(VerbSection):
     title: ClassVar[str] = "Model"
 
     load: Path | None = option(
-        None, "a run's directory, one step in it, others' weights, a name of the Hub: as CHECKPOINT", hub="model"
+        None, "a run's directory, one step in it, foreign weights, a name of the Hub; same as CHECKPOINT", hub="model"
     )
     adapter: tuple[str, ...] = option(
-        (), "run with --lora-rank, or peft's; clients name it as model", metavar="NAME=DIR"
+        (),
+        "LoRA adapter, a run with --lora-rank or one of peft; clients select it as the model NAME",
+        metavar="NAME=DIR",
     )
     chat_template: str | None = option(None, "llama2, llama3, chatml, plain or a Jinja file [the model's]")
     pooling: Literal["mean", "cls", "inner"] | None = option(
@@ -74,19 +76,23 @@ class ServerOptions(VerbSection):
 
     title: ClassVar[str] = "Answers"
 
-    name: str = option("", "the model's name for clients [its directory's]")
-    served_model_name: tuple[str, ...] = option((), "the same, and other names that clients may give it")
-    max_length: int | None = option(None, "prompt and answer [the model's]", megatron="--out-seq-length", within=COUNT)
-    max_tokens_to_oom: int = option(
-        12000, "tokens of one PUT /api, padded", megatron="--max-tokens-to-oom", within=COUNT
+    name: str = option("", "name of the model for clients [that of its directory]")
+    served_model_name: tuple[str, ...] = option((), "the same, followed by further names that clients may use")
+    max_length: int | None = option(
+        None, "maximum number of tokens of prompt and answer [the model's]", megatron="--out-seq-length", within=COUNT
     )
-    temperature: float = option(1.0, "where a request gives none")
-    top_k: int = option(0, "where a request gives none; 0 is off")
-    top_p: float = option(1.0, "where a request gives none; 1 is off")
-    seed: int | None = option(None, "where a request gives none [another each time]")
-    parse_special_tokens: bool = option(False, "of a completion's prompt: what it spells are tokens, not text")
-    log_prompts: bool = option(False, "print each request, with its prompt")
-    legacy_status: bool = option(False, "PUT /api answers most mistakes with 200, as Megatron-LM does")
+    max_tokens_to_oom: int = option(
+        12000, "maximum number of tokens of one PUT /api, with padding", megatron="--max-tokens-to-oom", within=COUNT
+    )
+    temperature: float = option(1.0, "default of requests")
+    top_k: int = option(0, "default of requests; 0 is off")
+    top_p: float = option(1.0, "default of requests; 1 is off")
+    seed: int | None = option(None, "default of requests [a new seed each time]")
+    parse_special_tokens: bool = option(
+        False, "turn special tokens that the prompt of a completion spells out into tokens, not text"
+    )
+    log_prompts: bool = option(False, "log each request, with its prompt")
+    legacy_status: bool = option(False, "answer most mistakes in PUT /api with status 200, as Megatron-LM does")
     no_chat: str = "the model has no chat template"
     """Why the model does not converse."""
     adapters: tuple[str, ...] = ()
