@@ -1,7 +1,7 @@
 """The `mega` command: its verbs, each loaded only when it is called, and how its errors end.
 
-A verb is a file in mega/commands with a function `run`, or with a Typer `app` where it has verbs of its
-own. This file knows their names and one line about each; it imports none of them, and no torch.
+A verb is a file in mega/commands with a function `run`, or with a Typer `app` if it has subcommands. This file knows
+their names and one line about each; it imports none of them, and no torch.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ VERBS = {
     "corpus": "Make a corpus from raw text: clean, deduplicate, decontaminate, filter",
     "preprocess": "Turn text into token files",
     "data": "Merge, verify, inspect and split corpora",
-    "retro": "Find neighbours of a corpus's chunks, for models that read them",
+    "retro": "Find neighbours of a corpus's chunks, for models with a retriever",
     "pretrain": "Train a model from scratch, or resume",
-    "finetune": "Train a model towards a task",
+    "finetune": "Train a pretrained model for a task",
     "launch": "Print a script that starts a run on several hosts",
     "lr-find": "Find a learning rate by a sweep of a few steps",
     "eval": "Score a model on a benchmark",
     "serve": "Answer prompts over HTTP",
     "chat": "Talk with a model in the terminal",
     "generate": "Continue a text with a trained model",
-    "reshard": "Cut a checkpoint for another layout",
-    "checkpoint": "Look into checkpoints and verify them",
-    "convert-llama": "Turn weights of others into a checkpoint, and back",
-    "download": "Fetch a model, a tokenizer or a data set of the Hugging Face Hub",
-    "push": "Put a model into a repository of the Hugging Face Hub",
+    "reshard": "Convert a checkpoint to another layout",
+    "checkpoint": "Verify, show, compare and clean up checkpoints",
+    "convert-llama": "Convert foreign weights to a checkpoint, and back",
+    "download": "Download a model, a tokenizer or a data set from the Hugging Face Hub",
+    "push": "Upload a model to a repository of the Hugging Face Hub",
     "presets": "List the presets of --model: shape, parameters, memory",
-    "memory-estimate": "Estimate what a run needs, before it is started",
-    "preflight": "Measure every rank and link before a run, and name what is off",
+    "memory-estimate": "Estimate memory and speed of a run before it is started",
+    "preflight": "Measure every rank and link before a run, and report slow ones",
     "parity": "Prove that every layout computes the same",
     "bench": "Measure speed",
-    "plot": "Draw metrics of runs over each other",
+    "plot": "Plot metrics of one or several runs",
     "report": "Show a run, an evaluation or a corpus as one page of HTML",
-    "translate": "Show an old command line as one of mega's",
-    "doctor": "Report what works on this machine, and why the rest does not",
+    "translate": "Translate another program's command line to mega",
+    "doctor": "Report what works on this machine and what does not",
     "completions": "Write the shell completions",
 }
 
@@ -71,17 +71,17 @@ class Verbs(Group):
     """A group that knows its commands by name and loads one when it is called."""
 
     def list_commands(self, ctx: Context) -> list[str]:
-        """Verbs whose file exists, in the order of the table."""
+        """Verbs whose file exists, in the order of VERBS."""
         return [verb for verb in VERBS if importlib.util.find_spec(_module(verb)) is not None]
 
     def get_command(self, ctx: Context, cmd_name: str) -> Command | None:
-        """A stand-in that carries the help line, so that listing verbs loads none."""
+        """A stand-in with the line of help, so that listing the verbs does not load them."""
         if cmd_name not in self.list_commands(ctx):
             return None
         return TyperCommand(cmd_name, help=VERBS[cmd_name], rich_markup_mode="rich")
 
     def resolve_command(self, ctx: Context, args: list[str]) -> tuple[str | None, Command | None, list[str]]:
-        """The verb itself, for a call or for completing its flags."""
+        """Load the verb itself, to call it or to complete its flags."""
         from mega.command_line.options import load
 
         name, stand_in, rest = super().resolve_command(ctx, args)
@@ -117,13 +117,13 @@ def root(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code: 0, 1 for a failure, 2 for a mistake of the user, and 128 + a
-    signal for a run that it ended early.
+    """Run the command line and return its exit code: 0, 1 for a failure, 2 for a mistake of the user, and 128 + the
+    signal for a run that a signal ended early.
 
     A mistake, a NaN loss, or a fault of the machine such as a full disk, is reported in one line on stderr, without a
     traceback unless MEGA_DEBUG=1.
     """
-    # Torch reads this when it is loaded. Its warnings of a store that has gone are frames of C++, one set a rank.
+    # Torch reads this when it is loaded. Otherwise every rank prints C++ stack frames when the store has gone.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     _open_streams()
     if COMPLETE_VARIABLE in os.environ:
@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_working_directory() -> None:
-    """Without one, libraries end the process in words of their own. Errors: ValueError."""
+    """Check that it exists; without it, libraries end the process with their own messages. Errors: ValueError."""
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -162,20 +162,21 @@ def _check_working_directory() -> None:
 
 
 def _open_streams() -> None:
-    """Standard streams that were closed lead nowhere: else the next file that is opened has the number of one, and what
-    a library prints goes into it."""
+    """Open /dev/null for every standard stream that is closed. Otherwise the next opened file would get its number, and
+    libraries would print into that file."""
     for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it has the lowest number that is free
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # open() takes the lowest free number
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 def _broken_stdout() -> OSError | None:
-    """What keeps stdout from taking more, if anything does; Python's own last flush then goes nowhere.
+    """The error with which stdout refuses to be flushed, or None. After an error, Python's last flush goes to
+    /dev/null.
 
-    Where its reader has left, as `head` does, all that was asked for has been read: no reason for a message.
+    If the reader has left, as `head` does, it has read all that it needs, so no message is printed.
     """
     try:
         sys.stdout.flush()
@@ -187,10 +188,10 @@ def _broken_stdout() -> OSError | None:
 
 
 def _report(error: Exception) -> int:
-    """Reports an error on stderr, once for all ranks, and returns the exit code."""
+    """Report an error on stderr, once for all ranks, and return the exit code."""
     from mega.core.processes.exit_reports import ExitReport, report_exit, report_of
 
-    # Typer carries Click under different names in different versions; its own errors know their message.
+    # Versions of Typer contain Click under different names, so its errors are recognised by their attributes.
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):
         return report_exit(ExitReport(int(error.exit_code), _format_error(error)))
     if isinstance(error, typer.Abort):
@@ -204,11 +205,11 @@ RULES = {
     "float_parsing": "must be a number",
     "greater_than_equal": "must be at least {ge}",
 }
-"""Kinds of problems that Pydantic, which checks values for newer versions of Typer, has with them."""
+"""Pydantic's kinds of problems -> our rule. Newer versions of Typer check values with Pydantic."""
 
 
 def _format_error(error: Any) -> str:
-    """Typer's message about a mistake, in the words in which `check` reports them: the flag, its value, the rule."""
+    """Typer's message about a mistake, in the form in which `check` reports it: the flag, its value, the rule."""
     problems: list[Any] = getattr(error.__cause__, "errors", list)()
     param, kind, ctx = getattr(error, "param", None), type(error).__name__, getattr(error, "ctx", None)
     if kind == "MissingParameter" and param is not None:
@@ -225,7 +226,7 @@ def _format_error(error: Any) -> str:
 
 
 def _unknown_verb(word: str, ctx: Any) -> str:
-    """A verb that is none, with the nearest, and where all are."""
+    """The message about an unknown verb: suggest the nearest one, and say how to list all."""
     from mega.core.config.compose import nearest
 
     near = nearest(word.removesuffix(".py").replace("_", "-"), ctx.command.list_commands(ctx))

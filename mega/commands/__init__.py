@@ -1,4 +1,4 @@
-"""One file a verb of `mega`: what its sections say becomes one call into the core, and its errors one line.
+"""The verbs of `mega`, one file each: a verb turns its options into one call to the core.
 
-A verb's file knows flags and where an answer goes; what it does stands in the core.
+A file knows the flags of its verb and where results are printed; the core does the work.
 """

@@ -1,4 +1,4 @@
-"""`mega bench`: how fast a run is on this machine, on random tokens."""
+"""`mega bench`: measure how fast a run is on this machine, on random tokens."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def run(
     engine: Annotated[EngineOptions, without("cache_tokens", "batch_invariant", "cuda_graph")],
     rows: Annotated[
         list[str] | None,
-        typer.Argument(help="w1, w2, w2-fp8, w3, t5 or serve; without one, the run that the flags define"),
+        typer.Argument(help="w1, w2, w2-fp8, w3, t5 or serve [the run that the flags define]"),
     ] = None,
 ) -> int:
-    """Measure speed: the trainer's own step on random tokens, one row after another in one process group.
+    """Measure speed: the trainer's step on random tokens, one row after another in one process group.
 
-    Rows: w1 is GPT 345M, w2 Llama-2 7B, w2-fp8 the same by --fp8, w3 GPT 22B by tensor ranks, t5 T5 220M.
-    Batch and layout of a row follow the number of ranks; any flag that you type overrides the row.
-    Row serve: time to the first token, between tokens and throughput, for requests that arrive at random, of the model
-    at --load, of one of random weights by its flags, or of a server at --url.
+    Rows: w1 is GPT 345M, w2 Llama-2 7B, w2-fp8 the same with --fp8, w3 GPT 22B with tensor ranks, t5 T5 220M. The
+    number of ranks determines the batch and layout of a row; flags override them. Row serve measures throughput, the
+    time to the first token and the time between tokens for requests that arrive at random: for the model at --load, a
+    model with random weights defined by flags, or a server at --url.
     """
     if rows == ["serve"]:
         return _serving(options, given, bench, serving, engine)
@@ -55,7 +55,7 @@ def run(
 
 
 def _check_calibration(bench: BenchOptions, out: str, given: GivenOptions, rows: list[str]) -> None:
-    """Errors: ValueError naming what was given of a run."""
+    """Errors: ValueError naming options of a run, which a calibration excludes."""
     excluded = {"--json": bench.json, "--against": bench.against, "--trace": bench.trace, "--model": given.preset}
     typed = [f"{flag} {value}" for flag, value in excluded.items() if value is not None] + rows
     typed += [flag_of(name) for name in given.values if name not in options_with(bench="host")]
@@ -64,14 +64,15 @@ def _check_calibration(bench: BenchOptions, out: str, given: GivenOptions, rows:
 
 
 def _training(options: Options, given: GivenOptions, rows: list[str], bench: BenchOptions) -> int:
-    """Rows of training steps. Errors: ValueError naming row, flag or file."""
+    """Measure rows of training steps. Errors: ValueError naming row, flag or file."""
     world, repeats, warmup = world_from_env(), bench.repeats, bench.warmup
     size = ranks(world, options.runtime.nproc, options.runtime.world)
     from mega.core.bench.rows import read_rows, row
 
     if rows and given.preset is not None:
         raise ValueError(f"--model {given.preset}: excludes rows, which name their model; leave out one of them")
-    # Rows are added to what a file holds; to anything else, such as a script, they would be damage. Devices hold none.
+    # Rows are appended to the file, so it must hold rows already: they would damage another file, such as a script.
+    # Devices such as /dev/null hold none.
     against, out = bench.against, bench.json
     for flag, file in (("--against", against), ("--json", out if out and os.path.isfile(out) else None)):
         if file is not None:
@@ -99,13 +100,13 @@ def _training(options: Options, given: GivenOptions, rows: list[str], bench: Ben
 
 
 def _announce(rows: str, size: int, *, dry: bool = False) -> None:
-    """The first line, before torch is loaded, which takes many seconds on some disks."""
+    """Print the first line before torch is loaded, which takes many seconds on some disks."""
     if is_first_rank() and not dry:
         print(f"{rows}: {size} rank{'s are' if size > 1 else ' is'} starting", file=sys.stderr, flush=True)
 
 
 def _note_unused(runs: Iterable[Options], given: GivenOptions) -> None:
-    """On stderr, what was given and is not measured."""
+    """Print, on stderr, the options that were given and are not measured."""
     unused = [flag_of(name) for name in given.values if name in options_with(bench="unused")]
     if unused:
         print(f"not used, random tokens are measured and nothing is kept: {', '.join(unused)}", file=sys.stderr)
@@ -114,7 +115,8 @@ def _note_unused(runs: Iterable[Options], given: GivenOptions) -> None:
 
 
 def _resolved(options: Options, given: GivenOptions, steps: int, size: int) -> RunConfig:
-    """A run as it is measured. Random documents are kept apart without a tokenizer that knows where they end."""
+    """The run to measure. --reset-attention is set after the checks, which require a tokenizer for it: random tokens
+    have none."""
     from mega.core.config.resolve import variant
     from mega.core.training.start.inputs import resolve_run
 
@@ -123,20 +125,20 @@ def _resolved(options: Options, given: GivenOptions, steps: int, size: int) -> R
 
 
 def _measurable(options: Options, given: GivenOptions, steps: int) -> Options:
-    """`options` without its data, files and length, and with the least of them that a run must have."""
+    """`options` without data, files and length of the run, replaced by the minimum that a run needs."""
     from mega.core.bench.rows import LR
 
     values: dict[str, Any] = {name: entries()[name].default for name in options_with(bench="unused")}
     values |= {"mock_data": True, "steps": steps, "reset_attention": False}
     values |= {"lr": LR} if options.optimizer.lr is None else {}
-    # From where a scale starts, most of the timed steps would overflow and update nothing.
+    # With the default scale, most of the timed steps would overflow and update nothing.
     if "initial_loss_scale" not in given.values and options.precision.loss_scale is None:
         values["initial_loss_scale"] = 2.0**16
     return updated(options, values)
 
 
 def _check_outputs(paths: Mapping[str, str | None], overwrite: bool) -> None:
-    """Errors: ValueError where a file cannot be written, or would be replaced and must not be."""
+    """Errors: ValueError if a file cannot be written, or would be replaced without --overwrite."""
     for flag, path in paths.items():
         if path is not None:
             check_file(flag, path)
@@ -164,7 +166,7 @@ def _calibrate(options: Options, out: str, repeats: int, start: bool, size: int)
 def _serving(
     options: Options, given: GivenOptions, bench: BenchOptions, serving: ServingLoadOptions, engine: EngineOptions
 ) -> int:
-    """Row serve. Errors: ValueError naming the flag that does not fit it."""
+    """Measure the row serve. Errors: ValueError naming a flag that it excludes."""
     for name in ("against", "trace", "calibrate"):
         if (value := getattr(bench, name)) is not None:
             raise ValueError(f"--{name} {value}: excludes the row serve")
@@ -209,8 +211,8 @@ def _serving(
 
 
 def _check_model(options: Options, given: GivenOptions, url: str | None) -> None:
-    """Errors: ValueError where flags define a model that is there already; a line on stderr for those that change
-    nothing."""
+    """Check the flags of the model, and print a line on stderr for those that are not used. Errors: ValueError if flags
+    define a model although --load or --url has one."""
     sizes, there = [*vars(options.model), "seq_length"], url is not None or given.values.get("load") is not None
     if there and (typed := _model_flags(given, sizes)):
         raise ValueError(f"{typed[0]}: excludes {'--load' if url is None else f'--url {url}'}, which has its own model")
@@ -222,5 +224,5 @@ def _check_model(options: Options, given: GivenOptions, url: str | None) -> None
 
 
 def _model_flags(given: GivenOptions, sizes: Iterable[str]) -> list[str]:
-    """Flags that define a model."""
+    """The given flags that define a model."""
     return ["--model"] * (given.preset is not None) + [flag_of(name) for name in sizes if name in given.values]

@@ -15,7 +15,7 @@ from mega.core.files import check_source
 from mega.core.inference.options import ChatOptions, EngineOptions, SamplingOptions
 
 STATED_BY = "the checkpoint says it, or nothing is trained"
-"""Why options of a training that are given here change nothing."""
+"""The reason, in notes, why training options have no effect here."""
 
 
 def run(
@@ -25,14 +25,14 @@ def run(
     checkpoint: Annotated[
         Path | None,
         typer.Argument(
-            help="a run's directory, one step in it, others' weights, a name of the Hub", show_default=False
+            help="a run's directory, one step in it, foreign weights, a name of the Hub", show_default=False
         ),
     ] = None,
 ) -> int:
-    """Talk with a model: answers as they come, by its chat template; a base model continues text.
+    """Talk with a model: answers are streamed and follow its chat template; a base model continues text.
 
-    Lines are turns; those that begin with / are commands, which /help lists. With --url a server answers, as of mega
-    serve, or any other that has OpenAI's API. Ctrl-C ends an answer, Ctrl-D the conversation.
+    Each line is a turn; lines that begin with / are commands, and /help lists them. With --url a server answers: mega
+    serve, or another one with OpenAI's API. Ctrl-C ends an answer, Ctrl-D the conversation.
     """
     from mega.core.inference.request import sampling_of
 

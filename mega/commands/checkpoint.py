@@ -1,4 +1,4 @@
-"""`mega checkpoint verify | show | diff | clean`: questions about saved checkpoints."""
+"""`mega checkpoint verify | show | diff | clean`: verify, show, compare and clean up checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Directory = Annotated[Path, typer.Argument(help="a run's directory, or one step-
 
 @app.command(cls=Command)
 def verify(directory: Directory) -> None:
-    """Hash every byte again and compare with what was saved."""
+    """Hash every byte again and compare the hashes with the saved ones."""
     check_source("DIRECTORY", directory)
     from mega.core.checkpoint.own import inspect
 
@@ -36,9 +36,9 @@ def show(
     directory: Directory,
     tensors: Annotated[bool, typer.Option("--tensors", help="list every tensor")] = False,
     meta: Annotated[bool, typer.Option("--meta", help="print the plain state as JSON")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print the same as JSON instead")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
 ) -> None:
-    """What a checkpoint holds."""
+    """Show the contents of a checkpoint."""
     if meta and (tensors or as_json):
         raise ValueError(
             f"--{'tensors' if tensors else 'json'}: --meta prints the plain state alone; give one of the two"
@@ -50,8 +50,8 @@ def show(
 
 
 def _about(checkpoint: Checkpoint) -> dict[str, Json]:
-    """The model, what its adapters are of, the layout that wrote it, the loss at that step where the run's metrics are
-    still there, the date."""
+    """The model, the base of its adapters, the layout of the run that wrote it, the date, and the losses of its step if
+    the run's metrics still exist."""
     from mega.core.architecture import architecture
     from mega.core.architecture.words import parameter_words, shape_words
     from mega.core.checkpoint.own.base import named_base
@@ -59,7 +59,7 @@ def _about(checkpoint: Checkpoint) -> dict[str, Json]:
     from mega.core.untrusted import numbers_below
 
     found: dict[str, Json] = {}
-    with suppress(ValueError):  # a checkpoint of tensors alone says nothing of a model
+    with suppress(ValueError):  # a checkpoint of tensors only has no model section
         model = model_of(checkpoint.meta, str(checkpoint.path))
         found["model"] = f"{shape_words(architecture(model))}; {parameter_words(model)}"
         if base := named_base(checkpoint):
@@ -74,7 +74,7 @@ def _about(checkpoint: Checkpoint) -> dict[str, Json]:
 
 
 def _losses(checkpoint: Checkpoint) -> dict[str, Json]:
-    """Training and validation loss at its step."""
+    """Training and validation loss of the checkpoint's step."""
     from mega.core.report.read import RunRecord, read
 
     try:
@@ -92,9 +92,9 @@ def _losses(checkpoint: Checkpoint) -> dict[str, Json]:
 def diff(
     first: Directory,
     second: Directory,
-    weights: Annotated[bool, typer.Option("--weights", help="compare the weights alone")] = False,
+    weights: Annotated[bool, typer.Option("--weights", help="compare only the weights")] = False,
 ) -> None:
-    """Tensors that differ between two checkpoints, whatever their layouts; exit 1 if any does."""
+    """List tensors that differ between two checkpoints of any layouts; exit code 1 if there are any."""
     for name, place in (("FIRST", first), ("SECOND", second)):
         check_source(name, place)
     from mega.core.checkpoint.own.tables import show_differences
@@ -106,16 +106,18 @@ def diff(
 @app.command(cls=Command)
 def clean(
     directory: Annotated[
-        Path, typer.Argument(help="a run's directory, while no run saves into it; or where an export was to go")
+        Path, typer.Argument(help="a run's directory, while no run saves into it; or the target of an export")
     ],
-    keep_last: Annotated[int | None, typer.Option(help="remove all but the newest so many checkpoints")] = None,
-    keep_every: Annotated[int | None, typer.Option(help="but keep multiples of this many steps")] = None,
-    keep_optimizer_last: Annotated[
-        int | None, typer.Option(help="remove the optimizer's state of all but the newest so many")
+    keep_last: Annotated[int | None, typer.Option(help="remove all but this many of the newest checkpoints")] = None,
+    keep_every: Annotated[
+        int | None, typer.Option(help="also keep checkpoints at multiples of this many steps")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would go")] = False,
+    keep_optimizer_last: Annotated[
+        int | None, typer.Option(help="remove the optimizer's state from all but this many of the newest")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only print what would be removed")] = False,
 ) -> None:
-    """Remove what killed saves and exports left and, as far as the limits say, old checkpoints."""
+    """Remove leftovers of interrupted saves and exports, and old checkpoints according to the limits."""
     from mega.core.checkpoint.own import inspect
 
     inspect.clean(directory, keep_last, keep_every, keep_optimizer_last, dry_run, typer.echo)

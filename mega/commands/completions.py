@@ -1,6 +1,6 @@
-"""`mega completions`: the files by which shells complete mega's verbs and flags.
+"""`mega completions`: files with which shells complete mega's verbs and flags.
 
-A file only asks `mega` itself, so it never goes stale: it changes when Typer changes how it asks.
+A file only calls `mega` for the completions, so new verbs and flags do not change it; a new version of Typer may.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def script(shell: str) -> str:
 
 
 def run(
-    directory: Annotated[Path, typer.Argument(help="where to write mega.bash, mega.zsh and mega.fish")],
+    directory: Annotated[Path, typer.Argument(help="directory for mega.bash, mega.zsh and mega.fish")],
 ) -> int:
     """Write the shell completions into a directory.
 
-    Then source the file of your shell from its start-up file.
+    Source the file of your shell in its start-up file afterwards.
     """
     check_folder("directory", directory, directory)
     directory.mkdir(parents=True, exist_ok=True)

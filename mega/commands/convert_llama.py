@@ -1,4 +1,5 @@
-"""`mega convert-llama`: weights of Hugging Face, Meta, llama.cpp, llama2.c, fairseq as checkpoints, and back."""
+"""`mega convert-llama`: convert weights of Hugging Face, Meta, llama.cpp, llama2.c and fairseq to checkpoints, and
+back."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def run(weights: ConvertOptions, layout: Layout) -> int:
-    """Turn weights into a checkpoint for any layout, or a checkpoint into a folder that others open.
+    """Convert weights to a checkpoint for any layout, or a checkpoint to the format of another program.
 
-    Llama and its relatives, GPT-2, BERT, fairseq's Megatron-11b. A run's adapters are merged, unless --to is peft.
-    What is read is recognised by its files. Nothing is executed, no tensor is lost or made up.
+    Supports Llama and its relatives, GPT-2, BERT and fairseq's Megatron-11b. Adapters of a run are merged, unless --to
+    is peft. The format to read is recognised by its files. No code is executed, and no tensor is lost or invented.
     """
     load_dir, save_dir = weights.load_dir, weights.save_dir
     report, runs_both, imported = converted(weights, layout)
@@ -45,14 +46,14 @@ def run(weights: ConvertOptions, layout: Layout) -> int:
 
 
 def _compared(one: Path, other: Path) -> LogitComparison | None:
-    """Of models that continue text."""
+    """Compare the logits of two models; None if they do not continue text."""
     from mega.core.proof.logits import compare_logits, continues_text
 
     return compare_logits(one, other) if continues_text(one, other) else None
 
 
 def _print_doubts(losses: tuple[str, ...], imported: Path | None) -> None:
-    """What is lost, and what of imported weights cannot be used."""
+    """Print what the conversion loses, and which parts of imported weights cannot be used."""
     from mega.core.inference.loading.identity import doubts
 
     for line in (*losses, *(() if imported is None else doubts(imported))):

@@ -1,4 +1,4 @@
-"""`mega corpus VERB`: the steps from raw text to a corpus; each reads and writes documents, one JSON object a line."""
+"""`mega corpus VERB`: the steps from raw text to a corpus. Each reads and writes documents, one JSON object a line."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ app = help_pages.group("Make a corpus from raw text.")
 _SECONDS_BETWEEN_LINES = 10.0
 
 Run = Callable[[CorpusStep | SurveyStep], int]
-"""Applies a step as the flags that all verbs share say, and returns the exit code."""
+"""Applies a step according to the shared flags, and returns the exit code."""
 
 
 def _shared(
     files: CorpusStepOptions,
 ) -> Run:
-    """The flags of every verb that applies a step."""
+    """The function that applies a step according to the flags that all steps share."""
 
     def run(step: CorpusStep | SurveyStep) -> int:
         from mega.core.corpus.folder import RunOptions
@@ -93,7 +93,8 @@ def _shared(
 
 
 def _step(function: Callable[..., CorpusStep | SurveyStep]) -> Callable[..., int]:
-    """A verb from a function of its own sections to its step: it gets the section that all steps share."""
+    """Make a verb of a function that turns the verb's own sections into a step; add the section that all steps
+    share."""
     own = inspect.signature(function, eval_str=True).parameters
     shared = inspect.Parameter("files", inspect.Parameter.KEYWORD_ONLY, annotation=CorpusStepOptions)
     parameters = [shared, *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own.values())]
@@ -120,7 +121,7 @@ def _shard(word: str) -> tuple[int, int]:
 
 
 def _progress() -> Callable[[StepCounts, int, int], None]:
-    """A line on stderr every few seconds."""
+    """A function that prints a line of progress on stderr every few seconds."""
     begin = last = time.monotonic()
 
     def report(counts: StepCounts, done: int, total: int) -> None:
@@ -160,7 +161,8 @@ def _print_samples(counts: StepCounts, most: int) -> None:
 def root() -> None:
     """Make a corpus from raw text.
 
-    A verb reads documents, one JSON object a line, and writes those that it keeps; a call that was interrupted resumes.
+    A verb reads documents, one JSON object a line, and writes those that it keeps. Repeat an interrupted call to resume
+    it.
     """
 
 
@@ -169,9 +171,9 @@ def root() -> None:
 def urls(
     step: UrlOptions,
 ) -> SurveyStep:
-    """Drop URLs by domain, extension, length and form, and those that came before: OpenWebText's tests.
+    """Drop URLs by domain, extension, length and form, and repeated ones: the tests of OpenWebText.
 
-    With --as-megatron .7z and .ai pass, and so do domains in capitals, as in Megatron-LM's blacklist_urls.py.
+    With --as-megatron, .7z, .ai and domains in capitals are kept, as in Megatron-LM's blacklist_urls.py.
     """
     from mega.core.corpus.urls import DOMAINS, EXTENSIONS, MEGATRON_EXTENSIONS, Urls, listed
 
@@ -189,10 +191,10 @@ def _clean(
     step: CleanOptions,
     tokenizer: TokenizerConfig,
 ) -> CorpusStep:
-    """Repair text by ftfy, and drop what is in another language or short: OpenWebText's clean-up.
+    """Repair text with ftfy, and drop texts that are short or in another language: the clean-up of OpenWebText.
 
-    Without a tokenizer a token counts as four bytes. With --as-megatron langdetect recognises languages, and a
-    task after ftfy_fix_text is skipped, as cleanup_fix_dataset.py does it.
+    Without a tokenizer, four bytes count as a token. With --as-megatron, langdetect recognises languages, and a task
+    after ftfy_fix_text is skipped, as in cleanup_fix_dataset.py.
     """
     from mega.core.corpus.clean import DEFAULT_TASKS, Clean
 
@@ -221,10 +223,10 @@ app.command(name="clean", cls=Command)(_step(_clean))
 def near_duplicates(
     step: NearDuplicateOptions,
 ) -> SurveyStep:
-    """Drop all but the first of documents that are nearly the same, by MinHash and an exact comparison.
+    """Drop near duplicates of earlier documents, found by MinHash and confirmed by an exact comparison.
 
-    With --as-megatron shingles are five characters, signatures are those of find_duplicates.py with its 100 seeds in 10
-    bands, and the threshold is 0.7.
+    With --as-megatron, shingles are five characters, signatures are those of find_duplicates.py with its 100 seeds in
+    10 bands, and the threshold is 0.7.
     """
     from mega.core.corpus.near_duplicates import NearDuplicates
 
@@ -259,9 +261,9 @@ def near_duplicates(
 def decontaminate(
     step: DecontaminateOptions,
 ) -> SurveyStep:
-    """Cut questions of benchmarks out of a corpus, by n-grams of 8 to 13 words.
+    """Cut questions of benchmarks out of a corpus, matched by n-grams of 8 to 13 words.
 
-    With --as-megatron every document gets a split_id, as filter_ngrams.py gives it.
+    With --as-megatron, every document gets a split_id, as in filter_ngrams.py.
     """
     from mega.core.corpus.decontaminate import Decontaminate
 
@@ -296,7 +298,7 @@ def decontaminate(
 def wikipedia(
     step: WikipediaOptions,
 ) -> CorpusStep:
-    """Articles of a dump of Wikipedia, pages-articles.xml.bz2, as documents: the JSON of WikiExtractor."""
+    """Turn a dump of Wikipedia, pages-articles.xml.bz2, into documents in the JSON format of WikiExtractor."""
     from mega.core.corpus.wikipedia import Wikipedia
 
     return Wikipedia(
@@ -313,7 +315,7 @@ def wikipedia(
 def merge(
     step: MergeCorpusOptions,
 ) -> CorpusStep:
-    """Many files into one, or into one folder, each line checked to be a document."""
+    """Merge many files into one file or folder, and check that each line is a document."""
     from mega.core.corpus.merge import Merge
 
     return Merge(key=step.json_key)
@@ -325,10 +327,10 @@ def annotate(
     step: AnnotateOptions,
     scorer: ScorerOptions,
 ) -> CorpusStep:
-    """Score every document, such as by toxicity: by a server, a classifier, a list of words or a file of scores.
+    """Score every document, for example its toxicity, by a server, a classifier, a list of words or a file of scores.
 
-    A server is asked as Perspective is (POST /v1alpha1/comments:analyze). Blank texts, and those that it refuses, get
-    null.
+    A server must have the API of Perspective (POST /v1alpha1/comments:analyze). Blank texts, and texts that it refuses,
+    get null.
     """
     from mega.core.corpus.annotate import Annotate
 
@@ -344,7 +346,7 @@ def annotate(
 def select(
     step: SelectOptions,
 ) -> SurveyStep:
-    """Keep the documents with the least values, such as the least toxic half; those without a value leave."""
+    """Keep the documents with the lowest values, such as the least toxic half; drop documents without a value."""
     from mega.core.corpus.select import Select
 
     return Select(by=step.by, share=step.share, above=step.above, report=str(step.report or ""))
@@ -378,7 +380,7 @@ def remove_groups(
 def shuffle(
     step: ShuffleOptions,
 ) -> CorpusStep:
-    """Documents in a random order, in bounded memory."""
+    """Shuffle documents, in bounded memory."""
     from mega.core.corpus.shuffle import Shuffle
 
     if not 0 <= step.seed < 2**63:
@@ -391,7 +393,7 @@ def shuffle(
 def quality_filter(
     step: FilterOptions,
 ) -> CorpusStep:
-    """Drop texts of low quality by the published rules of Gopher and FineWeb, and say which rule each breaks."""
+    """Drop texts of low quality by the published rules of Gopher and FineWeb, and record which rule each breaks."""
     from mega.core.corpus.quality import PRESETS, QualityFilter, QualityPreset
 
     if unknown := sorted(set(step.preset or ()) - set(PRESETS)):
@@ -407,7 +409,7 @@ def quality_filter(
 def exact_duplicates(
     step: ExactDuplicateOptions,
 ) -> SurveyStep:
-    """Drop all but the first of equal documents, or cut out all but the first of equal paragraphs."""
+    """Drop repeated documents, or cut out repeated paragraphs; the first copy stays."""
     from mega.core.corpus.exact import ExactDuplicates
 
     return ExactDuplicates(key=step.json_key, paragraphs=step.paragraphs, least=step.min_characters)
@@ -418,7 +420,7 @@ def exact_duplicates(
 def mask_pii(
     step: MaskOptions,
 ) -> CorpusStep:
-    """Mask addresses of mail and of machines, telephone numbers and bank cards."""
+    """Mask e-mail addresses, IP addresses, telephone numbers and numbers of bank cards."""
     from mega.core.corpus.personal import MaskPersonal, PersonalKind
 
     if unknown := sorted(set(step.kinds or ()) - set(get_args(PersonalKind))):
@@ -429,9 +431,9 @@ def mask_pii(
 @app.command(name="run", cls=Command)
 def run_recipe(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE.toml", help="input, output, and a [[step]] for each verb")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the command lines, and run none")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the command lines without running them")] = False,
 ) -> int:
-    """All steps of a recipe, one after another; what is done is kept. Then: mega report OUTPUT."""
+    """Run all steps of a recipe in order; finished steps are kept. Show the result with mega report OUTPUT."""
     from mega.core.corpus.recipe import steps
 
     group = typer.main.get_command(app)

@@ -34,9 +34,12 @@ Prefixes = Annotated[list[str], typer.Argument(help="prefixes of .bin/.idx pairs
 @command
 def merge(
     files: MergeOptions,
-    prefixes: Annotated[list[str] | None, typer.Argument(help="prefixes in order, or one folder")] = None,
+    prefixes: Annotated[
+        list[str] | None, typer.Argument(help="prefixes in the order of merging, or one folder")
+    ] = None,
 ) -> None:
-    """One pair from many: their documents, concatenated. Those of a folder are sorted by name."""
+    """Merge pairs of token files into one by concatenating their documents; the pairs of a folder are sorted by
+    name."""
     from mega.core.data.preprocessing.merge import merge as merged
 
     given = [*(prefixes or []), *(files.input or [])]
@@ -50,7 +53,7 @@ def merge(
 
 @app.command(cls=Command)
 def verify(prefixes: Prefixes) -> None:
-    """Check magic, sizes, offsets and documents, and the checksums noted when the pair was written."""
+    """Check magic number, sizes, offsets and documents, and the checksums recorded when the pair was written."""
     from mega.core.data import inspect
 
     for prefix in prefixes:
@@ -62,14 +65,14 @@ def _kept(kept: bool) -> str:
 
 
 def _built(options: TokenizerConfig) -> Tokenizer | None:
-    """Anything said of a tokenizer asks for one: without its kind the ids would stay bare, and its files unread."""
+    """The tokenizer, if any of its options is set. Without a kind, `build` reports the missing option."""
     from mega.core.text.build import build
 
     return build(**dataclasses.asdict(options)) if options != TokenizerConfig() else None
 
 
 def _note(prefixes: Prefixes, tokenizer: TokenizerConfig) -> None:
-    """Note counts, range of ids, checksums and, if one is given, the tokenizer of pairs that another program wrote."""
+    """Record counts, the range of ids, checksums and, if given, the tokenizer of pairs that another program wrote."""
     from mega.core.data import inspect
 
     made = _built(tokenizer)
@@ -85,7 +88,7 @@ def _inspect(
     prefix: Annotated[str, typer.Argument(help="prefix of a .bin/.idx pair")],
     tokenizer: TokenizerConfig,
 ) -> None:
-    """Documents, tokens, a histogram of lengths and some sequences, decoded if a tokenizer is given."""
+    """Show documents, tokens, a histogram of lengths and some sequences, decoded if a tokenizer is given."""
     from mega.core.data import inspect
 
     inspect.show(prefix, typer.echo, _built(tokenizer), shown.samples, as_json=shown.json)
@@ -99,7 +102,8 @@ app.command(name="inspect", cls=Command)(command(_inspect))
 def from_numpy(
     files: NumpyOptions,
 ) -> None:
-    """Token files from numpy arrays: an array of arrays, a table with a document a row, or one run of ids."""
+    """Turn numpy arrays into token files: an array of arrays, a table with a document in each row, or one long array of
+    ids."""
     from mega.core.data.preprocessing.numpy_files import convert
 
     report = convert(files.input, files.output_prefix, files.eod, overwrite=files.overwrite)
@@ -111,7 +115,7 @@ def from_numpy(
 def split(
     documents: SplitOptions,
 ) -> None:
-    """Documents into train.jsonl, valid.jsonl and test.jsonl, by share and seed."""
+    """Split documents into train.jsonl, valid.jsonl and test.jsonl, by shares and a seed."""
     from mega.core.data.preprocessing.split import split as into_parts
 
     for name, count in into_parts(
@@ -130,7 +134,7 @@ def split(
 def presplit(
     documents: PresplitOptions,
 ) -> None:
-    """Each document's text as one sentence a line."""
+    """Split the text of each document into one sentence a line."""
     from mega.core.data.preprocessing.split import presplit as by_line
 
     count = by_line(
@@ -149,7 +153,7 @@ def presplit(
 def detokenize(
     lines: DetokenizeOptions,
 ) -> None:
-    """Each line of a published test set as people write it: without the blanks around punctuation."""
+    """Detokenize the lines of a published test set: remove the blanks around punctuation."""
     from mega.core.data.preprocessing.plain_lines import detokenize as by_line
 
     count = by_line(lines.input, lines.output, lines.detokenizer, overwrite=lines.overwrite)
@@ -161,7 +165,7 @@ def _encode(
     lines: EncodeOptions,
     tokenizer: TokenizerConfig,
 ) -> None:
-    """The ids of each line's tokens as a line of text, as fairseq-preprocess reads them. See also: mega preprocess."""
+    """Write the token ids of each line as a line of text, as fairseq-preprocess reads it. See also: mega preprocess."""
     from mega.core.data.preprocessing.plain_lines import encode as by_line
     from mega.core.text.build import build
 
@@ -179,7 +183,8 @@ def _sample(
     masking: MaskingConfig,
     tokenizer: TokenizerConfig,
 ) -> None:
-    """Training samples, a line a token, as a model gets them: its text, its id, whether it is trained on."""
+    """Show training samples as a model gets them, one line for each token: its text, its id, whether it is trained
+    on."""
     from mega.core.data import show
     from mega.core.text.build import build
 

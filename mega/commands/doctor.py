@@ -1,4 +1,4 @@
-"""`mega doctor`: what works on this machine, and why the rest does not. It changes nothing."""
+"""`mega doctor`: report what works on this machine and what does not. It changes nothing."""
 
 from __future__ import annotations
 
@@ -29,22 +29,24 @@ NAMES = ("name", "value", "remark")
 
 
 class Package(NamedTuple):
-    """An optional library.
-
-    package: its name on the package index. module: what is imported. use: what it is for.
-    cuda: it can only be tried on a CUDA device. tried: mega has been run with it. extra: of mega, that installs it.
-    """
+    """An optional library."""
 
     package: str
+    """Name on the package index."""
     module: str
+    """Name of the imported module."""
     use: str
+    """Its purpose, for the report."""
     cuda: bool = False
+    """It can be tried only on a CUDA device."""
     tried: bool = True
+    """Mega has been run with it."""
     extra: str = ""
+    """The extra of mega that installs it."""
 
 
 TOKENS = 1024
-"""Of the rows whose attention is described."""
+"""Length of the rows whose attention is described."""
 
 REQUIRED = ("torch", "numpy", "safetensors", "typer", "rich")
 PACKAGES = (
@@ -72,10 +74,12 @@ PACKAGES = (
 
 
 def run(
-    everything: Annotated[bool, typer.Option("--all", help="every version, operator and optional part too")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON instead")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="also list every version, operator and optional part")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
 ) -> int:
-    """Report what works on this machine, and why the rest does not: ten lines, or everything by --all."""
+    """Report what works on this machine, and the reason for what does not, in ten lines; --all lists everything."""
     if as_json:
         found = {title: [dict(zip(NAMES, row, strict=True)) for row in rows] for title, rows in _tables().items()}
         print_whole(json.dumps(found, indent=2) + "\n")
@@ -89,7 +93,7 @@ def run(
 
 
 def _tables() -> dict[str, list[Row]]:
-    """Title -> rows. It imports every optional part that is there."""
+    """Title -> rows of each table. Imports every optional part that is installed."""
     cuda = _cuda_devices()
     return {
         "Versions": list(_versions()),
@@ -101,7 +105,7 @@ def _tables() -> dict[str, list[Row]]:
 
 
 def _summary() -> Iterator[str]:
-    """What most users look for, in ten lines; optional parts are looked for and not imported."""
+    """A summary in ten lines. Optional parts are located without importing them."""
     devices = _cuda_devices()
     versions = {name: value for name, value, _ in _versions()}
     yield f"mega {versions['mega']}, Python {versions['python']}, {platform.platform()}"
@@ -159,7 +163,7 @@ def _host() -> Iterator[Row]:
 
 
 def _memory() -> int | None:
-    """Bytes of main memory, where the system reports them."""
+    """Bytes of main memory, if the system reports them."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -167,7 +171,7 @@ def _memory() -> int | None:
 
 
 def _cuda_devices() -> list[Row]:
-    """A row for each CUDA device; none where torch finds none, or is absent itself."""
+    """A row for each CUDA device; empty if torch finds none or is not installed."""
     if importlib.util.find_spec("torch") is None:
         return []
     from mega.core.device import Device
@@ -227,7 +231,7 @@ def _operators() -> Iterator[Row]:
 
 
 def _masks() -> Iterator[tuple[str, AttentionMask]]:
-    """Of the kinds of attention that runs ask for."""
+    """Yield the kinds of attention that runs use, and a mask of each."""
     import torch
 
     from mega.core.ops.dropout import AttentionDropout
@@ -249,7 +253,7 @@ def _parts(cuda: bool) -> Iterator[Row]:
 
 
 def _state(part: Package, cuda: bool) -> str:
-    """Whether a part is live, and why not."""
+    """The state of a part: live, or the reason why not."""
     if importlib.util.find_spec(part.module) is None:
         return "absent"
     if part.cuda and not cuda:

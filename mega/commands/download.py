@@ -1,4 +1,4 @@
-"""`mega download`: a model, a tokenizer or a data set of the Hub, into its cache."""
+"""`mega download`: fetch a model, a tokenizer or a data set of the Hub into its cache."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mega.core.processes.world import note
 
 def run(
     files: DownloadOptions,
-    name: Annotated[str, typer.Argument(help="OWNER/NAME, also OWNER/NAME@REVISION, or :FILE.gguf after it")],
+    name: Annotated[str, typer.Argument(help="OWNER/NAME, optionally followed by @REVISION or :FILE.gguf")],
 ) -> int:
-    """Fetch a repository's safetensors, tokenizer and JSON files, or a data set's rows; print where they are.
+    """Download the safetensors, tokenizer and JSON files of a repository, or the rows of a data set; print their path.
 
-    Every verb that takes a directory takes such a name too, and fetches what is missing by itself. HF_TOKEN, HF_HOME,
-    HF_HUB_OFFLINE and HF_ENDPOINT mean what they mean to the Hub's own tools.
+    Every verb that takes a directory also takes such a name, and downloads missing files by itself. HF_TOKEN, HF_HOME,
+    HF_HUB_OFFLINE and HF_ENDPOINT have the same meaning as in the Hub's own tools.
     """
     found = hub_name(name)
     if found is None:

@@ -1,4 +1,4 @@
-"""`mega eval`: the score of a model on a benchmark."""
+"""`mega eval`: score a model on a benchmark."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def run(
     scorer: Annotated[ScorerOptions, without("key_variable", "connections", "tries", "timeout")],
     retrieval: Annotated[RetrievalOptions, without("retro")],
 ) -> int:
-    """Score a model on a benchmark, at any layout: a run of ours or a directory of others' weights, as it lies.
+    """Score a model on a benchmark, at any layout: a mega run, or foreign weights in their own format.
 
-    The model and its tokenizer are the directory's. Killed and started again, it resumes where it was.
+    The directory supplies the model and its tokenizer. An interrupted evaluation resumes when it is started again.
     """
     _note_unused(given)
     world = world_from_env()
@@ -84,7 +84,7 @@ def run(
 
 
 def _task(benchmark: TaskOptions, result: EvalOptions) -> str:
-    """Errors: ValueError where none is named, or there is no such one."""
+    """The name of the task. Errors: ValueError if none is given, or it does not exist."""
     named = benchmark.task or ("lambada" if result.cloze_eval else "ppl" if result.webtext_eval else None)
     if named is None:
         raise ValueError(
@@ -100,7 +100,7 @@ def _harness(
     harness: HarnessOptions,
     where: tuple[World, int, str | None],
 ) -> int:
-    """Tasks of lm-eval. Errors: ValueError naming the flag."""
+    """Evaluate tasks of lm-eval. Errors: ValueError naming the flag."""
     if benchmark.task or benchmark.valid_data:
         shown = " ".join(harness.tasks)
         raise ValueError(f"--tasks {shown}: excludes --task and --valid-data; lm-eval has data of its own")
@@ -118,7 +118,7 @@ def _toxicity(
     options: ToxicityOptions,
     where: tuple[World, int, str | None],
 ) -> int:
-    """--task toxicity. Errors: ValueError naming the flag."""
+    """Evaluate --task toxicity. Errors: ValueError naming the flag."""
     if len(valid_data) != 1:
         raise ValueError("--valid-data: must be one file of prompts for --task toxicity")
     if not options.scorer.scorer:
@@ -140,7 +140,7 @@ Prepared = TypeVar("Prepared")
 
 
 def _out(given: str | None, name: str) -> str:
-    """The file of the result. Errors: ValueError where it cannot be one."""
+    """The file of the result. Errors: ValueError if it cannot be written."""
     out = given or f"eval-{name}" + ("" if name.endswith(".jsonl") else ".json")
     check_file("--json", out)
     return os.path.abspath(out)
@@ -155,7 +155,7 @@ def _launched(world: World, size: int, job: Callable[[Prepared], int], prepared:
 
 
 def _note_unused(given: GivenOptions) -> None:
-    """On stderr of the first rank, what was given and is not read."""
+    """Print, on stderr of the first rank, the options that were given and are not read."""
     unused = [flag_of(name) for name in unread(given.values)]
     if unused and is_first_rank():
         print(f"not used, nothing is trained: {', '.join(unused)}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`mega finetune`: `mega pretrain` from the weights of another run, towards a task."""
+"""`mega finetune`: `mega pretrain` from existing weights, for a task."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ LOADS_MODEL = True
 
 
 def run(options: Options) -> int:
-    """Train from the weights at --load, towards --task; the step counter and the optimizer start afresh.
+    """Train from the weights at --load for --task, with a new step counter and optimizer state.
 
-    It is `mega pretrain` with --finetune and --use-checkpoint-config wherever --load is given, and with the tokenizer
-    that came with those weights: the same loop, checkpoints and resume, so --resume auto continues a finetuning that
-    was interrupted.
+    It is mega pretrain with --finetune and --use-checkpoint-config if --load is given, and with the tokenizer of those
+    weights. The loop, checkpoints and resume are the same, so --resume auto continues an interrupted run.
 
     Exit codes: as of mega pretrain.
     """
@@ -25,5 +24,5 @@ def run(options: Options) -> int:
 
 
 def train(options: Options) -> int:
-    """The same without --load too, from weights that begin at random."""
+    """As `run`, but --load may be missing: training then starts from random weights."""
     return pretrain.run(from_weights(pretrained(options)))

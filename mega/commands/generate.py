@@ -1,4 +1,4 @@
-"""`mega generate`: a model's continuation of a text, of a file of texts, or of what is typed."""
+"""`mega generate`: continue a text, a file of texts, or typed prompts with a model."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from mega.core.inference.options import (
 )
 
 STATED_BY = "the checkpoint says it, or nothing is trained"
-"""Why options of a training that are given here change nothing."""
+"""The reason, in notes, why training options have no effect here."""
 
 ASKED = {"url", "prompt", "tokens", "beams", "length_penalty", "chat_template"}
-"""Options of texts that a server is asked with."""
+"""Options of `GenerateOptions` that --url sends to a server."""
 
 
 def run(
@@ -36,10 +36,11 @@ def run(
     tokenizer: OtherTokenizer,
     retrieval: RetrievalOptions,
 ) -> int:
-    """Continue a text with a trained model, any checkpoint of any layout: one text, a file of them, or what is typed.
+    """Continue text with a trained model, from any checkpoint of any layout: one text, a file of texts, or typed
+    prompts.
 
-    With neither --prompt, --input nor --num-samples it asks for prompts at a terminal. Several ranks by --tp and --pp,
-    alone or under a launcher.
+    Without --prompt, --input and --num-samples it reads prompts from the terminal. --tp and --pp use several ranks,
+    started here or by a launcher.
     """
     given = sampling.given()
     _check_search([*(["greedy"] if sampling.greedy else []), *changed(sampling)], texts)
@@ -80,8 +81,9 @@ def run(
 
 
 def _check_asked(texts: GenerateOptions, given: dict[str, float], others: Sequence[str], *, recorded: bool) -> None:
-    """Errors: ValueError naming a flag that --url excludes. given: of sampling, without those that a server lacks after
-    this. others: names of other options that were given. recorded: not --no-cuda-graph."""
+    """Check the flags given with --url; remove from `given`, the sampling options, those that a server lacks. others:
+    names of other given options. recorded: False for --no-cuda-graph. Errors: ValueError naming a flag that --url
+    excludes."""
     excluded = [name for name in changed(texts) if name not in ASKED]
     excluded += ["min_p"] * bool(given.pop("min_p", 0))
     excluded += ["repetition_penalty"] * (given.pop("repetition_penalty", 1) != 1)
@@ -92,7 +94,8 @@ def _check_asked(texts: GenerateOptions, given: dict[str, float], others: Sequen
 
 
 def _check_texts(texts: GenerateOptions) -> bool:
-    """Whether to ask for prompts. Errors: ValueError if they come from two places, or a file does not exist."""
+    """Whether to read prompts from the terminal. Errors: ValueError if there are two sources of prompts, or a file does
+    not exist."""
     prompt, source, output = texts.prompt, texts.input, texts.output
     if prompt is not None and any("\ud800" <= sign <= "\udfff" for sign in prompt):
         raise ValueError("--prompt: is not UTF-8")
@@ -113,7 +116,7 @@ def _check_texts(texts: GenerateOptions) -> bool:
 
 
 def _check_template(chat_template: str | None, load: Path | None) -> None:
-    """Errors: ValueError where one is given, by which nothing here goes."""
+    """Errors: ValueError if a chat template is given, because this verb uses none."""
     from mega.core.text.identity import judge
 
     if chat_template is not None:
@@ -123,7 +126,8 @@ def _check_template(chat_template: str | None, load: Path | None) -> None:
 
 
 def _check_search(sampled: Sequence[str], texts: GenerateOptions) -> None:
-    """Errors: ValueError for a flag that was given and has no effect: of drawing with beams, of beams without them."""
+    """Errors: ValueError for a given flag without effect: a sampling flag with --beams, or a flag of beams without
+    it."""
     if texts.beams and sampled:
         flag = sampled[0].replace("_", "-")
         raise ValueError(
@@ -134,7 +138,7 @@ def _check_search(sampled: Sequence[str], texts: GenerateOptions) -> None:
 
 
 def _ask(url: str, texts: GenerateOptions, sampling: Mapping[str, float]) -> int:
-    """Have a server continue the prompt, or those that are typed. Errors: ValueError for what it cannot be asked."""
+    """Let a server continue the prompt, or typed prompts. Errors: ValueError for options that its API lacks."""
     from mega.core.inference.server.client import ask, converse, fields_of
 
     fields = fields_of(sampling, texts.beams, texts.length_penalty)

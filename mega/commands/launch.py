@@ -1,4 +1,4 @@
-"""`mega launch`: print a script, or a manifest, that starts a run on the hosts of a scheduler."""
+"""`mega launch`: print a script or a manifest that starts a run on the hosts of a scheduler."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def run(
     line: Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="pretrain or finetune, with its flags")],
     launch: LaunchOptions,
 ) -> int:
-    """Print what starts COMMAND on several hosts: a Slurm script, one for torchrun or mpirun, or a Kubernetes manifest.
+    """Print a script that starts COMMAND on several hosts, for Slurm, torchrun or mpirun, or a Kubernetes manifest.
 
-    As in mega launch slurm --hosts 4 --nproc 8 -- pretrain --config run.toml --max-restarts 3 > run.sh. The command is
-    checked first, as a run of so many ranks. With --max-restarts in it, each host starts its ranks, also again after a
-    failure; without it the scheduler starts each rank. Nothing is started here.
+    For example: mega launch slurm --hosts 4 --nproc 8 -- pretrain --config run.toml --max-restarts 3 > run.sh. The
+    command is checked first, as a run of that many ranks. With --max-restarts each host starts its ranks, and restarts
+    them after a failure; without it the scheduler starts each rank. Nothing is started here.
     """
     from mega.core.processes.scripts import WRITERS, process_command, written
 
@@ -41,7 +41,7 @@ def run(
 
 
 def _read(line: list[str]) -> Options | None:
-    """What a command means, with the files that it names; None where it asks for --help. Errors: ValueError."""
+    """The options of a command, including those from files that it names; None for --help. Errors: ValueError."""
     from mega.command_line.options import Command, command
 
     found: list[Options] = []
@@ -52,7 +52,8 @@ def _read(line: list[str]) -> Options | None:
 
 
 def _check(command: list[str], launch: LaunchOptions) -> None:
-    """Check what each process runs as a run of all ranks, far from their files. Errors: ValueError."""
+    """Check the command of each process as a dry run of all ranks, since their files may be on other machines. Errors:
+    ValueError."""
     from mega.core.config.check import check
     from mega.core.config.run import updated
 
@@ -62,7 +63,7 @@ def _check(command: list[str], launch: LaunchOptions) -> None:
 
 
 def _reader(found: list[Options]) -> Callable[[Options], None]:
-    """A verb that keeps what was typed."""
+    """A verb that appends its options to `found`."""
 
     def keep(options: Options) -> None:
         found.append(options)

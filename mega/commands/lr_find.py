@@ -1,4 +1,4 @@
-"""`mega lr-find`: a sweep over learning rates before a run, its picture, and a rate to train with."""
+"""`mega lr-find`: sweep over learning rates before a run, plot the loss, and suggest a rate."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ LOADS_MODEL = True
 
 
 def run(options: Options) -> int:
-    """Find a learning rate: train a few steps while it grows, and look where the loss falls fastest.
+    """Find a learning rate: train some steps with a growing rate, and suggest the rate at which the loss falls fastest.
 
-    Takes the flags of the run that is planned, of mega pretrain or mega finetune. The rate grows from --min-lr [1e-7]
-    to --lr [1] over --steps [100]; nothing is saved. The curve is drawn next to --metrics [lr-find.jsonl], as an SVG.
+    Takes the flags of the planned run, of mega pretrain or mega finetune. The rate grows from --min-lr [1e-7] to --lr
+    [1] over --steps [100]; no checkpoint is saved. The curve is written as an SVG next to --metrics [lr-find.jsonl].
     """
     from mega.core.report.lr_find import LEAST_POINTS, draw, has_risen, read, suggest, sweep
 
@@ -32,7 +32,7 @@ def run(options: Options) -> int:
     if not speaks or code not in (0, 1) or _version(metrics) == before:
         return code
     points = read(metrics)
-    # Of ranks that were started here only the exit code is known.
+    # Of ranks that were started here, only the exit code is known, so the curve decides whether the sweep succeeded.
     if code and not (has_risen(points) or (diverged and len(points) >= LEAST_POINTS)):
         return code
     found, picture = suggest(points), metrics.with_suffix(".svg")
@@ -43,5 +43,5 @@ def run(options: Options) -> int:
 
 
 def _version(path: Path) -> tuple[int, int] | None:
-    """Equal where a file has not been written again."""
+    """A value that changes when the file is written again; None if it does not exist."""
     return (path.stat().st_ino, path.stat().st_mtime_ns) if path.exists() else None

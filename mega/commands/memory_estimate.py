@@ -1,4 +1,4 @@
-"""`mega memory-estimate`: what a run needs and how fast it will be, from its flags alone."""
+"""`mega memory-estimate`: estimate memory and speed of a run from its flags."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def run(
     estimate: EstimateOptions,
     engine: Annotated[EngineOptions, without("prefill_chunk", "batch_invariant", "cuda_graph", "speculate")],
 ) -> int:
-    """Estimate what a run needs, before it is started.
+    """Estimate memory and speed of a run before it is started.
 
-    Takes the flags of pretrain. Memory is counted as the trainer allocates it, for each pipeline stage, on
-    --world ranks. With --fit or --gpus the layout is searched for. No device is needed.
+    Takes the flags of mega pretrain. Memory is counted as the trainer allocates it, for each pipeline stage, on --world
+    ranks. --fit and --gpus search for the fastest layout. No device is needed.
     """
     if estimate.serve:
         for name in changed(estimate):
@@ -48,7 +48,7 @@ def run(
 
 
 def _training(options: Options, estimate: EstimateOptions) -> int:
-    """The estimate of a training. Errors: ValueError naming the flag."""
+    """Estimate a training run. Errors: ValueError naming the flag."""
     from mega.core.estimate import show
     from mega.core.estimate.hardware import hardware
 
@@ -80,7 +80,7 @@ def _training(options: Options, estimate: EstimateOptions) -> int:
 
 
 def _typed(name: str, value: object) -> str:
-    """A flag as it was typed.
+    """A flag with its value, as the user types it.
 
     >>> _typed("fit", "8xh200"), _typed("megatron", True)
     ('--fit 8xh200', '--megatron')
@@ -90,7 +90,7 @@ def _typed(name: str, value: object) -> str:
 
 
 def _serving(options: Options, estimate: EstimateOptions, engine: EngineOptions) -> int:
-    """What `mega serve` reports before it listens, on a device or on this machine's processors."""
+    """Print what `mega serve` reports before it listens, for a device or for this machine's processors."""
     from mega.core.architecture import architecture
     from mega.core.architecture.words import size_words
     from mega.core.config.check import check_ranges
@@ -130,7 +130,7 @@ def _serving(options: Options, estimate: EstimateOptions, engine: EngineOptions)
 
 
 def _stops(options: Options, estimate: EstimateOptions) -> Stops:
-    """What was given of them; the rest as `Stops` has it. Errors: ValueError naming what has no effect."""
+    """The given values, and the defaults of `Stops` for the others. Errors: ValueError naming a flag without effect."""
     from mega.core.estimate.duration import Stops
 
     mtbf, save, restart = estimate.mtbf, estimate.save_seconds, estimate.restart_seconds
@@ -150,7 +150,8 @@ def _stops(options: Options, estimate: EstimateOptions) -> Stops:
 
 
 def _check_pictures(asked: Mapping[str, Path | None]) -> None:
-    """That each picture can be written, before anything is computed, and none over another. Errors: ValueError."""
+    """Check, before anything is computed, that each picture can be written and none replaces another. Errors:
+    ValueError."""
     from importlib.util import find_spec
 
     seen: dict[Path, str] = {}
@@ -171,7 +172,7 @@ def _check_pictures(asked: Mapping[str, Path | None]) -> None:
 
 
 def _as_typed(options: Options, device: Hardware | None) -> RunEstimate:
-    """The estimate of the layout that was typed; on stderr, what of it changes nothing."""
+    """The estimate of the typed layout. Options without effect are reported on stderr."""
     answer = estimated(*planned(options), device)
     for line in unread(options, "read"):
         print(line, file=sys.stderr)
@@ -217,7 +218,7 @@ def _report(answer: RunEstimate, megatron: bool, stops: Stops) -> None:
     from mega.core.estimate.duration import training
 
     console = Console(highlight=False, soft_wrap=True)
-    report = partial(console.print, soft_wrap=not console.is_terminal)  # sentences, which a terminal breaks at blanks
+    report = partial(console.print, soft_wrap=not console.is_terminal)  # sentences; a terminal breaks them at blanks
     run, world, device = answer.run, answer.world, answer.device
     if answer.found is not None and device is not None:
         console.print(show.layouts_table(answer.found))
@@ -243,7 +244,7 @@ def _report(answer: RunEstimate, megatron: bool, stops: Stops) -> None:
 
 
 def _draw_schedule(run: RunConfig, world: int, device: Hardware | None, path: Path) -> None:
-    """With a device, as the step is timed on it; else every act takes equally long."""
+    """Draw the pipeline's timeline: with the estimated times of a device, else with equal times for all acts."""
     from mega.core.config.resolve import microbatches
     from mega.core.estimate.steptime import plan_costs
     from mega.core.plan import plan, simulate

@@ -1,4 +1,4 @@
-"""`mega parity`: is one seed one model, however the work is shared out?"""
+"""`mega parity`: check that one seed gives one model in every layout."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 def run(
     proof: ParityOptions,
 ) -> int:
-    """Train one small model from one seed in many layouts and compare losses and gradients with one rank's.
+    """Train one small model from one seed in many layouts, and compare losses and gradients with those of one rank.
 
-    Up to 8 local ranks on gloo; dropout on, a vocabulary of 50257. Exit 1 where a layout is not within the bounds.
+    Uses up to 8 local ranks on gloo, with dropout and a vocabulary of 50257. Exit code 1 if a layout exceeds the
+    bounds.
     """
     if proof.json is not None:
         check_file("--json", proof.json)

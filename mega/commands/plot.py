@@ -1,4 +1,4 @@
-"""`mega plot`: metrics of runs over each other, in the terminal, as SVG or as PNG."""
+"""`mega plot`: plot metrics of runs in the terminal, as SVG or as PNG."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from mega.core.files import check_file, whole_file
 def run(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="directories of runs, or files of metrics")],
     metrics: Annotated[
-        list[str] | None, typer.Option("--metric", "-m", help="what is drawn, such as grad_norm [loss, valid_loss]")
+        list[str] | None, typer.Option("--metric", "-m", help="metric to plot, such as grad_norm [loss, valid_loss]")
     ] = None,
     out: Annotated[str | None, typer.Option("--out", "-o", help="a .svg or .png file, instead of the terminal")] = None,
-    smooth: Annotated[float, typer.Option("--smooth", help="weight of what was before, 0 to below 1; 0 is off")] = 0.0,
-    log: Annotated[bool, typer.Option("--log", help="a logarithmic axis of values, in a file")] = False,
+    smooth: Annotated[
+        float, typer.Option("--smooth", help="weight of the previous values, 0 to below 1; 0 is off")
+    ] = 0.0,
+    log: Annotated[bool, typer.Option("--log", help="logarithmic axis of values, for a file")] = False,
 ) -> int:
-    """Draw metrics of one run, or of several over each other.
+    """Plot metrics of one run, or of several in one picture.
 
-    Reads what is there, also of a run that still trains. A .png needs the extra track, a .svg and the terminal nothing.
+    The runs may still be training. A .png needs the extra track; a .svg and the terminal need no extra.
     """
     from mega.core.report.chart import Scale, svg
     from mega.core.report.plot import charts_of, png, smoothed, terminal

@@ -1,4 +1,4 @@
-"""`mega preflight`: whether the hosts of a run are alike and fast, before it is started on them."""
+"""`mega preflight`: check that the hosts of a run are alike and fast before it is started."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from mega.core.bench.options import PreflightOptions
 
 
 def run(preflight: PreflightOptions) -> int:
-    """Measure every rank and every pair of hosts, and name what is slower than the rest or has other versions.
+    """Measure every rank and every pair of hosts, and report those that are slow or have other versions.
 
-    Started as the run will be: with --nproc on one host, or once a rank under torchrun, mpirun or srun. Exit codes: 0;
-    1 where something is off; 2 for a mistake.
+    Start it as the run: with --nproc on one host, or once per rank under torchrun, mpirun or srun. Exit codes: 0; 1 if
+    something is off; 2 for a mistake.
     """
     from mega.core.files import check_folder
     from mega.core.processes.launch import launch

@@ -1,4 +1,4 @@
-"""`mega preprocess`: text in, token files out."""
+"""`mega preprocess`: turn text into token files."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def run(
     texts: PreprocessOptions,
     tokenizer: TokenizerConfig,
 ) -> int:
-    """Turn text into token files, PREFIX_KEY_document.bin and .idx, that training reads as --data-path.
+    """Turn text into token files, PREFIX_KEY_document.bin and .idx, which training reads as --data-path.
 
-    The files are Megatron-LM's, byte for byte, however many workers write them. See also: mega data.
+    The files are byte for byte those of Megatron-LM, with any number of workers. See also: mega data.
     """
     from mega.core.data.preprocessing.preprocess import Sentences, preprocess
     from mega.core.data.preprocessing.progress import shown
@@ -74,7 +74,7 @@ def _print(report: Report, parsed: bool) -> None:
 
 
 def _shard(text: str) -> tuple[int, int]:
-    """2/8 -> (1, 8)"""
+    """Index from 0 and number of shards: 2/8 -> (1, 8)."""
     index, _, count = text.partition("/")
     if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
         raise ValueError(f"--shard {text}: must be i/N with 1 <= i <= N, such as 2/8")

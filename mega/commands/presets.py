@@ -1,4 +1,4 @@
-"""`mega presets`: the models that --model knows by name: their shapes, parameters and memory."""
+"""`mega presets`: list the models that --model knows: their shapes, parameters and memory."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from mega.core.config.presets import PRESETS
 from mega.core.terminal import print_whole
 
 WEIGHTS, TRAINING = 2, 18
-"""Bytes a parameter: of bf16 weights; with fp32 gradients, masters and Adam's two moments."""
+"""Bytes per parameter: of bf16 weights; with fp32 gradients, master weights and Adam's two moments."""
 
 HEAD = ["preset", "family", "layers", "hidden", "heads", "seq", "vocab", "size", "weights", "training"]
 
 SMALL_VOCABULARY = 1024
-"""Of a preset that takes its tokenizer's."""
+"""Vocabulary size for presets that take that of the tokenizer."""
 
 
 def run(
-    names: Annotated[list[str] | None, typer.Argument(metavar="NAME...", help="only these, or all like them")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME...", help="only presets whose names begin so")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print numbers as JSON instead of a table")] = False,
 ) -> int:
-    """List the presets of --model: what they are, how many parameters they have, and what these take.
+    """List the presets of --model with their shapes, parameters and memory.
 
-    Weights are in bf16; training adds fp32 gradients, masters and moments, shared out by --tp, --pp and --zero; both in
-    GiB. Activations come on top: mega memory-estimate --model NAME counts everything.
+    Weights are in bf16; training adds fp32 gradients, master weights and moments, which --tp, --pp and --zero split;
+    both in GiB. Activations are not included: mega memory-estimate --model NAME counts everything.
     """
     from mega.core.config.compose import nearest
 
@@ -48,7 +50,7 @@ def run(
 
 
 def _numbers(name: str) -> dict[str, str | int | list[int] | None]:
-    """What a preset is, in numbers; bytes of its weights in bf16, and of its training."""
+    """The shape of a preset, the bytes of its weights in bf16, and those of its training."""
     from mega.core.architecture import architecture, parameters
     from mega.core.config.compose import compose
     from mega.core.config.resolve import model_alone
@@ -73,7 +75,7 @@ def _numbers(name: str) -> dict[str, str | int | list[int] | None]:
 
 
 def _row(name: str) -> list[str]:
-    """A preset's cells."""
+    """The cells of a preset's row."""
     from mega.core.words import count_words
 
     found = _numbers(name)

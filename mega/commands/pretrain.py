@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 def run(options: Options) -> int:
     """Train a model from scratch, or resume from a checkpoint.
 
-    Alone with --nproc, under torchrun, mpirun or a bare srun. Every flag also answers to its Megatron-LM
-    spelling; --model, then --config, then flags define the run, each above the one before.
+    Run it directly (with --nproc for several local ranks), or under torchrun, mpirun or srun. Every flag also has its
+    Megatron-LM spelling. --model, --config and flags define the run; each overrides the one before.
 
-    Exit codes: 0 at the end, or where --exit-interval or --exit-minutes ended it; 1 for a failure, 2 for a mistake;
-    130, 143, 138, 129 where Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP stopped it, after saving.
+    Exit codes: 0 at the end, or when --exit-interval or --exit-minutes ended the run; 1 for a failure, 2 for a mistake;
+    130, 143, 138, 129 when Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP stopped it, after saving.
     """
     from mega.core.training.start.inputs import open_inputs
 
@@ -32,7 +32,7 @@ def run(options: Options) -> int:
         size = supervised_ranks(world, runtime.nproc or 1, supervision.hosts)
     else:
         size = ranks(world, runtime.nproc, runtime.world)
-    resolved = resolved_run(options, size, note)  # in a moment, before anything heavy is imported
+    resolved = resolved_run(options, size, note)  # fast: no heavy module is imported before
     if runtime.dry_run:
         if is_first_rank():
             from mega.core.training.start.dry_run import dry_run
@@ -58,7 +58,7 @@ def run(options: Options) -> int:
 
 
 def _report_shortage(run: RunConfig, local_ranks: int) -> None:
-    """Before anything is allocated, on stderr: what this host has too little of."""
+    """Report on stderr which resources of this host are too small, before anything is allocated."""
     from mega.core.estimate.host import crowded
 
     for line in crowded(run, local_ranks):
@@ -66,7 +66,8 @@ def _report_shortage(run: RunConfig, local_ranks: int) -> None:
 
 
 def _supervise(options: Options, resolved: ResolvedRun, alike: Mapping[str, str], size: int) -> int:
-    """Run the ranks of this host, again after a failure that may pass. alike: on all hosts."""
+    """Run the ranks of this host, and restart them after a transient failure. alike: values that must be equal on all
+    hosts."""
     from mega.core.checkpoint.own.store import store_at
     from mega.core.processes.hosts import supervise_hosts
     from mega.core.processes.restarts import Job, supervise
@@ -74,14 +75,14 @@ def _supervise(options: Options, resolved: ResolvedRun, alike: Mapping[str, str]
 
     save, nproc, supervision = options.checkpoint.save, options.runtime.nproc or 1, options.supervision
     resumed = resolved
-    if save is not None:  # what the run itself has saved is read whole, whatever is read at its beginning
+    if save is not None:  # a restart loads the run's own checkpoint, optimizer included, even with --no-load-optim
         resuming = updated(options, {"resume": "auto", "load_optim": True})
         resumed = resolved_run(resuming, size, note)
 
     newest = [max(store_at(save).steps(), default=0)] if save is not None else [0]
 
     def saved() -> int:
-        with contextlib.suppress(OSError, ValueError):  # of a store that is away for a moment
+        with contextlib.suppress(OSError, ValueError):  # the store may be unreachable for a moment
             newest.extend(store_at(save).steps()[-1:] if save is not None else ())
         return newest[-1]
 

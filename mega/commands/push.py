@@ -1,4 +1,4 @@
-"""`mega push`: a model into a repository of the Hub, with a model card."""
+"""`mega push`: upload a model to a repository of the Hub, with a model card."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from mega.core.processes.world import note
 from mega.core.untrusted import read_limited
 
 MOST_CARD = 1 << 20
-"""Bytes of a model card."""
+"""Maximum size of a model card, in bytes."""
 
 
 def run(
     options: PushOptions,
     directory: Annotated[Path, typer.Argument(help="a run's directory, one step in it, or a Hugging Face folder")],
-    name: Annotated[str, typer.Argument(help="OWNER/NAME, which is made where it does not exist")],
+    name: Annotated[str, typer.Argument(help="OWNER/NAME; created if it does not exist")],
 ) -> int:
-    """Upload a model: safetensors, tokenizer, JSON, and a model card that says what it is.
+    """Upload a model: safetensors, tokenizer, JSON files, and a generated model card.
 
-    A mega checkpoint is written in Hugging Face's form first, through $TMPDIR. The token is HF_TOKEN's, or that of hf
-    auth login. A card that the repository has is kept.
+    A mega checkpoint is first converted to Hugging Face's format in $TMPDIR. The token is read from HF_TOKEN, or from
+    hf auth login. An existing model card in the repository is kept.
     """
     check_source("DIRECTORY", directory)
     to = repository(name)
@@ -66,7 +66,7 @@ def _read_card(path: Path) -> str:
 
 
 def _card(directory: Path, name: HubName, options: PushOptions) -> str:
-    """What the weights say of themselves."""
+    """A model card generated from the weights."""
     from mega.core.architecture import architecture
     from mega.core.architecture.words import parameter_words, shape_words
     from mega.core.checkpoint.forms.open import open_weights

@@ -1,4 +1,4 @@
-"""`mega quickstart`: the whole way once, small."""
+"""`mega quickstart`: all steps from text to a trained model, in small."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def run(
     steps: Annotated[int, typer.Option("--steps", help="training steps")] = 800,
     only: Annotated[
         Literal["corpus", "plot", "verdict"] | None,
-        typer.Option("--only", help="one step, in the --out of an earlier tour"),
+        typer.Option("--only", help="run only this step, in the --out of an earlier tour"),
     ] = None,
 ) -> int:
-    """From nothing to a trained model and its text: no download, no GPU, about three minutes on two cores.
+    """Train a small model and let it write text: no download, no GPU, about three minutes on two cores.
 
-    Every step is shown as the command that does it.
+    Every step prints the command that runs it.
     """
     from mega.core.quickstart.tour import play, tour
 

@@ -1,4 +1,4 @@
-"""`mega report`: a run, an evaluation or a corpus as one page of HTML."""
+"""`mega report`: show a run, an evaluation or a corpus as one page of HTML."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ def run(
     record: Annotated[
         Path, typer.Argument(metavar="RUN", help="a run's directory, its metrics, an evaluation's JSON, or a corpus")
     ],
-    out: Annotated[str | None, typer.Option("--out", "-o", help="the page [report.html there, or FILE.html]")] = None,
+    out: Annotated[
+        str | None, typer.Option("--out", "-o", help="output file [report.html in the directory, or FILE.html]")
+    ] = None,
 ) -> int:
-    """Write one self-contained page: loss, rate, norms, throughput, memory, events and samples; a score; or the steps
-    of a corpus, with reasons, lengths, languages, domains and examples.
+    """Write one self-contained page: loss, learning rate, norms, throughput, memory, events and samples of a run; the
+    score of an evaluation; or the steps of a corpus, with reasons, lengths, languages, domains and examples.
 
-    It shows what is there: a run that still trains is reported as far as it has come.
+    A run may still be training; the page shows it so far.
     """
     from mega.core.report.page import page
     from mega.core.report.read import CorpusRecord, read

@@ -1,6 +1,7 @@
-"""`mega reshard`: write a checkpoint again, cut for other ranks; from and to Megatron-LM's trees too.
+"""`mega reshard`: convert a checkpoint to another layout, also from and to Megatron-LM's checkpoints.
 
-Every flag of Megatron-LM's own tool (tools/checkpoint) is taken; those that only steer its two processes do nothing.
+It accepts every flag of Megatron-LM's own tool (tools/checkpoint); flags that only control its two processes do
+nothing.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ if TYPE_CHECKING:
     from mega.core.checkpoint.own.ledger import ConversionReport
 
 STATED_BY = "the checkpoint says it"
-"""Why options of a training that are given here change nothing."""
+"""The reason, in notes, why training options have no effect here."""
 
 
 def run(reshard: ReshardOptions, layout: Layout) -> int:
-    """Cut a checkpoint again, on the CPU: weights, masters and moments; to and from Megatron-LM Adam's state goes too.
+    """Convert a checkpoint to another layout, on the CPU: weights, master weights and moments, also to and from
+    Megatron-LM.
 
-    Checkpoints of ours load into any layout without this; it makes files that fit their ranks.
+    Mega loads its own checkpoints into any layout without this; converted files match the ranks that read them.
     """
     from mega.core.files import check_save_dir, check_source
 
@@ -72,7 +74,7 @@ def _print_report(report: ConversionReport) -> None:
 
 
 def _upcycle(reshard: ReshardOptions, layout: Layout, vocab: int | None) -> int:
-    """Of a dense model, in whatever form, a mixture of experts. Errors: ValueError."""
+    """Convert a dense model of any format to a mixture of experts. Errors: ValueError."""
     from mega.core.checkpoint.forms.convert import upcycle
     from mega.core.checkpoint.forms.form import FormOptions
     from mega.core.checkpoint.forms.upcycle import Upcycling
@@ -89,7 +91,7 @@ def _upcycle(reshard: ReshardOptions, layout: Layout, vocab: int | None) -> int:
 
 
 def _vocab(reshard: ReshardOptions) -> int | None:
-    """The true vocabulary, if it was given. Errors: ValueError where the file has another one."""
+    """The true vocabulary size, if it was given. Errors: ValueError if the vocabulary file has another one."""
     size, file = reshard.true_vocab_size, reshard.vocab_file
     if file is None:
         return size
@@ -100,7 +102,7 @@ def _vocab(reshard: ReshardOptions) -> int | None:
 
 
 def _pieces_of(path: Path) -> int:
-    """How many pieces a vocab.json has."""
+    """The number of pieces of a vocab.json."""
     from mega.core.text.gpt2 import read_vocab
 
     if not path.is_file():

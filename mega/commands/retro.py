@@ -1,4 +1,4 @@
-"""`mega retro build | query | inspect`: a database of neighbours, and those of a run's samples."""
+"""`mega retro build | query | inspect`: a database of chunks, and the neighbours of a run's samples in it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mega.core.retro.options import DatabaseOptions, LookOptions, QueryOptions
 if TYPE_CHECKING:
     from mega.core.retro.stages import Share
 
-app = group("Make what a model with a retriever reads.")
+app = group("Build the database that a model with a retriever reads.")
 
 
 @app.command(cls=Command)
 @command
 def build(database: DatabaseOptions, tokenizer: TokenizerConfig) -> None:
-    """Cut a corpus into chunks and embed them. What is there is kept, so that it resumes."""
+    """Cut a corpus into chunks and embed them. Finished blocks are kept, so an interrupted call resumes."""
     from mega.core.retro.database import build_database
     from mega.core.text.build import build as made
 
@@ -33,7 +33,7 @@ def build(database: DatabaseOptions, tokenizer: TokenizerConfig) -> None:
 @app.command(cls=Command)
 @command
 def query(run: Options, search: QueryOptions) -> None:
-    """Find the neighbours of all samples that a run will read. Give the run's flags, and --retro."""
+    """Find the neighbours of all samples that a run reads. Takes the flags of the run, with --retro."""
     from mega.core.retro.database import query_run
 
     query_run(run, search, _share(search.shard), typer.echo)
@@ -42,7 +42,7 @@ def query(run: Options, search: QueryOptions) -> None:
 @app.command(cls=Command)
 @command
 def inspect(run: Options, shown: LookOptions) -> None:
-    """Show a database: how many chunks, a chunk's text, or a sample's chunks with their neighbours."""
+    """Show a database: the number of chunks, the text of a chunk, or the chunks of a sample with their neighbours."""
     from mega.core.retro.database import look
 
     for line in look(run, shown):

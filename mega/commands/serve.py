@@ -1,4 +1,4 @@
-"""`mega serve`: a model that answers over HTTP."""
+"""`mega serve`: serve a model over HTTP."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mega.core.inference.server.limits import ServerLimits
 from mega.core.inference.server.options import ListenOptions, ServedModel, ServerOptions
 
 STATED_BY = "the checkpoint says it, or each request does"
-"""Why options of a training that are given here change nothing."""
+"""The reason, in notes, why training options have no effect here."""
 
 
 def run(
@@ -32,14 +32,14 @@ def run(
     checkpoint: Annotated[
         Path | None,
         typer.Argument(
-            help="a run's directory, one step in it, others' weights, a name of the Hub", show_default=False
+            help="a run's directory, one step in it, foreign weights, a name of the Hub", show_default=False
         ),
     ] = None,
 ) -> int:
-    """Answer prompts over HTTP: OpenAI's API, Megatron-LM's PUT /api, and a page to try.
+    """Serve a model over HTTP: OpenAI's API, Megatron-LM's PUT /api, and a page for trying it.
 
-    The model, its tokenizer and its chat template are the checkpoint's; any layout may serve it. SIGTERM ends the
-    server when every accepted request is answered: exit code 0.
+    The checkpoint supplies the model, its tokenizer and its chat template; any layout may serve it. After SIGTERM the
+    server answers all accepted requests, then ends with exit code 0.
     """
     _check_extra()
     from mega.core.inference.request import sampling_of
@@ -74,21 +74,21 @@ def run(
 
 
 def _check_names(names: Sequence[str], adapters: Mapping[str, Path]) -> None:
-    """Errors: ValueError where an adapter has a name of the model."""
+    """Errors: ValueError if an adapter has a name of the model."""
     for name in names:
         if name in adapters:
             raise ValueError(f"--adapter {name}={adapters[name]}: {name} is the model itself; give it another name")
 
 
 def _check_extra() -> None:
-    """Errors: ValueError naming the extra."""
+    """Errors: ValueError naming the extra of mega that is not installed."""
     for library in ("fastapi", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(library) is None:
             raise ValueError(f"mega serve: needs {library}; pip install '.[serve]' in a clone")
 
 
 def _place(checkpoint: Path | None, load: Path | None) -> Path:
-    """The model's directory. Errors: ValueError where it is not named once."""
+    """The model's directory. Errors: ValueError unless it is given exactly once."""
     if checkpoint is not None and load is not None:
         raise ValueError(f"--load {load}: excludes the checkpoint {checkpoint}, which means the same")
     found = checkpoint or load
@@ -101,7 +101,7 @@ def _place(checkpoint: Path | None, load: Path | None) -> Path:
 
 
 def _own_name(place: Path | None) -> str:
-    """What the server calls a model that is given no name: as its directory, or as the Hub calls it."""
+    """The default name of a model: that of its directory, or its name on the Hub."""
     if place is None:
         return ""
     name = hub_name(place) or cached_name(place)

@@ -1,4 +1,4 @@
-"""`mega train-tokenizer`: a vocabulary from one's own texts."""
+"""`mega train-tokenizer`: train a tokenizer on texts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FILES = {
     "wordpiece": ("vocab.txt",),
     "sentencepiece": ("tokenizer.model", "tokenizer.vocab"),
 }
-"""Kind of tokenizer -> the files that training makes."""
+"""Kind of tokenizer -> the files that training writes."""
 
 
 def run(

@@ -1,4 +1,4 @@
-"""`mega translate`: an old command line, or a script of them, as the lines of `mega` that do the same."""
+"""`mega translate`: translate a command line or a script of another program to commands of `mega`."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import typer
 
 WHOLE_LINE = True
 MOST_BYTES = 1 << 20
-"""Of a script that a person writes."""
+"""Maximum size of a script, in bytes."""
 
 
 def run(
     line: Annotated[
         list[str] | None,
-        typer.Argument(help="a script, - for stdin, or a whole line", metavar="FILE | LINE"),
+        typer.Argument(help="a script, - for stdin, or a whole command line", metavar="FILE | LINE"),
     ] = None,
 ) -> int:
-    """Show an old command line as one of mega's: Megatron-LM's of 2019 to 2026, its forks', DeepSpeed's, fairseq's.
+    """Translate a command line of Megatron-LM (2019 to 2026), its forks, DeepSpeed or fairseq to mega.
 
-    With launcher and program, since a program's name says what is trained, as in mega translate torchrun
-    pretrain_bert.py --num-layers 24. What is printed is a script: the new lines, and comments for what changes nothing
-    and for what has no counterpart. Nothing is started, and no file that a line names is opened.
+    Include the launcher and the program, whose name says what is trained, as in mega translate torchrun
+    pretrain_bert.py --num-layers 24. The output is a script: the new commands, with comments on flags that have no
+    effect or no counterpart. Nothing is started, and no file that a line names is opened.
 
-    Exit codes: 0; 1 where something has no counterpart.
+    Exit codes: 0; 1 if something has no counterpart.
     """
     from mega.command_line.legacy.lines import translated
     from mega.command_line.legacy.scripts import command_lines, split_command
@@ -33,7 +33,7 @@ def run(
     from mega.command_line.options import spellings_of
 
     words = line or []
-    # Of a whole line in quotes os.path.isfile is false where it is too long for a name; Path.is_file is an error.
+    # os.path.isfile, not Path.is_file, which raises an error for a quoted line that is too long for a file name.
     if len(words) == 1 and (" " not in words[0] or os.path.isfile(words[0])):
         what = words[0]
         found = list(command_lines(_text(what)))
@@ -47,7 +47,7 @@ def run(
     for each in found:
         try:
             results.append(translated(each, spellings_of))
-        except ValueError as error:  # of a script, another line may be known
+        except ValueError as error:  # another line of the script may be translated
             unknown.append(error)
     if not results:
         raise unknown[0]
@@ -57,7 +57,7 @@ def run(
 
 
 def _text(what: str) -> str:
-    """The text of a script. Errors: ValueError where it cannot be read."""
+    """The text of a script. Errors: ValueError if it cannot be read."""
     from mega.core.untrusted import read_limited
 
     try:
