@@ -1,9 +1,9 @@
-"""Distillation: a model learns the whole distribution that another one gives each next token (Hinton et al. 2015).
+"""Distillation: a student learns a teacher's distribution over each next token (Hinton et al. 2015).
 
     python examples/distillation.py --teacher runs/large --config student.toml
 
-loss = share T^2 KL(teacher || student), both at temperature T, + (1 - share) of the usual loss. The teacher is computed
-on every rank of the last pipeline stage; the student has any layout but context parallelism. Under torchrun too.
+loss = share T^2 KL(teacher || student), both at temperature T, + (1 - share) of the usual loss. The teacher runs on
+every rank of the last pipeline stage; the student may have any layout without context parallelism, also under torchrun.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import mega
 
 
 def distil(teacher: str, run: mega.Options, temperature: float = 2.0, share: float = 0.9) -> list[mega.StepResult]:
-    """Trains to the end of `run`, and saves where it has `save`."""
+    """Train to the end of `run`, and save a checkpoint if the run has `save`."""
     large, steps = mega.load(teacher), list[mega.StepResult]()
 
     def loss(predictions: mega.Predictions, batch: mega.DecoderBatch) -> torch.Tensor:
@@ -38,7 +38,7 @@ def distil(teacher: str, run: mega.Options, temperature: float = 2.0, share: flo
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--teacher", required=True, help="any model that mega.load opens, of the same tokenizer")
+    parser.add_argument("--teacher", required=True, help="any model that mega.load opens, with the same tokenizer")
     parser.add_argument("--config", required=True, help="the student's run as TOML: model, data, steps, learning rate")
     given = parser.parse_args()
     distil(given.teacher, mega.config(file=given.config))

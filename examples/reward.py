@@ -1,10 +1,12 @@
-"""Training towards a reward: the model writes, a function judges, and what it judges better becomes likelier.
+"""Train for a reward: the model writes samples, a function scores them, and samples with higher scores become more
+likely.
 
     python examples/reward.py --config run.toml --prompt "1 2 3"
 
-Policy gradient on groups of samples (Williams 1992; the baseline is the group's mean, as of GRPO, Shao et al. 2024):
-loss = - advantage x log p(sample), a mean over samples. The TOML file has `load`, the model that learns, `seq_length`,
-`micro_batch`, `steps`, `lr` and any layout but context parallelism. The reward here counts even token ids: replace it.
+Policy gradient on groups of samples (Williams 1992; the baseline is the group's mean, as in GRPO, Shao et al. 2024):
+loss = - advantage x log p(sample), averaged over samples. The TOML file sets `load` (the model to train), `seq_length`,
+`micro_batch`, `steps`, `lr`, and any layout without context parallelism. Replace the reward, which counts even token
+ids.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ def policy_loss(advantages: torch.Tensor) -> Callable[[mega.Predictions, mega.De
 def reinforce(
     run: mega.Options, prompt: list[int], reward: Callable[[Sequence[int]], float], tokens: int = 16, group: int = 8
 ) -> list[float]:
-    """Trains to the end of `run`; the mean reward of each step's samples. Errors: ValueError where it is there."""
+    """Train to the end of `run`, and return the mean reward of each step's samples. Errors: ValueError if no step is
+    left."""
     rewards = []
     with mega.Trainer(run) as trainer:
         if trainer.steps_done >= trainer.steps:
@@ -36,15 +39,15 @@ def reinforce(
         while trainer.steps_done < trainer.steps:
             seeds = range(trainer.steps_done * group, (trainer.steps_done + 1) * group)
             samples = [trainer.sample(prompt, tokens, temperature=1.0, top_k=0, seed=seed) for seed in seeds]
-            judged = torch.tensor([reward(sample) for sample in samples])
-            advantages = (judged - judged.mean()) / (judged.std() + 1e-4)
+            rewards_of_samples = torch.tensor([reward(sample) for sample in samples])
+            advantages = (rewards_of_samples - rewards_of_samples.mean()) / (rewards_of_samples.std() + 1e-4)
             rows = torch.tensor([[*prompt, *sample, *[0] * (tokens - len(sample))] for sample in samples])
             ends = torch.tensor([[len(prompt) + len(sample)] for sample in samples])
-            places = torch.arange(1, rows.shape[1])[None]
-            batch = trainer.batch(rows, weights=(places >= len(prompt)) & (places < ends))
+            positions = torch.arange(1, rows.shape[1])[None]
+            batch = trainer.batch(rows, weights=(positions >= len(prompt)) & (positions < ends))
             trainer.forward_backward(batch, policy_loss(advantages.to(trainer.device)), level="sequence")
             trainer.step()
-            rewards.append(float(judged.mean()))
+            rewards.append(float(rewards_of_samples.mean()))
     return rewards
 
 

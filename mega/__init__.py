@@ -1,10 +1,10 @@
-"""mega: large transformers trained on any tensor x pipeline x data layout, from a laptop to a cluster.
+"""mega: train large transformers on any tensor x pipeline x data layout, from a laptop to a cluster.
 
 cli             the `mega` command: its verbs, each loaded when it is called, and how a process ends
-command_line    how a line of words is read: our options, and the command lines of other programs
-commands        one file a verb
-api             what `import mega` gives; docs/python.md
-core            what the verbs do
+command_line    reads command lines: mega's options, and the command lines of other programs
+commands        one file for each verb
+api             the Python interface, `import mega`; docs/python.md
+core            the implementation of the verbs
 """
 
 import importlib
@@ -12,7 +12,7 @@ import importlib
 __version__ = "0.1.0"
 
 COMPLETE_VARIABLE = "_MEGA_COMPLETE"
-"""Environment variable by which a shell asks `mega` for completions instead of a run."""
+"""Environment variable with which a shell asks `mega` for completions."""
 
 _MODULES = {
     "config": "api.config",
@@ -33,8 +33,8 @@ _MODULES = {
     "RunEstimate": "api.estimation",
     "launch": "api.ranks",
 }
-"""Name of the Python interface -> its module, imported when the name is first used. `__init__.pyi` says the same to
-type checkers."""
+"""Name of the Python interface -> its module, imported when the name is first used. `__init__.pyi` lists the same names
+for type checkers."""
 
 __all__ = ["__version__", *_MODULES]
 

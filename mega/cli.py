@@ -75,7 +75,7 @@ class Verbs(Group):
         return [verb for verb in VERBS if importlib.util.find_spec(_module(verb)) is not None]
 
     def get_command(self, ctx: Context, cmd_name: str) -> Command | None:
-        """A stand-in with the line of help, so that listing the verbs does not load them."""
+        """A placeholder with the line of help, so that listing the verbs does not load them."""
         if cmd_name not in self.list_commands(ctx):
             return None
         return TyperCommand(cmd_name, help=VERBS[cmd_name], rich_markup_mode="rich")
@@ -229,9 +229,9 @@ def _unknown_verb(word: str, ctx: Any) -> str:
     """The message about an unknown verb: suggest the nearest one, and say how to list all."""
     from mega.core.config.compose import nearest
 
-    near = nearest(word.removesuffix(".py").replace("_", "-"), ctx.command.list_commands(ctx))
+    suggestion = nearest(word.removesuffix(".py").replace("_", "-"), ctx.command.list_commands(ctx))
     path = ctx.command_path
-    return f"{path} {word}: is not a verb{near}; {path} --help lists all"
+    return f"{path} {word}: is not a verb{suggestion}; {path} --help lists all"
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""The Python interface: what `import mega` gives. The names are listed in mega/__init__.py and in docs/python.md.
+"""The Python interface, `import mega`. Its names are listed in mega/__init__.py and in docs/python.md.
 
 config        the options of a run, from a preset, a TOML file and keywords
-training      pretrain, finetune: whole runs. `mega pretrain` and `mega finetune` begin here too
-ids           the check of token ids that a caller gives
-trainer       a run in steps, for loops and losses of your own
-model         load: a trained model that generates, converses and scores
-evaluation    evaluate: the score of a model on a benchmark
-conversion    convert: checkpoints and weights of other forms into one another
-estimation    estimate: memory and step time of a run; `mega memory-estimate` prints it
-ranks         launch: a function on several local ranks
+training      pretrain, finetune: whole runs; also the beginning of `mega pretrain` and `mega finetune`
+ids           checks token ids from the caller
+trainer       a run in steps, for your own training loops and losses
+model         load: a trained model that generates, chats and scores
+evaluation    evaluate: scores a model on a benchmark
+conversion    convert: converts checkpoints and weights between formats
+estimation    estimate: memory and step time of a run, as `mega memory-estimate` prints them
+ranks         launch: runs a function on several local ranks
 
-Configuration goes in and results come out. A mistake is a ValueError with the one line that the command line prints;
-nothing is printed unless `verbose` asks for it. A module is imported when one of its names is used: `import mega` loads
-no torch. No state is kept between calls, so that a process may hold several models.
+Functions take a configuration and return a result. A mistake raises ValueError with the line that the command line
+would print. Nothing is printed without `verbose=True`. A module is imported when one of its names is first used, so
+`import mega` does not load torch. No state is kept between calls, so a process may hold several models.
 """

@@ -15,10 +15,10 @@ from mega.core.hub.folders import with_folders
 
 
 def config(preset: str | None = None, *, file: str | Path | None = None, **options: object) -> Options:
-    """The options of a run: a preset of `mega presets`, then a TOML file, then keywords, each above the one before.
+    """The options of a run: a preset of `mega presets`, a TOML file, and keywords; each overrides the one before.
 
     A keyword is a flag of `mega pretrain` with underscores: `--lr-warmup-steps 200` is `lr_warmup_steps=200`.
-    docs/configuration.md lists all of them. None stands for an option that is left out.
+    docs/configuration.md lists all options. An option with the value None is left out.
 
     Errors: ValueError naming the preset, file or option, its value, and the valid ones.
 
@@ -32,26 +32,28 @@ def config(preset: str | None = None, *, file: str | Path | None = None, **optio
     """
     schema = run_schema()
     left_out = {name for name, value in options.items() if value is None and name in schema.entries}
-    given = named({name: value for name, value in options.items() if name not in left_out}, schema)
+    keywords = named({name: value for name, value in options.items() if name not in left_out}, schema)
     stored = {} if file is None else toml.read(os.fspath(file))
-    run = compose(preset, stored, given)
-    check_typed(run, {**stored, **given}, ())
+    run = compose(preset, stored, keywords)
+    check_typed(run, {**stored, **keywords}, ())
     return run
 
 
 def with_options(run: Options, options: Mapping[str, object]) -> Options:
-    """`run` with some options replaced by keywords, and with what names of the Hugging Face Hub stand for, fetched.
+    """`run` with some options replaced by keywords. Names of the Hugging Face Hub are replaced by paths of downloaded
+    files.
 
-    Errors: ValueError naming the option; OSError where nothing can be fetched.
+    Errors: ValueError naming the option; OSError if a download fails.
     """
-    chosen = updated(run, named(options, run_schema())) if options else run
-    stored = {name: value_of(chosen, name) for name in run_schema().entries}
+    replaced = updated(run, named(options, run_schema())) if options else run
+    stored = {name: value_of(replaced, name) for name in run_schema().entries}
     fetched = with_folders(stored, run_schema().entries.values())
-    return updated(chosen, {name: value for name, value in fetched.items() if value != stored[name]})
+    return updated(replaced, {name: value for name, value in fetched.items() if value != stored[name]})
 
 
 def named(options: Mapping[str, object], schema: Schema) -> dict[str, object]:
-    """The values of keywords as options of `schema` hold them. Errors: ValueError with a line for each mistake.
+    """Convert the values of keywords to the types of the options of `schema`. Errors: ValueError with a line for each
+    mistake.
 
     >>> named({"tp": "two"}, run_schema())
     Traceback (most recent call last):
@@ -81,14 +83,15 @@ def named(options: Mapping[str, object], schema: Schema) -> dict[str, object]:
 
 
 def _nearest(name: str, schema: Schema) -> str:
-    """The option that Megatron-LM, or a user, calls by this name; else the one that is spelled most like it."""
+    """A hint for messages: the option with this name in Megatron-LM or as a synonym, else the one with the most similar
+    name."""
     flag = "--" + name.replace("_", "-")
     same = (each.name for each in schema.entries.values() if flag in (*each.option.megatron, *each.option.synonyms))
-    return nearest(name, schema.entries) if (known := next(same, None)) is None else f" (nearest: {known})"
+    return nearest(name, schema.entries) if (synonym := next(same, None)) is None else f" (nearest: {synonym})"
 
 
 def _plain(value: object) -> object:
-    """As TOML has it: paths are strings, tuples are lists."""
+    """The value in TOML's types: paths as strings, tuples as lists."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else value

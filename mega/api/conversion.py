@@ -1,4 +1,4 @@
-"""Checkpoints and weights of other forms into one another, as `mega convert-llama` does."""
+"""Convert checkpoints and weights between formats, as `mega convert-llama` does."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ def convert(
     outtype: Literal["f32", "f16", "bf16", "q8_0"] | None = None,
     **layout: int,
 ) -> ConversionReport:
-    """Turn weights into a checkpoint, or a checkpoint into a folder that others open; a new directory, complete or
-    absent. The report counts tensors, elements and bytes, and names what is lost.
+    """Convert weights to a checkpoint, or a checkpoint to the format of another program, in a new directory that is
+    complete or absent. The report counts tensors, elements and bytes, and lists what is lost.
 
-    source: a run, one of its steps, or weights of Hugging Face's, Meta's, llama2.c's or fairseq's form, recognised by
-    their files. to: what to write: "mega", or "hf" where a checkpoint is read, are the defaults; also "meta", "peft",
-    "gguf". base: the weights that a peft adapter was trained on. parts: files of a Meta folder. outtype: how matrices
-    are stored in a GGUF file. layout: tp, pp and chunks that the files of a checkpoint are cut for.
+    source: a run, one of its steps, or weights in the format of Hugging Face, Meta, llama2.c or fairseq, recognised by
+    their files. to: format to write, "mega", "hf", "meta", "peft" or "gguf" ["hf" if a mega checkpoint is read, else
+    "mega"]. base: base weights of a peft adapter. parts: number of files of a Meta folder. outtype: dtype of matrices
+    in a GGUF file. layout: tp, pp and chunks for which the files of a checkpoint are cut.
 
-    Errors: ValueError naming the option, file or tensor; `target` is then as it was.
+    Errors: ValueError naming the option, file or tensor; `target` is then unchanged.
     """
     from mega.api.config import named
     from mega.core.config.schema import schema_of
 
-    cut = schema_of({"layout": Layout})
-    given = named({"to": to, "outtype": outtype}, schema_of({"weights": ConvertOptions}))
-    at = cut.value("layout", named(layout, cut))
-    assert isinstance(at, Layout)
-    kind = None if given["to"] is None else str(given["to"])
+    layout_schema = schema_of({"layout": Layout})
+    checked = named({"to": to, "outtype": outtype}, schema_of({"weights": ConvertOptions}))
+    target_layout = layout_schema.value("layout", named(layout, layout_schema))
+    assert isinstance(target_layout, Layout)
+    kind = None if checked["to"] is None else str(checked["to"])
     weights = ConvertOptions(
         load_dir=Path(local_place("source", os.fspath(source))),
         save_dir=Path(target),
@@ -50,21 +50,21 @@ def convert(
         parts=parts,
         outtype=outtype,
     )
-    return converted(weights, at).report
+    return converted(weights, target_layout).report
 
 
 class Converted(NamedTuple):
-    """A conversion that was done, for what the command says of it."""
+    """A finished conversion, for the report of the command."""
 
     report: ConversionReport
     runs_both: bool
-    """transformers can run one of the two sides, and --verify asks for it."""
+    """Whether --verify is given and transformers can run one of the two models."""
     imported: Path | None
-    """The checkpoint that was made of foreign weights."""
+    """The checkpoint converted from foreign weights, or None."""
 
 
 def converted(weights: ConvertOptions, layout: Layout) -> Converted:
-    """Check, and convert. Errors: ValueError naming flag, file or tensor."""
+    """Check the options and convert. Errors: ValueError naming flag, file or tensor."""
     from mega.core.files import check_save_dir, check_source
 
     load_dir, save_dir = weights.load_dir, weights.save_dir

@@ -1,4 +1,4 @@
-"""The score of a model on a benchmark, as `mega eval --task` gives it."""
+"""Score a model on a benchmark, as `mega eval --task` does."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class ScoredFigure(NamedTuple):
-    """One number of a score, and the ends of its 95 % confidence interval where it has one."""
+    """One number of a score, and the bounds of its 95 % confidence interval if it has one."""
 
     value: float | None
-    """None where nothing counts."""
+    """None if no example counts."""
     low: float | None
     high: float | None
 
@@ -39,11 +39,11 @@ class EvaluationResult:
 
     task: str
     figures: Mapping[str, ScoredFigure]
-    """By name, such as "accuracy" or "ppl"."""
+    """Figures by name, such as "accuracy" or "ppl"."""
     tokens: int
-    """That the model computed."""
+    """Number of tokens that the model processed."""
     settings: Mapping[str, Json]
-    """Everything that makes the score: model, data, tokenizer, options."""
+    """Everything that the score depends on: model, data, tokenizer, options."""
 
 
 def evaluate(
@@ -55,12 +55,12 @@ def evaluate(
     verbose: bool = False,
     **options: object,
 ) -> EvaluationResult:
-    """Score the model at `path`, of any form that `mega.load` opens, on a benchmark at any layout.
+    """Score the model at `path`, in any format that `mega.load` opens, on a benchmark at any layout.
 
-    task: lambada, ppl, wikitext103, mnli, qqp or race. data: its file, of labels several. out: the result as a file of
-    JSON, which `mega report` reads. options: keywords of `mega eval`, such as `tp=2`, `nproc=2`, `micro_batch=8`,
-    `limit=100` and the benchmark's own; of a model with a retriever `retro` and `embedder`. As one process, on `nproc`
-    local ranks, or as a rank of a launcher. verbose: print what `mega eval` prints.
+    It runs in this process, on `nproc` local ranks, or as one rank of a launcher. task: lambada, ppl, wikitext103,
+    mnli, qqp or race. data: the benchmark's file; labelled tasks take several. out: JSON file for the result, which
+    `mega report` reads. options: options of `mega eval`, such as `tp=2`, `nproc=2`, `micro_batch=8`, `limit=100` and
+    those of the benchmark; `retro` and `embedder` for a model with a retriever. verbose: print what `mega eval` prints.
 
     Errors: ValueError naming the option or file, its value and the rule, before any rank starts.
     """
@@ -69,27 +69,27 @@ def evaluate(
     from mega.core.tasks.evaluate import note, prepare
     from mega.core.tasks.options import TaskOptions, task_named
 
-    own = schema_of({"benchmark": TaskOptions, "retrieval": RetrievalOptions}, {"retrieval": ["retro"]})
+    schema = schema_of({"benchmark": TaskOptions, "retrieval": RetrievalOptions}, {"retrieval": ["retro"]})
     files = [os.fspath(each) for each in (data if isinstance(data, list) else [data])]
-    of_task = {name: value for name, value in options.items() if name in own.entries}
-    asked = with_folders(named({**of_task, "task": task, "valid_data": files}, own), own.entries.values())
-    given = named({name: value for name, value in options.items() if name not in own.entries}, run_schema())
-    _check_read(given)
-    place = local_place("path", os.fspath(path))
-    check_source("--load", place)
-    run = compose(None, {}, {**given, "load": place})
+    of_task = {name: value for name, value in options.items() if name in schema.entries}
+    task_options = with_folders(named({**of_task, "task": task, "valid_data": files}, schema), schema.entries.values())
+    run_options = named({name: value for name, value in options.items() if name not in schema.entries}, run_schema())
+    _check_read(run_options)
+    model_path = local_place("path", os.fspath(path))
+    check_source("--load", model_path)
+    run = compose(None, {}, {**run_options, "load": model_path})
     world = world_from_env()
     size = ranks(world, run.runtime.nproc)
-    benchmark = cast(TaskOptions, own.value("benchmark", {**asked, "task": task_named(task)}))
+    benchmark = cast(TaskOptions, schema.value("benchmark", {**task_options, "task": task_named(task)}))
     benchmark = replace(benchmark, seed=run.runtime.seed)
-    retrieval = cast(RetrievalOptions, own.value("retrieval", asked))
+    retrieval = cast(RetrievalOptions, schema.value("retrieval", task_options))
     retriever = named_opener(replace(retrieval, retro=run.data.retro))
     if retriever is not None and benchmark.task in LABELLED:
         raise ValueError(f"retro: has no effect with task {benchmark.task}")
     with tempfile.TemporaryDirectory(prefix="mega-eval-") as folder:
         file = str(Path(folder) / "result.json") if out is None else os.path.abspath(out)
         check_file("--json", file)
-        given_options = GivenOptions(None, {**given, "load": place})
+        given_options = GivenOptions(None, {**run_options, "load": model_path})
         checked = prepare(run, given_options, benchmark, file, size, retriever, note if verbose else None)
         if world.source == "alone" and size > 1:
             from mega.api.ranks import launch
@@ -99,7 +99,7 @@ def evaluate(
 
 
 def _check_read(given: Iterable[str]) -> None:
-    """Errors: ValueError naming options of a run that no score depends on."""
+    """Errors: ValueError naming options of a run that do not affect a score."""
     from mega.core.tasks.options import unread
 
     if "load" in given:
@@ -113,9 +113,9 @@ def _score(checked: CheckedEvaluation) -> EvaluationResult:
     from mega.core.tasks.evaluate import evaluation_result
 
     atexit.register(disconnect)
-    found = evaluation_result(checked)
+    result = evaluation_result(checked)
     figures = {
         str(each["name"]): ScoredFigure(each["value"], each["low"], each["high"])
-        for each in cast(list[dict[str, float | None]], found["figures"])
+        for each in cast(list[dict[str, float | None]], result["figures"])
     }
-    return EvaluationResult(checked.options.task, figures, cast(int, found["tokens"]), below(found, "settings"))
+    return EvaluationResult(checked.options.task, figures, cast(int, result["tokens"]), below(result, "settings"))

@@ -1,4 +1,4 @@
-"""Token ids that a caller gives: one check for all of the interface."""
+"""Check token ids from the caller, for the whole interface."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 
 
 def checked_ids(name: str, given: torch.Tensor | Sequence[int] | Sequence[Sequence[int]], vocab: int) -> torch.Tensor:
-    """As int64, where they are. name: of the argument, for errors. vocab: ids that have a meaning, without padding.
+    """Convert token ids to int64, on the device where they are. name: the argument, for errors. vocab: vocabulary size
+    without padding.
 
     Errors: ValueError naming the argument, the rule and the first id that breaks it.
     """

@@ -1,9 +1,9 @@
-"""A trained model in this process: it generates, converses and scores, on one device.
+"""A trained model in this process, on one device: it generates, chats and scores.
 
     model = mega.load("runs/first")
     model.generate("Once upon a time", tokens=50)
 
-The engine of `mega generate` and `mega serve` is made when it is first needed; it and the scores share the weights.
+The engine, that of `mega generate` and `mega serve`, is created when it is first needed. Scoring uses the same weights.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from mega.core.text.chat.messages import Message
 from mega.core.text.tokenizer import Tokenizer
 
 AT_ONCE = 16
-"""Texts that are continued together; more wait. The cache holds as many of full length, where they fit."""
+"""Maximum number of texts that are continued together; others wait. The cache has room for this many of full length, if
+the memory suffices."""
 
 
 def load(
@@ -45,29 +46,29 @@ def load(
     dtype: Literal["fp32", "bf16", "fp16"] | None = None,
     device: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> Model:
-    """The model at `path`, opened where it is: a run's directory (its newest step), one step in it, or weights in
-    Hugging Face's, Meta's, Megatron-LM's or another form that `mega convert-llama` reads; or a name of the Hugging Face
-    Hub, OWNER/NAME, which is fetched.
+    """Open the model at `path`, without converting it: a run's directory (its newest step), one step in it, or weights
+    in the format of Hugging Face, Meta, Megatron-LM or another one that `mega convert-llama` reads; or a name of the
+    Hugging Face Hub, OWNER/NAME, which is downloaded.
 
-    dtype: computed in [fp32 on a CPU, else that of the weights]. It takes one device, also in a process that is one of
-    several ranks. Errors: ValueError naming the file, key or tensor, or the model's family.
+    dtype: dtype of the computation [fp32 on a CPU, else that of the weights]. The model uses one device, even in a
+    process that is one of several ranks. Errors: ValueError naming the file, key or tensor, or the model's family.
     """
     if dtype not in (None, "fp32", "bf16", "fp16"):
         raise ValueError(f"dtype {dtype}: must be fp32, bf16 or fp16")
-    opened = open_model(local_place("path", os.fspath(path)))
-    check_layout(opened.model, 1, 1)
-    where = Device.choose(device, world_from_env().local_rank)
-    return Model(opened, where, compute_dtype(opened, where, dtype))
+    opened_model = open_model(local_place("path", os.fspath(path)))
+    check_layout(opened_model.model, 1, 1)
+    chosen_device = Device.choose(device, world_from_env().local_rank)
+    return Model(opened_model, chosen_device, compute_dtype(opened_model, chosen_device, dtype))
 
 
 class Model:
-    """A model that continues text, in this process. Made by `load`."""
+    """A model in this process, returned by `load`."""
 
     def __init__(self, opened: OpenedModel, device: Device, dtype: torch.dtype):
         self.path: Path = opened.path
-        """Where its weights were read."""
+        """Path of its weights."""
         self.dtype: str = next(name for name, each in DTYPES.items() if each == dtype)
-        """What it is computed in."""
+        """Dtype of its computation."""
         self._opened, self._device = opened, device
         self._mesh = Mesh(0)
         (self._stage,) = load_stages(opened, self._mesh, device, dtype=dtype)
@@ -76,20 +77,21 @@ class Model:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The one that came with the weights. Errors: ValueError where none did, or it is not the model's."""
-        found = self._opened.tokenizer()
-        check_tokenizer(self._opened, found)
-        return found
+        """The tokenizer of the weights. Errors: ValueError if they have none, or it does not belong to the model."""
+        tokenizer = self._opened.tokenizer()
+        check_tokenizer(self._opened, tokenizer)
+        return tokenizer
 
     @overload
     def generate(self, prompt: str, tokens: int = 100, **sampling: float | None) -> str: ...
     @overload
     def generate(self, prompt: list[str], tokens: int = 100, **sampling: float | None) -> list[str]: ...
     def generate(self, prompt: str | list[str], tokens: int = 100, **sampling: float | None) -> str | list[str]:
-        """What follows a prompt, or each of several, without it: up to `tokens` tokens, or the end of the text.
+        """Continue a prompt, or each of several, by up to `tokens` tokens or to the end of the text; the prompt is not
+        returned.
 
-        sampling: temperature [1; 0 takes the likeliest token], top_k, top_p, min_p, repetition_penalty and others of
-        `mega generate`; seed [0]: the same seed gives the same text.
+        sampling: options of `mega generate`: temperature [1; 0 takes the most likely token], top_k, top_p, min_p,
+        repetition_penalty and others; seed [0]: the same seed gives the same text.
 
         Errors: ValueError naming the option, its value and the rule, or a prompt that is too long.
         """
@@ -102,10 +104,10 @@ class Model:
         return texts[0] if isinstance(prompt, str) else texts
 
     def chat(self, messages: str | Sequence[Message], tokens: int = 512, **sampling: float | None) -> str:
-        """The model's next turn, by its chat template. messages: a text of the user, or turns such as
-        `{"role": "user", "content": "Hello"}`. sampling: as of `generate`.
+        """Answer in a conversation, by the model's chat template. messages: a text of the user, or turns such as
+        `{"role": "user", "content": "Hello"}`. sampling: as in `generate`.
 
-        Errors: ValueError where the model has no chat template, or of what is wrong with the messages.
+        Errors: ValueError if the model has no chat template, or the messages are invalid.
         """
         if self._chat is None:
             raise ValueError(f"{self.path}: has no chat template, so it is a base model; `generate` continues text")
@@ -129,8 +131,9 @@ class Model:
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor | Sequence[int]) -> torch.Tensor:
-        """[b, s, vocab] of token ids int64 [b, s], on the model's device: at each place, of the token that follows.
-        Ids of one sequence [s] give [s, vocab]. Errors: ValueError where ids are not the model's, or too many.
+        """Logits [b, s, vocab] of token ids int64 [b, s], on the model's device; those at position i are for the token
+        at i + 1. Ids of one sequence [s] give [s, vocab]. Errors: ValueError for ids outside the vocabulary, or too
+        many of them.
         """
         model = self._opened.architecture
         ids = checked_ids("tokens", tokens, model.input.vocab).to(self._device.torch)
@@ -138,18 +141,18 @@ class Model:
             raise ValueError(
                 f"tokens: has shape {list(ids.shape)}; must be [b, s] or [s], s from 1 to {model.positions}"
             )
-        found = logits(self._stage, ids.view(-1, ids.shape[-1]))
-        return found.view(*ids.shape, -1)
+        values = logits(self._stage, ids.view(-1, ids.shape[-1]))
+        return values.view(*ids.shape, -1)
 
     @torch.no_grad()
     def score(self, text: str | Sequence[int]) -> list[float]:
-        """The log-probability, in nats, of every token of a text but the first, given those before. Of more tokens than
-        the model has positions, each of its windows is judged by itself.
+        """The log-probability, in nats, of every token of a text except the first, given the tokens before it. A text
+        with more tokens than the model has positions is cut into windows, which are scored independently.
 
-        Errors: ValueError of less than two tokens, or where ids are not the model's.
+        Errors: ValueError for less than two tokens, or for ids outside the vocabulary.
         """
-        given = self.tokenizer.encode(text) if isinstance(text, str) else text
-        ids = checked_ids("text", given, self._opened.architecture.input.vocab)
+        sequence = self.tokenizer.encode(text) if isinstance(text, str) else text
+        ids = checked_ids("text", sequence, self._opened.architecture.input.vocab)
         if ids.dim() != 1 or len(ids) < 2:
             raise ValueError(
                 f"text: has {ids.numel()} tokens; must have at least 2, of which all but the first are scored"
@@ -158,9 +161,9 @@ class Model:
 
 
 def _sampling(given: Mapping[str, float | None]) -> Sampling:
-    """As of `mega generate`. Errors: ValueError naming the option."""
-    known = asdict(Sampling())
+    """Sampling options, with the defaults of `mega generate`. Errors: ValueError naming the option."""
+    defaults = asdict(Sampling())
     for name in given:
-        if name not in known:
-            raise ValueError(f"{name}: is not an option of sampling; valid: tokens, {', '.join(known)}")
+        if name not in defaults:
+            raise ValueError(f"{name}: is not an option of sampling; valid: tokens, {', '.join(defaults)}")
     return sampling_of(**{"seed": 0, **{name: value for name, value in given.items() if value is not None}})

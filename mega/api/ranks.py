@@ -1,9 +1,9 @@
-"""A function on several local ranks: its results come back, an error of any rank is raised here. No torch.
+"""Run a function on several local ranks; return its results, or raise the error of a rank. No torch.
 
-1 the function is pickled by its name; one of a notebook, which no other process can import, as its code
-2 processes/launch.py starts the ranks and watches them
-3 each rank sends what the function returned, or the error that ended it; a thread here takes it in
-4 the error that caused the others, if any, is raised; else the results, in the order of ranks
+1 pickle the function by its name, or by its code if it is from a notebook, which other processes cannot import
+2 start the ranks and watch them (processes/launch.py)
+3 receive, on a thread, what the function returned on each rank, or the error that ended it
+4 raise the error that caused the others, if any; else return the results, in the order of ranks
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ Args = TypeVarTuple("Args")
 
 
 def launch(function: Callable[[*Args], Result], *args: *Args, ranks: int = 2) -> list[Result]:
-    """Call `function(*args)` on `ranks` new local ranks, and return what it returned on each, in the order of ranks.
+    """Call `function(*args)` on `ranks` new local ranks, and return its results in the order of ranks.
 
-    On its rank the function does what it would do under torchrun: `mega.Trainer(...)` there is one rank of the layout.
-    Arguments and results are pickled. The function is imported by name, so a script calls `launch` below
-    `if __name__ == "__main__":`; a function that was defined in a notebook is sent as code, with the globals it names.
-    To be called in the main thread.
+    On each rank the function runs as under torchrun: `mega.Trainer(...)` there is one rank of the layout. Arguments and
+    results are pickled. The function is imported by name, so a script must call `launch` below `if __name__ ==
+    "__main__":`; a function defined in a notebook is sent as code, with the globals that it names. Call it in the main
+    thread.
 
-    Errors: ValueError where ranks cannot be started here, or the function or its arguments cannot be sent; the error of
-    the rank that failed first, with its traceback as a note; RuntimeError where a rank was killed; KeyboardInterrupt.
+    Errors: ValueError if ranks cannot be started here, or the function or its arguments cannot be pickled; the error of
+    the rank that failed first, with its traceback as a note; RuntimeError if a rank was killed; KeyboardInterrupt.
     """
     if type(ranks) is not int or ranks < 1:
         raise ValueError(f"ranks {ranks}: must be a whole number of at least 1")
@@ -72,7 +72,7 @@ def launch(function: Callable[[*Args], Result], *args: *Args, ranks: int = 2) ->
 
 
 class RankFailure(NamedTuple):
-    """What ended a rank. consequence: of the end of another one."""
+    """The error that ended a rank. consequence: whether the end of another rank caused it."""
 
     error: Exception
     trace: str
@@ -80,14 +80,14 @@ class RankFailure(NamedTuple):
 
 
 def _raise(failures: dict[int, RankFailure]) -> None:
-    """Raise the error of the first rank that has one of its own."""
+    """Raise the error of the first rank whose error is not a consequence of another's."""
     rank, failure = min(failures.items(), key=lambda each: (each[1].consequence, each[0]))
     failure.error.add_note(f"on rank {rank}:\n{failure.trace}".rstrip())
     raise failure.error
 
 
 def _call(job: bytes, writers: Sequence[Connection[bytes, bytes]]) -> int:
-    """On a rank: the exit code."""
+    """Run on a rank: call the function, send its result or error, and return the exit code."""
     writer, failed = writers[int(os.environ["RANK"])], True
     try:
         function, args = pickle.loads(job)  # noqa: S301 - written by the process that started this one
@@ -103,13 +103,14 @@ def _failure(error: Exception) -> RankFailure:
     consequence = report_of(error).kind == "consequence"
     trace = "".join(traceback.format_exception(error))
     with contextlib.suppress(Exception):
-        pickle.loads(pickle.dumps(error))  # noqa: S301 - what was just written
+        pickle.loads(pickle.dumps(error))  # noqa: S301 - written in the line itself
         return RankFailure(error, trace, consequence)
     return RankFailure(RuntimeError(f"{type(error).__name__}: {error}"), trace, consequence)
 
 
 class _Inbox:
-    """Takes in what ranks send, on a thread: a rank waits until its answer was read. readers: by rank."""
+    """Receives the answers of ranks on a thread, because a rank waits until its answer is read. readers: one for each
+    rank."""
 
     def __init__(self, readers: Sequence[Connection[bytes, bytes]]):
         self._ranks = {reader: rank for rank, reader in enumerate(readers)}
@@ -118,7 +119,7 @@ class _Inbox:
         self._thread.start()
 
     def close(self) -> dict[int, object]:
-        """The answer of each rank that sent one; to be called when no process can send any more."""
+        """The answer of each rank that sent one. Call it when no process can send any more."""
         self._thread.join()
         return {rank: pickle.loads(answer) for rank, answer in self._answers.items()}  # noqa: S301 - of our own ranks
 
@@ -134,7 +135,7 @@ class _Inbox:
 
 
 def _pickled(value: object) -> bytes:
-    """Errors: ValueError for what has no pickled form."""
+    """Errors: ValueError if the value cannot be pickled."""
     try:
         return pickle.dumps(value)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -145,7 +146,7 @@ def _pickled(value: object) -> bytes:
 
 
 def _portable(function: Callable[..., object]) -> Callable[..., object]:
-    """The function, as what can be pickled."""
+    """The function in a form that can be pickled."""
     if not isinstance(function, types.FunctionType) or function.__module__ != "__main__":
         return function
     main = sys.modules["__main__"]
@@ -154,8 +155,8 @@ def _portable(function: Callable[..., object]) -> Callable[..., object]:
 
 
 class NotebookFunction:
-    """A function that no other process can import, as its code with the globals of the notebook that it names: modules,
-    plain values, other functions of the notebook. A class of the notebook cannot be sent."""
+    """A function that other processes cannot import, sent as its code and the globals of the notebook that it names:
+    modules, plain values, other functions of the notebook. Classes of the notebook cannot be sent."""
 
     def __init__(self, function: types.FunctionType):
         self._function = function
@@ -177,15 +178,15 @@ class _CodePickler(pickle.Pickler):
             return _module, (value.__name__,)
         if not isinstance(value, types.FunctionType) or value.__module__ != "__main__":
             return NotImplemented
-        known = {name: value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__}
+        globals_named = {name: value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__}
         cells = tuple(cell.cell_contents for cell in value.__closure__ or ())
-        made = (marshal.dumps(value.__code__), value.__name__, len(cells))
-        state = (known, cells, value.__defaults__, value.__kwdefaults__)
-        return _empty_function, made, state, None, None, _fill_function
+        parts = (marshal.dumps(value.__code__), value.__name__, len(cells))
+        state = (globals_named, cells, value.__defaults__, value.__kwdefaults__)
+        return _empty_function, parts, state, None, None, _fill_function
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """Names that a function looks up among globals, and those of the functions within it; attributes are none."""
+    """Yield the global names that a function and its inner functions look up; names of attributes are not included."""
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
             yield str(instruction.argval)
@@ -204,7 +205,8 @@ def _module(name: str) -> types.ModuleType:
 
 
 def _empty_function(code: bytes, name: str, cells: int) -> types.FunctionType:
-    """Without globals and closure, which may name the function itself."""
+    """Create a function without globals and closure, which `_fill_function` adds because they may contain the function
+    itself."""
     closure = tuple(types.CellType() for _ in range(cells))
     scope = {"__builtins__": __builtins__, "__name__": "__main__"}
     return types.FunctionType(marshal.loads(code), scope, name, None, closure)  # noqa: S302 - a part of the job
@@ -214,7 +216,7 @@ def _fill_function(
     function: types.FunctionType,
     state: tuple[dict[str, object], tuple[object, ...], tuple[object, ...] | None, dict[str, object] | None],
 ) -> None:
-    known, contents, function.__defaults__, function.__kwdefaults__ = state
-    function.__globals__.update(known)
+    names, contents, function.__defaults__, function.__kwdefaults__ = state
+    function.__globals__.update(names)
     for cell, content in zip(function.__closure__ or (), contents, strict=True):
         cell.cell_contents = content

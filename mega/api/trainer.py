@@ -1,4 +1,5 @@
-"""A run in steps, for loops and losses of your own: the model, optimizer, data and checkpoints of `mega pretrain`.
+"""A run in steps, for your own training loops and losses: the model, optimizer, data and checkpoints of `mega
+pretrain`.
 
     with mega.Trainer(run) as trainer:
         for batches in trainer.batches():
@@ -6,8 +7,8 @@
             trainer.step()
         trainer.save()
 
-It is one rank of the layout. Every rank of it calls every method, in the same order. What `mega pretrain` does between
-steps is left to the caller: validation, guards against spikes, metrics, signals.
+A trainer is one rank of the layout. All ranks must call the same methods in the same order. Validation, guards against
+spikes, metrics and signals, which `mega pretrain` handles between steps, are left to the caller.
 """
 
 from __future__ import annotations
@@ -41,67 +42,67 @@ from mega.core.training.start.rank import StartedRun, begin, open_rank
 from mega.core.training.step import backward, means, update
 
 ROWS_OF_STEP = 2**32
-"""Numbers for the rows that a step has of the caller's own; those of the run's data are below."""
+"""Number of sample ids reserved for the caller's own rows in each step; ids of the run's data are smaller."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did, the same on every rank."""
+    """Result of a step, the same on every rank."""
 
     step: int
-    """Its number, from 1."""
+    """Number of the step, from 1."""
     loss: float
-    """The mean over the global batch, before the update."""
+    """Mean loss over the global batch, before the update."""
     grad_norm: float
-    """Before it is clipped; NaN where it is not finite."""
+    """Gradient norm before clipping; NaN if it is not finite."""
     lr: float
     """The learning rate of the update."""
     applied: bool
-    """False where loss or gradients are not finite: weights and moments are then as they were."""
+    """False if loss or gradients are not finite; weights and moments are then unchanged."""
 
 
 class Trainer:
-    """One rank of a run. run: of `mega.config`; keywords are above it.
+    """One rank of a run. run: options from `mega.config`; keywords override them.
 
-    Where `save` has a checkpoint and `resume="auto"` is given, it begins there; where `load` is given, with those
-    weights, as of `mega pretrain`. Without data in the options the caller brings the batches (`batch`).
+    With `resume="auto"` it resumes from the newest checkpoint in `save`, if there is one; with `load` it starts from
+    those weights, as `mega pretrain` does. Without data in the options, the caller makes the batches (`batch`).
 
     Errors: ValueError naming the option or file, its value and the rule.
     """
 
     def __init__(self, run: Options, **options: object):
-        given = with_options(run, options)
-        check_here(given)
-        data = given.data
+        overridden = with_options(run, options)
+        check_here(overridden)
+        data = overridden.data
         self._has_data = bool(data.data_path or data.train_data or data.chat_data or data.mock_data)
-        self._has_data = self._has_data or given.finetuning.task != "lm"
-        chosen = with_stored_options(given) if self._has_data else updated(given, {"mock_data": True})
-        if chosen.runtime.cuda_graph is None:
-            chosen = updated(chosen, {"cuda_graph": False})  # a recorded graph has one loss
+        self._has_data = self._has_data or overridden.finetuning.task != "lm"
+        run_options = with_stored_options(overridden) if self._has_data else updated(overridden, {"mock_data": True})
+        if run_options.runtime.cuda_graph is None:
+            run_options = updated(run_options, {"cuda_graph": False})  # a recorded graph has a fixed loss
         size = ranks(world_from_env(), None)
-        if chosen.runtime.nproc not in (None, size):
+        if run_options.runtime.nproc not in (None, size):
             raise ValueError(
-                f"nproc {chosen.runtime.nproc}: a trainer is one rank of {size}; mega.launch(function, "
-                f"ranks={chosen.runtime.nproc}) starts several"
+                f"nproc {run_options.runtime.nproc}: a trainer is one rank of {size}; mega.launch(function, "
+                f"ranks={run_options.runtime.nproc}) starts several"
             )
         self._held = contextlib.ExitStack()
         self._sums: torch.Tensor | None = None
         with contextlib.ExitStack() as opening:
             opening.callback(self._held.close)
             self._held.enter_context(kept_settings())
-            inputs, world, device, groups = open_rank(resolved(chosen, size, discard), quiet=True)
+            inputs, world, device, groups = open_rank(resolved(run_options, size, discard), quiet=True)
             self._begun: StartedRun = begin(inputs, world.rank, world.size, device, groups, self._held, discard)
             self._saver = self._begun.saver(discard)
             opening.pop_all()
         atexit.register(disconnect)
         self.rank: int = world.rank
-        """Of this process, from 0."""
+        """Rank of this process, from 0."""
         self.device: torch.device = device.torch
-        """Where this rank computes."""
+        """Device of this rank."""
         self.steps: int = self._begun.steps
-        """The last step, of the run's `steps`."""
+        """Number of the last step, from the option `steps`."""
         self._drawn = 0
-        """Rows that `batch` has numbered for this step, of all replicas."""
+        """Number of rows that `batch` has made in this step, over all replicas."""
         self._own_loss = False
         self._closed = False
 
@@ -112,12 +113,13 @@ class Trainer:
         self._close(error)
 
     def close(self) -> None:
-        """Wait for a save in the background, judge what was saved, let the directory of `save` go, and put threads and
-        deterministic algorithms back as they were. It saves nothing: that is `save`. Errors: as of `save`."""
+        """Wait for a save in the background, mark whether the saved checkpoints are good, unlock the directory of
+        `save`, and restore the settings of threads and deterministic algorithms. It does not save; call `save` first.
+        Errors: as of `save`."""
         self._close(None)
 
     def _close(self, error: BaseException | None) -> None:
-        """error: what ended the loop early."""
+        """error: the exception that ended the loop early, or None."""
         if self._closed:
             return
         self._closed = True
@@ -138,15 +140,16 @@ class Trainer:
 
     @property
     def steps_done(self) -> int:
-        """Steps so far, those before a resume included."""
+        """Number of finished steps, including those before a resume."""
         return self._begun.state.progress.step
 
     # -- batches
 
     def batches(self) -> Iterator[list[Batch]]:
-        """This rank's microbatches of each step that is left, from the run's data; `step` moves on to the next.
+        """Yield this rank's microbatches of each remaining step, from the run's data. Call `step` before the next ones
+        are taken.
 
-        Errors: ValueError where the options name no data.
+        Errors: ValueError if the options name no data.
         """
         self._check_open()
         task, run, mesh = self._begun.task, self._begun.state.run, self._begun.state.mesh
@@ -159,12 +162,12 @@ class Trainer:
             self._check_open()
 
     def batch(self, tokens: torch.Tensor, weights: torch.Tensor | None = None) -> DecoderBatch:
-        """A microbatch of your own sequences, with the next token as each label.
+        """Make a microbatch of your own sequences, in which the label of each token is the next token.
 
-        tokens: int64 [b, s + 1], ids of the vocabulary. weights: [b, s], how much each predicted token counts in the
-        loss [1]; 0 leaves its label out. Tensor, context and pipeline ranks of one data-parallel replica give the same;
-        replicas give others, of as many rows each. What dropout leaves out of it depends on the step, and on how many
-        rows were made in that step before.
+        tokens: int64 [b, s + 1], ids of the vocabulary. weights: [b, s], weight of each predicted token in the loss
+        [1]; 0 ignores the label. Tensor, context and pipeline ranks of one data-parallel replica must give the same
+        rows; replicas give different rows, but the same number. Dropout depends on the step and on the number of rows
+        that were made before in that step.
 
         Errors: ValueError naming what does not fit.
         """
@@ -177,20 +180,20 @@ class Trainer:
             )
         checked_ids("tokens", tokens, model.input.vocab)
         rows, columns = tokens.shape[0], tokens.shape[1] - 1
-        counted = torch.ones(rows, columns) if weights is None else weights.float()
-        if tuple(counted.shape) != (rows, columns):
-            raise ValueError(f"weights: has shape {list(counted.shape)}; must be [{rows}, {columns}]")
+        token_weights = torch.ones(rows, columns) if weights is None else weights.float()
+        if tuple(token_weights.shape) != (rows, columns):
+            raise ValueError(f"weights: has shape {list(token_weights.shape)}; must be [{rows}, {columns}]")
         replicas, progress = self._begun.state.mesh.dp, self._begun.state.progress
         first = (progress.step + 1) * ROWS_OF_STEP + self._drawn + replicas.index * rows
         self._drawn += replicas.size * rows
-        made = DecoderBatch(
+        microbatch = DecoderBatch(
             tokens=tokens[:, :-1].contiguous(),
             labels=tokens[:, 1:].contiguous(),
-            loss_weights=counted,
+            loss_weights=token_weights,
             positions=torch.arange(columns).expand(rows, columns),
             samples=torch.arange(first, first + rows),
         )
-        return made.to(self.device)
+        return microbatch.to(self.device)
 
     # -- a step
 
@@ -201,15 +204,15 @@ class Trainer:
         *,
         level: Literal["token", "sequence"] = "token",
     ) -> float:
-        """The gradients of all microbatches of a step; returns their mean loss over all ranks.
+        """Compute the gradients of all microbatches of a step, and return the mean loss over all ranks.
 
-        batches: this rank's microbatches, as many on every rank. loss: in place of the model's own, a function
+        batches: this rank's microbatches, the same number on every rank. loss: replaces the model's loss by a function
         `loss(predictions, batch)` of one microbatch, called on the ranks of the last pipeline stage;
-        `predictions.logits` is [b, s, vocab] and `predictions.logprobs`, [b, s], those of the labels. At level "token"
-        it returns [b, s], whose mean counts each token by the batch's weights; at level "sequence" [b], one value for
-        each sequence, or one for each group of sequences that stand together.
+        `predictions.logits` is [b, s, vocab], and `predictions.logprobs` [b, s] holds the log-probabilities of the
+        labels. At level "token" it returns [b, s], which is averaged with the weights of the batch. At level "sequence"
+        it returns [b], one value for each sequence, or for each group of adjacent sequences.
 
-        Errors: ValueError where the loss has another shape, or the model cannot have one.
+        Errors: ValueError if the loss has another shape, or the model cannot have a custom loss.
         """
         self._check_open()
         state = self._begun.state
@@ -222,21 +225,21 @@ class Trainer:
             raise ValueError("forward_backward: no microbatch was given")
         if level not in ("token", "sequence") or (level == "sequence" and loss is None):
             raise ValueError(f"level {level!r}: must be 'token', or 'sequence' of a loss of your own")
-        with contextlib.ExitStack() as meanwhile:
+        with contextlib.ExitStack() as replaced_loss:
             if loss is not None:
                 _check_loss(self._begun, level)
                 if level == "sequence":
                     rows = [SequenceBatch.of(each) for each in rows if isinstance(each, DecoderBatch)]
-                meanwhile.enter_context(custom_loss(state.stages, CustomLoss(loss, level)))
+                replaced_loss.enter_context(custom_loss(state.stages, CustomLoss(loss, level)))
             self._sums = backward(state, rows)
         self._own_loss = loss is not None
         return float(means(state, self._sums.clone())[0])
 
     def step(self, lr: float | None = None) -> StepResult:
-        """Update the weights by the gradients of `forward_backward`. lr: in place of the schedule's, to which each step
-        is one of the run's global batch.
+        """Update the weights with the gradients of `forward_backward`. lr: replaces the learning rate of the schedule,
+        which counts each step as one global batch of the run.
 
-        Errors: ValueError where there are no gradients; as of `save`, of one in the background.
+        Errors: ValueError without gradients; those of `save`, for a save in the background.
         """
         self._check_open()
         if lr is not None and not (isinstance(lr, int | float) and 0 <= lr < math.inf):
@@ -262,21 +265,21 @@ class Trainer:
         norm = numbers["grad_norm"]
         return StepResult(progress.step, numbers["loss"], norm if applied else math.nan, rate, applied)
 
-    # -- what comes of it
+    # -- results
 
     def save(self) -> str:
-        """Publish a checkpoint of this step, which `mega.load`, `mega generate` and a resume read; its run's directory.
-        With `async_save` it only begins to: the checkpoint is whole at the next `save` or at `close`, or earlier.
+        """Save a checkpoint of this step, which `mega.load`, `mega generate` and a resume can read, and return the
+        run's directory. With `async_save` the checkpoint is complete at the next `save` or `close` at the latest.
 
-        Errors: ValueError where the options have no `save`; FloatingPointError where the state is not finite; OSError.
+        Errors: ValueError if the options have no `save`; FloatingPointError if the state is not finite; OSError.
         """
         self._check_open()
         if self._saver is None:
             raise ValueError("save is missing: give it, the directory for checkpoints")
         self._saver.save()
-        place = self._begun.state.run.checkpoint.save
-        assert place is not None
-        return place
+        directory = self._begun.state.run.checkpoint.save
+        assert directory is not None
+        return directory
 
     @overload
     def sample(
@@ -295,11 +298,11 @@ class Trainer:
         top_k: int = 50,
         seed: int = 0,
     ) -> str | list[int]:
-        """What the model writes after `prompt`, up to the end of a document, by the weights that train: text for text,
-        ids for ids, without the prompt. A forward pass of the whole text for each token. top_k: 0 is off.
+        """Continue `prompt` with the current weights, up to the end of a document. A text returns a text, ids return
+        ids, without the prompt. Each token takes a forward pass over the whole text. top_k: 0 is off.
 
-        Errors: ValueError naming an option of sampling, or where the model does not continue text, ids are not the
-        model's, or the prompt leaves no room.
+        Errors: ValueError naming a sampling option, or if the model does not continue text, ids are outside the
+        vocabulary, or the prompt leaves no room for `tokens`.
         """
         self._check_open()
         state, tokenizer = self._begun.state, self._begun.inputs.tokenizer
@@ -325,7 +328,7 @@ class Trainer:
 
 
 def _check_loss(begun: StartedRun, level: str) -> None:
-    """Errors: ValueError where the model has no head that a custom loss can stand for."""
+    """Errors: ValueError if the model has no head whose loss can be replaced."""
     run, cp = begun.state.run, begun.state.mesh.cp.size
     if run.runtime.cuda_graph:
         raise ValueError("loss: excludes cuda_graph, since a recorded graph has one loss")

@@ -1,6 +1,6 @@
-"""Whole runs: pretraining, and finetuning from the weights of another run. No torch before a run starts.
+"""Whole runs: pretraining, and finetuning from existing weights. Torch is not imported before a run starts.
 
-`mega pretrain` and `mega finetune` begin with `resolved`, `with_stored_options` and `from_weights` of this file too.
+`mega pretrain` and `mega finetune` also start with `resolved`, `with_stored_options` and `from_weights` of this file.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ if TYPE_CHECKING:
 _UNSET = dataclasses.asdict(TokenizerConfig())
 
 Note = Callable[[str], None]
-"""Takes a line for the user."""
+"""A function that takes a line for the user."""
 
 
 def pretrain(run: Options, *, verbose: bool = False, **options: object) -> TrainingResult:
-    """Train from scratch, or resume, as `mega pretrain` does: to the last step, with its checkpoints and metrics.
+    """Train from scratch, or resume, to the last step, with checkpoints and metrics, as `mega pretrain` does.
 
-    run: of `mega.config`; keywords are above it. As one process, on `nproc` local ranks, or as one rank of torchrun,
-    mpirun, srun or `mega.launch`; the result is the same on every rank. verbose: print what `mega pretrain` prints.
+    It runs in this process, on `nproc` local ranks, or as one rank of torchrun, mpirun, srun or `mega.launch`; every
+    rank returns the same result. run: options from `mega.config`; keywords override them. verbose: print what `mega
+    pretrain` prints.
 
-    Errors: ValueError naming the option or file, its value and the rule, before any rank starts; FloatingPointError
-    where the loss is NaN or infinite; RuntimeError and OSError for what fails on the way.
+    Errors: ValueError naming the option or file, its value and the rule, before any rank starts; FloatingPointError if
+    the loss is NaN or infinite; RuntimeError and OSError for failures during training.
     """
     options_of_run = with_options(run, options)
     check_here(options_of_run)
@@ -54,17 +55,17 @@ def pretrain(run: Options, *, verbose: bool = False, **options: object) -> Train
 
 
 def finetune(run: Options, *, verbose: bool = False, **options: object) -> TrainingResult:
-    """Train from the weights at `load`, as `mega finetune` does; the step counter and the optimizer begin afresh.
+    """Train from the weights at `load`, as `mega finetune` does, with a new step counter and optimizer state.
 
-    As `pretrain`, with the model and the tokenizer of those weights. Errors: as of `pretrain`.
+    As `pretrain`, but the weights determine the model and the tokenizer. Errors: as of `pretrain`.
     """
-    chosen = pretrained(with_options(run, options))
-    check_begin(chosen, note if verbose else discard)
-    return pretrain(from_weights(chosen), verbose=verbose)
+    run_options = pretrained(with_options(run, options))
+    check_begin(run_options, note if verbose else discard)
+    return pretrain(from_weights(run_options), verbose=verbose)
 
 
 def check_here(options: Options) -> None:
-    """Errors: ValueError naming options of a run that no function of Python trains."""
+    """Errors: ValueError naming options that are supported only on the command line."""
     supervision, runtime = options.supervision, options.runtime
     if supervision.max_restarts or supervision.hosts:
         raise ValueError("max_restarts, hosts: ranks are started again by `mega pretrain` alone; leave them out")
@@ -76,15 +77,15 @@ def _train(started: ResolvedRun, verbose: bool) -> TrainingResult:
     from mega.core.processes.connect import disconnect
     from mega.core.training.start.rank import train
 
-    atexit.register(disconnect)  # a process group outlives this run: others of this process may use it
+    atexit.register(disconnect)  # a later run of this process may use the process group, so it is kept
     return train(started, quiet=not verbose)
 
 
-# What both commands begin with
+# The start of both commands
 
 
 def resolved(options: Options, size: int, note: Note) -> ResolvedRun:
-    """The checked run of `size` ranks. note: takes lines about the weights or files that say more than the options.
+    """The checked run of `size` ranks. note: takes lines for the user about the weights or files.
 
     Errors: ValueError naming the flag or file, its value, the rule and the valid values.
     """
@@ -94,9 +95,8 @@ def resolved(options: Options, size: int, note: Note) -> ResolvedRun:
 
 
 def with_stored_options(options: Options, note: Note = discard) -> Options:
-    """With the tokenizer of the weights that the run begins with, against which one that flags name is held, and with
-    the chat template by which it converses. Errors: ValueError where flags name another tokenizer, or no such template
-    came with the weights."""
+    """Add the tokenizer and, for conversations, the chat template of the initial weights. Errors: ValueError if flags
+    name another tokenizer than that of the weights, or a template that the weights do not have."""
     from mega.core.training.start.inputs import weights_of
 
     weights = next(weights_of(options), None)
@@ -104,68 +104,73 @@ def with_stored_options(options: Options, note: Note = discard) -> Options:
         return _as_the_data(options, note)
     from mega.core.inference.loading.identity import chosen_template
 
-    (place, source), talks = weights, bool(options.data.chat_data or options.finetuning.dpo_data)
-    found, lines = _tokenizer(options, place, source)
-    if talks:
+    (place, source), is_conversation = weights, bool(options.data.chat_data or options.finetuning.dpo_data)
+    stored_options, lines = _tokenizer(options, place, source)
+    if is_conversation:
         template = chosen_template(_verb(options), source, place, options.data.chat_template)
-        found["chat_template"] = template.value
+        stored_options["chat_template"] = template.value
         lines += template.notes
     for line in lines:
         note(line)
-    return updated(options, found)
+    return updated(options, stored_options)
 
 
 def _as_the_data(options: Options, note: Note) -> Options:
-    """With the tokenizer that made the token files, where flags name none and no vocabulary, and the files note it."""
-    data, named = options.data, dataclasses.asdict(options.tokenizer)
+    """Add the tokenizer recorded in the token files, if flags set neither a tokenizer nor a vocabulary."""
+    data, typed_options = options.data, dataclasses.asdict(options.tokenizer)
     words = data.data_path or data.train_data
-    if not words or named != _UNSET or options.model.vocab is not None or options.checkpoint.use_checkpoint_config:
+    if (
+        not words
+        or typed_options != _UNSET
+        or options.model.vocab is not None
+        or options.checkpoint.use_checkpoint_config
+    ):
         return options
     from mega.core.config.corpora import expand, is_number
     from mega.core.data.indexed import exists, noted_tokenizer
     from mega.core.text.build import missing_file
 
     prefix = next((word for word in expand(words, data.corpora) if not is_number(word) and exists(word)), None)
-    found = {} if prefix is None else noted_tokenizer(prefix)
-    if not found or not found.keys() <= named.keys():
+    noted = {} if prefix is None else noted_tokenizer(prefix)
+    if not noted or not noted.keys() <= typed_options.keys():
         return options
-    kind, gone = found.get("tokenizer"), missing_file(found)
+    kind, missing = noted.get("tokenizer"), missing_file(noted)
     note(
-        f"{prefix}: was made with {kind} of {gone}, which is not there any more"
-        if gone
+        f"{prefix}: was made with {kind} of {missing}, which is not there any more"
+        if missing
         else f"{prefix}: its tokenizer is taken, {kind}"
     )
-    return options if gone else updated(options, found)
+    return options if missing else updated(options, noted)
 
 
 def _tokenizer(options: Options, place: str, source: StoredWeights) -> tuple[dict[str, object], list[str]]:
-    """The options of the tokenizer that flags name, else of that of the weights at `place`, by name, and lines for the
-    user. Flags that name no kind, such as --vocab-extra-ids, change that of the weights. Errors: ValueError where it is
-    another one."""
+    """Options of the tokenizer, by name, and lines for the user: the tokenizer that flags name, else that of the
+    weights at `place`. Flags without a kind, such as --vocab-extra-ids, modify the tokenizer of the weights. Errors:
+    ValueError if flags name another tokenizer than that of the weights."""
     from mega.core.checkpoint.own.model import model_of
     from mega.core.config.resolve import implied_tokenizer
     from mega.core.inference.loading.identity import check_tokenizer_flags
     from mega.core.inference.loading.load import tokenizer_section
     from mega.core.text.build import build
 
-    named = dataclasses.asdict(implied_tokenizer(options.tokenizer, model_of(source.meta, place).family))
-    given = {name: value for name, value in named.items() if value != _UNSET[name]}
-    if named["tokenizer"] is None:
+    tokenizer_options = dataclasses.asdict(implied_tokenizer(options.tokenizer, model_of(source.meta, place).family))
+    typed_options = {name: value for name, value in tokenizer_options.items() if value != _UNSET[name]}
+    if tokenizer_options["tokenizer"] is None:
         section = tokenizer_section(source)
         if section is None:
             return {}, []
-        named = {**_UNSET, **section, **given}
+        tokenizer_options = {**_UNSET, **section, **typed_options}
     try:
-        tokenizer = build(**named)
+        tokenizer = build(**tokenizer_options)
     except ValueError as error:
-        if given:
+        if typed_options:
             return {}, []  # reported where the run is checked
         if not _reads_tokens(options):
             raise
         return {}, [f"{place}: its tokenizer cannot be opened, so token files are not compared with it: {error}"]
     allowed = options.data.allow_tokenizer_mismatch
-    lines = check_tokenizer_flags(_verb(options), source, place, tokenizer, allowed=allowed) if given else []
-    return named, lines
+    lines = check_tokenizer_flags(_verb(options), source, place, tokenizer, allowed=allowed) if typed_options else []
+    return tokenizer_options, lines
 
 
 def _verb(options: Options) -> str:
@@ -173,12 +178,12 @@ def _verb(options: Options) -> str:
 
 
 def _reads_tokens(options: Options) -> bool:
-    """Whether its data are token files, for which no tokenizer is needed."""
+    """Whether the run reads token files, which need no tokenizer."""
     return options.finetuning.task == "lm" and not (options.data.chat_data or options.finetuning.dpo_data)
 
 
 def check_begin(options: Options, note: Note) -> None:
-    """Errors: ValueError where there are no weights to begin with, and the task does not bring a head of its own."""
+    """Errors: ValueError if --load is missing, unless the task adds a new head."""
     checkpoint = options.checkpoint
     if checkpoint.load is not None or checkpoint.resume not in (None, "auto"):
         return
@@ -196,9 +201,10 @@ def check_begin(options: Options, note: Note) -> None:
 
 
 def pretrained(options: Options) -> Options:
-    """--pretrained-checkpoint as --load; what Megatron-LM loads before it, its own steps, by --resume auto.
+    """Replace --pretrained-checkpoint by --load, and a --load of the run's own steps, which Megatron-LM tries first, by
+    --resume auto.
 
-    Errors: ValueError where --load is another place than --save.
+    Errors: ValueError if --load differs from --save.
     """
     checkpoint, begin = options.checkpoint, options.checkpoint.pretrained_checkpoint
     if begin is None:
@@ -212,9 +218,9 @@ def pretrained(options: Options) -> Options:
 
 
 def from_weights(options: Options) -> Options:
-    """With what a verb that starts from other weights implies. Where it loads from its own place, it resumes.
+    """Set the options that finetuning implies. A run that loads from its own --save resumes.
 
-    Errors: ValueError where nothing is there."""
+    Errors: ValueError if the source of the weights does not exist."""
     checkpoint = options.checkpoint
     step = None if checkpoint.resume == "auto" else checkpoint.resume
     if checkpoint.load is not None:

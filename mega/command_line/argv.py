@@ -1,10 +1,10 @@
-"""Turns argparse's habits into Typer's, so that Megatron-LM's command lines work as they stand.
+"""Translate argparse's syntax to Typer's, so that Megatron-LM's command lines work unchanged.
 
-Megatron-LM's spellings and constants (`--swiglu`), values that follow one flag (`--data-path 0.2 a 0.3 b`),
-unique prefixes (`--train-it`), `--flag=value` and underscores all become the canonical `--flag=value`.
-Flags that mean nothing any more are dropped with a note; unknown ones are refused with the nearest valid
-one. `read` lists what is wrong with a line, `translate` refuses a line with a mistake. This file knows flags and their
-meanings, and neither Typer nor what a run does with them.
+Megatron-LM's spellings and constants (`--swiglu`), values that follow one flag (`--data-path 0.2 a 0.3 b`), unique
+prefixes (`--train-it`), `--flag=value` and underscores all become the canonical `--flag=value`. Obsolete flags are
+dropped with a note; unknown ones are refused with the nearest valid one. `read` lists the mistakes of a line,
+`translate` refuses a line with a mistake. This file knows flags and their meanings, but neither Typer nor what a run
+does with them.
 """
 
 from __future__ import annotations
@@ -20,34 +20,33 @@ from mega.core.config.run import entries
 from mega.core.config.schema import Entry
 
 MANY = -1
-"""As many values as follow."""
+"""All values that follow, up to the next flag."""
 
 
 @dataclass(frozen=True)
 class Sets:
-    """A spelling that sets an option.
-
-    flag: the canonical flag.
-    values: how many values follow: 0, 1 or `MANY`.
-    constant: what a spelling without values stands for, as it is emitted; None emits the flag alone.
-    gives_way: the constant, or a renamed value, yields to any other spelling of the same option.
-    renames: values under Megatron-LM's names -> ours; None sets nothing.
-    kind, choices: what each value must be.
-    families: model families whose scripts alone have this spelling; () is all.
-    synonyms: other words for values -> ours.
-    refused: values that are not choices, of which more is known than that -> the reason.
-    """
+    """A spelling that sets an option."""
 
     flag: str
+    """The canonical flag."""
     values: int
+    """Number of values that follow: 0, 1 or `MANY`."""
     constant: str | None = None
+    """Value that a spelling without values sets; None emits only the flag."""
     gives_way: bool = False
+    """The constant, or a renamed value, yields to any other spelling of the same option."""
     renames: Mapping[str, str | None] = field(default_factory=dict)
+    """Megatron-LM's name of a value -> mega's; None sets nothing."""
     kind: type = str
+    """Type of each value."""
     choices: tuple[str, ...] = ()
+    """Valid values; () is any."""
     families: tuple[str, ...] = ()
+    """The only model families whose scripts have this spelling; () is all."""
     synonyms: Mapping[str, str] = field(default_factory=dict)
+    """Other words for a value -> mega's."""
     refused: Mapping[str, str] = field(default_factory=dict)
+    """Invalid values with a better explanation than that -> the explanation."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Several:
 
     @property
     def values(self) -> int:
-        """As of `Sets`: as many as a part takes that takes any."""
+        """As `Sets.values`: the number of values of the parts that take values."""
         return next((part.values for part in self.parts if part.values), 0)
 
     @property
@@ -68,20 +67,20 @@ class Several:
 
 @dataclass(frozen=True)
 class Drops:
-    """A spelling that means nothing any more, with the number of its values, the reason, and families as in `Sets`.
-
-    only: the values at which it changes nothing; another is refused. () is any.
-    """
+    """An obsolete spelling, which is accepted and has no effect."""
 
     values: int
+    """As `Sets.values`."""
     reason: str
     families: tuple[str, ...] = ()
+    """As `Sets.families`."""
     only: tuple[str, ...] = ()
+    """The values without effect; another value is refused. () is any."""
 
 
 @dataclass(frozen=True)
 class Refuses:
-    """A spelling that Megatron-LM knows and this project does not; its values are skipped."""
+    """A spelling that exists in Megatron-LM and not here; its values are skipped."""
 
     reason: str
     values: int = MANY
@@ -91,37 +90,44 @@ Meaning = Sets | Several | Drops | Refuses
 
 
 class Setting(NamedTuple):
-    """An option that a line sets. values: canonical; of a switch "true" or "false". switch: whether it is one."""
+    """An option that a line sets."""
 
     flag: str
     values: list[str]
+    """Canonical values; "true" or "false" for a switch."""
     switch: bool
+    """Whether the option is a switch, which takes no value."""
 
     @property
     def words(self) -> list[str]:
-        """As Typer reads it: `--flag=value` for each value, `--flag` or `--no-flag` for a switch."""
+        """The words for Typer: `--flag=value` for each value, `--flag` or `--no-flag` for a switch."""
         if self.switch:
             return [self.flag if self.values == ["true"] else _no(self.flag)]
         return [f"{self.flag}={value}" for value in self.values]
 
 
 class ReadLine(NamedTuple):
-    """What a command line says. others: words that are no options, and flags of a verb's own without a value.
-    notes: one for each flag that was dropped. problems: one for each mistake."""
+    """A command line that was read."""
 
     settings: list[Setting]
     others: list[str]
+    """Words that are not options, and flags of the verb itself without a value."""
     notes: list[str]
+    """A note for each flag that was dropped."""
     typed: list[Typed]
+    """Every flag as it was typed."""
     problems: list[str]
+    """A line for each mistake."""
 
 
 class Translated(NamedTuple):
-    """A command line as Typer reads it, a note for each flag that was dropped, and every option as it was typed."""
+    """A command line in Typer's syntax."""
 
     arguments: list[str]
     notes: list[str]
+    """A note for each flag that was dropped."""
     typed: list[Typed]
+    """Every option as it was typed."""
 
 
 def meanings(
@@ -130,41 +136,42 @@ def meanings(
     obsolete: Mapping[str, Drops | Refuses],
     stated_by: str | None = None,
 ) -> dict[str, Meaning]:
-    """Every spelling that a command with these options answers to; `extra` are the command's own flags.
+    """Every spelling that a command with the options `configured` accepts. extra: flags of the command itself.
 
-    obsolete: flags of other programs that are no options here; `--moe-*` is every flag that begins with `--moe-` and
-    has no meaning of its own.
-    stated_by: what says the rest of a run, such as a checkpoint that is read: its options are dropped; None: they are
-    refused.
+    obsolete: flags of other programs that are not options here; `--moe-*` is every flag that begins with `--moe-` and
+    has no other meaning. stated_by: the reason why the other options of a run have no effect, such as a checkpoint that
+    determines them: they are dropped. None: they are refused.
     """
-    known: dict[str, Meaning] = dict(_of_elsewhere(configured, extra, stated_by))
-    known |= obsolete
-    spelled: dict[str, list[Sets]] = {}
+    meaning_of: dict[str, Meaning] = dict(_of_elsewhere(configured, extra, stated_by))
+    meaning_of |= obsolete
+    options_by_spelling: dict[str, list[Sets]] = {}
     for entry in configured:
         for spelling, meaning in _spellings(entry):
-            spelled.setdefault(spelling, []).append(meaning)
-    known |= {name: parts[0] if len(parts) == 1 else Several(tuple(parts)) for name, parts in spelled.items()}
+            options_by_spelling.setdefault(spelling, []).append(meaning)
+    meaning_of |= {
+        name: parts[0] if len(parts) == 1 else Several(tuple(parts)) for name, parts in options_by_spelling.items()
+    }
     for entry in configured:
-        known |= dict(_flags(entry))
-    known |= extra
-    own = {name.replace("_", "-") for name, meaning in known.items() if isinstance(meaning, Sets | Several)}
-    # A flag of the verb's own counts, however it is written.
+        meaning_of |= dict(_flags(entry))
+    meaning_of |= extra
+    current = {name.replace("_", "-") for name, meaning in meaning_of.items() if isinstance(meaning, Sets | Several)}
+    # A flag of the verb takes precedence, with hyphens or underscores.
     return {
         name: meaning
-        for name, meaning in known.items()
-        if isinstance(meaning, Sets | Several) or name.replace("_", "-") not in own
+        for name, meaning in meaning_of.items()
+        if isinstance(meaning, Sets | Several) or name.replace("_", "-") not in current
     }
 
 
 def _of_elsewhere(
     configured: Sequence[Entry], extra: Mapping[str, Meaning], stated_by: str | None
 ) -> Iterator[tuple[str, Meaning]]:
-    """Spellings of a run's options that a command does not have, or has as a flag of its own of the same name."""
-    here = {entry.name: entry for entry in configured}
+    """Spellings of a run's options that the command lacks, or has under the same name with another meaning."""
+    own_entries = {entry.name: entry for entry in configured}
     for entry in entries().values():
-        if here.get(entry.name) is entry:
+        if own_entries.get(entry.name) is entry:
             continue
-        if entry.flag in extra or entry.name in here:
+        if entry.flag in extra or entry.name in own_entries:
             yield from _spellings(entry)
             continue
         for spelling, meaning in (*_spellings(entry), *_flags(entry)):
@@ -175,7 +182,7 @@ def _of_elsewhere(
 
 
 def _spellings(entry: Entry) -> Iterator[tuple[str, Sets]]:
-    """Megatron-LM's."""
+    """The Megatron-LM spellings of an option."""
     for spelling, stands_for in entry.option.megatron.items():
         families = entry.option.spelling_families.get(spelling, ())
         yield spelling, replace(_of_spelling(entry, stands_for), families=families)
@@ -186,8 +193,8 @@ def _flags(entry: Entry) -> Iterator[tuple[str, Sets]]:
         yield entry.flag, Sets(entry.flag, 0, constant="true")
         yield _no(entry.flag), Sets(entry.flag, 0, constant="false")
     else:
-        own = _of_spelling(entry, entry.option.megatron.get(entry.flag, VALUE))
-        yield entry.flag, replace(own, synonyms=entry.option.synonyms)
+        meaning = _of_spelling(entry, entry.option.megatron.get(entry.flag, VALUE))
+        yield entry.flag, replace(meaning, synonyms=entry.option.synonyms)
     for spelling, flag in entry.option.synonyms.items():
         if flag == entry.flag:
             yield spelling, _of_spelling(entry, VALUE)
@@ -204,14 +211,14 @@ def _of_spelling(entry: Entry, stands_for: object) -> Sets:
         return Sets(entry.flag, values, renames=renames, kind=entry.kind, choices=entry.choices)
     gives_way = isinstance(stands_for, weak)
     constant = stands_for.value if isinstance(stands_for, weak) else stands_for
-    shown = str(constant).lower() if isinstance(constant, bool) else str(constant)
-    return Sets(entry.flag, 0, constant=shown, gives_way=gives_way)
+    text = str(constant).lower() if isinstance(constant, bool) else str(constant)
+    return Sets(entry.flag, 0, constant=text, gives_way=gives_way)
 
 
 def translate(argv: Sequence[str], known: Mapping[str, Meaning]) -> Translated:
-    """The canonical argument list, one note for each flag that was dropped, and what was typed.
+    """Translate a command line to canonical arguments.
 
-    ValueError for an unknown, ambiguous, refused or contradictory flag, and for a value of the wrong kind.
+    Errors: ValueError for an unknown, ambiguous, refused or contradictory flag, and for a value of the wrong kind.
 
     >>> from mega.core.config.run import entries
     >>> known = meanings(list(entries().values()), {}, {})
@@ -224,14 +231,14 @@ def translate(argv: Sequence[str], known: Mapping[str, Meaning]) -> Translated:
     ['--layers=2', '--activation=swiglu', '--data-path=0.2', '--data-path=a', '--data-path=0.8',
      '--data-path=b', '--dtype=bf16']
     """
-    found = read(argv, known)
-    if found.problems:
-        raise ValueError("\n".join(found.problems))
-    return Translated([*_words(found.settings, known), *found.others], found.notes, found.typed)
+    line = read(argv, known)
+    if line.problems:
+        raise ValueError("\n".join(line.problems))
+    return Translated([*_words(line.settings, known), *line.others], line.notes, line.typed)
 
 
 def read(argv: Sequence[str], known: Mapping[str, Meaning]) -> ReadLine:
-    """What a command line says, and what is wrong with it."""
+    """Read a command line, and collect its mistakes."""
     line, words = _Line(known), list(argv)
     while words:
         word = words.pop(0)
@@ -250,7 +257,7 @@ def read(argv: Sequence[str], known: Mapping[str, Meaning]) -> ReadLine:
 
 
 def _as_core_reads(settings: dict[str, Setting], line: _Line) -> list[Setting]:
-    """Flags of Megatron core's mixtures that mean something else next to another flag, or without it.
+    """Correct flags of Megatron core's mixtures whose meaning depends on another flag.
 
     >>> from mega.core.config.run import entries
     >>> known = meanings(list(entries().values()), {}, {})
@@ -267,12 +274,12 @@ def _as_core_reads(settings: dict[str, Setting], line: _Line) -> list[Setting]:
         settings.pop("--balance-loss", None)
         line.note(coefficient, f"{kind} none has no loss")
     elif coefficient in typed and kind not in typed and "--balance" not in settings:
-        settings["--balance"] = Setting("--balance", ["microbatch"], False)  # core's own
+        settings["--balance"] = Setting("--balance", ["microbatch"], False)  # the default of Megatron core
     return list(settings.values())
 
 
 class _Line:
-    """A command line while it is read, flag by flag."""
+    """State of `read`: collects settings, notes and problems flag by flag."""
 
     def __init__(self, known: Mapping[str, Meaning]):
         self.known = known
@@ -281,10 +288,10 @@ class _Line:
         self.typed: list[Typed] = []
         self.problems: list[str] = []
         self._spelled: dict[str, dict[str, tuple[bool, list[str]]]] = {}
-        """Flag -> spelling -> whether it gives way, and its values."""
+        """Flag -> spelling -> (whether it gives way, values)."""
 
     def take(self, word: str, rest: list[str]) -> None:
-        """A flag, and its values from the front of `rest`. Errors: ValueError."""
+        """Read a flag, and remove its values from the front of `rest`. Errors: ValueError."""
         try:
             spelling, meaning = _look_up(word.partition("=")[0], self.known)
         except ValueError:
@@ -305,29 +312,29 @@ class _Line:
         self.notes.append(f"{what} is accepted and changes nothing: {reason}")
 
     def _set(self, spelling: str, meaning: Sets, values: Sequence[str]) -> bool:
-        """Whether anything is set. Errors: ValueError for a value that it cannot take."""
+        """Set an option; returns whether anything was set. Errors: ValueError for an invalid value."""
         if meaning.constant is not None:
             renamed, gives_way = [meaning.constant], meaning.gives_way
         else:
             checked = [_checked(spelling, value, meaning) for value in values]
             renamed = [value for value in checked if value is not None]
             gives_way = meaning.gives_way and checked != list(values)
-        spelled = self._spelled.setdefault(meaning.flag, {})
-        # A switch and its negation are one spelling, of which the last counts.
+        by_spelling = self._spelled.setdefault(meaning.flag, {})
+        # A switch and its negation count as one spelling, so the last one takes effect.
         spelling = spelling.replace("--no-", "--") if spelling == _no(meaning.flag) else spelling
-        before = spelled[spelling][1] if meaning.values == MANY and spelling in spelled else []
+        before = by_spelling[spelling][1] if meaning.values == MANY and spelling in by_spelling else []
         if renamed:
-            spelled[spelling] = (gives_way, before + renamed)
+            by_spelling[spelling] = (gives_way, before + renamed)
         return bool(renamed)
 
     def settings(self) -> Iterator[Setting]:
-        """What is set, in the order in which it was first named."""
-        for flag, spelled in self._spelled.items():
-            if not spelled:
+        """Yield the settings, in the order in which they were first typed."""
+        for flag, by_spelling in self._spelled.items():
+            if not by_spelling:
                 continue
             meaning = self.known.get(flag)
             try:
-                yield Setting(flag, _agreed(spelled), isinstance(meaning, Sets) and meaning.values == 0)
+                yield Setting(flag, _agreed(by_spelling), isinstance(meaning, Sets) and meaning.values == 0)
             except ValueError as error:
                 self.problems.append(str(error))
 
@@ -342,16 +349,16 @@ def _words(settings: Sequence[Setting], known: Mapping[str, Meaning]) -> Iterato
 
 
 def _typed(spelling: str, meaning: Meaning, values: Sequence[str]) -> Typed:
-    """What stands for `values` in messages: nothing after a switch."""
+    """The flag as it was typed; its canonical flag is empty if the spelling sets nothing."""
     first = meaning.parts[0] if isinstance(meaning, Several) else meaning
     families = () if isinstance(meaning, Refuses) else meaning.families
     return Typed(spelling, first.flag if isinstance(first, Sets) else "", tuple(values), families)
 
 
 def _look_up(typed: str, known: Mapping[str, Meaning]) -> tuple[str, Meaning]:
-    """The known spelling that `typed` is, or the only prefix of; hyphens and underscores are alike.
+    """The known spelling that `typed` equals or is a unique prefix of; hyphens and underscores are equivalent.
 
-    What is dropped or refused counts by its whole name only, which Megatron-LM asks for too.
+    Dropped and refused flags have no prefixes, as in Megatron-LM.
     """
     if typed in known:
         return typed, known[typed]
@@ -360,45 +367,45 @@ def _look_up(typed: str, known: Mapping[str, Meaning]) -> tuple[str, Meaning]:
     if exact:
         return exact[0], known[exact[0]]
     valid = {name: meaning for name, meaning in known.items() if isinstance(meaning, Sets | Several)}
-    found = {name: meaning for name, meaning in valid.items() if name.replace("_", "-").startswith(hyphened)}
-    if not found:
+    completions = {name: meaning for name, meaning in valid.items() if name.replace("_", "-").startswith(hyphened)}
+    if not completions:
         for name, meaning in known.items():
             if name.endswith("*") and hyphened.startswith(name[:-1]):
                 return typed, meaning
         every = "--help-all" if "--help-all" in known else "--help"
         raise ValueError(f"{typed}: is not an option{nearest_flag(typed, valid)}; {every} lists all")
-    first = next(iter(found))
-    if any(meaning != found[first] for meaning in found.values()):
-        raise ValueError(f"{typed}: is short for several flags: {', '.join(sorted(found))}")
-    return first, found[first]
+    first = next(iter(completions))
+    if any(meaning != completions[first] for meaning in completions.values()):
+        raise ValueError(f"{typed}: is short for several flags: {', '.join(sorted(completions))}")
+    return first, completions[first]
 
 
 def _following(rest: list[str], most: int) -> list[str]:
-    """Takes the values of a flag, at most so many, from the front of `rest`."""
-    taken: list[str] = []
-    while len(taken) != most and rest and not _is_flag(rest[0]):
-        taken.append(rest.pop(0))
-    return taken
+    """Remove the values of a flag, at most `most`, from the front of `rest`."""
+    values: list[str] = []
+    while len(values) != most and rest and not _is_flag(rest[0]):
+        values.append(rest.pop(0))
+    return values
 
 
 def _values(word: str, spelling: str, meaning: Meaning, rest: list[str]) -> list[str]:
-    """Takes the values of a flag from after its `=` or from the front of `rest`, as they are typed."""
-    _, attached, value = word.partition("=")
-    taken = [value] if attached else _following(rest, meaning.values)
+    """Take the values of a flag from after its `=`, or from the front of `rest`, unchanged."""
+    _, equals_sign, value = word.partition("=")
+    values = [value] if equals_sign else _following(rest, meaning.values)
     if isinstance(meaning, Refuses):
         raise ValueError(f"{spelling}: {meaning.reason}")
     if isinstance(meaning, Drops):
-        if meaning.only and (wrong := next((value for value in taken if value not in meaning.only), None)) is not None:
+        if meaning.only and (wrong := next((value for value in values if value not in meaning.only), None)) is not None:
             valid = ", ".join(meaning.only)
             raise ValueError(f"{spelling} {wrong}: is not supported: {meaning.reason}; valid: {valid}")
-        if not taken and meaning.values == 1:
+        if not values and meaning.values == 1:
             raise ValueError(f"{spelling}: needs a value")
-        return taken
-    if meaning.values == 0 and taken:
+        return values
+    if meaning.values == 0 and values:
         raise ValueError(f"{word}: {spelling} takes no value")
-    if meaning.values != 0 and not taken:
+    if meaning.values != 0 and not values:
         raise ValueError(f"{spelling}: needs a value")
-    return taken
+    return values
 
 
 def _is_flag(word: str) -> bool:
@@ -417,7 +424,7 @@ def _reads_as(kind: type, word: str) -> bool:
 
 
 def _checked(spelling: str, value: str, meaning: Sets) -> str | None:
-    """`value` under our name for it; ValueError where it is not such a number or choice."""
+    """Mega's name of `value`; None if it sets nothing. Errors: ValueError if it is not a valid number or choice."""
     closed = () if meaning.gives_way else tuple(meaning.renames)
     choices = closed or meaning.choices
     value = meaning.synonyms.get(value, value)
@@ -428,17 +435,18 @@ def _checked(spelling: str, value: str, meaning: Sets) -> str | None:
         raise ValueError(f"{spelling} {value}: {hint}; valid: {', '.join(choices)}")
     if meaning.kind in (int, float) and value not in meaning.renames and not _reads_as(meaning.kind, value):
         whole = "whole " if meaning.kind is int else ""
-        several = ", or several with blanks between them" if meaning.values == MANY else ""
-        raise ValueError(f"{spelling} {value}: must be a {whole}number{several}")
+        hint_of_many = ", or several with blanks between them" if meaning.values == MANY else ""
+        raise ValueError(f"{spelling} {value}: must be a {whole}number{hint_of_many}")
     return meaning.renames.get(value, value)
 
 
 def _agreed(spelled: Mapping[str, tuple[bool, list[str]]]) -> list[str]:
-    """The one value that all spellings of an option agree on; those that give way count only alone."""
+    """The value on which all spellings of an option agree. Spellings that give way count only without others.
+    Errors: ValueError."""
     firm = {spelling: values for spelling, (gives_way, values) in spelled.items() if not gives_way}
-    counted = firm or {spelling: values for spelling, (_, values) in spelled.items()}
-    (first, agreed), *others = counted.items()
-    for spelling, values in others:
+    candidates = firm or {spelling: values for spelling, (_, values) in spelled.items()}
+    (first, agreed), *other_spellings = candidates.items()
+    for spelling, values in other_spellings:
         if values != agreed:
             raise ValueError(f"{spelling}: contradicts {first}; give one of them")
     return agreed

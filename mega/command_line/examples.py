@@ -1,4 +1,4 @@
-"""Worked examples of every verb, as `--help` shows them: what a line does, and the line. Each fits 80 columns."""
+"""Worked examples of every verb for `--help`: what a command line does, and the command line. Each fits 80 columns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Examples = tuple[tuple[str, str], ...]
 
 EXAMPLES: Mapping[str, Examples] = {
     "quickstart": (
-        ("the whole tour in a new folder", "mega quickstart"),
+        ("the whole tour, in a new folder", "mega quickstart"),
         ("shorter, and in a folder of your choice", "mega quickstart --out demo --steps 50"),
     ),
     "train-tokenizer": (
@@ -20,11 +20,11 @@ EXAMPLES: Mapping[str, Examples] = {
     ),
     "preprocess": (
         (
-            "a tokenizer.json",
+            "with a tokenizer.json",
             "mega preprocess --input a.jsonl --output-prefix a --tokenizer-model tok",
         ),
         (
-            "plain text, a document a line, by four processes",
+            "plain text with a document in each line, on four processes",
             "mega preprocess --input a.txt --output-prefix a --text-lines --workers 4",
         ),
     ),
@@ -40,7 +40,7 @@ EXAMPLES: Mapping[str, Examples] = {
     ),
     "finetune": (
         (
-            "on conversations, by adapters",
+            "on conversations, with adapters",
             "mega finetune --load hf --chat-data a.jsonl --lora-rank 16 --save run",
         ),
         ("from pairs of answers", "mega finetune --task dpo --dpo-data pairs.jsonl --load run --save better"),
@@ -56,17 +56,17 @@ EXAMPLES: Mapping[str, Examples] = {
         ),
     ),
     "lr-find": (
-        ("of a planned run", "mega lr-find --config run.toml"),
-        ("over fewer rates", "mega lr-find --config run.toml --min-lr 1e-5 --lr 1e-1 --steps 50"),
+        ("for a planned run", "mega lr-find --config run.toml"),
+        ("over a smaller range of rates", "mega lr-find --config run.toml --min-lr 1e-5 --lr 1e-1 --steps 50"),
     ),
     "eval": (
         ("LAMBADA", "mega eval --load run --task lambada --valid-data lambada.jsonl"),
         ("tasks of lm-eval", "mega eval --load run --tasks hellaswag,arc_easy --limit 100"),
     ),
     "serve": (
-        ("a run, to this machine", "mega serve run --port 8000"),
+        ("a run, for clients on this machine", "mega serve run --port 8000"),
         (
-            "two ranks, to others too",
+            "on two ranks, for other machines too",
             "mega serve Llama-2-7b-hf --tp 2 --host 0.0.0.0 --token-file token",
         ),
     ),
@@ -76,7 +76,7 @@ EXAMPLES: Mapping[str, Examples] = {
     ),
     "push": (
         ("a run's newest step", "mega push run me/my-model --license apache-2.0"),
-        ("a folder, seen by its owner alone", "mega push hf me/my-model --private"),
+        ("a folder, into a private repository", "mega push hf me/my-model --private"),
     ),
     "chat": (
         ("with a finetuned model", 'mega chat run --system "Be brief." --temperature 0.7'),
@@ -96,7 +96,7 @@ EXAMPLES: Mapping[str, Examples] = {
     ),
     "presets": (
         ("all of them", "mega presets"),
-        ("those whose names begin so, as JSON", "mega presets llama gpt2 --json"),
+        ("presets whose names begin with llama or gpt2, as JSON", "mega presets llama gpt2 --json"),
     ),
     "memory-estimate": (
         ("one layout", "mega memory-estimate --model llama2-7b --micro-batch 1 --tp 2 --world 8"),
@@ -114,7 +114,7 @@ EXAMPLES: Mapping[str, Examples] = {
         ("one family, in some layouts", "mega parity --family llama --layouts tp2,pp2"),
     ),
     "bench": (
-        ("a known row", "mega bench w1"),
+        ("a named row", "mega bench w1"),
         ("a server under load", "mega bench serve --load run --requests 64"),
     ),
     "plot": (
@@ -152,7 +152,7 @@ EXAMPLES: Mapping[str, Examples] = {
     ),
     "data from-numpy": (
         ("an array of arrays", "mega data from-numpy --input ids.npy --output-prefix ids"),
-        ("one run of ids", "mega data from-numpy --input ids.npy --output-prefix ids --eod 0"),
+        ("one long array of ids", "mega data from-numpy --input ids.npy --output-prefix ids --eod 0"),
     ),
     "data split": (
         ("98, 1 and 1 per cent", "mega data split --input a.jsonl --output-dir parts"),
@@ -193,18 +193,18 @@ EXAMPLES: Mapping[str, Examples] = {
     ),
     "checkpoint diff": (
         ("of two runs", "mega checkpoint diff runs/a runs/b"),
-        ("weights alone", "mega checkpoint diff runs/a/step-0001000 runs/b --weights"),
+        ("weights only", "mega checkpoint diff runs/a/step-0001000 runs/b --weights"),
     ),
     "checkpoint clean": (
-        ("say what would go", "mega checkpoint clean runs/a --keep-last 3 --dry-run"),
+        ("print what would be removed", "mega checkpoint clean runs/a --keep-last 3 --dry-run"),
         ("keep 3, and every 1000th", "mega checkpoint clean runs/a --keep-last 3 --keep-every 1000"),
     ),
     "retro build": (
-        ("all of it", "mega retro build --directory db --embedder bert --data-path a_text_document"),
+        ("the whole database", "mega retro build --directory db --embedder bert --data-path a_text_document"),
         ("a half, on one of two hosts", "mega retro build --config db.toml --shard 1/2"),
     ),
     "retro query": (
-        ("of a planned run", "mega retro query --config run.toml --embedder bert"),
+        ("for a planned run", "mega retro query --config run.toml --embedder bert"),
         ("a half, on one of two hosts", "mega retro query --config run.toml --embedder bert --shard 1/2"),
     ),
     "retro inspect": (
@@ -213,7 +213,10 @@ EXAMPLES: Mapping[str, Examples] = {
     ),
     "corpus urls": (
         ("a list", "mega corpus urls --input urls.txt --output kept.txt"),
-        ("JSON lines, by your list", "mega corpus urls --input a.jsonl --output b --domains blocked.txt"),
+        (
+            "JSON lines, with your own list of domains",
+            "mega corpus urls --input a.jsonl --output b --domains blocked.txt",
+        ),
     ),
     "corpus clean": (
         ("OpenWebText's clean-up", "mega corpus clean --input raw --output clean --workers 4"),
@@ -228,11 +231,11 @@ EXAMPLES: Mapping[str, Examples] = {
     ),
     "corpus decontaminate": (
         (
-            "of a benchmark's questions",
+            "remove the questions of a benchmark",
             "mega corpus decontaminate --input a --output b --task-data lambada=test.jsonl",
         ),
         (
-            "of a folder, by four processes",
+            "questions in a folder, on four processes",
             "mega corpus decontaminate --input a --output b --task-data race=d --workers 4",
         ),
     ),
@@ -241,23 +244,23 @@ EXAMPLES: Mapping[str, Examples] = {
             "a dump",
             "mega corpus wikipedia --input enwiki-pages-articles.xml.bz2 --output wiki",
         ),
-        ("a sentence a line, as BERT reads", "mega corpus wikipedia --input dump.xml --output w --split-sentences"),
+        ("one sentence in each line, for BERT", "mega corpus wikipedia --input dump.xml --output w --split-sentences"),
     ),
     "corpus merge": (
         ("into one file", "mega corpus merge --input parts --output all.jsonl"),
         ("into a folder of .zst", "mega corpus merge --input parts --output all --compress zst"),
     ),
     "corpus annotate": (
-        ("by a list of words", "mega corpus annotate --input a --output b --scorer words:bad.txt"),
-        ("by a file of scores", "mega corpus annotate --input a --output b --scorer scores:s.jsonl"),
+        ("with a list of words", "mega corpus annotate --input a --output b --scorer words:bad.txt"),
+        ("with a file of scores", "mega corpus annotate --input a --output b --scorer scores:s.jsonl"),
     ),
     "corpus select": (
         ("the least toxic half", "mega corpus select --input scored --output kept"),
-        ("a tenth, by another key", "mega corpus select --input a --output b --by perplexity --share 0.1"),
+        ("the lowest tenth by another key", "mega corpus select --input a --output b --by perplexity --share 0.1"),
     ),
     "corpus group": (
         ("by pairs", "mega corpus group --pairs pairs.jsonl --groups groups.jsonl"),
-        ("more alike", "mega corpus group --pairs p.jsonl --groups g.jsonl --threshold 0.9"),
+        ("only very similar documents", "mega corpus group --pairs p.jsonl --groups g.jsonl --threshold 0.9"),
     ),
     "corpus remove-groups": (
         ("all but the first", "mega corpus remove-groups --input a --output b --groups groups.jsonl"),
@@ -268,20 +271,20 @@ EXAMPLES: Mapping[str, Examples] = {
         ("another order", "mega corpus shuffle --input a --output b --seed 7"),
     ),
     "corpus filter": (
-        ("by all rules", "mega corpus filter --input a --output b --dropped why"),
-        ("by Gopher's", "mega corpus filter --input a --output b --preset gopher-quality"),
+        ("with all rules", "mega corpus filter --input a --output b --dropped why"),
+        ("with Gopher's rules", "mega corpus filter --input a --output b --preset gopher-quality"),
     ),
     "corpus exact-duplicates": (
         ("documents", "mega corpus exact-duplicates --input a --output b"),
         ("paragraphs", "mega corpus exact-duplicates --input a --output b --paragraphs"),
     ),
     "corpus mask-pii": (
-        ("mail and machines", "mega corpus mask-pii --input a --output b"),
-        ("cards too", "mega corpus mask-pii --input a --output b --kinds email ip card"),
+        ("e-mail and IP addresses", "mega corpus mask-pii --input a --output b"),
+        ("bank cards too", "mega corpus mask-pii --input a --output b --kinds email ip card"),
     ),
     "corpus run": (
         ("all steps", "mega corpus run recipe.toml"),
-        ("its lines alone", "mega corpus run recipe.toml --dry-run"),
+        ("print its command lines only", "mega corpus run recipe.toml --dry-run"),
     ),
 }
 """`verb`, or `verb subverb` -> its examples."""

@@ -1,7 +1,7 @@
 """`--help` as plain text: usage, what a verb does, its options by panel and worked examples, or the verbs of a group.
 
-A flag is never shortened or broken, however narrow the terminal is: one that is longer than its column has a line of
-its own. Rich's tables cut it, which is why they are not used here. It knows no verb and no option by name.
+Flags are never shortened or broken, even on a narrow terminal: a flag that is longer than its column gets its own line.
+Rich's tables are not used, because they cut flags. This file names no verb and no option.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ if TYPE_CHECKING:  # Typer's own copy of click
     from mega.core.config.schema import Entry
 
 COLUMN = 30
-"""Where the explanation of a flag begins."""
+"""Column at which the explanation of a flag begins."""
 
 WIDEST = 100
-"""Columns that help takes at most, however wide the terminal is."""
+"""Maximum width of help, in columns."""
 
 
 class Group(TyperGroup):
-    """Verbs under one name, with their help as plain text."""
+    """A group of verbs, with help as plain text."""
 
     def get_help(self, ctx: Context) -> str:
         return help_text(self, ctx, {})
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
-        """Without any word, the help, and the exit code of a mistake."""
+        """Without arguments, print the help and exit with the code of a mistake."""
         if not args and self.no_args_is_help and not ctx.resilient_parsing:
             print(self.get_help(ctx))
             raise typer.Exit(2)
@@ -44,20 +44,22 @@ class Group(TyperGroup):
 
 
 def group(about: str) -> typer.Typer:
-    """A verb that has verbs of its own."""
+    """A verb with subcommands."""
     return typer.Typer(cls=Group, help=about, no_args_is_help=True, add_completion=False)
 
 
 def help_text(command: Command, ctx: Context, entries: Mapping[str, Entry], *, everything: bool = False) -> str:
-    """The whole help of a verb, or of a group. everything: with the options that are hidden."""
+    """The help of a verb or a group. everything: include hidden options."""
     width = min(shutil.get_terminal_size().columns, WIDEST)
     params = command.get_params(ctx)
-    given = [param for param in params if param.param_type_name == "argument"]
+    arguments = [param for param in params if param.param_type_name == "argument"]
     verbs = _verbs(command, ctx)
-    usage = " ".join([ctx.command_path, "[OPTIONS]", *map(_argument, given), *(["VERB [WORDS]..."] if verbs else [])])
+    usage = " ".join(
+        [ctx.command_path, "[OPTIONS]", *map(_argument, arguments), *(["VERB [WORDS]..."] if verbs else [])]
+    )
     blocks = [f"Usage: {usage}", *_paragraphs(inspect.cleandoc(command.help or ""), width)]
-    if given:
-        rows = ((_argument(param), _explained(param)) for param in given)
+    if arguments:
+        rows = ((_argument(param), _explained(param)) for param in arguments)
         blocks.append("\n".join(["Arguments:", *(_row(*row, width) for row in rows)]))
     panels: dict[str, list[Parameter]] = {}
     for param in params:
@@ -73,21 +75,21 @@ def help_text(command: Command, ctx: Context, entries: Mapping[str, Entry], *, e
 
 
 def _verbs(command: Command, ctx: Context) -> list[tuple[str, str]]:
-    """Of a group, each verb and the first paragraph of its help."""
+    """Each verb of a group, with the first paragraph of its help."""
     if not isinstance(command, TyperGroup):
         return []
-    found = ((name, command.get_command(ctx, name)) for name in command.list_commands(ctx))
+    commands = ((name, command.get_command(ctx, name)) for name in command.list_commands(ctx))
     return [
         (name, " ".join(inspect.cleandoc(verb.help or "").partition("\n\n")[0].split()))
-        for name, verb in found
+        for name, verb in commands
         if verb is not None and not verb.hidden
     ]
 
 
 def _examples(path: str) -> Iterator[str]:
-    found = EXAMPLES.get(path.removeprefix("mega "), ())
-    if found:
-        lines = (f"  {line}\n      {words}" for words, line in found)
+    examples = EXAMPLES.get(path.removeprefix("mega "), ())
+    if examples:
+        lines = (f"  {line}\n      {words}" for words, line in examples)
         yield "\n".join(["Examples:", *lines])
 
 
@@ -101,9 +103,9 @@ def _row(name: str, explanation: str, width: int) -> str:
     >>> print(_row("--steps INT", "optimizer steps to train", 80))
       --steps INT                 optimizer steps to train
     """
-    explanation = explanation.replace("[default: ", "[default:\N{NO-BREAK SPACE}")  # is one word
+    explanation = explanation.replace("[default: ", "[default:\N{NO-BREAK SPACE}")  # keeps it on one line
     lines = textwrap.wrap(explanation, width - COLUMN, break_long_words=False, break_on_hyphens=False)
-    # Many choices break between two of them.
+    # A long list of choices is broken between two of them.
     head = textwrap.wrap(f"  {name}".replace("|", "| "), width, subsequent_indent=" " * 6, break_on_hyphens=False)
     head = [line.replace("| ", "|") for line in head] if len(name) > width - 2 else [f"  {name}"]
     if len(head[-1]) <= COLUMN - 2 and lines:
@@ -118,15 +120,15 @@ def _argument(param: Parameter) -> str:
 
 
 def _explained(param: Parameter) -> str:
-    """The line of help. Of what Typer has by itself, the default too."""
+    """The line of help; for parameters that belong to Typer, with the default."""
     text = (getattr(param, "help", None) or "").replace("\\[", "[")
     default = param.default if getattr(param, "show_default", False) is True else None
-    shown = default is not None and default is not False and not callable(default)
-    return f"{text} [default: {default}]" if shown else text
+    has_default = default is not None and default is not False and not callable(default)
+    return f"{text} [default: {default}]" if has_default else text
 
 
 def _flags(param: Parameter, entry: Entry | None) -> str:
-    """Every spelling of a flag and its value: `--lr FLOAT`, `--a / --no-a`."""
+    """All spellings of a flag and its value: `--lr FLOAT`, `--a / --no-a`."""
     spellings = " / ".join(", ".join(sorted(names, key=len)) for names in (param.opts, param.secondary_opts) if names)
     if getattr(param, "is_flag", False) or getattr(param, "count", False):
         return spellings

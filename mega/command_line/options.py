@@ -1,10 +1,10 @@
-"""Config sections as command-line options: the signature of a verb is its configuration.
+"""Config sections as command-line options: the signature of a verb defines its configuration.
 
-A verb is a plain function. A parameter annotated `Options` becomes every option of a run with `--model`; one
-annotated with another section becomes that section's options, and its name is their TOML table. Both bring `--config`
-and `--print-config`. A parameter annotated `GivenOptions` gets the options that were given; the others are Typer's as
-they stand. Only what the user typed overrides presets and the TOML file. This file builds signatures and knows no
-verb and no option by name.
+A verb is a plain function. A parameter annotated `Options` becomes all options of a run, with `--model`; one annotated
+with another section becomes that section's options, and its name is their TOML table. Both add `--config` and
+`--print-config`. A parameter annotated `GivenOptions` receives the options that were given; all other parameters are
+passed to Typer unchanged. Only options that the user typed override presets and the TOML file. This file builds
+signatures and names no verb and no option.
 """
 
 from __future__ import annotations
@@ -53,24 +53,24 @@ if TYPE_CHECKING:  # Typer's own copy of click
 Result = TypeVar("Result")
 
 _TYPED = "mega.typed"
-"""Where the flags of a command line are kept as they were typed."""
+"""Key of the flags, as they were typed, in the metadata of Typer's context."""
 
 
 ENTRIES = "entries"
-"""The attribute of a verb's function that `command` keeps the options of its sections in."""
+"""Attribute of a verb's function in which `command` stores the options of its sections."""
 
 LEAST_TYPED = 4
-"""Letters of a flag, hyphens included, from which on a shell offers spellings that `--help` does not show."""
+"""Length of a word, with its hyphens, from which on a shell also completes spellings that `--help` does not show."""
 
 
 class Reads(NamedTuple):
-    """Next to `Options` in an `Annotated`: all options are taken, and help shows those that have a property."""
+    """In an `Annotated` with `Options`: all options are accepted, but help shows only those with this property."""
 
     property: str
 
 
 class Without(NamedTuple):
-    """Next to a section in an `Annotated`: options of it that the verb does not have, by name."""
+    """In an `Annotated` with a section: names of options that the verb does not have."""
 
     names: tuple[str, ...]
 
@@ -81,11 +81,12 @@ def without(*names: str) -> Without:
 
 
 class Command(TyperCommand):
-    """A Typer command that answers to argparse's habits.
+    """A Typer command that accepts argparse's syntax.
 
-    stated_by: of a verb that reads a model where it lies, why options of its training change nothing; set by `load`.
-    whole_line: of a verb that is given the command line of another program, whose flags are not ours; set by `load`.
-    loads_model: of a verb whose model is the one at --load, where that is given; set by `load`.
+    stated_by: for a verb that reads a trained model, the reason why training options have no effect.
+    whole_line: for a verb whose arguments are the command line of another program, with foreign flags.
+    loads_model: for a verb whose model is the one at --load, if that is given.
+    `load` sets these three.
     """
 
     stated_by: str | None = None
@@ -95,15 +96,15 @@ class Command(TyperCommand):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.entries: Mapping[str, Entry] = getattr(self.callback, ENTRIES, {})
-        """The options of its sections, by name."""
+        """The options of the verb's sections, by name."""
         for param in self.params:
-            # A help text is text: rich would read `[text]` as markup and drop it.
+            # Escape brackets: rich would read `[text]` as markup and drop it.
             if getattr(param, "help", None):
                 param.help = param.help.replace("[", "\\[")  # type: ignore[attr-defined]
 
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
-        """Translates `args` before Typer reads them; a note on stderr for every flag that means nothing."""
-        if ctx.resilient_parsing:  # a shell completes a line that is not finished and need not be right
+        """Translate `args` before Typer reads them, and print a note on stderr for every flag without effect."""
+        if ctx.resilient_parsing:  # a shell completes a line that is unfinished and may be invalid
             return super().parse_args(ctx, args)
         if self.whole_line and args and not args[0].startswith("-"):
             args = ["--", *args]
@@ -116,38 +117,38 @@ class Command(TyperCommand):
         return rest
 
     def meanings(self, ctx: Context) -> dict[str, Meaning]:
-        """Every spelling that the verb answers to."""
-        own: dict[str, Meaning] = {}
+        """Every spelling that the verb accepts."""
+        typer_flags: dict[str, Meaning] = {}
         configured: list[Entry] = []
         for param in self.get_params(ctx):
             if (entry := self.entries.get(param.name or "")) is not None:
                 configured.append(entry)
             elif param.param_type_name == "option":
-                own |= _own_flags(param)
-        return meanings(configured, own, obsolete_flags(), self.stated_by)
+                typer_flags |= _own_flags(param)
+        return meanings(configured, typer_flags, obsolete_flags(), self.stated_by)
 
     def get_help(self, ctx: Context) -> str:
-        """As plain text, in which no flag is cut."""
+        """Help as plain text, in which no flag is cut."""
         return help_text(self, ctx, self.entries)
 
     def shell_complete(self, ctx: Context, incomplete: str) -> list[CompletionItem]:
-        """Common flags first; where none is meant, those that `--help` hides, and Megatron-LM's spellings."""
-        found = super().shell_complete(ctx, incomplete)
-        if found or len(incomplete) < LEAST_TYPED or not incomplete.startswith("--"):
-            return found
-        spelled: dict[str, str] = {}
+        """Complete common flags; if none begins so, also flags that `--help` hides, and Megatron-LM's spellings."""
+        completions = super().shell_complete(ctx, incomplete)
+        if completions or len(incomplete) < LEAST_TYPED or not incomplete.startswith("--"):
+            return completions
+        help_of: dict[str, str] = {}
         for param in self.get_params(ctx):
             entry = self.entries.get(param.name or "")
             names = [*param.opts, *param.secondary_opts, *(entry.option.megatron if entry is not None else ())]
             if param.param_type_name == "option":
-                spelled |= dict.fromkeys(names, getattr(param, "help", None) or "")
+                help_of |= dict.fromkeys(names, getattr(param, "help", None) or "")
         return [
-            typer.core.CompletionItem(name, help=help) for name, help in spelled.items() if name.startswith(incomplete)
+            typer.core.CompletionItem(name, help=help) for name, help in help_of.items() if name.startswith(incomplete)
         ]
 
 
 def load(verb: str) -> TyperCommand | TyperGroup:
-    """The Typer command of a verb; imports its file, mega/commands/VERB.py."""
+    """Load the Typer command of a verb from its file, mega/commands/VERB.py."""
     module = importlib.import_module("mega.commands." + verb.replace("-", "_"))
     app = getattr(module, "app", None)
     if app is None:
@@ -165,47 +166,47 @@ def load(verb: str) -> TyperCommand | TyperGroup:
 
 @functools.cache
 def spellings_of(words: str) -> Mapping[str, Meaning]:
-    """Every spelling that a verb answers to, or a verb of a verb's such as `data merge`."""
+    """Every spelling that a verb accepts, or a subcommand such as `data merge`."""
     verb, *rest = words.split()
-    found: AnyCommand = load(verb)
+    command: AnyCommand = load(verb)
     for name in rest:
-        if not isinstance(found, TyperGroup) or name not in found.commands:
+        if not isinstance(command, TyperGroup) or name not in command.commands:
             raise ValueError(f"mega {words}: there is no such verb")
-        found = found.commands[name]
-    return found.meanings(typer.Context(found)) if isinstance(found, Command) else {}
+        command = command.commands[name]
+    return command.meanings(typer.Context(command)) if isinstance(command, Command) else {}
 
 
 def _own_flags(param: Any) -> Mapping[str, Meaning]:
-    """What the long spellings of an option mean that is Typer's alone."""
-    found: dict[str, Meaning] = {}
+    """Meanings of the long spellings of an option that belongs to Typer only."""
+    flags: dict[str, Meaning] = {}
     for spellings in (param.opts, param.secondary_opts):
         long = [spelling for spelling in spellings if spelling.startswith("--")]
         values = 0 if param.is_flag or param.count else MANY if param.multiple else param.nargs
         for spelling in long:
-            same = entries().get(spelling.removeprefix("--").replace("-", "_"))  # an option of a run, by its name
-            found[spelling] = Sets(long[0], values, synonyms={} if same is None else same.option.synonyms)
-    return found
+            same = entries().get(spelling.removeprefix("--").replace("-", "_"))  # the run's option of the same name
+            flags[spelling] = Sets(long[0], values, synonyms={} if same is None else same.option.synonyms)
+    return flags
 
 
 def command(function: Callable[..., Result]) -> Callable[..., Result | int]:
-    """`function` with a signature that Typer reads: its config parameters spread out into options."""
+    """`function` with a signature for Typer, in which each config parameter is replaced by its options."""
     takes = _takes(function)
     parameters = list(takes.others)
     if takes.run is not None:
         parameters += _parameters_of(_of_run)
     elif takes.own.entries:
         parameters += _parameters_of(_of_sections)
-    own, chosen = list(takes.own.entries.values()), _chosen(takes, parameters)
-    parameters += [_parameter(entry, None, takes.spelled(entry)) for entry in own]
-    parameters += [_parameter(entry, takes.reads) for entry in chosen]
-    if any(not entry.option.common for entry in (*own, *chosen)):
+    own_entries, run_entries = list(takes.own.entries.values()), _chosen(takes, parameters)
+    parameters += [_parameter(entry, None, takes.spelled(entry)) for entry in own_entries]
+    parameters += [_parameter(entry, takes.reads) for entry in run_entries]
+    if any(not entry.option.common for entry in (*own_entries, *run_entries)):
         parameters += _parameters_of(_of_help)
 
     @functools.wraps(function)
     def verb(**typed: Any) -> Result | int:
         typed.pop("help_all", None)
-        flags, own_flags = _typed_options(typed, chosen), _typed_options(typed, own)
-        config = typed.pop("config", None) if takes.run is not None or own else None
+        flags, own_flags = _typed_options(typed, run_entries), _typed_options(typed, own_entries)
+        config = typed.pop("config", None) if takes.run is not None or own_entries else None
         print_config = typed.pop("print_config", False)
         file: Mapping[str, object]
         file, own_file = toml.read_schemas(config, takes.schema, takes.own) if config is not None else ({}, {})
@@ -216,15 +217,15 @@ def command(function: Callable[..., Result]) -> Callable[..., Result | int]:
             file = _above_deepspeed(file, typed.pop("deepspeed_config"), typed.pop("deepspeed_lenient"), flags)
             typed[takes.run] = _composed(preset, file, flags, ctx)
         if print_config:
-            shown = [toml.write(typed[takes.run])] if takes.run is not None else []
-            text = "\n".join([*shown, *([toml.write_values(takes.own, values)] if own else [])])
+            documents = [toml.write(typed[takes.run])] if takes.run is not None else []
+            text = "\n".join([*documents, *([toml.write_values(takes.own, values)] if own_entries else [])])
             print_whole(text)
             return 0
-        _check_given(values, own)
-        # A name of the Hub is fetched when the line has been checked, and only where nothing stands above it.
-        values, above = folders.with_folders(values, own, note), {**file, **flags}
-        if (found := folders.with_folders(above, chosen, note)) != above:
-            file, flags = ({name: found[name] for name in each} for each in (file, flags))
+        _check_given(values, own_entries)
+        # A name of the Hub is downloaded only after the line has been checked, and only if no other layer overrides it.
+        values, above = folders.with_folders(values, own_entries, note), {**file, **flags}
+        if (fetched := folders.with_folders(above, run_entries, note)) != above:
+            file, flags = ({name: fetched[name] for name in each} for each in (file, flags))
             typed[str(takes.run)] = _composed(preset, file, flags, ctx)
         if takes.given is not None:
             typed[takes.given] = GivenOptions(preset, {**file, **flags}, values)
@@ -232,66 +233,72 @@ def command(function: Callable[..., Result]) -> Callable[..., Result | int]:
 
     verb.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     verb.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    setattr(verb, ENTRIES, {entry.name: entry for entry in (*own, *chosen)})
-    # Without this, inspect would look through to the function and its config parameters.
+    setattr(verb, ENTRIES, {entry.name: entry for entry in (*own_entries, *run_entries)})
+    # Otherwise inspect would follow it to the signature of `function`.
     del verb.__wrapped__
     return verb
 
 
 class _Takes(NamedTuple):
-    """What a verb's parameters are. run, given: names of those of a whole run, and of what was given, or None. reads:
-    of the run. own: other sections. others: parameters that are Typer's."""
+    """The parameters of a verb, by kind."""
 
     run: str | None
+    """Name of the parameter that takes a whole run."""
     given: str | None
+    """Name of the parameter that takes the given options."""
     reads: Reads | None
+    """Annotation of `run`."""
     own: Schema
+    """The other sections."""
     others: tuple[inspect.Parameter, ...]
+    """Parameters that are passed to Typer unchanged."""
 
     def spelled(self, entry: Entry) -> str:
-        """Whose other spellings of an own option are."""
+        """Label of the other spellings of an option, in help."""
         return "also" if issubclass(self.own.tables[entry.section], VerbSection) else "Megatron-LM"
 
     @property
     def schema(self) -> Schema:
-        """Of the run; empty without one."""
+        """The schema of the run; empty without one."""
         return run_schema() if self.run is not None else Schema({}, {})
 
 
 def _takes(function: Callable[..., object]) -> _Takes:
     hints = get_type_hints(function, include_extras=True)
-    run = given = reads = None
+    run = given_name = reads = None
     tables: dict[str, type[Section]] = {}
     left_out: dict[str, tuple[str, ...]] = {}
-    others: list[inspect.Parameter] = []
+    typer_parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(function).parameters.items():
         hint, note = hints[name], None
         kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
         if kind is Options or (inspect.isclass(kind) and issubclass(kind, Section)):
             note = next(iter(get_args(hint)[1:]), None)
         if kind is GivenOptions:
-            given = name
+            given_name = name
         elif kind is Options:
             run, reads = name, note
         elif inspect.isclass(kind) and issubclass(kind, Section):
             tables[name] = kind
             left_out[name] = note.names if isinstance(note, Without) else ()
         else:
-            others.append(parameter.replace(annotation=hint, kind=inspect.Parameter.KEYWORD_ONLY))
+            typer_parameters.append(parameter.replace(annotation=hint, kind=inspect.Parameter.KEYWORD_ONLY))
     assert run is None or not set(tables) & set(sections()), f"{function.__name__}: a table of a run has that name"
-    named = tuple(parameter.name for parameter in others)  # which mean something else
-    own = schema_of(tables, {table: (*names, *named) for table, names in left_out.items()})
-    return _Takes(run, given, reads, own, tuple(others))
+    typer_names = tuple(
+        parameter.name for parameter in typer_parameters
+    )  # a run's option of the same name would mean something else
+    schema = schema_of(tables, {table: (*names, *typer_names) for table, names in left_out.items()})
+    return _Takes(run, given_name, reads, schema, tuple(typer_parameters))
 
 
 def _chosen(takes: _Takes, others: Sequence[inspect.Parameter]) -> list[Entry]:
-    """The options of a run, but for those whose names the verb's own options have, which mean others."""
-    taken = {parameter.name for parameter in others} | set(takes.own.entries)
-    return [entry for entry in takes.schema.entries.values() if entry.name not in taken]
+    """The options of a run, without those whose names belong to the verb's own options."""
+    used_names = {parameter.name for parameter in others} | set(takes.own.entries)
+    return [entry for entry in takes.schema.entries.values() if entry.name not in used_names]
 
 
 def _check_ranges(values: Mapping[str, object], schema: Schema) -> None:
-    """Errors: ValueError with a line for each number of a verb's own that is out of its range."""
+    """Errors: ValueError with a line for each number of the verb's own options that is out of range."""
     if values:
         from mega.core.config.check import out_of_range
 
@@ -300,21 +307,21 @@ def _check_ranges(values: Mapping[str, object], schema: Schema) -> None:
 
 
 def _check_given(values: Mapping[str, object], own: Sequence[Entry]) -> None:
-    """Errors: ValueError naming the first option that must be given and is not."""
+    """Errors: ValueError naming the first required option that is missing."""
     for entry in own:
         if entry.required and values.get(entry.name) in (None, (), []):
             raise ValueError(f"{entry.flag} is missing: give {entry.option.help}")
 
 
 def local_place(flag: str, place: str) -> str:
-    """The folder of the model that a name of the Hub names; any other place as it is. Errors: ValueError, OSError."""
+    """The local folder of a model of the Hub; a path is returned unchanged. Errors: ValueError, OSError."""
     return folders.local_place(flag, place, report=note)
 
 
 def _above_deepspeed(
     file: Mapping[str, object], ds_json: str | None, lenient: bool, options: Mapping[str, object]
 ) -> Mapping[str, object]:
-    """The options of a TOML file above those of a DeepSpeed JSON. Errors: ValueError."""
+    """The options of a DeepSpeed JSON, overridden by those of a TOML file. Errors: ValueError."""
     if ds_json is None:
         return file
     left_out: list[str] | None = [] if lenient else None
@@ -327,28 +334,29 @@ def _above_deepspeed(
 def _composed(
     preset: str | None, file: Mapping[str, object], options: Mapping[str, object], ctx: typer.Context
 ) -> Options:
-    """The run of all layers. Errors: ValueError, as of flags of another model family than its, where it is known."""
-    run, given = compose(preset, file, options), {**file, **options}
+    """Compose the run from all layers. Errors: ValueError, also for flags of another model family if the family is
+    known."""
+    run, named_options = compose(preset, file, options), {**file, **options}
     checkpoint, verb = run.checkpoint, ctx.command
     loads = checkpoint.use_checkpoint_config or (isinstance(verb, Command) and verb.loads_model)
-    if "family" in given or not (loads and (checkpoint.load or checkpoint.pretrained_checkpoint)):
-        check_typed(run, given, ctx.meta.get(_TYPED, ()))
+    if "family" in named_options or not (loads and (checkpoint.load or checkpoint.pretrained_checkpoint)):
+        check_typed(run, named_options, ctx.meta.get(_TYPED, ()))
     return run
 
 
 def _typed_options(typed: dict[str, Any], chosen: Sequence[Entry]) -> dict[str, object]:
-    """Takes the options of a config out of what Typer hands over, without those that were not typed."""
-    found: dict[str, object] = {}
+    """Remove the options `chosen` from Typer's arguments, and return those that were typed."""
+    typed_values: dict[str, object] = {}
     for entry in chosen:
         value = typed.pop(entry.name)
         if value is not None and not (entry.many and not value):
-            found[entry.name] = tuple(value) if entry.many else value
-    return found
+            typed_values[entry.name] = tuple(value) if entry.many else value
+    return typed_values
 
 
 def _parameter(entry: Entry, reads: Reads | None, others: str = "Megatron-LM") -> inspect.Parameter:
-    """An option of a config as a parameter; None where it was not typed. others: what its other spellings are."""
-    shown = entry.option.common and (reads is None or getattr(entry.option, reads.property))
+    """A config option as a parameter; None: it was not typed. others: label of its other spellings."""
+    in_help = entry.option.common and (reads is None or getattr(entry.option, reads.property))
     one: Any = Literal[entry.choices] if entry.choices else entry.kind
     kind = list[one] if entry.many else one
     flag = f"{entry.flag}/{entry.off}" if entry.kind is bool else entry.flag
@@ -358,7 +366,7 @@ def _parameter(entry: Entry, reads: Reads | None, others: str = "Megatron-LM") -
         rich_help_panel=entry.title,
         metavar=entry.option.metavar,
         show_default=False,
-        hidden=not shown,
+        hidden=not in_help,
     )
     return inspect.Parameter(
         entry.name,
@@ -369,11 +377,11 @@ def _parameter(entry: Entry, reads: Reads | None, others: str = "Megatron-LM") -
 
 
 def _help(entry: Entry, whose: str) -> str:
-    """The line of help: what it is, its default, other spellings."""
+    """The line of help: description, default, other spellings."""
     default = "" if entry.default in (None, (), "") else f" [default: {_shown(entry.default)}]"
     default = " [required]" if entry.required else default
-    others = [spelling for spelling in entry.option.megatron if spelling != entry.flag]
-    spellings = f" ({whose}: {', '.join(others)})" if others else ""
+    other_spellings = [spelling for spelling in entry.option.megatron if spelling != entry.flag]
+    spellings = f" ({whose}: {', '.join(other_spellings)})" if other_spellings else ""
     return entry.option.help + default + spellings
 
 
@@ -384,14 +392,14 @@ def _shown(default: object) -> str:
 
 
 def _show_everything(ctx: typer.Context, asked: bool) -> None:
-    """Prints the help of every option of the command."""
+    """Print the help of every option of the command."""
     if asked:
         print(help_text(ctx.command, ctx, getattr(ctx.command, ENTRIES, {}), everything=True))
         raise typer.Exit()
 
 
 def _parameters_of(function: Callable[..., object]) -> list[inspect.Parameter]:
-    """The parameters of a function, by name alone."""
+    """The parameters of a function, as keyword-only."""
     signature = inspect.signature(function, eval_str=True)
     return [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in signature.parameters.values()]
 
@@ -407,7 +415,7 @@ def _of_help(
         ),
     ] = False,
 ) -> None:
-    """What a verb takes that has more options than its help shows."""
+    """Parameters of a verb with more options than its help shows."""
 
 
 _CONFIG = typer.Option("--config", "-c", help="a TOML file of options; flags override it")
@@ -429,13 +437,13 @@ def _of_run(
     ] = None,
     deepspeed_lenient: Annotated[
         bool,
-        typer.Option("--deepspeed-lenient", help="leave out what a DeepSpeed JSON asks for and cannot be had here"),
+        typer.Option("--deepspeed-lenient", help="leave out options of a DeepSpeed JSON that are not supported"),
     ] = False,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="print the run as TOML, ready for --config, and exit")
     ] = False,
 ) -> None:
-    """What a verb takes that reads a whole run, along with the options of its sections."""
+    """Parameters of a verb that reads a whole run, in addition to the options of its sections."""
 
 
 def _of_sections(
@@ -444,4 +452,4 @@ def _of_sections(
         bool, typer.Option("--print-config", help="print the options as TOML, ready for --config, and exit")
     ] = False,
 ) -> None:
-    """What a verb takes that has sections of its own and no run."""
+    """Parameters of a verb with its own sections and no run."""

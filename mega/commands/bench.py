@@ -142,11 +142,11 @@ def _check_outputs(paths: Mapping[str, str | None], overwrite: bool) -> None:
     for flag, path in paths.items():
         if path is not None:
             check_file(flag, path)
-    made = paths["--calibrate"]
-    if overwrite and made is None:
+    calibration = paths["--calibrate"]
+    if overwrite and calibration is None:
         raise ValueError("--overwrite: is of --calibrate, which is not given")
-    if made is not None and os.path.isfile(made) and not overwrite:
-        raise ValueError(f"--calibrate {made}: exists; name another file, or give --overwrite to replace it")
+    if calibration is not None and os.path.isfile(calibration) and not overwrite:
+        raise ValueError(f"--calibrate {calibration}: exists; name another file, or give --overwrite to replace it")
 
 
 def _calibrate(options: Options, out: str, repeats: int, start: bool, size: int) -> int:
@@ -213,10 +213,10 @@ def _serving(
 def _check_model(options: Options, given: GivenOptions, url: str | None) -> None:
     """Check the flags of the model, and print a line on stderr for those that are not used. Errors: ValueError if flags
     define a model although --load or --url has one."""
-    sizes, there = [*vars(options.model), "seq_length"], url is not None or given.values.get("load") is not None
-    if there and (typed := _model_flags(given, sizes)):
+    sizes, has_model = [*vars(options.model), "seq_length"], url is not None or given.values.get("load") is not None
+    if has_model and (typed := _model_flags(given, sizes)):
         raise ValueError(f"{typed[0]}: excludes {'--load' if url is None else f'--url {url}'}, which has its own model")
-    read = {"dry_run", *(() if there else sizes)}
+    read = {"dry_run", *(() if has_model else sizes)}
     if url is None:
         read |= {"load", "tp", "pp", "dtype", "device", "backend", "cuda_graph"}
     if is_first_rank() and (unused := [flag_of(name) for name in given.values if name not in read]):

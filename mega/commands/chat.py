@@ -36,13 +36,16 @@ def run(
     """
     from mega.core.inference.request import sampling_of
 
-    drawn = sampling.given()
-    how = sampling_of(**drawn)
+    given_sampling = sampling.given()
+    sampling_options = sampling_of(**given_sampling)
     if talk.url is not None:
-        given = [*changed(engine), *(name for name in changed(talk) if name not in ("url", "system", "tokens", "name"))]
-        if checkpoint is not None or given:
-            what = f"the checkpoint {checkpoint}" if checkpoint is not None else f"--{given[0].replace('_', '-')}"
-            raise ValueError(f"--url {talk.url}: excludes {what}; that server's model answers")
+        ignored = [
+            *changed(engine),
+            *(name for name in changed(talk) if name not in ("url", "system", "tokens", "name")),
+        ]
+        if checkpoint is not None or ignored:
+            excluded = f"the checkpoint {checkpoint}" if checkpoint is not None else f"--{ignored[0].replace('_', '-')}"
+            raise ValueError(f"--url {talk.url}: excludes {excluded}; that server's model answers")
     elif checkpoint is None:
         raise ValueError("CHECKPOINT is missing: give a run's directory, or --url of a server")
     else:
@@ -63,7 +66,7 @@ def run(
 
         assert checkpoint is not None
         answering = open_chat(checkpoint, talk, replace(engine, max_requests=1), adapter_paths(talk.adapter))
-    session = ChatSession(answering, how, talk.tokens, talk.system or "", given=set(drawn))
+    session = ChatSession(answering, sampling_options, talk.tokens, talk.system or "", given=set(given_sampling))
     if sys.stdin.isatty():
         print("a turn a line; /help lists commands, Ctrl-D ends", file=sys.stderr)
     session.play(lines(), lambda text: print(text, end="", flush=True))

@@ -58,19 +58,19 @@ def _about(checkpoint: Checkpoint) -> dict[str, Json]:
     from mega.core.checkpoint.own.model import model_of
     from mega.core.untrusted import numbers_below
 
-    found: dict[str, Json] = {}
+    table: dict[str, Json] = {}
     with suppress(ValueError):  # a checkpoint of tensors only has no model section
         model = model_of(checkpoint.meta, str(checkpoint.path))
-        found["model"] = f"{shape_words(architecture(model))}; {parameter_words(model)}"
+        table["model"] = f"{shape_words(architecture(model))}; {parameter_words(model)}"
         if base := named_base(checkpoint):
-            found["adapters of"] = base["path"]
+            table["adapters of"] = base["path"]
     sizes = {name: size for name, size in numbers_below(checkpoint.meta, "layout").items() if size > 1}
-    found["layout"] = " x ".join(f"{name} {size}" for name, size in sizes.items()) or "1 rank"
-    found |= _losses(checkpoint)
+    table["layout"] = " x ".join(f"{name} {size}" for name, size in sizes.items()) or "1 rank"
+    table |= _losses(checkpoint)
     manifest = checkpoint.path / "manifest.json"
     if manifest.is_file():
-        found["written"] = f"{datetime.fromtimestamp(manifest.stat().st_mtime).astimezone():%Y-%m-%d %H:%M:%S %Z}"
-    return found
+        table["written"] = f"{datetime.fromtimestamp(manifest.stat().st_mtime).astimezone():%Y-%m-%d %H:%M:%S %Z}"
+    return table
 
 
 def _losses(checkpoint: Checkpoint) -> dict[str, Json]:
@@ -78,14 +78,14 @@ def _losses(checkpoint: Checkpoint) -> dict[str, Json]:
     from mega.core.report.read import RunRecord, read
 
     try:
-        found = read(checkpoint.path.parent)
+        record = read(checkpoint.path.parent)
     except (ValueError, OSError):
         return {}
-    if not isinstance(found, RunRecord):
+    if not isinstance(record, RunRecord):
         return {}
-    named = {"loss": "loss", **{f"{name}_loss": f"{name} loss" for name in found.sets}}
-    at = {words: dict(found.series.get(name, [])).get(checkpoint.step) for name, words in named.items()}
-    return {words: round(value, 6) for words, value in at.items() if value is not None}
+    titles = {"loss": "loss", **{f"{name}_loss": f"{name} loss" for name in record.sets}}
+    losses = {words: dict(record.series.get(name, [])).get(checkpoint.step) for name, words in titles.items()}
+    return {words: round(value, 6) for words, value in losses.items() if value is not None}
 
 
 @app.command(cls=Command)

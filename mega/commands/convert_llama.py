@@ -24,19 +24,23 @@ def run(weights: ConvertOptions, layout: Layout) -> int:
     """
     load_dir, save_dir = weights.load_dir, weights.save_dir
     report, runs_both, imported = converted(weights, layout)
-    made = f"{report.path}: {report.tensors:,} tensors, {report.elements:,} elements, {report.bytes:,} bytes"
-    print(made, *report.notes, sep="\n")
+    summary = f"{report.path}: {report.tensors:,} tensors, {report.elements:,} elements, {report.bytes:,} bytes"
+    print(summary, *report.notes, sep="\n")
     _print_doubts(report.losses, imported)
-    if runs_both and (found := _compared(load_dir, save_dir)) is not None:
-        scale = f"largest logit {found.scale:.3g}, bound {found.bound:.3g}"
-        print(f"largest difference of a logit {found.largest:.3g} ({scale})")
-        if found.holds:
+    if runs_both and (comparison := _compared(load_dir, save_dir)) is not None:
+        scale = f"largest logit {comparison.scale:.3g}, bound {comparison.bound:.3g}"
+        print(f"largest difference of a logit {comparison.largest:.3g} ({scale})")
+        if comparison.holds:
             return 0
         from mega.core.proof.logits import not_finite
 
-        odd = None if math.isfinite(found.largest) else not_finite(load_dir, save_dir)
-        why = "do not compute the same" if odd is None else f"cannot be compared: {odd} holds a NaN or an infinity"
-        print(f"mega: --verify: {load_dir} and {save_dir} {why}; {save_dir} is kept", file=sys.stderr)
+        not_finite_model = None if math.isfinite(comparison.largest) else not_finite(load_dir, save_dir)
+        reason = (
+            "do not compute the same"
+            if not_finite_model is None
+            else f"cannot be compared: {not_finite_model} holds a NaN or an infinity"
+        )
+        print(f"mega: --verify: {load_dir} and {save_dir} {reason}; {save_dir} is kept", file=sys.stderr)
         return 1
     if weights.verify:
         from mega.core.checkpoint.forms.read_back import read_back

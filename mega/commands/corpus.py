@@ -78,15 +78,15 @@ def _shared(
             part_bytes=getattr(step, "part_bytes", None) or PART_BYTES,
             progress=_progress(),
         )
-        done = (
+        outcome = (
             shuffled(files.input, step, options) if isinstance(step, Shuffle) else process(files.input, step, options)
         )
-        note = "" if done.complete else f"; shard {files.shard} is done, others are not"
-        if done.surveyed:
+        note = "" if outcome.complete else f"; shard {files.shard} is done, others are not"
+        if outcome.surveyed:
             note = f"; shard {files.shard} is surveyed: repeat the call when all shards are"
-        note = "; done before with the same settings, and kept" if done.repeated else note
-        print(f"{files.output}: {_summary(done.counts)}{note}")
-        _print_samples(done.counts, files.show_dropped)
+        note = "; done before with the same settings, and kept" if outcome.repeated else note
+        print(f"{files.output}: {_summary(outcome.counts)}{note}")
+        _print_samples(outcome.counts, files.show_dropped)
         return 0
 
     return run
@@ -95,9 +95,9 @@ def _shared(
 def _step(function: Callable[..., CorpusStep | SurveyStep]) -> Callable[..., int]:
     """Make a verb of a function that turns the verb's own sections into a step; add the section that all steps
     share."""
-    own = inspect.signature(function, eval_str=True).parameters
+    own_parameters = inspect.signature(function, eval_str=True).parameters
     shared = inspect.Parameter("files", inspect.Parameter.KEYWORD_ONLY, annotation=CorpusStepOptions)
-    parameters = [shared, *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own.values())]
+    parameters = [shared, *(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own_parameters.values())]
 
     @functools.wraps(function)
     def verb(files: CorpusStepOptions, **sections: object) -> int:
@@ -126,11 +126,11 @@ def _progress() -> Callable[[StepCounts, int, int], None]:
 
     def report(counts: StepCounts, done: int, total: int) -> None:
         nonlocal last
-        now = time.monotonic()
-        if now - last >= _SECONDS_BETWEEN_LINES:
-            last = now
+        seconds = time.monotonic()
+        if seconds - last >= _SECONDS_BETWEEN_LINES:
+            last = seconds
             share = 100 * done / max(total, 1)
-            rate = counts.documents / (now - begin)
+            rate = counts.documents / (seconds - begin)
             print(f"{share:5.1f} %  {_summary(counts)}, {rate:,.0f} documents/s", file=sys.stderr)
 
     return report
@@ -398,10 +398,10 @@ def quality_filter(
 
     if unknown := sorted(set(step.preset or ()) - set(PRESETS)):
         raise ValueError(f"--preset {unknown[0]}: must be of {', '.join(PRESETS)}")
-    chosen = tuple(
+    presets = tuple(
         name for name in ("gopher-repetition", "gopher-quality", "fineweb") if name in (step.preset or PRESETS)
     )
-    return QualityFilter(key=step.json_key, presets=cast(tuple[QualityPreset, ...], chosen))
+    return QualityFilter(key=step.json_key, presets=cast(tuple[QualityPreset, ...], presets))
 
 
 @app.command(name="exact-duplicates", cls=Command)
@@ -437,8 +437,8 @@ def run_recipe(
     from mega.core.corpus.recipe import steps
 
     group = typer.main.get_command(app)
-    listed = steps(recipe)
-    for number, step in enumerate(listed, 1):
+    recipe_steps = steps(recipe)
+    for number, step in enumerate(recipe_steps, 1):
         command = group.get_command(typer.Context(group), step.verb)  # type: ignore[attr-defined]
         if command is None or step.verb == "run":
             verbs = ", ".join(name for name in group.commands if name != "run")  # type: ignore[attr-defined]
@@ -448,7 +448,7 @@ def run_recipe(
         except Exception as error:
             message = error.format_message() if hasattr(error, "format_message") else str(error)
             raise ValueError(f"{recipe}: step {number}, {step.verb}: {message}") from None
-    for step in listed:
+    for step in recipe_steps:
         if dry_run:
             print(f"mega corpus {shlex.join([step.verb, *step.arguments])}")
         else:

@@ -42,10 +42,10 @@ def merge(
     name."""
     from mega.core.data.preprocessing.merge import merge as merged
 
-    given = [*(prefixes or []), *(files.input or [])]
-    if len(given) == 1 and Path(given[0]).is_dir():
-        given = sorted(str(path)[: -len(".idx")] for path in Path(given[0]).glob("*.idx"))
-    report = merged(given, files.output_prefix, overwrite=files.overwrite, mixed=files.allow_tokenizer_mismatch)
+    all_prefixes = [*(prefixes or []), *(files.input or [])]
+    if len(all_prefixes) == 1 and Path(all_prefixes[0]).is_dir():
+        all_prefixes = sorted(str(path)[: -len(".idx")] for path in Path(all_prefixes[0]).glob("*.idx"))
+    report = merged(all_prefixes, files.output_prefix, overwrite=files.overwrite, mixed=files.allow_tokenizer_mismatch)
     for line in report.notes:
         print(line)
     print(f"{files.output_prefix}: {report.documents:,} documents, {report.tokens:,} tokens{_kept(report.kept)}")
@@ -75,9 +75,9 @@ def _note(prefixes: Prefixes, tokenizer: TokenizerConfig) -> None:
     """Record counts, the range of ids, checksums and, if given, the tokenizer of pairs that another program wrote."""
     from mega.core.data import inspect
 
-    made = _built(tokenizer)
+    built = _built(tokenizer)
     for prefix in prefixes:
-        inspect.note(prefix, typer.echo, made)
+        inspect.note(prefix, typer.echo, built)
 
 
 app.command(name="note", cls=Command)(command(_note))
@@ -169,8 +169,8 @@ def _encode(
     from mega.core.data.preprocessing.plain_lines import encode as by_line
     from mega.core.text.build import build
 
-    made = build(**dataclasses.asdict(tokenizer))
-    count, empty = by_line(lines.input, lines.output, made, keep_empty=lines.keep_empty, overwrite=lines.overwrite)
+    built = build(**dataclasses.asdict(tokenizer))
+    count, empty = by_line(lines.input, lines.output, built, keep_empty=lines.keep_empty, overwrite=lines.overwrite)
     print(f"{' '.join(map(str, lines.output))}: {count:,} lines, {empty:,} empty lines left out")
 
 
@@ -188,7 +188,7 @@ def _sample(
     from mega.core.data import show
     from mega.core.text.build import build
 
-    made = build(**dataclasses.asdict(tokenizer))
+    built = build(**dataclasses.asdict(tokenizer))
     if samples.number < 0 or samples.count < 1:
         raise ValueError(f"--number {samples.number} --count {samples.count}: must be at least 0 and 1")
     if samples.seq_length < 1 or not 0 <= samples.seed < 2**32:
@@ -197,12 +197,12 @@ def _sample(
         )
     if samples.input:
         template = "plain" if data.chat_template == "auto" else data.chat_template
-        lines = show.conversations(samples.input, template, made, samples.number, samples.count)
+        lines = show.conversations(samples.input, template, built, samples.number, samples.count)
     else:
         lines = show.samples(
             data,
             masking,
-            made,
+            built,
             samples.number,
             samples.count,
             seq_length=samples.seq_length,

@@ -81,8 +81,8 @@ def run(
 ) -> int:
     """Report what works on this machine, and the reason for what does not, in ten lines; --all lists everything."""
     if as_json:
-        found = {title: [dict(zip(NAMES, row, strict=True)) for row in rows] for title, rows in _tables().items()}
-        print_whole(json.dumps(found, indent=2) + "\n")
+        tables = {title: [dict(zip(NAMES, row, strict=True)) for row in rows] for title, rows in _tables().items()}
+        print_whole(json.dumps(tables, indent=2) + "\n")
         return 0
     for line in _summary():
         print(line)
@@ -117,9 +117,9 @@ def _summary() -> Iterator[str]:
     operators = {name: value for name, value, _ in _operators()}
     yield f"attention: {operators.get('attention, causal', 'torch is absent')}"
     yield f"matmuls: {operators.get('matmuls', 'torch is absent')}"
-    there = [part.package for part in PACKAGES if importlib.util.find_spec(part.module) is not None]
-    yield f"optional parts: {', '.join(there) or 'none'}"
-    absent = [part.package for part in PACKAGES if part.package not in there]
+    installed = [part.package for part in PACKAGES if importlib.util.find_spec(part.module) is not None]
+    yield f"optional parts: {', '.join(installed) or 'none'}"
+    absent = [part.package for part in PACKAGES if part.package not in installed]
     yield f"absent, and not needed: {', '.join(absent) or 'none'}"
     yield "more, and how to install what is absent: mega doctor --all"
 
@@ -196,7 +196,7 @@ def _backends(cuda: bool) -> Iterator[Row]:
 
     built = torch.version.cuda
     yield "CUDA", built or "-", "" if built else "this torch is built without CUDA"
-    nccl = next((found for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if (found := _version(name))), "-")
+    nccl = next((version for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if (version := _version(name))), "-")
     if not dist.is_available():
         yield "torch.distributed", "-", "this torch is built without it: one rank only"
         return
@@ -248,8 +248,8 @@ def _parts(cuda: bool) -> Iterator[Row]:
     for part in PACKAGES:
         version = _version(part.package)
         state = _state(part, cuda)
-        how = f": pip install '.[{part.extra}]' in a clone" if part.extra and state == "absent" else ""
-        yield part.package, version or "-", f"{state} ({part.use}){how}"
+        advice = f": pip install '.[{part.extra}]' in a clone" if part.extra and state == "absent" else ""
+        yield part.package, version or "-", f"{state} ({part.use}){advice}"
 
 
 def _state(part: Package, cuda: bool) -> str:

@@ -22,8 +22,8 @@ def run(
     Every verb that takes a directory also takes such a name, and downloads missing files by itself. HF_TOKEN, HF_HOME,
     HF_HUB_OFFLINE and HF_ENDPOINT have the same meaning as in the Hub's own tools.
     """
-    found = hub_name(name)
-    if found is None:
+    repository = hub_name(name)
+    if repository is None:
         raise ValueError(
             f"NAME {name}: must be OWNER/NAME of the Hub, with @REVISION if wanted, and no path that exists"
         )
@@ -31,13 +31,13 @@ def run(
         check_folder("--to", files.to, files.to)
     from mega.core.hub.download import fetched
 
-    folder, paths = fetched("NAME", found, files.kind, note)
-    place = paths[0] if found.part is not None and len(paths) == 1 else folder
+    folder, paths = fetched("NAME", repository, files.kind, note)
+    target = paths[0] if repository.part is not None and len(paths) == 1 else folder
     if files.to is not None:
         for path in paths:
             copy = files.to / path.relative_to(folder)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, copy)
-        place = files.to
-    print(place)
+        target = files.to
+    print(target)
     return 0

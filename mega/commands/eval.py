@@ -50,31 +50,31 @@ def run(
     size = ranks(world, options.runtime.nproc, options.runtime.world)
     if options.checkpoint.load is not None and not result.ensemble:
         check_source("--load", options.checkpoint.load)
-    own = [name for name in OWN if name in changed(benchmark)]
-    of_tasks = [name for name in changed(harness) if name != "tasks"]
-    old = [name for name in ("cloze_eval", "webtext_eval") if getattr(result, name)]
-    reads = [*changed(retrieval), *(["retro"] if options.data.retro else [])]
+    task_options = [name for name in OWN if name in changed(benchmark)]
+    harness_options = [name for name in changed(harness) if name != "tasks"]
+    old_spellings = [name for name in ("cloze_eval", "webtext_eval") if getattr(result, name)]
+    retrieval_options = [*changed(retrieval), *(["retro"] if options.data.retro else [])]
     if result.ensemble:
-        others = [name for name in changed(benchmark) if name in ("task", "valid_data", "limit")]
-        others += ["tasks"] * bool(harness.tasks) + ["load"] * (options.checkpoint.load is not None)
-        _check_effect("--ensemble", [*others, *of_tasks, *own, *old, *reads])
+        excluded = [name for name in changed(benchmark) if name in ("task", "valid_data", "limit")]
+        excluded += ["tasks"] * bool(harness.tasks) + ["load"] * (options.checkpoint.load is not None)
+        _check_effect("--ensemble", [*excluded, *harness_options, *task_options, *old_spellings, *retrieval_options])
         from mega.core.tasks import ensemble
 
         return ensemble.run(list(result.ensemble), _out(result.json, "ensemble-predictions.jsonl"))
     if harness.tasks:
-        _check_effect("--tasks", [*own, *old, *reads])
+        _check_effect("--tasks", [*task_options, *old_spellings, *retrieval_options])
         return _harness(options, given, benchmark, harness, (world, size, result.json))
     if benchmark.task:
-        _check_effect("--task", old)
+        _check_effect("--task", old_spellings)
     if benchmark.task.lower() == "toxicity":
-        _check_effect("--task toxicity", [*of_tasks, *own, *reads])
-        asked = dataclasses.replace(toxicity, scorer=scorer, limit=benchmark.limit)
-        return _toxicity((options, given), benchmark.valid_data, asked, (world, size, result.json))
+        _check_effect("--task toxicity", [*harness_options, *task_options, *retrieval_options])
+        toxicity_options = dataclasses.replace(toxicity, scorer=scorer, limit=benchmark.limit)
+        return _toxicity((options, given), benchmark.valid_data, toxicity_options, (world, size, result.json))
     _check_effect(f"--task {benchmark.task}", [*changed(toxicity), *changed(scorer)])
-    if of_tasks:
-        raise ValueError(f"{flag(of_tasks[0])}: needs --tasks")
+    if harness_options:
+        raise ValueError(f"{flag(harness_options[0])}: needs --tasks")
     benchmark = dataclasses.replace(benchmark, task=_task(benchmark, result), seed=options.runtime.seed)
-    _check_effect(f"--task {benchmark.task}", reads if benchmark.task in LABELLED else [])
+    _check_effect(f"--task {benchmark.task}", retrieval_options if benchmark.task in LABELLED else [])
     from mega.core.retro.retrieve import named_opener
     from mega.core.tasks.evaluate import evaluate, prepare
 
@@ -85,12 +85,12 @@ def run(
 
 def _task(benchmark: TaskOptions, result: EvalOptions) -> str:
     """The name of the task. Errors: ValueError if none is given, or it does not exist."""
-    named = benchmark.task or ("lambada" if result.cloze_eval else "ppl" if result.webtext_eval else None)
-    if named is None:
+    name = benchmark.task or ("lambada" if result.cloze_eval else "ppl" if result.webtext_eval else None)
+    if name is None:
         raise ValueError(
             "--task is missing: give lambada, ppl, wikitext103, toxicity, mnli, qqp or race; or --tasks of lm-eval"
         )
-    return task_named(named)
+    return task_named(name)
 
 
 def _harness(
@@ -102,14 +102,14 @@ def _harness(
 ) -> int:
     """Evaluate tasks of lm-eval. Errors: ValueError naming the flag."""
     if benchmark.task or benchmark.valid_data:
-        shown = " ".join(harness.tasks)
-        raise ValueError(f"--tasks {shown}: excludes --task and --valid-data; lm-eval has data of its own")
+        task_names = " ".join(harness.tasks)
+        raise ValueError(f"--tasks {task_names}: excludes --task and --valid-data; lm-eval has data of its own")
     from mega.core.tasks.harness import evaluate, prepare
 
     names = tuple(name for each in harness.tasks for name in each.split(",") if name)
-    asked = dataclasses.replace(harness, tasks=names, limit=benchmark.limit)
+    checked = dataclasses.replace(harness, tasks=names, limit=benchmark.limit)
     world, size, out = where
-    return _launched(world, size, evaluate, prepare(options, given, asked, _out(out, "lm-eval"), size))
+    return _launched(world, size, evaluate, prepare(options, given, checked, _out(out, "lm-eval"), size))
 
 
 def _toxicity(

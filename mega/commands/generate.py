@@ -42,22 +42,22 @@ def run(
     Without --prompt, --input and --num-samples it reads prompts from the terminal. --tp and --pp use several ranks,
     started here or by a launcher.
     """
-    given = sampling.given()
+    given_sampling = sampling.given()
     _check_search([*(["greedy"] if sampling.greedy else []), *changed(sampling)], texts)
     if texts.url is not None:
-        others = [*changed(layout), *changed(engine), *changed(tokenizer), *changed(retrieval)]
-        _check_asked(texts, given, others, recorded=engine.cuda_graph is not False)
-        return _ask(texts.url, texts, given)
+        other_options = [*changed(layout), *changed(engine), *changed(tokenizer), *changed(retrieval)]
+        _check_asked(texts, given_sampling, other_options, recorded=engine.cuda_graph is not False)
+        return _ask(texts.url, texts, given_sampling)
     engine.check(layout.device, texts.adapter)
     _check_template(texts.chat_template, texts.load)
     if texts.load is None:
         raise ValueError("--load is missing: give a run's directory, or --url")
     check_source("--load", texts.load)
-    asks = _check_texts(texts)
-    described = tokenizer.described()
+    reads_prompts = _check_texts(texts)
+    tokenizer_options = tokenizer.described()
     from mega.core.inference.request import sampling_of
 
-    how = sampling_of(**{"seed": 0, **given, "top_p": sampling.top_p or 1.0})
+    sampling_options = sampling_of(**{"seed": 0, **given_sampling, "top_p": sampling.top_p or 1.0})
     from mega.core.inference.generation.prompts import SpeechPlan, open_speech, speak
     from mega.core.inference.loading.adapters import adapter_paths
     from mega.core.processes.launch import run_ranks
@@ -65,16 +65,16 @@ def run(
 
     engine.check_speculation()
     retriever = opener(retrieval, engine, layout, texts.adapter, texts.beams)
-    several = texts.input is not None or texts.num_samples > 0
+    many_texts = texts.input is not None or texts.num_samples > 0
     plan = SpeechPlan(
         texts=texts,
         layout=layout,
-        engine=dataclasses.replace(engine, max_requests=max(engine.max_requests if several else 1, texts.beams)),
-        interactive=asks and sys.stdin.isatty() and sys.stdout.isatty(),
+        engine=dataclasses.replace(engine, max_requests=max(engine.max_requests if many_texts else 1, texts.beams)),
+        interactive=reads_prompts and sys.stdin.isatty() and sys.stdout.isatty(),
         retriever=retriever,
         retro=retrieval.retro,
-        sampling=how,
-        tokenizer=described,
+        sampling=sampling_options,
+        tokenizer=tokenizer_options,
         adapters=adapter_paths(texts.adapter),
     )
     return run_ranks(layout.tp * layout.pp, speak, plan, nproc=texts.nproc, first=partial(open_speech, plan))
@@ -100,10 +100,10 @@ def _check_texts(texts: GenerateOptions) -> bool:
     if prompt is not None and any("\ud800" <= sign <= "\udfff" for sign in prompt):
         raise ValueError("--prompt: is not UTF-8")
     modes = {"--prompt": prompt is not None, "--input": source is not None, "--num-samples": texts.num_samples > 0}
-    given = [flag for flag, value in modes.items() if value]
-    if len(given) > 1:
-        raise ValueError(f"{given[0]}: excludes {given[1]}")
-    if output is not None and (prompt is not None or not given):
+    sources = [flag for flag, value in modes.items() if value]
+    if len(sources) > 1:
+        raise ValueError(f"{sources[0]}: excludes {sources[1]}")
+    if output is not None and (prompt is not None or not sources):
         raise ValueError(f"--output {output}: needs --input or --num-samples")
     if output is not None:
         check_file("--output", str(output))
@@ -112,7 +112,7 @@ def _check_texts(texts: GenerateOptions) -> bool:
         raise ValueError(f"--input {source}: {'must be a file, no pipe or folder' if pipe else 'no such file'}")
     if texts.unconditional and not texts.num_samples:
         raise ValueError("--unconditional: needs --num-samples, the number of texts")
-    return not given
+    return not sources
 
 
 def _check_template(chat_template: str | None, load: Path | None) -> None:

@@ -44,11 +44,11 @@ def _read(line: list[str]) -> Options | None:
     """The options of a command, including those from files that it names; None for --help. Errors: ValueError."""
     from mega.command_line.options import Command, command
 
-    found: list[Options] = []
+    read_options: list[Options] = []
     app = typer.Typer(add_completion=False)
-    app.command(name=line[0], cls=Command)(command(_reader(found)))
+    app.command(name=line[0], cls=Command)(command(_reader(read_options)))
     typer.main.get_command(app)(args=line[1:], prog_name=f"mega {line[0]}", standalone_mode=False)
-    return found[0] if found else None
+    return read_options[0] if read_options else None
 
 
 def _check(command: list[str], launch: LaunchOptions) -> None:

@@ -21,24 +21,24 @@ def run(options: Options) -> int:
     from mega.core.report.lr_find import LEAST_POINTS, draw, has_risen, read, suggest, sweep
 
     planned = sweep(options)
-    metrics, speaks = Path(metrics_file(planned)), is_first_rank() and not options.runtime.dry_run
+    metrics, reports = Path(metrics_file(planned)), is_first_rank() and not options.runtime.dry_run
     before, diverged = _version(metrics), False
-    if speaks:
+    if reports:
         print(f"sweep: from {planned.schedule.min_lr:g} (--min-lr) to {planned.optimizer.lr:g} (--lr)", flush=True)
     try:
         code = finetune.train(planned)
     except FloatingPointError:
         code, diverged = 1, True
-    if not speaks or code not in (0, 1) or _version(metrics) == before:
+    if not reports or code not in (0, 1) or _version(metrics) == before:
         return code
     points = read(metrics)
     # Of ranks that were started here, only the exit code is known, so the curve decides whether the sweep succeeded.
     if code and not (has_risen(points) or (diverged and len(points) >= LEAST_POINTS)):
         return code
-    found, picture = suggest(points), metrics.with_suffix(".svg")
-    draw(points, found, picture)
-    print(f"suggested: --lr {found.rate:.1e}, where the loss falls fastest")
-    print(f"lowest loss at {found.least:.1e}: rates from there on do not hold; {picture}")
+    suggestion, picture = suggest(points), metrics.with_suffix(".svg")
+    draw(points, suggestion, picture)
+    print(f"suggested: --lr {suggestion.rate:.1e}, where the loss falls fastest")
+    print(f"lowest loss at {suggestion.least:.1e}: rates from there on do not hold; {picture}")
     return 0
 
 

@@ -53,10 +53,10 @@ def _training(options: Options, estimate: EstimateOptions) -> int:
     from mega.core.estimate.hardware import hardware
 
     draw, draw_schedule, count = estimate.draw, estimate.draw_schedule, estimate.gpus
-    here = str(draw_schedule) == "-"
-    if estimate.json and here:
+    on_terminal = str(draw_schedule) == "-"
+    if estimate.json and on_terminal:
         raise ValueError("--draw-schedule -: excludes --json; valid: a .svg or .png file")
-    _check_pictures({"--draw": draw, "--draw-schedule": None if here else draw_schedule})
+    _check_pictures({"--draw": draw, "--draw-schedule": None if on_terminal else draw_schedule})
     stops = _stops(options, estimate)
     if estimate.fit is not None or count is not None:
         answer = searched(options, estimate.fit, count, estimate.gpu)
@@ -114,18 +114,20 @@ def _serving(options: Options, estimate: EstimateOptions, engine: EngineOptions)
         device, groups = hardware(gpu), (tp > 1) + (tp * pp > 1) + 2 * (pp > 1)
         kind, room = "cuda", int((device.memory - groups * device.communicator) * GIB)
     size = DTYPES[options.precision.dtype].itemsize
-    asked = partial(expected, requests=engine.max_requests, cache_tokens=engine.cache_tokens, fp8_weights=fp8_weights)
-    found = asked(model, size, room, kind, tp=tp, pp=pp)
+    capacity_of = partial(
+        expected, requests=engine.max_requests, cache_tokens=engine.cache_tokens, fp8_weights=fp8_weights
+    )
+    capacity = capacity_of(model, size, room, kind, tp=tp, pp=pp)
     if estimate.json:
         import dataclasses
         import json
 
-        print_whole(json.dumps({**dataclasses.asdict(found), "lines": found.lines(estimate.max_length)}) + "\n")
+        print_whole(json.dumps({**dataclasses.asdict(capacity), "lines": capacity.lines(estimate.max_length)}) + "\n")
     else:
-        where = f"{tp * pp} {gpu or 'cpu'} rank{'s' * (tp * pp > 1)}"
+        ranks = f"{tp * pp} {gpu or 'cpu'} rank{'s' * (tp * pp > 1)}"
         precision = options.precision.dtype + ", weights in fp8" * fp8_weights
-        print(f"{size_words(architecture(model))}, {precision} on {where}")
-        print("\n".join(found.lines(estimate.max_length)))
+        print(f"{size_words(architecture(model))}, {precision} on {ranks}")
+        print("\n".join(capacity.lines(estimate.max_length)))
     return 0
 
 
@@ -145,8 +147,8 @@ def _stops(options: Options, estimate: EstimateOptions) -> Stops:
             f"--save-seconds {save:g}: needs --mtbf or --save-interval, a device (--gpu or --fit), "
             "and --steps or --samples to train"
         )
-    given = {"mtbf_hours": mtbf, "save_seconds": save, "restart_seconds": restart}
-    return Stops(**{name: value for name, value in given.items() if value is not None})
+    typed_values = {"mtbf_hours": mtbf, "save_seconds": save, "restart_seconds": restart}
+    return Stops(**{name: value for name, value in typed_values.items() if value is not None})
 
 
 def _check_pictures(asked: Mapping[str, Path | None]) -> None:
@@ -154,7 +156,7 @@ def _check_pictures(asked: Mapping[str, Path | None]) -> None:
     ValueError."""
     from importlib.util import find_spec
 
-    seen: dict[Path, str] = {}
+    flag_of_path: dict[Path, str] = {}
     for flag, path in asked.items():
         if path is None:
             continue
@@ -166,9 +168,9 @@ def _check_pictures(asked: Mapping[str, Path | None]) -> None:
             raise ValueError(f"{flag} {path}: is a directory; valid: a .svg or .png file")
         if not path.parent.is_dir():
             raise ValueError(f"{flag} {path}: there is no directory {path.parent}; make it first")
-        if other := seen.get(path.resolve()):
+        if other := flag_of_path.get(path.resolve()):
             raise ValueError(f"{flag} {path}: is the file of {other}, which it would replace; valid: another one")
-        seen[path.resolve()] = flag
+        flag_of_path[path.resolve()] = flag
 
 
 def _as_typed(options: Options, device: Hardware | None) -> RunEstimate:
@@ -181,8 +183,8 @@ def _as_typed(options: Options, device: Hardware | None) -> RunEstimate:
 
 def _typed_layout(options: Options) -> str:
     """The flags of `options` that a search replaces."""
-    given = {name: value_of(options, name) for name in options_with(layout=True)}
-    changed = {flag_of(name): value for name, value in given.items() if value != entries()[name].default}
+    layout = {name: value_of(options, name) for name in options_with(layout=True)}
+    changed = {flag_of(name): value for name, value in layout.items() if value != entries()[name].default}
     return ", ".join(flag if value is True else f"{flag} {value}" for flag, value in changed.items())
 
 
@@ -201,9 +203,13 @@ def _document(answer: RunEstimate, megatron: bool, stops: Stops) -> dict[str, ob
     if (other := in_bf16(answer)) is not None:
         document["bf16"] = {"peak": other.memory.worst.peak, "seconds": other.seconds}
     if megatron:
-        theirs = report(run, world)
-        document["megatron"] = {name: getattr(theirs, name) for name in ("parameters", "shard", "others", "in_flight")}
-        document["megatron_mb"] = {name: getattr(theirs, name) for name in ("weights", "activations", "total", "layer")}
+        megatron_estimate = report(run, world)
+        document["megatron"] = {
+            name: getattr(megatron_estimate, name) for name in ("parameters", "shard", "others", "in_flight")
+        }
+        document["megatron_mb"] = {
+            name: getattr(megatron_estimate, name) for name in ("weights", "activations", "total", "layer")
+        }
     if device is not None:
         whole = training(run, world, device, stops)
         if whole is not None:
@@ -230,8 +236,8 @@ def _report(answer: RunEstimate, megatron: bool, stops: Stops) -> None:
     for line in show.notes(run, world, answer.memory, device, megatron):
         report(line)
     if (other := in_bf16(answer)) is not None:
-        now, then = answer.seconds, other.seconds
-        times = None if now is None or then is None else (now, then)
+        seconds, seconds_in_bf16 = answer.seconds, other.seconds
+        times = None if seconds is None or seconds_in_bf16 is None else (seconds, seconds_in_bf16)
         report(show.precision(run, answer.memory, other.memory, times))
     if device is not None:
         whole = training(run, world, device, stops)

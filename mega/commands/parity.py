@@ -27,23 +27,25 @@ def run(
 
     if proof.all and proof.layouts is not None:
         raise ValueError(f"--layouts {proof.layouts}: excludes --all")
-    named = SHORT if proof.layouts is None else [ParityLayout.parse(name.strip()) for name in proof.layouts.split(",")]
+    chosen_layouts = (
+        SHORT if proof.layouts is None else [ParityLayout.parse(name.strip()) for name in proof.layouts.split(",")]
+    )
     if proof.all:
         cases = [case for case in every_case() if case[0].startswith(proof.family or "")]
     else:
-        several: tuple[str, ...] = FAMILIES if proof.layouts is None else ()
-        models = (proof.family,) if proof.family else several
-        cases = [(model, layout) for layout in named for model in models or models_of(layout)]
+        default_models: tuple[str, ...] = FAMILIES if proof.layouts is None else ()
+        models = (proof.family,) if proof.family else default_models
+        cases = [(model, layout) for layout in chosen_layouts for model in models or models_of(layout)]
     commit = rows.code() if proof.json else ""
-    wanted = {(model, layout.name, proof.dtype) for model, layout in cases}
-    done = [row for row in rows.kept(proof.json, commit) if _key(row) in wanted] if proof.json else []
-    known = {_key(row) for row in done}
-    due = [(model, layout) for model, layout in cases if (model, layout.name, proof.dtype) not in known]
-    for row in rows.prove(due, proof.dtype):
-        done.append(rows.append(proof.json, row, commit) if proof.json else row)
-        print(f"{len(done)}/{len(cases)}  {row.family} {row.layout}", file=sys.stderr)
-    _print_table(done)
-    return 0 if all(row.fine for row in done) else 1
+    required = {(model, layout.name, proof.dtype) for model, layout in cases}
+    results = [row for row in rows.kept(proof.json, commit) if _key(row) in required] if proof.json else []
+    done_keys = {_key(row) for row in results}
+    remaining = [(model, layout) for model, layout in cases if (model, layout.name, proof.dtype) not in done_keys]
+    for row in rows.prove(remaining, proof.dtype):
+        results.append(rows.append(proof.json, row, commit) if proof.json else row)
+        print(f"{len(results)}/{len(cases)}  {row.family} {row.layout}", file=sys.stderr)
+    _print_table(results)
+    return 0 if all(row.fine for row in results) else 1
 
 
 def _key(row: Row) -> tuple[str, str, str]:
@@ -68,9 +70,9 @@ def _print_table(rows: list[Row]) -> None:
         if row.problem is not None:
             table.add_row(row.family, row.layout, *[""] * (1 + len(STEPS)), escape(row.problem), verdict)
             continue
-        where = row.tensors[row.gradients.index(max(row.gradients))]
+        tensor = row.tensors[row.gradients.index(max(row.gradients))]
         numbers = (f"{number:.1e}" for number in (row.loss or 0.0, *row.gradients))
-        table.add_row(row.family, row.layout, *numbers, where, verdict)
+        table.add_row(row.family, row.layout, *numbers, tensor, verdict)
     console = Console()
     console.print(table, width=console.width if console.is_terminal else 110)
     wrong = sum(not row.fine for row in rows)

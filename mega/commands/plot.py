@@ -36,8 +36,10 @@ def run(
         check_file("--out", out)
     if log and out is None:
         raise ValueError("--log: needs --out, a file")
-    found = charts_of(runs, metrics or ())
-    charts = {name: {run: smoothed(curve, smooth) for run, curve in curves.items()} for name, curves in found.items()}
+    raw_charts = charts_of(runs, metrics or ())
+    charts = {
+        name: {run: smoothed(curve, smooth) for run, curve in curves.items()} for name, curves in raw_charts.items()
+    }
     if out is None:
         from rich.console import Console
 

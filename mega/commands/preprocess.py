@@ -63,8 +63,10 @@ def _print(report: Report, parsed: bool) -> None:
         print(f"skipped {reason}", file=sys.stderr)
     print(f"{report.documents:,} documents, {report.tokens:,} tokens, {report.skipped:,} lines skipped")
     if report.spelled:
-        how = "tokens, by --parse-special-tokens" if parsed else "text; --parse-special-tokens makes tokens of them"
-        print(f"{report.spelled:,} documents spell special tokens such as {report.spells}, which are {how}")
+        treatment = (
+            "tokens, by --parse-special-tokens" if parsed else "text; --parse-special-tokens makes tokens of them"
+        )
+        print(f"{report.spelled:,} documents spell special tokens such as {report.spells}, which are {treatment}")
     for line in report.notes:
         print(f"mega: {line}", file=sys.stderr)
     for name in report.outputs:

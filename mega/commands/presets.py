@@ -33,18 +33,18 @@ def run(
     """
     from mega.core.config.compose import nearest
 
-    chosen = [name for name in PRESETS if not names or any(name.startswith(word) for word in names)]
+    selected = [name for name in PRESETS if not names or any(name.startswith(word) for word in names)]
     for word in names or ():
         if not any(name.startswith(word) for name in PRESETS):
             raise ValueError(f"NAME {word}: no preset begins so{nearest(word, PRESETS)}; mega presets lists all")
     if as_json:
-        print_whole(json.dumps([_numbers(name) for name in chosen], indent=2) + "\n")
+        print_whole(json.dumps([_numbers(name) for name in selected], indent=2) + "\n")
         return 0
-    rows = [HEAD, *(_row(name) for name in chosen)]
+    rows = [HEAD, *(_row(name) for name in selected)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, family, *numbers in rows:
-        right = (number.rjust(width) for number, width in zip(numbers, widths[2:], strict=True))
-        print(name.ljust(widths[0]), family.ljust(widths[1]), *right)
+        aligned = (number.rjust(width) for number, width in zip(numbers, widths[2:], strict=True))
+        print(name.ljust(widths[0]), family.ljust(widths[1]), *aligned)
     print("GiB: weights in bf16; training with fp32 gradients, masters and moments too", file=sys.stderr)
     return 0
 
@@ -78,16 +78,16 @@ def _row(name: str) -> list[str]:
     """The cells of a preset's row."""
     from mega.core.words import count_words
 
-    found = _numbers(name)
-    grouped = found["kv_heads"] != found["heads"]
-    heads = f"{found['heads']}/{found['kv_heads']}" if grouped else str(found["heads"])
-    layers, count = found["layers"], found["parameters"]
+    preset = _numbers(name)
+    grouped = preset["kv_heads"] != preset["heads"]
+    heads = f"{preset['heads']}/{preset['kv_heads']}" if grouped else str(preset["heads"])
+    layers, count = preset["layers"], preset["parameters"]
     assert isinstance(layers, list) and isinstance(count, int)
-    sizes = ["+".join(map(str, layers)), str(found["hidden"]), heads]
-    sizes += [str(found["seq_length"]), str(found["vocab"] or "any")]
+    sizes = ["+".join(map(str, layers)), str(preset["hidden"]), heads]
+    sizes += [str(preset["seq_length"]), str(preset["vocab"] or "any")]
     return [
         name,
-        str(found["family"]),
+        str(preset["family"]),
         *sizes,
         count_words(count),
         *(_gib(count * each) for each in (WEIGHTS, TRAINING)),

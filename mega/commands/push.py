@@ -43,17 +43,19 @@ def run(
             from mega.core.checkpoint.forms.convert import convert
             from mega.core.inference.loading.load import special_tokens
 
-            made = convert(directory, Path(temporary) / "model", "hf", tokens=special_tokens)
-            folder = made.path
-            for line in made.losses:
+            conversion = convert(directory, Path(temporary) / "model", "hf", tokens=special_tokens)
+            folder = conversion.path
+            for line in conversion.losses:
                 note(line)
         elif form.name not in ("hf", "peft"):
             raise ValueError(
                 f"DIRECTORY {directory}: is {form.words}; mega convert-llama --to hf makes a folder for it"
             )
         if card is None:
-            own = folder / CARD
-            card = own.read_text(encoding="utf-8") if own.is_file() else _card(directory, to, options)
+            existing_card = folder / CARD
+            card = (
+                existing_card.read_text(encoding="utf-8") if existing_card.is_file() else _card(directory, to, options)
+            )
         print(push(folder, to, options, card, note))
     return 0
 
@@ -74,9 +76,13 @@ def _card(directory: Path, name: HubName, options: PushOptions) -> str:
 
     weights = open_weights(str(directory))
     model = model_of(weights.meta, str(directory))
-    about = architecture(model)
-    table = {"shape": shape_words(about), "parameters": parameter_words(model), "positions": f"{model.positions:,}"}
+    model_architecture = architecture(model)
+    table = {
+        "shape": shape_words(model_architecture),
+        "parameters": parameter_words(model),
+        "positions": f"{model.positions:,}",
+    }
     if weights.step:
         table["trained"] = f"{weights.step:,} steps"
     tasks = {"bert": "fill-mask", "t5": None}
-    return model_card(name, table, options, task=tasks.get(about.family, "text-generation"))
+    return model_card(name, table, options, task=tasks.get(model_architecture.family, "text-generation"))

@@ -26,13 +26,13 @@ def run(
     from mega.core.report.page import page
     from mega.core.report.read import CorpusRecord, read
 
-    found = read(record)
-    inside = record.is_dir() and not isinstance(found, CorpusRecord)  # the files in a corpus are documents
-    target = out or str(record / "report.html" if inside else record.with_name(f"{record.name}.html"))
-    if not out and not inside and not isinstance(found, CorpusRecord):
+    report_data = read(record)
+    in_directory = record.is_dir() and not isinstance(report_data, CorpusRecord)  # the files in a corpus are documents
+    target = out or str(record / "report.html" if in_directory else record.with_name(f"{record.name}.html"))
+    if not out and not in_directory and not isinstance(report_data, CorpusRecord):
         target = str(record.with_suffix(".html"))
     check_file("--out", target)
     with whole_file(Path(target)) as file:
-        file.write(page(found).encode())
+        file.write(page(report_data).encode())
     print(target)
     return 0

@@ -81,11 +81,13 @@ def _upcycle(reshard: ReshardOptions, layout: Layout, vocab: int | None) -> int:
 
     assert reshard.upcycle is not None
     if reshard.saver != "mega" or reshard.verify:
-        named = "--verify" if reshard.verify else f"--saver {reshard.saver}"
-        raise ValueError(f"{named}: excludes --upcycle, which writes a checkpoint of mega that differs from its source")
-    how = Upcycling(reshard.upcycle, reshard.upcycle_chosen, reshard.upcycle_granularity)
-    given = FormOptions(layout=layout, vocab=vocab, heads=reshard.num_attention_heads, optimizer=False)
-    _print_report(upcycle(reshard.load_dir, reshard.save_dir, how, layout, given))
+        excluded = "--verify" if reshard.verify else f"--saver {reshard.saver}"
+        raise ValueError(
+            f"{excluded}: excludes --upcycle, which writes a checkpoint of mega that differs from its source"
+        )
+    upcycling = Upcycling(reshard.upcycle, reshard.upcycle_chosen, reshard.upcycle_granularity)
+    given_flags = FormOptions(layout=layout, vocab=vocab, heads=reshard.num_attention_heads, optimizer=False)
+    _print_report(upcycle(reshard.load_dir, reshard.save_dir, upcycling, layout, given_flags))
     print("a new run starts from it with --finetune and --balance-loss, or --balance-bias")
     return 0
 

@@ -44,7 +44,7 @@ def run(
     _check_extra()
     from mega.core.inference.request import sampling_of
 
-    own = answers.name or next(iter(answers.served_model_name), _own_name(checkpoint or model.load))
+    model_name = answers.name or next(iter(answers.served_model_name), _own_name(checkpoint or model.load))
     path = _place(checkpoint, model.load)
     token = listen.token()
     engine.check(layout.device, model.adapter)
@@ -57,7 +57,7 @@ def run(
 
     check_host(listen.host, token)
     adapters = adapter_paths(model.adapter)
-    _check_names((own, *answers.served_model_name), adapters)
+    _check_names((model_name, *answers.served_model_name), adapters)
     engine.check_speculation()
     plan = ServePlan(
         path=str(path),
@@ -65,7 +65,7 @@ def run(
         model=model,
         layout=layout,
         engine=engine,
-        options=dataclasses.replace(answers, name=own, adapters=tuple(adapters), token=token, limits=limits),
+        options=dataclasses.replace(answers, name=model_name, adapters=tuple(adapters), token=token, limits=limits),
         adapters=adapters,
         retriever=opener(retrieval, engine, layout, model.adapter),
         retro=retrieval.retro,
@@ -91,13 +91,13 @@ def _place(checkpoint: Path | None, load: Path | None) -> Path:
     """The model's directory. Errors: ValueError unless it is given exactly once."""
     if checkpoint is not None and load is not None:
         raise ValueError(f"--load {load}: excludes the checkpoint {checkpoint}, which means the same")
-    found = checkpoint or load
-    if found is None:
+    path = checkpoint or load
+    if path is None:
         raise ValueError("CHECKPOINT is missing: give a run's directory, or one of others' weights")
     if checkpoint is not None:
-        found = Path(local_place("CHECKPOINT", str(checkpoint)))
-    check_source("CHECKPOINT" if load is None else "--load", found)
-    return found
+        path = Path(local_place("CHECKPOINT", str(checkpoint)))
+    check_source("CHECKPOINT" if load is None else "--load", path)
+    return path
 
 
 def _own_name(place: Path | None) -> str:

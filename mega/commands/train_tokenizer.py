@@ -44,8 +44,8 @@ def run(
         tokenizer.text_lines,
     ]
     record = WorkRecord([tokenizer.output_dir / name for name in names], work_of(settings, find(tokenizer.input)))
-    kept = record.kept("--output-dir", tokenizer.output_dir, tokenizer.overwrite)
-    if not kept:
+    is_current = record.kept("--output-dir", tokenizer.output_dir, tokenizer.overwrite)
+    if not is_current:
         every = texts(tokenizer.input, tokenizer.json_key, text_lines=tokenizer.text_lines)
         _train(
             tokenizer.kind,
@@ -57,7 +57,7 @@ def run(
         )
         record.write()
     print(*(tokenizer.output_dir / name for name in names), sep="\n")
-    if kept:
+    if is_current:
         print("made before, of the same inputs and settings, and kept; --overwrite makes them again")
     return 0
 

@@ -35,16 +35,16 @@ def run(
     words = line or []
     # os.path.isfile, not Path.is_file, which raises an error for a quoted line that is too long for a file name.
     if len(words) == 1 and (" " not in words[0] or os.path.isfile(words[0])):
-        what = words[0]
-        found = list(command_lines(_text(what)))
+        source = words[0]
+        commands = list(command_lines(_text(source)))
     else:
-        what = "LINE"
-        found = list(command_lines(words[0])) if len(words) == 1 else [*filter(None, [split_command(words)])]
-    if not found:
-        raise ValueError(f"{what}: names no program, such as pretrain_gpt.py; give the whole line, or a script")
+        source = "LINE"
+        commands = list(command_lines(words[0])) if len(words) == 1 else [*filter(None, [split_command(words)])]
+    if not commands:
+        raise ValueError(f"{source}: names no program, such as pretrain_gpt.py; give the whole line, or a script")
     results: list[Translation] = []
     unknown: list[ValueError] = []
-    for each in found:
+    for each in commands:
         try:
             results.append(translated(each, spellings_of))
         except ValueError as error:  # another line of the script may be translated

@@ -1,8 +1,8 @@
-"""What is measured on machines: mega's speed, and what the hardware reaches.
+"""Measurements: the speed of mega, and of the hardware.
 
-training, rows    a training step, timed and taken apart; the rows that have a name, and files of figures
-calibrate         what this machine can do, for the estimate
-preflight         whether the hosts of a fleet are alike and fast, before a run is put on them
-serving, load     an engine or a server under load; how requests arrive, and what is timed of them
+training, rows    times and profiles a training step; the named rows, and files of results
+calibrate         measures this machine, for the estimate
+preflight         checks that the hosts of a fleet are alike and fast before a run is started
+serving, load     an engine or a server under load; arrival of requests, and their timing
 options           the sections of `mega bench` and `mega preflight`
 """

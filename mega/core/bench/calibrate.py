@@ -1,13 +1,13 @@
-"""What this machine can do, measured: products, attention, copies, elementwise passes, collectives; written as TOML.
+"""Measure this machine: matrix products, attention, copies, elementwise passes, collectives; write the result as TOML.
 
     products        by shape, in the dtype that training uses      -> product
     attention       causal, forward and backward                   -> attention_forward, attention_backward
     copies, norms   large tensors                                  -> bandwidth, elementwise
     collectives     by size over all ranks of this host            -> inside, latency
-    hand-overs      from one rank to the next, by size             -> peer
+    transfers       from one rank to the next, by size             -> peer
 
-The file is read by `mega memory-estimate --gpu FILE.toml`. What one host cannot tell (links between hosts), or only
-a model (what a block takes a GPU's host), keeps the values of `base` in estimate/hardware.toml. It knows no model.
+The file is read by `mega memory-estimate --gpu FILE.toml`. Values that need several hosts (links between hosts) or a
+model (host time for launching a block) are those of `base` in estimate/hardware.toml. It knows no model.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from mega.core.processes.world import World
 
 @dataclass(frozen=True)
 class Extent:
-    """How much is measured on a kind of device.
-
-    products: (m, k, n). attention: (rows, length, heads, width of a head). sizes: bytes of collectives.
-    elements: of copies and elementwise passes, as (tokens, width).
-    """
+    """The sizes that are measured on a kind of device."""
 
     dtype: str
     products: tuple[tuple[int, int, int], ...]
+    """Matrix products [m, k] x [k, n], as (m, k, n)."""
     attention: tuple[int, int, int, int]
+    """(rows, length, heads, width of a head)."""
     sizes: tuple[int, ...]
+    """Bytes of collectives."""
     elements: tuple[int, int]
+    """(tokens, width) of the tensors of copies and elementwise passes."""
 
 
 CUDA = Extent(
@@ -73,7 +73,7 @@ CPU = Extent(
 
 
 def calibrate(out: str, kind: str, backend: str, timeout_minutes: float, repeats: int) -> int:
-    """Measure as one rank of the world that the environment describes; rank 0 writes `out`. The exit code."""
+    """Measure as one rank of the world that the environment describes; rank 0 writes `out`. Returns the exit code."""
     world, device, groups = connect(kind, backend, timeout_minutes)
     values, peaks = Machine(world, device, groups, repeats).measured()
     if world.rank == 0:
@@ -86,7 +86,7 @@ def calibrate(out: str, kind: str, backend: str, timeout_minutes: float, repeats
 
 
 class Machine:
-    """One rank's device and its way to the others."""
+    """The device of one rank, and its axis of all ranks."""
 
     def __init__(self, world: World, device: Device, groups: Groups, repeats: int):
         self.world, self.device, self.repeats = world, device, repeats
@@ -96,14 +96,14 @@ class Machine:
         self.axis: Axis = Mesh(world.rank, dp=world.size, groups=groups).everyone
 
     def measured(self) -> tuple[dict[str, float], dict[str, float]]:
-        """The file's values, and peaks in TFLOP/s by dtype."""
-        one = self.filled(1)
-        launch = self.seconds(lambda: one.add_(0))
+        """The values of the file, and peaks in TFLOP/s by dtype."""
+        element = self.filled(1)
+        launch = self.seconds(lambda: element.add_(0))
         bandwidth = self._bandwidth()
         samples = [self._matmul(*shape) for shape in self.extent.products]
         fastest = max(sample.flops / sample.seconds for sample in samples)
-        known = self.device.peak_tflops
-        peak = known * 1e12 if known is not None else fastest
+        rated_tflops = self.device.peak_tflops
+        peak = rated_tflops * 1e12 if rated_tflops is not None else fastest
         share, _ = product_shares(samples, peak, bandwidth, launch)
         forward, backward = self._attention()
         values: dict[str, float] = {
@@ -117,43 +117,44 @@ class Machine:
         }
         if not self.device.is_cuda:
             values["communicator"] = 0.01  # sockets and their buffers
-            values["host"] = 1e-3  # the host is the device: none waits for the other
+            values["host"] = 1e-3  # the host is the device, so neither waits for the other
             values["launch"] = launch * 1e6
         if self.world.size > 1:
             delay, each = self._gathering()
             values |= {"inside": 1 / each / 1e9, "latency": max(delay * 1e6, 1e-3), "peer": self._handing() / 1e9}
-        # fp32 runs on the 16-bit kernels' device too; what is not measured keeps the base's peak.
+        # On CUDA, fp32 and fp64 are not measured and keep the peaks of the base.
         names = ("bf16", "fp16") if self.device.is_cuda else ("bf16", "fp16", "fp32", "fp64")
         peaks = {name: peak / 1e12 / (2 if name == "fp64" else 1) for name in names}
-        # Every device that multiplies in fp8 does so twice as fast.
+        # Devices with fp8 products have twice the 16-bit peak for them.
         return values, peaks | ({"fp8": 2 * peak / 1e12} if fp8_matmuls(self.device.torch) else {})
 
     def filled(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, device=self.device.torch, dtype=self.dtype)
 
     def seconds(self, run: Callable[[], object], times: int = 3) -> float:
-        """Seconds of one `run`, the best of several trials (other work only ever adds), as the slowest rank takes."""
+        """Seconds of one `run` on the slowest rank: the minimum of several trials, since other work can only add
+        time."""
         run()
-        found = []
+        trials = []
         for _ in range(self.repeats):
             self.device.synchronize()
             begin = time.perf_counter()
             for _ in range(times):
                 run()
             self.device.synchronize()
-            found.append((time.perf_counter() - begin) / times)
-        slowest = torch.tensor(min(found), dtype=torch.float64, device=self.device.torch)
+            trials.append((time.perf_counter() - begin) / times)
+        slowest = torch.tensor(min(trials), dtype=torch.float64, device=self.device.torch)
         all_reduce(slowest, self.axis, "max")
         return max(float(slowest), 1e-9)
 
     def _bandwidth(self) -> float:
-        """Bytes read and written a second by a copy."""
+        """Bytes per second that a copy reads and writes."""
         x = self.filled(*self.extent.elements)
         y = torch.empty_like(x)
         return 2 * x.nbytes / self.seconds(lambda: y.copy_(x))
 
     def _elementwise(self) -> float:
-        """Bytes a second of the residual addition with its norm: two tensors read, two written."""
+        """Bytes per second of the residual addition with its norm, which reads two tensors and writes two."""
         tokens, width = self.extent.elements
         x, branch = self.filled(tokens, width), self.filled(tokens, width)
         weight = torch.ones(width, device=self.device.torch, dtype=self.dtype)
@@ -164,7 +165,7 @@ class Machine:
         return Product(m, k, n, x.element_size(), self.seconds(lambda: torch.nn.functional.linear(x, weight)))
 
     def _attention(self) -> tuple[float, float]:
-        """Operations a second forward and backward, causal half counted."""
+        """Operations per second, forward and backward, counting only the causal half."""
         rows, length, heads, width = self.extent.attention
         q, k, v = (self.filled(rows, length, heads, width).requires_grad_() for _ in range(3))
         half = 2.0 * rows * length * length * heads * width
@@ -178,12 +179,12 @@ class Machine:
         """Delay in seconds of an all-gather, and seconds per byte that a rank sends."""
         sizes, seconds = [], []
         for size in self.extent.sizes:
-            own = torch.zeros(size // self.world.size, dtype=torch.uint8, device=self.device.torch)
-            sizes.append(own.nbytes * (self.world.size - 1))
-            seconds.append(self.seconds(partial(all_gather, own, self.axis)))
+            shard = torch.zeros(size // self.world.size, dtype=torch.uint8, device=self.device.torch)
+            sizes.append(shard.nbytes * (self.world.size - 1))
+            seconds.append(self.seconds(partial(all_gather, shard, self.axis)))
         return line(sizes, seconds)
 
     def _handing(self) -> float:
-        """Bytes a second from each rank to the next, all at once."""
+        """Bytes per second from each rank to the next, on all ranks at once."""
         x = torch.zeros(self.extent.sizes[-1], dtype=torch.uint8, device=self.device.torch)
         return x.nbytes / self.seconds(lambda: RingShift(x, self.axis).wait())

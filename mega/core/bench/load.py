@@ -1,11 +1,11 @@
-"""How an engine or a server answers under load: requests arrive at random at given rates, and each token is timed.
+"""Measure an engine or a server under load: requests arrive at random at given rates, and each token is timed.
 
-    time to first token     from a request's arrival to its first token; waiting for a place is part of it
-    time between tokens     of one request, from each token to its next
+    time to first token     from a request's arrival to its first token, including the time in the queue
+    time between tokens     from each token of a request to its next one
     throughput              new tokens of all requests, from the first arrival to the last token
 
-Arrivals are a Poisson process, the same for a seed; rate 0 has all arrive at once. Prompts are random tokens, so no
-prefix is shared; answers do not end before they have all their tokens. It knows no weights and no flags.
+Arrivals are a Poisson process with a fixed seed; with rate 0 all requests arrive at once. Prompts are random tokens, so
+no prefix is shared; answers always have all their tokens. It knows no weights and no flags.
 """
 
 from __future__ import annotations
@@ -30,15 +30,18 @@ SEED = 1
 
 @dataclass(frozen=True)
 class Load:
-    """rate: requests a second; 0: all at once. prompt, new: tokens of each request."""
+    """One load: requests at one rate."""
 
     rate: float
+    """Requests per second; 0: all at once."""
     requests: int
     prompt: int
+    """Tokens of each prompt."""
     new: int
+    """Tokens of each answer."""
 
     def arrivals(self) -> list[float]:
-        """Seconds at which requests arrive.
+        """Arrival times of the requests, in seconds.
 
         >>> [round(second, 2) for second in Load(2.0, 3, 1, 1).arrivals()]
         [0.0, 0.07, 1.01]
@@ -48,25 +51,28 @@ class Load:
         return list(accumulate(gaps))
 
     def prompts(self, vocab: int) -> list[tuple[int, ...]]:
-        """Ids below `vocab`; others for another load, whose prompts an engine may still have in its cache."""
+        """Random ids below `vocab`. Every load has other prompts, because an engine may have those of an earlier load
+        in its cache."""
         draw = random.Random(f"{SEED} {self}")
         return [tuple(draw.randrange(vocab) for _ in range(self.prompt)) for _ in range(self.requests)]
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Of one request, in seconds: its arrival, and each time that tokens came. count: of them; where it is not known
-    one each time. error: why it has fewer than it should."""
+    """Times of one request, in seconds."""
 
     arrival: float
     tokens: tuple[float, ...]
+    """Times at which tokens arrived."""
     error: str = ""
+    """Reason why the answer is incomplete."""
     count: int | None = None
+    """Number of tokens; None: one for each time in `tokens`."""
 
 
 @dataclass(frozen=True)
 class ServingRow:
-    """What one rate gave. first, between: median and 99th percentile in seconds. whole: median of a request."""
+    """The result of one load."""
 
     rate: float
     requests: int
@@ -74,19 +80,23 @@ class ServingRow:
     prompt: int
     new: int
     seconds: float
+    """From the first arrival to the last token."""
     tokens_per_second: float
     requests_per_second: float
     first: tuple[float, float]
+    """Time to first token, in seconds: median and 99th percentile."""
     between: tuple[float, float]
+    """Time between tokens, in seconds: median and 99th percentile."""
     whole: float
+    """Median time of a whole request, in seconds."""
 
     def fields(self) -> dict[str, object]:
-        """As a row of --json."""
+        """The row of --json."""
         return {"name": "serve", **asdict(self)}
 
 
 def summary(load: Load, timings: Sequence[Timing]) -> ServingRow:
-    """Errors: ValueError where no request has been answered."""
+    """The result of a load from its timings. Errors: ValueError if no request was answered."""
     good = [each for each in timings if not each.error]
     if not good:
         raise ValueError(f"--rate {load.rate:g}: no request was answered: {timings[0].error}")
@@ -123,31 +133,31 @@ def _spread(values: Sequence[float]) -> tuple[float, float]:
 
 
 def of_engine(engine: Engine, load: Load, clock: Callable[[], float] = time.perf_counter) -> list[Timing]:
-    """The requests of a load, answered by an engine that has nothing else to do.
+    """Run the requests of a load on an idle engine.
 
-    Errors: ValueError where they do not fit.
+    Errors: ValueError if a request does not fit.
     """
     prompts, arrivals = load.prompts(engine.limits.vocab), load.arrivals()
     numbers: dict[int, int] = {}
     times: list[list[float]] = [[] for _ in prompts]
-    begin, added = clock(), 0
-    while added < len(prompts) or not engine.idle:
-        now = clock() - begin
-        while added < len(prompts) and arrivals[added] <= now:
-            request = Request(prompt=prompts[added], tokens=load.new, sampling=Sampling(seed=added))
+    begin, next_prompt = clock(), 0
+    while next_prompt < len(prompts) or not engine.idle:
+        seconds = clock() - begin
+        while next_prompt < len(prompts) and arrivals[next_prompt] <= seconds:
+            request = Request(prompt=prompts[next_prompt], tokens=load.new, sampling=Sampling(seed=next_prompt))
             try:
-                numbers[engine.add(request)] = added
+                numbers[engine.add(request)] = next_prompt
             except RequestError as error:
                 raise ValueError(f"--prompt-tokens {load.prompt}, --new-tokens {load.new}: {error}") from None
-            added += 1
+            next_prompt += 1
         if engine.idle:
-            time.sleep(min(max(arrivals[added] - now, 0.0), 0.001))
+            time.sleep(min(max(arrivals[next_prompt] - seconds, 0.0), 0.001))
             continue
         events = engine.step()
-        now = clock() - begin
+        seconds = clock() - begin
         for event in events:
             if event.token is not None:
-                times[numbers[event.request]].append(now)
+                times[numbers[event.request]].append(seconds)
     return [Timing(arrival, tuple(each)) for arrival, each in zip(arrivals, times, strict=True)]
 
 
@@ -155,15 +165,15 @@ def of_engine(engine: Engine, load: Load, clock: Callable[[], float] = time.perf
 
 
 def of_server(url: str, load: Load, vocab: int) -> list[Timing]:
-    """The requests of a load, sent to /v1/completions at `url` (HOST:PORT), each on a connection of its own.
+    """Send the requests of a load to /v1/completions at `url` (HOST:PORT), each on its own connection.
 
-    Errors: ValueError for an address that is not one; OSError where none answers.
+    Errors: ValueError for an invalid address; OSError if no server answers.
     """
     return asyncio.run(_ask_all(*_address(url), load, load.prompts(vocab)))
 
 
 def vocabulary(url: str) -> int:
-    """Tokens that a server knows, by /tokenizer_info. Errors: as of `of_server`."""
+    """Vocabulary size of a server, from /tokenizer_info. Errors: as of `of_server`."""
     status, lines = asyncio.run(_whole(*_address(url), "/tokenizer_info"))
     try:
         return int(json.loads(lines)["vocab_size"])
@@ -193,9 +203,9 @@ def _head(host: str, method: str, path: str, body: bytes) -> bytes:
 async def _whole(host: str, port: int, path: str) -> tuple[int, str]:
     reader, writer = await asyncio.open_connection(host, port)
     writer.write(_head(host, "GET", path, b""))
-    found = await reader.read()
+    response = await reader.read()
     writer.close()
-    head, _, body = found.decode(errors="replace").partition("\r\n\r\n")
+    head, _, body = response.decode(errors="replace").partition("\r\n\r\n")
     return int(head.split()[1]) if head else 0, body
 
 
@@ -204,10 +214,10 @@ async def _ask_all(host: str, port: int, load: Load, prompts: Sequence[Sequence[
 
     async def one(number: int, arrival: float) -> Timing:
         await asyncio.sleep(max(0.0, begin + arrival - time.perf_counter()))
-        given = {"prompt": list(prompts[number]), "max_tokens": load.new, "seed": number, "ignore_eos": True}
-        given |= {"stream": True, "stream_options": {"include_usage": True}}
+        fields = {"prompt": list(prompts[number]), "max_tokens": load.new, "seed": number, "ignore_eos": True}
+        fields |= {"stream": True, "stream_options": {"include_usage": True}}
         try:
-            times, error, count = await _stream(host, port, json.dumps(given).encode(), begin)
+            times, error, count = await _stream(host, port, json.dumps(fields).encode(), begin)
         except OSError as problem:
             times, error, count = [], str(problem), None
         return Timing(arrival, tuple(times), error, count)
@@ -216,7 +226,8 @@ async def _ask_all(host: str, port: int, load: Load, prompts: Sequence[Sequence[
 
 
 async def _stream(host: str, port: int, body: bytes, begin: float) -> tuple[list[float], str, int | None]:
-    """When text came, what went wrong, and how many tokens the answer has: part of a character is no text yet."""
+    """Times at which text arrived, an error or "", and the number of tokens if the server reports it. Text may arrive
+    less often than tokens, since a token may hold a part of a character."""
     reader, writer = await asyncio.open_connection(host, port, limit=1 << 20)
     try:
         writer.write(_head(host, "POST", "/v1/completions", body))
@@ -224,7 +235,7 @@ async def _stream(host: str, port: int, body: bytes, begin: float) -> tuple[list
         times: list[float] = []
         count, ended = None, False
         while line := await reader.readline():
-            now = time.perf_counter() - begin
+            seconds = time.perf_counter() - begin
             if line.startswith(b"{") and " 200 " not in status:
                 return times, line.decode(errors="replace")[:200], count
             if not line.startswith(b"data: "):
@@ -234,18 +245,19 @@ async def _stream(host: str, port: int, body: bytes, begin: float) -> tuple[list
             if "error" in event:
                 return times, str(event["error"])[:200], count
             if event.get("choices"):
-                times.append(now)
+                times.append(seconds)
             count = (event.get("usage") or {}).get("completion_tokens", count)
         return times, "" if ended and times else f"{status}: the answer has no end", count
     finally:
         writer.close()
 
 
-# -- what is shown
+# -- output
 
 
 def table(rows: Sequence[ServingRow]) -> str:
-    """A line a rate; times in milliseconds, median and 99th percentile. median s: seconds of a whole request."""
+    """One line for each rate; times in milliseconds, median and 99th percentile. median s: seconds of a whole
+    request."""
     head = f"{'rate':>8} {'requests':>8} {'failed':>6} {'tokens/s':>9} {'req/s':>7} {'first ms':>17} {'between ms':>17}"
     lines = [
         f"{head} {'median s':>8}",
@@ -267,8 +279,8 @@ def plot(rows: Sequence[ServingRow], title: str) -> str:
 
     def times(pairs: Sequence[tuple[float, float]]) -> dict[str, Series]:
         return {
-            name: [(float(at), 1e3 * pair[of]) for at, pair in enumerate(pairs)]
-            for of, name in enumerate(("median", "99th percentile"))
+            name: [(float(at), 1e3 * pair[percentile]) for at, pair in enumerate(pairs)]
+            for percentile, name in enumerate(("median", "99th percentile"))
         }
 
     charts: Charts = {

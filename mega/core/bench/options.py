@@ -14,7 +14,7 @@ from mega.core.config.sections import RuntimeConfig
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(VerbSection):
-    """Timed steps, and files of their figures."""
+    """Timed steps, and files of their results."""
 
     title: ClassVar[str] = "Measurement"
 
@@ -49,7 +49,7 @@ class ServingLoadOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightOptions(VerbSection):
-    """What is measured of a fleet, and what is off."""
+    """Ranks, measurements, and the threshold of a report."""
 
     title: ClassVar[str] = "Preflight"
 

@@ -1,13 +1,13 @@
-"""Whether the hosts of a fleet are alike and fast, before a run is put on them: each rank is held against the median.
+"""Check that the hosts of a fleet are alike and fast before a run is started: compare each rank with the median.
 
     1 figures of a rank       matrix products, copies on the device and to it, writing and reading in --save
-    2 links                   each rank to the next of its host, all at once; every pair of hosts, as many at once as
-                              there are (a tournament: each host meets one other in a round)
+    2 links                   each rank to the next of its host, all at once; every pair of hosts, in rounds of disjoint
+                              pairs (a round-robin tournament)
     3 facts                   device, driver, versions, clock
-    4 the verdict             a figure below --least of the fleet's median, a fact that most ranks do not share, a clock
-                              that is off by more than CLOCK seconds
+    4 report                  figures below --least of the fleet's median, facts that differ from those of most ranks,
+                              clocks that are off by more than CLOCK seconds
 
-It knows no model, and changes nothing: the file that is written in --save is removed.
+It knows no model, and changes nothing: the file written in --save is removed.
 """
 
 from __future__ import annotations
@@ -36,21 +36,22 @@ from mega.core.processes.connect import connect, disconnect
 from mega.core.processes.world import World
 
 CLOCK = 1.0
-"""Seconds by which a clock may differ from the median of all."""
+"""Maximum difference of a clock from the median of all clocks, in seconds."""
 
 REPEATS = 5
 
 FIGURES = {"matmul": "TFLOP/s", "copy": "GB/s", "upload": "GB/s", "link": "GB/s", "write": "GB/s", "read": "GB/s"}
-"""Figures of a rank -> unit. upload: from the host's memory to a GPU's. link: to the next rank of its host."""
+"""Figure of a rank -> unit. upload: copies from host memory to the GPU. link: transfers to the next rank of the
+host."""
 
 
 def preflight(options: PreflightOptions) -> int:
     """Measure as one rank of the world that the environment describes; rank 0 prints. 1 if something is off."""
     world, device, groups = connect(options.device, options.backend, options.timeout_minutes)
     axis = Mesh(world.rank, dp=world.size, groups=groups).everyone
-    found = {"rank": world.rank, "host": socket.gethostname(), "facts": _machine(device)}
-    found["figures"] = dict(_figures(device, world, options))
-    rows = gather_json(found, axis, device.torch)
+    measured = {"rank": world.rank, "host": socket.gethostname(), "facts": _machine(device)}
+    measured["figures"] = dict(_figures(device, world, options))
+    rows = gather_json(measured, axis, device.torch)
     pairs = _pairs(_first_ranks(rows), axis, device)
     clocks = gather_json(time.time(), axis, device.torch)
     faults = list(judged(rows, pairs, clocks, options.least))
@@ -68,16 +69,17 @@ def _machine(device: Device) -> dict[str, str]:
 
 
 def _figures(device: Device, world: World, options: PreflightOptions) -> Iterator[tuple[str, float]]:
-    """Phases 1 and 2, but for pairs of hosts. All ranks measure the same at once, as a run loads them."""
+    """Phases 1 and 2, except for pairs of hosts. All ranks measure the same figure at once, as under the load of a
+    run."""
     size = 4096 if device.is_cuda else 512
-    one = torch.randn(size, size, device=device.torch, dtype=torch.bfloat16 if device.is_cuda else torch.float32)
-    yield "matmul", 2 * size**3 / _seconds(device, lambda: one @ one) / 1e12
+    matrix = torch.randn(size, size, device=device.torch, dtype=torch.bfloat16 if device.is_cuda else torch.float32)
+    yield "matmul", 2 * size**3 / _seconds(device, lambda: matrix @ matrix) / 1e12
     large = torch.zeros(256 << 20 if device.is_cuda else 16 << 20, dtype=torch.uint8, device=device.torch)
     other = torch.empty_like(large)
     yield "copy", 2 * large.nbytes / _seconds(device, lambda: other.copy_(large)) / 1e9
     if device.is_cuda:
-        there = torch.zeros(large.nbytes, dtype=torch.uint8).pin_memory()
-        yield "upload", large.nbytes / _seconds(device, lambda: large.copy_(there, non_blocking=True)) / 1e9
+        host_memory = torch.zeros(large.nbytes, dtype=torch.uint8).pin_memory()
+        yield "upload", large.nbytes / _seconds(device, lambda: large.copy_(host_memory, non_blocking=True)) / 1e9
     if world.local_size > 1:
         first = world.rank - world.local_rank
         after = first + (world.local_rank + 1) % world.local_size
@@ -89,16 +91,16 @@ def _figures(device: Device, world: World, options: PreflightOptions) -> Iterato
 
 
 def _seconds(device: Device, act: Callable[[], object]) -> float:
-    """The median of some turns, after one that counts nothing."""
+    """Median seconds of REPEATS calls, after one that is not timed."""
     act()
-    found = []
+    seconds = []
     for _ in range(REPEATS):
         device.synchronize()
         began = time.perf_counter()
         act()
         device.synchronize()
-        found.append(time.perf_counter() - began)
-    return max(statistics.median(found), 1e-9)
+        seconds.append(time.perf_counter() - began)
+    return max(statistics.median(seconds), 1e-9)
 
 
 def _exchange(out: torch.Tensor, to: int, into: torch.Tensor, source: int) -> None:
@@ -108,7 +110,7 @@ def _exchange(out: torch.Tensor, to: int, into: torch.Tensor, source: int) -> No
 
 
 def _disk(folder: Path, megabytes: int) -> Iterator[tuple[str, float]]:
-    """Rates of a file that is on the disk when it counts as written. Errors: OSError."""
+    """Yield the rates of writing a file, with fsync, and of reading it. Errors: OSError."""
     path, block = folder / f".preflight-{uuid.uuid4().hex}", os.urandom(1 << 20)
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -121,7 +123,7 @@ def _disk(folder: Path, megabytes: int) -> Iterator[tuple[str, float]]:
         yield "write", megabytes * len(block) / (time.perf_counter() - began) / 1e9
         with open(path, "rb") as file:
             if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # or else memory is read
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # otherwise the page cache is read
             began = time.perf_counter()
             while file.read(len(block)):
                 pass
@@ -136,7 +138,8 @@ def _first_ranks(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
-    """A tournament in which each of `count` meets each other once, and all that can at the same time.
+    """Rounds of disjoint pairs of `count` players, in which every pair occurs once (a round-robin tournament, circle
+    method).
 
     >>> list(rounds(4))
     [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
@@ -146,34 +149,34 @@ def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
     even = count + count % 2
     seats = list(range(even))
     for _ in range(even - 1):
-        met = [(seats[at], seats[even - 1 - at]) for at in range(even // 2)]
-        yield sorted((min(pair), max(pair)) for pair in met if max(pair) < count)
+        pairs = [(seats[at], seats[even - 1 - at]) for at in range(even // 2)]
+        yield sorted((min(pair), max(pair)) for pair in pairs if max(pair) < count)
         seats = [seats[0], seats[-1], *seats[1:-1]]
 
 
 def _pairs(first: Mapping[str, int], axis: Axis, device: Device) -> dict[str, float]:
-    """GB/s between each two hosts, both ways at once, on all ranks."""
+    """GB/s of every pair of hosts, in both directions at once; the same result on all ranks."""
     names, size = sorted(first, key=lambda name: first[name]), 64 << 20 if device.is_cuda else 4 << 20
     out, into = (torch.zeros(size, dtype=torch.uint8, device=device.torch) for _ in range(2))
-    own: dict[str, float] = {}
-    for met in rounds(len(names)):
-        gather_json(None, axis, device.torch)  # a round begins when the one before has ended everywhere
-        for one, other in ((names[a], names[b]) for a, b in met):
+    rates: dict[str, float] = {}
+    for pairs in rounds(len(names)):
+        gather_json(None, axis, device.torch)  # a barrier: the round before has ended on all ranks
+        for one, other in ((names[a], names[b]) for a, b in pairs):
             if axis.index in (first[one], first[other]):
                 peer = first[other] if axis.index == first[one] else first[one]
                 seconds = _seconds(device, lambda peer=peer: _exchange(out, peer, into, peer))  # type: ignore[misc]
-                own[f"{one} - {other}"] = size / seconds / 1e9
-    found: dict[str, float] = {}
-    for each in gather_json(own, axis, device.torch):
+                rates[f"{one} - {other}"] = size / seconds / 1e9
+    slowest: dict[str, float] = {}
+    for each in gather_json(rates, axis, device.torch):
         for name, rate in each.items():
-            found[name] = min(rate, found.get(name, rate))
-    return found
+            slowest[name] = min(rate, slowest.get(name, rate))
+    return slowest
 
 
 def judged(
     rows: Sequence[Mapping[str, Any]], pairs: Mapping[str, float], clocks: Sequence[float], least: float
 ) -> Iterator[str]:
-    """Phase 4: a line for each thing that is off."""
+    """Phase 4: yield a line for each figure, fact or clock that is off."""
     for name, unit in FIGURES.items():
         rates = {row["rank"]: row["figures"][name] for row in rows if name in row["figures"]}
         middle = statistics.median(rates.values()) if rates else 0.0

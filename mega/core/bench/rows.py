@@ -1,4 +1,4 @@
-"""The rows that `mega bench` knows by name, and the files that it writes. No torch: a bad row is refused at once."""
+"""The named rows of `mega bench`, and the files that it writes. No torch, so an invalid row is refused at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def _w1(world: int) -> Mapping[str, object]:
 
 
 def _w2(world: int) -> Mapping[str, object]:
-    """Alone, memory is short: what is cheap is computed twice. Several ranks share masters and moments out."""
+    """One rank is short of memory, so it recomputes cheap activations. Several ranks shard master weights and
+    moments."""
     if world == 1:
         return {"micro_batch": 2, "global_batch": 16, "recompute": "selective"}
     return {"micro_batch": 2, "global_batch": 4 * world, "zero": 1}
@@ -26,14 +27,14 @@ def _w2_fp8(world: int) -> Mapping[str, object]:
 
 
 def _w3(world: int) -> Mapping[str, object]:
-    """18 bytes a parameter over 8 ranks are 50 GB a rank, over 4 they are 99 GB. A rank's blocks are done sooner than
-    its host could ask for them one by one."""
+    """18 bytes per parameter over 8 ranks are 50 GB per rank, over 4 they are 99 GB. The blocks of a rank run faster
+    than its host can launch their kernels, hence the CUDA graph."""
     tensor = {"tp": 4 if world == 4 else 8, "sequence_parallel": True, "tp_overlap": True, "cuda_graph": True}
     return {"micro_batch": 4, "global_batch": 4, **tensor}
 
 
 def _window(world: int) -> Mapping[str, object]:
-    """8 blocks, rows four times as long as what a token sees."""
+    """8 blocks, with rows four times as long as the attention window."""
     return {"layers": 8, "seq_length": 16384, "micro_batch": 1, "global_batch": 4 * world}
 
 
@@ -41,7 +42,7 @@ _DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 
 def _bert(world: int) -> Mapping[str, object]:
-    """With the dropout that it is trained with."""
+    """With the dropout of its training."""
     return {"micro_batch": max(1, min(64, 256 // world)), "global_batch": 256, **_DROPOUT}
 
 
@@ -59,18 +60,18 @@ ROWS: Mapping[str, tuple[str, Callable[[int], Mapping[str, object]]]] = {
     "bert": ("bert-345m", _bert),
     "t5": ("t5-220m", _t5),
 }
-"""The rows that speed is compared by: a preset, and what it adds to it on that many ranks."""
+"""Row -> its preset, and a function from the number of ranks to the options that it adds."""
 
 LR = 1e-4
-"""Of a row, and of a run that sets none."""
+"""Learning rate of a row, and of a run without one."""
 
 _EVERY_ROW = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "lr": LR, "dtype": "bf16"}
 
 
 def row(name: str, flags: Mapping[str, object], world: int) -> Options:
-    """The run of a named row on `world` ranks; `flags` are what the user asks for otherwise.
+    """The run of a named row on `world` ranks; `flags` of the user override the row.
 
-    Errors: ValueError for a name that is none.
+    Errors: ValueError for an unknown row.
 
     >>> row("w2", {"recompute": "none"}, 1).memory.recompute, row("w2", {}, 8).batch.global_batch
     ('none', 32)
@@ -82,7 +83,7 @@ def row(name: str, flags: Mapping[str, object], world: int) -> Options:
 
 
 def read_rows(flag: str, path: str) -> list[Mapping[str, Json]]:
-    """The rows of a file that `out` named. Errors: ValueError with the flag where it holds anything else."""
+    """The rows of a file written by --json. Errors: ValueError with the flag if it holds anything else."""
     try:
         with open(path, encoding="utf-8") as file:
             rows = [json.loads(line) for line in file if line.strip()]

@@ -1,6 +1,6 @@
-"""`mega bench serve`: an engine, or a server that runs, under loads; a table, rows of JSON, and a picture.
+"""`mega bench serve`: measure an engine, or a running server, under load; print a table, write rows of JSON and a plot.
 
-The engine is that of `mega serve` without its HTTP, on a model that lies somewhere or on one of random weights.
+The engine is that of `mega serve` without HTTP, with the weights of a checkpoint or random weights.
 """
 
 from __future__ import annotations
@@ -28,37 +28,39 @@ from mega.core.parallel.weight import initialise
 from mega.core.processes.connect import connect
 
 _WARM = 4
-"""Requests before those that count."""
+"""Requests of the warm-up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServingBench:
-    """What is measured: the server at serving.url; else load: a checkpoint or foreign weights; else model: of random
-    weights.
-
-    dtype: of --dtype, "fp32" ...; None: as `mega serve`. out: gets a JSON line a rate.
-    """
+    """A measurement: of the server at serving.url, else of `load`, else of `model`."""
 
     serving: ServingLoadOptions = field(default_factory=ServingLoadOptions)
     load: str | None = None
+    """A checkpoint or foreign weights."""
     model: ModelConfig | None = None
+    """A model that gets random weights."""
     engine: EngineOptions = field(default_factory=EngineOptions)
     tp: int = 1
     pp: int = 1
     dtype: str | None = None
+    """The value of --dtype, such as "fp32"; None: as `mega serve` chooses it."""
     device: str = "auto"
     backend: str = "auto"
     out: str | None = None
+    """File that gets a line of JSON for each rate."""
 
     @property
     def loads(self) -> tuple[Load, ...]:
-        """One for each rate."""
-        asked = self.serving
-        return tuple(Load(rate, asked.requests, asked.prompt_tokens, asked.new_tokens) for rate in asked.rate or (0.0,))
+        """One load for each rate."""
+        serving = self.serving
+        return tuple(
+            Load(rate, serving.requests, serving.prompt_tokens, serving.new_tokens) for rate in serving.rate or (0.0,)
+        )
 
 
 def bench_url(plan: ServingBench) -> int:
-    """Measure a server. Errors: ValueError naming flag and address; OSError where none answers."""
+    """Measure a server. Errors: ValueError naming flag and address; OSError if no server answers."""
     url = plan.serving.url
     assert url is not None
     vocab = vocabulary(url)
@@ -69,31 +71,31 @@ def bench_url(plan: ServingBench) -> int:
 
 
 def bench_engine(plan: ServingBench) -> int:
-    """This rank's part. Errors: as of `start_engine`; ValueError where a load does not fit."""
+    """Measure an engine, as one rank of it. Errors: as of `start_engine`; ValueError if a load does not fit."""
     world, device, groups = connect(plan.device, plan.backend)
     mesh = Mesh(world.rank, tp=plan.tp, pp=plan.pp, groups=groups)
-    engine, what = engine_of_plan(plan, mesh, device)
+    engine, title = engine_of_plan(plan, mesh, device)
     if engine is None:
         return 0
     if device.is_cuda:
-        what += f", warmed up in {engine.warm_up():.1f} s,"
+        title += f", warmed up in {engine.warm_up():.1f} s,"
     first = plan.loads[0]
     of_engine(engine, Load(0, _WARM, first.prompt, first.new))
-    _measure(plan, f"{what} on {world.size} x {device.name}", lambda load: of_engine(engine, load))
+    _measure(plan, f"{title} on {world.size} x {device.name}", lambda load: of_engine(engine, load))
     engine.close()
     return 0
 
 
 def engine_of_plan(plan: ServingBench, mesh: Mesh, device: Device) -> tuple[BatchingEngine | None, str]:
-    """What is measured, and its name; None as of `start_engine`."""
-    asked = DTYPES[plan.dtype] if plan.dtype is not None else None if device.is_cuda else DTYPES["fp32"]
+    """The engine to measure, or None as of `start_engine`, and its description."""
+    dtype_of_plan = DTYPES[plan.dtype] if plan.dtype is not None else None if device.is_cuda else DTYPES["fp32"]
     if plan.load is not None:
-        opened = open_model(plan.load)
-        return start_engine(opened, mesh, device, plan.engine, dtype=asked), plan.load
+        checkpoint = open_model(plan.load)
+        return start_engine(checkpoint, mesh, device, plan.engine, dtype=dtype_of_plan), plan.load
     model = plan.model
     assert model is not None
     check_layout(model, plan.tp, plan.pp, plan.engine)
-    layers, dtype = even_layers(len(architecture(model).layers), plan.pp), asked or DTYPES["bf16"]
+    layers, dtype = even_layers(len(architecture(model).layers), plan.pp), dtype_of_plan or DTYPES["bf16"]
     ops = forward_only(choose(device.torch, dtype), fp8_weights=plan.engine.fp8_weights)
     stage = empty_stage(model, mesh, device, dtype, ops=ops, stage_layers=layers)
     initialise(stage, 1)
@@ -109,8 +111,8 @@ def _measure(plan: ServingBench, title: str, run: Callable[[Load], Sequence[Timi
     for load in plan.loads:
         row = summary(load, run(load))
         rows.append(row)
-        shown = table(rows).splitlines()
-        print("\n".join(shown[:2] if len(rows) == 1 else []) + "\n" * (len(rows) == 1) + shown[-1], flush=True)
+        lines = table(rows).splitlines()
+        print("\n".join(lines[:2] if len(rows) == 1 else []) + "\n" * (len(rows) == 1) + lines[-1], flush=True)
         if row.failed:
             print(f"--rate {load.rate:g}: {row.failed} of {row.requests} requests failed", file=sys.stderr)
         if plan.out is not None:

@@ -1,11 +1,11 @@
-"""How fast a run is: the trainer's own step on random tokens, timed whole, then taken apart once.
+"""Measure the speed of a run: time the trainer's step on random tokens, then profile one step.
 
-    measure    median seconds of a step after warm-up, and what follows from it
-    profile    one more step under the profiler: where the device's time goes, by kind of work
+    measure    median seconds of a step after warm-up, and the figures derived from it
+    profile    one more step under the profiler: device time by kind of work
 
-Steps follow each other as in training: one is asked for while the one before runs, and lasts from that one's end to its
-own. Weights that ranks gather from each other are in flight after a step's end, and waited for in the next.
-It measures one row after another in one process group. It reads no token files and no checkpoints.
+Steps follow each other as in training: the host launches a step while the one before runs, and a step lasts from the
+end of that one to its own end. Gathers of weights overlap the end of a step; the next step waits for them. Rows are
+measured one after another in one process group. It reads no token files and no checkpoints.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from mega.core.training.wire import build_mesh, build_state
 from mega.core.untrusted import Json, below, numbers_below
 
 SILENCE = 2.0
-"""Seconds after which a user wonders whether anything happens."""
+"""Minimum seconds between lines of progress."""
 
 MATMULS, ATTENTION, COMMUNICATION = "products", "attention", "communication"
 UPDATE, CASTS, REST = "update", "casts", "rest"
@@ -50,42 +50,47 @@ KINDS = (
     (UPDATE, ("adamw", "normtwo")),
     (CASTS, ("_cast", "_largest")),
 )
-"""Kind of work -> parts of kernel names; the first that fits counts, what fits none is the rest."""
+"""Kind of work -> parts of kernel names. The first kind that matches counts; other kernels are the rest."""
 
 Span = tuple[float, float, str]
-"""Begin and end in microseconds and name of a kernel or a copy."""
+"""Begin and end, in microseconds, and name of a kernel or a copy."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """One row. tokens_per_second: of all ranks. tflops and mfu: per rank, by 6 N + 12 L h s; mfu None where the peak of
-    the device is not known. peak_gib: most memory of this rank. spread: (slowest - fastest) / median step.
-    """
+    """One measured row."""
 
     name: str
     world: int
     device: str
     ops: str
     products: str
-    """dtype of the blocks' products: fp8 is a contract of its own."""
+    """Dtype of the blocks' GEMMs: --dtype, or fp8."""
     work: dict[str, object]
-    """What the step computes, in any layout: rows of other work are never compared."""
+    """The computation of a step, independent of the layout: rows with different work are not compared."""
     micro_batch: int
     global_batch: int
     seconds: float
+    """Median time of a step."""
     spread: float
+    """(slowest - fastest) / median step."""
     tokens_per_second: float
+    """Over all ranks."""
     tflops: float
+    """Per rank, by 6 N + 12 L h s."""
     mfu: float | None
+    """`tflops` / peak; None if the peak of the device is unknown."""
     peak_gib: float
+    """Peak memory of this rank."""
     loss: float
     largest_share: float | None = None
-    """Of a mixture's choices in the last step, the most that one expert got."""
+    """Largest share of an expert in a mixture's choices, in the last step."""
     skipped: int = 0
     """Timed steps whose update was skipped."""
     steps: list[float] = field(default_factory=list)
+    """Seconds of each timed step."""
     phases: dict[str, float] = field(default_factory=dict)
-    """Milliseconds of device time of one step by kind of work, `idle` between kernels included."""
+    """Milliseconds of device time of one step, by kind of work, including `idle` time between kernels."""
 
     def fields(self) -> dict[str, object]:
         return asdict(self)
@@ -100,9 +105,9 @@ def bench(
     against: str | None = None,
     trace: str | None = None,
 ) -> int:
-    """Measure `runs` as one rank of the world that the environment describes; the exit code.
+    """Measure `runs` as one rank of the world that the environment describes. Returns the exit code.
 
-    out: file that gets one JSON line a row as soon as it is measured. against: such a file of another time.
+    out: file to which one line of JSON is appended after each row. against: such a file from an earlier time.
     """
     before = read_rows("--against", against) if against is not None else []
     runtime = runs[0][1].runtime
@@ -132,7 +137,7 @@ def bench(
 
 
 def compared(speed: Speed, before: Sequence[Mapping[str, Json]], path: str) -> str:
-    """`speed` against the last row of `before` that has its name, if both are the same work.
+    """Compare `speed` with the last row of `before` that has its name, if both are the same work.
 
     >>> now = Speed("w1", 1, "CPU", "torch", "bf16", {"layers": 24}, 1, 1, 1.0, 0.0, 110.0, 1.0, None, 1.0, 1.0)
     >>> compared(now, [{"name": "w1", "tokens_per_second": 100, "work": {"layers": 24}}], "old")
@@ -143,15 +148,17 @@ def compared(speed: Speed, before: Sequence[Mapping[str, Json]], path: str) -> s
     row = next((row for row in reversed(before) if row["name"] == speed.name), None)
     if row is None:
         return f"not compared with {path}, which has no row {speed.name}"
-    then, now, rate = below(row, "work"), speed.work, numbers_below(row)["tokens_per_second"]
-    unlike = [f"{name} {then.get(name)}, here {value}" for name, value in now.items() if then.get(name) != value]
+    old_work, work, rate = below(row, "work"), speed.work, numbers_below(row)["tokens_per_second"]
+    unlike = [
+        f"{name} {old_work.get(name)}, here {value}" for name, value in work.items() if old_work.get(name) != value
+    ]
     if unlike:
         return f"not compared with {path}, whose row {speed.name} is other work: {'; '.join(unlike)}"
     return f"{100 * (speed.tokens_per_second / rate - 1):+.1f}% against {path}"
 
 
 def _work(run: RunConfig, world: int) -> dict[str, object]:
-    """Model, batch, precision and ranks: what two rows must have in common."""
+    """Model, batch, precision and ranks, which two rows must have in common to be compared."""
     batch, precision = run.batch, run.precision
     options: dict[str, object] = {
         **asdict(run.model),
@@ -166,7 +173,7 @@ def _work(run: RunConfig, world: int) -> dict[str, object]:
 
 
 def format_speed(speed: Speed) -> str:
-    """Two lines for a human. Idle is what the host, or another rank, costs: the device had nothing to do."""
+    """Two lines for the user. Idle is the time in which the device waits for the host or another rank."""
     idle = 100 * speed.phases.get("idle", 0.0) / max(sum(speed.phases.values()), 1e-9)
     mfu = "n/a" if speed.mfu is None else f"{100 * speed.mfu:.1f}%"
     per_rank = f" ({speed.tokens_per_second / speed.world:,.0f} a rank)" if speed.world > 1 else ""
@@ -194,10 +201,10 @@ def measure(
     profiled: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Speed:
-    """Speed of a resolved run. Every rank takes part and gets the row; rank 0 writes `trace`, a Chrome trace.
+    """Measure a resolved run. Every rank takes part and gets the row; rank 0 writes `trace`, a Chrome trace.
 
-    warmup: steps before the timed ones; at least two where the second one records a graph. profiled: whether one more
-    step is taken apart, which costs seconds. progress: is told the steps that have been taken, and how many there are.
+    warmup: steps before the timed ones; at least two if the second one records a graph. profiled: whether to profile
+    one more step, which takes some seconds. progress: called with the number of finished steps and their total.
     """
     batch = run.batch
     mesh = build_mesh(run, rank, world, groups)
@@ -208,7 +215,7 @@ def measure(
     ]
     device.reset_memory_peak()
     warmup = max(warmup, 2) if records_graph(run, world) else warmup
-    times, found = _timed(state, batches, warmup, repeats, progress)
+    times, numbers_of_steps = _timed(state, batches, warmup, repeats, progress)
     seconds = statistics.median(times)
     tokens = batch.global_batch * sum(text_lengths(run))
     tflops = tokens / seconds / world * model_flops_per_token(run) / 1e12
@@ -228,9 +235,9 @@ def measure(
         tflops=tflops,
         mfu=None if device.peak_tflops is None else tflops / device.peak_tflops,
         peak_gib=peak / 2**30,
-        loss=found[-1]["loss"],
-        largest_share=found[-1].get("largest_share"),
-        skipped=sum(not numbers["finite"] for numbers in found[warmup:]),
+        loss=numbers_of_steps[-1]["loss"],
+        largest_share=numbers_of_steps[-1].get("largest_share"),
+        skipped=sum(not numbers["finite"] for numbers in numbers_of_steps[warmup:]),
         steps=times,
         phases=profile(state, batches, trace if rank == 0 else None) if profiled else {},
     )
@@ -249,31 +256,32 @@ def _timed(
     repeats: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[list[float], list[dict[str, float]]]:
-    """Seconds of each of `repeats` steps on its slowest rank, and the numbers of all steps, `warmup` ones first."""
-    begun, readings = Timestamp(state.device.torch), list[Reading]()
+    """Seconds of each of `repeats` steps on its slowest rank, and the metrics of all steps, including the `warmup`
+    ones."""
+    start, readings = Timestamp(state.device.torch), list[Reading]()
     for _ in range(warmup + repeats):
         readings.append(_step(state, batches).start_reading())
         if len(readings) > 1:
             readings[-2].numbers()  # the host is one step ahead, as in training
         if progress is not None:
             progress(len(readings), warmup + repeats)
-    found = [reading.numbers() for reading in readings]
-    ends = [begun, *(reading.moment for reading in readings)]
+    numbers_of_steps = [reading.numbers() for reading in readings]
+    ends = [start, *(reading.moment for reading in readings)]
     times = [begin.seconds_to(end) for begin, end in pairwise(ends[warmup:])]
     slowest = torch.tensor(times, dtype=torch.float64, device=state.device.torch)
     all_reduce(slowest, state.mesh.everyone, "max")
-    return slowest.tolist(), found
+    return slowest.tolist(), numbers_of_steps
 
 
 class _SlowProgress:
-    """Lines on stderr about steps that take long, as they do on a CPU: one every SILENCE seconds at the most."""
+    """Prints progress on stderr for slow steps, as on a CPU: at most one line every SILENCE seconds."""
 
     def __init__(self, name: str):
         self._name, self._last = name, time.monotonic()
 
     def __call__(self, taken: int, steps: int) -> None:
-        if (now := time.monotonic()) > self._last + SILENCE:
-            self._last = now
+        if (seconds := time.monotonic()) > self._last + SILENCE:
+            self._last = seconds
             print(f"{self._name}: {taken} of {steps} steps", file=sys.stderr, flush=True)
 
 
@@ -283,7 +291,7 @@ def _step(state: TrainState, batches: Sequence[Batch]) -> StepReport:
 
 
 def random_batch(run: RunConfig, number: int, device: torch.device) -> Batch:
-    """Microbatch `number` of random tokens, every one of which counts."""
+    """Microbatch `number` of random tokens, all with loss weight 1."""
     rows = run.batch.micro_batch
     assert rows
     samples = torch.arange(number * rows, (number + 1) * rows, device=device)
@@ -292,9 +300,10 @@ def random_batch(run: RunConfig, number: int, device: torch.device) -> Batch:
 
 
 def profile(state: TrainState, batches: Sequence[Batch], trace: str | None = None) -> dict[str, float]:
-    """Milliseconds of one more step by kind of work; on a CPU the whole step is the rest.
+    """Milliseconds of one more step by kind of work; on a CPU the whole step counts as rest.
 
-    The device is profiled over two steps, of which the second counts: it finds what the first has left on its way.
+    The device is profiled over two steps, and the second one counts, because it begins with the gathers that the first
+    one leaves in flight.
     """
     activities, begin = [torch.profiler.ProfilerActivity.CPU], time.perf_counter()
     if not state.device.is_cuda and trace is None:
@@ -321,7 +330,7 @@ def profile(state: TrainState, batches: Sequence[Batch], trace: str | None = Non
 
 
 def between_marks(spans: Sequence[Span]) -> list[Span]:
-    """What lies between the ends of the last two marks, cut there.
+    """The spans between the ends of the last two marks, cut at both ends.
 
     >>> between_marks([(0, 9, "a"), (4, 5, "spin_kernel"), (6, 8, "b"), (7, 12, "c"), (9, 10, "spin_kernel")])
     [(5, 9, 'a'), (6, 8, 'b'), (7, 10, 'c')]
@@ -334,41 +343,41 @@ def between_marks(spans: Sequence[Span]) -> list[Span]:
 def phases_of(spans: Sequence[Span]) -> dict[str, float]:
     """Milliseconds by kind of work from kernels (begin, end, name) in microseconds.
 
-    Communication counts only where nothing else overlaps it; `idle` is where nothing runs at all.
+    Communication counts only while no other kernel overlaps it; `idle` is time without any kernel.
 
     >>> phases_of([(0, 1000, "nvjet_tst"), (500, 2000, "ncclKernel"), (3000, 4000, "triton")])
     {'products': 1.0, 'communication': 1.0, 'idle': 1.0, 'rest': 1.0}
     """
-    found: dict[str, float] = {}
-    done = min((begin for begin, _, _ in spans), default=0.0)
-    # Communication last among those that begin together, so that what it overlaps with covers it.
+    milliseconds: dict[str, float] = {}
+    covered_until = min((begin for begin, _, _ in spans), default=0.0)
+    # Communication comes last among spans that begin together, so that overlapping work covers it.
     work = sorted((span for span in spans if kind_of(span[2]) != COMMUNICATION), key=lambda span: span[0])
     exposed = _uncovered([span for span in spans if kind_of(span[2]) == COMMUNICATION], work)
     for begin, end, name in sorted([*work, *exposed], key=lambda span: span[0]):
-        if begin > done:
-            found["idle"] = found.get("idle", 0.0) + (begin - done) / 1e3
-        if end > done:
+        if begin > covered_until:
+            milliseconds["idle"] = milliseconds.get("idle", 0.0) + (begin - covered_until) / 1e3
+        if end > covered_until:
             kind = kind_of(name)
-            found[kind] = found.get(kind, 0.0) + (end - max(begin, done)) / 1e3
-            done = end
-    return found
+            milliseconds[kind] = milliseconds.get(kind, 0.0) + (end - max(begin, covered_until)) / 1e3
+            covered_until = end
+    return milliseconds
 
 
 def _uncovered(spans: Sequence[Span], covers: Sequence[Span]) -> list[Span]:
-    """What is left of `spans` outside `covers`, which begin in order."""
-    left: list[Span] = []
+    """The parts of `spans` that no span of `covers` overlaps. covers: sorted by their begin."""
+    exposed: list[Span] = []
     for begin, end, name in spans:
-        at = begin
+        position = begin
         for start, stop, _ in covers:
             if start >= end:
                 break
-            if stop > at:
-                if start > at:
-                    left.append((at, start, name))
-                at = stop
-        if at < end:
-            left.append((at, end, name))
-    return left
+            if stop > position:
+                if start > position:
+                    exposed.append((position, start, name))
+                position = stop
+        if position < end:
+            exposed.append((position, end, name))
+    return exposed
 
 
 def kind_of(kernel: str) -> str:

@@ -1,5 +1,5 @@
-"""From nothing to a trained model and its text: the first thing that a newcomer runs.
+"""Train a small model from scratch and let it write text: the first run of a new user.
 
-tour              its steps, each a command line; corpus: text that every machine has
-unigram, verdict  what a model must beat, and what the trained one is worth
+tour              the steps, each a command line; corpus: text that every machine has
+unigram, verdict  the baseline, and the evaluation of the trained model
 """

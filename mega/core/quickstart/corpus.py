@@ -1,7 +1,7 @@
 """A corpus that every machine has: the documentation and source of the Python that runs this.
 
-A topic of Python's help and a module of its standard library are a document each. Which of them are held out
-follows from their names alone, so the same Python always gives the same files. It knows no tokenizer.
+Each topic of Python's help and each module of its standard library is a document. Documents are held out by a hash of
+their names, so the same Python always gives the same files. It knows no tokenizer.
 """
 
 from __future__ import annotations
@@ -18,37 +18,40 @@ from typing import NamedTuple
 from mega.core.files import whole_file
 
 LARGEST = 120_000
-"""Longer modules are left out: most of them are tables. Characters."""
+"""Maximum length of a module, in characters; most longer modules are tables."""
 
 LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "pydoc_data", "encodings", "site-packages", "dist-packages"}
-"""Folders of the library that teach nothing: its tests, an editor, tables, and what was installed later."""
+"""Folders of the library that are left out: tests, an editor, tables, and installed packages."""
 
 HELD_OUT = 25
-"""One document of so many is held out of training."""
+"""Every HELD_OUT-th document, on average, is held out of training."""
 
 
 class Document(NamedTuple):
-    """name: where it comes from, such as `help/lambda` or `json/decoder.py`."""
+    """A document. name: its source, such as `help/lambda` or `json/decoder.py`."""
 
     name: str
     text: str
 
     @property
     def held_out(self) -> bool:
+        """Whether the document is held out of training."""
         return hashlib.sha256(self.name.encode()).digest()[0] % HELD_OUT == 0
 
 
 class Corpus(NamedTuple):
-    """The files of a corpus, JSON lines of {"name", "text"}, and what they hold."""
+    """The files of a corpus, JSON lines of {"name", "text"}."""
 
     train: Path
     held_out: Path
     documents: int
+    """Number of documents in both files."""
     characters: int
+    """Number of characters in both files."""
 
 
 def make_corpus(directory: Path) -> Corpus:
-    """Write train.jsonl and held-out.jsonl into `directory`; a few seconds, about 9 MB."""
+    """Write train.jsonl and held-out.jsonl, about 9 MB, into `directory`; takes a few seconds."""
     documents = [*_help(), *_modules()]
     directory.mkdir(parents=True, exist_ok=True)
     corpus = Corpus(
@@ -63,7 +66,7 @@ def make_corpus(directory: Path) -> Corpus:
 
 
 def read_corpus(path: Path) -> list[Document]:
-    """The documents of a file of `make_corpus`."""
+    """Read the documents of a file that `make_corpus` wrote."""
     return [Document(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
@@ -73,7 +76,7 @@ def _write(path: Path, documents: Iterable[Document]) -> None:
 
 
 def _help() -> Iterator[Document]:
-    """The topics that `help()` knows; none where this Python was installed without them."""
+    """Yield the topics of `help()`; none if this Python was installed without them."""
     try:
         topics = importlib.import_module("pydoc_data.topics").topics
     except ImportError:
@@ -83,7 +86,7 @@ def _help() -> Iterator[Document]:
 
 
 def _modules() -> Iterator[Document]:
-    """The standard library, module by module, in the order of their names."""
+    """Yield the modules of the standard library, in the order of their names."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         inside = path.relative_to(root)

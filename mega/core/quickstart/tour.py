@@ -1,9 +1,9 @@
-"""The tour, step by step. Each step is a command line that the user can type, and it is run as one: what is shown
-is what happens, on the path of every real run.
+"""The tour, step by step. Each step is a command line that the user can type. The tour runs the command that it prints,
+so it uses the same code as every other run.
 
     corpus -> tokenizer -> token files -> training on 4 ranks -> plot -> one rank -> verdict
 
-Three steps are the quickstart's own, and can be typed as `mega quickstart --only ...`.
+Three steps belong to the quickstart, and can be typed as `mega quickstart --only ...`.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ TOUR = (
         "quickstart --only verdict --out {out}",
     ),
 )
-"""What each step is, and the command line that does it. Small enough for two cores and three minutes."""
+"""Title and command line of each step. The sizes are chosen for three minutes on two cores."""
 
 MORE = "generate --load {out}/one-rank --prompt 'import ' --temperature 0.8 --top-k 50"
 
 
 def tour(out: Path | None, steps: int) -> int:
-    """Play every step under `out` (a new directory below runs/ where None), training for `steps`; the exit code.
+    """Run every step in `out` (None: a new directory below runs/), training for `steps`. Returns the exit code.
 
-    A step that fails has said why, and ends the tour. Errors: ValueError where `out` holds something already.
+    A failing step ends the tour after printing its error. Errors: ValueError if `out` is not empty.
     """
     if steps < 1:
         raise ValueError(f"--steps {steps}: must be at least 1")
@@ -84,17 +84,17 @@ def tour(out: Path | None, steps: int) -> int:
 
 
 def closing(out: Path) -> str:
-    """The line by which the user continues, ready to be pasted: with whole paths where the shell does not know `mega`,
-    as after `./run quickstart`, which also runs in another directory than the shell."""
-    known = shutil.which("mega")
-    if known is not None and os.path.samefile(os.path.dirname(known), os.path.dirname(sys.executable)):
+    """A command line with which the user can continue, ready to be pasted. It has absolute paths if the shell does not
+    find this `mega`, as after `./run quickstart`, which also runs in another directory than the shell."""
+    command_path = shutil.which("mega")
+    if command_path is not None and os.path.samefile(os.path.dirname(command_path), os.path.dirname(sys.executable)):
         return shown(["mega", *arguments(MORE, out, 0)])
     return shown([sys.executable, "-m", "mega", *arguments(MORE, out.resolve(), 0)])
 
 
 def shown(words: Sequence[str], columns: int | None = None) -> str:
-    """A command line to read and to paste, broken between two options where it is longer than so many columns: those
-    of the terminal where None, and off a terminal it is one line.
+    """A command line for reading and pasting, broken between options if it is longer than `columns`. None: the width of
+    the terminal; if stdout is not a terminal, the result is one line.
 
     >>> print(shown(["mega", "plot", "runs/a", "--out", "my loss.svg", "--smooth"], 38))
     mega plot runs/a \\
@@ -119,7 +119,7 @@ def shown(words: Sequence[str], columns: int | None = None) -> str:
 
 
 def arguments(line: str, out: Path, steps: int) -> list[str]:
-    """A line of TOUR as arguments; a directory with blanks stays one word.
+    """A line of TOUR as arguments; a directory with blanks remains one argument.
 
     >>> arguments("pretrain --save {out}/a --steps {steps}", Path("my run"), 9)
     ['pretrain', '--save', 'my run/a', '--steps', '9']
@@ -128,7 +128,7 @@ def arguments(line: str, out: Path, steps: int) -> list[str]:
 
 
 def play(name: str, out: Path) -> None:
-    """A step of the tour itself: corpus, plot or verdict. Errors: ValueError where it needs an earlier one first."""
+    """Run a step of the quickstart: corpus, plot or verdict. Errors: ValueError if an earlier step is missing."""
     {"corpus": _corpus, "plot": _plot, "verdict": _verdict}[name](out)
 
 
@@ -162,14 +162,14 @@ def _verdict(out: Path) -> None:
     from mega.core.quickstart.verdict import chosen, verdict
 
     document = chosen(read_corpus(_needed(out / "corpus" / "held-out.jsonl")))
-    found = verdict(_needed(out / "one-rank"), document, out / "tokens" / "train_text_document")
-    table = Table(title=Text(f"Both begin: {found.prompt!r}"), title_justify="left", show_lines=False, expand=True)
+    evaluation = verdict(_needed(out / "one-rank"), document, out / "tokens" / "train_text_document")
+    table = Table(title=Text(f"Both begin: {evaluation.prompt!r}"), title_justify="left", show_lines=False, expand=True)
     table.add_column(f"{document.name}, held out", ratio=1, overflow="fold")
     table.add_column("the model continues", ratio=1, overflow="fold")
-    table.add_row(Text(found.document), Text(found.sample))
+    table.add_row(Text(evaluation.document), Text(evaluation.sample))
     Console().print(table)
-    print(f"{document.name}, {found.tokens:,} tokens: {found.model:.3f} nats per token under the model,")
-    print(f"{found.unigram:.3f} under unigram statistics")
+    print(f"{document.name}, {evaluation.tokens:,} tokens: {evaluation.model:.3f} nats per token under the model,")
+    print(f"{evaluation.unigram:.3f} under unigram statistics")
 
 
 def _needed(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""What a model must beat: the frequencies of single tokens, and nothing else. Reads token files."""
+"""The baseline of a model: the frequencies of single tokens. Reads token files."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from mega.core.data.indexed import IndexedDataset
 
 
 def unigram(train: Path, ids: Sequence[int] | NDArray[np.integer], vocab: int) -> float:
-    """Mean -ln p of `ids`, p being their frequencies in the token files `train`, each id counted once more."""
+    """Mean -ln p of `ids`, where p is their frequency in the token files `train`, with one added to the count of each
+    id."""
     counts = np.bincount(IndexedDataset(train).tokens[:], minlength=vocab) + 1.0
     return float(-np.log(counts / counts.sum())[np.asarray(ids)].mean())
 
 
 def entropy(train: Path) -> float:
-    """What unigram statistics of the token files `train` leave open about them, nats per token."""
+    """Entropy of the token files `train` under their own unigram statistics, in nats per token."""
     tokens = IndexedDataset(train).tokens[:]
     return unigram(train, tokens, int(tokens.max()) + 1)

@@ -1,6 +1,6 @@
-"""What a trained model is worth: a held-out document under it and under unigram statistics, and text of its own.
+"""Evaluate a trained model: its loss and the unigram loss of a held-out document, and a generated text.
 
-It reads a checkpoint of any layout, and the token files that the run trained on.
+It reads a checkpoint of any layout, and the token files of the run.
 """
 
 from __future__ import annotations
@@ -20,34 +20,41 @@ from mega.core.quickstart.corpus import Document
 from mega.core.quickstart.unigram import unigram
 
 PROMPT = 24
-"""Tokens of the document that the model is given to continue."""
+"""Tokens of the document that are the prompt."""
 
 SAMPLED = 220
-"""Tokens that it adds."""
+"""Maximum number of generated tokens."""
 
 
 class Verdict(NamedTuple):
-    """prompt: how both texts begin. document, sample: how each continues. model, unigram: its loss, nats per token."""
+    """The evaluation of a trained model on a held-out document."""
 
     prompt: str
+    """The first tokens of the document."""
     document: str
+    """The document's own continuation."""
     sample: str
+    """The model's continuation."""
     tokens: int
+    """Number of tokens of the document."""
     model: float
+    """Loss of the document under the model, in nats per token."""
     unigram: float
+    """Loss of the document under unigram statistics, in nats per token."""
 
 
 def verdict(checkpoint: Path, document: Document, train: Path) -> Verdict:
-    """Judge `document`; train is the prefix of the training tokens, whose frequencies are the unigram statistics."""
-    opened = open_model(checkpoint)
-    tokenizer, stage = opened.tokenizer(), load_model(opened)
+    """Evaluate the model of `checkpoint` on `document`. train: prefix of the training tokens, which give the unigram
+    statistics."""
+    opened_model = open_model(checkpoint)
+    tokenizer, stage = opened_model.tokenizer(), load_model(opened_model)
     assert tokenizer.eod is not None
     ids = [tokenizer.eod, *tokenizer.encode(document.text)]
-    how = Sampling(temperature=0.8, top_k=50, seed=0)
+    sampling = Sampling(temperature=0.8, top_k=50, seed=0)
     options = EngineOptions(max_requests=1, vocab=tokenizer.vocab_size)
     engine = engine_on(stage, Mesh.at(0), Device.choose("cpu"), options)
     assert engine is not None
-    sampled = list(generate(engine, ids[: PROMPT + 1], SAMPLED, how, stop_ids=frozenset({tokenizer.eod})))
+    sampled = list(generate(engine, ids[: PROMPT + 1], SAMPLED, sampling, stop_ids=frozenset({tokenizer.eod})))
     return Verdict(
         prompt=tokenizer.decode(ids[1 : PROMPT + 1]),
         document=tokenizer.decode(ids[PROMPT + 1 : PROMPT + 1 + SAMPLED]),
@@ -59,7 +66,8 @@ def verdict(checkpoint: Path, document: Document, train: Path) -> Verdict:
 
 
 def chosen(documents: Sequence[Document]) -> Document:
-    """The held-out document to show: a topic of Python's help if one is long enough, else any, else the longest."""
+    """The held-out document to show: a topic of Python's help if one is long enough, else any long document, else the
+    longest."""
     long = [document for document in documents if len(document.text) >= 1000]
     prose = [document for document in long if document.name.startswith("help/")]
     return next(iter([*prose, *long]), max(documents, key=lambda document: len(document.text)))

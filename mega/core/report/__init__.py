@@ -1,9 +1,9 @@
-"""What the files of a run or an evaluation say afterwards: pages, curves, where the time went. Without torch.
+"""Reports from the files of a run or an evaluation: pages, curves, and where the time went. Without torch.
 
-read      what a page is made of; corpus: the steps of a corpus
+read      reads the files of a run; corpus: shows the steps of a corpus
 page      one self-contained page of HTML
-chart     curves as SVG, for every picture of curves
+chart     curves as SVG
 goodput   where a run's time went
-plot      metrics of several runs over each other: on a terminal or as PNG
-lr_find   a sweep of learning rates: which one to train with, and its curve
+plot      metrics of several runs, on a terminal or as PNG
+lr_find   a sweep of learning rates: its curve, and the rate to train with
 """

@@ -1,6 +1,6 @@
-"""Curves as SVG: axes, ticks, a legend, and the values under the pointer; no script, nothing from elsewhere.
+"""Curves as SVG: axes, ticks, a legend, and the values under the pointer; without scripts or external files.
 
-Every picture of curves is drawn here: of a report, of `mega plot`, a sweep of learning rates, a server under load.
+All plots are drawn here: those of a report, of `mega plot`, of a sweep of learning rates and of a server under load.
 """
 
 from __future__ import annotations
@@ -18,54 +18,57 @@ Charts = Mapping[str, Mapping[str, Series]]
 WIDTH, HEIGHT = 720, 260
 LEFT, RIGHT, TOP, BOTTOM = 62, 26, 14, 30
 MOST_POINTS = 1200
-"""Of a drawn curve; of more, the least and the greatest of every run of points are drawn."""
+"""Maximum number of points of a drawn curve; a longer curve is drawn by the extremes of its parts."""
 COLOURS = 6
-"""Classes c0 to c5 in the page's style."""
+"""Number of colours: classes c0 to c5 in the style of the page."""
 PALETTE = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2")
-"""Their colours in a picture that stands alone."""
+"""The colours of these classes in a separate SVG file."""
 
 
 class Scale(NamedTuple):
-    """log, log_x: which axes are logarithmic; that of values only where all are above 0. over: what x is called where
-    the pointer shows a point. names: of x = 0, 1, ..., where it has no numbers."""
+    """The axes of a chart."""
 
     log: bool = False
+    """A logarithmic axis of values, if all are greater than 0."""
     log_x: bool = False
+    """A logarithmic axis of x."""
     over: str = "step"
+    """Name of x in the text under the pointer."""
     names: Sequence[str] = ()
+    """Labels of x = 0, 1, ..., in place of numbers."""
 
 
 LINEAR = Scale()
 
 
 def chart(curves: Mapping[str, Series], unit: str = "", scale: Scale = LINEAR) -> str:
-    """Several curves in one picture."""
-    shown = {name: curve for name, curve in curves.items() if any(math.isfinite(y) for _, y in curve)}
-    if not shown:
+    """Several curves in one SVG, with a legend."""
+    drawable = {name: curve for name, curve in curves.items() if any(math.isfinite(y) for _, y in curve)}
+    if not drawable:
         return '<p class="none">no finite value</p>'
-    ys = [y for curve in shown.values() for _, y in curve if math.isfinite(y)]
-    xs = [x for curve in shown.values() for x, _ in curve]
+    ys = [y for curve in drawable.values() for _, y in curve if math.isfinite(y)]
+    xs = [x for curve in drawable.values() for x, _ in curve]
     x_axis = _Axis(min(xs), max(xs), LEFT, WIDTH - RIGHT, scale.log_x)
     y_axis = _Axis(min(ys), max(ys), HEIGHT - BOTTOM, TOP, scale.log and min(ys) > 0)
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">']
     for value in y_axis.ticks(5):
-        at = y_axis.at(value)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{short(value)}</text>')
+        pixel = y_axis.at(value)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{pixel:.1f}" y2="{pixel:.1f}"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{pixel + 4:.1f}" text-anchor="end">{short(value)}</text>')
     for value, name in enumerate(scale.names) if scale.names else ((value, short(value)) for value in x_axis.ticks(7)):
-        at = x_axis.at(value)
-        parts.append(f'<text x="{at:.1f}" y="{HEIGHT - 10}" text-anchor="middle">{name}</text>')
-    for number, (name, curve) in enumerate(shown.items()):
+        pixel = x_axis.at(value)
+        parts.append(f'<text x="{pixel:.1f}" y="{HEIGHT - 10}" text-anchor="middle">{name}</text>')
+    for number, (name, curve) in enumerate(drawable.items()):
         parts += _curve(name, thinned(curve), (x_axis, y_axis), number % COLOURS, (scale.over, unit))
     parts.append("</svg>")
-    if len(shown) == 1:  # the title names it
+    if len(drawable) == 1:  # the title names the curve
         return "".join(parts)
-    legend = "".join(f'<span class="c{n % COLOURS}">{escape(name)}</span>' for n, name in enumerate(shown))
+    legend = "".join(f'<span class="c{n % COLOURS}">{escape(name)}</span>' for n, name in enumerate(drawable))
     return f'{"".join(parts)}<p class="legend">{legend}</p>'
 
 
 def svg(charts: Charts, scale: Scale = LINEAR, title: str = "") -> str:
-    """All charts in one picture that stands alone, one below the other."""
+    """All charts in one SVG file, one below the other."""
     style = "".join(f".c{n}{{stroke:{PALETTE[n]}}}circle.c{n}{{fill:{PALETTE[n]}}}" for n in range(COLOURS))
     style += (
         "polyline{fill:none;stroke-width:1.6}.grid{stroke:#ccc}.hit{opacity:0}text{font:12px sans-serif;stroke:none}"
@@ -76,9 +79,9 @@ def svg(charts: Charts, scale: Scale = LINEAR, title: str = "") -> str:
         for number, run in enumerate(curves):
             x = 76 + 8 * len(name) + number * 150
             parts.append(f'<text x="{x}" y="{top + 18}" fill="{PALETTE[number % COLOURS]}">{escape(run[-22:])}</text>')
-        drawn = chart(curves, scale=scale).partition("</svg>")[0]
-        drawn = drawn.replace("<svg ", f'<svg y="{top + 24}" width="{WIDTH}" height="{HEIGHT}" ', 1)
-        parts.append(f"{drawn}</svg>" if drawn.startswith("<svg") else "")
+        image = chart(curves, scale=scale).partition("</svg>")[0]
+        image = image.replace("<svg ", f'<svg y="{top + 24}" width="{WIDTH}" height="{HEIGHT}" ', 1)
+        parts.append(f"{image}</svg>" if image.startswith("<svg") else "")
         top += HEIGHT + 40
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{top}" viewBox="0 0 {WIDTH} {top}">'
@@ -96,35 +99,35 @@ def _curve(name: str, curve: Series, axes: tuple[_Axis, _Axis], colour: int, wor
             runs.append([])
     parts = [f'<polyline class="c{colour}" points="{" ".join(run)}"/>' for run in runs if len(run) > 1]
     finite = [(x, y) for x, y in curve if math.isfinite(y)]
-    few = finite if len(finite) <= 60 else finite[:: -(-len(finite) // 60)]
-    for x, y in few:  # what a pointer finds
-        said = escape(f"{name}, {over} {x:g}: {short(y)} {unit}".rstrip())
+    marked = finite if len(finite) <= 60 else finite[:: -(-len(finite) // 60)]
+    for x, y in marked:  # points with a text under the pointer
+        text = escape(f"{name}, {over} {x:g}: {short(y)} {unit}".rstrip())
         radius = 2.2 if len(finite) <= 60 else 5
         hidden = "" if len(finite) <= 60 else " hit"
         parts.append(
             f'<circle class="c{colour}{hidden}" cx="{x_axis.at(x):.1f}" cy="{y_axis.at(y):.1f}" r="{radius}">'
-            f"<title>{said}</title></circle>"
+            f"<title>{text}</title></circle>"
         )
     return parts
 
 
 def thinned(curve: Series, most: int = MOST_POINTS) -> Series:
-    """At most about `most` points, among them the extremes of every part, so that no spike is lost."""
+    """At most about `most` points, which include the extremes of every part, so spikes stay visible."""
     if len(curve) <= most:
         return list(curve)
-    size, found = -(-len(curve) // (most // 2)), []
+    size, points = -(-len(curve) // (most // 2)), []
     for first in range(0, len(curve), size):
         part = curve[first : first + size]
         finite = [point for point in part if math.isfinite(point[1])]
         if not finite:
-            found.append(part[0])
+            points.append(part[0])
             continue
-        found += sorted({min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])})
-    return found
+        points += sorted({min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])})
+    return points
 
 
 class _Axis:
-    """Values onto pixels."""
+    """Maps values to pixels."""
 
     def __init__(self, low: float, high: float, begin: float, end: float, log: bool = False):
         if low == high:
@@ -141,8 +144,8 @@ class _Axis:
         """Round numbers within the axis."""
         if self.log and self.high / self.low > 20:
             powers = range(math.ceil(math.log10(self.low)), math.floor(math.log10(self.high)) + 1)
-            found = [10.0**power for power in powers]
-            return found[:: max(1, len(found) // count)] or [self.low, self.high]
+            powers_of_ten = [10.0**power for power in powers]
+            return powers_of_ten[:: max(1, len(powers_of_ten) // count)] or [self.low, self.high]
         rough = (self.high - self.low) / count
         power = 10 ** math.floor(math.log10(rough))
         step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)

@@ -1,4 +1,4 @@
-"""The steps of a corpus as a page: what each kept, why it dropped the rest, lengths, languages, domains, examples."""
+"""The steps of a corpus as a page: kept and dropped documents with reasons, lengths, languages, domains, examples."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def corpus_body(record: CorpusRecord) -> str:
     for step in record.steps:
         counts = step["counts"]
         if counts["dropped"] or counts["other"]:
-            why = _bars(counts["dropped"] | counts["other"], counts["documents"])
-            parts.append(_section(f"{step['name']}: why", why))
+            reasons = _bars(counts["dropped"] | counts["other"], counts["documents"])
+            parts.append(_section(f"{step['name']}: why", reasons))
     for name, title in _TITLES.items():
         with_it = [step for step in record.steps if step["counts"]["measures"].get(name)]
         if with_it:

@@ -1,9 +1,9 @@
-"""Where a run's time went, over all of its starts: in steps that count, in steps that were done again, in saves,
-evaluations and starts, between a process's end and the next one's begin, and in nothing of these.
+"""Account for a run's time over all of its starts: steps that count, repeated steps, saves, evaluations, starts, the
+time between the end of a process and the begin of the next, and idle time.
 
-From the rows of steps, and from the events next to them (training/metrics/meters.py): "begin" (a process starts) and
-"end", "started" (the seconds until its first step), "save" and "evaluation" (the seconds that they took), and those of
-guards, which say `to` which step a rollback went.
+It reads the rows of steps and the events next to them (training/metrics/meters.py): "begin" (a process starts), "end",
+"started" (seconds until the first step), "save" and "evaluation" (their seconds), and events of guards, whose `to` is
+the step that a rollback returned to.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TypedDict
 
 
 class StepRow(TypedDict, total=False):
-    """A row of metrics, as far as it is read."""
+    """The fields that are read of a row of metrics."""
 
     step: int
     skipped: int
@@ -22,7 +22,7 @@ class StepRow(TypedDict, total=False):
 
 
 class EventRow(TypedDict, total=False):
-    """What a run keeps of an event; which of these there are depends on it."""
+    """The fields of an event; each kind of event has some of them."""
 
     event: str
     step: int
@@ -40,25 +40,29 @@ class EventRow(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Goodput:
-    """Seconds. productive: of steps that were applied and are part of the run. lost: of steps that a resume did again,
-    and of those that were left out. down: between processes. idle: the rest."""
+    """Where the time of a run went, in seconds."""
 
     total: float
     productive: float
+    """Steps that were applied and are part of the run."""
     lost: float
+    """Steps that were repeated after a resume, and steps that were left out."""
     starts: float
     saves: float
     evaluations: float
     down: float
+    """Time between processes."""
     restarts: int
+    """Number of restarts."""
 
     @property
     def idle(self) -> float:
-        known = self.productive + self.lost + self.starts + self.saves + self.evaluations + self.down
-        return max(0.0, self.total - known)
+        """The rest of the total time."""
+        accounted = self.productive + self.lost + self.starts + self.saves + self.evaluations + self.down
+        return max(0.0, self.total - accounted)
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """For a table."""
+        """Rows of a table: name and text."""
         yield "time since the begin", _duration(self.total)
         parts = {
             "productive": self.productive,
@@ -75,8 +79,8 @@ class Goodput:
 
 
 def goodput(steps: Sequence[StepRow], events: Sequence[EventRow], written: float = 0.0) -> Goodput | None:
-    """Of a run's rows of steps and of its events, in the order in which they were written; None without events.
-    written: when the newest row was, which counts where the run has not ended.
+    """The goodput of a run from its rows of steps and its events, in the order in which they were written; None without
+    events. written: time of the newest row, which counts if the run has not ended.
 
     >>> begin: EventRow = {"event": "begin", "step": 0, "at": 100.0}
     >>> again: EventRow = {"event": "begin", "step": 1, "at": 120.0, "lost_seconds": 4.0, "last_at": 112.0}
@@ -119,7 +123,7 @@ def goodput(steps: Sequence[StepRow], events: Sequence[EventRow], written: float
 
 
 def _undone(events: Sequence[EventRow]) -> set[int]:
-    """The steps that rollbacks have undone, of those that are part of the run.
+    """The steps of the run that rollbacks have undone.
 
     >>> begin, back = {"event": "begin", "step": 0, "at": 0.0}, {"event": "nan", "step": 5, "to": 3, "at": 1.0}
     >>> _undone([begin, back]), _undone([begin, back, {**begin, "step": 4}])

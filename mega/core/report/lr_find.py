@@ -1,7 +1,8 @@
-"""The highest usable learning rate, from one sweep over rates (Smith 2017, section 3.3): what it is, and its picture.
+"""Find the highest usable learning rate by one sweep over rates (Smith 2017, section 3.3), and plot the sweep.
 
-The sweep is an ordinary run whose rate grows by one factor a step. Where the loss falls fastest per factor is a rate to
-train with; where it begins to rise is the limit. Knows no torch: it reads the run's metrics.
+The sweep is an ordinary run whose rate grows by a constant factor each step. The rate at which the loss falls fastest
+per factor is suggested; the rate at which it begins to rise is the limit. It knows no torch and reads the run's
+metrics.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from mega.core.files import whole_file
 from mega.core.report.chart import Scale, svg
 
 FIRST, LAST, STEPS = 1e-7, 1.0, 100
-"""The rates that a sweep begins and ends with, and its steps, where they are not given."""
+"""Defaults of a sweep: its first and last rate, and its steps."""
 SMOOTHING = 0.9
-"""Share of what was that stays in the smoothed loss."""
+"""Weight of the previous value in the smoothed loss."""
 RISEN = 4.0
-"""How many times the fall so far the loss may rise again before the sweep is over."""
+"""The sweep is over when the loss has risen by this many times its fall so far."""
 LEAST_POINTS = 3
-"""Steps of a curve, at least."""
+"""Minimum number of steps of a curve."""
 
 
 class Point(NamedTuple):
-    """One step: its rate, its loss, and the loss smoothed over the steps before."""
+    """One step: its rate, its loss, and the smoothed loss."""
 
     lr: float
     loss: float
@@ -35,16 +36,17 @@ class Point(NamedTuple):
 
 
 class Suggestion(NamedTuple):
-    """rate: where the loss falls fastest. least: where it is lowest, beyond which training does not hold."""
+    """rate: the rate at which the loss falls fastest. least: the rate with the lowest loss, above which training
+    diverges."""
 
     rate: float
     least: float
 
 
 def sweep(options: Options) -> Options:
-    """Options of a sweep: nothing is saved or validated; how long the run is and how it saves does not count.
+    """Options of a sweep, which neither saves nor validates. The run's length and its options for saving are ignored.
 
-    Errors: ValueError naming a flag that asks for what a sweep cannot do.
+    Errors: ValueError naming a flag that a sweep excludes.
     """
     if options.checkpoint.save is not None or options.checkpoint.resume is not None:
         flag = "--save" if options.checkpoint.save is not None else "--resume"
@@ -62,32 +64,36 @@ def sweep(options: Options) -> Options:
 
 
 def read(metrics: Path) -> list[Point]:
-    """The sweep that a file of metrics holds, to where the loss has risen for good."""
+    """Read a sweep from a file of metrics, up to the step at which the loss has risen for good."""
     rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     return smoothed([(row["lr"], row["loss"]) for row in rows if "lr" in row and math.isfinite(row["loss"])])
 
 
 def smoothed(losses: Sequence[tuple[float, float]]) -> list[Point]:
-    """(rate, loss) of every step with its smoothed loss, to where it has risen for good."""
+    """Smooth the losses of a sweep, up to the step at which they have risen for good. losses: (rate, loss) of every
+    step."""
     points: list[Point] = []
     mean, least = 0.0, math.inf
     for number, (lr, loss) in enumerate(losses, 1):
         mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
-        now = mean / (1 - SMOOTHING**number)
-        least = min(least, now)
-        points.append(Point(lr, loss, now))
-        if now - least > max(RISEN * (points[0].smoothed - least), 0.05 * least) and now > points[0].smoothed:
+        corrected = mean / (1 - SMOOTHING**number)
+        least = min(least, corrected)
+        points.append(Point(lr, loss, corrected))
+        if (
+            corrected - least > max(RISEN * (points[0].smoothed - least), 0.05 * least)
+            and corrected > points[0].smoothed
+        ):
             break
     return points
 
 
 def has_risen(points: Sequence[Point]) -> bool:
-    """Whether a sweep went past the lowest loss, so that what ended it was the rate."""
+    """Whether a sweep went beyond its lowest loss, which means that the rate ended it."""
     return len(points) >= LEAST_POINTS and points[-1].smoothed > min(point.smoothed for point in points)
 
 
 def suggest(points: Sequence[Point]) -> Suggestion:
-    """From a sweep of at least three steps. Errors: ValueError where the loss never falls.
+    """The suggestion of a sweep of at least three steps. Errors: ValueError if the loss never falls.
 
     >>> falls = [(10.0**-k, loss) for k, loss in ((5, 4.0), (4, 3.9), (3, 3.0), (2, 2.8), (1, 9.0))]
     >>> suggest([Point(lr, loss, loss) for lr, loss in falls])
@@ -98,16 +104,16 @@ def suggest(points: Sequence[Point]) -> Suggestion:
         raise ValueError("the loss does not fall anywhere in the sweep; give a lower --min-lr, or more --steps")
 
     def slope(at: int) -> float:
-        before, here = points[at - 1], points[at]
-        return (here.smoothed - before.smoothed) / math.log(here.lr / before.lr)
+        previous, point = points[at - 1], points[at]
+        return (point.smoothed - previous.smoothed) / math.log(point.lr / previous.lr)
 
     return Suggestion(points[min(range(1, lowest + 1), key=slope)].lr, points[lowest].lr)
 
 
 def draw(points: Sequence[Point], found: Suggestion, path: Path) -> None:
-    """The sweep as an SVG: loss over the logarithm of the rate, and the two rates as upright lines.
+    """Write the sweep as an SVG: loss over the logarithm of the rate, and the two rates as vertical lines.
 
-    A loss that has blown up is drawn at the upper edge: its true height would make a flat line of all others.
+    A diverged loss is drawn at the upper edge; at its true height all other losses would look equal.
     """
     least, first = min(point.smoothed for point in points), points[0].smoothed
     ends = least, min(max(point.smoothed for point in points), 2 * first - least)

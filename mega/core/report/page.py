@@ -40,19 +40,19 @@ KNOWN = {
     "seconds": "Seconds per step",
     "batch": "Global batch",
 }
-"""Rows that have a chart of their own, in order; others follow by their names."""
+"""Metric -> title of its chart, in order; charts of other metrics follow by name."""
 UNITS = {"tokens_per_second_per_device": "tokens/s per device", "memory": "GiB", "seconds": "s"}
 PLAIN = ("consumed", "skipped", "finite")
 """Counters that no chart shows."""
 SHARES = {"largest_share": "largest share of an expert", "dropped_share": "dropped choices of experts"}
-"""What a mixture reports of each step, at the last and at the most."""
+"""Shares that a mixture of experts reports -> title; the summary shows the last and the largest value."""
 OF_EXPERT = "tokens_of_expert_"
-"""What the rows' names of an expert's load begin with."""
+"""Prefix of the metrics with the load of an expert."""
 MOST_EVENTS, MOST_SAMPLES = 500, 50
 
 
 def page(record: RunRecord | EvaluationRecord | CorpusRecord) -> str:
-    """The whole file."""
+    """The whole page, as HTML."""
     if isinstance(record, CorpusRecord):
         body = corpus_body(record)
     else:
@@ -115,16 +115,16 @@ def _summary(run: RunRecord) -> Iterable[tuple[str, str]]:
 
 def _charts(run: RunRecord) -> Iterable[str]:
     held_out = {name: run.series[f"{name}_loss"] for name in run.sets}
-    drawn = {"loss", *(f"{name}_loss" for name in held_out), *(f"{name}_perplexity" for name in held_out), *PLAIN}
+    excluded = {"loss", *(f"{name}_loss" for name in held_out), *(f"{name}_perplexity" for name in held_out), *PLAIN}
     losses = {**({"training": run.series["loss"]} if "loss" in run.series else {}), **held_out}
     if losses:
         yield _section("Loss", chart(losses, "nats"))
     experts = [name for name in run.series if name.startswith(OF_EXPERT)]
     if experts:
         yield _section("Tokens of an expert", chart(_spread([run.series[name] for name in experts]), "tokens"))
-    others = sorted(name for name in run.series if name not in KNOWN and name not in experts)
-    for name in [*KNOWN, *others]:
-        if name in drawn or name not in run.series:
+    other_metrics = sorted(name for name in run.series if name not in KNOWN and name not in experts)
+    for name in [*KNOWN, *other_metrics]:
+        if name in excluded or name not in run.series:
             continue
         curve = _scaled(run.series[name], 2.0**-30) if name == "memory" else run.series[name]
         unit = UNITS.get(name, "")
@@ -133,7 +133,7 @@ def _charts(run: RunRecord) -> Iterable[str]:
 
 
 def _spread(curves: Sequence[Series]) -> dict[str, Series]:
-    """Of as many curves as a mixture has experts: the largest, mean and least value of each step."""
+    """Largest, mean and least value of each step, over the curves of all experts."""
     steps = [(points[0][0], [y for _, y in points]) for points in zip(*curves, strict=False)]
     folds: dict[str, Callable[[list[float]], float]] = {"most": max, "mean": mean, "least": min}
     return {name: [(step, fold(values)) for step, values in steps] for name, fold in folds.items()}
@@ -180,15 +180,15 @@ def _evaluation(record: EvaluationRecord) -> str:
     )
     parts.append(_section("Settings", _table(settings)))
     for task, samples in (content.get("samples") or {}).items():
-        shown = [
+        samples_shown = [
             (str(number), json.dumps(each, default=str)[:4000]) for number, each in enumerate(samples[:MOST_SAMPLES])
         ]
-        parts.append(_section(f"Samples of {task}", _table(shown)))
+        parts.append(_section(f"Samples of {task}", _table(samples_shown)))
     return "\n".join(parts)
 
 
 def _flat(value: object, name: str = "") -> Iterable[tuple[str, str]]:
-    """Nested settings as rows, `a.b`."""
+    """Nested settings as rows with names such as `a.b`."""
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield from _flat(each, f"{name}.{key}" if name else str(key))
@@ -201,13 +201,13 @@ def _section(title: str, body: str) -> str:
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> str:
-    made = (f"<tr><th>{escape(name)}</th><td><pre>{escape(text)}</pre></td></tr>" for name, text in rows)
-    return f"<table>{''.join(made)}</table>"
+    table_rows = (f"<tr><th>{escape(name)}</th><td><pre>{escape(text)}</pre></td></tr>" for name, text in rows)
+    return f"<table>{''.join(table_rows)}</table>"
 
 
 def _numbers(heads: Sequence[str], rows: Iterable[Sequence[float | str | None]]) -> str:
-    made = ["".join(f"<th>{escape(head)}</th>" for head in heads)]
+    table_rows = ["".join(f"<th>{escape(head)}</th>" for head in heads)]
     for name, *values in rows:
         cells = "".join(f'<td class="n">{"" if v is None or isinstance(v, str) else short(v)}</td>' for v in values)
-        made.append(f"<td>{escape(str(name))}</td>{cells}")
-    return f"<table>{''.join(f'<tr>{row}</tr>' for row in made)}</table>"
+        table_rows.append(f"<td>{escape(str(name))}</td>{cells}")
+    return f"<table>{''.join(f'<tr>{row}</tr>' for row in table_rows)}</table>"

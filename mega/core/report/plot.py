@@ -1,6 +1,6 @@
-"""Metrics of several runs over each other: in Braille dots on a terminal, or as a PNG by matplotlib; as SVG: chart.py.
+"""Plot metrics of several runs in Braille dots on a terminal, or as a PNG with matplotlib; chart.py draws SVG.
 
-It knows curves by name.
+It knows curves only by their names.
 """
 
 from __future__ import annotations
@@ -14,52 +14,52 @@ from mega.core.report.chart import PALETTE, Charts, short
 from mega.core.report.read import RunRecord, Series, read
 
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-"""The bits of a Braille letter's dots, from top to bottom, left and right."""
+"""Bits of the dots of a Braille letter: rows from top to bottom, each left and right."""
 
 ANSI = (34, 33, 32, 31, 35, 36)
 """Colours of a terminal, in the order of `PALETTE`."""
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-"""What stands for the dots of each curve where there is no colour."""
+"""The letter of each curve, in place of its dots, without colours."""
 
 
 def charts_of(runs: Sequence[Path], metrics: Sequence[str]) -> Charts:
-    """The curves of some metrics of some runs; of the loss, and that of validation where there is one, if none is
-    named. Errors: ValueError naming the run, or a metric that no run has and those that there are.
+    """The curves of `metrics` for `runs`; without `metrics`, those of the training and validation loss. Errors:
+    ValueError naming the run, or a metric that no run has.
     """
-    found: dict[str, RunRecord] = {}
+    records: dict[str, RunRecord] = {}
     for place in runs:
         record = read(place)
         if not isinstance(record, RunRecord):
             raise ValueError(f"RUN {place}: is an evaluation; must be a run's directory, or its file of metrics")
-        found[str(place) if place.name in {other.name for other in runs if other != place} else place.name] = record
-    there = list(dict.fromkeys(name for record in found.values() for name in record.series))
-    chosen = metrics or [name for name in ("loss", "valid_loss") if name in there]
-    for name in chosen:
-        if name not in there:
-            raise ValueError(f"--metric {name}: no run has it; valid: {', '.join(there)}")
+        records[str(place) if place.name in {other.name for other in runs if other != place} else place.name] = record
+    available = list(dict.fromkeys(name for record in records.values() for name in record.series))
+    names = metrics or [name for name in ("loss", "valid_loss") if name in available]
+    for name in names:
+        if name not in available:
+            raise ValueError(f"--metric {name}: no run has it; valid: {', '.join(available)}")
     return {
-        name: {run: record.series[name] for run, record in found.items() if name in record.series} for name in chosen
+        name: {run: record.series[name] for run, record in records.items() if name in record.series} for name in names
     }
 
 
 def smoothed(curve: Series, weight: float) -> Series:
-    """Exponential moving average; a value that is no number leaves it as it is.
+    """Exponential moving average; values that are not finite are skipped.
 
     >>> smoothed([(1, 4.0), (2, 2.0)], 0.5)
     [(1, 4.0), (2, 3.0)]
     """
-    found: Series = []
+    averages: Series = []
     for step, value in curve:
-        before = found[-1][1] if found else value
-        known = math.isfinite(value) and math.isfinite(before)
-        found.append((step, weight * before + (1 - weight) * value if known else before if found else value))
-    return found
+        before = averages[-1][1] if averages else value
+        finite = math.isfinite(value) and math.isfinite(before)
+        averages.append((step, weight * before + (1 - weight) * value if finite else before if averages else value))
+    return averages
 
 
 def terminal(name: str, curves: Mapping[str, Series], width: int = 72, height: int = 14, colour: bool = False) -> str:
-    """The curves of one metric, `width` x `height` letters, with a legend. colour: dots in a terminal's colours; else
-    several curves are drawn in letters."""
+    """The curves of one metric in `width` x `height` letters, with a legend. colour: draw dots in colours of the
+    terminal; otherwise several curves are drawn as letters."""
     points = [(x, y) for curve in curves.values() for x, y in curve if math.isfinite(y)]
     if not points:
         return f"{name}: no finite value"
@@ -93,7 +93,7 @@ def terminal(name: str, curves: Mapping[str, Series], width: int = 72, height: i
 
 
 def _joined(dots: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Columns and rows of dots, and of those on the lines between dots that are columns apart.
+    """Yield the (column, row) of dots, and of the dots on the lines between them.
 
     >>> list(_joined([(0, 0), (3, 6), (3, 0)]))
     [(0, 0), (1, 2), (2, 4), (3, 6), (3, 0)]
@@ -115,7 +115,7 @@ def _cell(cell: tuple[int, int] | None, dots: bool, colour: bool) -> str:
 
 
 def png(charts: Charts, path: Path, log: bool = False) -> None:
-    """Draw into `path`. Errors: ValueError naming the extra, where matplotlib is absent."""
+    """Draw into `path`. Errors: ValueError naming the extra if matplotlib is absent."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

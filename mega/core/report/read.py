@@ -1,6 +1,6 @@
-"""What a report is made of: the rows of a run's metrics, what is known of its checkpoints, or an evaluation's JSON.
+"""Read the data of a report: a run's metrics and the status of its checkpoints, or the JSON of an evaluation.
 
-Rows that a kill has broken are counted, not shown. It knows the names of rows and no HTML.
+Rows that were cut by a kill are counted, not shown. It knows the names of metrics and no HTML.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from mega.core.untrusted import read_limited
 
 MOST_BYTES = 1 << 31
 Series = list[tuple[float, float]]
-"""Steps and values, in order; NaN where there was no number."""
+"""(step, value) in order; the value is NaN for a missing number."""
 
 
 class RunEvent(NamedTuple):
-    """Something worth knowing that happened at a step, in words."""
+    """A notable event at a step, as text."""
 
     step: int
     text: str
@@ -31,18 +31,22 @@ class RunEvent(NamedTuple):
 
 @dataclass
 class RunRecord:
-    """series: name of a row's value -> curve. sets: names of the held-out sets. samples: text that the run has shown,
-    with its step. config: run.toml of its newest checkpoint, or "". broken: lines that are not rows. goodput: of a run
-    that kept what happened between its steps."""
+    """The data of a run's report."""
 
     name: str
     series: dict[str, Series] = field(default_factory=dict)
+    """Metric -> curve."""
     sets: list[str] = field(default_factory=list)
+    """Names of the validation sets."""
     events: list[RunEvent] = field(default_factory=list)
     samples: list[RunEvent] = field(default_factory=list)
+    """Texts that the model generated, with their steps."""
     config: str = ""
+    """run.toml of the newest checkpoint, or ""."""
     broken: int = 0
+    """Number of lines that are not rows."""
     goodput: Goodput | None = None
+    """None if the run has no file of events."""
 
 
 @dataclass(frozen=True)
@@ -55,27 +59,27 @@ class EvaluationRecord:
 
 @dataclass(frozen=True)
 class CorpusRecord:
-    """The records of a corpus's steps, in order: each with a name, its settings and counts, as `mega corpus` writes
-    them."""
+    """The records of a corpus's steps, in order, each with name, settings and counts, as `mega corpus` writes them."""
 
     name: str
     steps: list[Mapping[str, Any]]
 
 
 CORPUS_RECORD = ".corpus.json"
-"""The name, or the end of the name, of what a step of `mega corpus` notes in or next to its output."""
+"""Name, or suffix, of the record that a step of `mega corpus` writes in or next to its output."""
 
 
 def corpus_records(place: Path) -> list[Path]:
-    """The records of a folder that a step wrote, of all such folders in one, or of a file. Numbers sort as numbers."""
+    """Paths of the records of an output folder, of all output folders inside a folder, or of an output file. Numbers in
+    names are sorted by value."""
     if not place.is_dir():
-        one = place.with_name(f".{place.name}{CORPUS_RECORD}")
-        return [one] if one.is_file() else []
-    own = place / CORPUS_RECORD
-    if own.is_file():
-        return [own]
-    found = [*place.glob(f"*/{CORPUS_RECORD}"), *place.glob(f".*{CORPUS_RECORD}")]
-    return sorted(found, key=lambda path: [int(part) if part.isdigit() else part for part in _PARTS.split(str(path))])
+        path_of_file = place.with_name(f".{place.name}{CORPUS_RECORD}")
+        return [path_of_file] if path_of_file.is_file() else []
+    path = place / CORPUS_RECORD
+    if path.is_file():
+        return [path]
+    paths = [*place.glob(f"*/{CORPUS_RECORD}"), *place.glob(f".*{CORPUS_RECORD}")]
+    return sorted(paths, key=lambda path: [int(part) if part.isdigit() else part for part in _PARTS.split(str(path))])
 
 
 _PARTS = re.compile(r"(\d+)")
@@ -85,12 +89,15 @@ def _corpus(place: Path, records: list[Path]) -> CorpusRecord:
     steps = []
     for path in records:
         try:
-            found = json.loads(read_limited(path, MOST_BYTES, str(path)))
-            found["counts"]["measures"]["characters"] = found["counts"]["measures"].get("characters", {})
+            step_record = json.loads(read_limited(path, MOST_BYTES, str(path)))
+            step_record["counts"]["measures"]["characters"] = step_record["counts"]["measures"].get("characters", {})
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{path}: is not a record of a step of `mega corpus`") from None
         folder = path.parent.name if path.name == CORPUS_RECORD else path.name[1 : -len(CORPUS_RECORD)]
-        steps.append(found | {"name": folder if folder.endswith(found["step"]) else f"{folder} ({found['step']})"})
+        steps.append(
+            step_record
+            | {"name": folder if folder.endswith(step_record["step"]) else f"{folder} ({step_record['step']})"}
+        )
     return CorpusRecord(place.resolve().name or str(place), steps)
 
 
@@ -120,10 +127,10 @@ def read(place: Path) -> RunRecord | EvaluationRecord | CorpusRecord:
 
 
 def _run(metrics: Path, directory: Path) -> RunRecord:
-    found = RunRecord(directory.resolve().name or str(directory))
-    rows = list(_rows(metrics, found))
+    record = RunRecord(directory.resolve().name or str(directory))
+    rows = list(_rows(metrics, record))
     if not rows:
-        if found.broken > 1:  # one may be a first row that is being written
+        if record.broken > 1:  # one broken line may be a first row that is being written
             raise ValueError(f"{metrics}: is neither a run's metrics nor an evaluation's JSON")
         raise ValueError(f"{metrics}: holds no row of metrics; the run has not come to its first step")
     for row in rows:
@@ -132,20 +139,22 @@ def _run(metrics: Path, directory: Path) -> RunRecord:
                 continue
             if isinstance(value, int | float) or value is None:
                 number = math.nan if value is None else float(value)
-                found.series.setdefault(name, []).append((row["step"], number))
+                record.series.setdefault(name, []).append((row["step"], number))
             elif isinstance(value, str):
-                found.samples.append(RunEvent(row["step"], f"{name}: {value}"))
-    found.sets = list(dict.fromkeys(_held_out(rows)))
-    happened = list(_happened(metrics))
-    found.goodput = goodput([cast(StepRow, row) for row in rows if "lr" in row], happened, metrics.stat().st_mtime)
-    lines = [*_changes(rows, happened), *_guarded(happened), *_saved(directory)]
-    found.events = sorted(lines, key=lambda event: event.step)
+                record.samples.append(RunEvent(row["step"], f"{name}: {value}"))
+    record.sets = list(dict.fromkeys(_held_out(rows)))
+    run_events = list(_happened(metrics))
+    record.goodput = goodput([cast(StepRow, row) for row in rows if "lr" in row], run_events, metrics.stat().st_mtime)
+    lines = [*_changes(rows, run_events), *_guarded(run_events), *_saved(directory)]
+    record.events = sorted(lines, key=lambda event: event.step)
     if metrics.with_suffix(".jsonl.previous").is_file():
-        found.events.insert(0, RunEvent(0, f"the run was started over; the rows before are in {metrics.name}.previous"))
+        record.events.insert(
+            0, RunEvent(0, f"the run was started over; the rows before are in {metrics.name}.previous")
+        )
     steps = sorted(directory.glob("step-*/run.toml"))
     if steps:
-        found.config = steps[-1].read_text(encoding="utf-8", errors="replace")
-    return found
+        record.config = steps[-1].read_text(encoding="utf-8", errors="replace")
+    return record
 
 
 def _rows(metrics: Path, found: RunRecord) -> Iterable[dict[str, Any]]:
@@ -161,7 +170,7 @@ def _rows(metrics: Path, found: RunRecord) -> Iterable[dict[str, Any]]:
 
 
 def _happened(metrics: Path) -> Iterable[EventRow]:
-    """The events that a run has kept next to its metrics, as training/metrics/meters.py names their file."""
+    """Yield the events of a run from the file next to its metrics, which training/metrics/meters.py writes."""
     path = metrics.with_suffix(f".events{metrics.suffix}")
     if not path.is_file():
         return
@@ -173,15 +182,15 @@ def _happened(metrics: Path) -> Iterable[EventRow]:
 
 
 def _guarded(happened: list[EventRow]) -> Iterable[RunEvent]:
-    """What guards found."""
+    """Yield events of guards and resumes."""
     for row in happened:
         if row["event"] in ("nan", "spike"):
             first, end = row.get("samples", (0, 0))
             back = f", back at step {row['to']}" if "to" in row else ""
-            done = f": samples {first:,} to {end - 1:,} are left out{back}"
-            done = {"warn": "", "stop": ": the run ends"}.get(row.get("policy", ""), done)
-            what = "numbers are not finite" if row["event"] == "nan" else "a spike"
-            yield RunEvent(row["step"], f"{what}{done}")
+            consequence = f": samples {first:,} to {end - 1:,} are left out{back}"
+            consequence = {"warn": "", "stop": ": the run ends"}.get(row.get("policy", ""), consequence)
+            problem = "numbers are not finite" if row["event"] == "nan" else "a spike"
+            yield RunEvent(row["step"], f"{problem}{consequence}")
         elif row["event"] == "slow rank":
             yield RunEvent(row["step"], f"rank {row.get('rank')} is slow: {row.get('ratio')} times as long as others")
         elif row["event"] == "begin" and row["step"]:
@@ -190,7 +199,8 @@ def _guarded(happened: list[EventRow]) -> Iterable[RunEvent]:
 
 
 def _held_out(rows: list[dict[str, object]]) -> Iterable[str]:
-    """The sets that rows are of. Such a row begins with the set's loss; other losses of it may end in `_loss` too."""
+    """Yield the validation set of each row of validation. Such a row begins with the loss of its set; other losses of
+    it may also end in `_loss`."""
     for row in rows:
         first = next((name for name in row if name != "step"), "")
         if "loss" not in row and first.endswith("_loss"):
@@ -198,7 +208,7 @@ def _held_out(rows: list[dict[str, object]]) -> Iterable[str]:
 
 
 def _changes(rows: list[dict[str, Any]], happened: list[EventRow]) -> Iterable[RunEvent]:
-    """What rows say by differing from the row before, but for what guards have said of the same step."""
+    """Yield changes between consecutive rows, without steps that guards have reported."""
     last: dict[str, Any] = {}
     guarded = {row["step"] for row in happened if row["event"] in ("nan", "spike")}
     for row in rows:
@@ -215,7 +225,7 @@ def _changes(rows: list[dict[str, Any]], happened: list[EventRow]) -> Iterable[R
 
 
 def _saved(directory: Path) -> Iterable[RunEvent]:
-    """Checkpoints that are there, and what became known of them."""
+    """Yield the saved checkpoints, with their status."""
     try:
         verdicts = json.loads((directory / "verdicts.json").read_bytes())["steps"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -223,7 +233,7 @@ def _saved(directory: Path) -> Iterable[RunEvent]:
     for path in sorted(directory.glob("step-*")):
         number = path.name.removeprefix("step-")
         if path.is_dir() and number.isdecimal():
-            said = verdicts.get(str(int(number)), {}) if isinstance(verdicts, dict) else {}
-            reason = f": {said['reason']}" if said.get("reason") else ""
-            status = f"; {said['status']}{reason}" if "status" in said else ""
+            verdict = verdicts.get(str(int(number)), {}) if isinstance(verdicts, dict) else {}
+            reason = f": {verdict['reason']}" if verdict.get("reason") else ""
+            status = f"; {verdict['status']}{reason}" if "status" in verdict else ""
             yield RunEvent(int(number), f"saved{status}")
