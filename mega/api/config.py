@@ -76,7 +76,7 @@ def named(options: Mapping[str, object], schema: Schema) -> dict[str, object]:
         if (problem := toml.unfit(entry.section, name, plain, schema)) is not None:
             problems.append(f"{name}: {problem}")
         else:
-            values[name] = toml.held(entry, plain)
+            values[name] = toml.converted(entry, plain)
     if problems:
         raise ValueError("\n".join(problems))
     return values

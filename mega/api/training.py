@@ -101,7 +101,7 @@ def with_stored_options(options: Options, note: Note = discard) -> Options:
 
     weights = next(weights_of(options), None)
     if weights is None:
-        return _as_the_data(options, note)
+        return _with_tokenizer_of_data(options, note)
     from mega.core.inference.loading.identity import chosen_template
 
     (place, source), is_conversation = weights, bool(options.data.chat_data or options.finetuning.dpo_data)
@@ -115,7 +115,7 @@ def with_stored_options(options: Options, note: Note = discard) -> Options:
     return updated(options, stored_options)
 
 
-def _as_the_data(options: Options, note: Note) -> Options:
+def _with_tokenizer_of_data(options: Options, note: Note) -> Options:
     """Add the tokenizer recorded in the token files, if flags set neither a tokenizer nor a vocabulary."""
     data, typed_options = options.data, dataclasses.asdict(options.tokenizer)
     words = data.data_path or data.train_data

@@ -142,7 +142,7 @@ def meanings(
     has no other meaning. stated_by: the reason why the other options of a run have no effect, such as a checkpoint that
     determines them: they are dropped. None: they are refused.
     """
-    meaning_of: dict[str, Meaning] = dict(_of_elsewhere(configured, extra, stated_by))
+    meaning_of: dict[str, Meaning] = dict(_foreign_spellings(configured, extra, stated_by))
     meaning_of |= obsolete
     options_by_spelling: dict[str, list[Sets]] = {}
     for entry in configured:
@@ -163,7 +163,7 @@ def meanings(
     }
 
 
-def _of_elsewhere(
+def _foreign_spellings(
     configured: Sequence[Entry], extra: Mapping[str, Meaning], stated_by: str | None
 ) -> Iterator[tuple[str, Meaning]]:
     """Spellings of a run's options that the command lacks, or has under the same name with another meaning."""
@@ -185,7 +185,7 @@ def _spellings(entry: Entry) -> Iterator[tuple[str, Sets]]:
     """The Megatron-LM spellings of an option."""
     for spelling, stands_for in entry.option.megatron.items():
         families = entry.option.spelling_families.get(spelling, ())
-        yield spelling, replace(_of_spelling(entry, stands_for), families=families)
+        yield spelling, replace(_meaning_of(entry, stands_for), families=families)
 
 
 def _flags(entry: Entry) -> Iterator[tuple[str, Sets]]:
@@ -193,14 +193,14 @@ def _flags(entry: Entry) -> Iterator[tuple[str, Sets]]:
         yield entry.flag, Sets(entry.flag, 0, constant="true")
         yield _no(entry.flag), Sets(entry.flag, 0, constant="false")
     else:
-        meaning = _of_spelling(entry, entry.option.megatron.get(entry.flag, VALUE))
+        meaning = _meaning_of(entry, entry.option.megatron.get(entry.flag, VALUE))
         yield entry.flag, replace(meaning, synonyms=entry.option.synonyms)
     for spelling, flag in entry.option.synonyms.items():
         if flag == entry.flag:
-            yield spelling, _of_spelling(entry, VALUE)
+            yield spelling, _meaning_of(entry, VALUE)
 
 
-def _of_spelling(entry: Entry, stands_for: object) -> Sets:
+def _meaning_of(entry: Entry, stands_for: object) -> Sets:
     values = MANY if entry.many else 1
     if isinstance(stands_for, Renamed):
         return Sets(

@@ -190,13 +190,13 @@ def _own_flags(param: Any) -> Mapping[str, Meaning]:
 
 def command(function: Callable[..., Result]) -> Callable[..., Result | int]:
     """`function` with a signature for Typer, in which each config parameter is replaced by its options."""
-    takes = _takes(function)
+    takes = _verb_parameters(function)
     parameters = list(takes.others)
     if takes.run is not None:
         parameters += _parameters_of(_of_run)
     elif takes.own.entries:
         parameters += _parameters_of(_of_sections)
-    own_entries, run_entries = list(takes.own.entries.values()), _chosen(takes, parameters)
+    own_entries, run_entries = list(takes.own.entries.values()), _run_entries(takes, parameters)
     parameters += [_parameter(entry, None, takes.spelled(entry)) for entry in own_entries]
     parameters += [_parameter(entry, takes.reads) for entry in run_entries]
     if any(not entry.option.common for entry in (*own_entries, *run_entries)):
@@ -239,7 +239,7 @@ def command(function: Callable[..., Result]) -> Callable[..., Result | int]:
     return verb
 
 
-class _Takes(NamedTuple):
+class _VerbParameters(NamedTuple):
     """The parameters of a verb, by kind."""
 
     run: str | None
@@ -263,7 +263,7 @@ class _Takes(NamedTuple):
         return run_schema() if self.run is not None else Schema({}, {})
 
 
-def _takes(function: Callable[..., object]) -> _Takes:
+def _verb_parameters(function: Callable[..., object]) -> _VerbParameters:
     hints = get_type_hints(function, include_extras=True)
     run = given_name = reads = None
     tables: dict[str, type[Section]] = {}
@@ -288,10 +288,10 @@ def _takes(function: Callable[..., object]) -> _Takes:
         parameter.name for parameter in typer_parameters
     )  # a run's option of the same name would mean something else
     schema = schema_of(tables, {table: (*names, *typer_names) for table, names in left_out.items()})
-    return _Takes(run, given_name, reads, schema, tuple(typer_parameters))
+    return _VerbParameters(run, given_name, reads, schema, tuple(typer_parameters))
 
 
-def _chosen(takes: _Takes, others: Sequence[inspect.Parameter]) -> list[Entry]:
+def _run_entries(takes: _VerbParameters, others: Sequence[inspect.Parameter]) -> list[Entry]:
     """The options of a run, without those whose names belong to the verb's own options."""
     used_names = {parameter.name for parameter in others} | set(takes.own.entries)
     return [entry for entry in takes.schema.entries.values() if entry.name not in used_names]

@@ -63,7 +63,7 @@ def _training(options: Options, estimate: EstimateOptions) -> int:
         if replaced := _typed_layout(options):
             print(f"the search replaces {replaced}", file=sys.stderr)
     else:
-        answer = _as_typed(options, hardware(estimate.gpu) if estimate.gpu is not None else None)
+        answer = _estimate_typed(options, hardware(estimate.gpu) if estimate.gpu is not None else None)
     if draw is not None:
         from mega.core.estimate import picture
 
@@ -173,7 +173,7 @@ def _check_pictures(asked: Mapping[str, Path | None]) -> None:
         flag_of_path[path.resolve()] = flag
 
 
-def _as_typed(options: Options, device: Hardware | None) -> RunEstimate:
+def _estimate_typed(options: Options, device: Hardware | None) -> RunEstimate:
     """The estimate of the typed layout. Options without effect are reported on stderr."""
     answer = estimated(*planned(options), device)
     for line in unread(options, "read"):

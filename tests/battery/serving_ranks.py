@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mega.core.bench.load import Load, of_engine, summary
+from mega.core.bench.load import Load, run_on_engine, summary
 from mega.core.bench.serving import ServingBench, engine_of_plan
 from mega.core.config.compose import compose
 from mega.core.config.resolve import model_alone
@@ -59,7 +59,7 @@ def rank(tp: int, folder: str) -> int:
             engine.close()
             return 0
         process, load = time.process_time(), LOADS[name]
-        row = summary(load, of_engine(engine, load))
+        row = summary(load, run_on_engine(engine, load))
         found = {"tokens_per_second": row.tokens_per_second, "seconds": row.seconds}
         done = place / f"part-{number}"
         done.write_text(json.dumps({**found, "processor": time.process_time() - process}))

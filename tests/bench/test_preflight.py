@@ -15,7 +15,7 @@ import pytest
 from mega.cli import main
 from mega.core.bench import preflight
 from mega.core.bench.options import PreflightOptions
-from mega.core.bench.preflight import judged, rounds
+from mega.core.bench.preflight import problems, rounds
 from mega.core.processes import launch
 
 
@@ -42,7 +42,7 @@ PAIRS = {"n0 - n1": 10.0, "n0 - n2": 10.0, "n1 - n2": 10.0}
     ],
 )
 def test_what_is_off_is_named(rows: list[Any], pairs: dict[str, float], clocks: list[float], named: str) -> None:
-    assert list(judged(rows, pairs, clocks, 0.8)) == [named] * bool(named)
+    assert list(problems(rows, pairs, clocks, 0.8)) == [named] * bool(named)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8])

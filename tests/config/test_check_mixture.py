@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mega.core.config.check import check
-from mega.core.config.check_mixture import reads_alone
+from mega.core.config.check_mixture import inference_ranks
 from mega.core.config.compose import compose
 from mega.core.config.resolve import records_graph, resolve
 from mega.core.config.run import updated
@@ -77,7 +77,7 @@ def test_a_mistake_is_one_line(values: dict[str, Any], world: int, line: str) ->
 )
 def test_a_verb_that_trains_nothing_cuts_experts_by_tensor_ranks(values: dict[str, Any], line: str) -> None:
     mixture = resolve(updated(compose("tiny-gpt", flags=TRAINS), {"experts": 4, **values}), 2)
-    (found,) = reads_alone(mixture)
+    (found,) = inference_ranks(mixture)
     assert found.startswith(line)
 
 

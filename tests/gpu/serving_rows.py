@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from mega.core.bench import serving as serving_bench
-from mega.core.bench.load import Load, of_engine, summary
+from mega.core.bench.load import Load, run_on_engine, summary
 from mega.core.bench.serving import ServingBench, engine_of_plan
 from mega.core.config.compose import compose
 from mega.core.config.resolve import model_alone
@@ -114,7 +114,7 @@ def of_load(engine: Any, load: Load, seed: str) -> dict[str, Any]:
             shift = sum(map(ord, seed))
             return [tuple((token + shift) % vocab for token in each) for each in prompts(vocab)]
 
-    timings = of_engine(engine, Seeded(load.rate, load.requests, load.prompt, load.new))
+    timings = run_on_engine(engine, Seeded(load.rate, load.requests, load.prompt, load.new))
     found = summary(load, timings).fields()
     return {**found, "last_first": max(each.tokens[0] - each.arrival for each in timings)}
 

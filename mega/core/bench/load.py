@@ -132,7 +132,7 @@ def _spread(values: Sequence[float]) -> tuple[float, float]:
 # -- an engine
 
 
-def of_engine(engine: Engine, load: Load, clock: Callable[[], float] = time.perf_counter) -> list[Timing]:
+def run_on_engine(engine: Engine, load: Load, clock: Callable[[], float] = time.perf_counter) -> list[Timing]:
     """Run the requests of a load on an idle engine.
 
     Errors: ValueError if a request does not fit.
@@ -164,7 +164,7 @@ def of_engine(engine: Engine, load: Load, clock: Callable[[], float] = time.perf
 # -- a server
 
 
-def of_server(url: str, load: Load, vocab: int) -> list[Timing]:
+def run_on_server(url: str, load: Load, vocab: int) -> list[Timing]:
     """Send the requests of a load to /v1/completions at `url` (HOST:PORT), each on its own connection.
 
     Errors: ValueError for an invalid address; OSError if no server answers.
@@ -173,7 +173,7 @@ def of_server(url: str, load: Load, vocab: int) -> list[Timing]:
 
 
 def vocabulary(url: str) -> int:
-    """Vocabulary size of a server, from /tokenizer_info. Errors: as of `of_server`."""
+    """Vocabulary size of a server, from /tokenizer_info. Errors: as of `run_on_server`."""
     status, lines = asyncio.run(_whole(*_address(url), "/tokenizer_info"))
     try:
         return int(json.loads(lines)["vocab_size"])

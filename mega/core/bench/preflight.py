@@ -54,7 +54,7 @@ def preflight(options: PreflightOptions) -> int:
     rows = gather_json(measured, axis, device.torch)
     pairs = _pairs(_first_ranks(rows), axis, device)
     clocks = gather_json(time.time(), axis, device.torch)
-    faults = list(judged(rows, pairs, clocks, options.least))
+    faults = list(problems(rows, pairs, clocks, options.least))
     if world.rank == 0:
         _show(rows, pairs, faults, as_json=options.json)
         sys.stdout.flush()
@@ -173,7 +173,7 @@ def _pairs(first: Mapping[str, int], axis: Axis, device: Device) -> dict[str, fl
     return slowest
 
 
-def judged(
+def problems(
     rows: Sequence[Mapping[str, Any]], pairs: Mapping[str, float], clocks: Sequence[float], least: float
 ) -> Iterator[str]:
     """Phase 4: yield a line for each figure, fact or clock that is off."""

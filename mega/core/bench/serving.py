@@ -12,7 +12,17 @@ from dataclasses import dataclass, field
 
 from mega.core.architecture import architecture
 from mega.core.architecture.words import size_words
-from mega.core.bench.load import Load, ServingRow, Timing, of_engine, of_server, plot, summary, table, vocabulary
+from mega.core.bench.load import (
+    Load,
+    ServingRow,
+    Timing,
+    plot,
+    run_on_engine,
+    run_on_server,
+    summary,
+    table,
+    vocabulary,
+)
 from mega.core.bench.options import ServingLoadOptions
 from mega.core.config.sections import ModelConfig
 from mega.core.device import DTYPES, Device
@@ -65,8 +75,8 @@ def bench_url(plan: ServingBench) -> int:
     assert url is not None
     vocab = vocabulary(url)
     first = plan.loads[0]
-    of_server(url, Load(0, _WARM, first.prompt, first.new), vocab)
-    _measure(plan, f"{url}, through HTTP", lambda load: of_server(url, load, vocab))
+    run_on_server(url, Load(0, _WARM, first.prompt, first.new), vocab)
+    _measure(plan, f"{url}, through HTTP", lambda load: run_on_server(url, load, vocab))
     return 0
 
 
@@ -80,8 +90,8 @@ def bench_engine(plan: ServingBench) -> int:
     if device.is_cuda:
         title += f", warmed up in {engine.warm_up():.1f} s,"
     first = plan.loads[0]
-    of_engine(engine, Load(0, _WARM, first.prompt, first.new))
-    _measure(plan, f"{title} on {world.size} x {device.name}", lambda load: of_engine(engine, load))
+    run_on_engine(engine, Load(0, _WARM, first.prompt, first.new))
+    _measure(plan, f"{title} on {world.size} x {device.name}", lambda load: run_on_engine(engine, load))
     engine.close()
     return 0
 

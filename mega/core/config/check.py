@@ -32,7 +32,7 @@ from mega.core.config.resolve import (
     profiled_steps,
     resolve,
 )
-from mega.core.config.run import AnyRun, Options, RunConfig, entries, flag_of, found_with, run_schema, value_of
+from mega.core.config.run import AnyRun, Options, RunConfig, entries, flag_of, is_set_to, run_schema, value_of
 from mega.core.config.schema import Entry, Schema
 from mega.core.config.sections import LABELLED, TASKS
 from mega.core.files import url_of
@@ -175,7 +175,7 @@ def _needs(options: Options) -> Problems:
         if not entry.option.needs or (value := value_of(options, name)) == entry.default:
             continue
         for other, valid in entry.option.needs.items():
-            if found_with(options, other, valid):
+            if is_set_to(options, other, valid):
                 continue
             rule = valid.rule if isinstance(valid, Range) else " or ".join(valid)
             requirement = f"{flag_of(other)} {rule}, not {value_of(options, other)}" if rule else flag_of(other)

@@ -139,7 +139,7 @@ def expert_ranks(run: RunConfig, world: int, line: Line) -> Iterator[str]:
         yield line("pad_to_capacity", rule)
 
 
-def reads_alone(run: RunConfig) -> Iterator[str]:
+def inference_ranks(run: RunConfig) -> Iterator[str]:
     """Rules of a verb that trains nothing. Its data ranks have different rows and answers, so only tensor ranks, which
     have the same tokens, can share experts."""
     parallel = run.parallel

@@ -61,7 +61,7 @@ def resolve(options: Options, world: int, vocab: int | None = None) -> RunConfig
         tokenizer=implied_tokenizer(options.tokenizer, model.family),
         evaluation=replace(evaluation, eval_iters=max(0, evaluation.eval_iters)),
         checkpoint=options.checkpoint,
-        log=LogConfig(**_as_typed(options.log, LogConfig), metrics=metrics_file(options)),
+        log=LogConfig(**_unchanged_fields(options.log, LogConfig), metrics=metrics_file(options)),
         guards=options.guards,
         runtime=options.runtime,
         supervision=options.supervision,
@@ -104,12 +104,12 @@ def model_alone(options: Options, vocab: int | None = None) -> ModelConfig:
     128
     """
     model, longest = options.model, options.batch.seq_length
-    layers, hidden, heads = (_given(getattr(model, name), name) for name in ("layers", "hidden", "heads"))
+    layers, hidden, heads = (_required(getattr(model, name), name) for name in ("layers", "hidden", "heads"))
     decoder_layers = model.decoder_layers
     if FAMILY_DEFAULTS[model.family].stacks > 1:
         decoder_layers = decoder_layers or layers
         longest = longest and max(longest, options.masking.decoder_seq_length)
-    same = {**_as_typed(model, ModelConfig), "decoder_layers": decoder_layers}
+    same = {**_unchanged_fields(model, ModelConfig), "decoder_layers": decoder_layers}
     resolved = ModelConfig(
         **same,
         layers=layers,
@@ -118,8 +118,8 @@ def model_alone(options: Options, vocab: int | None = None) -> ModelConfig:
         kv_heads=heads if model.kv_heads is None else model.kv_heads,
         head_dim=model.head_dim or hidden // heads,
         ffn=model.ffn or (gated_ffn(hidden) if model.activation in GATED else 4 * hidden),
-        vocab=_given(vocab if model.vocab is None else model.vocab, "vocab"),
-        positions=_given(longest if model.positions is None else model.positions, "positions"),
+        vocab=_required(vocab if model.vocab is None else model.vocab, "vocab"),
+        positions=_required(longest if model.positions is None else model.positions, "positions"),
         qkv_bias=model.bias if model.qkv_bias is None else model.qkv_bias,
     )
     return with_head(resolved, options.finetuning.task)
@@ -382,12 +382,12 @@ def _steps_of(batch: BatchConfig, samples: int) -> int:
     return len(rising) + max(0, samples - sum(rising)) // batch.global_batch
 
 
-def _as_typed(options: Section, resolved: type[Section]) -> dict[str, Any]:
+def _unchanged_fields(options: Section, resolved: type[Section]) -> dict[str, Any]:
     """The values that a resolved section copies from options: all fields that it does not declare again."""
     return {name: value for name, value in vars(options).items() if name not in resolved.__annotations__}
 
 
-def _given(value: int | None, name: str) -> int:
+def _required(value: int | None, name: str) -> int:
     if value is None:
         raise ValueError(f"{flag_of(name)} is missing: give the sizes of the model, or --model")
     return value
@@ -395,7 +395,7 @@ def _given(value: int | None, name: str) -> int:
 
 def _precision(options: PrecisionOptions) -> PrecisionConfig:
     derived: Dtype = "fp32" if options.dtype == "bf16" else options.dtype
-    return PrecisionConfig(**_as_typed(options, PrecisionConfig), grad_dtype=options.grad_dtype or derived)
+    return PrecisionConfig(**_unchanged_fields(options, PrecisionConfig), grad_dtype=options.grad_dtype or derived)
 
 
 def _parallel(options: ParallelOptions, model: ModelConfig) -> ParallelConfig:
@@ -407,17 +407,17 @@ def _parallel(options: ParallelOptions, model: ModelConfig) -> ParallelConfig:
             stage_layers = split_layers(model.stacks[0], model.stacks[1], options.pp, options.split_rank)
     schedule = options.schedule or ("interleaved" if chunks > 1 else "1f1b")
     etp = options.tp if options.etp is None else options.etp
-    same = ParallelConfig(**_as_typed(options, ParallelConfig), schedule=schedule, etp=etp)
+    same = ParallelConfig(**_unchanged_fields(options, ParallelConfig), schedule=schedule, etp=etp)
     # One tensor rank has nothing to split. Megatron-LM also switches this off, without a message.
     split = options.sequence_parallel and options.tp > 1
     return replace(same, chunks=chunks, stage_layers=stage_layers, sequence_parallel=split)
 
 
 def _batch(options: BatchOptions, dp: int) -> BatchConfig:
-    seq_length, micro_batch = (_given(getattr(options, name), name) for name in ("seq_length", "micro_batch"))
+    seq_length, micro_batch = (_required(getattr(options, name), name) for name in ("seq_length", "micro_batch"))
     derived = micro_batch * max(dp, 1) * (options.accumulation or 1)
     return BatchConfig(
-        **_as_typed(options, BatchConfig),
+        **_unchanged_fields(options, BatchConfig),
         seq_length=seq_length,
         micro_batch=micro_batch,
         global_batch=derived if options.global_batch is None else options.global_batch,
@@ -427,7 +427,7 @@ def _batch(options: BatchOptions, dp: int) -> BatchConfig:
 def _schedule(options: Options) -> ScheduleConfig:
     schedule, decay = options.schedule, options.optimizer.weight_decay
     same = ScheduleConfig(
-        **_as_typed(schedule, ScheduleConfig),
+        **_unchanged_fields(schedule, ScheduleConfig),
         start_weight_decay=decay if schedule.start_weight_decay is None else schedule.start_weight_decay,
         end_weight_decay=decay if schedule.end_weight_decay is None else schedule.end_weight_decay,
     )

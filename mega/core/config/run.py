@@ -162,7 +162,7 @@ def flag_of(name: str) -> str:
     return entries()[name].flag
 
 
-def found_with(run: AnyRun, name: str, valid: tuple[str, ...] | Range) -> bool:
+def is_set_to(run: AnyRun, name: str, valid: tuple[str, ...] | Range) -> bool:
     """Whether an option holds one of the `valid` values. As in `Option.needs`, () is any value except None and off."""
     value = value_of(run, name)
     if isinstance(valid, Range):

@@ -117,7 +117,7 @@ def _take(table: str, keys: Mapping[str, object], schema: Schema, source: str, f
         if (problem := unfit(table, key, value, schema)) is not None:
             problems.append(f"{source}: [{table}] {key}: {problem}")
         else:
-            found[key] = held(schema.entries[key], value)
+            found[key] = converted(schema.entries[key], value)
     return problems
 
 
@@ -156,18 +156,18 @@ def unfit(table: str, key: str, value: object, schema: Schema | None = None) -> 
     if entry.many:
         if isinstance(value, list) and all(_is(entry.kind, item) for item in value):
             return None
-        return f"{shown(value)} must be a list, each {_NAMES[entry.kind]}"
+        return f"{quoted(value)} must be a list, each {_NAMES[entry.kind]}"
     if not _is(entry.kind, value):
-        return f"{shown(value)} must be {_NAMES[entry.kind]}{_choices(entry)}"
+        return f"{quoted(value)} must be {_NAMES[entry.kind]}{_choices(entry)}"
     if entry.choices and value not in entry.choices:
-        return f"{shown(value)} is not a choice{nearest(str(value), entry.choices)}{_choices(entry)}"
+        return f"{quoted(value)} is not a choice{nearest(str(value), entry.choices)}{_choices(entry)}"
     return None
 
 
-def shown(value: object) -> str:
+def quoted(value: object) -> str:
     """A value as a message shows it, cut where it is long.
 
-    >>> shown("a" * 200)[-10:], shown(10**5000)
+    >>> quoted("a" * 200)[-10:], quoted(10**5000)
     ('aaaaaaa...', 'a number with thousands of digits')
     """
     try:
@@ -197,7 +197,7 @@ def _is(kind: type, value: object) -> bool:
     return whole if kind is int else type(value) is (str if kind is Path else kind)
 
 
-def held(entry: Entry, value: Any) -> object:
+def converted(entry: Entry, value: Any) -> object:
     """Convert a valid TOML value to the type of its option."""
     if entry.many:
         return tuple(entry.kind(item) for item in value)

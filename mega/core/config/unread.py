@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from mega.core.config.option import Range
-from mega.core.config.run import Options, entries, flag_of, found_with, value_of
+from mega.core.config.run import Options, entries, flag_of, is_set_to, value_of
 from mega.core.config.schema import Entry
 from mega.core.config.sections import ALSO_READ, TOKENIZERS
 
@@ -29,7 +29,7 @@ def unread(options: Options, bench: str | None = None) -> Iterator[str]:
         if value == entry.default or (bench is not None and entry.option.bench != bench):
             continue
         readers = entry.option.read_with
-        if readers and not any(found_with(options, other, valid) for other, valid in readers.items()):
+        if readers and not any(is_set_to(options, other, valid) for other, valid in readers.items()):
             yield f"{_shown(entry, value)}: changes nothing without {_listed(readers)}"
         elif name in _FILES and kind is not None and name not in (*TOKENIZERS[kind], *ALSO_READ.get(kind, ())):
             yield f"{_shown(entry, value)}: changes nothing, {kind} does not read it"

@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from mega.core.config.toml import loads, read_text, shown
+from mega.core.config.toml import loads, quoted, read_text
 
 GIB = 2**30
 
@@ -83,7 +83,7 @@ def _made(name: str, table: Mapping[str, Any], asked: str) -> Hardware:
     peaks = table.get("peak", {})
     if not isinstance(peaks, Mapping):
         raise ValueError(
-            f"{asked}: peak is {shown(peaks)}; must be a table of TFLOP/s by dtype, such as {{bf16 = 989.0}}"
+            f"{asked}: peak is {quoted(peaks)}; must be a table of TFLOP/s by dtype, such as {{bf16 = 989.0}}"
         )
     for keys, valid in ((table.keys(), field_names), (peaks.keys(), base["peak"].keys() | {"fp8"})):
         if unknown := sorted(keys - valid):
@@ -92,7 +92,7 @@ def _made(name: str, table: Mapping[str, Any], asked: str) -> Hardware:
     for key, value in {**values, **peak}.items():
         most = 1.0 if key in SHARES else MOST
         if key != "peak" and (type(value) not in (int, float) or not LEAST <= value <= most):
-            raise ValueError(f"{asked}: {key} is {shown(value)}; must be a number from {LEAST:g} to {most:g}")
+            raise ValueError(f"{asked}: {key} is {quoted(value)}; must be a number from {LEAST:g} to {most:g}")
     if type(values["node"]) is not int:
-        raise ValueError(f"{asked}: node is {shown(values['node'])}; must be a whole number of GPUs")
+        raise ValueError(f"{asked}: node is {quoted(values['node'])}; must be a whole number of GPUs")
     return Hardware(name, **{**values, "peak": peak})

@@ -73,7 +73,7 @@ def tour(out: Path | None, steps: int) -> int:
     began = time.monotonic()
     for number, (title, line) in enumerate(TOUR, 1):
         typed = arguments(line, out, steps)
-        print(f"\n[{number}/{len(TOUR)}] {title}\n$ {shown(['mega', *typed])}", flush=True)
+        print(f"\n[{number}/{len(TOUR)}] {title}\n$ {format_command(['mega', *typed])}", flush=True)
         code = subprocess.run([sys.executable, "-m", "mega", *typed], check=False).returncode
         if code:
             print(f"mega: step {number} of {len(TOUR)} failed with exit code {code}", file=sys.stderr)
@@ -88,15 +88,15 @@ def closing(out: Path) -> str:
     find this `mega`, as after `./run quickstart`, which also runs in another directory than the shell."""
     command_path = shutil.which("mega")
     if command_path is not None and os.path.samefile(os.path.dirname(command_path), os.path.dirname(sys.executable)):
-        return shown(["mega", *arguments(MORE, out, 0)])
-    return shown([sys.executable, "-m", "mega", *arguments(MORE, out.resolve(), 0)])
+        return format_command(["mega", *arguments(MORE, out, 0)])
+    return format_command([sys.executable, "-m", "mega", *arguments(MORE, out.resolve(), 0)])
 
 
-def shown(words: Sequence[str], columns: int | None = None) -> str:
+def format_command(words: Sequence[str], columns: int | None = None) -> str:
     """A command line for reading and pasting, broken between options if it is longer than `columns`. None: the width of
     the terminal; if stdout is not a terminal, the result is one line.
 
-    >>> print(shown(["mega", "plot", "runs/a", "--out", "my loss.svg", "--smooth"], 38))
+    >>> print(format_command(["mega", "plot", "runs/a", "--out", "my loss.svg", "--smooth"], 38))
     mega plot runs/a \\
         --out 'my loss.svg' --smooth
     """
@@ -143,7 +143,7 @@ def _plot(out: Path) -> None:
     from mega.core.report.chart import svg
     from mega.core.report.plot import charts_of, terminal
 
-    _needed(out / "four-ranks" / "metrics.jsonl")
+    _existing(out / "four-ranks" / "metrics.jsonl")
     (curve,) = charts_of([out / "four-ranks"], ["loss"])["loss"].values()
     level = entropy(out / "tokens" / "train_text_document")
     curves = {"training": curve, "unigram statistics": [(step, level) for step, _ in (curve[0], curve[-1])]}
@@ -159,10 +159,10 @@ def _verdict(out: Path) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from mega.core.quickstart.verdict import chosen, verdict
+    from mega.core.quickstart.verdict import choose_document, verdict
 
-    document = chosen(read_corpus(_needed(out / "corpus" / "held-out.jsonl")))
-    evaluation = verdict(_needed(out / "one-rank"), document, out / "tokens" / "train_text_document")
+    document = choose_document(read_corpus(_existing(out / "corpus" / "held-out.jsonl")))
+    evaluation = verdict(_existing(out / "one-rank"), document, out / "tokens" / "train_text_document")
     table = Table(title=Text(f"Both begin: {evaluation.prompt!r}"), title_justify="left", show_lines=False, expand=True)
     table.add_column(f"{document.name}, held out", ratio=1, overflow="fold")
     table.add_column("the model continues", ratio=1, overflow="fold")
@@ -172,7 +172,7 @@ def _verdict(out: Path) -> None:
     print(f"{evaluation.unigram:.3f} under unigram statistics")
 
 
-def _needed(path: Path) -> Path:
+def _existing(path: Path) -> Path:
     if not path.exists():
         raise ValueError(f"{path}: does not exist; run the steps before this one first")
     return path

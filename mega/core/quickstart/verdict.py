@@ -65,7 +65,7 @@ def verdict(checkpoint: Path, document: Document, train: Path) -> Verdict:
     )
 
 
-def chosen(documents: Sequence[Document]) -> Document:
+def choose_document(documents: Sequence[Document]) -> Document:
     """The held-out document to show: a topic of Python's help if one is long enough, else any long document, else the
     longest."""
     long = [document for document in documents if len(document.text) >= 1000]

@@ -143,9 +143,9 @@ def _run(metrics: Path, directory: Path) -> RunRecord:
             elif isinstance(value, str):
                 record.samples.append(RunEvent(row["step"], f"{name}: {value}"))
     record.sets = list(dict.fromkeys(_held_out(rows)))
-    run_events = list(_happened(metrics))
+    run_events = list(_read_events(metrics))
     record.goodput = goodput([cast(StepRow, row) for row in rows if "lr" in row], run_events, metrics.stat().st_mtime)
-    lines = [*_changes(rows, run_events), *_guarded(run_events), *_saved(directory)]
+    lines = [*_change_events(rows, run_events), *_guard_events(run_events), *_checkpoint_events(directory)]
     record.events = sorted(lines, key=lambda event: event.step)
     if metrics.with_suffix(".jsonl.previous").is_file():
         record.events.insert(
@@ -169,7 +169,7 @@ def _rows(metrics: Path, found: RunRecord) -> Iterable[dict[str, Any]]:
             found.broken += 1
 
 
-def _happened(metrics: Path) -> Iterable[EventRow]:
+def _read_events(metrics: Path) -> Iterable[EventRow]:
     """Yield the events of a run from the file next to its metrics, which training/metrics/meters.py writes."""
     path = metrics.with_suffix(f".events{metrics.suffix}")
     if not path.is_file():
@@ -181,7 +181,7 @@ def _happened(metrics: Path) -> Iterable[EventRow]:
                 yield cast(EventRow, row)
 
 
-def _guarded(happened: list[EventRow]) -> Iterable[RunEvent]:
+def _guard_events(happened: list[EventRow]) -> Iterable[RunEvent]:
     """Yield events of guards and resumes."""
     for row in happened:
         if row["event"] in ("nan", "spike"):
@@ -207,7 +207,7 @@ def _held_out(rows: list[dict[str, object]]) -> Iterable[str]:
             yield first.removesuffix("_loss")
 
 
-def _changes(rows: list[dict[str, Any]], happened: list[EventRow]) -> Iterable[RunEvent]:
+def _change_events(rows: list[dict[str, Any]], happened: list[EventRow]) -> Iterable[RunEvent]:
     """Yield changes between consecutive rows, without steps that guards have reported."""
     last: dict[str, Any] = {}
     guarded = {row["step"] for row in happened if row["event"] in ("nan", "spike")}
@@ -224,7 +224,7 @@ def _changes(rows: list[dict[str, Any]], happened: list[EventRow]) -> Iterable[R
         last.update({name: value for name, value in row.items() if value is not None})
 
 
-def _saved(directory: Path) -> Iterable[RunEvent]:
+def _checkpoint_events(directory: Path) -> Iterable[RunEvent]:
     """Yield the saved checkpoints, with their status."""
     try:
         verdicts = json.loads((directory / "verdicts.json").read_bytes())["steps"]

@@ -17,7 +17,7 @@ from mega.core.activity import ACTIVITY
 from mega.core.architecture import architecture
 from mega.core.checkpoint.forms.huggingface import scales_dynamically
 from mega.core.config.check import check
-from mega.core.config.check_mixture import reads_alone
+from mega.core.config.check_mixture import inference_ranks
 from mega.core.config.compose import GivenOptions
 from mega.core.config.presets import FAMILY_DEFAULTS, PRESETS
 from mega.core.config.resolve import resolve, variant
@@ -160,7 +160,7 @@ def check_model(
     evaluated = updated(Options(model=model), {**values, "load": None, "mock_data": True, "skip_train": True})
     check(evaluated, world)
     run = resolve(evaluated, world)
-    if problems := list(reads_alone(run)):
+    if problems := list(inference_ranks(run)):
         raise ValueError("\n".join(problems))
     return CheckedModel(run, "dtype" in given.values, load), model_files
 

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from mega import cli
-from mega.core.bench.load import Load, Timing, of_engine, of_server, plot, summary, table, vocabulary
+from mega.core.bench.load import Load, Timing, plot, run_on_engine, run_on_server, summary, table, vocabulary
 from mega.core.inference.request import Event, Limits, Request
 from tests.inference.server.conftest import Running
 
@@ -42,7 +42,7 @@ class ClockedEngine:
 def test_an_engine_is_timed_by_tokens() -> None:
     engine: Any = ClockedEngine()
     load = Load(0, 3, 5, 4)
-    timings = of_engine(engine, load, clock=lambda: engine.now)
+    timings = run_on_engine(engine, load, clock=lambda: engine.now)
     assert timings == [Timing(0.0, (1.0, 2.0, 3.0, 4.0))] * 3
     row = summary(load, [*timings, Timing(0.0, (), "full")])
     assert (row.requests, row.failed, row.seconds, row.tokens_per_second) == (4, 1, 4.0, 3.0)
@@ -62,10 +62,10 @@ def test_arrivals_have_their_rate() -> None:
 def test_a_server_is_timed_through_http(server: Running, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     url = server.url.removeprefix("http://")
     assert vocabulary(url) == 257
-    timings = of_server(url, Load(0, 3, 5, 6), 257)
+    timings = run_on_server(url, Load(0, 3, 5, 6), 257)
     assert [each.error for each in timings] == [""] * 3 and {each.count for each in timings} == {6}
     assert all(0 < len(each.tokens) <= 6 and list(each.tokens) == sorted(each.tokens) for each in timings)
-    assert "maximum context length" in of_server(url, Load(0, 1, 300, 6), 257)[0].error
+    assert "maximum context length" in run_on_server(url, Load(0, 1, 300, 6), 257)[0].error
     rows, picture = tmp_path / "rows.jsonl", tmp_path / "plot.svg"
     line = f"bench serve --url {url} --requests 3 --prompt-tokens 5 --new-tokens 6 --rate 0 --rate 500"
     assert cli.main([*line.split(), "--json", str(rows), "--draw", str(picture)]) == 0
