@@ -67,6 +67,7 @@ def named(options: Mapping[str, object], schema: Schema) -> dict[str, object]:
         if entry is None:
             problems.append(f"{name}: is not an option{_nearest(name, schema)}")
             continue
+        # TOML has no null, so None is accepted here and not by toml.unfit.
         if value is None and entry.optional:
             values[name] = None
             continue

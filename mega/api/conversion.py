@@ -82,6 +82,7 @@ def converted(weights: ConvertOptions, layout: Layout) -> Converted:
     check_pair(load_dir, source, to)
     flags = {"--base": weights.base, "--parts": weights.parts, "--outtype": weights.outtype}
     check_flags(source, writer_of(to), {**layout.flags, **flags})
+    # Comparing logits needs transformers, which can open only Hugging Face's format.
     runs_both = weights.verify and "hf" in (source.name, to)
     if runs_both:
         from mega.core.proof.logits import check_transformers

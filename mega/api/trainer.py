@@ -184,6 +184,8 @@ class Trainer:
         if tuple(token_weights.shape) != (rows, columns):
             raise ValueError(f"weights: has shape {list(token_weights.shape)}; must be [{rows}, {columns}]")
         replicas, progress = self._begun.state.mesh.dp, self._begun.state.progress
+        # Dropout is a function of the sample id, so every row of a step needs its own id, the same on all ranks of a
+        # replica.
         first = (progress.step + 1) * ROWS_OF_STEP + self._drawn + replicas.index * rows
         self._drawn += replicas.size * rows
         microbatch = DecoderBatch(
@@ -216,6 +218,8 @@ class Trainer:
         """
         self._check_open()
         state = self._begun.state
+        # The loss is divided by the weight of the whole step, so all its microbatches must be known before the first
+        # backward.
         rows = [batches] if not isinstance(batches, Sequence) else list(batches)
         if self._sums is not None:
             raise ValueError(
@@ -248,6 +252,7 @@ class Trainer:
             raise ValueError("step: forward_backward comes first")
         state, sums, self._sums = self._begun.state, self._sums, None
         progress, schedules = state.progress, self._begun.schedules
+        # Skipped steps consume data but do not advance the schedule.
         scheduled = progress.consumed - progress.skipped_samples
         rate = schedules.lr(scheduled) if lr is None else lr
         numbers = update(state, sums, rate, schedules.weight_decay(scheduled)).start_reading().numbers()
@@ -314,6 +319,7 @@ class Trainer:
         if isinstance(prompt, str):
             if tokenizer is None:
                 raise ValueError("sample: the run has no tokenizer; give token ids")
+            # An empty prompt starts with the start token, if the tokenizer has one.
             ids = tokenizer.encode(prompt) or ([] if tokenizer.start is None else [tokenizer.start])
         else:
             ids = checked_ids("prompt", list(prompt), model.input.vocab).flatten().tolist()

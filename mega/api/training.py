@@ -130,6 +130,7 @@ def _with_tokenizer_of_data(options: Options, note: Note) -> Options:
     from mega.core.data.indexed import exists, noted_tokenizer
     from mega.core.text.build import missing_file
 
+    # All files of a blend must agree on their tokenizer, which is checked later; the first one is enough here.
     prefix = next((word for word in expand(words, data.corpora) if not is_number(word) and exists(word)), None)
     noted = {} if prefix is None else noted_tokenizer(prefix)
     if not noted or not noted.keys() <= typed_options.keys():

@@ -183,6 +183,7 @@ def _serving(
     check_ranges(options)
     engine.check_speculation()
     size = options.parallel.tp * options.parallel.pp
+    # Printed before torch is imported below, which takes many seconds on some disks.
     if url is None and size > 1:
         _announce("serve", size, dry=options.runtime.dry_run)
     from mega.core.bench.serving import ServingBench, bench_engine, bench_url

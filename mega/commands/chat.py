@@ -17,6 +17,9 @@ from mega.core.inference.options import ChatOptions, EngineOptions, SamplingOpti
 STATED_BY = "the checkpoint says it, or nothing is trained"
 """The reason, in notes, why training options have no effect here."""
 
+OF_SERVER = ("url", "system", "tokens", "name")
+"""Options that also apply to a conversation with a server."""
+
 
 def run(
     talk: ChatOptions,
@@ -39,10 +42,7 @@ def run(
     given_sampling = sampling.given()
     sampling_options = sampling_of(**given_sampling)
     if talk.url is not None:
-        ignored = [
-            *changed(engine),
-            *(name for name in changed(talk) if name not in ("url", "system", "tokens", "name")),
-        ]
+        ignored = [*changed(engine), *(name for name in changed(talk) if name not in OF_SERVER)]
         if checkpoint is not None or ignored:
             excluded = f"the checkpoint {checkpoint}" if checkpoint is not None else f"--{ignored[0].replace('_', '-')}"
             raise ValueError(f"--url {talk.url}: excludes {excluded}; that server's model answers")

@@ -230,6 +230,7 @@ def near_duplicates(
     """
     from mega.core.corpus.near_duplicates import NearDuplicates
 
+    # None is distinguished from a typed value, because --as-megatron has other defaults.
     bands = step.bands or (10 if step.as_megatron else 20)
     permutations = step.permutations or (100 if step.as_megatron else 120)
     threshold = step.threshold if step.threshold is not None else 0.7 if step.as_megatron else 0.8

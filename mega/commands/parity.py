@@ -36,6 +36,7 @@ def run(
         default_models: tuple[str, ...] = FAMILIES if proof.layouts is None else ()
         models = (proof.family,) if proof.family else default_models
         cases = [(model, layout) for layout in chosen_layouts for model in models or models_of(layout)]
+    # Rows of an earlier call count only for the same code, so an interrupted proof resumes.
     commit = rows.code() if proof.json else ""
     required = {(model, layout.name, proof.dtype) for model, layout in cases}
     results = [row for row in rows.kept(proof.json, commit) if _key(row) in required] if proof.json else []

@@ -44,6 +44,7 @@ def run(
         from rich.console import Console
 
         console = Console()
+        # 12 columns hold the labels of the axis.
         width = max(20, min(console.width - 12, 100)) if console.is_terminal else 72
         for name, curves in charts.items():
             print(terminal(name, curves, width, colour=console.is_terminal and not console.no_color))

@@ -26,6 +26,7 @@ def run(
     from mega.core.data.sources import STDIN, find
 
     index, count = _shard(texts.shard)
+    # The defaults of these options are None, so that a typed default is distinguished from none.
     of_sentences = {
         "--sentence-splitter": texts.sentence_splitter,
         "--lang": texts.lang,

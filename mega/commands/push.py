@@ -37,6 +37,7 @@ def run(
     from mega.core.checkpoint.forms.form import OWN
     from mega.core.checkpoint.forms.recognise import form_at
 
+    # The folder must exist until the upload has ended, so everything below is inside the block.
     with tempfile.TemporaryDirectory(prefix="mega-push-") as temporary:
         folder = directory
         if (form := form_at(directory)) is OWN:

@@ -37,6 +37,7 @@ def run(reshard: ReshardOptions, layout: Layout) -> int:
     from mega.core.checkpoint.own.tables import progress_bar
 
     if reshard.verify:
+        # Before the conversion, which may take hours: not every format can be read back.
         check_comparable(load, to_ours=reshard.saver == "mega")
     check_flags(form_at(load), writer_of(reshard.saver), {**layout.flags, **reshard.flags})
     vocab = _vocab(reshard)

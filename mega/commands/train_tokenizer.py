@@ -43,6 +43,7 @@ def run(
         tokenizer.json_key,
         tokenizer.text_lines,
     ]
+    # The record of inputs and settings decides whether existing files are kept or refused.
     record = WorkRecord([tokenizer.output_dir / name for name in names], work_of(settings, find(tokenizer.input)))
     is_current = record.kept("--output-dir", tokenizer.output_dir, tokenizer.overwrite)
     if not is_current:

@@ -150,6 +150,7 @@ def run_on_engine(engine: Engine, load: Load, clock: Callable[[], float] = time.
             except RequestError as error:
                 raise ValueError(f"--prompt-tokens {load.prompt}, --new-tokens {load.new}: {error}") from None
             next_prompt += 1
+        # An idle engine has no step to run until the next arrival; sleep briefly instead of polling.
         if engine.idle:
             time.sleep(min(max(arrivals[next_prompt] - seconds, 0.0), 0.001))
             continue

@@ -130,6 +130,7 @@ def bench(
         if against is not None:
             print(f"  {compared(speed, before, against)}", flush=True)
         if out is not None:
+            # Appended after each row, so that a later failure loses none.
             with open(out, "a", encoding="utf-8") as file:
                 file.write(json.dumps(speed.fields()) + "\n")
     disconnect()
@@ -213,7 +214,7 @@ def measure(
         random_batch(run, number * mesh.dp.size + mesh.dp.index, device.torch)
         for number in range(microbatches(run, world))
     ]
-    device.reset_memory_peak()
+    device.reset_memory_peak()  # the peak covers the steps, not the construction of the state
     warmup = max(warmup, 2) if records_graph(run, world) else warmup
     times, numbers_of_steps = _timed(state, batches, warmup, repeats, progress)
     seconds = statistics.median(times)
@@ -243,7 +244,7 @@ def measure(
     )
     state.grads.wait_param_gather()
     state.pipeline.close()
-    del state, batches
+    del state, batches  # frees this row's memory before the next state is built
     gc.collect()
     device.release()
     return speed
@@ -312,6 +313,7 @@ def profile(state: TrainState, batches: Sequence[Batch], trace: str | None = Non
     if state.device.is_cuda:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+        # The first step starts the profiler's CUDA tracing, and its gathers end in the second one.
         for _ in range(2 if state.device.is_cuda else 1):
             _step(state, batches)
             state.device.mark()

@@ -70,6 +70,7 @@ def check(options: Options, world: int) -> None:
     unsized = [*_sizes(options), *_ranges(options)]
     problems = [*_names(options), *unsized, *_missing(options), *_needs(options), *_families(options)]
     problems += [*_pairs(options), *_guards(options, world), *files(options)]
+    # resolve() needs these sizes, so rules about derived values wait until they are valid.
     if not unsized and None not in (options.model.layers, options.model.hidden, options.model.heads):
         run = resolve(options, world, ANY_VOCABULARY)
         for rule in (_heads, _positions, _stages, _tensor, _columns, _overlap, _fp8, graph, _times, _ahead):
@@ -315,6 +316,7 @@ def _run_and_checkpoint(options: Options) -> Problems:
         yield _line(options, "resume", "excludes --finetune, which starts at step 0; valid with it: auto")
     if checkpoint.override_schedule and checkpoint.use_checkpoint_schedule:
         yield "--use-checkpoint-schedule: excludes --override-schedule, which keeps this run's"
+    # Nothing is removed from a remote store, so limits on checkpoints would have no effect there.
     for name in ("keep_last", "keep_every", "keep_optimizer_last"):
         if value_of(options, name) is not None and checkpoint.save is not None and url_of(checkpoint.save):
             yield _line(
@@ -558,6 +560,7 @@ def _batch(run: RunConfig, world: int) -> Problems:
             yield _line(run, "rampup", problem)
             return
     unit = batch.micro_batch * dp
+    # Every batch of the ramp-up is split over the data ranks; the first bad size is enough to report.
     for size in batch_sizes(batch):
         if size % unit:
             rule = f"be a multiple of {unit}, --micro-batch {batch.micro_batch} x {dp} data-parallel ranks"

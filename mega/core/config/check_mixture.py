@@ -47,29 +47,25 @@ def mixture(run: RunConfig, line: Line) -> Iterator[str]:
 
 def _router(run: RunConfig, line: Line) -> Iterator[str]:
     model = run.model
-    experts, per_token = model.experts, model.experts_chosen
+    experts, top_k = model.experts, model.experts_chosen
     if experts == 1:
         yield line("experts", "must be at least 2, or 0 for a dense network")
-    if per_token > experts:
+    if top_k > experts:
         yield line("experts_chosen", f"must be at most --experts {experts}")
         return
-    if (
-        per_token == 1
-        and model.router_score == "softmax"
-        and model.router_normalize
-        and model.router_choice != "sinkhorn"
-    ):
+    if top_k == 1 and model.router_score == "softmax" and model.router_normalize and model.router_choice != "sinkhorn":
         yield line("experts_chosen", "needs --no-router-normalize (--moe-router-pre-softmax): one probability is 1")
     if model.balance_bias and model.router_score == "softmax":
         yield line("balance_bias", "needs --router-score sigmoid or sqrt-softplus, not softmax")
     if model.balance_bias and model.router_choice != "largest":
         yield line("balance_bias", f"excludes --router-choice {model.router_choice}, which balances on its own")
     tokens = run.batch.micro_batch * run.batch.seq_length
-    if model.router_choice == "quantile" and tokens * per_token % experts:
-        choices = tokens * per_token
-        rule = f"needs --experts to divide the {choices} choices of a microbatch's {tokens} tokens, not {experts}"
+    if model.router_choice == "quantile" and tokens * top_k % experts:
+        rule = (
+            f"needs --experts to divide the {tokens * top_k} choices of a microbatch's {tokens} tokens, not {experts}"
+        )
         yield line("router_choice", rule)
-    if model.router_choice == "quantile" and per_token == experts:
+    if model.router_choice == "quantile" and top_k == experts:
         yield line("router_choice", f"needs --experts-chosen below --experts {experts}; valid where all are: largest")
     by_sinkhorn = model.router_choice == "sinkhorn" and model.router_score != "softmax"
     if model.router_choice != "largest" and (model.router_groups or by_sinkhorn):
@@ -89,11 +85,11 @@ def _router(run: RunConfig, line: Line) -> Iterator[str]:
         yield line("router_groups", f"must divide --experts {experts}; valid: {_list(divisors(experts))}")
     elif groups_chosen > groups:
         yield line("router_groups_chosen", f"must be at most --router-groups {groups}")
-    elif per_token > groups_chosen * (experts // groups):
-        rule = f"has {groups_chosen * (experts // groups)} experts in all, but a token chooses {per_token}"
+    elif top_k > groups_chosen * (experts // groups):
+        rule = f"has {groups_chosen * (experts // groups)} experts in all, but a token chooses {top_k}"
         yield line("router_groups_chosen", rule)
-    elif model.router_group_best is None and per_token % groups_chosen:
-        yield line("router_groups_chosen", f"must divide --experts-chosen {per_token}, or give --router-group-best")
+    elif model.router_group_best is None and top_k % groups_chosen:
+        yield line("router_groups_chosen", f"must divide --experts-chosen {top_k}, or give --router-group-best")
     elif (model.router_group_best or 1) > experts // groups:
         yield line("router_group_best", f"must be at most the {experts // groups} experts of a group")
 

@@ -55,6 +55,7 @@ def resolve(options: Options, world: int, vocab: int | None = None) -> RunConfig
         optimizer=options.optimizer,
         schedule=_schedule(options),
         memory=options.memory,
+        # api/training.py replaces auto by the template of the weights; without weights it is plain.
         data=replace(options.data, chat_template="plain") if options.data.chat_template == "auto" else options.data,
         masking=options.masking,
         finetuning=options.finetuning,
@@ -108,6 +109,7 @@ def model_alone(options: Options, vocab: int | None = None) -> ModelConfig:
     decoder_layers = model.decoder_layers
     if FAMILY_DEFAULTS[model.family].stacks > 1:
         decoder_layers = decoder_layers or layers
+        # Encoder and decoder share the positions, which must cover the longer text.
         longest = longest and max(longest, options.masking.decoder_seq_length)
     same = {**_unchanged_fields(model, ModelConfig), "decoder_layers": decoder_layers}
     resolved = ModelConfig(
@@ -337,6 +339,7 @@ def lengths(run: RunConfig) -> Lengths:
     """
     batch, schedule = run.batch, run.schedule
     if batch.samples is not None:
+        # The schedule counts samples, so that it does not depend on the batch sizes of a ramp-up.
         steps, samples = _steps_of(batch, batch.samples), batch.samples
         decay = schedule.lr_decay_samples or samples
         warmup = schedule.lr_warmup_samples

@@ -101,6 +101,7 @@ def goodput(steps: Sequence[StepRow], events: Sequence[EventRow], written: float
     down, last = 0.0, begins[0]["at"]
     for event in events:
         if event["event"] == "begin":
+            # A killed process writes no end; the next begin holds the time of its last row.
             last = max(last, event.get("last_at", 0.0))
             down += max(0.0, event["at"] - last)
         last = max(last, event["at"])

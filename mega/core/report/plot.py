@@ -74,6 +74,7 @@ def terminal(name: str, curves: Mapping[str, Series], width: int = 72, height: i
             for x, y in curve
             if math.isfinite(y)
         ]
+        # A letter holds 2 x 4 dots. Where curves overlap, the last one owns the whole letter.
         for column, row in _joined(dots):
             place = row // 4, column // 2
             owner, bits = cells.get(place, (number, 0))
