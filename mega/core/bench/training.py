@@ -313,7 +313,6 @@ def profile(state: TrainState, batches: Sequence[Batch], trace: str | None = Non
     if state.device.is_cuda:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
-        # The first step starts the profiler's CUDA tracing, and its gathers end in the second one.
         for _ in range(2 if state.device.is_cuda else 1):
             _step(state, batches)
             state.device.mark()

@@ -1,7 +1,7 @@
 """Every rule of a run, checked at once and before any process starts.
 
 `check` raises one ValueError with a line for each problem: the flag as a user types it, its value, the rule, and the
-valid values. Ranges and most of what an option needs are properties of the option (config/option.py); every other rule
+valid values. Ranges and most dependencies are properties of the option (config/option.py); every other rule
 is here once, in a small generator of such lines. Derived values come from config/resolve.py, files are checked in
 config/check_files.py. No torch: rules that depend on the device are checked by the ranks.
 """
@@ -144,8 +144,8 @@ def _ranges(options: Options) -> Problems:
 
 
 def out_of_range(values: Mapping[str, Any], schema: Schema | None = None) -> Problems:
-    """Yield a line for each option with a number outside its range. values: by field name. schema: of a verb; None is a
-    run's."""
+    """Yield a line for each option with a number outside its range. values: by field name. schema: the options of a
+    verb; None: those of a run."""
     for name, value in values.items():
         entry = (schema or run_schema()).entries[name]
         within = entry.option.within

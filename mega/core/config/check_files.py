@@ -239,7 +239,8 @@ def _output_folders(options: Options) -> Problems:
 
 
 def _rows(path: str) -> bool:
-    """Whether a file is empty or begins with a row of metrics. An only row may be incomplete, if its run was killed."""
+    """Whether a file is empty or begins with a row of metrics. A single row may be incomplete, because a kill can cut
+    it."""
     with open(path, "rb") as file:
         first, rest = file.readline(1 << 20), file.read(1)
     try:

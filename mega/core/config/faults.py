@@ -87,7 +87,7 @@ def fault(text: str) -> Fault:
             raise ValueError(f"{pair!r}; valid: {', '.join(f'{name}=NUMBER' for name in _NUMBERS)}") from None
     if "step" not in values:
         raise ValueError("says no step; valid: for example nan:gradient@step=12,rank=3")
-    # float() also accepts nan and inf, and both may be negative.
+    # float() also accepts nan and inf, int() negative numbers.
     if any(value < 0 or not math.isfinite(value) for value in values.values()) or values["step"] < 1:
         raise ValueError("must count steps from 1, and ranks from 0")
     return Fault(kind, target, **values)  # type: ignore[arg-type]

@@ -144,8 +144,8 @@ def _unknown_table(table: str, schemas: Sequence[Schema]) -> str:
 
 
 def unfit(table: str, key: str, value: object, schema: Schema | None = None) -> str | None:
-    """The reason why a TOML or JSON `value` is not valid for `key` of `table`, or None if it is. schema: None is a
-    run's."""
+    """The reason why a TOML or JSON `value` is not valid for `key` of `table`, or None if it is. schema: None means
+    that of a run."""
     entries = (schema or run_schema()).entries
     entry = entries.get(key)
     if entry is None:
