@@ -1,18 +1,18 @@
-"""Generation in any layout. The engine takes and gives token ids; generation and server put text around it.
+"""Generation in any layout. The engine takes and returns token ids; generation and server convert them to text.
 
-start, capacity           an engine of a model on ranks, and what fits along with its weights
-request, engine           what may be asked, and who answers
-schedule, chunks, cache   which tokens a step computes, and which block of the cache holds which
-step, relay, worker       a step as integers, on its way to all ranks, and a rank's share of it
+start, capacity           start an engine of a model on ranks; compute what fits into memory along with its weights
+request, engine           the requests and events of an engine, and the engine itself
+schedule, chunks, cache   choose the tokens that a step computes, and assign blocks of the cache to them
+step, relay, worker       a step as integers, its transport to all ranks, and each rank's share of it
 paged_cache, graphs       keys and values in blocks, and recorded CUDA graphs
-sampling, beam            from logits to tokens (temperature, top-k, top-p) and to beams
-speculate, drafts         speculative decoding: tokens guessed ahead
+sampling, beam            choose tokens from logits (temperature, top-k, top-p) and search beams
+speculate, drafts         speculative decoding: propose tokens ahead of the model
 embedding                 texts as vectors, by a BERT
-retrieval                 neighbours that a model reads, looked for as chunks end
-text_stream               tokens as text while they come, never half a character
-options                   the sections of verbs that decode
+retrieval                 find the neighbours that a model with a retriever reads, as chunks end
+text_stream               convert tokens to text as they arrive, never half a character
+options                   option sections of verbs that decode
 
-loading                   weights, tokenizer, template and adapters of a model of any form
-generation                `mega generate`: prompts, and the texts that continue them
+loading                   load weights, tokenizer, template and adapters of a model in any format
+generation                `mega generate` and `mega chat`
 server                    answers over HTTP
 """

@@ -1,9 +1,9 @@
-"""Beam search over candidates that somebody else finds: which beams continue, which are finished, when it is over.
+"""Beam search on candidates that a model provides: which beams continue, which are finished, when the search ends.
 
-Every step takes the best candidates of all beams. One that stops among the best `width` is finished, with the sum of
-its log-probabilities over length ** penalty as its score, length counted from the prompt's end with the stop token; the
-best others are the next beams. It is over when `width` are finished and none that is open can beat the worst of them
-(Megatron-LM's and transformers' rule). No torch.
+Every step takes the best candidates of all beams. A candidate among the best `width` that is a stop token finishes its
+beam with the score sum of log-probabilities / length ** penalty, where length counts the new tokens with the stop
+token. The best other candidates are the next beams. The search ends when `width` beams are finished and no open beam
+can have a better score than the worst of them (the rule of Megatron-LM and transformers). No torch.
 """
 
 from __future__ import annotations
@@ -16,31 +16,34 @@ from mega.core.inference.request import Beam, Top
 
 @dataclass
 class BeamSearch:
-    """live: sum of log-probabilities and new ids of each open beam; at first one, without ids."""
+    """The state of one beam search."""
 
     width: int
-    tokens: int
+    tokens: int  # most new tokens
     stop_ids: frozenset[int]
     length_penalty: float
     live: list[tuple[float, tuple[int, ...]]] = field(default_factory=lambda: [(0.0, ())])
+    """(sum of log-probabilities, new ids) of each open beam; at first a single one without ids."""
     finished: list[Beam] = field(default_factory=list)
+    """The best finished beams, the best first."""
 
     @property
     def candidates(self) -> int:
-        """How many of the likeliest ids of each beam a step needs: enough for `width` beams if all others stop."""
+        """Number of most likely ids that a step needs for each beam: enough for `width` beams if all others stop."""
         return max(2, 1 + len(self.stop_ids)) * self.width
 
     def advance(self, likeliest: Sequence[Top]) -> list[tuple[int, int]]:
-        """likeliest: of each open beam. Gives the next beams as (number of the beam it continues, id); none: over."""
-        found = [
+        """Take a step. likeliest: candidates of each open beam. Return the next beams as (index of the beam that it
+        continues, id); none if the search has ended."""
+        candidates = [
             (total + logprob, number, token)
             for number, ((total, _), top) in enumerate(zip(self.live, likeliest, strict=True))
             for token, logprob in top
             if logprob > float("-inf")
         ]
-        found.sort(key=lambda each: -each[0])
+        candidates.sort(key=lambda each: -each[0])
         following: list[tuple[float, int, int]] = []
-        for rank, (total, number, token) in enumerate(found[: self.candidates]):
+        for rank, (total, number, token) in enumerate(candidates[: self.candidates]):
             if token in self.stop_ids:
                 if rank < self.width:
                     self._finish(total, (*self.live[number][1], token))
@@ -65,7 +68,7 @@ class BeamSearch:
         return full and self.finished[-1].score >= self._score(self.live[0][0], length)
 
     def result(self) -> tuple[Beam, ...]:
-        """Best first; beams that are still open where the length is used up count as they are."""
+        """All results, the best first; beams that are still open at the length limit are included."""
         if self.live and len(self.live[0][1]) == self.tokens:
             for total, ids in self.live:
                 self._finish(total, ids)

@@ -1,8 +1,8 @@
-"""Which block of the cache holds which tokens: allocation, sharing by reference counts, prefixes that are kept.
+"""Assign blocks of the cache to tokens: allocation, sharing by reference counts, reuse of common prefixes.
 
-Blocks are numbers; what lies in them is the worker's. A full block is known by all tokens up to its end, so a prompt
-that begins like one before it finds its blocks, computed once; those without users stay until their memory is
-needed, the least recently used first. Knows no requests and no torch.
+Blocks are numbers here; the worker stores their content. A full block is identified by all tokens up to its end, so a
+prompt with the same beginning as an earlier one finds the blocks computed for that one. Unused blocks remain until
+their memory is needed, and are then taken in order of their last use. This file knows neither requests nor torch.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 SCRATCH = 0
-"""The block that padding is written to; it belongs to no sequence."""
+"""The block that receives padding; it belongs to no sequence."""
 
 ROOT = 0
-"""The prefix before the first block; of sequences in which a token has other keys, a number below it."""
+"""The prefix before the first block. Sequences whose tokens have other keys (another adapter) use a negative number."""
 
 
 class Blocks:
     """`count` blocks of `size` tokens, SCRATCH included.
 
-    A user of blocks first has a number of them promised, so that an admitted sequence never waits for memory.
+    A user must reserve the number of blocks that it may need, so that an admitted sequence never waits for memory.
     """
 
     def __init__(self, count: int, size: int):
@@ -36,27 +36,27 @@ class Blocks:
 
     @property
     def available(self) -> int:
-        """Blocks that can be promised."""
+        """Number of blocks that can still be reserved."""
         return len(self._free) + len(self._unused) - self._promised
 
     @property
     def nobodys(self) -> int:
-        """Blocks from 1 on that hold nothing: all of them before the first request, then none."""
+        """Number of unused blocks from 1 on: all of them before the first request, afterwards 0."""
         return 0 if self._found or any(self._users) else self.count - 1
 
     def find(self, ids: Sequence[int], most: int, root: int = ROOT) -> tuple[list[int], int]:
-        """The blocks that hold the first tokens of `ids` after `root`, at most so many, and their prefix."""
-        prefix, found = root, []
+        """Find at most `most` blocks that hold the first tokens of `ids` after `root`; return them and their prefix."""
+        prefix, blocks = root, []
         for start in range(0, min(most, len(ids) // self.size) * self.size, self.size):
             block = self._found.get((prefix, tuple(ids[start : start + self.size])))
             if block is None:
                 break
             prefix = self._names[block][1]
-            found.append(block)
-        return found, prefix
+            blocks.append(block)
+        return blocks, prefix
 
     def admit(self, shared: Sequence[int], more: int) -> bool:
-        """Use the blocks `shared`, and have `more` promised. False, and no change, if fewer are available."""
+        """Use the blocks `shared`, and reserve `more`. Return False, without a change, if fewer are available."""
         unused = sum(self._users[block] == 0 for block in shared)
         if unused + more > self.available:
             return False
@@ -66,7 +66,7 @@ class Blocks:
         return True
 
     def take(self) -> int:
-        """A block of those promised."""
+        """Take one of the reserved blocks."""
         assert self._promised > 0
         self._promised -= 1
         if self._free:
@@ -78,12 +78,12 @@ class Blocks:
         return block
 
     def share(self, block: int) -> None:
-        """One user more."""
+        """Add a user to a block."""
         self._unused.pop(block, None)
         self._users[block] += 1
 
     def release(self, block: int) -> int:
-        """One user less. The last one may take a block again: gives 1 where that is promised, else 0."""
+        """Remove a user from a block. The last user may take a block again: return 1 if that is reserved, else 0."""
         self._users[block] -= 1
         if self._users[block]:
             return 0
@@ -95,14 +95,15 @@ class Blocks:
         return 1
 
     def waive(self, promised: int) -> None:
-        """Give back what was promised and not taken."""
+        """Cancel the reservation of blocks that were not taken."""
         self._promised -= promised
 
     def register(self, prefix: int, ids: Sequence[int], block: int) -> int:
-        """`block` holds, or will hold before it is read, the tokens `ids` after `prefix`; the prefix with them."""
+        """Record that `block` holds, or will hold before it is read, the tokens `ids` after `prefix`; return the prefix
+        that includes them."""
         assert len(ids) == self.size
         name = (prefix, tuple(ids))
-        if name in self._found:  # computed by another at the same time
+        if name in self._found:  # another sequence computed the same tokens at the same time
             return self._names[self._found[name]][1]
         self._last_prefix += 1
         self._found[name], self._names[block] = block, (name, self._last_prefix)

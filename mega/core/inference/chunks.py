@@ -1,9 +1,9 @@
-"""How many prompt tokens go into a step: as many as the device takes well, and as running answers can bear.
+"""Choose the number of prompt tokens in a step: as many as the device computes efficiently without delaying answers.
 
-A step of few prompt tokens reads all weights for little; one of many holds up the next token of every answer under way.
-So, where nothing is under way, a step takes the largest number of tokens that is recorded; else the largest one that
-takes no longer than SLOWER steps of the running answers alone, by what steps took when they were recorded. It knows no
-requests and no model.
+A step with few prompt tokens reads all weights for little work; a step with many delays the next token of every running
+answer. Without running answers, a step takes the largest recorded number of tokens. Otherwise it takes the largest
+number whose step takes at most SLOWER times as long as a step of the running answers alone, according to times measured
+when the steps were recorded. This file knows neither requests nor models.
 """
 
 from __future__ import annotations
@@ -13,25 +13,26 @@ from collections.abc import Sequence
 from mega.core.inference.graphs import GraphShape, graph_rows
 
 PLAIN = 512
-"""Prompt tokens of a step where nothing is known of the device."""
+"""Prompt tokens of a step if no times are known."""
 
 LEAST = 256
-"""Tokens that a step with prompts takes in any case: fewer cost a device as much."""
+"""Fewest tokens of a step with prompts; fewer take a device as long."""
 
 SLOWER = 2.5
-"""Times that a step with prompts may take of one without: the 99th percentile between tokens stays below 3 medians."""
+"""Allowed duration of a step with prompts relative to one without: it keeps the 99th percentile of the time between
+tokens below 3 medians."""
 
 
 class Chunks:
-    """chunks(rows) -> prompt tokens of a step in which `rows` answers are under way. asked: by the user, or None.
-    recorded: tokens of steps of graphs, in order; () where there are none."""
+    """chunks(rows) -> prompt tokens of a step in which `rows` answers are running. asked: the user's value, or None.
+    recorded: numbers of tokens of recorded steps, in increasing order; () without graphs."""
 
     def __init__(self, asked: int | None, recorded: Sequence[int] = ()):
         self._asked, self._recorded = asked, tuple(recorded)
         self._seconds: dict[GraphShape, float] = {}
 
     def took(self, shape: GraphShape, seconds: float) -> None:
-        """A recorded step of a shape took so long."""
+        """Note the duration of a recorded step."""
         self._seconds[shape] = seconds
 
     def __call__(self, rows: int) -> int:
@@ -45,13 +46,13 @@ class Chunks:
         """
         if not self._recorded:
             return self._asked or PLAIN
-        if self._asked is not None:  # a step is recorded for as many tokens, new ones included
+        if self._asked is not None:  # the step was recorded for this many tokens, new tokens of answers included
             return max(self._asked - rows, self._asked // 2, 1)
         alone = self._seconds.get(GraphShape("single", graph_rows(rows))) if rows else None
         if rows and alone is None:
             return max(PLAIN - rows, LEAST)
-        several = [size for size in self._recorded if alone is None or self._fits(size, alone)]
-        return max(max(several, default=LEAST) - rows, LEAST // 2)
+        fitting = [size for size in self._recorded if alone is None or self._fits(size, alone)]
+        return max(max(fitting, default=LEAST) - rows, LEAST // 2)
 
     def _fits(self, size: int, alone: float) -> bool:
         return size <= LEAST or self._seconds.get(GraphShape("many", size), float("inf")) <= SLOWER * alone

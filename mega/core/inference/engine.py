@@ -1,10 +1,10 @@
-"""The engine: requests are scheduled on rank 0, and every rank computes its share of each step.
+"""The engine: rank 0 schedules requests, and every rank computes its share of each step.
 
     worker  = Worker(stage, mesh, ...)            on every rank
     engine  = BatchingEngine(worker, ...)         on rank 0: add, step, cancel, close
     follow(worker, relay)                         on the others, until rank 0 closes
 
-Ids in, ids out: it knows no tokenizer.
+Ids in, ids out: the engine knows no tokenizer.
 """
 
 from __future__ import annotations
@@ -28,10 +28,13 @@ from mega.core.inference.worker import Launched, Worker
 
 
 class BatchingEngine:
-    """`request.Engine`, on rank 0. relay: to the other ranks, where there are any. depth: steps that the device may
-    have been given before the results of the first of them are waited for, so that it waits for no host; 1 where steps
-    are cut into tiles. groups: as of `Scheduler`. chunk: most prompt tokens of a step; None: as fit the device and what
-    else is in flight (chunks.py). drafter: guesses tokens ahead."""
+    """`request.Engine` on rank 0.
+
+    relay: to the other ranks, if there are any. depth: number of steps on the device before the engine waits for the
+    results of the first, so that the device does not wait for the host; must be 1 if steps are split into tiles.
+    groups: as in `Scheduler`. chunk: most prompt tokens of a step; None: chosen by the device and the requests in
+    flight (chunks.py). drafter: guesses tokens ahead.
+    """
 
     def __init__(
         self,
@@ -88,7 +91,7 @@ class BatchingEngine:
         return events
 
     def _taken(self, launched: Launched) -> list[Event]:
-        """The events of a step's results, with what the model has read."""
+        """The events of a step's results, with the neighbours that the model has read."""
         reader, numbers = self._worker.reader, self._scheduler.sequences()
         events = self._scheduler.take(launched.choices())
         if reader is None:
@@ -100,23 +103,23 @@ class BatchingEngine:
         return None if step is None else self._given(step)
 
     def _given(self, step: Step) -> Launched:
-        """The step, given to all ranks."""
+        """Start a step on all ranks."""
         if self._relay is not None:
             self._relay.send(STEP, step.pack())
         self._last = self._worker.launch(step)
         return self._last
 
     def warm_up(self) -> float:
-        """Before the first request, do what the first step of each shape does: compile kernels, record graphs. The
-        measured time of steps decides how many prompt tokens join them. Nothing may be in flight. Objects that exist
-        by now are hidden from Python's garbage collector, which would stop steps while it visits them.
+        """Before the first request, run one step of each shape, which compiles kernels and records graphs.
 
-        Returns the seconds that this took.
+        The measured durations decide how many prompt tokens join later steps. No request may be in flight. Objects that
+        exist now are excluded from Python's garbage collection, which would delay steps while it visits them. Returns
+        the duration in seconds.
         """
         assert self.idle
         if self._worker.reader is not None:
             return 0.0
-        began, graphs = time.monotonic(), self._worker.graphs
+        warm_up_start, graphs = time.monotonic(), self._worker.graphs
         rows, longest, size = self.limits.requests, self.limits.longest, self._scheduler.blocks.size
         if graphs is None:
             for step in (
@@ -129,27 +132,27 @@ class BatchingEngine:
             step = scratch_step(shape_counts(shape, longest), size, free=self._scheduler.blocks.nobodys)
             if graphs is not None and graphs.shape_of(step) == shape:
                 self._given(step).choices()
-                recorded = time.monotonic()
+                start = time.monotonic()
                 self._given(step).choices()
-                self._chunks.took(shape, time.monotonic() - recorded)
+                self._chunks.took(shape, time.monotonic() - start)
         gc.collect()
         gc.freeze()
-        return time.monotonic() - began
+        return time.monotonic() - warm_up_start
 
     def close(self) -> None:
         if self._relay is not None:
             self._relay.send(STOP, np.zeros(0, dtype=np.int64))
             self._relay = None
         if self._depth > 1 and self._last is not None:
-            with contextlib.suppress(RuntimeError):  # that the device has failed was said before
-                self._last.choices()  # a graph that is played must not end
+            with contextlib.suppress(RuntimeError):  # the failure of the device has already been reported
+                self._last.choices()  # a graph must not be destroyed while it is replayed
         if self._drafter is not None:
             self._drafter.close()
         self._worker.close()
 
 
 def follow(worker: Worker, relay: Relay) -> None:
-    """Run what rank 0 sends, until it closes its engine. Errors: LostRank."""
+    """Run the steps that rank 0 sends, until it closes its engine. Errors: LostRank."""
     while True:
         kind, content = relay.hear()
         if kind == STOP:

@@ -1,14 +1,14 @@
-"""Steps as graphs of the device: recorded once for a number of rows or tokens, then played.
+"""Steps as graphs of the device, recorded once for a number of rows or tokens, then replayed.
 
-Asking for a block's kernels takes the host longer than the device needs for one token, and over tensor ranks longer
-than it needs for a prompt. What a step is made of is put where the graph reads it; what is missing is padded by tokens
-of no sequence. There are three kinds:
+The host takes longer to launch a block's kernels than the device takes to run them for one token; over tensor ranks
+even for a prompt. A step's arrays are copied to where the graph reads them, and padded with tokens of no sequence.
+There are three kinds:
 
-    single   runs of one token each, whose logits are wanted: their keys are kept on the way
-    few      runs of a few tokens, each token taken for a run of its own, when all keys have been kept
-    many     prompts of up to `size` tokens, next to runs of one token
+    single   runs of one token each, whose logits are wanted; their keys are stored during the pass
+    few      runs of a few tokens; each token counts as a run, after all keys have been stored
+    many     prompts of up to `size` tokens, together with runs of one token
 
-It knows a step and what decodes it; no requests.
+This file knows steps and their decoder, but no requests.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from mega.core.ops.trial import first_line
 from mega.core.parallel.replay import Replayable
 
 EIGHT = 8
-"""From here on graphs are of multiples of so many rows; below, of powers of two."""
+"""Graphs have a multiple of this many rows; below it, a power of two."""
 
 FEW = (4, 8, 16, 32, 64)
-"""Tokens of graphs of few."""
+"""Tokens of graphs of kind few."""
 
 FEW_KEYS = 1 << 15
-"""Keys that the tokens of a step of few see at the most, all together: each token reads its own."""
+"""Most keys that the tokens of a step of kind few read, summed over tokens, because each token reads its own."""
 
 MANY = (128, 256, 384, 512, 768, 1024, 1536, 2048)
-"""Tokens of graphs of many."""
+"""Tokens of graphs of kind many."""
 
 log = logging.getLogger(__name__)
 
@@ -47,20 +47,22 @@ Record = Callable[[Callable[[], None]], Replayable]
 
 
 class GraphShape(NamedTuple):
-    """kind: above. size: rows or tokens of the graph."""
+    """kind: single, few or many. size: number of rows or tokens of the graph."""
 
     kind: str
     size: int
 
 
 class StepGraphs:
-    """graphs(step, cargo) -> what `decode` gives for it, until the next one. width: blocks of the longest sequence.
-    latest: int64 [requests], the last tokens of requests, as of `known`. ends: whether this stage is the first one, and
-    the last one. runs: of a step at the most. most: tokens of a step with prompts; steps of more are not recorded.
+    """graphs(step, cargo) -> the output of `decode` for the step, valid until the next call.
 
-    The first step of a shape is computed as others are, and recorded. Where that fails, or the graph gives another
-    result, no further one is recorded, and a line says why. record: what records (tests). agree: of a problem or None,
-    the first that a rank of the same step has, on all of them: a graph that some only play waits for ever.
+    width: blocks of the longest sequence. latest: int64 [requests], the last tokens of requests, as in `known`. ends:
+    whether this stage is the first, and the last. runs: most runs of a step. most: most tokens of a recorded step with
+    prompts. record: records graphs (replaced in tests). agree: returns the first problem on any rank of the same step,
+    on all of these ranks, since a graph that only some of them replay would wait for ever.
+
+    The first step of a shape is computed without a graph, then recorded. If recording fails, or the graph gives another
+    result, no further graph is recorded, and a warning gives the reason.
     """
 
     def __init__(
@@ -82,51 +84,51 @@ class StepGraphs:
         self._given_up = False
 
     def shapes(self, rows: int) -> Iterator[GraphShape]:
-        """All that a step of up to `rows` rows, or with prompts, may take; the largest of a kind first."""
+        """All shapes that a step of up to `rows` rows, or with prompts, may have; the largest of each kind first."""
         if self._cache.attention.ragged is not None and self._runs:
             yield from (GraphShape("many", size) for size in reversed(self.many))
             yield from (GraphShape("few", size) for size in reversed(FEW))
         yield from (GraphShape("single", size) for size in sorted(rows_of_graphs(rows), reverse=True))
 
     def shape_of(self, step: Step) -> GraphShape | None:
-        """The graph that takes a step."""
-        tokens, runs, wanted = len(step.tokens), len(step.counts), len(step.wanted)
+        """The shape of the graph for a step; None if no graph fits."""
+        tokens, runs, wanted_rows = len(step.tokens), len(step.counts), len(step.wanted)
         if self._given_up:
             return None
-        if tokens == runs == wanted:
+        if tokens == runs == wanted_rows:
             return GraphShape("single", graph_rows(tokens))
         if self._cache.attention.ragged is None or runs > self._runs:
             return None
         if tokens <= FEW[-1] and int((step.counts * step.lengths).sum()) <= FEW_KEYS:
             return GraphShape("few", next(size for size in FEW if size >= tokens))
-        if wanted > max(self._runs, FEW[-1]):
+        if wanted_rows > max(self._runs, FEW[-1]):
             return None
         return next((GraphShape("many", size) for size in self.many if size >= tokens), None)
 
     def __call__(self, step: Step, cargo: torch.Tensor | None, shape: GraphShape) -> torch.Tensor:
         if shape in self._recorded:
             return self._recorded[shape].play(step, cargo)
-        made = _Graph(self._decode, self._cache, self._parts(shape), self._latest, self._ends, cargo)
-        out = made.compute(step, cargo).clone()
-        problem = self._problem(lambda: made.record(self._record))
-        problem = problem or self._problem(lambda: _check(made.play(step, cargo), out))
+        graph = _Graph(self._decode, self._cache, self._parts(shape), self._latest, self._ends, cargo)
+        out = graph.compute(step, cargo).clone()
+        problem = self._problem(lambda: graph.record(self._record))
+        problem = problem or self._problem(lambda: _check(graph.play(step, cargo), out))
         if problem is None:
-            self._recorded[shape] = made
+            self._recorded[shape] = graph
         else:
             self._given_up = True
             log.warning("steps continue without a graph of %d rows: %s", shape.size, problem)
         return out
 
     def _parts(self, shape: GraphShape) -> _Parts:
-        given = self._cache, shape.size, self._width
+        common = self._cache, shape.size, self._width
         if shape.kind == "single":
-            return _SingleParts(*given)
+            return _SingleParts(*common)
         if shape.kind == "few":
-            return _FewParts(*given)
-        return _ManyParts(*given, self._runs)
+            return _FewParts(*common)
+        return _ManyParts(*common, self._runs)
 
     def _problem(self, work: Callable[[], None]) -> str | None:
-        """What went wrong in `work`, on any rank."""
+        """Run `work`; return the error of the first rank that had one, else None."""
         problem = None
         try:
             work()
@@ -135,11 +137,11 @@ class StepGraphs:
         return self._agree(problem)
 
     def close(self) -> None:
-        self._recorded.clear()  # NCCL ends no group while a graph that speaks through it lives
+        self._recorded.clear()  # NCCL does not destroy a group while a graph that communicates over it exists
 
 
 def graph_rows(rows: int) -> int:
-    """Rows of the graph that takes a step of `rows` single tokens.
+    """Number of rows of the graph for a step of `rows` single tokens.
 
     >>> [graph_rows(rows) for rows in (1, 3, 8, 9, 17)]
     [1, 4, 8, 16, 24]
@@ -148,7 +150,7 @@ def graph_rows(rows: int) -> int:
 
 
 def rows_of_graphs(most: int) -> set[int]:
-    """Rows of all graphs of steps of up to so many.
+    """Numbers of rows of all graphs for steps of up to `most` rows.
 
     >>> sorted(rows_of_graphs(17))
     [1, 2, 4, 8, 16, 24]
@@ -157,24 +159,29 @@ def rows_of_graphs(most: int) -> set[int]:
 
 
 def known(ids: torch.Tensor, latest: torch.Tensor) -> torch.Tensor:
-    """ids, int64 [n], with the last tokens of requests, int64 [requests], where `from_request` stands."""
+    """ids, int64 [n], with each `from_request` replaced by its request's last token in `latest`, int64 [requests]."""
     return torch.where(ids < 0, latest.index_select(0, (~ids).clamp_(min=0)), ids)
 
 
-def _check(found: torch.Tensor, out: torch.Tensor) -> None:
-    """Ids that are padding have -inf in both."""
+def _check(replayed: torch.Tensor, out: torch.Tensor) -> None:
+    """Errors: RuntimeError where logits differ. Logits of padding ids are -inf in both."""
     largest = float(out[out.isfinite()].abs().max())
-    if not torch.allclose(found.float(), out.float(), rtol=0.0, atol=1e-3 * largest):
+    if not torch.allclose(replayed.float(), out.float(), rtol=0.0, atol=1e-3 * largest):
         raise RuntimeError("it gives other logits")
 
 
 class _Parts:
-    """Where the arrays of a step lie on the host, and its tensors on the device. tokens: of the graph. wanted: rows of
-    logits. extra: integers after tokens, positions, slots and wanted rows."""
+    """The inputs of a graph: a step's arrays on the host, and its tensors on the device.
+
+    tokens: of the graph. wanted: rows of logits. extra: number of integers after tokens, positions, slots and wanted
+    rows.
+
+        upload   | tokens | positions | slots | wanted rows | extra |     int64, one array, copied at once
+    """
 
     def __init__(self, cache: PagedCache, tokens: int, wanted: int, extra: int):
         self.tokens, self.wanted = tokens, wanted
-        # One after the other: one copy brings all of them.
+        # All inputs are in one array, so that a single copy transfers them.
         self._upload = Upload(3 * tokens + wanted + extra, cache.pool.device)
         self.ids, self.positions, self.stored, self.rows, self._extra = self._upload.there.split_with_sizes(
             [tokens] * 3 + [wanted, extra]
@@ -182,23 +189,23 @@ class _Parts:
         self.pages: Pages = {}
 
     def put(self, step: Step) -> None:
-        """What is missing writes to SCRATCH, which is block 0."""
-        host, given, wanted = self._upload.array(), len(step.tokens), len(step.wanted)
+        """Copy a step into the inputs. Padding writes to SCRATCH, which is block 0."""
+        host, tokens, wanted_rows = self._upload.array(), len(step.tokens), len(step.wanted)
         columns = host[: 3 * self.tokens].reshape(3, self.tokens)
-        columns[:, :given] = step.tokens, step.table_rows, step.slots
-        columns[:, given:] = 0
+        columns[:, :tokens] = step.tokens, step.table_rows, step.slots
+        columns[:, tokens:] = 0
         rows = host[3 * self.tokens : 3 * self.tokens + self.wanted]
-        rows[:wanted], rows[wanted:] = step.wanted, 0
+        rows[:wanted_rows], rows[wanted_rows:] = step.wanted, 0
         self.fill(step, host[3 * self.tokens + self.wanted :])
         self._upload.send()
 
     def fill(self, step: Step, extra: Integers) -> None:
-        """The rest."""
+        """Fill the extra integers."""
         raise NotImplementedError
 
 
 class _SingleParts(_Parts):
-    """Of rows that are missing each sees one key of SCRATCH."""
+    """Inputs of kind single. Each padding row reads one key of SCRATCH."""
 
     def __init__(self, cache: PagedCache, rows: int, width: int):
         super().__init__(cache, rows, rows, rows * (1 + width))
@@ -214,7 +221,7 @@ class _SingleParts(_Parts):
 
 
 class _FewParts(_Parts):
-    """Every token is a run, which sees the keys up to its own."""
+    """Inputs of kind few. Each token is a run that reads the keys up to its own."""
 
     def __init__(self, cache: PagedCache, tokens: int, width: int):
         super().__init__(cache, tokens, tokens, tokens * (1 + width))
@@ -228,7 +235,7 @@ class _FewParts(_Parts):
 
 
 class _ManyParts(_Parts):
-    """runs: of a step at the most."""
+    """Inputs of kind many. runs: most runs of a step."""
 
     def __init__(self, cache: PagedCache, tokens: int, width: int, runs: int):
         self._ragged, self._runs, self._width = _ragged(cache), runs, width
@@ -238,9 +245,9 @@ class _ManyParts(_Parts):
         self.pages = _ragged_pages(cache, lengths, tables.view(runs, width), whole.view(tiles, 4))
 
     def fill(self, step: Step, extra: Integers) -> None:
-        several = step.counts != 1
-        singles = int(several.argmax()) if several.any() else len(several)
-        lengths = np.where(np.arange(len(several)) < singles, step.lengths, 0)
+        longer = step.counts != 1
+        singles = int(longer.argmax()) if longer.any() else len(longer)
+        lengths = np.where(np.arange(len(longer)) < singles, step.lengths, 0)
         rest = self._runs * (1 + self._width)
         _fill_rows(extra[:rest], self._runs, lengths, step.tables, 0)
         tiles = self._ragged.tiles(step.counts, step.lengths).reshape(-1)
@@ -253,21 +260,21 @@ def _ragged(cache: PagedCache) -> RaggedGraph:
 
 
 def _ragged_pages(cache: PagedCache, lengths: torch.Tensor, tables: torch.Tensor, tiles: torch.Tensor) -> Pages:
-    """For each window of the cache's layers."""
+    """The pages for each window of the cache's layers."""
     ragged, pool = _ragged(cache), cache.pool[0]
     return {window: ragged.pages(lengths, tables, tiles, pool, window) for window in dict.fromkeys(cache.windows)}
 
 
 def _fill_rows(extra: Integers, rows: int, lengths: Integers, tables: Integers, missing: int) -> None:
-    """Lengths, and tables after them. Rows that are missing see `missing` keys of SCRATCH."""
-    given, there = len(lengths), extra[rows:].reshape(rows, -1)
-    extra[:given], extra[given:rows] = lengths, missing
-    there[:given, : tables.shape[1]] = tables
-    there[given:] = 0
+    """Fill lengths, then tables. Padding rows read `missing` keys of SCRATCH."""
+    filled, table_rows = len(lengths), extra[rows:].reshape(rows, -1)
+    extra[:filled], extra[filled:rows] = lengths, missing
+    table_rows[:filled, : tables.shape[1]] = tables
+    table_rows[filled:] = 0
 
 
 class _Graph:
-    """A step of a shape, with the places of what it is given and of what it finds."""
+    """The graph of a shape, with the memory of its inputs and outputs."""
 
     def __init__(
         self,
@@ -285,7 +292,7 @@ class _Graph:
         self._graph: Replayable | None = None
 
     def compute(self, step: Step, cargo: torch.Tensor | None) -> torch.Tensor:
-        """Without the graph."""
+        """Compute a step without the graph."""
         self._put(step, cargo)
         self._work()
         return self._of(step)
@@ -300,7 +307,7 @@ class _Graph:
         return self._of(step)
 
     def _of(self, step: Step) -> torch.Tensor:
-        """Logits of the wanted rows, or what the next stage is given for all tokens."""
+        """The part of the output for a step: logits of the wanted rows, or the cargo of the next stage."""
         return self._out[: len(step.wanted) if self._last else len(step.tokens)]
 
     def _work(self) -> None:
@@ -317,7 +324,7 @@ class _Graph:
 
 
 def shape_counts(shape: GraphShape, longest: int) -> list[int]:
-    """Runs of a step that takes the graph of a shape, none longer than `longest`.
+    """Lengths of the runs of a step that uses the graph of a shape, none longer than `longest`.
 
     >>> shape_counts(GraphShape("single", 2), 100), shape_counts(GraphShape("many", 256), 100)
     ([1, 1], [100, 100, 56])

@@ -1,7 +1,7 @@
-"""What may be asked of an engine, and what it answers: ids in, ids out.
+"""Requests to an engine, and the events that it returns: ids in, ids out.
 
-It knows neither text nor models: stop strings, templates and streamed characters are above, limits are the engine's.
-No torch: what is out of range is refused at once.
+This file knows neither text nor models: stop strings, templates and streamed characters are handled above, and the
+engine sets the limits. No torch: a request checks the ranges of its fields when it is made.
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SEEDS = (-(2**63), 2**64 - 1)
-"""The least and the greatest seed."""
+"""The smallest and the largest seed."""
 
 TINY = 2.0**-126
-"""The least normal number of fp32."""
+"""The smallest normal number of fp32."""
 
 MOST_LOGPROBS = 1000
-"""Most alternatives that are reported with a token."""
+"""Most alternatives that can be reported with a token."""
 
 MOST_BEAMS = 128
 
 MOST_TOP_K = 1 << 31
 
 MOST_LENGTH_PENALTY = 20.0
-"""Either way: a length to this power is a number."""
+"""Largest absolute value; a length raised to it is still a finite number."""
 
 MOST_TEMPERATURE = 1e30
-"""fp32 holds it."""
+"""fp32 can represent it."""
 
 REPETITION_PENALTIES = (1e-3, 1e3)
-"""The least and the greatest: logits stay finite in fp32."""
+"""The smallest and the largest value: logits stay finite in fp32."""
 
 MOST_PENALTY, MOST_BIAS = 2.0, 100.0
-"""Either way, as OpenAI has them: of a token that is there, and of one that a request names."""
+"""Largest absolute values, as in OpenAI's API: of presence and frequency penalties, and of a logit's bias."""
 
 Top = tuple[tuple[int, float], ...]
-"""The likeliest ids and their log-probabilities, likeliest first."""
+"""The most likely ids with their log-probabilities, in decreasing order."""
 
 Finish = Literal["stop", "length", "cancelled", "failed"]
 
 Allowed = Callable[[Sequence[int]], "torch.Tensor | None"]
-"""Ids so far, prompt included -> bool [vocab] on the CPU: which may follow; None: any. Called on rank 0 only."""
+"""Ids so far, prompt included -> bool [vocab] on the CPU: the ids that may follow; None: all. Called only on rank 0."""
 
 
 class RequestError(ValueError):
-    """One bad field. field: its name, as below. rule: what holds for it. The text: `top_k -1: must be ...`."""
+    """One invalid field. field: its name, as below. rule: the violated rule. The message: `top_k -1: must be ...`."""
 
     def __init__(self, field: str, value: object, rule: str):
         super().__init__(f"{field} {value}: {rule}")
@@ -70,31 +70,33 @@ def _real(name: str, value: object, holds: Callable[[float], bool], rule: str) -
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a token is chosen: penalty, temperature, then the k best, then the p likeliest, then those near the best.
-
-    temperature: 0 takes the likeliest. top_k 0, top_p 1, min_p 0 and repetition_penalty 1 are off.
-    top_p_decay, top_p_bound: 0 is off; else top_p is multiplied by the decay after every new token of the request, and
-        does not fall below the bound.
-    min_p: keeps tokens of at least this share of the likeliest one's probability.
-    repetition_penalty: logits of ids in the prompt or the answer are divided by it where positive, else multiplied.
-    presence_penalty, frequency_penalty: are taken from the logits of ids in the answer, the one once, the other as
-        often as the id is there. logit_bias: (id, what is added to its logit), in the order of ids.
-    seed: the same seed gives the same answer in any batch and layout; None: a new one for each request.
+    """How a token is chosen. Order of operations: penalties, temperature, top-k, top-p, min-p, draw.
 
     Errors: RequestError naming the field.
     """
 
     temperature: float = 1.0
+    """0 chooses the most likely token."""
     top_k: int = 0
+    """Keep this many of the most likely tokens; 0: off."""
     top_p: float = 1.0
+    """Keep the most likely tokens whose probabilities sum up to this; 1: off."""
     top_p_decay: float = 0.0
+    """Multiply top_p by this after every new token of the request; 0: off."""
     top_p_bound: float = 0.0
+    """The decay does not reduce top_p below this."""
     min_p: float = 0.0
+    """Keep tokens with at least this fraction of the most likely token's probability; 0: off."""
     repetition_penalty: float = 1.0
+    """Divide positive logits, and multiply negative ones, of ids in the prompt or the answer by this; 1: off."""
     presence_penalty: float = 0.0
+    """Subtract this from the logits of ids in the answer."""
     frequency_penalty: float = 0.0
+    """Subtract this from the logit of an id once for each of its occurrences in the answer."""
     logit_bias: tuple[tuple[int, float], ...] = ()
+    """Pairs (id, value to add to its logit), sorted by id."""
     seed: int | None = None
+    """The same seed gives the same answer in any batch and layout; None: a new seed for each request."""
 
     def __post_init__(self) -> None:
         rule = f"must be a number from 0 (takes the likeliest) to {MOST_TEMPERATURE:g}"
@@ -118,23 +120,24 @@ class Sampling:
 
     @property
     def penalised(self) -> bool:
-        """Whether logits depend on the text so far, or on ids that the request names."""
+        """Whether logits are adjusted by the text so far, or by biases of the request."""
         penalties = self.presence_penalty or self.frequency_penalty or self.logit_bias
         return self.repetition_penalty != 1 or bool(penalties)
 
     @property
     def greedy(self) -> bool:
-        """Whether nothing is drawn: below what fp32 distinguishes from 0 the likeliest has all."""
+        """Whether nothing is drawn. Below fp32's smallest normal temperature the most likely token has probability
+        1."""
         return self.temperature < TINY or self.top_k == 1
 
 
 def flag_line(error: RequestError) -> str:
-    """The error of a field in the words of the command line."""
+    """Format the error of a field as an error of a flag."""
     return f"--{error.field.replace('_', '-')} {error.value}: {error.rule}"
 
 
 def sampling_of(**fields: object) -> Sampling:
-    """The sampling of flags of these names. Errors: ValueError naming the flag."""
+    """Make a `Sampling` from the values of flags. Errors: ValueError naming the flag."""
     try:
         return Sampling(**fields)  # type: ignore[arg-type]
     except RequestError as error:
@@ -143,30 +146,31 @@ def sampling_of(**fields: object) -> Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt to continue, or to score.
-
-    prompt: ids, at least one. tokens: most new ones; 0 scores the prompt only.
-    stop_ids: after any of these, which is reported too, the answer ends with "stop"; else with "length".
-    logprobs: None reports none; n: of every new token, and of the n likeliest in its place. They are those of the
-        model, before penalty, temperature and filters.
-    prompt_logprobs: those of the prompt's tokens too (with `logprobs` n: and of the n likeliest in their places).
-    beams: 0 samples; else beam search of this width, greedy whatever `sampling` says; length_penalty: scores are the
-        sum of log-probabilities / length ** this.
-    adapter: LoRA adapter, by name. allowed: constrained decoding.
+    """A prompt to continue or to score.
 
     Errors: RequestError naming the field.
     """
 
     prompt: tuple[int, ...]
+    """Ids, at least one."""
     tokens: int
+    """Most new tokens; 0 only scores the prompt."""
     sampling: Sampling = field(default_factory=Sampling)
     stop_ids: frozenset[int] = frozenset()
+    """The answer ends with "stop" after any of these ids, which is also reported; otherwise with "length"."""
     logprobs: int | None = None
+    """n reports the log-probability of every new token and of the n most likely ids in its place; None reports none.
+    These are the model's own probabilities, before penalties, temperature and filters."""
     prompt_logprobs: bool = False
+    """Also report the log-probabilities of the prompt's tokens (with `logprobs` n, and of n ids in their places)."""
     beams: int = 0
+    """0 samples; otherwise beam search of this width, which ignores `sampling`."""
     length_penalty: float = 1.0
+    """The score of a beam is the sum of its log-probabilities / length ** length_penalty."""
     adapter: str | None = None
+    """Name of a LoRA adapter."""
     allowed: Allowed | None = None
+    """Constrains the next token."""
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -183,7 +187,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Beam:
-    """ids: new tokens, with the stop token it ended in, if any. score: sum of log-probabilities / length ** penalty."""
+    """ids: new tokens, including the stop token that ended the beam. score: sum of log-probabilities / length **
+    penalty.
+    """
 
     ids: tuple[int, ...]
     score: float
@@ -192,75 +198,81 @@ class Beam:
 LOGITS_NOT_FINITE = (
     "the model's logits hold a NaN or an infinity: its weights do, or their products overflow in this dtype"
 )
-"""The `message` of an event that ends a request for this."""
+"""The `message` of an event that ends a request because of its logits."""
 
 
 class Citation(NamedTuple):
-    """A neighbour that a model with a retriever has read. chunk: which of the text's found it. number: its own in the
-    database. corpus, document: where it is from."""
+    """A neighbour that a model with a retriever has read."""
 
-    chunk: int
-    number: int
-    corpus: str
+    chunk: int  # index of the chunk of the text that retrieved it
+    number: int  # index of the neighbour in the database
+    corpus: str  # the corpus and the document that it comes from
     document: int
     text: str
 
 
 class Event(NamedTuple):
-    """Something that happened to a request: a new token, its end, or both.
-
-    request: its number. token: the new one, or None. logprob, top: of the token, where they were asked for.
-    prompt_logprobs: with the request's first event where they were asked for: of every token of the prompt given those
-        before, the first None; prompt_top: the likeliest in the place of each, the first ().
-    finish: set on the request's last event. beams: best first, with the last event of a beam search, which reports no
-        token before. message: why it failed. cited: what the model has read of a database since the event before.
-    vector: of the prompt, float32 [hidden], from an engine that embeds.
-    """
+    """A new token of a request, the end of a request, or both."""
 
     request: int
+    """The request's number."""
     token: int | None = None
     logprob: float | None = None
+    """Of the token, if requested."""
     top: Top = ()
+    """The most likely ids in the token's place, if requested."""
     prompt_logprobs: tuple[float | None, ...] | None = None
+    """In the request's first event, if requested: for every token of the prompt given the previous ones; the first is
+    None."""
     prompt_top: tuple[Top, ...] | None = None
+    """The most likely ids in the place of each token of the prompt; the first is ()."""
     finish: Finish | None = None
+    """Set in the request's last event."""
     beams: tuple[Beam, ...] = ()
+    """In the last event of a beam search, the best first; a beam search reports no tokens before."""
     message: str = ""
+    """Why the request failed."""
     cited: tuple[Citation, ...] = ()
+    """Neighbours that the model has read since the previous event."""
     vector: NDArray[np.float32] | None = None
+    """The prompt's vector, float32 [hidden], from an engine that embeds."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What fits. longest: tokens of one sequence, prompt and answer; cache: tokens of all in flight; requests: rows of
-    one decoding step (a beam search takes one for each beam); more wait. vocab: ids are below this. long_from: of more
-    tokens than this a sequence has LongRoPE's long factors, so that keys of its first tokens are other ones."""
+    """The limits of an engine."""
 
     longest: int
+    """Most tokens of one sequence, prompt and answer together."""
     cache: int
+    """Most tokens of all requests in flight."""
     requests: int
+    """Most rows of a decoding step; a beam search takes one for each beam, and further requests wait."""
     vocab: int
+    """Ids are below this."""
     long_from: int | None = None
+    """Sequences of more tokens than this use LongRoPE's long factors, which change the keys of all their tokens."""
 
 
 class Engine(Protocol):
-    """Answers requests, many at a time. Not thread-safe: one thread calls it."""
+    """Answers many requests at a time. Not thread-safe: only one thread may call it."""
 
     limits: Limits
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is in flight or waits."""
+        """Whether no request is in flight or waiting."""
 
     def add(self, request: Request) -> int:
-        """Queue a request; its number. Errors: RequestError where it can never fit or names what is not there."""
+        """Queue a request; return its number. Errors: RequestError where it can never fit, or its adapter is
+        unknown."""
 
     def cancel(self, number: int) -> None:
-        """End a request; its last event, "cancelled", comes with the next step. A finished one is left alone."""
+        """End a request; the next step returns its last event, "cancelled". Has no effect on a finished request."""
 
     def step(self) -> list[Event]:
-        """One iteration of the model for all in flight, and what came of it. Errors: RuntimeError naming a rank that
-        has died: the engine is of no use any more."""
+        """Run one iteration of the model for all requests in flight, and return the events. Errors: RuntimeError naming
+        a rank that has died; the engine cannot be used afterwards."""
 
     def close(self) -> None:
-        """Let other ranks go, and free the cache."""
+        """Let other ranks return, and free the cache."""

@@ -1,11 +1,12 @@
-"""Which tokens of which requests the next step computes, and what its results mean for them.
+"""Choose the tokens of the next step, and turn its results into events.
 
-Continuous batching: requests join and leave between steps. A prompt is computed in chunks, next to the single tokens of
-answers under way; what it shares with an earlier one is not computed. A request is admitted when cache for its longest
-answer can be promised, so nothing in flight ever waits for memory. A step can be made before the results of those
-before it are taken: its new tokens stand as indices of their requests. What turns out to have ended with them was
-computed once too often, and is dropped. Requests whose next token depends on the host, as constrained ones, wait for
-their results; others do not wait for them. Arithmetic on the host: no model and no ranks.
+Continuous batching: requests join and leave between steps. A prompt is computed in chunks, in the same steps as the new
+tokens of running answers; a prefix that an earlier prompt has computed is reused. A request is admitted when blocks for
+its longest possible answer can be reserved, so no request in flight waits for memory.
+
+A step can be made before the results of earlier steps are known: it refers to new tokens by the index of their request.
+If such a result ends a request, the tokens computed for it afterwards are dropped. Requests whose next step depends on
+the host, such as constrained ones, wait for their results; others do not. Arithmetic on the host: no model, no ranks.
 """
 
 from __future__ import annotations
@@ -31,21 +32,30 @@ from mega.core.inference.step import BEAM, CHOOSE, NOT_FINITE, NUMBERS, Step, fr
 from mega.core.ops.paged_attention import Integers
 
 NEUTRAL = (1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0)
-"""NUMBERS of a row that draws nothing."""
+"""NUMBERS of a row that draws no token."""
 
 
 @dataclass(eq=False)
 class CachedSequence:
-    """Tokens of which the first `computed` are in the cache, or will be by the steps that are made. awaited: tokens
-    after `ids` that steps will choose. prefix: that of the blocks that are registered. number: no other has had it."""
+    """The tokens of a sequence and their blocks in the cache.
+
+    ids       t0 t1 t2 t3 t4 t5          known tokens
+    awaited                     ?? ??    tokens that steps in flight will choose
+    computed  ^^^^^^^^^^^                keys and values are in the cache, or will be by steps already made
+    """
 
     ids: list[int]
     blocks: list[int]
     computed: int = 0
+    """Number of tokens in the cache, or computed by steps that are already made."""
     prefix: int = ROOT
+    """The prefix of the registered blocks."""
     registered: int = 0
+    """Number of blocks that other requests can find."""
     awaited: int = 0
+    """Number of tokens after `ids` that steps will choose."""
     number: int = field(default_factory=count().__next__)
+    """Unique number."""
 
     @property
     def length(self) -> int:
@@ -58,28 +68,36 @@ class CachedSequence:
 
 @dataclass(eq=False)
 class InFlight:
-    """A request in flight. adapter: its number, 0 for none. promised: blocks that it may still take. index: by which
-    steps find its last token and the ids that it has seen, or -1. group: of those that take turns. new: tokens that it
-    has; asked: those that steps choose too. unresolved: wanted rows in steps that are not taken. ended: nothing more
-    is wanted for it. long: its keys have LongRoPE's long factors. short_until: a sequence of more tokens than this gets
-    them, and is computed again; None: none will."""
+    """A request in flight, from its admission or while it waits."""
 
     number: int
     request: Request
     seed: int
     adapter: int = 0
+    """Number of its adapter; 0: the base model."""
     sequences: list[CachedSequence] = field(default_factory=list)
+    """One sequence, or one for each beam."""
     search: BeamSearch | None = None
     promised: int = 0
+    """Number of reserved blocks that it may still take."""
     index: int = -1
+    """Its row in the device's tables of last tokens and of seen ids; -1: none."""
     group: int = 0
+    """Groups of requests take turns in steps."""
     new: int = 0
+    """Number of new tokens that are known."""
     asked: int = 0
+    """Number of new tokens, including those that steps in flight will choose."""
     unresolved: int = 0
+    """Number of wanted rows in steps whose results are not known."""
     confidence: Confidence | None = None
     ended: bool = False
+    """Results for it are dropped from now on."""
     long: bool = False
+    """Its keys use LongRoPE's long factors."""
     short_until: int | None = None
+    """When a sequence exceeds this number of tokens, it changes to the long factors and is computed again; None: never.
+    """
     failure: str = ""
     prompt_logprobs: list[float | None] = field(default_factory=lambda: [None])
     prompt_top: list[Top] = field(default_factory=lambda: [()])
@@ -94,34 +112,36 @@ class InFlight:
 
     @cached_property
     def tops(self) -> int:
-        """Likeliest ids to report of a token that is chosen; -1: not even the log-probability."""
+        """Number of most likely ids to report with a chosen token; -1: not even the log-probability."""
         return -1 if self.request.logprobs is None else self.request.logprobs
 
     @property
     def guessed(self) -> bool:
-        """Whether its next tokens are guessed."""
+        """Whether its next tokens are guessed ahead."""
         return self.confidence is not None and self.confidence.active
 
     @property
     def waits(self) -> bool:
-        """Whether its next step depends on what the last one finds, but for the id of its token."""
+        """Whether its next step depends on more of the previous step's result than the id of the chosen token."""
         depends = self.search is not None or self.request.allowed is not None or self.guessed or self.outgrown
         return self.unresolved > 0 and depends
 
     @property
     def outgrown(self) -> bool:
-        """Whether its sequences have more tokens than their keys are made for."""
+        """Whether its sequences have more tokens than its keys' factors are valid for."""
         return self.short_until is not None and self.sequences[0].length > self.short_until
 
 
 NO_GUESS = -1
-"""Of the last row of a run with guesses: any token ends it."""
+"""`WantedRow.guess` of the last row in a run with guesses: no guess follows."""
 _NONE = (None,)
 
 
 class WantedRow(NamedTuple):
-    """One wanted row of logits: whose it is, and what for. number: of the new token that it chooses, from 0 on.
-    guess: the one that the next row of the same run goes by; NO_GUESS for a run's last row, None where there are none.
+    """A wanted row of logits, and its purpose.
+
+    number: index of the new token that it chooses. guess: the guessed token in the next row of the same run; NO_GUESS
+    for the last row of such a run, None in a run without guesses.
     """
 
     answer: InFlight
@@ -136,12 +156,12 @@ class WantedRow(NamedTuple):
 
     @property
     def followed(self) -> bool:
-        """Whether a step may follow its token before the host has seen it."""
+        """Whether a step may continue from its token before the host has seen it."""
         return self.target == CHOOSE and self.guess is None
 
 
 class Choice(NamedTuple):
-    """What a step found for one wanted row. logprob: NaN where not asked for."""
+    """The result for one wanted row. logprob: NaN unless requested."""
 
     token: int
     logprob: float = math.nan
@@ -150,20 +170,21 @@ class Choice(NamedTuple):
 
 @dataclass
 class _Work:
-    """Columns of the step that is being put together. sequences: how many tokens of each, where its id is awaited the
-    index by which it will be found, and guesses."""
+    """The columns of a step under construction."""
 
     sequences: list[tuple[CachedSequence, int, int, Sequence[int]]] = field(default_factory=list)
+    """(sequence, number of tokens, index of its request for an awaited id, guesses) for each run."""
     adapters: list[int] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     wanted: list[int] = field(default_factory=list)
     rows: list[WantedRow] = field(default_factory=list)
     tokens: int = 0
+    """Number of tokens so far."""
 
 
 @dataclass
 class _Check:
-    """Rows of a run with guesses, in order: those up to the first wrong guess count."""
+    """Checks the rows of a run with guesses in order: the rows up to the first wrong guess count."""
 
     answer: InFlight
     guessed: int = 0
@@ -171,7 +192,7 @@ class _Check:
     failed: bool = False
 
     def take(self, guess: int, token: int) -> bool:
-        """Whether a row counts, of which this token was chosen."""
+        """Whether the row with this chosen token counts. guess: the guess that follows the row."""
         counts = not self.failed
         self.guessed += guess != NO_GUESS
         self.right += counts and token == guess
@@ -184,11 +205,13 @@ class _Check:
 
 
 class Scheduler:
-    """Requests in, steps out; results in, events out. chunk: most prompt tokens of a step, by how many sequences
-    continue by one token at the same time. in_order: steps may be cut, so what shares a block must come after what
-    computes it. adapters: names; the first is number 1. groups: requests of one take no part in the steps of others,
-    so that as many pipeline stages can compute at once. ahead: steps follow others whose results are not taken.
-    drafter: guesses tokens ahead. shares: what a prompt shares with an earlier one is not computed."""
+    """Takes requests and returns steps; takes results and returns events.
+
+    chunk: number of running sequences -> most prompt tokens of a step. in_order: steps may be split, so a run that
+    shares a block must come after the run that computes it. adapters: names; the first has number 1. groups: number of
+    groups of requests; a step has new tokens of one group, so that as many pipeline stages can compute at once. ahead:
+    steps may follow steps whose results are not known. drafter: guesses tokens ahead. shares: reuse common prefixes.
+    """
 
     def __init__(
         self,
@@ -222,22 +245,23 @@ class Scheduler:
         return not (self._waiting or self._running or self._ended)
 
     def sequences(self) -> dict[int, int]:
-        """Number of each request under way -> that of its first sequence."""
+        """Number of each running request -> number of its first sequence."""
         return {answer.number: answer.sequences[0].number for answer in self._running}
 
     def add(self, request: Request) -> int:
-        """As `Engine.add`."""
+        """See `Engine.add`."""
         self._check(request)
         seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
         answer = InFlight(self._numbers, request, seed, self._adapters[request.adapter])
-        if (most := self.limits.long_from) is not None:
+        if (short_limit := self.limits.long_from) is not None:
             longest = len(request.prompt) + request.tokens
-            answer.long = (longest if request.beams else len(request.prompt)) > most  # beams would not grow together
-            answer.short_until = most if not answer.long and longest > most else None
+            # Beams would exceed the limit at different times, so a beam search uses the long factors from the start.
+            answer.long = (longest if request.beams else len(request.prompt)) > short_limit
+            answer.short_until = short_limit if not answer.long and longest > short_limit else None
         self._numbers += 1
         if request.tokens or (request.prompt_logprobs and len(request.prompt) > 1):
             self._waiting.append(answer)
-        else:  # nothing to compute: before its first token a prompt has no scores
+        else:  # nothing to compute: the first token of a prompt has no log-probability
             self._ended.append(self._first_event(answer, "length"))
         return answer.number
 
@@ -246,9 +270,9 @@ class Scheduler:
         bad = next((token for token in request.prompt if not 0 <= token < limits.vocab), None)
         if bad is not None:
             raise RequestError("prompt", f"token {bad}", f"ids of this model are from 0 to {limits.vocab - 1}")
-        beyond = [token for token, _ in request.sampling.logit_bias if not 0 <= token < limits.vocab]
-        if beyond:
-            raise RequestError("logit_bias", beyond[0], f"ids of this model are from 0 to {limits.vocab - 1}")
+        unknown_ids = [token for token, _ in request.sampling.logit_bias if not 0 <= token < limits.vocab]
+        if unknown_ids:
+            raise RequestError("logit_bias", unknown_ids[0], f"ids of this model are from 0 to {limits.vocab - 1}")
         if longest > limits.longest:
             raise RequestError(
                 "tokens", request.tokens, f"with the prompt's {len(request.prompt)} at most {limits.longest} fit"
@@ -270,21 +294,21 @@ class Scheduler:
         return max(1, request.beams) * -(-longest // self.blocks.size)
 
     def cancel(self, number: int) -> None:
-        """As `Engine.cancel`."""
+        """See `Engine.cancel`."""
         for answer in (*self._waiting, *self._running):
             if answer.number == number:
                 self._end(answer)
                 self._ended.append(Event(request=number, finish="cancelled"))
 
     def ended(self) -> list[Event]:
-        """Requests that ended without a step, since this was last asked."""
+        """Events of requests that ended without a step, since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
-    # -- the next step
+    # -- making steps
 
     def next_step(self) -> Step | None:
-        """What to compute next; None where there is nothing, or nothing that does not wait for results."""
+        """The next step; None if there is no work, or all of it waits for results."""
         for _ in range(self._groups):
             turn, self._turn = self._turn, (self._turn + 1) % self._groups
             step = self._step_of(turn)
@@ -293,7 +317,7 @@ class Scheduler:
         return None
 
     def _step_of(self, group: int) -> Step | None:
-        """New tokens of one group, and prompts of all."""
+        """A step with new tokens of one group, and prompts of all groups."""
         work, marks, self._group = _Work(), list[tuple[int, int]](), group
         late: list[tuple[InFlight, CachedSequence]] = []
         single, guesses = 0, self._guesses(group)
@@ -310,15 +334,15 @@ class Scheduler:
                 single += 1
                 if pending and answer.group == group:
                     self._schedule(work, answer, sequence, 1, guesses.get(answer.number, ()))
-        prompts, left = [], self.chunk(single)
-        while left > 0 and (late or self._admit(late, marks)):
+        prompts, remaining = [], self.chunk(single)
+        while remaining > 0 and (late or self._admit(late, marks)):
             answer, sequence = late.pop(0)
-            take = min(sequence.pending, left)
-            left -= take
+            take = min(sequence.pending, remaining)
+            remaining -= take
             self._reserve(sequence, answer, take)
             prompts.append((answer, sequence, take))
         if not self.in_order:
-            prompts.sort(key=lambda each: each[2])  # like lengths together: attention pads them to one
+            prompts.sort(key=lambda each: each[2])  # by length, because attention pads neighbours to the same length
         for answer, sequence, take in prompts:
             self._schedule(work, answer, sequence, take)
         if not work.tokens:
@@ -329,8 +353,8 @@ class Scheduler:
         return step
 
     def _group_of_next(self) -> int:
-        """The group of a request whose first token this step chooses: the step's own, whose next turn comes when the
-        token is there, unless another one is much smaller."""
+        """The group for a request whose first token this step chooses: the step's own group, whose next turn comes when
+        the token is known, unless another group is much smaller."""
         if self._groups == 1:
             return 0
         sizes = [0] * self._groups
@@ -340,12 +364,12 @@ class Scheduler:
         return self._group if sizes[self._group] <= least + max(2, sum(sizes) // 8) else sizes.index(least)
 
     def _guesses(self, group: int) -> dict[int, list[int]]:
-        """The next tokens of requests that are guessed, by their numbers."""
+        """The guessed next tokens by number of the request."""
         if self._drafter is None:
             return {}
         room = TOKENS - sum(len(answer.sequences) for answer in self._running)
         ready: list[InFlight] = []
-        asked: list[Guessed] = []
+        to_guess: list[Guessed] = []
         for answer in self._running:
             if answer.group != group or not answer.guessed or answer.unresolved or answer.sequences[0].pending != 1:
                 continue
@@ -354,44 +378,45 @@ class Scheduler:
             if count > 0:
                 room -= count
                 ready.append(answer)
-                asked.append(self._guessed(answer, count))
-        found = self._drafter.propose(asked) if asked else []
-        for answer, guesses in zip(ready, found, strict=True):
+                to_guess.append(self._guessed(answer, count))
+        proposals = self._drafter.propose(to_guess) if to_guess else []
+        for answer, guesses in zip(ready, proposals, strict=True):
             if not guesses and answer.confidence is not None:
                 answer.confidence.checked(1, 0)
-        return {answer.number: guesses for answer, guesses in zip(ready, found, strict=True)}
+        return {answer.number: guesses for answer, guesses in zip(ready, proposals, strict=True)}
 
     def _guessed(self, answer: InFlight, count: int) -> Guessed:
         (sequence,), request = answer.sequences, answer.request
-        numbers = [_numbers(WantedRow(answer, CHOOSE, None, answer.new + at)) for at in range(count)]
+        numbers = [_numbers(WantedRow(answer, CHOOSE, None, answer.new + offset)) for offset in range(count)]
         return Guessed(sequence.number, answer.index, sequence.ids, len(request.prompt) + request.tokens, numbers)
 
     def _begin_again(self, answer: InFlight) -> None:
-        """Compute all tokens again, with the factors of a long text."""
+        """Compute all tokens again with the long factors."""
         (sequence,) = answer.sequences
         self._release(answer, sequence)
         answer.long, answer.short_until = True, None
         answer.sequences = [CachedSequence(sequence.ids, [], prefix=self._root(answer))]
 
     def _root(self, answer: InFlight) -> int:
-        """The prefix before its first block: keys of other adapters or factors are others."""
+        """The prefix of its first block: sequences with another adapter or other factors have other keys."""
         return ROOT - answer.adapter - answer.long * len(self._adapters)
 
     def _admit(self, late: list[tuple[InFlight, CachedSequence]], marks: list[tuple[int, int]]) -> bool:
-        """Take the next waiting request in, if there is one and it fits."""
+        """Admit the next waiting request, if there is one and it fits."""
         if not self._waiting:
             return False
         answer = self._waiting[0]
         request, size = answer.request, self.blocks.size
         if sum(each.rows for each in self._running) + answer.rows > self.limits.requests:
             return False
-        # The last token is computed in any case, for its logits; where all are wanted, all are.
-        most = 0 if request.prompt_logprobs or not self._shares else (len(request.prompt) - 1) // size
-        shared, prefix = self.blocks.find(request.prompt, most, self._root(answer))
+        # The last token is always computed, since its logits are needed; with prompt_logprobs all tokens are.
+        most_shared = 0 if request.prompt_logprobs or not self._shares else (len(request.prompt) - 1) // size
+        shared, prefix = self.blocks.find(request.prompt, most_shared, self._root(answer))
         need = self._need(request) - (len(shared) if answer.short_until is None else 0)
         admitted = self.blocks.admit(shared, need)
         if not admitted and answer.short_until is not None and shared:
-            # All its blocks are promised, so those that it could share, kept besides, may be more than there are.
+            # It reserves blocks for all its tokens, because it will be computed again; the blocks that it could share
+            # are in addition to these, and the sum may exceed the available blocks.
             shared, prefix = [], self._root(answer)
             admitted = self.blocks.admit(shared, need)
         if not admitted:
@@ -414,7 +439,7 @@ class Scheduler:
         return True
 
     def _reserve(self, sequence: CachedSequence, answer: InFlight, take: int) -> None:
-        """Blocks for the next `take` tokens; those that they fill can be found from here on."""
+        """Take blocks for the next `take` tokens; other requests can find the full ones from now on."""
         size, end = self.blocks.size, sequence.computed + take
         while len(sequence.blocks) * size < end:
             sequence.blocks.append(self.blocks.take())
@@ -423,7 +448,7 @@ class Scheduler:
             self._register(sequence, end)
 
     def _register(self, sequence: CachedSequence, end: int) -> None:
-        """Blocks that the first `end` tokens fill can be found, as far as these are known."""
+        """Let other requests find the full blocks among the first `end` tokens, as far as their ids are known."""
         size, end = self.blocks.size, min(end, len(sequence.ids))
         while (sequence.registered + 1) * size <= end:
             number = sequence.registered
@@ -437,15 +462,15 @@ class Scheduler:
         self._reserve(sequence, answer, take + len(guesses))
         request, first, end = answer.request, sequence.computed, sequence.computed + take
         if request.prompt_logprobs and first + 1 < len(request.prompt) and not answer.new:
-            for at in range(first, min(end, len(request.prompt) - 1)):
-                work.wanted.append(work.tokens + at - first)
-                work.rows.append(WantedRow(answer, request.prompt[at + 1]))
+            for position in range(first, min(end, len(request.prompt) - 1)):
+                work.wanted.append(work.tokens + position - first)
+                work.rows.append(WantedRow(answer, request.prompt[position + 1]))
         if end == sequence.length and request.tokens:
             if not answer.asked:
                 answer.group = self._group_of_next()
             try:
                 allowed = None if request.allowed is None else self._allowed_after(request.allowed, sequence.ids)
-            except Exception as error:  # of the request alone; its blocks are in this step's tables
+            except Exception as error:  # fails only this request, whose blocks are already in this step's tables
                 answer.failure = answer.failure or str(error) or repr(error)
             else:
                 self._want(work, answer, work.tokens + take - 1, allowed, guesses)
@@ -458,7 +483,7 @@ class Scheduler:
     def _want(
         work: _Work, answer: InFlight, last: int, allowed: NDArray[np.bool_] | None, guesses: Sequence[int]
     ) -> None:
-        """The row of a sequence's last token, and those of the guesses after it."""
+        """Add the wanted row of a sequence's last token, and those of the guesses after it."""
         (sequence, *_), chooses = answer.sequences, answer.search is None
         ends: Sequence[int | None] = (*guesses, NO_GUESS) if guesses else _NONE
         work.wanted += range(last, last + len(ends))
@@ -472,24 +497,27 @@ class Scheduler:
 
     def _step(self, work: _Work, copies: Sequence[tuple[int, int]], marks: Sequence[tuple[int, int]]) -> Step:
         biases, self._biases = self._biases, []
-        size, tokens, positions, stored, lengths = self.blocks.size, list[int](), list[int](), list[int](), list[int]()
+        size, tokens, positions, slots, lengths = self.blocks.size, list[int](), list[int](), list[int](), list[int]()
         for sequence, take, index, guesses in work.sequences:
-            at, blocks = sequence.computed, sequence.blocks
-            end = sequence.computed = at + take
-            tokens += sequence.ids[at:end] or (from_request(index),)
+            position, blocks = sequence.computed, sequence.blocks
+            end = sequence.computed = position + take
+            tokens += sequence.ids[position:end] or (from_request(index),)
             tokens += guesses
-            positions += range(at, end)
+            positions += range(position, end)
             lengths.append(end)
-            while at < end:
-                begin, run = blocks[at // size] * size + at % size, min(size - at % size, end - at)
-                stored += range(begin, begin + run)
-                at += run
+            while position < end:
+                begin, run = (
+                    blocks[position // size] * size + position % size,
+                    min(size - position % size, end - position),
+                )
+                slots += range(begin, begin + run)
+                position += run
         width = -(-max(lengths) // size)
         tables = [sequence.blocks[:width] + [0] * (width - len(sequence.blocks)) for sequence, *_ in work.sequences]
         return Step(
             tokens=np.array(tokens, dtype=np.int64),
             positions=np.array(positions, dtype=np.int64),
-            slots=np.array(stored, dtype=np.int64),
+            slots=np.array(slots, dtype=np.int64),
             counts=np.array([take for _, take, *_ in work.sequences], dtype=np.int64),
             lengths=np.array(lengths, dtype=np.int64),
             tables=np.array(tables, dtype=np.int64),
@@ -511,20 +539,20 @@ class Scheduler:
         )
 
     def _allowed_after(self, function: Allowed, ids: Sequence[int]) -> NDArray[np.bool_] | None:
-        """bool [vocab]: what may follow; None: anything. Errors: those of the request's function; ValueError."""
-        found = function(ids)
-        if found is None:
+        """bool [vocab], the ids that may follow; None: all. Errors: those of the request's function; ValueError."""
+        allowed = function(ids)
+        if allowed is None:
             return None
         mask = np.zeros(self.limits.vocab, dtype=np.bool_)
-        mask[: len(found)] = found.numpy()[: len(mask)]
+        mask[: len(allowed)] = allowed.numpy()[: len(mask)]
         if not mask.any():
             raise ValueError("allowed: no token may follow")
         return mask
 
-    # -- its results
+    # -- taking results
 
     def take(self, choices: Sequence[Choice]) -> list[Event]:
-        """What the results of the first step that was made and not taken, one for each wanted row, mean."""
+        """Turn the results of the oldest step without results, one per wanted row, into events."""
         events: list[Event] = []
         beams: dict[int, tuple[InFlight, list[Top]]] = {}
         checks: dict[int, _Check] = {}
@@ -560,7 +588,7 @@ class Scheduler:
         return events
 
     def _watch(self, answer: InFlight, token: int) -> None:
-        """Whether the text could have been guessed."""
+        """Note whether a drafter would have guessed the token, to decide whether to guess the next ones."""
         if self._drafter is None or answer.confidence is None or answer.ended or answer.guessed:
             return
         answer.confidence.watched(token)
@@ -568,7 +596,7 @@ class Scheduler:
             (answer.confidence.expected,) = self._drafter.propose([self._guessed(answer, SURE)])
 
     def drop(self) -> bool:
-        """Whether no request waits for the results of the last step that was made; they are not to be taken then."""
+        """Drop the last step that was made if no request needs its results; return whether it was dropped."""
         if any(not row.answer.ended for row in self._rows[-1]) or self._running:
             return False
         self._rows.pop()
@@ -579,7 +607,7 @@ class Scheduler:
         answer.prompt_top.append(choice.top)
 
     def _chosen(self, answer: InFlight, choice: Choice, guess: int | None = None) -> Event:
-        """guess: of the row, as of `WantedRow`; what was computed after a wrong one does not count."""
+        """Append a chosen token. guess: as in `WantedRow`; tokens computed after a wrong guess are discarded."""
         request, (sequence,) = answer.request, answer.sequences
         sequence.ids.append(choice.token)
         if guess is not None:
@@ -607,7 +635,7 @@ class Scheduler:
         return event
 
     def _first_event(self, answer: InFlight, finish: Finish | None, **what: object) -> Event:
-        """The first event of a request, with what was asked about its prompt."""
+        """The first event of a request, with the requested results for its prompt."""
         request = answer.request
         if request.prompt_logprobs:
             what["prompt_logprobs"] = tuple(answer.prompt_logprobs)
@@ -627,16 +655,16 @@ class Scheduler:
         return [event]
 
     def _fork(self, answer: InFlight, following: Sequence[tuple[int, int]]) -> None:
-        """The sequences of the next beams: they share the blocks of those they continue, but for a last one in use."""
-        before, size = answer.sequences, self.blocks.size
+        """Make the sequences of the next beams. A child shares its parent's full blocks and copies the last one."""
+        parent_sequences, size = answer.sequences, self.blocks.size
         parents = [number for number, _ in following]
-        for number, sequence in enumerate(before):
+        for number, sequence in enumerate(parent_sequences):
             if number not in parents:
                 self._release(answer, sequence)
         answer.sequences = []
-        for place, (number, token) in enumerate(following):
-            parent = before[number]
-            if number in parents[place + 1 :]:  # the last child continues in its parent's place
+        for child_number, (number, token) in enumerate(following):
+            parent = parent_sequences[number]
+            if number in parents[child_number + 1 :]:  # otherwise the last child takes over its parent's blocks
                 child = CachedSequence(
                     list(parent.ids), list(parent.blocks), parent.computed, parent.prefix, parent.registered
                 )
@@ -657,7 +685,7 @@ class Scheduler:
             answer.promised += self.blocks.release(block)
 
     def _end(self, answer: InFlight) -> None:
-        """Give back all that it holds."""
+        """Release the blocks and the index of a request, and remove it."""
         for sequence in answer.sequences:
             self._release(answer, sequence)
             if self._drafter is not None:
@@ -688,14 +716,22 @@ def _tops(row: WantedRow) -> int:
 
 
 def _numbers(row: WantedRow) -> tuple[float, ...]:
-    how, new = row.answer.request.sampling, row.number
+    sampling, new = row.answer.request.sampling, row.number
     if row.target != CHOOSE:
         return NEUTRAL
-    there = how.presence_penalty, how.frequency_penalty
-    if how.greedy:
-        return (0.0, 0.0, 1.0, 0.0, how.repetition_penalty, 0.0, *there)
+    penalties = sampling.presence_penalty, sampling.frequency_penalty
+    if sampling.greedy:
+        return (0.0, 0.0, 1.0, 0.0, sampling.repetition_penalty, 0.0, *penalties)
     chance = uniform(row.answer.seed, new)
-    return (how.temperature, how.top_k, top_p_after(how, new), how.min_p, how.repetition_penalty, chance, *there)
+    return (
+        sampling.temperature,
+        sampling.top_k,
+        top_p_after(sampling, new),
+        sampling.min_p,
+        sampling.repetition_penalty,
+        chance,
+        *penalties,
+    )
 
 
 def _pairs(pairs: Iterable[tuple[int, int]]) -> Integers:

@@ -1,6 +1,7 @@
-"""What one iteration of the model runs, as plain integers and floats: one thing for one rank and for many.
+"""One iteration of the model as plain integers and floats, the same for one rank and for many.
 
-Made by the scheduler, cut into tiles or packed into one array for other ranks, run by workers. Knows neither.
+The scheduler makes a step; it is split into tiles, or packed into one array for other ranks; workers run it. This file
+knows none of them.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from mega.core.inference.cache import SCRATCH
 from mega.core.ops.paged_attention import Integers
 
 CHOOSE, BEAM = -1, -2
-"""Targets that are not ids: choose a token; report the likeliest that are allowed."""
+"""Targets that are not ids: choose a token; report the most likely ids that are allowed."""
 
 NOT_FINITE = -1
-"""In the place of a chosen id: the logits hold a NaN or an infinity."""
+"""Replaces the chosen id if the logits contain a NaN or an infinity."""
 
 NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "uniform", "presence", "frequency")
-"""Columns of `Step.numbers`; uniform: in [0, 1), what a draw goes by."""
+"""Columns of `Step.numbers`; uniform: the number in [0, 1) that decides a draw."""
 
 
 def from_request(index: int) -> int:
-    """In the place of an id: the last one that a step chose for the request of this index.
+    """Encode, in the place of an id, the last id that an earlier step chose for the request of this index.
 
     >>> from_request(0), from_request(from_request(5))
     (-1, 5)
@@ -36,57 +37,64 @@ def from_request(index: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """Tokens [n] in runs [r], each of one sequence, and the rows of logits [m] that are wanted.
+    """Tokens [n] in runs [r], each run from one sequence, and the rows of logits [m] that the step returns.
 
-    tokens, positions: int64 [n]; a token below 0 is `from_request`. slots: int64 [n], where in the cache a token's key
-    and value go: block x size + place.
-    counts, lengths: int64 [r], tokens of each run, and of its sequence up to its end. tables: int64 [r, width], blocks.
-    sequences: int64 [r], a number that no other sequence has had.
-    adapters: int64 [r], number of the adapter that a run goes by, from 1 on; 0 is none.
-    offsets: int64 [r], what is added to positions to find the rows of the rotary tables.
-    copies: int64 [c, 2], blocks that are copied (from, to) before anything is computed.
-    wanted: int64 [m], tokens whose logits are wanted. targets: int64 [m], the id to be scored, or CHOOSE or BEAM. tops:
-    int64 [m], likeliest ids to report; -1: not even the log-probability. seen: int64 [m], which row of seen ids the
-    repetition penalty goes by, or -1. requests: int64 [m], index of the
-    request whose last token is what is chosen, or -1. numbers:
-    float64 [m, NUMBERS].
-    marks: int64 [p, 2], (row of seen ids, id to add to it), with id -1 to clear it first.
-    biases: float64 [b, 3], (row of seen ids, id, what is added to its logit), after `marks`.
-    allowed: bool [m, vocab], or [0, 0] where everything is.
+    tokens   a0 a1 a2 | b7 | c4 c5      n = 6, r = 3: a prompt of three tokens, one new token, two tokens
+    counts   3          1    2
+    wanted         2    3       5       m = 3: the last token of each run
     """
 
     tokens: Integers
+    """int64 [n], ids; a value below 0 is a `from_request`."""
     positions: Integers
+    """int64 [n]"""
     slots: Integers
+    """int64 [n], where the cache stores a token's key and value: block * block size + offset."""
     counts: Integers
+    """int64 [r], tokens of each run."""
     lengths: Integers
+    """int64 [r], tokens of the run's sequence up to the end of the run."""
     tables: Integers
+    """int64 [r, width], blocks of the run's sequence."""
     sequences: Integers
+    """int64 [r], unique number of the run's sequence."""
     adapters: Integers
+    """int64 [r], number of the run's adapter, from 1 on; 0: the base model."""
     offsets: Integers
+    """int64 [r], added to positions to find the rows of the rotary tables."""
     copies: Integers
+    """int64 [c, 2], blocks to copy (from, to) before anything is computed."""
     wanted: Integers
+    """int64 [m], indices of the tokens whose logits are returned."""
     targets: Integers
+    """int64 [m], the id to score, or CHOOSE or BEAM."""
     tops: Integers
+    """int64 [m], number of most likely ids to report; -1: not even the log-probability."""
     seen: Integers
+    """int64 [m], row of `SeenIds` for the penalties, or -1."""
     requests: Integers
+    """int64 [m], index of the request whose last token this row chooses, or -1."""
     marks: Integers
+    """int64 [p, 2], (row of `SeenIds`, id to add to it); id -1 clears the row first."""
     biases: NDArray[np.float64]
+    """float64 [b, 3], (row of `SeenIds`, id, value to add to its logit), applied after `marks`."""
     numbers: NDArray[np.float64]
+    """float64 [m, NUMBERS]"""
     allowed: NDArray[np.bool_]
+    """bool [m, vocab], or [0, 0] if all ids are allowed."""
 
     @property
     def table_rows(self) -> Integers:
-        """int64 [n], rows of the rotary tables."""
+        """int64 [n], rows of the rotary tables for the tokens."""
         return self.positions + np.repeat(self.offsets, self.counts) if self.offsets.any() else self.positions
 
     @property
     def report(self) -> int:
-        """Likeliest ids that any row reports; -1 where no log-probability is wanted."""
+        """The largest number of ids that a row reports; -1 if no row reports log-probabilities."""
         return int(self.tops.max(initial=-1))
 
     def pack(self) -> Integers:
-        """All of it as one array."""
+        """Concatenate all arrays into one."""
         parts = []
         for field in fields(self):
             array = getattr(self, field.name)
@@ -96,29 +104,30 @@ class Step:
 
     @classmethod
     def unpack(cls, packed: Integers) -> Step:
-        """The step of a `pack`."""
+        """Restore a step from the result of `pack`."""
         values: dict[str, Any] = {}
-        at = 0
+        offset = 0
         for field in fields(cls):
-            rows, columns = (int(size) for size in packed[at : at + 2])
-            at += 2
+            rows, columns = (int(size) for size in packed[offset : offset + 2])
+            offset += 2
             flat, shape = field.name in _FLAT, (rows, columns)
             length = _length(field.name, rows if flat else rows * columns)
-            array = _from_integers(field.name, packed[at : at + length], rows if flat else rows * columns)
+            array = _from_integers(field.name, packed[offset : offset + length], rows if flat else rows * columns)
             values[field.name] = array if flat else array.reshape(shape)
-            at += length
+            offset += length
         return cls(**values)
 
     def tiles(self, rows: int) -> Iterator[Step]:
-        """The same in steps of exactly `rows` tokens, each a run of its own, and `rows` wanted; padding goes to
-        SCRATCH. What is wanted of a tile comes first in it. Only what a forward pass needs is cut."""
+        """Split into steps of exactly `rows` tokens and `rows` wanted rows; each token is a run. Padding goes to
+        SCRATCH. In each tile the wanted rows come first, then padding. Only the fields that a forward pass reads are
+        split."""
         run = np.repeat(np.arange(len(self.counts)), self.counts)
         tables = self.tables[run]
         for first in range(0, max(len(self.tokens), 1), rows):
             part = slice(first, first + rows)
             missing = rows - len(self.tokens[part])
-            here = (self.wanted >= first) & (self.wanted < first + rows)
-            wanted = self.wanted[here] - first
+            in_tile = (self.wanted >= first) & (self.wanted < first + rows)
+            wanted_rows = self.wanted[in_tile] - first
             yield replace(
                 self,
                 tokens=_padded(self.tokens[part], missing),
@@ -130,31 +139,32 @@ class Step:
                 sequences=_padded(self.sequences[run][part], missing, -1),
                 adapters=_padded(self.adapters[run][part], missing),
                 offsets=_padded(self.offsets[run][part], missing),
-                wanted=_padded(wanted, rows - len(wanted)),
+                wanted=_padded(wanted_rows, rows - len(wanted_rows)),
             )
 
 
 def scratch_step(counts: Sequence[int], block: int, before: int = 0, free: int = 0) -> Step:
-    """Runs of `counts` tokens of no sequence, after `before` others; of each a token is drawn.
+    """A step of runs of `counts` tokens that belong to no sequence, at positions from `before` on; each run draws one
+    token.
 
-    They lie in blocks of their own, from 1 on, where at least `free` blocks are nobody's; else all in SCRATCH, where
-    the keys of runs of several tokens are whichever were written last.
+    The runs use separate blocks, from 1 on, if at least `free` blocks are unused. Otherwise all of them use SCRATCH,
+    which then holds the keys that happened to be written last.
     """
     runs = len(counts)
     lengths = np.array(counts, dtype=np.int64)
-    none, pairs = np.zeros(int(lengths.sum()), dtype=np.int64), np.zeros((0, 2), dtype=np.int64)
-    rows, drawn = np.zeros(runs, dtype=np.int64), (1.0, 0.0, 1.0, 0.0, 1.0, 0.5, 0.0, 0.0)
+    zeros, pairs = np.zeros(int(lengths.sum()), dtype=np.int64), np.zeros((0, 2), dtype=np.int64)
+    rows, sampled = np.zeros(runs, dtype=np.int64), (1.0, 0.0, 1.0, 0.0, 1.0, 0.5, 0.0, 0.0)
     width = -(-(int(lengths.max()) + before) // block)
     tables = 1 + np.arange(runs * width).reshape(runs, width)
     if runs * width > free:
         tables[:] = SCRATCH
     positions = [np.arange(before, before + count) for count in counts]
     slots = [
-        table[at // block] * block + (at % block) * (table[0] != SCRATCH)
-        for table, at in zip(tables, positions, strict=True)
+        table[place // block] * block + (place % block) * (table[0] != SCRATCH)
+        for table, place in zip(tables, positions, strict=True)
     ]
     return Step(
-        tokens=none,
+        tokens=zeros,
         positions=np.concatenate(positions),
         slots=np.concatenate(slots),
         counts=lengths,
@@ -171,7 +181,7 @@ def scratch_step(counts: Sequence[int], block: int, before: int = 0, free: int =
         requests=rows - 1,
         marks=pairs,
         biases=np.zeros((0, 3)),
-        numbers=np.array([drawn] * runs, dtype=np.float64),
+        numbers=np.array([sampled] * runs, dtype=np.float64),
         allowed=np.zeros((0, 0), dtype=np.bool_),
     )
 

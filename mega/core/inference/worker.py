@@ -1,8 +1,8 @@
-"""One rank's share of a step: its blocks of the model over its part of the cache, and on the last stage the choice.
+"""One rank's share of a step: its blocks of the model over its part of the cache; on the last stage also the choice.
 
-Every rank of a pipeline stage computes the same tokens; the first tensor rank of the last stage gathers the logits,
-chooses, and sends what it found to rank 0. Ranks of the first stage keep the last token of each request, so that a step
-can follow one whose results no host has seen. It knows no requests: a step says all.
+Every rank of a pipeline stage computes the same tokens. The first tensor rank of the last stage gathers the logits,
+chooses tokens, and sends the result to rank 0. Ranks of the first stage store the last token of each request, so that a
+step can follow a step whose results no host has seen. A worker knows no requests: a step contains all it needs.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ from mega.core.parallel.one_shot import exchange_over
 
 
 class Worker:
-    """stage: of a decoder, in evaluation mode. tile: steps are cut into exactly so many tokens; None: they are not.
+    """Runs steps on one rank.
 
-    requests: in flight at once. vocab: ids below this are chosen. adapters: those that the stage's linears go
-    by. graphs: steps are recorded and played, as far as the attention and the steps allow it. most: tokens of a step
-    with prompts that is. retriever: finds what a model with a retriever reads, one rank and without graphs.
+    stage: of a decoder, in evaluation mode. tile: split steps into steps of exactly this many tokens; None: do not.
+    requests: most requests in flight. vocab: ids below this can be chosen. adapters: the adapters of the stage's
+    linears. graphs: record and replay steps, as far as attention and steps permit. most: most tokens of a recorded step
+    with prompts. retriever: finds neighbours for a model with a retriever, which must be on one rank, without graphs.
     """
 
     graphs: StepGraphs | None = None
@@ -92,7 +93,7 @@ class Worker:
         )
         self._exchange = exchange_over(mesh.tp, device, stage.dtype)
         self._decode = DecodeStep(stage, self._exchange.sum)
-        self._latest = torch.zeros(requests + 1, dtype=torch.long, device=device)  # one more, for nobody
+        self._latest = torch.zeros(requests + 1, dtype=torch.long, device=device)  # the last row receives padding
         self._arriving: deque[_Arriving] = deque()
         if graphs and adapters is None and self.cache.attention.graphs:
             agree, ends = partial(first_problem, axis=mesh.tp, device=device), (mesh.pp.first, mesh.pp.last)
@@ -105,12 +106,12 @@ class Worker:
         return self.mesh.pp.last and self.mesh.tp.first
 
     def run(self, step: Step) -> list[Choice]:
-        """Compute a step; what it found for each wanted row, on rank 0."""
+        """Compute a step, and return a result for each wanted row, on rank 0."""
         return self.launch(step).choices()
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
-        """Give a step to the device. One with `from_request` in it follows the step that is meant."""
+        """Start a step on the device. A step with a `from_request` must follow the step that it refers to."""
         self._settle(step)
         if len(step.copies):
             self.cache.copy(*sent(step.copies, self.device).unbind(1))
@@ -119,10 +120,10 @@ class Worker:
         parts = [step] if self.tile is None else step.tiles(self.tile)
         logits: list[torch.Tensor] = []
         for part in parts:
-            found = self._forward(part)
-            if found is not None and len(step.wanted):
-                here = len(part.wanted) if self.tile is None else _in_tile(step, len(logits), self.tile)
-                logits.append(found[:here])
+            part_logits = self._forward(part)
+            if part_logits is not None and len(step.wanted):
+                wanted_here = len(part.wanted) if self.tile is None else _in_tile(step, len(logits), self.tile)
+                logits.append(part_logits[:wanted_here])
         if not len(step.wanted):
             return Launched(step, None)
         result = (
@@ -133,7 +134,7 @@ class Worker:
         return self._deliver(result, step)
 
     def _forward(self, step: Step) -> torch.Tensor | None:
-        """One pass through our stage; its logits on the last one, else None."""
+        """One pass through this rank's stage: logits on the last stage, else None."""
         mesh, cargo = self.mesh, None
         if not mesh.pp.first:
             shape = len(step.tokens), self.stage.architecture.hidden
@@ -151,18 +152,18 @@ class Worker:
 
     def _computed(self, step: Step, cargo: torch.Tensor | None) -> torch.Tensor:
         arrays = (step.tokens, step.table_rows, step.slots, step.wanted)
-        ids, positions, slots, wanted = (sent(array, self.device) for array in arrays)
+        ids, positions, slots, wanted_rows = (sent(array, self.device) for array in arrays)
         if (step.tokens < 0).any():
             ids = known(ids, self._latest)
         self.cache.begin(slots, self.cache.pages(step.counts, step.lengths, step.tables, step.sequences))
         if self.adapters is not None:
             self.adapters.begin(np.repeat(step.adapters, step.counts))
         if self.reader is None:
-            return self._decode(ids, positions, wanted, self.cache, *(() if cargo is None else (cargo,)))
-        near = self.reader.step(step, self.device)
-        found = self._decode(ids, positions, wanted, self.cache, neighbours=near)
-        near.close()
-        return found
+            return self._decode(ids, positions, wanted_rows, self.cache, *(() if cargo is None else (cargo,)))
+        neighbours = self.reader.step(step, self.device)
+        logits = self._decode(ids, positions, wanted_rows, self.cache, neighbours=neighbours)
+        neighbours.close()
+        return logits
 
     def close(self) -> None:
         while self._arriving:
@@ -171,14 +172,14 @@ class Worker:
             self.graphs.close()
 
     def _gathered(self, logits: torch.Tensor) -> torch.Tensor:
-        """[m, ids of this rank] of every rank -> fp32 [m, vocab], without padding."""
+        """[m, ids of this rank] of every tensor rank -> fp32 [m, vocab], without padding."""
         if self.mesh.tp.size > 1:
             logits = self._exchange.gather(logits).transpose(0, 1).reshape(len(logits), -1)
         return logits[:, : self.vocab].float()
 
     def _choose(self, logits: torch.Tensor, step: Step) -> torch.Tensor | None:
-        """float64 [m, 1 + 1 + 2 k]: id, its log-probability, the k likeliest ids and theirs; [m, 1] where no step wants
-        log-probabilities. The id is NOT_FINITE where the logits are not."""
+        """float64 [m, 2 + 2 k]: id, its log-probability, the k most likely ids and their log-probabilities; [m, 1] if
+        the step reports no log-probabilities. The id is NOT_FINITE where the logits are not finite."""
         if not self.chooses:
             return None
         allowed = sent(step.allowed, self.device) if step.allowed.size else None
@@ -189,10 +190,13 @@ class Worker:
         if step.report < 0:
             return ids[:, None].double().masked_fill_(_not_finite(share), NOT_FINITE)
         logprobs = logits.log_softmax(-1)
-        own = logprobs.gather(1, ids[:, None]).double()
-        columns = [ids[:, None].double().masked_fill_(_not_finite(share) | own.isnan(), NOT_FINITE), own]
+        chosen_logprobs = logprobs.gather(1, ids[:, None]).double()
+        columns = [
+            ids[:, None].double().masked_fill_(_not_finite(share) | chosen_logprobs.isnan(), NOT_FINITE),
+            chosen_logprobs,
+        ]
         if step.report:
-            if allowed is not None:  # beams take what is likely and allowed; alternatives are reported as they are
+            if allowed is not None:  # beams take only allowed ids, but reported alternatives are unconstrained
                 hidden = ~allowed & sent(step.targets == BEAM, self.device)[:, None]
                 logprobs = logprobs.masked_fill(hidden, -torch.inf)
             top = logprobs.topk(min(step.report, self.vocab))
@@ -200,13 +204,13 @@ class Worker:
         return torch.cat(columns, 1)
 
     def _ids(self, logits: torch.Tensor, step: Step, allowed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """What each row chooses, [m], and its logit or its probability, [m, 1]: not finite where the row's logits are
-        not, since the greatest is then one of those, and so are all shares."""
-        chosen = step.targets == CHOOSE
-        if not chosen.any():
+        """The id that each row chooses, [m], and its logit or probability, [m, 1]. The latter is not finite if any of
+        the row's logits is not: the maximum is then not finite, or all probabilities are NaN."""
+        chooses = step.targets == CHOOSE
+        if not chooses.any():
             none = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
             return none, torch.zeros(len(logits), 1, device=logits.device)
-        penalties, drawn = (step.seen >= 0).any(), chosen & (step.numbers[:, 0] > 0)
+        penalties, draws = (step.seen >= 0).any(), chooses & (step.numbers[:, 0] > 0)
         _, _, _, _, penalty, uniform, presence, frequency = step.numbers.T[..., None]
         if penalties:
             assert self._seen is not None
@@ -215,23 +219,23 @@ class Worker:
             logits = self._seen.adjusted(logits, rows, *amounts)
         if allowed is not None:
             logits = logits.masked_fill(~allowed, -torch.inf)
-        if not drawn.any():
+        if not draws.any():
             ids = likeliest(logits)
             share = logits.gather(1, ids[:, None])
         else:
             shares = _filters(step.numbers, self.device)(logits)
             ids = draw(shares, sent(uniform.copy(), self.device))
             share = shares.gather(1, ids[:, None])
-            if not drawn.all():
-                ids = torch.where(sent(drawn, self.device), ids, likeliest(logits))
+            if not draws.all():
+                ids = torch.where(sent(draws, self.device), ids, likeliest(logits))
         if penalties:
             assert self._seen is not None
-            there = sent(np.flatnonzero(step.seen >= 0), self.device)
-            self._seen.add(rows[there], ids[there])
+            penalised_rows = sent(np.flatnonzero(step.seen >= 0), self.device)
+            self._seen.add(rows[penalised_rows], ids[penalised_rows])
         return ids, share
 
     def _mark(self, marks: NDArray[np.int64], biases: NDArray[np.float64]) -> None:
-        """Add ids to rows of seen ids, or clear such a row; set the biases of rows."""
+        """Update the table of seen ids: clear rows, add ids, set biases."""
         if self._seen is None:
             self._seen = SeenIds(self.requests, self.vocab, self.device)
         self._seen.clear(sent(marks[marks[:, 1] < 0, 0], self.device))
@@ -240,7 +244,7 @@ class Worker:
             self._seen.favour(sent(biases[:, :2].astype(np.int64), self.device), sent(biases[:, 2].copy(), self.device))
 
     def _deliver(self, result: torch.Tensor | None, step: Step) -> Launched:
-        """What the last stage found, on its way to rank 0; nothing elsewhere."""
+        """Start sending the last stage's result to rank 0; ranks that do not receive it return an empty `Launched`."""
         pp, mesh = self.mesh.pp, self.mesh
         if pp.size == 1:
             self._keep(None if result is None else result[:, 0], step)
@@ -249,31 +253,32 @@ class Worker:
             dist.send(result.contiguous(), pp.ranks[0], group=mesh.p2p["F", 0].group)
         if not pp.first:
             return Launched(step, None)
-        work, found = None, None
+        work, buffer = None, None
         if mesh.tp.first:
             width = 1 if step.report < 0 else 2 + 2 * min(step.report, self.vocab)
-            found = torch.empty(len(step.wanted), width, dtype=torch.float64, device=self.device)
-            work = dist.irecv(found, pp.ranks[-1], group=mesh.p2p["F", 0].group)
-        arriving = _Arriving(step, work, found)
+            buffer = torch.empty(len(step.wanted), width, dtype=torch.float64, device=self.device)
+            work = dist.irecv(buffer, pp.ranks[-1], group=mesh.p2p["F", 0].group)
+        arriving = _Arriving(step, work, buffer)
         self._arriving.append(arriving)
-        return Launched(step, arriving if found is not None else None)
+        return Launched(step, arriving if buffer is not None else None)
 
     def _settle(self, step: Step) -> None:
-        """Before a step: the results of those that it follows are here; nor are more under way than stages compute."""
+        """Before a step: wait for the results of the steps that it follows, and limit the steps in flight to the number
+        of stages."""
         if not self._arriving:
             return
         needed = set((~step.tokens[step.tokens < 0]).tolist())
-        several = [bool(needed.intersection(each.step.requests.tolist())) for each in self._arriving]
-        count = max(len(several) - self.mesh.pp.size, 0)
-        if any(several):
-            count = max(count, len(several) - several[::-1].index(True))
+        follows = [bool(needed.intersection(each.step.requests.tolist())) for each in self._arriving]
+        count = max(len(follows) - self.mesh.pp.size, 0)
+        if any(follows):
+            count = max(count, len(follows) - follows[::-1].index(True))
         for _ in range(count):
             each = self._arriving.popleft()
             each.wait()
             self._keep(None if each.found is None else each.found[:, 0], each.step)
 
     def _keep(self, ids: torch.Tensor | None, step: Step) -> None:
-        """On the ranks of the first stage, whose first one knows them: the last tokens of requests."""
+        """Store the last tokens of requests on the ranks of the first stage; its first rank has `ids`."""
         if not (step.requests >= 0).any():
             return
         tp, indices = self.mesh.tp, np.where(step.requests < 0, self.requests, step.requests)
@@ -286,7 +291,7 @@ class Worker:
 
 
 class _Arriving:
-    """The results of a step on their way from the last stage. found: None on ranks that only hear of ids."""
+    """The results of a step in flight from the last stage. found: None on ranks that only need the ids."""
 
     def __init__(self, step: Step, work: Any, found: torch.Tensor | None):
         self.step, self.found = step, found
@@ -294,7 +299,7 @@ class _Arriving:
         self._host: HostArray | None = None
 
     def wait(self) -> None:
-        """What the device is given from here on finds the results."""
+        """Make later work of the device wait for the results."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -302,35 +307,36 @@ class _Arriving:
             self._host = HostArray(self.found)
 
     def numpy(self) -> NDArray[np.float64]:
-        """Waits for them."""
+        """Wait for the results on the host."""
         self.wait()
         assert self._host is not None
         return self._host.numpy()
 
 
 def _tables(model: Architecture, dtype: torch.dtype, device: torch.device) -> dict[Rope, Rotary]:
-    """cos and sin of all positions; where LongRoPE has two sets of factors, those by the short ones, then the long."""
+    """cos and sin of all positions; for LongRoPE with two sets of factors, the short ones' rows, then the long
+    ones'."""
     positions = torch.arange(model.positions, device=device)
     lengths = (None,) if model.long_from is None else (model.long_from, model.positions)
     parts = [rotary_tables(model.ropes, positions, dtype, length) for length in lengths]
-    both = {rope: zip(*(part[rope] for part in parts), strict=True) for rope in model.ropes}
-    return {rope: (torch.cat(next(pairs)), torch.cat(next(pairs))) for rope, pairs in both.items()}
+    pairs_of = {rope: zip(*(part[rope] for part in parts), strict=True) for rope in model.ropes}
+    return {rope: (torch.cat(next(pairs)), torch.cat(next(pairs))) for rope, pairs in pairs_of.items()}
 
 
 @dataclass(frozen=True)
 class Launched:
-    """A step that a device has been given. found: what it finds, None where this rank is not told."""
+    """A step that was started on the device. found: its results; None on ranks that do not receive them."""
 
     step: Step
     found: HostArray | _Arriving | None
 
     def choices(self) -> list[Choice]:
-        """What it found for each wanted row; waits for it."""
+        """The result for each wanted row; waits for it."""
         return [] if self.found is None else _choices(self.found.numpy(), self.step)
 
 
 def _filters(numbers: NDArray[np.float64], device: torch.device) -> Filters:
-    """What no row asks for is left out."""
+    """The filters of a step's rows; filters that are off in all rows are omitted."""
     temperature, top_k, top_p, min_p, *_ = numbers.T[..., None]
 
     def there(column: NDArray[np.float64]) -> torch.Tensor:
@@ -347,21 +353,21 @@ def _filters(numbers: NDArray[np.float64], device: torch.device) -> Filters:
 
 
 def _not_finite(x: torch.Tensor) -> torch.Tensor:
-    """~x.isfinite(), in fewer operations: a finite number times 0 is 0."""
+    """~x.isfinite() in fewer operations: a finite number times 0 is 0, an infinity or NaN times 0 is NaN."""
     return x.mul(0) != 0
 
 
 def _in_tile(step: Step, number: int, rows: int) -> int:
-    """Wanted rows of tile `number`."""
+    """Number of wanted rows in tile `number`."""
     return int(((step.wanted >= number * rows) & (step.wanted < (number + 1) * rows)).sum())
 
 
-def _choices(found: NDArray[np.float64], step: Step) -> list[Choice]:
-    ids = found[:, 0].astype(np.int64).tolist()
+def _choices(results: NDArray[np.float64], step: Step) -> list[Choice]:
+    ids = results[:, 0].astype(np.int64).tolist()
     if step.report < 0:
         return [Choice(token) for token in ids]
-    logprobs, most = found[:, 1].tolist(), (found.shape[1] - 2) // 2
-    top_ids, top = found[:, 2 : 2 + most].astype(np.int64).tolist(), found[:, 2 + most :].tolist()
+    logprobs, most = results[:, 1].tolist(), (results.shape[1] - 2) // 2
+    top_ids, top = results[:, 2 : 2 + most].astype(np.int64).tolist(), results[:, 2 + most :].tolist()
     return [
         Choice(token, logprob, tuple(zip(names[: max(tops, 0)], values[: max(tops, 0)], strict=True)))
         for token, logprob, names, values, tops in zip(ids, logprobs, top_ids, top, step.tops.tolist(), strict=True)
