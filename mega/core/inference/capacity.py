@@ -1,7 +1,7 @@
-"""How much fits into memory when a model is served: the same arithmetic before a server starts and in it.
+"""Memory of a served model: the same arithmetic before a server starts and inside it.
 
-Bytes of weights and of the cache on a rank, and how many blocks of the cache are taken: what is asked for, as far as it
-fits. It knows a model's inventory and a layout; no device, no tensor and no request.
+Computes the bytes of weights and cache on a rank, and the number of blocks in the cache: the requested number, as far
+as it fits. This file knows a model's inventory and a layout, but no device, tensor or request.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from mega.core.shard import on_tensor_rank, shard
 GIB = 1 << 30
 
 SHARES = {"cuda": 0.85, "cpu": 0.25}
-"""Kind of device -> share of the memory that is left which the cache may take."""
+"""Kind of device -> fraction of the remaining memory that the cache may take."""
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a server of so many ranks accepts. weights, cache: bytes of the fullest rank."""
+    """The capacity of a server. weights, cache: bytes on the rank that holds the most."""
 
     limits: Limits
     weights: int
     cache: int
 
     def lines(self, longest: int | None = None) -> list[str]:
-        """For the user. longest: tokens of a request [the model's]."""
+        """Describe it to the user. longest: tokens of a request [the model's]."""
         limits, tokens = self.limits, min(longest or self.limits.longest, self.limits.longest)
         fit = min(limits.requests, limits.cache // tokens)
         return [
@@ -40,7 +40,7 @@ class Capacity:
 
 
 def even_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """Blocks of each stage, as equal as they can be; the last has the head to compute, so the first have more.
+    """Number of blocks of each stage, as equal as possible. The first stages get more, since the last has the head.
 
     >>> even_layers(5, 2)
     (3, 2)
@@ -49,40 +49,41 @@ def even_layers(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def cache_bytes(model: Architecture, itemsize: int, *, tp: int = 1, layers: int | None = None) -> int:
-    """Bytes of keys and values that one rank holds for one token. layers: of its stage [all]."""
-    held, kept = len(model.layers) if layers is None else layers, model.cached
-    return 2 * held * (kept.kv_heads // tp) * kept.head_dim * itemsize
+    """Bytes of keys and values of one token on a rank. layers: of its stage [all]."""
+    layer_count, cached = len(model.layers) if layers is None else layers, model.cached
+    return 2 * layer_count * (cached.kv_heads // tp) * cached.head_dim * itemsize
 
 
 def weight_bytes(
     model: ModelConfig, itemsize: int, *, tp: int = 1, pp: int = 1, fp8_weights: bool = False
 ) -> list[int]:
-    """Bytes of weights of a rank of each stage, padding included. fp8_weights: as of `ops.fp8_weights`."""
+    """Bytes of weights on a rank of each stage, with padding. fp8_weights: as in `ops.fp8_weights`."""
     stages = placement(model, pp, 1, even_layers(len(architecture(model).layers), pp))
-    held = [0] * pp
+    stage_bytes = [0] * pp
     for tensor in inventory(model):
         part = shard(tensor, on_tensor_rank(0, tp))
         narrow = fp8_weights and len(part.local) == 2 and all(isinstance(unit, int) for unit in tensor.units)
         size = part.elements + 4 * part.local[0] if narrow else part.elements * itemsize
         for stage in {stages[unit][0] for unit in tensor.units}:
-            held[stage] += size
-    return held
+            stage_bytes[stage] += size
+    return stage_bytes
 
 
 def wanted_tokens(model: Architecture, requests: int, asked: int | None) -> int:
-    """Tokens of the cache that would be taken: what is asked for, else what so many requests need at most."""
+    """Number of tokens in the cache: the requested number, else the most that `requests` requests can need."""
     return asked if asked is not None else requests * model.positions
 
 
 def fitting_blocks(left: int, kind: str, token: int, size: int) -> int:
-    """Blocks of `size` tokens of `token` bytes that may be taken of `left` bytes of a device of a kind of `SHARES`."""
+    """Number of blocks of `size` tokens of `token` bytes that fit into the share of `left` bytes for this device."""
     return int(left * SHARES[kind]) // (token * size)
 
 
 def cache_blocks(wanted: int, fits: int, size: int, *, asked: bool) -> int:
-    """Blocks to be made, the one for padding included. wanted: tokens. fits: blocks, on the rank with the least room.
+    """Number of blocks to allocate, including SCRATCH. wanted: tokens. fits: blocks on the rank with the least memory.
 
-    asked: by the user, who is not given less. Errors: ValueError where that, or not even one block, fits.
+    asked: the user requested the number and must get it. Errors: ValueError where the request does not fit, or not even
+    one block does.
     """
     blocks = min(-(-wanted // size), fits)
     if asked and blocks * size < wanted:
@@ -104,19 +105,19 @@ def expected(
     cache_tokens: int | None = None,
     fp8_weights: bool = False,
 ) -> Capacity:
-    """What a server will report of a model in `itemsize` bytes a number. room: bytes of each device, or of the one host
+    """The capacity that a server will have. itemsize: bytes of a number. room: bytes of each device, or of the host
     that all ranks of a CPU share.
 
-    Errors: ValueError where the weights leave no room, or too little.
+    Errors: ValueError where the weights leave too little memory.
     """
     model, weights = architecture(options), weight_bytes(options, itemsize, tp=tp, pp=pp, fp8_weights=fp8_weights)
     layers = max(even_layers(len(model.layers), pp))
     token = cache_bytes(model, itemsize, tp=tp, layers=layers)
-    left = room - max(weights) if kind == "cuda" else room
-    if left <= 0:
+    remaining = room - max(weights) if kind == "cuda" else room
+    if remaining <= 0:
         raise ValueError(f"{max(weights) / GIB:.1f} GiB of weights a rank do not fit; give more ranks")
-    fits = fitting_blocks(left, kind, token, BLOCK) // (1 if kind == "cuda" else tp * pp)
-    wanted = wanted_tokens(model, requests, cache_tokens)
-    blocks = cache_blocks(wanted, fits, BLOCK, asked=cache_tokens is not None)
+    fits = fitting_blocks(remaining, kind, token, BLOCK) // (1 if kind == "cuda" else tp * pp)
+    tokens = wanted_tokens(model, requests, cache_tokens)
+    blocks = cache_blocks(tokens, fits, BLOCK, asked=cache_tokens is not None)
     limits = Limits(model.positions, (blocks - 1) * BLOCK, requests, model.input.vocab)
     return Capacity(limits, max(weights), blocks * BLOCK * token)

@@ -1,7 +1,7 @@
-"""A smaller model that guesses what another one says: its own cache, and steps of its own worker on rank 0.
+"""Guess tokens with a smaller model, which has its own cache and its own worker on rank 0.
 
-It draws by the numbers that the large model will draw by, so that both choose the same token as often as their
-probabilities overlap. Steps follow each other on the device; the host waits once, for all guesses.
+It draws by the same numbers as the large model, so both choose the same token as often as their probabilities overlap.
+Its steps follow each other on the device; the host waits once for all guesses.
 """
 
 from __future__ import annotations
@@ -21,27 +21,32 @@ from mega.core.ops.paged_attention import Integers
 
 @dataclass
 class _Known:
-    """A sequence of which the first `computed` tokens are in the cache. promised: blocks that it may still take.
-    guesses: the last ones, after `length` tokens."""
+    """A sequence in the small model's cache."""
 
     blocks: list[int]
     promised: int
+    """Number of reserved blocks that it may still take."""
     computed: int = 0
+    """Number of tokens in the cache."""
     length: int = 0
+    """Number of known tokens when it was guessed last."""
     guesses: list[int] = field(default_factory=list)
+    """The last guesses, which follow these tokens."""
 
     def keep(self, ids: Sequence[int]) -> None:
-        """Of what was computed of guesses, that of right ones."""
-        right = 0
-        while right < len(self.guesses) - 1 and self.length + right < len(ids) - 1:
-            if self.guesses[right] != ids[self.length + right]:
+        """Keep the cached tokens that are known, or right guesses."""
+        right_count = 0
+        while right_count < len(self.guesses) - 1 and self.length + right_count < len(ids) - 1:
+            if self.guesses[right_count] != ids[self.length + right_count]:
                 break
-            right += 1
-        self.computed = min(self.length + right, len(ids) - 1)
+            right_count += 1
+        self.computed = min(self.length + right_count, len(ids) - 1)
 
 
 class ModelDrafts:
-    """worker: of a model that this rank holds whole. blocks: of its cache. chunk: tokens of a step at the most."""
+    """Guesses with a model. worker: of the whole model on this rank. blocks: of its cache. chunk: most tokens of a
+    step.
+    """
 
     eager = True
 
@@ -50,22 +55,22 @@ class ModelDrafts:
         self._known: dict[int, _Known] = {}
 
     def propose(self, asked: Sequence[Guessed]) -> list[list[int]]:
-        taken = [each for each in asked if len(each.numbers) and self._admit(each)]
+        admitted = [each for each in asked if len(each.numbers) and self._admit(each)]
         guesses: dict[int, list[int]] = {each.number: [] for each in asked}
-        for each in taken:
+        for each in admitted:
             self._known[each.number].keep(each.ids)
             self._catch_up(each)
         launched = []
-        for turn in range(max((len(each.numbers) for each in taken), default=0)):
-            here = [each for each in taken if turn < len(each.numbers)]
-            launched.append((here, self._worker.launch(self._step(here, turn))))
-        for here, step in launched:
-            for each, choice in zip(here, step.choices(), strict=True):
+        for turn in range(max((len(each.numbers) for each in admitted), default=0)):
+            sequences = [each for each in admitted if turn < len(each.numbers)]
+            launched.append((sequences, self._worker.launch(self._step(sequences, turn))))
+        for sequences, step in launched:
+            for each, choice in zip(sequences, step.choices(), strict=True):
                 guesses[each.number].append(choice.token)
-        for each in taken:
-            known = self._known[each.number]
+        for each in admitted:
+            cached = self._known[each.number]
             guesses[each.number] = list(takewhile(lambda token: token != NOT_FINITE, guesses[each.number]))
-            known.length, known.guesses = len(each.ids), guesses[each.number]
+            cached.length, cached.guesses = len(each.ids), guesses[each.number]
         return [guesses[each.number] for each in asked]
 
     def _admit(self, asked: Guessed) -> bool:
@@ -78,14 +83,15 @@ class ModelDrafts:
         return True
 
     def _catch_up(self, asked: Guessed) -> None:
-        """Compute all that is not in the cache, but for the last tokens."""
-        known = self._known[asked.number]
-        while len(asked.ids) - known.computed > self._chunk:
-            tokens = np.array(asked.ids[known.computed : known.computed + self._chunk], dtype=np.int64)
+        """Compute the tokens that are not in the cache, except the last chunk."""
+        cached = self._known[asked.number]
+        while len(asked.ids) - cached.computed > self._chunk:
+            tokens = np.array(asked.ids[cached.computed : cached.computed + self._chunk], dtype=np.int64)
             self._worker.launch(self._made([asked], [tokens], []))
 
     def _step(self, asked: Sequence[Guessed], turn: int) -> Step:
-        """One more token of each: the first follows all known ones, others what the step before chose."""
+        """A step that guesses one more token of each sequence. The first step computes all known tokens that are not in
+        the cache; a later one continues from the token that the previous step chose."""
         tokens = [
             np.array(each.ids[self._known[each.number].computed :] if turn == 0 else [from_request(each.request)])
             for each in asked
@@ -94,25 +100,25 @@ class ModelDrafts:
 
     def _made(self, asked: Sequence[Guessed], tokens: Sequence[Integers], numbers: Sequence[tuple[float, ...]]) -> Step:
         size = self._blocks.size
-        positions, stored, tables, lengths = list[Integers](), list[Integers](), list[list[int]](), list[int]()
+        positions, addresses, tables, lengths = list[Integers](), list[Integers](), list[list[int]](), list[int]()
         for each, new in zip(asked, tokens, strict=True):
-            known = self._known[each.number]
-            end = known.computed + len(new)
-            while len(known.blocks) * size < end:
-                known.blocks.append(self._blocks.take())
-                known.promised -= 1
-            at = np.arange(known.computed, end)
-            positions.append(at)
-            stored.append(np.array(known.blocks)[at // size] * size + at % size)
-            tables.append(known.blocks)
+            cached = self._known[each.number]
+            end = cached.computed + len(new)
+            while len(cached.blocks) * size < end:
+                cached.blocks.append(self._blocks.take())
+                cached.promised -= 1
+            indices = np.arange(cached.computed, end)
+            positions.append(indices)
+            addresses.append(np.array(cached.blocks)[indices // size] * size + indices % size)
+            tables.append(cached.blocks)
             lengths.append(end)
-            known.computed = end
+            cached.computed = end
         width, rows = max(map(len, tables)), len(numbers)
-        none, pairs = np.full(rows, -1, dtype=np.int64), np.zeros((0, 2), dtype=np.int64)
+        minus_ones, pairs = np.full(rows, -1, dtype=np.int64), np.zeros((0, 2), dtype=np.int64)
         return Step(
             tokens=np.concatenate(tokens).astype(np.int64),
             positions=np.concatenate(positions),
-            slots=np.concatenate(stored),
+            slots=np.concatenate(addresses),
             counts=np.array([len(new) for new in tokens]),
             lengths=np.array(lengths),
             tables=np.array([table + [0] * (width - len(table)) for table in tables]),
@@ -121,9 +127,9 @@ class ModelDrafts:
             offsets=np.zeros(len(asked), dtype=np.int64),
             copies=pairs,
             wanted=np.cumsum([len(new) for new in tokens])[:rows] - 1,
-            targets=none * 0 + CHOOSE,
-            tops=none,
-            seen=none,
+            targets=minus_ones * 0 + CHOOSE,
+            tops=minus_ones,
+            seen=minus_ones,
             requests=np.array([each.request for each in asked[:rows]], dtype=np.int64),
             marks=pairs,
             biases=np.zeros((0, 3)),
@@ -132,11 +138,11 @@ class ModelDrafts:
         )
 
     def free(self, number: int) -> None:
-        known = self._known.pop(number, None)
-        if known is not None:
-            for block in reversed(known.blocks):
-                known.promised += self._blocks.release(block)
-            self._blocks.waive(known.promised)
+        cached = self._known.pop(number, None)
+        if cached is not None:
+            for block in reversed(cached.blocks):
+                cached.promised += self._blocks.release(block)
+            self._blocks.waive(cached.promised)
 
     def close(self) -> None:
         self._worker.close()

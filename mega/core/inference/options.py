@@ -1,7 +1,7 @@
-"""How a model decodes, as options that every verb which asks one shares, and those of `mega generate`.
+"""Options of decoding, shared by all verbs that decode, and options of `mega generate` and `mega chat`.
 
-`serve`, `generate` and `bench serve` take the sections here as their flags and TOML tables; the engine takes
-`EngineOptions` itself. No torch: what only a device or a model knows is checked where it is opened.
+`serve`, `generate` and `bench serve` use these sections as their flags and TOML tables; the engine takes
+`EngineOptions` itself. No torch: properties of a device or a model are checked when it is opened.
 """
 
 # ruff: noqa: RUF009 - every default below is immutable
@@ -18,18 +18,18 @@ from mega.core.config.sections import ParallelConfig, RuntimeConfig, TokenizerCo
 from mega.core.untrusted import Json
 
 BLOCK = 16
-"""Tokens of a cache block."""
+"""Tokens of a block of the cache."""
 
 NGRAM = "ngram"
-"""The value of --speculate that guesses from the text itself."""
+"""The value of --speculate that guesses tokens from the text itself."""
 
 NOTHING = "none"
-"""The value of --retro with which a model with a retriever reads nothing."""
+"""The value of --retro with which a model with a retriever reads no neighbours."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodingLayout(VerbSection):
-    """The ranks that decode, what they compute on, and in which precision."""
+    """The ranks that decode, their device, and the precision."""
 
     title: ClassVar[str] = "Layout"
 
@@ -62,24 +62,24 @@ class EngineOptions(VerbSection):
         None, "speculative decoding, with guesses from the text itself or from a small model [off]", metavar="ngram|DIR"
     )
     block: int = BLOCK
-    """Tokens of a cache block."""
+    """Tokens of a block of the cache."""
     tile: int = 32
-    """Tokens of every step where `batch_invariant`."""
+    """Tokens of every step with `batch_invariant`."""
     vocab: int | None = None
-    """Ids below this are chosen; None: any of the model's."""
+    """Ids below this can be chosen; None: all of the model's."""
     ahead: int | None = None
-    """Steps that are given to the device before the results of those before are taken; None: on a CUDA device one, and
-    one for every pipeline stage after the first."""
+    """Steps on the device before the results of earlier ones are known; None: one on a CUDA device, and one for every
+    pipeline stage after the first."""
 
     def check(self, device: str = "auto", adapter: Collection[str] = ()) -> None:
-        """Errors: ValueError naming flags that exclude each other, or a model that does not exist."""
-        others = {"--batch-invariant": self.batch_invariant, "--adapter": adapter, "--device cpu": device == "cpu"}
-        for flag, given in others.items():
-            if self.cuda_graph and given:
+        """Errors: ValueError naming flags that exclude each other."""
+        excluded = {"--batch-invariant": self.batch_invariant, "--adapter": adapter, "--device cpu": device == "cpu"}
+        for flag, is_given in excluded.items():
+            if self.cuda_graph and is_given:
                 raise ValueError(f"--cuda-graph: excludes {flag}")
 
     def check_speculation(self) -> None:
-        """Errors: ValueError where there is no such model, or steps of one size are asked for."""
+        """Errors: ValueError where the draft model does not exist, or --batch-invariant excludes guesses."""
         if self.speculate is not None and self.batch_invariant:
             raise ValueError(f"--speculate {self.speculate}: excludes --batch-invariant")
         if self.speculate is not None and self.speculate != NGRAM and not Path(self.speculate).exists():
@@ -88,7 +88,7 @@ class EngineOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalOptions(VerbSection):
-    """What a model with a retriever reads."""
+    """The database of neighbours for a model with a retriever."""
 
     title: ClassVar[str] = "Neighbours"
 
@@ -100,7 +100,7 @@ class RetrievalOptions(VerbSection):
     probes: int = option(256, "with --index: lists that are searched", within=COUNT)
 
     def check(self) -> None:
-        """Errors: ValueError where one of both is missing."""
+        """Errors: ValueError where --retro or --embedder is given without the other."""
         if self.retro not in (None, NOTHING) and self.embedder is None:
             raise ValueError(f"--embedder is missing: give the BERT that made the vectors of --retro {self.retro}")
         if self.retro in (None, NOTHING) and self.embedder is not None:
@@ -111,7 +111,7 @@ class RetrievalOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(VerbSection):
-    """What `mega generate` continues, and where its texts are written."""
+    """The prompts of `mega generate`, and where its texts are written."""
 
     title: ClassVar[str] = "Texts"
 
@@ -147,7 +147,7 @@ class GenerateOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions(VerbSection):
-    """With whom `mega chat` talks, and how."""
+    """The model or server of `mega chat`, and its answers."""
 
     title: ClassVar[str] = "Chat"
 
@@ -163,7 +163,7 @@ class ChatOptions(VerbSection):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions(VerbSection):
-    """How `mega generate` draws. None is not given: beams draw nothing, and a server has defaults of its own."""
+    """How `mega generate` samples. None: not given; beam search does not sample, and a server has its own defaults."""
 
     title: ClassVar[str] = "Sampling"
 
@@ -178,18 +178,18 @@ class SamplingOptions(VerbSection):
     seed: int | None = option(None, "random seed; the same seed gives the same text [0]")
 
     def given(self) -> dict[str, Any]:
-        """What was given, by the names of `Sampling`. Errors: ValueError where --greedy excludes it."""
+        """The given options, under the names of `Sampling`. Errors: ValueError where --greedy excludes one."""
         if self.greedy and self.temperature:
             raise ValueError(
                 f"--temperature {self.temperature:g}: excludes --greedy, which draws nothing; give one of them"
             )
-        given = {name: value for name, value in asdict(self).items() if value is not None and name != "greedy"}
-        return {**given, "temperature": 0.0} if self.greedy else given
+        values = {name: value for name, value in asdict(self).items() if value is not None and name != "greedy"}
+        return {**values, "temperature": 0.0} if self.greedy else values
 
 
 @dataclass(frozen=True, kw_only=True)
 class OtherTokenizer(VerbSection):
-    """A tokenizer in place of the checkpoint's."""
+    """A tokenizer instead of the checkpoint's."""
 
     title: ClassVar[str] = "Tokenizer"
 
@@ -206,19 +206,19 @@ class OtherTokenizer(VerbSection):
     )
 
     def described(self) -> dict[str, Json]:
-        """Arguments of `text.build`; none: the model's own tokenizer.
+        """Arguments of `text.build`; empty for the model's own tokenizer.
 
-        Errors: ValueError where a file does not exist, or the kind is missing or another.
+        Errors: ValueError where a file does not exist, the kind is missing, or an option does not belong to the kind.
         """
         files = {"tokenizer_model": self.tokenizer_model, "vocab_file": self.vocab_file, "merge_file": self.merge_file}
-        named = {name: value for name, value in files.items() if value is not None}
-        if named and self.tokenizer is None:
-            raise ValueError(f"--{next(iter(named)).replace('_', '-')}: needs --tokenizer, its kind")
-        for name, value in named.items():
+        given_files = {name: value for name, value in files.items() if value is not None}
+        if given_files and self.tokenizer is None:
+            raise ValueError(f"--{next(iter(given_files)).replace('_', '-')}: needs --tokenizer, its kind")
+        for name, value in given_files.items():
             if not Path(value).exists():
                 raise ValueError(f"--{name.replace('_', '-')} {value}: no such file")
         if self.tokenizer != "NullTokenizer" and (self.vocab_size is not None or self.null_eod_last):
             flag = "--null-eod-last" if self.vocab_size is None else "--vocab-size"
             raise ValueError(f"{flag}: needs --tokenizer NullTokenizer")
         of_null = {"vocab_size": self.vocab_size, "null_eod_last": self.null_eod_last}
-        return {} if self.tokenizer is None else {"tokenizer": self.tokenizer, **named, **of_null}
+        return {} if self.tokenizer is None else {"tokenizer": self.tokenizer, **given_files, **of_null}

@@ -1,4 +1,4 @@
-"""Keys and values of a stage's blocks of the model, in the blocks of a pool. What lies where is the scheduler's."""
+"""Keys and values of a stage's blocks of the model, in the blocks of a pool. The scheduler assigns the blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mega.core.ops.kept_keys import KeptKeys
 from mega.core.ops.paged_attention import Integers, PagedAttention
 
 Pages = dict[int | None, Any]
-"""Window -> where the attention finds a step's keys, as of `PagedAttention.pages`; or `KeptKeys`."""
+"""Window -> where attention finds a step's keys, as `PagedAttention.pages` returns it; or `KeptKeys`."""
 
 
 @dataclass(eq=False)
@@ -29,12 +29,12 @@ class PagedCache:
     repeats: int
     """Query heads of a key/value head."""
     windows: Sequence[int | None]
-    """For each layer of the pool, how many keys a token sees at most; None: all."""
+    """For each layer of the pool, the most keys that a token attends to; None: all."""
     tables: Mapping[Rope, Rotary]
-    """cos and sin of all positions, each [positions, R / 2] or as of `spread`, for each kind of rotary positions; twice
-    as many where sequences of different lengths have different ones."""
+    """cos and sin of all positions for each kind of rotary embedding, each [positions, R / 2] or in the form of
+    `spread`. Twice as many rows if sequences of different lengths have different factors."""
     kept: KeptKeys | None = None
-    """Of the same pool; takes the steps that it can."""
+    """An alternative attention on the same pool, used for the steps that it supports."""
 
     def __post_init__(self) -> None:
         self._layers = [
@@ -45,13 +45,13 @@ class PagedCache:
         self._pages: Pages = {}
 
     def pages(self, counts: Integers, lengths: Integers, tables: Integers, sequences: Integers | None = None) -> Pages:
-        """Where the keys of a step's tokens are stored, for each window.
+        """Describe where the keys of a step's tokens are stored, for each window.
 
-        sequences: int64 [runs], numbers that no others have had.
+        sequences: int64 [runs], unique numbers.
         """
-        kept = self.kept if int(counts.max()) == 1 else None
-        if kept is not None and sequences is not None and kept.follow(sequences, lengths, tables):
-            return dict.fromkeys(self.windows, kept)
+        kept_keys = self.kept if int(counts.max()) == 1 else None
+        if kept_keys is not None and sequences is not None and kept_keys.follow(sequences, lengths, tables):
+            return dict.fromkeys(self.windows, kept_keys)
         size = self.pool[0], self.repeats
         return {
             window: self.attention.pages(counts, lengths, tables, *size, window)
@@ -59,7 +59,7 @@ class PagedCache:
         }
 
     def begin(self, slots: torch.Tensor, pages: Pages) -> None:
-        """The next tokens go to `slots`, and see what `pages` say."""
+        """Prepare the next pass: its keys and values go to `slots`, and its tokens attend to `pages`."""
         self._slots, self._pages = slots, pages
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:

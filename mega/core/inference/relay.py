@@ -1,9 +1,9 @@
-"""How rank 0's steps reach the other ranks: as arrays of integers, so that nothing is ever unpickled.
+"""Send rank 0's steps to the other ranks as arrays of integers, so that nothing is unpickled.
 
-On one host through memory that all ranks map: a ring of pieces, which rank 0 fills as long as the slowest rank is less
-than a ring behind, so that it waits for no other rank's Python. Else by broadcasts of a gloo group of its own: a first
-array of fixed length, [kind, length of the rest, the rest as far as it fits], and a second one where it does not. Ranks
-may wait for the next message as long as it takes.
+On one host the relay uses shared memory: a ring of pieces, which rank 0 fills as long as the slowest rank is less than
+a ring behind. Rank 0 thus does not wait for the Python of other ranks. Across hosts it uses broadcasts of its own gloo
+group: a first array of fixed length, [kind, length of the content, beginning of the content], and a second array with
+the rest if necessary. Ranks wait for the next message without a time limit.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from mega.core.processes.exit_reports import names_lost_peer
 STOP, STEP = 0, 1
 
 FIRST = 2048
-"""Length of a broadcast's first array."""
+"""Length of the first array of a broadcast."""
 
 RING, PIECE = 16, 1 << 14
-"""Pieces of the ring, and integers of each; the first is the length of what follows."""
+"""Number of pieces in the ring, and integers in each; the first integer is the length of the content."""
 
 PATIENCE = timedelta(days=365)
-"""How long a rank may wait for the next message."""
+"""Time that a rank may wait for the next message."""
 
 
 ENDING = 0.5
-"""Seconds from the end of a process's connections to its own, at most."""
+"""Most seconds between the loss of a process's connections and the end of the process."""
 
 LOOK = 0.1
-"""Seconds after which rank 0 looks again whether the other processes live."""
+"""Seconds after which rank 0 checks again whether the other processes are alive."""
 
 log = logging.getLogger(__name__)
 
 
 class LostRank(RuntimeError):
-    """Another rank has ended, or cannot be reached."""
+    """Another rank has ended or cannot be reached."""
 
 
 class Relay:
-    """All ranks of `mesh` make one together; those of a replica of the model hear what its first rank sends. shared:
-    through memory of this host, where that can be."""
+    """The connection between the ranks of a replica of the model: its first rank sends, the others receive. All ranks
+    of `mesh` must construct it together. shared: use shared memory where possible."""
 
     def __init__(self, mesh: Mesh, shared: bool = True):
         replica = mesh.model.ranks
@@ -74,7 +74,7 @@ class Relay:
             return None
 
     def send(self, kind: int, content: Integers) -> None:
-        """Errors: LostRank."""
+        """Send a message. Errors: LostRank."""
         if self._ring is not None:
             self._put(self._ring, kind, content)
             return
@@ -86,7 +86,7 @@ class Relay:
             self._broadcast(np.ascontiguousarray(content[FIRST - 2 :]))
 
     def hear(self) -> tuple[int, Integers]:
-        """The next message. Errors: LostRank."""
+        """Wait for the next message. Errors: LostRank."""
         if self._ring is not None:
             return self._taken(self._ring)
         first = np.zeros(FIRST, dtype=np.int64)
@@ -100,11 +100,11 @@ class Relay:
         return kind, content
 
     def _put(self, ring: SharedMemory, kind: int, content: Integers) -> None:
-        now = time.monotonic()
-        if now - self._looked > LOOK:
-            self._looked = now
-            if gone := self._gone():
-                raise LostRank(f"rank {', '.join(map(str, gone))} has ended: it takes no more steps")
+        time_now = time.monotonic()
+        if time_now - self._looked > LOOK:
+            self._looked = time_now
+            if dead_ranks := self._gone():
+                raise LostRank(f"rank {', '.join(map(str, dead_ranks))} has ended: it takes no more steps")
         whole = np.concatenate([[kind, len(content)], content])
         for start in range(0, len(whole), PIECE - 1):
             part = whole[start : start + PIECE - 1]
@@ -143,27 +143,31 @@ class Relay:
             raise self.explained(error) from None
 
     def _gone(self) -> list[int]:
-        here = socket.gethostname()
+        this_host = socket.gethostname()
         return [
             rank
             for rank, (host, pid) in zip(self.axis.ranks, self.processes, strict=True)
-            if host == here and is_dead(pid)
+            if host == this_host and is_dead(pid)
         ]
 
     def explained(self, error: RuntimeError) -> RuntimeError:
-        """An error of an exchange as LostRank, with the ranks of this host that are there no longer; one of this rank's
-        own, such as memory that is used up, as it is."""
+        """Convert a communication error to LostRank, naming the ranks of this host that have ended. An error of this
+        rank itself, such as exhausted memory, is returned unchanged."""
         if isinstance(error, LostRank):
             return error
         deadline = time.monotonic() + ENDING
-        while not (gone := self._gone()) and time.monotonic() < deadline:
+        while not (dead_ranks := self._gone()) and time.monotonic() < deadline:
             time.sleep(0.01)
-        if not gone and not names_lost_peer(error):
+        if not dead_ranks and not names_lost_peer(error):
             return error
-        names = f"rank {', '.join(map(str, gone))} has ended" if gone else "another rank has ended or cannot be reached"
+        names = (
+            f"rank {', '.join(map(str, dead_ranks))} has ended"
+            if dead_ranks
+            else "another rank has ended or cannot be reached"
+        )
         return LostRank(f"{names}: {str(error).splitlines()[0]}")
 
 
 def relay_of(mesh: Mesh) -> Relay | None:
-    """A new one, with process groups of its own that stay to the end; None where a rank holds the whole model."""
+    """A new relay, whose process groups exist until the process ends; None if each rank holds the whole model."""
     return Relay(mesh) if mesh.model.size > 1 else None

@@ -218,7 +218,7 @@ class Event(NamedTuple):
     """The request's number."""
     token: int | None = None
     logprob: float | None = None
-    """Of the token, if requested."""
+    """The token's log-probability, if requested."""
     top: Top = ()
     """The most likely ids in the token's place, if requested."""
     prompt_logprobs: tuple[float | None, ...] | None = None

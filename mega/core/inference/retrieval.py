@@ -1,8 +1,8 @@
-"""What a model with a retriever reads while it continues or judges texts: neighbours, found as chunks end.
+"""Neighbours for a model with a retriever while it continues or scores texts, retrieved when a chunk ends.
 
-    retriever(chunks) -> Retrieved     int64 [n, chunk] to the neighbours of each, and what they are
+    retriever(chunks) -> Retrieved     int64 [n, chunk] to the neighbours of each chunk, and their sources
 
-Whoever opens a database of neighbours gives the retriever; this file knows none.
+The code that opens a database of neighbours provides the retriever; this file knows no database.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from mega.core.text.tokenizer import Tokenizer
 
 
 class Retrieved(NamedTuple):
-    """neighbours: int64 [n, k, r]. found: bool [n, k], which of them there are. cited: those of each chunk."""
+    """neighbours: int64 [n, k, r]. found: bool [n, k], which of them exist. cited: sources of each chunk's
+    neighbours."""
 
     neighbours: NDArray[np.int64]
     found: NDArray[np.bool_]
@@ -36,16 +37,16 @@ class Retrieved(NamedTuple):
 
 class Retriever(Protocol):
     def __call__(self, chunks: NDArray[np.int64]) -> Retrieved:
-        """The neighbours of chunks, int64 [n, chunk], each a function of its tokens alone."""
+        """The neighbours of chunks, int64 [n, chunk]; those of a chunk depend only on its tokens."""
 
 
 OpenRetriever: TypeAlias = Callable[[ModelConfig, Tokenizer, str], Retriever]
-"""model, its tokenizer, kind of device -> what finds its neighbours. Errors: ValueError naming flag or file."""
+"""(model, its tokenizer, kind of device) -> retriever. Errors: ValueError naming flag or file."""
 
 
 @dataclass(frozen=True)
 class NoNeighbours:
-    """Finds nothing."""
+    """A retriever that finds nothing."""
 
     model: ModelConfig
 
@@ -57,7 +58,7 @@ class NoNeighbours:
 
 
 def check_retrieval(model: ModelConfig, retro: str | None, load: object) -> None:
-    """Errors: ValueError where a model reads neighbours and there is no database, or the other way round."""
+    """Errors: ValueError where a model reads neighbours without a database, or does not read a given database."""
     if model.retriever and retro is None:
         raise ValueError(
             f"--retro is missing: the model {load} reads neighbours; give the folder of mega retro build and the "
@@ -68,7 +69,7 @@ def check_retrieval(model: ModelConfig, retro: str | None, load: object) -> None
 
 
 def check_decoding(engine: EngineOptions, layout: DecodingLayout, adapter: Sequence[str], beams: int = 0) -> None:
-    """Errors: ValueError naming the first flag that a model with a retriever does not decode with."""
+    """Errors: ValueError naming the first flag that excludes a model with a retriever."""
     refused = {
         f"--tp {layout.tp}": layout.tp > 1,
         f"--pp {layout.pp}": layout.pp > 1,
@@ -79,21 +80,21 @@ def check_decoding(engine: EngineOptions, layout: DecodingLayout, adapter: Seque
         f"--adapter {' '.join(adapter)}": bool(adapter),
         f"--beams {beams}": bool(beams),
     }
-    for flag, given in refused.items():
-        if given:
+    for flag, is_given in refused.items():
+        if is_given:
             raise ValueError(f"{flag}: excludes a model with a retriever, which looks for neighbours between its steps")
 
 
 @dataclass(eq=False)
 class _ReadSequence(ReadingSequence):
-    """Also the tokens of the chunk under way, and what was read."""
+    """A sequence with the tokens of its current chunk, and the sources of its neighbours."""
 
     tokens: list[int] = field(default_factory=list)
     cited: list[Citation] = field(default_factory=list)
 
 
 class SequenceReader:
-    """The sequences of an engine whose model reads neighbours. requests: of them in flight at once."""
+    """Retrieves neighbours for the sequences of an engine. requests: most sequences in flight."""
 
     def __init__(self, stage: DecoderStage, retriever: Retriever, requests: int):
         self._stage, self._retriever, self._most = stage, retriever, 2 * requests
@@ -101,25 +102,25 @@ class SequenceReader:
         self._sequences: OrderedDict[int, _ReadSequence] = OrderedDict()
 
     def step(self, step: Step, device: torch.device) -> NeighbourStep:
-        """The neighbours of the chunks that end in a step. They are looked for here, all together."""
-        runs, chunks, owners, at = list[Run](), list[list[int]](), list[tuple[_ReadSequence, int]](), 0
+        """The neighbours of the chunks that end in a step; all of them are retrieved in one call."""
+        runs, chunks, owners, start = list[Run](), list[list[int]](), list[tuple[_ReadSequence, int]](), 0
         for number, count, length in zip(step.sequences, step.counts.tolist(), step.lengths.tolist(), strict=True):
             first, sequence = length - count, self._sequence(int(number), length == count)
-            tokens = sequence.tokens + step.tokens[at : at + count].tolist()
-            for place, chunk in enumerate(ended(first, count, self._chunk)):
-                chunks.append(tokens[place * self._chunk : (place + 1) * self._chunk])
+            tokens = sequence.tokens + step.tokens[start : start + count].tolist()
+            for index, chunk in enumerate(ended(first, count, self._chunk)):
+                chunks.append(tokens[index * self._chunk : (index + 1) * self._chunk])
                 owners.append((sequence, chunk))
             sequence.tokens = tokens[len(tokens) // self._chunk * self._chunk :]
             runs.append(Run(sequence, first, count))
-            at += count
-        found = self._retriever(np.array(chunks, np.int64).reshape(-1, self._chunk))
-        for (sequence, chunk), cited in zip(owners, found.cited, strict=True):
-            sequence.cited += [each._replace(chunk=chunk) for each in cited]
-        neighbours, there = (torch.from_numpy(each).to(device) for each in (found.neighbours, found.found))
-        return NeighbourStep(self._stage, runs, neighbours, there)
+            start += count
+        retrieved = self._retriever(np.array(chunks, np.int64).reshape(-1, self._chunk))
+        for (sequence, chunk), citations in zip(owners, retrieved.cited, strict=True):
+            sequence.cited += [each._replace(chunk=chunk) for each in citations]
+        neighbours, exist = (torch.from_numpy(each).to(device) for each in (retrieved.neighbours, retrieved.found))
+        return NeighbourStep(self._stage, runs, neighbours, exist)
 
     def _sequence(self, number: int, begins: bool) -> _ReadSequence:
-        """Those that have ended are forgotten, the longest unused first."""
+        """The sequence with a number. Sequences that have ended are forgotten, the longest unused first."""
         if begins:
             self._sequences[number] = _ReadSequence()
         self._sequences.move_to_end(number)
@@ -128,27 +129,28 @@ class SequenceReader:
         return self._sequences[number]
 
     def cited(self, number: int) -> tuple[Citation, ...]:
-        """What a sequence has read since it was last asked, by its number."""
+        """The sources of the neighbours that a sequence has read since the last call."""
         sequence = self._sequences.get(number)
         if sequence is None:
             return ()
-        cited, sequence.cited = sequence.cited, []
-        return tuple(cited)
+        citations, sequence.cited = sequence.cited, []
+        return tuple(citations)
 
 
 def read_by(retriever: Retriever, model: ModelConfig, batch: DecoderBatch) -> NeighbourBatch:
-    """Rows that are judged, with the neighbours of their chunks: those that a label which counts may read."""
+    """Rows to score, with the neighbours of their chunks: those that a label with weight may depend on."""
     length, each = model.retro_chunk_length, model.retro_neighbours
     rows, columns = batch.tokens.shape
     assert columns % length == 0, (columns, length)
     width = model.retro_retrieved_chunks * length
     neighbours = torch.zeros(rows, columns // length, each, width, dtype=torch.int64)
-    found = torch.zeros(rows, columns // length, each, dtype=torch.bool)
-    # The last token of a chunk is the first to read its neighbours; what it reads shows in labels from there on.
+    exist = torch.zeros(rows, columns // length, each, dtype=torch.bool)
+    # The last token of a chunk is the first that attends to its neighbours, so only labels from there on depend on
+    # them.
     last = (batch.loss_weights > 0).long() * torch.arange(1, columns + 1)
     read = torch.arange(1, columns // length + 1) * length <= last.amax(1, keepdim=True)
     if read.any():
-        found_here = retriever(batch.tokens.view(rows, -1, length)[read].numpy())
-        neighbours[read], found[read] = torch.from_numpy(found_here.neighbours), torch.from_numpy(found_here.found)
-    given = {name: getattr(batch, name) for name in ("tokens", "labels", "loss_weights", "positions", "samples")}
-    return NeighbourBatch(**given, neighbours=neighbours, found=found)
+        retrieved = retriever(batch.tokens.view(rows, -1, length)[read].numpy())
+        neighbours[read], exist[read] = torch.from_numpy(retrieved.neighbours), torch.from_numpy(retrieved.found)
+    fields = {name: getattr(batch, name) for name in ("tokens", "labels", "loss_weights", "positions", "samples")}
+    return NeighbourBatch(**fields, neighbours=neighbours, found=exist)

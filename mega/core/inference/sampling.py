@@ -1,7 +1,7 @@
 """Choose tokens from logits: penalties, temperature, top-k, top-p, min-p, draw. Knows no model.
 
-The result for a row depends only on that row, and a draw only on a number in [0, 1) given with it; there is no random
-state. Source of top-p: Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1; of min-p:
+The result for a row depends only on that row, and a draw only on a number in [0, 1) given with it; no random state is
+involved. Source of top-p: Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1; of min-p:
 Nguyen et al. 2024; of the repetition penalty: Keskar et al. 2019, section 4.1.
 """
 

@@ -308,7 +308,7 @@ class Scheduler:
     # -- making steps
 
     def next_step(self) -> Step | None:
-        """The next step; None if there is no work, or all of it waits for results."""
+        """The next step; None without work, or if all of it waits for results."""
         for _ in range(self._groups):
             turn, self._turn = self._turn, (self._turn + 1) % self._groups
             step = self._step_of(turn)
@@ -497,7 +497,13 @@ class Scheduler:
 
     def _step(self, work: _Work, copies: Sequence[tuple[int, int]], marks: Sequence[tuple[int, int]]) -> Step:
         biases, self._biases = self._biases, []
-        size, tokens, positions, slots, lengths = self.blocks.size, list[int](), list[int](), list[int](), list[int]()
+        size, tokens, positions, addresses, lengths = (
+            self.blocks.size,
+            list[int](),
+            list[int](),
+            list[int](),
+            list[int](),
+        )
         for sequence, take, index, guesses in work.sequences:
             position, blocks = sequence.computed, sequence.blocks
             end = sequence.computed = position + take
@@ -510,14 +516,14 @@ class Scheduler:
                     blocks[position // size] * size + position % size,
                     min(size - position % size, end - position),
                 )
-                slots += range(begin, begin + run)
+                addresses += range(begin, begin + run)
                 position += run
         width = -(-max(lengths) // size)
         tables = [sequence.blocks[:width] + [0] * (width - len(sequence.blocks)) for sequence, *_ in work.sequences]
         return Step(
             tokens=np.array(tokens, dtype=np.int64),
             positions=np.array(positions, dtype=np.int64),
-            slots=np.array(slots, dtype=np.int64),
+            slots=np.array(addresses, dtype=np.int64),
             counts=np.array([take for _, take, *_ in work.sequences], dtype=np.int64),
             lengths=np.array(lengths, dtype=np.int64),
             tables=np.array(tables, dtype=np.int64),

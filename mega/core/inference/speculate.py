@@ -1,16 +1,16 @@
-"""Tokens that a sequence may continue with, guessed ahead and checked by the model in one step.
+"""Speculative decoding: guess the next tokens of a sequence, and check all of them with the model in one step.
 
-A step of a few tokens takes a device as long as one of a single token. So where something cheap guesses the next ones,
-the model computes them all at once, chooses at each position as it would without them, and keeps what follows only as
-long as its own choices are the guessed ones. The answer is the same as without, greedy or drawn: a draw goes by the
-request's seed and the token's number alone.
+A step of a few tokens takes a device as long as a step of one token. So if a cheap method guesses the next tokens, the
+model computes all of them at once, chooses a token at each position as it would otherwise, and keeps its choices up to
+the first one that differs from the guess. The answer is the same as without guesses, greedy or drawn, because a draw
+depends only on the request's seed and the token's number.
 
-    NGrams        the text itself: what followed the last tokens when they came before
-    ModelDrafts   a smaller model with the same vocabulary, which draws by the same numbers (drafts.py)
-    Drafter       what these have in common; a head of the model that predicts further ahead would be another one
+    NGrams        guesses from the text itself: the tokens that followed the last tokens earlier in the text
+    ModelDrafts   guesses with a smaller model of the same vocabulary, which draws by the same numbers (drafts.py)
+    Drafter       their interface; a head of the model that predicts several tokens could be a third implementation
 
-Whether a request's next tokens are guessed is decided by how well that went (`Confidence`): a text that cannot be
-guessed is computed as without, with steps launched ahead. It knows no model.
+`Confidence` decides by previous results whether to guess a request's next tokens: a text that cannot be guessed is
+computed as without speculation, with steps launched ahead. This file knows no model.
 """
 
 from __future__ import annotations
@@ -20,71 +20,77 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 MOST = 15
-"""Guessed tokens of a sequence at the most: with the last known one they fill a recorded step."""
+"""Most guessed tokens of a sequence: with its last known token they fill a recorded step."""
 
 TOKENS = 64
-"""Tokens of a step with guesses; where more sequences are under way, the device has enough to do."""
+"""Most tokens of a step with guesses; with more sequences in flight, the device is busy without guesses."""
 
 LONGEST, SHORTEST = 4, 2
-"""Numbers of last tokens that NGrams looks for, the most first."""
+"""Numbers of last tokens that NGrams searches for, from the most to the fewest."""
 
 SURE, UNSURE = 2, 2
-"""Right guesses in a row after which a request's tokens are guessed; steps without a right one after which they are
-not."""
+"""Right guesses in a row after which a request's tokens are guessed; steps in a row without a right guess after which
+they no longer are."""
 
 REST, LONGEST_REST = 16, 1024
-"""Tokens for which a drafter that guesses from the start is not asked once its guesses were wrong; four times as many
-each time, up to the second. It is then asked for one token, which costs least."""
+"""Tokens for which an eager drafter rests after wrong guesses; each further rest is four times as long, up to the
+second number. After a rest the drafter guesses one token, which costs least."""
 
 
 class Guessed(NamedTuple):
-    """A sequence whose next tokens are to be guessed. number: no other has it. request: as of `from_request`. ids: all
-    of its tokens. longest: tokens that it may have. numbers: `Step.numbers` of the next tokens, one row for each that
-    is wanted."""
+    """A sequence whose next tokens are to be guessed."""
 
-    number: int
-    request: int
-    ids: Sequence[int]
-    longest: int
-    numbers: Sequence[tuple[float, ...]]
+    number: int  # unique number of the sequence
+    request: int  # index of its request, as in `from_request`
+    ids: Sequence[int]  # all its tokens
+    longest: int  # most tokens that it may have
+    numbers: Sequence[tuple[float, ...]]  # `Step.numbers` of the next tokens, one row for each token to guess
 
 
 class Drafter(Protocol):
-    """eager: whether it guesses from the start, and again after a rest where its guesses were wrong, since it takes
-    time; else once its guesses of a text, which cost nothing, were right."""
+    """Guesses tokens.
+
+    eager: guess from the start, and again after a rest if guesses were wrong, because guesses take time. Otherwise
+    guesses are free, and used once those for a text were right.
+    """
 
     eager: bool
 
     def propose(self, asked: Sequence[Guessed]) -> list[list[int]]:
-        """Of each sequence the next tokens, at most as many as rows of its numbers."""
+        """Guess the next tokens of each sequence, at most as many as it has rows of numbers."""
 
     def free(self, number: int) -> None:
-        """A sequence has ended."""
+        """Forget a sequence that has ended."""
 
     def close(self) -> None: ...
 
 
 @dataclass
 class Confidence:
-    """Of a request. active: its tokens are guessed. reach: how many at the most. right: guesses in a row; wrong: steps
-    in a row without a right one. expected: a guess that no step has checked. pause: the length of the next rest; 0:
-    guesses cost nothing, there are no rests. rest: tokens until it is active again."""
+    """Decides whether to guess the tokens of a request."""
 
     active: bool = False
+    """Its tokens are guessed."""
     reach: int = 3
+    """Most tokens to guess at once."""
     right: int = 0
+    """Number of right guesses in a row."""
     wrong: int = 0
+    """Number of steps in a row without a right guess."""
     expected: list[int] = field(default_factory=list)
+    """A guess that no step has checked, to compare with the next tokens."""
     pause: int = 0
+    """Length of the next rest; 0: guesses are free, so it never rests."""
     rest: int = 0
+    """Tokens until it is active again."""
 
     @classmethod
     def begin(cls, eager: bool) -> Confidence:
-        """In a drafter that is as of `Drafter`."""
+        """The start for a drafter that is `eager` or not."""
         return cls(active=eager, pause=REST if eager else 0)
 
     def checked(self, guessed: int, right: int) -> None:
-        """A step has checked guesses.
+        """Note the result of a step that has checked guesses.
 
         >>> confidence = Confidence(active=True)
         >>> confidence.checked(3, 3)
@@ -108,7 +114,7 @@ class Confidence:
             self.rest, self.pause = self.pause, min(4 * self.pause, LONGEST_REST)
 
     def watched(self, token: int) -> None:
-        """A token has come whose guess no step had to check.
+        """Note a new token that was not guessed in a step.
 
         >>> confidence = Confidence.begin(eager=True)
         >>> confidence.checked(3, 0)
@@ -131,7 +137,8 @@ class Confidence:
 
 
 class NGrams:
-    """For each sequence, where its last tokens stand in it."""
+    """Guesses the tokens that followed the last tokens earlier in the same sequence. Holds, for each sequence, where
+    each n-gram ended last."""
 
     eager = False
 
@@ -148,15 +155,15 @@ class NGrams:
 
     def _after(self, asked: Guessed) -> list[int]:
         ids = asked.ids
-        seen, found = self._ends.setdefault(asked.number, ([0], {}))
-        for end in range(max(seen[0], SHORTEST), len(ids)):  # the last tokens have nothing after them
+        indexed, ends = self._ends.setdefault(asked.number, ([0], {}))
+        for end in range(max(indexed[0], SHORTEST), len(ids)):  # excludes the last n-gram, which no token follows
             for size in range(SHORTEST, min(LONGEST, end) + 1):
-                found[tuple(ids[end - size : end])] = end
-        seen[0] = max(seen[0], len(ids))
+                ends[tuple(ids[end - size : end])] = end
+        indexed[0] = max(indexed[0], len(ids))
         for size in range(min(LONGEST, len(ids)), SHORTEST - 1, -1):
-            at = found.get(tuple(ids[len(ids) - size :]))
-            if at is not None:
-                return list(ids[at : at + len(asked.numbers)])
+            start = ends.get(tuple(ids[len(ids) - size :]))
+            if start is not None:
+                return list(ids[start : start + len(asked.numbers)])
         return []
 
     def free(self, number: int) -> None:

@@ -1,8 +1,8 @@
-"""From a model that lies somewhere to an engine that answers, at any tp x pp whatever layout it was saved in.
+"""Start an engine of an opened model at any tp x pp, independent of the layout in which it was saved.
 
     start_engine(opened, mesh, device, options)      rank 0: the engine; other ranks follow it until it closes
 
-It knows neither prompts nor flags.
+This file knows neither prompts nor flags.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from mega.core.parallel.mesh import Groups, Mesh
 DEFAULT = EngineOptions()
 
 DRAFT_CHUNK = 512
-"""Tokens of a draft model's step at the most."""
+"""Most tokens of a draft model's step."""
 
 
 def start_engine(
@@ -51,21 +51,21 @@ def start_engine(
     adapters: Sequence[OpenedAdapter] = (),
     retriever: Retriever | None = None,
 ) -> BatchingEngine | None:
-    """Rank 0's engine. Other ranks follow it until it closes, and then return None.
+    """Return the engine on rank 0. Other ranks follow it until it closes, then return None.
 
-    dtype: computed and cached in [the weights' own]. adapters: that requests may name. retriever: of a model that reads
-    neighbours. Errors: ValueError where the
-    model does not continue text, or does not divide by the layout; CheckpointError naming file or tensor; LostRank.
+    dtype: of computation and cache [the weights']. adapters: that requests may name. retriever: for a model that reads
+    neighbours. Errors: ValueError where the model does not continue text, or the layout does not divide it;
+    CheckpointError naming file or tensor; LostRank.
     """
-    model, where = opened.model, device.torch
+    model, torch_device = opened.model, device.torch
     dtype = dtype or opened.dtype
     check_layout(model, mesh.tp.size, mesh.pp.size, options, retrieves=retriever is not None)
     layers = even_layers(len(opened.architecture.layers), mesh.pp.size)
-    ops = forward_only(choose(where, dtype), fp8_weights=options.fp8_weights)
+    ops = forward_only(choose(torch_device, dtype), fp8_weights=options.fp8_weights)
     (stage,) = load_stages(opened, mesh, device, dtype=dtype, ops=ops, stage_layers=layers)
-    if where.type == "cpu":
+    if torch_device.type == "cpu":
         lay_for_decoding(stage)
-    choice = load_adapters(stage, adapters, mesh, where, always=options.batch_invariant)
+    choice = load_adapters(stage, adapters, mesh, torch_device, always=options.batch_invariant)
     return engine_on(stage, mesh, device, options, max(layers), choice, retriever=retriever)
 
 
@@ -79,9 +79,9 @@ def engine_on(
     relay: Relay | None = None,
     retriever: Retriever | None = None,
 ) -> BatchingEngine | None:
-    """The same on this rank's stage of a model; the first rank of every replica has an engine of its own.
+    """Like `start_engine`, on this rank's stage of a model; the first rank of every replica has its own engine.
 
-    layers: most blocks of any stage [the model's]. adapters: its own. relay: of an engine before [a new one].
+    layers: most blocks of any stage [the model's]. adapters: of the stage. relay: of an earlier engine [a new one].
     """
     if options.cuda_graph and stage.architecture.cached.softcap is not None:
         raise ValueError("--cuda-graph: soft-capped attention is not recorded; valid here: --no-cuda-graph")
@@ -124,14 +124,14 @@ def engine_on(
 def drafter_of(
     options: EngineOptions, model: Architecture, device: Device, dtype: torch.dtype, vocab: int
 ) -> Drafter | None:
-    """What guesses tokens ahead; its cache holds as much as that of the model. Errors: ValueError where its vocabulary
-    is another one; CheckpointError."""
+    """The drafter that the options name; its cache has room for as many sequences as the model's. Errors: ValueError
+    where its vocabulary is too small; CheckpointError."""
     if options.speculate is None or options.batch_invariant:
         return None
     if options.speculate == NGRAM:
         return NGrams()
-    opened = open_model(options.speculate)
-    small = opened.architecture
+    draft = open_model(options.speculate)
+    small = draft.architecture
     if small.input.vocab < vocab:
         raise ValueError(
             f"--speculate {options.speculate}: has {small.input.vocab} tokens, the model {model.input.vocab}; "
@@ -139,7 +139,7 @@ def drafter_of(
         )
     alone = Mesh.at(0)
     ops = forward_only(choose(device.torch, dtype))
-    (stage,) = load_stages(opened, alone, device, dtype=dtype, ops=ops)
+    (stage,) = load_stages(draft, alone, device, dtype=dtype, ops=ops)
     tokens = options.max_requests * (min(model.positions, small.positions) + MOST)
     blocks = min(-(-tokens // options.block), 1 + (options.cache_tokens or tokens) // options.block) + 1
     worker = Worker(
@@ -156,14 +156,14 @@ def drafter_of(
 
 
 def decoding_mesh(layout: DecodingLayout, rank: int, groups: Groups) -> Mesh:
-    """The ranks that decode; those of --tp share experts, or parts of them."""
+    """The grid of the ranks that decode; the ranks of --tp share experts, or parts of experts."""
     return Mesh(rank, tp=layout.tp, pp=layout.pp, ep=layout.ep, etp=layout.tp // layout.ep, groups=groups)
 
 
 def check_layout(
     options: ModelConfig, tp: int, pp: int, engine: EngineOptions = DEFAULT, ep: int = 1, *, retrieves: bool = False
 ) -> None:
-    """retrieves: there is what finds the neighbours of a model with a retriever. Errors: ValueError naming the flag."""
+    """Check a layout. retrieves: a retriever is available. Errors: ValueError naming the flag."""
     model = architecture(options)
     if ep > 1 and not options.experts:
         raise ValueError(f"--ep {ep}: needs a model with experts")
@@ -174,9 +174,9 @@ def check_layout(
             raise ValueError(f"--{name.replace('_', '-')}: does nothing for experts, of which the model has some")
     if family(options).prompt is None and not (options.retriever and retrieves):
         kind = "with --retriever" if options.retriever else f"of --family {model.family}"
-        what = "is continued by mega generate and mega serve, with --retro" if options.retriever else ""
+        advice = "is continued by mega generate and mega serve, with --retro" if options.retriever else ""
         hint = "; mega serve gives its embeddings" if FAMILY_DEFAULTS[model.family].classifies else ""
-        raise ValueError(f"--load: a model {kind} {what or 'does not continue text'}{hint}")
+        raise ValueError(f"--load: a model {kind} {advice or 'does not continue text'}{hint}")
     kv_heads, layers = model.cached.kv_heads, len(model.layers)
     if kv_heads % tp:
         raise ValueError(f"--tp {tp}: must divide the model's {kv_heads} key/value heads")
@@ -187,12 +187,12 @@ def check_layout(
 def _blocks(
     model: Architecture, mesh: Mesh, device: Device, dtype: torch.dtype, options: EngineOptions, layers: int
 ) -> int:
-    """Blocks of the cache, the same on every rank. Errors: ValueError where not even one sequence fits."""
+    """Number of blocks of the cache, equal on every rank. Errors: ValueError where not even one sequence fits."""
     size = options.block
-    left = device.room() - (device.resident() if device.is_cuda else 0)
+    free_bytes = device.room() - (device.resident() if device.is_cuda else 0)
     token = cache_bytes(model, dtype.itemsize, tp=mesh.tp.size, layers=layers)
-    fits = fitting_blocks(left, device.torch.type, token, size) // (1 if device.is_cuda else mesh.world)
+    fits = fitting_blocks(free_bytes, device.torch.type, token, size) // (1 if device.is_cuda else mesh.world)
     least = torch.tensor(fits, device=device.torch)
     all_reduce(least, mesh.everyone, "min")
-    wanted = wanted_tokens(model, options.max_requests, options.cache_tokens)
-    return cache_blocks(wanted, int(least), size, asked=options.cache_tokens is not None)
+    tokens = wanted_tokens(model, options.max_requests, options.cache_tokens)
+    return cache_blocks(tokens, int(least), size, asked=options.cache_tokens is not None)

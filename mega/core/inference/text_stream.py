@@ -1,6 +1,6 @@
-"""Tokens as text while they come: what is certain at each token, so that no half character is shown.
+"""Convert tokens to text as they arrive; half a character is held back until it is complete.
 
-It knows tokenizers, and neither the engine nor who reads.
+This file knows tokenizers, but neither the engine nor the reader.
 """
 
 from __future__ import annotations
@@ -10,26 +10,27 @@ from collections.abc import Sequence
 from mega.core.text.tokenizer import Tokenizer
 
 _CONTEXT = 8
-"""Tokens before a new one that its text may depend on: decoders drop the blank in front of a text's first piece."""
+"""Number of previous tokens that may affect the text of a new one: decoders drop the blank before a text's first piece.
+"""
 _HALF = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_HALF = 3
-"""Bytes of a character that are not yet a character; some decoders show each as one sign."""
+"""Most bytes of an incomplete character; some decoders show each of them as a replacement character."""
 
 
 class Thought(str):
-    """What a model thinks before it answers: shown, and no part of the turn that the next question carries."""
+    """A model's reasoning before its answer: shown, but not part of the turn in the next prompt."""
 
 
 class TextStream:
-    """The text that follows `prompt`, piece by piece; all pieces together are the text of the tokens as a whole."""
+    """The text that follows `prompt`, in pieces; the concatenation of all pieces is the text of all tokens."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._ids = list(prompt[-_CONTEXT:])
-        self._before = len(tokenizer.decode(self._ids))  # characters of `_ids` that have been given out
+        self._before = len(tokenizer.decode(self._ids))  # characters of `_ids` that have already been returned
 
     def push(self, token: int) -> str:
-        """What is certain with this token; empty while it may be half a character."""
+        """Add a token and return the text that is now complete; empty if it ends in an incomplete character."""
         self._ids.append(token)
         text = self._tokenizer.decode(self._ids)
         whole = len(text.rstrip(_HALF)) if _HALF in text[-_LONGEST_HALF:] else len(text)
@@ -41,11 +42,11 @@ class TextStream:
         return new
 
     def finish(self) -> str:
-        """The rest: what was waiting for its other half."""
+        """Return the rest of the text, including an incomplete character."""
         return self._tokenizer.decode(self._ids)[self._before :]
 
     def _move(self) -> None:
-        """Decode from here on with the last few tokens only, all of which are whole."""
+        """Forget all but the last tokens, whose text is complete, so that decoding stays cheap."""
         if len(self._ids) > 2 * _CONTEXT:
             self._ids = self._ids[-_CONTEXT:]
             self._before = len(self._tokenizer.decode(self._ids))

@@ -1,8 +1,8 @@
-"""`mega generate` and `mega chat`: texts by an engine that this process starts. It knows no HTTP.
+"""`mega generate` and `mega chat`, with an engine in this process. This room knows no HTTP.
 
 chat          a conversation at the terminal
-open_chat     a model opened to converse
-prompts       prompts as given, from a file or as they are typed, and where the answers go
-generate      texts of an engine
-answer_file   answers that survive a kill
+open_chat     open a model for a conversation
+prompts       prompts from an option, from a file or from the terminal, and the output of answers
+generate      generate tokens with an engine
+answer_file   a file of answers that a killed run can resume
 """

@@ -1,9 +1,9 @@
-"""Rows that are written as they come: what was killed continues after the last whole one.
+"""Write rows as they are computed, so that a killed run resumes after the last complete row.
 
-    FILE.partial    a line on what decides every row, then the rows so far
-    FILE            the rows, once all are there
+    FILE.partial    a line with a fingerprint of the settings, then the rows so far
+    FILE            the rows, after all have been written
 
-It knows no engine and no text.
+This file knows neither engines nor texts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mega.core.files import fingerprint, whole_file
 
 
 class AnswerFile:
-    """path: of the rows. about: what decides every row. done: rows that an earlier process has written."""
+    """path: of the rows. about: the settings that decide every row. done: rows written by an earlier process."""
 
     def __init__(self, path: Path, about: Mapping[str, object]) -> None:
         self.path, self._partial = path, Path(f"{path}.partial")
@@ -27,13 +27,13 @@ class AnswerFile:
         self.done, end = self._read()
         if self.done:
             print(f"{self._partial}: resuming after {self.done} rows", file=sys.stderr)
-            os.truncate(self._partial, end)  # a row that an earlier process was killed in
+            os.truncate(self._partial, end)  # remove a row that was incomplete when an earlier process was killed
             return
         with whole_file(self._partial) as file:
             file.write(self._first)
 
     def _read(self) -> tuple[int, int]:
-        """Whole rows of an earlier process, and where they end."""
+        """Number of complete rows of an earlier process, and the offset of their end."""
         if not self._partial.is_file():
             return 0, 0
         with open(self._partial, "rb") as file:
@@ -48,7 +48,7 @@ class AnswerFile:
         return count, end
 
     def add(self, rows: Sequence[Mapping[str, object]]) -> None:
-        """Write rows, so that they are on the disk."""
+        """Write rows and sync them to the disk."""
         with open(self._partial, "ab") as file:
             for row in rows:
                 file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
@@ -56,7 +56,7 @@ class AnswerFile:
             os.fsync(file.fileno())
 
     def close(self) -> None:
-        """All rows are there."""
+        """Finish: copy all rows to the final file, and remove the partial one."""
         with whole_file(self.path) as whole, open(self._partial, "rb") as file:
             file.readline()
             shutil.copyfileobj(file, whole, 1 << 20)

@@ -1,8 +1,8 @@
-"""`mega chat`: a conversation at the terminal, with a model that this process starts or with a server.
+"""`mega chat`: a conversation at the terminal, with a model in this process or on a server.
 
-Lines that begin with / change the conversation or how answers are drawn; all others are the user's turns. Every turn is
-asked as the whole conversation: the engine finds the turns before in its cache. It reads standard input and knows no
-flags but in messages.
+Lines that begin with / change the conversation or the sampling; all other lines are the user's turns. Every request
+contains the whole conversation: the engine finds the previous turns in its cache. This file reads standard input, and
+knows flags only in messages.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from mega.core.text.chat.messages import Message
 from mega.core.text.tokenizer import Tokenizer
 
 HELP = """\
-/system TEXT         what the system says before all turns; without TEXT nothing
+/system TEXT         set the system turn, before all other turns; without TEXT remove it
 /undo                take the last turn and its answer back
-/reset               begin again, with the same system text
+/reset               begin again, with the same system turn
 /set NAME VALUE      temperature, top_p, top_k, min_p, seed, tokens and others; without them, show all
-/save FILE           the conversation as a line that --chat-data reads
+/save FILE           write the conversation as a line that --chat-data reads
 /help                these lines
-/exit                end, as Ctrl-D does; Ctrl-C ends an answer"""
+/exit                end, like Ctrl-D; Ctrl-C ends an answer"""
 
 
 class Answering(Protocol):
-    """Who answers a conversation."""
+    """Answers conversations."""
 
     def answer(
         self, messages: Sequence[Message], how: Sampling, tokens: int, given: Collection[str] = ()
     ) -> Generator[str, None, None]:
-        """The text of the next turn, as it comes. given: names of what the user has set of `how`, defaults among them.
-        Errors: ValueError saying what is wrong."""
+        """Yield the text of the next turn as it arrives. given: names of the fields of `how` that the user has set,
+        even to defaults. Errors: ValueError with the reason."""
 
 
 @dataclass
 class LocalAnswers:
-    """By an engine of this process. chat: None for a model that continues text, which a conversation is then."""
+    """Answers with an engine in this process. chat: None for a base model, which continues the texts of all turns."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -65,13 +65,13 @@ class LocalAnswers:
         stream = TextStream(self.tokenizer, ids)
         most = min(tokens, longest - len(ids))
         try:
-            made = generate(self.engine, ids, most, how, stop_ids=self.ends, adapter=self.adapter)
+            token_ids = generate(self.engine, ids, most, how, stop_ids=self.ends, adapter=self.adapter)
             try:
-                for token in made:
+                for token in token_ids:
                     if token not in self.ends:
                         yield stream.push(token)
             finally:
-                made.close()
+                token_ids.close()
         except RequestError as error:
             raise ValueError(flag_line(error)) from None
         yield stream.finish()
@@ -86,22 +86,27 @@ class LocalAnswers:
 
 @dataclass
 class ChatSession:
-    """The state of a conversation. system: "" for none. how, tokens: how answers are drawn, and how long they are.
-    given: names of what the user has set of `how`; a server's own defaults are the others."""
+    """The state of a conversation."""
 
     answering: Answering
     how: Sampling = field(default_factory=Sampling)
+    """Sampling of answers."""
     tokens: int = 512
+    """Most tokens of an answer."""
     system: str = ""
+    """The system turn; "": none."""
     turns: list[Message] = field(default_factory=list)
     given: set[str] = field(default_factory=set)
+    """Names of the fields of `how` that the user has set; a server has its own defaults for the others."""
 
     @property
     def messages(self) -> list[Message]:
+        """All messages, beginning with the system turn."""
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
 
     def play(self, read: Callable[[], str], write: Callable[[str], None]) -> None:
-        """Until the input ends, or /exit. read: the next line; EOFError at the end. write: text, as it is."""
+        """Run until the input ends, or /exit. read: returns the next line, raises EOFError at the end. write:
+        prints."""
         while True:
             try:
                 line = read().strip()
@@ -118,13 +123,13 @@ class ChatSession:
                 write(f"mega: {error}\n")
 
     def _turn(self, line: str, write: Callable[[str], None]) -> None:
-        """Ask, and keep the turn with as much of its answer as came."""
-        asked = [*self.messages, {"role": "user", "content": line}]
+        """Request an answer, and store the turn with as much of its answer as arrived."""
+        messages = [*self.messages, {"role": "user", "content": line}]
         pieces: list[str] = []
         thinking = False
         with noting_ctrl_c(sys.stdin.isatty()) as stopped:
-            made = self.answering.answer(asked, self.how, self.tokens, self.given)
-            for piece in made:
+            answer = self.answering.answer(messages, self.how, self.tokens, self.given)
+            for piece in answer:
                 if isinstance(piece, Thought) != thinking:
                     thinking = not thinking
                     write("[thinks] " if thinking else "\n[answers] ")
@@ -132,13 +137,13 @@ class ChatSession:
                     pieces.append(piece)
                 write(piece)
                 if stopped():
-                    made.close()
+                    answer.close()
                     break
         write("\n")
         self.turns += [{"role": "user", "content": line}, {"role": "assistant", "content": "".join(pieces)}]
 
     def command(self, line: str) -> str:
-        """What a command did, in a line. Errors: ValueError naming the command, OSError."""
+        """Run a command and return a line on its effect. Errors: ValueError naming the command, OSError."""
         word, _, rest = line.partition(" ")
         rest = rest.strip()
         match word:
@@ -197,9 +202,9 @@ class ChatSession:
 
 
 def lines(prompt: str = "> ") -> Callable[[], str]:
-    """Lines of standard input: at a terminal with a prompt, editing and a history of this session."""
+    """A function that reads lines of standard input; at a terminal with a prompt, editing and a history."""
     if sys.stdin.isatty():
-        import readline  # noqa: F401 - input edits by it
+        import readline  # noqa: F401 - imported for its effect on `input`
 
         return lambda: input(prompt)
     source: Iterator[str] = iter(sys.stdin)

@@ -1,4 +1,4 @@
-"""Text continued by an engine, and text judged by a whole model. Ids in, ids out: it knows no tokenizer."""
+"""Generate tokens with an engine, and compute losses with a whole model. Ids in, ids out; knows no tokenizer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def logits(stage: Any, ids: torch.Tensor) -> torch.Tensor:
     if prompt is None:
         kind = "with --retriever" if stage.model.retriever else f"of --family {model.family}"
         raise ValueError(f"--load: a model {kind} does not continue text")
-    found: torch.Tensor = stage(prompt(ids), outputs=True).outputs
-    return found[..., : model.input.vocab]
+    outputs: torch.Tensor = stage(prompt(ids), outputs=True).outputs
+    return outputs[..., : model.input.vocab]
 
 
 def generate(
@@ -33,19 +33,19 @@ def generate(
     adapter: str | None = None,
     cite: Callable[[Sequence[Citation]], None] = lambda cited: None,
 ) -> Generator[int, None, None]:
-    """Up to `tokens` ids that follow `prompt`, one by one, from an engine that has nothing else to do; ends after an id
-    of `stop_ids`, which it yields too. cite: is given what the model reads of a database.
-    Closed before its end, it leaves the engine free.
+    """Yield up to `tokens` ids that follow `prompt`, from an engine without other requests. Ends after an id of
+    `stop_ids`, which it also yields. cite: receives the neighbours that the model reads. If the generator is closed
+    early, the engine is free again.
 
-    Where a text outgrows the model's positions, the model sees its last ones: half of them to begin with. Errors:
+    When a text exceeds the model's positions, the model sees only its end, at first half of the positions. Errors:
     RequestError for an empty prompt.
     """
-    seen, longest, seed = list(prompt), engine.limits.longest, how.seed
+    ids, longest, seed = list(prompt), engine.limits.longest, how.seed
     while tokens > 0:
-        if len(seen) >= longest:
-            seen = seen[-max(1, longest // 2) :]
-        more = min(tokens, longest - len(seen))
-        request = Request(prompt=tuple(seen), tokens=more, sampling=how, stop_ids=stop_ids, adapter=adapter)
+        if len(ids) >= longest:
+            ids = ids[-max(1, longest // 2) :]
+        room = min(tokens, longest - len(ids))
+        request = Request(prompt=tuple(ids), tokens=room, sampling=how, stop_ids=stop_ids, adapter=adapter)
         number = engine.add(request)
         try:
             while not engine.idle:
@@ -54,34 +54,35 @@ def generate(
                     assert event.token is not None
                     if event.cited:
                         cite(event.cited)
-                    seen.append(event.token)
+                    ids.append(event.token)
                     yield event.token
                     if event.finish == "stop":
                         return
-        except GeneratorExit:  # closed by the caller, who wants no more of it
+        except GeneratorExit:  # the caller has closed the generator
             engine.cancel(number)
             while not engine.idle:
                 engine.step()
             raise
-        tokens -= more
-        seed = None if seed is None else seed + 1 if seed < SEEDS[1] else SEEDS[0]  # other draws than before
+        tokens -= room
+        # The same seed would repeat the draws of the part before.
+        seed = None if seed is None else seed + 1 if seed < SEEDS[1] else SEEDS[0]
         how = replace(how, seed=seed)
 
 
 def check_answered(event: Event) -> None:
-    """Errors: ValueError where a request failed."""
+    """Errors: ValueError where a request has failed."""
     if event.finish == "failed":
         raise ValueError(f"no answer: {event.message}")
 
 
 def losses(stage: Any, ids: Sequence[int]) -> torch.Tensor:
-    """-ln p of every id but the first, [len(ids) - 1], in nats.
+    """-ln p of every id except the first, [len(ids) - 1], in nats.
 
-    A long text is cut into windows of the model's positions, so what a window begins with is judged from little.
+    A long text is split into windows of the model's positions, so the first ids of a window have little context.
     """
     window, parts = stage.architecture.positions, [torch.zeros(0)]
     for start in range(0, len(ids) - 1, window):
         part = torch.tensor([ids[start : start + window + 1]], device=next(stage.parameters()).device)
-        found = logits(stage, part[:, :-1])
-        parts.append(torch.nn.functional.cross_entropy(found[0].float(), part[0, 1:], reduction="none").cpu())
+        window_logits = logits(stage, part[:, :-1])
+        parts.append(torch.nn.functional.cross_entropy(window_logits[0].float(), part[0, 1:], reduction="none").cpu())
     return torch.cat(parts)

@@ -1,4 +1,4 @@
-"""A model opened to converse on one rank: its engine, tokenizer, template and ends."""
+"""Open a model for a conversation on one rank: its engine, tokenizer, template and end tokens."""
 
 from __future__ import annotations
 
@@ -19,36 +19,38 @@ from mega.core.text.tokenizer import Tokenizer
 
 
 def open_chat(place: Path, talk: ChatOptions, engine: EngineOptions, adapters: Mapping[str, Path]) -> LocalAnswers:
-    """Errors: ValueError naming flag, file or tensor. A base model is reported on stderr."""
-    opened = open_model(place)
-    check_layout(opened.model, 1, 1, engine)
-    opened_adapters = open_adapters(adapters, opened)
-    tokenizer = opened.tokenizer()
-    check_tokenizer(opened, tokenizer)
-    notes = list(opened.notes)
-    chat = template(opened, tokenizer, talk.chat_template)
+    """Open a model. If it is a base model, say so on stderr. Errors: ValueError naming flag, file or tensor."""
+    model = open_model(place)
+    check_layout(model.model, 1, 1, engine)
+    opened_adapters = open_adapters(adapters, model)
+    tokenizer = model.tokenizer()
+    check_tokenizer(model, tokenizer)
+    notes = list(model.notes)
+    chat = template(model, tokenizer, talk.chat_template)
     for each in opened_adapters:
-        notes += check_adapter_tokenizer("generate", opened, tokenizer, each)
-        own, said = adapter_template(each, None if chat is None else chat.source)
-        notes += said
-        chat = chat if own is None else ChatFormat(own, tokenizer, f"{each.flag}: its chat template")
+        notes += check_adapter_tokenizer("generate", model, tokenizer, each)
+        adapter_source, template_notes = adapter_template(each, None if chat is None else chat.source)
+        notes += template_notes
+        chat = (
+            chat if adapter_source is None else ChatFormat(adapter_source, tokenizer, f"{each.flag}: its chat template")
+        )
     if chat is None:
         notes.append(f"{place}: has no chat template, so it is a base model, which continues the text of all turns")
     world, device, groups = connect(talk.device)
-    mesh, dtype = Mesh(world.rank, groups=groups), compute_dtype(opened, device, talk.dtype)
-    started = start_engine(opened, mesh, device, engine, dtype=dtype, adapters=opened_adapters)
+    mesh, dtype = Mesh(world.rank, groups=groups), compute_dtype(model, device, talk.dtype)
+    started = start_engine(model, mesh, device, engine, dtype=dtype, adapters=opened_adapters)
     assert started is not None, "one rank has the engine"
     for line in notes:
         print(f"mega: {line}", file=sys.stderr)
-    ends = opened.ends(tokenizer) | (chat.ends if chat is not None else frozenset())
+    ends = model.ends(tokenizer) | (chat.ends if chat is not None else frozenset())
     return LocalAnswers(started, tokenizer, chat, ends, next(iter(adapters), None))
 
 
 def template(opened: OpenedModel, tokenizer: Tokenizer, asked: str | None = None) -> ChatFormat | None:
-    """The template that was asked for, else the model's; None where it has none."""
+    """The template that --chat-template names, else the model's; None if it has none."""
     if asked is not None:
         for line in chosen_template("serve", opened, opened.path, asked).notes:
             print(f"mega: {line}", file=sys.stderr)
         return chat_format(asked, tokenizer)
-    own = opened.chat_template()
-    return None if own is None else ChatFormat(own, tokenizer, "the chat template")
+    source = opened.chat_template()
+    return None if source is None else ChatFormat(source, tokenizer, "the chat template")

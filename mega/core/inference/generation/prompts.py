@@ -1,6 +1,6 @@
-"""`mega generate` on one rank: one prompt, a file of them, texts out of nothing, or a conversation at the terminal.
+"""`mega generate` on one rank: a single prompt, a file of prompts, new documents, or prompts from the terminal.
 
-Rank 0 reads and writes; the others follow its engine. It knows text and engines, and no flags but in messages.
+Rank 0 reads and writes; the others follow its engine. This file knows texts and engines, and flags only in messages.
 """
 
 from __future__ import annotations
@@ -42,25 +42,27 @@ from mega.core.text.tokenizer import Tokenizer
 from mega.core.untrusted import Json, parse_json
 
 BLOCK = 1024
-"""Prompts whose rows are written together."""
+"""Number of prompts whose rows are written together."""
 ASK = "Context prompt (stop to exit) >>> "
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeechPlan:
-    """What is generated, and with what. interactive: prompts are asked for at the terminal. retriever: opens what finds
-    neighbours in `retro`. tokenizer: options of another than the model's own. adapters: their directories, by name; the
-    first is used where a prompt of --input names none."""
+    """What to generate, and with which model."""
 
     texts: GenerateOptions
     layout: DecodingLayout = field(default_factory=DecodingLayout)
     engine: EngineOptions = field(default_factory=EngineOptions)
     interactive: bool = False
+    """Read prompts from the terminal."""
     retriever: OpenRetriever | None = None
+    """Opens the retriever of neighbours in `retro`."""
     retro: str | None = None
     sampling: Sampling = field(default_factory=Sampling)
     tokenizer: Mapping[str, Any] = field(default_factory=dict)
+    """Options of a tokenizer instead of the model's own."""
     adapters: Mapping[str, Path] = field(default_factory=dict)
+    """Name -> directory. The first one is used for prompts of --input that name none."""
 
     @property
     def load(self) -> Path:
@@ -70,46 +72,45 @@ class SpeechPlan:
 
     @property
     def length_penalty(self) -> float:
-        """Of beams."""
+        """Of beam search."""
         return 1.0 if self.texts.length_penalty is None else self.texts.length_penalty
 
 
 class AskedText(NamedTuple):
-    """A text to continue, and the adapter that it goes by."""
+    """A text to continue, and the name of its adapter."""
 
     text: str
     adapter: str | None
 
 
 class Speech(NamedTuple):
-    """What is opened before any rank starts. stop_ids: that end an answer, by adapter; None: the model's own. prompts:
-    of --input."""
+    """Everything that is opened before any rank starts."""
 
     model: OpenedModel
     adapters: tuple[OpenedAdapter, ...]
     tokenizer: Tokenizer
-    stop_ids: Mapping[str | None, frozenset[int]]
-    prompts: list[AskedText]
+    stop_ids: Mapping[str | None, frozenset[int]]  # adapter -> ids that end an answer; None: without an adapter
+    prompts: list[AskedText]  # of --input
 
 
 def open_speech(plan: SpeechPlan) -> Speech:
-    """The model, its adapters, its tokenizer, and the prompts of --input.
+    """Open the model, its adapters and its tokenizer, and read the prompts of --input.
 
     Errors: ValueError naming flag, file or line.
     """
-    opened = open_model(plan.load)
-    check_retrieval(opened.model, plan.retro, plan.load)
+    model = open_model(plan.load)
+    check_retrieval(model.model, plan.retro, plan.load)
     retrieves = plan.retriever is not None
-    check_layout(opened.model, plan.layout.tp, plan.layout.pp, plan.engine, plan.layout.ep, retrieves=retrieves)
-    adapters = open_adapters(plan.adapters, opened)
-    tokenizer = build(**plan.tokenizer) if plan.tokenizer else opened.tokenizer()
+    check_layout(model.model, plan.layout.tp, plan.layout.pp, plan.engine, plan.layout.ep, retrieves=retrieves)
+    adapters = open_adapters(plan.adapters, model)
+    tokenizer = build(**plan.tokenizer) if plan.tokenizer else model.tokenizer()
     if plan.tokenizer:
-        for line in check_tokenizer_flags("generate", opened, plan.load, tokenizer):
+        for line in check_tokenizer_flags("generate", model, plan.load, tokenizer):
             print(f"mega: {line}", file=sys.stderr)
-    check_tokenizer(opened, tokenizer)
-    trained = [str(plan.load)] if opened.trained_on_conversations else []
+    check_tokenizer(model, tokenizer)
+    trained = [str(plan.load)] if model.trained_on_conversations else []
     for each in adapters:
-        for line in check_adapter_tokenizer("generate", opened, tokenizer, each):
+        for line in check_adapter_tokenizer("generate", model, tokenizer, each):
             print(f"mega: {line}", file=sys.stderr)
         if trained_on_conversations(each.source.meta):
             trained.append(each.flag)
@@ -120,75 +121,78 @@ def open_speech(plan: SpeechPlan) -> Speech:
             file=sys.stderr,
         )
     prompts = [] if plan.texts.input is None else list(_prompts(plan.texts.input, tuple(plan.adapters)))
-    for line in _prompt_notes(plan, opened, tokenizer, prompts):
+    for line in _prompt_notes(plan, model, tokenizer, prompts):
         print(f"mega: {line}", file=sys.stderr)
-    return Speech(opened, adapters, tokenizer, _ends(opened, adapters, tokenizer), prompts)
+    return Speech(model, adapters, tokenizer, _ends(model, adapters, tokenizer), prompts)
 
 
 def _prompt_notes(
     plan: SpeechPlan, opened: OpenedModel, tokenizer: Tokenizer, prompts: Sequence[AskedText]
 ) -> Iterator[str]:
-    """Lines for the user on prompts that spell special tokens, and on a text that the model cannot see as a whole."""
-    spelled, texts = Spelled(tokenizer.special_tokens()), [each.text for each in prompts] or [plan.texts.prompt or ""]
-    if (name := next((found for text in texts if (found := spelled.first_in(text)) is not None), None)) is not None:
+    """Lines for the user on prompts that spell special tokens, and on texts that exceed the model's positions."""
+    texts = [each.text for each in prompts] or [plan.texts.prompt or ""]
+    special_tokens = Spelled(tokenizer.special_tokens())
+    name = next(filter(None, map(special_tokens.first_in, texts)), None)
+    if name is not None:
         yield f"a prompt spells special tokens such as {name}, which are text; mega serve has parse_special_tokens"
     longest = opened.architecture.positions
-    asked = plan.texts
-    if asked.prompt is not None and not asked.beams and asked.tokens > longest:
-        yield f"--tokens {asked.tokens}: the model has {longest} positions; beyond these it sees the last ones alone"
+    if plan.texts.prompt is not None and not plan.texts.beams and plan.texts.tokens > longest:
+        yield (
+            f"--tokens {plan.texts.tokens}: the model has {longest} positions; beyond these it sees the last ones alone"
+        )
 
 
 def _ends(
     opened: OpenedModel, adapters: Sequence[OpenedAdapter], tokenizer: Tokenizer
 ) -> dict[str | None, frozenset[int]]:
-    """Where texts of the model and of each adapter end. Errors: CheckpointError."""
-    found: dict[str | None, frozenset[int]] = {None: opened.ends(tokenizer)}
+    """The ids that end texts of the model and of each adapter. Errors: CheckpointError."""
+    ends_of: dict[str | None, frozenset[int]] = {None: opened.ends(tokenizer)}
     for each in adapters:
         ends = declared_ends(each.source.attachments, opened.architecture.input.vocab)
-        found[each.name] = found[None] if ends is None else text_ends(tokenizer, ends, tokenizer.vocab_size)
-    return found
+        ends_of[each.name] = ends_of[None] if ends is None else text_ends(tokenizer, ends, tokenizer.vocab_size)
+    return ends_of
 
 
 def _prompts(path: Path, adapters: Sequence[str]) -> Iterator[AskedText]:
-    """Errors: ValueError naming file and line."""
+    """Read prompts from a file. Errors: ValueError naming file and line."""
     first = adapters[0] if adapters else None
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--input {path}: cannot be read as UTF-8 text ({error})") from None
-    for number, line in enumerate(io.StringIO(text), start=1):  # a prompt may hold other signs where splitlines splits
+    for number, line in enumerate(io.StringIO(text), start=1):  # not splitlines: a prompt may contain U+2028 and others
         line = line.removesuffix("\n")
         if path.suffix != ".jsonl":
             yield AskedText(line, first)
             continue
         if not line.strip():
             continue
-        found = parse_json(line, f"--input {path}:{number}")
-        adapter = found.get("adapter", first) if isinstance(found, dict) else first
-        if isinstance(found, dict):
-            found = found.get("prompt", found.get("text"))
-        if not isinstance(found, str):
+        prompt = parse_json(line, f"--input {path}:{number}")
+        adapter = prompt.get("adapter", first) if isinstance(prompt, dict) else first
+        if isinstance(prompt, dict):
+            prompt = prompt.get("prompt", prompt.get("text"))
+        if not isinstance(prompt, str):
             raise ValueError(f'--input {path}:{number}: must be a string, or an object with a string as "prompt"')
         if adapter is not None and adapter not in adapters:
             names = ", ".join(adapters) or "none, for lack of --adapter"
             raise ValueError(f"--input {path}:{number}: adapter {adapter!r} is not loaded; valid: {names}")
-        yield AskedText(found, adapter)
+        yield AskedText(prompt, adapter)
 
 
 def speak(plan: SpeechPlan) -> int:
-    """This rank's part. Errors: ValueError naming flag, file or tensor; LostRank."""
-    opened, adapters, tokenizer, stop_ids, prompts = open_speech(plan)
+    """Run this rank's part. Errors: ValueError naming flag, file or tensor; LostRank."""
+    model, adapters, tokenizer, stop_ids, prompts = open_speech(plan)
     world, device, groups = connect(plan.layout.device)
     mesh = decoding_mesh(plan.layout, world.rank, groups)
-    dtype = compute_dtype(opened, device, plan.layout.dtype)
+    dtype = compute_dtype(model, device, plan.layout.dtype)
     options = replace(plan.engine, vocab=tokenizer.vocab_size)
-    retriever = None if plan.retriever is None else plan.retriever(opened.model, tokenizer, device.torch.type)
-    engine = start_engine(opened, mesh, device, options, dtype=dtype, adapters=adapters, retriever=retriever)
+    retriever = None if plan.retriever is None else plan.retriever(model.model, tokenizer, device.torch.type)
+    engine = start_engine(model, mesh, device, options, dtype=dtype, adapters=adapters, retriever=retriever)
     if engine is None:
         return 0
     for each in adapters:
         print(*(f"{note}\n" for note in each.notes), sep="", end="", file=sys.stderr)
-    speaker = Speaker(engine, tokenizer, plan, stop_ids, opened.digest)
+    speaker = Speaker(engine, tokenizer, plan, stop_ids, model.digest)
     if plan.interactive:
         speaker.converse()
     elif plan.texts.input is not None or plan.texts.num_samples:
@@ -206,59 +210,60 @@ def speak(plan: SpeechPlan) -> int:
 
 @dataclass(frozen=True)
 class Speaker:
-    """Rank 0's: text to ids, ids to text."""
+    """Converts between texts and ids on rank 0."""
 
     engine: Engine
     tokenizer: Tokenizer
     plan: SpeechPlan
     stop_ids: Mapping[str | None, frozenset[int]]
     digest: str = ""
-    """Of the model."""
+    """Digest of the model's weights."""
 
     def ids(self, prompt: str) -> list[int]:
-        """An empty prompt begins a document."""
+        """Encode a prompt; an empty one begins a document."""
         start = self.tokenizer.start
         return self.tokenizer.encode(prompt) or ([start] if start is not None else [])
 
     @property
     def adapter(self) -> str | None:
-        """Gone by where a prompt names none."""
+        """The adapter for prompts that name none."""
         return next(iter(self.plan.adapters), None)
 
     def text(self, prompt: AskedText, ids: Sequence[int], new: Sequence[int]) -> str:
-        """What `new` adds to a prompt."""
+        """The text that `new` adds to a prompt."""
         stream, ends = TextStream(self.tokenizer, ids if prompt.text else []), self.stop_ids[prompt.adapter]
         pieces = [stream.push(token) for token in new if token not in ends]
         return "".join(pieces) + stream.finish()
 
     def continue_one(self, prompt: str, out: TextIO, stopped: Callable[[], bool] = lambda: False) -> int:
-        """Print a prompt and its continuation as it comes, until that is stopped; how many tokens it has."""
+        """Print a prompt and its continuation as it arrives, until `stopped()`; return its number of tokens."""
         plan, ids, count = self.plan, self.ids(prompt), 0
         print(prompt, end="", flush=True, file=out)
         if plan.texts.beams:
             (best, *_), _ = self._beams(ids)
             print(self.text(AskedText(prompt, self.adapter), ids, best.ids), file=out)
             return len(best.ids)
-        # Decoders drop the blank in front of a text's first piece. After an empty prompt the first new piece is that.
+        # Decoders drop the blank before a text's first piece, so the stream needs the prompt's ids as context, unless
+        # the prompt is empty.
         stream = TextStream(self.tokenizer, ids if prompt else [])
         ends = self.stop_ids[self.adapter]
-        cited: list[Citation] = []
-        made = generate(
+        citations: list[Citation] = []
+        token_ids = generate(
             *(self.engine, ids, plan.texts.tokens, plan.sampling),
             stop_ids=ends,
             adapter=self.adapter,
-            cite=cited.extend,
+            cite=citations.extend,
         )
-        for token in made:
+        for token in token_ids:
             count += 1
             if token not in ends:
                 print(stream.push(token), end="", flush=True, file=out)
             if stopped():
-                made.close()
+                token_ids.close()
         print(stream.finish(), file=out)
-        for each in cited:
-            where = f"{each.corpus}, document {each.document}, chunk {each.number}"
-            print(f"chunk {each.chunk} read {where}: {each.text!r}", file=sys.stderr)
+        for each in citations:
+            source = f"{each.corpus}, document {each.document}, chunk {each.number}"
+            print(f"chunk {each.chunk} read {source}: {each.text!r}", file=sys.stderr)
         return count
 
     def _beams(self, ids: Sequence[int]) -> tuple[tuple[Beam, ...], str]:
@@ -271,7 +276,7 @@ class Speaker:
         raise AssertionError("a request has an end")
 
     def _request(self, ids: Sequence[int], number: int, adapter: str | None) -> Request:
-        """The request of prompt `number`, each with a seed of its own, for as many tokens as there is room for.
+        """The request for prompt `number`: with a seed of its own, for as many tokens as fit.
 
         Errors: RequestError.
         """
@@ -280,11 +285,11 @@ class Speaker:
             raise RequestError(
                 "prompt", f"of {len(ids)} tokens", f"must be shorter than the model's {longest} positions"
             )
-        how = plan.sampling if seed is None else replace(plan.sampling, seed=_wrapped(seed + number))
+        sampling = plan.sampling if seed is None else replace(plan.sampling, seed=_wrapped(seed + number))
         return Request(
             prompt=tuple(ids),
             tokens=min(plan.texts.tokens, longest - len(ids)),
-            sampling=how,
+            sampling=sampling,
             stop_ids=self.stop_ids[adapter],
             beams=plan.texts.beams,
             length_penalty=plan.length_penalty,
@@ -292,13 +297,13 @@ class Speaker:
         )
 
     def answers(self, prompts: Sequence[AskedText]) -> list[dict[str, Json]]:
-        """The continuation of each prompt, many together, as rows: "prompt", "text", "finish" and "tokens". Errors:
-        ValueError naming what cannot be continued."""
+        """Continue prompts, many at a time; rows of "prompt", "text", "finish" and "tokens". Errors: ValueError naming
+        the prompt that cannot be continued."""
         return self._rows(prompts, list(self._requests(prompts)), 0)
 
     def answer_all(self, prompts: Sequence[AskedText]) -> None:
-        """Continue all prompts, many together; one JSON line each, in their order. Rows in a file come block by block,
-        and an interrupted call resumes after the last block."""
+        """Continue all prompts, many at a time, and write one JSON line for each, in order. A file is written in
+        blocks, and an interrupted call resumes after the last block."""
         requests = list(self._requests(prompts))
         if self.plan.texts.output is None:
             for begin in range(0, len(prompts), BLOCK):
@@ -311,37 +316,39 @@ class Speaker:
         file.close()
 
     def _about(self, prompts: Sequence[AskedText]) -> dict[str, Json]:
-        """What decides every row, but for rounding."""
+        """The settings that affect the rows by more than rounding."""
         plan, texts = self.plan, hashlib.sha256()
         for prompt in prompts:
             texts.update(json.dumps(prompt).encode())
-        about = {name: getattr(plan, name) for name in ("sampling", "length_penalty", "tokenizer", "adapters")}
-        about |= {name: getattr(plan.texts, name) for name in ("tokens", "beams", "unconditional")}
-        about |= {} if plan.retro is None else {"retro": plan.retro}
-        return about | {"model": self.digest, "prompts": texts.hexdigest()}
+        settings = {name: getattr(plan, name) for name in ("sampling", "length_penalty", "tokenizer", "adapters")}
+        settings |= {name: getattr(plan.texts, name) for name in ("tokens", "beams", "unconditional")}
+        settings |= {} if plan.retro is None else {"retro": plan.retro}
+        return settings | {"model": self.digest, "prompts": texts.hexdigest()}
 
     def _requests(self, prompts: Sequence[AskedText]) -> Iterator[Request]:
-        """Errors: ValueError naming the line of a prompt that cannot be continued."""
+        """Yield requests. Errors: ValueError naming the line of a prompt that cannot be continued."""
         for number, prompt in enumerate(prompts):
             try:
                 yield self._request(self.ids(prompt.text), number, prompt.adapter)
             except RequestError as error:
-                where = f"--input {self.plan.texts.input}:{number + 1}: " if self.plan.texts.input is not None else ""
-                raise ValueError(f"{where}{flag_line(error)}") from None
+                location = (
+                    f"--input {self.plan.texts.input}:{number + 1}: " if self.plan.texts.input is not None else ""
+                )
+                raise ValueError(f"{location}{flag_line(error)}") from None
 
     def _rows(self, prompts: Sequence[AskedText], requests: Sequence[Request], begin: int) -> list[dict[str, Json]]:
-        """The rows of prompts, of which the first has number `begin`."""
+        """The rows of prompts; the first of them has number `begin`."""
         numbers = {self.engine.add(request): number for number, request in enumerate(requests)}
         new: list[list[int]] = [[] for _ in prompts]
         ends: list[str] = [""] * len(prompts)
-        cited: list[tuple[Citation, ...]] = [()] * len(prompts)
+        citations: list[tuple[Citation, ...]] = [()] * len(prompts)
         while not self.engine.idle:
             for event in self.engine.step():
                 number = numbers[event.request]
                 check_answered(event)
                 if event.token is not None:
                     new[number].append(event.token)
-                cited[number] += event.cited
+                citations[number] += event.cited
                 if event.finish is not None:
                     ends[number] = event.finish
                     new[number] = list(event.beams[0].ids) if event.beams else new[number]
@@ -352,16 +359,15 @@ class Speaker:
             if self.plan.adapters:
                 row["adapter"] = prompt.adapter
             if self.plan.retriever is not None:
-                row["neighbours"] = [each._asdict() for each in cited[number]]
+                row["neighbours"] = [each._asdict() for each in citations[number]]
             if self.plan.texts.unconditional:
                 row |= {"all_text": prompt.text + text, "id": begin + number}
             rows.append(row)
         return rows
 
     def converse(self) -> None:
-        """Ask for prompts at the terminal until `stop` or the end of the input. Ctrl-C ends an answer, where one rank
-        gives it; at a prompt it ends the program. A rank of several has no standard input of its own, so the terminal
-        is opened."""
+        """Read prompts from the terminal until `stop` or the end of the input. With one rank, Ctrl-C ends an answer; at
+        a prompt it ends the program. Opens the terminal itself, because one rank of several has no standard input."""
         from rich.console import Console
 
         console = Console(highlight=False)
@@ -389,7 +395,8 @@ class Speaker:
 
 @contextlib.contextmanager
 def noting_ctrl_c(heeded: bool) -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed since, which then does nothing else; not heeded, it does what it did."""
+    """Yield a function that returns whether Ctrl-C was pressed, which then has no other effect. If not `heeded`, Ctrl-C
+    keeps its usual effect."""
     pressed: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number)) if heeded else None
     try:

@@ -1,7 +1,7 @@
-"""Weights of any form on ranks of any layout, with all that belongs to a model. It knows no engine.
+"""Load a model in any format, with its tokenizer, template and adapters, on ranks of any layout. Knows no engine.
 
-load       a model opened in place and filled into stages; its tokenizer, its chat template, its ends
-identity   what becomes of another tokenizer or template than the model's own
+load       open a model in place and fill stages; find its tokenizer, its chat template and its end tokens
+identity   check a tokenizer or template that differs from the model's own
 adapters   low-rank adapters that requests may name
 pooling    how a folder of sentence-transformers pools states into vectors
 """

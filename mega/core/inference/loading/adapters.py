@@ -1,12 +1,17 @@
-"""Low-rank adapters of one model that is served: many are loaded, and each token goes by one of them, or by none.
+"""Low-rank adapters of a served model: many are loaded; each token uses one adapter, or the base model.
 
-    1 open_adapters     names and places -> adapters of the model, checked; nothing is loaded
-    2 load_adapters     this rank's part of all of them, next to the linears of its stage
-    3 AdapterChoice     which one each token of the next step goes by
+    1 open_adapters     names and paths -> adapters of the model, checked; nothing is loaded
+    2 load_adapters     load this rank's part of all adapters next to the linears of its stage
+    3 AdapterChoice     the adapter of each token in the next step
 
-The matrices A of all adapters are one, and so are their B, so that a step costs two more products of a linear whatever
-requests it holds. Between the two only the columns of a token's own adapter are kept: nothing of one request reaches
-another's. It knows neither requests nor prompts. Source: Hu et al. 2021, section 4.
+The matrices A of all adapters are stacked into one, and so are the matrices B. A step thus costs two additional
+products per linear, for any number of adapters. Between the products, only the columns of a token's own adapter are
+kept, so that no request affects another:
+
+    h = x A^T     [tokens, rank of adapter 1 | rank of adapter 2 | ...]     all other columns than the token's are zero
+    y += h B^T
+
+This file knows neither requests nor prompts. Source: Hu et al. 2021, section 4.
 """
 
 from __future__ import annotations
@@ -44,54 +49,57 @@ from mega.core.parallel.weight import Segment
 from mega.core.shard import on_tensor_rank, shard
 
 MOST_NAME = 64
-"""Characters of an adapter's name."""
+"""Most characters of an adapter's name."""
 
 
 @dataclass(frozen=True)
 class OpenedAdapter:
-    """An adapter of a model. flag: as it was asked for, for messages. specs: name of a linear's weight -> what is added
-    to it. weights: what fills them. source: the run, or the folder with the tokenizer and chat template that came with
-    it. notes: lines for the user."""
+    """A checked adapter of a model."""
 
     name: str
     flag: str
+    """The option that names it, for messages."""
     rank: int
     scale: float
     specs: Mapping[str, AdapterSpec]
+    """Name of a linear's weight -> the two matrices that are added to it."""
     weights: Readable
+    """Fills the matrices."""
     source: StoredWeights | OpenedModel
+    """The run, or the folder with the tokenizer and the chat template that came with the adapter."""
     notes: tuple[str, ...] = ()
+    """Lines for the user."""
 
 
 def adapter_paths(given: Sequence[str]) -> dict[str, Path]:
-    """NAME=DIR, several times -> where each adapter lies. Errors: ValueError naming the flag.
+    """Parse repeated NAME=DIR options: name -> path. Errors: ValueError naming the flag.
 
     >>> adapter_paths(["poet=runs/poet"])
     {'poet': PosixPath('runs/poet')}
     """
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for each in given:
         name, equals, path = each.partition("=")
         if not (name and equals and path) or len(name) > MOST_NAME or not name.isprintable():
             raise ValueError(f"--adapter {each}: must be NAME=DIR, with a name of at most {MOST_NAME} characters")
-        if name in found:
-            raise ValueError(f"--adapter {each}: {name} is {found[name]} already; give each adapter a name of its own")
-        found[name] = Path(path)
-    return found
+        if name in paths:
+            raise ValueError(f"--adapter {each}: {name} is {paths[name]} already; give each adapter a name of its own")
+        paths[name] = Path(path)
+    return paths
 
 
 def open_adapters(paths: Mapping[str, Path], opened: OpenedModel) -> tuple[OpenedAdapter, ...]:
-    """Adapters of a model by name: runs of ours with --lora-rank, or directories of peft.
+    """Open adapters of a model by name: mega runs with --lora-rank, or directories of peft.
 
-    Errors: CheckpointError naming the flag, and what is not of the model.
+    Errors: CheckpointError naming the flag, and the part that does not belong to the model.
     """
     return tuple(_open(name, path, opened) for name, path in paths.items())
 
 
 def _open(name: str, path: Path, opened: OpenedModel) -> OpenedAdapter:
-    flag, named = f"--adapter {name}={path}", str(opened.path)
+    flag, model_path = f"--adapter {name}={path}", str(opened.path)
     if opened.architecture.adapters is not None:
-        raise CheckpointError(f"{flag}: {named} holds adapters itself; serve the model that they were trained on")
+        raise CheckpointError(f"{flag}: {model_path} holds adapters itself; serve the model that they were trained on")
     try:
         form = form_at(path)
         if form is not OWN and form.name != "peft":
@@ -111,32 +119,34 @@ def _open(name: str, path: Path, opened: OpenedModel) -> OpenedAdapter:
 
 def _own(path: Path, opened: OpenedModel) -> tuple[StoredWeights, ModelConfig]:
     checkpoint = locate(path)
-    of = model_of(checkpoint.meta, str(checkpoint.path))
+    adapter_config = model_of(checkpoint.meta, str(checkpoint.path))
     base = named_base(checkpoint)
-    if base is None or architecture(of).adapters is None:
+    if base is None or architecture(adapter_config).adapters is None:
         raise CheckpointError(f"{path}: is a whole model; valid: a run with --lora-rank, or peft's directory")
-    # Adapters of a checkpoint of ours go by its manifest, which others' files have not: there the shapes have to do.
-    here = comparable_digest(base["digest"], opened.weights)
-    if here not in ("", base["digest"]):
-        how = digest_difference(base["digest"], here)
-        raise CheckpointError(f"{path}: holds adapters of {base['path']}, {opened.path} is another model ({how})")
-    model = with_adapters(opened.model, of)
+    # The manifest of a mega run names the base of its adapters. Foreign adapters name none, so shapes must be enough.
+    base_digest = comparable_digest(base["digest"], opened.weights)
+    if base_digest not in ("", base["digest"]):
+        difference = digest_difference(base["digest"], base_digest)
+        raise CheckpointError(
+            f"{path}: holds adapters of {base['path']}, {opened.path} is another model ({difference})"
+        )
+    model = with_adapters(opened.model, adapter_config)
     shapes = {key: shape for key, (shape, _) in checkpoint.tensors.items() if key.startswith("weights/")}
     check_adapters(model, shapes, str(checkpoint.path), str(opened.path))
     return checkpoint, model
 
 
 def _peft(path: Path, opened: OpenedModel, files: Mapping[str, Path]) -> tuple[OpenedModel, ModelConfig]:
-    found = peft.open_adapter(path, opened.model, opened.path, str(opened.path))
-    return OpenedModel(ForeignWeights(path, found), found.model, files, {}, "", found.notes), found.model
+    weights = peft.open_adapter(path, opened.model, opened.path, str(opened.path))
+    return OpenedModel(ForeignWeights(path, weights), weights.model, files, {}, "", weights.notes), weights.model
 
 
 class AdapterChoice:
-    """Which of some adapters each token of a step goes by, for all linears of a stage.
+    """The adapter of each token of a step, for all linears of a stage.
 
-    kept: bool [tokens, columns], which columns of A x count for a token, and scales: fp32, what they are multiplied by;
-    both None where no token of the step goes by an adapter. always: never None, so that a token is computed alike
-    whatever is next to it.
+    kept: bool [tokens, columns], the columns of A x of the token's adapter; scales: fp32 [tokens, columns], their
+    factors. Both equal None if no token of the step uses an adapter. always: never None, so that a token is computed
+    the same way next to any other tokens.
     """
 
     def __init__(self, adapters: Sequence[OpenedAdapter], device: torch.device, *, always: bool) -> None:
@@ -146,19 +156,19 @@ class AdapterChoice:
         table = torch.zeros(len(adapters) + 1, width)
         for number, (each, columns) in enumerate(zip(adapters, self.columns, strict=True), start=1):
             table[number, columns] = each.scale
-        kept = torch.zeros(table.shape, dtype=torch.bool)
+        mask = torch.zeros(table.shape, dtype=torch.bool)
         for number, columns in enumerate(self.columns, start=1):
-            kept[number, columns] = True
-        self._kept, self._scales, self._always = kept.to(device), table.to(device), always
+            mask[number, columns] = True
+        self._kept, self._scales, self._always = mask.to(device), table.to(device), always
         self.kept: torch.Tensor | None = None
         self.scales: torch.Tensor | None = None
 
     def begin(self, adapters: Integers) -> None:
-        """int64 [tokens]: number of each token's adapter, from 1 on in the order of `names`; 0 is none."""
+        """Set the number of each token's adapter, int64 [tokens], from 1 on in the order of `names`; 0: none."""
         self.kept = self.scales = None
         if self._always or adapters.any():
-            which = sent(np.ascontiguousarray(adapters), self._kept.device)
-            self.kept, self.scales = self._kept[which], self._scales[which]
+            numbers = sent(np.ascontiguousarray(adapters), self._kept.device)
+            self.kept, self.scales = self._kept[numbers], self._scales[numbers]
 
 
 def _columns(adapters: Sequence[OpenedAdapter]) -> Iterator[slice]:
@@ -169,10 +179,10 @@ def _columns(adapters: Sequence[OpenedAdapter]) -> Iterator[slice]:
 
 
 class StackedAdapters(LowRank):
-    """All adapters of linears that are one GEMM, in place of `parallel.adapter.Adapter`, without a backward pass.
+    """All adapters of the linears of one GEMM; replaces `parallel.adapter.Adapter`, without a backward pass.
 
-    down: every A of every part, [parts x columns, in]. up: of each part every B, [out, columns]. parts: each one's
-    columns of y.
+    down: every A of every part, [parts x columns, in]. up: every B of each part, [out, columns]. parts: the columns of
+    y that belong to each part.
     """
 
     def __init__(
@@ -182,13 +192,13 @@ class StackedAdapters(LowRank):
         self._choice, self._down, self._up, self._parts = choice, down, list(up), list(parts)
 
     def add(self, x: torch.Tensor, y: torch.Tensor, drop: Dropout | None = None) -> None:
-        """Add to y [n, out] what each row of x [n, in] makes in its own adapter."""
-        kept, scales = self._choice.kept, self._choice.scales
-        if kept is None or scales is None:
+        """Add to y [n, out] the product of each row of x [n, in] with its own adapter."""
+        mask, scales = self._choice.kept, self._choice.scales
+        if mask is None or scales is None:
             return
         h = (x @ self._down.t()).view(len(x), len(self._parts), -1)
-        # What is not kept may be infinite: it is replaced, not multiplied by zero.
-        h = torch.where(kept[:, None], h * scales[:, None], 0.0).to(x.dtype)
+        # Other columns may be infinite, so they are replaced, not multiplied by zero.
+        h = torch.where(mask[:, None], h * scales[:, None], 0.0).to(x.dtype)
         for number, columns in enumerate(self._parts):
             y[:, columns].addmm_(h[:, number], self._up[number].t())
 
@@ -196,18 +206,18 @@ class StackedAdapters(LowRank):
 def load_adapters(
     stage: Any, adapters: Sequence[OpenedAdapter], mesh: Mesh, device: torch.device, *, always: bool
 ) -> AdapterChoice | None:
-    """Put this rank's part of all adapters next to the linears of its stage; None where there are none.
+    """Load this rank's part of all adapters next to the linears of its stage; None without adapters.
 
-    always: as of `AdapterChoice`. Errors: CheckpointError naming file and tensor.
+    always: as in `AdapterChoice`. Errors: CheckpointError naming file and tensor.
     """
     if not adapters:
         return None
     choice = AdapterChoice(adapters, device, always=always)
-    wanted: list[list[Piece]] = [[] for _ in adapters]
+    pieces_of: list[list[Piece]] = [[] for _ in adapters]
     for module in stage.modules():
         if isinstance(module, (ColumnLinear, RowLinear)):
-            _attach(module, choice, adapters, mesh, wanted)
-    for each, pieces in zip(adapters, wanted, strict=True):
+            _attach(module, choice, adapters, mesh, pieces_of)
+    for each, pieces in zip(adapters, pieces_of, strict=True):
         each.weights.read(pieces, cast=True)
         for piece in pieces:
             if not torch.isfinite(piece.tensor).all():
@@ -223,7 +233,7 @@ def _attach(
     mesh: Mesh,
     wanted: Sequence[list[Piece]],
 ) -> None:
-    """Memory for all adapters of a linear, and, of each adapter, the pieces to be read into it."""
+    """Allocate memory for all adapters of a linear, and append to `wanted` the pieces to read into it."""
     weight, width = linear.weight, choice.columns[-1].stop
     segments: list[Segment] = [
         each for each in weight.segments if any(each.shard.name in adapter.specs for adapter in adapters)
@@ -239,8 +249,8 @@ def _attach(
                 continue
             rows = slice(part * width + columns.start, part * width + columns.stop)
             for tensor, memory in ((spec.down, down[rows]), (spec.up, ups[part][:, columns])):
-                held = shard(tensor, on_tensor_rank(mesh.tp.index, mesh.tp.size))
-                real = Segment(held, 0).real(memory)
-                wanted[number].append(Piece(f"weights/{tensor.name}", held.whole, held.start, real))
+                local = shard(tensor, on_tensor_rank(mesh.tp.index, mesh.tp.size))
+                part_memory = Segment(local, 0).real(memory)
+                wanted[number].append(Piece(f"weights/{tensor.name}", local.whole, local.start, part_memory))
     parts = [slice(each.offset, each.offset + each.shard.local[0]) for each in segments]
     linear.gemms = AdaptedGemms(linear.gemms, StackedAdapters(choice, down, ups, parts))

@@ -1,6 +1,6 @@
-"""A tokenizer and a chat template that flags name or adapters bring, held against those that came with the weights.
+"""Compare tokenizers and chat templates from flags or adapters with those that came with the weights.
 
-The rule is `RULES` of text/identity.py; this file finds what weights have. It knows no flags but in messages.
+The rules are `RULES` in text/identity.py; this file finds what weights have. It knows flags only in messages.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from mega.core.text.identity import ALLOW, cuts_alike, judge, other_tokenizer
 from mega.core.text.tokenizer import Tokenizer
 
 EITHER = "auto"
-"""--chat-template: that of the weights where they have one, else plain."""
+"""--chat-template: the template of the weights if they have one, else plain."""
 
 
 class Judged(NamedTuple):
-    """What counts, and lines for the user."""
+    """The chosen value, and lines for the user."""
 
     value: str
     notes: tuple[str, ...] = ()
@@ -38,97 +38,99 @@ class Judged(NamedTuple):
 def check_tokenizer_flags(
     verb: str, source: StoredWeights | OpenedModel, place: object, given: Tokenizer, *, allowed: bool | None = None
 ) -> list[str]:
-    """Lines for the user on a tokenizer that flags name in addition to that of the weights at `place`.
+    """Lines for the user on a tokenizer that flags name although the weights at `place` have one.
 
-    allowed: whether --allow-tokenizer-mismatch was given; None where the verb does not have it.
-    Errors: ValueError where it is another one.
+    allowed: whether --allow-tokenizer-mismatch was given; None if the verb does not have this flag.
+    Errors: ValueError where the two tokenizers differ.
     """
     section = tokenizer_section(source)
     if section is None:
         return []
     try:
-        own = build(**section)
+        own_tokenizer = build(**section)
     except ValueError as error:
         return [f"--tokenizer {given.kind}: counts, for that of {place} cannot be opened: {error}"]
-    if _assumed(source, own, given):
+    if _assumed(source, own_tokenizer, given):
         return [f"--tokenizer {given.kind}: nothing at {place} says whether its texts are lower-cased; this is taken"]
-    difference = other_tokenizer(place, own, given)
+    difference = other_tokenizer(place, own_tokenizer, given)
     if difference is None:
         return []
-    if _attached(source, own, given):
-        return [f"--tokenizer {given.kind}: is of a file that came with {place}, whose {own.kind} is left out"]
+    if _attached(source, own_tokenizer, given):
+        return [
+            f"--tokenizer {given.kind}: is of a file that came with {place}, whose {own_tokenizer.kind} is left out"
+        ]
     instead = "" if allowed is None else f", or {ALLOW} where an id means the same in both"
     line = judge(verb, "tokenizer", difference, advice=f"leave the flags out{instead}", allowed=allowed is True)
     return [] if line is None else [line]
 
 
 def check_adapter_tokenizer(verb: str, opened: OpenedModel, tokenizer: Tokenizer, adapter: OpenedAdapter) -> list[str]:
-    """Lines for the user on the tokenizer that came with an adapter; the model's counts, and must cut texts alike.
+    """Lines for the user on the tokenizer that came with an adapter. The model's is used, and both must give equal ids.
 
-    Errors: ValueError where it does not.
+    Errors: ValueError where they do not.
     """
-    named, section = adapter.flag, tokenizer_section(adapter.source)
+    flag, section = adapter.flag, tokenizer_section(adapter.source)
     if section is None:
         return []
     try:
-        own = build(**section)
+        adapter_tokenizer = build(**section)
     except ValueError as error:
-        return [f"{named}: its tokenizer cannot be opened, that of {opened.path} counts: {error}"]
-    if cuts_alike(tokenizer, own):
+        return [f"{flag}: its tokenizer cannot be opened, that of {opened.path} counts: {error}"]
+    if cuts_alike(tokenizer, adapter_tokenizer):
         return []
-    mine, other = tokenizer.identity(), own.identity()
-    difference = f"{named}: came with another tokenizer, {other}, than {opened.path}, {mine}"
+    own_identity, adapter_identity = tokenizer.identity(), adapter_tokenizer.identity()
+    difference = f"{flag}: came with another tokenizer, {adapter_identity}, than {opened.path}, {own_identity}"
     advice = "give the weights that it was trained on, with their tokenizer"
     line = judge(verb, "tokenizer", difference, advice=advice)
     return [] if line is None else [line]
 
 
 class AdapterTemplate(NamedTuple):
-    """template: a name, or the text; None where that of the model counts."""
+    """template: a name, or its text; None to use the model's."""
 
     template: str | None
     notes: tuple[str, ...] = ()
 
 
 def adapter_template(adapter: OpenedAdapter, own: str | None) -> AdapterTemplate:
-    """By what an adapter converses: the template that came with it. own: the text of the model's.
+    """The template that came with an adapter, if it differs from `own`, the text of the model's template.
 
     Errors: CheckpointError for a damaged file.
     """
-    found = chat_template(adapter.source)
-    if found is None or TEMPLATES.get(found, found) == own:
+    template = chat_template(adapter.source)
+    if template is None or TEMPLATES.get(template, template) == own:
         return AdapterTemplate(None)
     difference = f"{adapter.flag}: converses by the chat template that came with it"
     line = judge("serve", "template", difference)
-    return AdapterTemplate(found, () if line is None else (line,))
+    return AdapterTemplate(template, () if line is None else (line,))
 
 
 def doubts(place: Path) -> list[str]:
-    """What of weights at `place` a verb that uses them would refuse: their tokenizer, ends or chat template."""
-    opened = open_model(place)
-    if tokenizer_section(opened) is None:
+    """Reasons for which verbs would refuse the weights at `place`: their tokenizer, end tokens or chat template."""
+    model = open_model(place)
+    if tokenizer_section(model) is None:
         return []
-    found: list[str] = []
+    problems: list[str] = []
     try:
-        tokenizer = opened.tokenizer()
-        check_tokenizer(opened, tokenizer)
+        tokenizer = model.tokenizer()
+        check_tokenizer(model, tokenizer)
     except ValueError as error:
         return [f"its tokenizer cannot be used: {error}"]
     try:
-        opened.stop_ids()
+        model.stop_ids()
     except ValueError as error:
-        found.append(f"its ends cannot be used: {error}")
+        problems.append(f"its ends cannot be used: {error}")
     try:
-        template = opened.chat_template()
+        template = model.chat_template()
         if template is not None:
             ChatFormat(template, tokenizer, f"{place}: its chat template")
     except ValueError as error:
-        found.append(f"no chat: {error}")
-    return found
+        problems.append(f"no chat: {error}")
+    return problems
 
 
 def _assumed(source: StoredWeights | OpenedModel, own: Tokenizer, given: Tokenizer) -> bool:
-    """Whether another kind of WordPiece is that of a folder with vocab.txt alone, which says nothing of letters."""
+    """Whether both are WordPiece, and the weights' folder has only a vocab.txt, which does not say if to lower-case."""
     kinds = {own.kind, given.kind}
     if "progress" in source.meta or len(kinds) == 1 or not kinds <= {"BertWordPieceLowerCase", "BertWordPieceCase"}:
         return False
@@ -137,7 +139,7 @@ def _assumed(source: StoredWeights | OpenedModel, own: Tokenizer, given: Tokeniz
 
 
 def _attached(source: StoredWeights | OpenedModel, own: Tokenizer, given: Tokenizer) -> bool:
-    """Whether it is of other files that came with the weights: a tokenizer.model next to a tokenizer.json."""
+    """Whether `given` was made from other files of the same folder: a tokenizer.model next to a tokenizer.json."""
     files = given.vocabulary_files()
     if not files or not files.keys().isdisjoint(own.vocabulary_files()):
         return False
@@ -146,13 +148,13 @@ def _attached(source: StoredWeights | OpenedModel, own: Tokenizer, given: Tokeni
 
 
 def chosen_template(verb: str, source: StoredWeights | OpenedModel, place: object, asked: str) -> Judged:
-    """The name or the file of the template by which a run converses. asked: --chat-template.
+    """The name or the file of the chat template that is used. asked: value of --chat-template.
 
-    Errors: ValueError where the weights' own is asked for, and they have none.
+    Errors: ValueError where the template of the weights is requested, and they have none.
     """
-    own = chat_template_place(source)
-    if asked in (MODELS_OWN, EITHER) and own is not None:
-        return Judged(own)
+    own_place = chat_template_place(source)
+    if asked in (MODELS_OWN, EITHER) and own_place is not None:
+        return Judged(own_place)
     if asked == MODELS_OWN:
         raise ValueError(
             f"--chat-template {asked}: nothing at {place} says what its conversations look like; "
@@ -162,10 +164,10 @@ def chosen_template(verb: str, source: StoredWeights | OpenedModel, place: objec
         difference = f"--chat-template: nothing at {place} says what its conversations look like; plain is taken"
         line = judge(verb, "no template", difference)
         return Judged("plain", () if line is None else (line,))
-    if own is None or _text(asked) == _text(own):
+    if own_place is None or _text(asked) == _text(own_place):
         return Judged(asked)
-    own_one = "leave it out to go by that" if verb == "serve" else f"--chat-template {MODELS_OWN} goes by it"
-    difference = f"--chat-template {asked}: {place} has another of its own; {own_one}"
+    remedy = "leave it out to go by that" if verb == "serve" else f"--chat-template {MODELS_OWN} goes by it"
+    difference = f"--chat-template {asked}: {place} has another of its own; {remedy}"
     line = judge(verb, "template", difference)
     return Judged(asked, () if line is None else (line,))
 

@@ -1,10 +1,10 @@
-"""A model that lies somewhere, opened where it lies and filled into stages of any layout: weights only, no optimizer.
+"""Open a model in any supported format without converting it, and fill stages of any layout: weights, no optimizer.
 
-    open_model(path)                     a run of ours, one of its steps, or what others have written; read in place
-    load_stages(opened, mesh, device)    this rank's part of it, at any tp x cp x pp
-    load_model(checkpoint)               the whole of it as one stage
+    open_model(path)                     a mega run, one of its steps, or foreign weights; read in place
+    load_stages(opened, mesh, device)    this rank's part of the model, at any tp x cp x pp
+    load_model(checkpoint)               the whole model as one stage
 
-It also finds the tokenizer and the chat template that come with the weights. It knows neither prompts nor training.
+Also finds the tokenizer and the chat template that came with the weights. Knows neither prompts nor training.
 """
 
 from __future__ import annotations
@@ -51,30 +51,31 @@ FIELDS = {
     "merges.txt": "merge_file",
     "tokenizer.model": "tokenizer_model",
 }
-"""Attached tokenizer file -> the option that names it."""
+"""Name of an attached tokenizer file -> the option for its path."""
 
 MODELS = {"HuggingFaceTokenizer": "tokenizer.json", "FairseqTokenizer": "dict.txt"}
-"""Kind of tokenizer -> the attached file that is its model, where that is not tokenizer.model."""
+"""Kind of tokenizer -> the attached file of its model, if it is not tokenizer.model."""
 
 MOST_ENDS = 64
-"""Most ids of `eos_token_id`; released models have up to five."""
+"""Most ids in `eos_token_id`; released models have up to five."""
 
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model that lies somewhere.
-
-    weights: what fills stages. model: its section, resolved and checked. attachments: files that came with the
-    weights, by name. meta: what a run of ours says of itself; empty of others' models. digest: equal where model and
-    weights are. notes: lines for the user.
-    """
+    """An opened model."""
 
     weights: Readable
+    """Fills stages."""
     model: ModelConfig
+    """Resolved and checked."""
     attachments: Mapping[str, Path]
+    """Files that came with the weights, by name."""
     meta: Mapping[str, Any]
+    """The manifest of a mega run; empty for foreign weights."""
     digest: str
+    """Equal if model and weights are equal."""
     notes: tuple[str, ...] = ()
+    """Lines for the user."""
 
     @property
     def path(self) -> Path:
@@ -82,19 +83,19 @@ class OpenedModel:
 
     @property
     def architecture(self) -> Architecture:
-        """What the model's section describes."""
+        """The architecture that the model's options describe."""
         return architecture(self.model)
 
     @property
     def step(self) -> int | None:
-        """Of the run that wrote it; None of others' models."""
+        """The step of the run that wrote the weights; None for foreign weights."""
         return int(self.meta["progress"]["step"]) if "progress" in self.meta else None
 
     @property
     def trained_length(self) -> int | None:
-        """Columns of the rows that a run of ours trained on; None of others' models."""
-        found = self.meta.get("config", {}).get("batch", {}).get("seq_length")
-        return found if isinstance(found, int) and found > 0 else None
+        """Columns of the rows that a mega run trained on; None for foreign weights."""
+        length = self.meta.get("config", {}).get("batch", {}).get("seq_length")
+        return length if isinstance(length, int) and length > 0 else None
 
     @property
     def trained_on_conversations(self) -> bool:
@@ -103,48 +104,49 @@ class OpenedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That most weights are stored in: the embedding's."""
+        """The dtype in which most weights are stored: the embedding's."""
         return main_dtype(self.weights.tensors)
 
     def read(self, wanted: Iterable[Piece]) -> None:
-        """Fill rectangles of `weights/...`, in whatever dtype. Errors: CheckpointError naming file or tensor."""
+        """Fill parts of `weights/...` tensors, with conversion of the dtype. Errors: CheckpointError naming file or
+        tensor."""
         self.weights.read(wanted, cast=True)
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that came with the weights. Errors: ValueError where there is none."""
+        """The tokenizer that came with the weights. Errors: ValueError if it is missing."""
         return load_tokenizer(self)
 
     def tokenizer_section(self) -> dict[str, Json] | None:
-        """The options of a run with that tokenizer; None where there is none."""
+        """The options of that tokenizer; None if it is missing."""
         return tokenizer_section(self)
 
     def stop_ids(self) -> frozenset[int]:
-        """Ids that end a text besides the tokenizer's own end: Hugging Face's `eos_token_id`, a number or several, of
-        the generation_config.json that came with the weights, else of the config.json. Errors: CheckpointError naming
-        file and key."""
+        """Ids that end a text in addition to the tokenizer's own: Hugging Face's `eos_token_id`, a number or a list,
+        from the generation_config.json that came with the weights, else from config.json. Errors: CheckpointError
+        naming file and key."""
         return declared_ends(self.attachments, self.architecture.input.vocab) or frozenset()
 
     def ends(self, tokenizer: Tokenizer) -> frozenset[int]:
-        """Ids after which a text ends: the tokenizer's own end, and the model's, as far as the tokenizer knows them."""
+        """Ids that end a text: the tokenizer's own end token, and the model's, if the tokenizer has these ids."""
         return text_ends(tokenizer, self.stop_ids(), tokenizer.vocab_size)
 
     def chat_template(self) -> str | None:
-        """As the function of that name."""
+        """See the function `chat_template`."""
         return chat_template(self)
 
 
 def declared_ends(attachments: Mapping[str, Path], vocab: int) -> frozenset[int] | None:
-    """`eos_token_id` of the files that came with weights; None where none of them has it. Errors: CheckpointError."""
+    """`eos_token_id` in the files that came with weights; None if no file has it. Errors: CheckpointError."""
     for name in ("generation_config.json", "config.json"):
         if name not in attachments:
             continue
-        found = read_json(attachments[name]).get("eos_token_id")
-        ids = found if isinstance(found, list) else [found]
-        if found is None:
+        declared = read_json(attachments[name]).get("eos_token_id")
+        ids = declared if isinstance(declared, list) else [declared]
+        if declared is None:
             continue
         if len(ids) > MOST_ENDS or any(type(each) is not int or not 0 <= each < vocab for each in ids):
             raise CheckpointError(
-                f"{attachments[name]}: eos_token_id {repr(found)[:60]}: must be a token from 0 to {vocab - 1}, or a "
+                f"{attachments[name]}: eos_token_id {repr(declared)[:60]}: must be a token from 0 to {vocab - 1}, or a "
                 f"list of at most {MOST_ENDS}"
             )
         return frozenset(ids)
@@ -152,19 +154,19 @@ def declared_ends(attachments: Mapping[str, Path], vocab: int) -> frozenset[int]
 
 
 def trained_on_conversations(meta: Mapping[str, Any]) -> bool:
-    """Whether the run of which this is noted trained with a chat template."""
+    """Whether the run with this manifest trained with a chat template."""
     config = meta.get("config", {})
     return bool(config.get("data", {}).get("chat_data") or config.get("finetuning", {}).get("dpo_data"))
 
 
 def text_ends(tokenizer: Tokenizer, stop_ids: Iterable[int], known: int) -> frozenset[int]:
-    """The tokenizer's end and `stop_ids`; without those from `known` on, which are never drawn."""
+    """The tokenizer's end token and `stop_ids`, without ids from `known` on, which are never chosen."""
     return frozenset(token for token in (tokenizer.eod, *stop_ids) if token is not None and token < known)
 
 
 def open_model(path: Path | str) -> OpenedModel:
-    """What lies at `path`: a run of ours (its newest step), one of its steps, a URL of either, or others' weights
-    (Hugging Face, Meta, Megatron-LM, fairseq, llama2.c). No weight is read yet, and nothing is written.
+    """Open the model at `path`: a mega run (its newest step), one of its steps, a URL of either, or foreign weights
+    (Hugging Face, Meta, Megatron-LM, fairseq, llama2.c). Reads no weights yet, and writes nothing.
 
     Errors: CheckpointError, a ValueError, naming the file, key or tensor at fault.
     """
@@ -172,12 +174,12 @@ def open_model(path: Path | str) -> OpenedModel:
     form = form_at(place)
     if form is OWN:
         return opened_checkpoint(locate(path))
-    found = ForeignCheckpoint(place, form)
-    return OpenedModel(found, found.model, found.attachments, {}, files_digest(place), found.notes)
+    foreign = ForeignCheckpoint(place, form)
+    return OpenedModel(foreign, foreign.model, foreign.attachments, {}, files_digest(place), foreign.notes)
 
 
 def opened_checkpoint(checkpoint: StoredWeights) -> OpenedModel:
-    """A checkpoint of ours, with the weights of its base where it holds adapters alone. Errors: CheckpointError."""
+    """Open a mega checkpoint; if it holds only adapters, with the weights of their base. Errors: CheckpointError."""
     whole, model = whole_model(checkpoint)
     return OpenedModel(whole, model, whole.attachments, whole.meta, whole.digest)
 
@@ -193,10 +195,10 @@ def load_stages(
     overlap: bool = False,
     stage_layers: tuple[int, ...] = (),
 ) -> list[ModelStage]:
-    """This rank's part of a model, for evaluation, filled: one stage, in a list as `Pipeline` takes them.
+    """Load this rank's part of a model for evaluation: one stage, in a list as `Pipeline` takes it.
 
-    dtype: computed in [the weights' own]. ops: [the fastest for device and dtype]. sequence, overlap: of the tensor
-    axis, as of --sequence-parallel and --tp-overlap. stage_layers: blocks of each stage where they are not equal.
+    dtype: of the computation [the weights']. ops: [the fastest for device and dtype]. sequence, overlap: use of the
+    tensor axis, as with --sequence-parallel and --tp-overlap. stage_layers: blocks of each stage if they differ.
     Errors: ValueError where the layout does not divide the model; CheckpointError naming file or tensor.
     """
     stage = empty_stage(
@@ -224,53 +226,59 @@ def empty_stage(
     overlap: bool = False,
     stage_layers: tuple[int, ...] = (),
 ) -> Any:
-    """This rank's stage of a model, its weights not set. As of `load_stages`."""
-    where = device.torch
+    """Construct this rank's stage of a model without setting its weights; arguments as in `load_stages`."""
+    torch_device = device.torch
     factory = ParameterFactory(
         {axis.name: (axis.index, axis.size) for axis in (mesh.tp, mesh.etp)},
         dtype,
-        where,
-        with_context_parallel(ops or choose(where, dtype), mesh.cp, "auto"),
+        torch_device,
+        with_context_parallel(ops or choose(torch_device, dtype), mesh.cp, "auto"),
     )
-    transport = peers(mesh.tp, where) if overlap and mesh.tp.group is not None else None
+    transport = peers(mesh.tp, torch_device) if overlap and mesh.tp.group is not None else None
     region = Region(mesh.tp, sequence=sequence and mesh.tp.size > 1, transport=transport)
-    held = [unit for unit, (at, _) in placement(model, mesh.pp.size, 1, stage_layers).items() if at == mesh.pp.index]
+    units_here = [
+        unit
+        for unit, (stage_index, _) in placement(model, mesh.pp.size, 1, stage_layers).items()
+        if stage_index == mesh.pp.index
+    ]
     options = StageOptions(cp=mesh.cp, experts=ExpertAxes.of(mesh))
-    return family(model).stage(model, held, factory, region, options)
+    return family(model).stage(model, units_here, factory, region, options)
 
 
 def fill(stage: nn.Module, opened: OpenedModel) -> None:
-    """Read every weight of a stage of any layout, and put it into evaluation. Errors: CheckpointError."""
+    """Read all weights of a stage of any layout, and switch it to evaluation mode. Errors: CheckpointError."""
     opened.read(weight_pieces(stage))
     _check_finite(stage, opened.path)
     stage.eval()
 
 
 def _check_finite(stage: nn.Module, path: Path) -> None:
-    """Errors: CheckpointError naming the first tensor that holds a NaN or an infinity, with which a model answers
-    nonsense."""
-    found = {segment.shard.name: segment.real(weight.data) for weight in weights(stage) for segment in weight.segments}
-    names = [name for name, tensor in found.items() if tensor.numel() and tensor.is_floating_point()]
-    if names and not torch.stack([found[name].isfinite().all() for name in names]).all():
-        name = next(name for name in names if not found[name].isfinite().all())
+    """Errors: CheckpointError naming the first tensor that contains a NaN or an infinity, which would make all answers
+    useless."""
+    tensors = {
+        segment.shard.name: segment.real(weight.data) for weight in weights(stage) for segment in weight.segments
+    }
+    names = [name for name, tensor in tensors.items() if tensor.numel() and tensor.is_floating_point()]
+    if names and not torch.stack([tensors[name].isfinite().all() for name in names]).all():
+        name = next(name for name in names if not tensors[name].isfinite().all())
         raise CheckpointError(f"{path}: {name}: holds a NaN or an infinity")
 
 
 def load_model(
     source: StoredWeights | OpenedModel, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """The whole model as one stage, for evaluation. Errors: CheckpointError naming file or tensor."""
-    where = torch.device(device)
-    opened = source if isinstance(source, OpenedModel) else opened_checkpoint(source)
-    factory = ParameterFactory({}, dtype, where, choose(where, dtype))
-    stage: nn.Module = family(opened.model).stage(opened.model, units(opened.model), factory, ALONE)
-    fill(stage, opened)
+    """Load the whole model as one stage for evaluation. Errors: CheckpointError naming file or tensor."""
+    torch_device = torch.device(device)
+    model = source if isinstance(source, OpenedModel) else opened_checkpoint(source)
+    factory = ParameterFactory({}, dtype, torch_device, choose(torch_device, dtype))
+    stage: nn.Module = family(model.model).stage(model.model, units(model.model), factory, ALONE)
+    fill(stage, model)
     return stage
 
 
 def weight_pieces(stage: nn.Module) -> Iterator[Piece]:
-    """Every weight of a stage as the rectangles that a checkpoint fills; padding becomes zero. What has none is not
-    written twice: on a CPU the first write to fresh memory costs more than reading does."""
+    """Yield every weight of a stage as the rectangles that a checkpoint fills; padding is set to zero. A weight without
+    padding is not zeroed first: on a CPU the first write to new memory takes longer than reading the file."""
     for weight in weights(stage):
         if sum(segment.real(weight.data).numel() for segment in weight.segments) < weight.numel():
             weight.data.zero_()
@@ -281,19 +289,21 @@ def weight_pieces(stage: nn.Module) -> Iterator[Piece]:
 
 
 def load_tokenizer(source: StoredWeights | OpenedModel) -> Tokenizer:
-    """The tokenizer that a run trained with, or that came with the weights, from the files that lie with them.
+    """Load the tokenizer that a run trained with, or that came with the weights, from the files next to them.
 
-    Errors: ValueError where there is none.
+    Errors: ValueError if it is missing.
     """
     section = tokenizer_section(source)
     if section is None:
-        why = unread_tokenizer(source.attachments)
-        raise CheckpointError(f"{source.path}: carries no tokenizer{'' if why is None else f' that is read: {why}'}")
+        reason = unread_tokenizer(source.attachments)
+        raise CheckpointError(
+            f"{source.path}: carries no tokenizer{'' if reason is None else f' that is read: {reason}'}"
+        )
     return build(**section)
 
 
 def tokenizer_section(source: StoredWeights | OpenedModel) -> dict[str, Any] | None:
-    """The options of a run with that tokenizer; None where there is none. Errors: CheckpointError naming an option."""
+    """Arguments of `build` for that tokenizer; None if it is missing. Errors: CheckpointError naming an option."""
     options = below(source.meta, "config", "tokenizer")
     for name in ("tokenizer", "vocab_size", "vocab_extra_ids", "null_eod_last"):
         if options.get(name) is not None and (problem := unfit("tokenizer", name, options[name])) is not None:
@@ -312,15 +322,15 @@ def tokenizer_section(source: StoredWeights | OpenedModel) -> dict[str, Any] | N
 
 
 def chat_template(source: StoredWeights | OpenedModel) -> str | None:
-    """What a model was trained to converse in: a name of `TEMPLATES`, or the text of a Jinja template;
-    None where nothing says so. What a run of ours trained by goes before what its first weights came with. Errors:
-    CheckpointError for a file that is damaged."""
+    """The chat template of a model: a name in `TEMPLATES`, or the text of a Jinja template; None if it has none. The
+    template that a mega run trained with takes precedence over the one of its initial weights. Errors: CheckpointError
+    for a damaged file."""
     data, attachments = below(source.meta, "config", "data"), source.attachments
     trained = below(source.meta, "config", "finetuning").get("dpo_data")
     if data.get("chat_data") or trained:
         if data.get("chat_template") in TEMPLATES:
             return str(data["chat_template"])
-        if "chat_template.jinja" not in attachments:  # of a Jinja file that was not kept with the weights
+        if "chat_template.jinja" not in attachments:  # the run used a Jinja file that was not saved with the weights
             return None
     if "chat_template.jinja" in attachments:
         path = attachments["chat_template.jinja"]
@@ -332,23 +342,23 @@ def chat_template(source: StoredWeights | OpenedModel) -> str | None:
 
 
 def chat_template_place(source: StoredWeights | OpenedModel) -> str | None:
-    """The same as --chat-template takes it: the name, or the file that holds it. Errors: CheckpointError."""
-    found = chat_template(source)
-    if found is None or found in TEMPLATES:
-        return found
+    """That template as a value of --chat-template: its name, or the file that contains it. Errors: CheckpointError."""
+    template = chat_template(source)
+    if template is None or template in TEMPLATES:
+        return template
     files = (source.attachments.get(name) for name in ("chat_template.jinja", "tokenizer_config.json"))
     return str(next(path for path in files if path is not None))
 
 
 def compute_dtype(opened: OpenedModel, device: Device, asked: str | None = None) -> torch.dtype:
-    """What a model is computed in: as asked, else what its weights are stored in; on a CPU in fp32 at least."""
+    """The dtype of the computation: `asked`, else that of the weights; on a CPU at least fp32."""
     if asked is not None:
         return DTYPES[asked]
     return opened.dtype if device.is_cuda or opened.dtype == torch.float64 else torch.float32
 
 
 def check_tokenizer(opened: OpenedModel, tokenizer: Tokenizer) -> None:
-    """Errors: ValueError where the model has no rows for all of its tokens."""
+    """Errors: ValueError where the model has fewer rows than the tokenizer has tokens."""
     model = opened.architecture
     if least_vocab(tokenizer, model.family) > model.input.vocab:
         raise ValueError(
@@ -358,16 +368,16 @@ def check_tokenizer(opened: OpenedModel, tokenizer: Tokenizer) -> None:
 
 
 def special_tokens(checkpoint: StoredWeights) -> SpecialTokens:
-    """What others must know of that tokenizer. Errors: ValueError where there is none."""
+    """The tokenizer as other libraries need to know it. Errors: ValueError if it is missing."""
     tokenizer = load_tokenizer(checkpoint)
     files, names = tokenizer.huggingface_files(), dict(tokenizer.named_tokens())
-    template, why = chat_template(checkpoint), tokenizer.unpublished()
-    left_out = () if why is None else tuple(tokenizer.files())
-    lost = tokenizer.publishing_loss() if why is None else f"its tokenizer is left out: {why}"
-    loss = None if lost is None else f"{tokenizer.kind}: {lost}"
-    found = SpecialTokens(tokenizer.special_ids(), files, names, left_out=left_out, loss=loss)
+    template, reason = chat_template(checkpoint), tokenizer.unpublished()
+    left_out = () if reason is None else tuple(tokenizer.files())
+    difference = tokenizer.publishing_loss() if reason is None else f"its tokenizer is left out: {reason}"
+    loss = None if difference is None else f"{tokenizer.kind}: {difference}"
+    tokens = SpecialTokens(tokenizer.special_ids(), files, names, left_out=left_out, loss=loss)
     if template is None:
-        return found
+        return tokens
     chat = ChatFormat(template, tokenizer, f"{checkpoint.path}: its chat template")
     ends = tuple(chat.tokens[name] for name in chat.end_names)
-    return replace(found, names={**names, **chat.variables}, template=chat.source, ends=ends)
+    return replace(tokens, names={**names, **chat.variables}, template=chat.source, ends=ends)
