@@ -40,18 +40,13 @@ from mega.core.training.kinds.pretraining import datasets
 
 NOVELS, HELD_OUT = 20, 10
 """Novels, and parts of each (about 4,000 characters) that are held out."""
-CHUNK, LENGTH = 32, 128
 SHUFFLES = 3
 """Other samples whose neighbours each sample is judged with."""
 SIZES = "--layers 4 --heads 4 --activation gelu --position rope --hidden-dropout 0 --attention-dropout 0"
 RETRIEVER = (
-    f"--retriever --retro-layers 1 3 --retro-chunk-length {CHUNK} --retro-encoder-hidden-dropout 0 "
-    "--retro-encoder-attention-dropout 0 --retro-gate 2"
+    "--retriever --retro-layers 1 3 --retro-encoder-hidden-dropout 0 --retro-encoder-attention-dropout 0 --retro-gate 2"
 )
-BERT = (
-    "--family bert --layers 2 --hidden 64 --heads 4 --seq-length 64 --micro-batch 32 --global-batch 32 --lr 1e-3 "
-    "--eval-iters 0 --split 100,0,0"
-)
+BERT = "--family bert --heads 4 --micro-batch 32 --global-batch 32 --lr 1e-3 --eval-iters 0 --split 100,0,0"
 
 
 def run(*words: str) -> None:
@@ -69,6 +64,8 @@ class Experiment:
         self.work, self.shared, self.device = options.work, options.shared, options.device
         self.steps, self.bert_steps, self.parts = options.steps, options.bert_steps, options.parts
         self.hidden, self.batch, work = options.hidden, options.batch, options.work
+        self.chunk, self.length = options.chunk, 4 * options.chunk
+        self.bert_sizes = f"--layers {options.bert_layers} --hidden {options.bert_hidden} --seq-length {2 * self.chunk}"
         bpe, words = work / "bpe", work / "wordpiece"
         files = f"--vocab-file {bpe / 'vocab.json'} --merge-file {bpe / 'merges.txt'}"
         self.gpt = f"--tokenizer GPT2BPETokenizer {files}".split()
@@ -78,14 +75,25 @@ class Experiment:
 
     @property
     def sizes(self) -> list[str]:
-        batch = f"--seq-length {LENGTH} --micro-batch {self.batch} --global-batch {self.batch} --hidden {self.hidden}"
+        batch = (
+            f"--seq-length {self.length} --micro-batch {self.batch} --global-batch {self.batch} --hidden {self.hidden}"
+        )
         rate = f"--lr {0.4 / self.hidden:.2g} --lr-warmup-fraction 0.05 --lr-decay cosine --device {self.device}"
         steps = f"--steps {self.steps} --eval-interval {self.steps} --eval-iters 50 --log-interval 50"
         return [*SIZES.split(), *batch.split(), *rate.split(), *steps.split()]
 
     @property
     def reading(self) -> list[str]:
-        return [*self.sizes, *RETRIEVER.split(), "--retro", str(self.work / "db"), *self.blend, *self.gpt]
+        return [
+            *self.sizes,
+            *RETRIEVER.split(),
+            "--retro-chunk-length",
+            str(self.chunk),
+            "--retro",
+            str(self.work / "db"),
+            *self.blend,
+            *self.gpt,
+        ]
 
     def texts(self) -> None:
         """Parts of novels as one corpus: those that are trained on first, novel by novel, then those held out."""
@@ -119,6 +127,7 @@ class Experiment:
             run(
                 "pretrain",
                 *BERT.split(),
+                *self.bert_sizes.split(),
                 "--device",
                 self.device,
                 *self.bert,
@@ -127,7 +136,7 @@ class Experiment:
                 "--save",
                 str(self.work / "bert"),
             )
-        sizes = f"--chunk-length {CHUNK} --block-size 20000 --device {self.device}".split()
+        sizes = f"--chunk-length {self.chunk} --block-size 20000 --device {self.device}".split()
         run("retro", "build", "--directory", str(self.work / "db"), *self.embedder, *sizes, *self.blend, *self.gpt)
         run("retro", "query", *self.reading, *self.embedder, "--candidates", "40", "--saved", "4")
         saved = ["--save-interval", str(self.steps), "--save"]
@@ -144,8 +153,8 @@ class Experiment:
         flags: dict[str, object] = {
             **{"data_path": tuple(self.blend[1:3]), "split": self.blend[4], "retro": str(self.work / "db")},
             **{"steps": self.steps, "eval_interval": self.steps, "eval_iters": 50, "global_batch": self.batch},
-            **{"micro_batch": self.batch, "seq_length": LENGTH, "device": "cpu", "retriever": True, "layers": 4},
-            **{"retro_layers": (1, 3), "retro_chunk_length": CHUNK, "vocab": tokenizer.vocab_size},
+            **{"micro_batch": self.batch, "seq_length": self.length, "device": "cpu", "retriever": True, "layers": 4},
+            **{"retro_layers": (1, 3), "retro_chunk_length": self.chunk, "vocab": tokenizer.vocab_size},
         }
         data = datasets(resolve(compose(flags={**flags, "hidden": self.hidden, "heads": 4}), 1), tokenizer)
         valid = cast(NeighbourDataset, data.valid)
@@ -167,7 +176,19 @@ class Experiment:
             for name, sets in (("true", [own]), ("shuffled", shuffled), ("none", [none])):
                 found = torch.stack([_losses(stage, valid.collate(samples, first)) for samples in sets])
                 losses[name] += found.mean(0).tolist()
-        return _differences({name: torch.tensor(each, dtype=torch.float64) for name, each in losses.items()})
+        figures = _differences({name: torch.tensor(each, dtype=torch.float64) for name, each in losses.items()})
+        return {"neighbours of the same novel": self.same_novel(valid, count), **figures}
+
+    def same_novel(self, valid: NeighbourDataset, count: int) -> float:
+        """The share of the neighbours of held-out samples that come from the sample's own novel."""
+        trained, hits, neighbours = NOVELS * self.parts, 0, 0
+        for number in range(count):
+            novels = {(document - trained) // HELD_OUT for _, document in valid._dataset.documents(number)}
+            chunks = self.length // self.chunk
+            for found in valid._neighbours[slice(number * chunks, (number + 1) * chunks)].flatten().tolist():
+                neighbours += 1
+                hits += found >= 0 and int(valid._database.chunks[found, 1]) // self.parts in novels
+        return hits / neighbours
 
 
 def _losses(stage: nn.Module, batch: NeighbourBatch) -> torch.Tensor:
@@ -196,6 +217,9 @@ def main() -> None:
     parser.add_argument("--bert-steps", type=int, default=200)
     parser.add_argument("--samples", type=int, default=1600)
     parser.add_argument("--parts", type=int, default=40, help="of each novel that are trained on")
+    parser.add_argument("--chunk", type=int, default=32, help="tokens of a chunk; a sample has four")
+    parser.add_argument("--bert-layers", type=int, default=2)
+    parser.add_argument("--bert-hidden", type=int, default=64)
     parser.add_argument("--hidden", type=int, default=96)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--device", default="cpu", help="of training; losses are judged on the CPU")
