@@ -1,7 +1,7 @@
-"""Checks of a running training: NaN, equal copies, slow ranks. What follows from them is decided in ../judge.py.
+"""Checks of a running training: NaN, equal replicas, slow ranks. ../judge.py decides how the run reacts.
 
-finite      is every number finite, and if not, whose was the first that was not?
-audit       do ranks that hold the same tensor still hold the same bits?
-stragglers  which rank the others wait for
-inject      damage on purpose, by which all of this is proven
+finite      checks that all numbers are finite, and finds the rank and tensor of the first that is not
+audit       checks that ranks with the same tensor hold the same bits
+stragglers  finds the rank that the others wait for
+inject      fault injection, to test all of these
 """

@@ -1,8 +1,8 @@
-"""Do copies still agree? Ranks that hold the same tensor compare a hash of its bits, and the one that drifted is named.
+"""Check that replicas are equal: ranks that hold the same tensor compare a hash of its bits, and report the odd rank.
 
-A run whose replicas have drifted apart by one bit trains on, and its loss looks well (one large run went so for
-thousands of steps). The hash is the sum of bits x (2 position + 1) in wrapping int64: a change of one element always
-changes it, since odd numbers have inverses. It costs one pass over the weights and two small collectives.
+A run whose replicas differ by one bit continues, and its loss looks normal (one large run did so for thousands of
+steps). The hash is the sum of bits x (2 position + 1) in wrapping int64: a change of one element always changes it,
+because odd numbers have inverses modulo 2^64. It costs one pass over the weights and two small collectives.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from mega.core.parallel.mesh import SINGLE, Axis
 from mega.core.training.state import TrainState
 
 BLOCK = 1 << 22
-"""Elements hashed at a time: bounded memory."""
+"""Elements hashed at a time, to bound the memory."""
 
 
 @dataclass(frozen=True)
 class Copy:
-    """One tensor that other ranks hold too: its name, our memory of it, and who holds it."""
+    """A tensor with replicas on other ranks: its name, this rank's replica, and the ranks that hold one."""
 
     name: str
     tensor: torch.Tensor
@@ -32,7 +32,7 @@ class Copy:
 
 
 def bit_hash(tensor: torch.Tensor) -> torch.Tensor:
-    """int64 scalar of a contiguous tensor's bits.
+    """An int64 hash of a tensor's bits.
 
     >>> a = torch.tensor([1.0, 2.0]); b = torch.nextafter(a, torch.tensor(9.0))
     >>> bool(bit_hash(a) == bit_hash(a.clone())), bool(bit_hash(a) == bit_hash(b))
@@ -48,12 +48,12 @@ def bit_hash(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copies(state: TrainState) -> Iterator[Copy]:
-    """Every weight and optimizer tensor of which this rank holds one copy of several."""
+    """Every weight and optimizer tensor of this rank that has replicas on other ranks."""
     mesh, zero = state.mesh, state.grads.zero
-    # Stages that share several tensors compare them in one order.
+    # Sorted, because stages that share several tensors must compare them in the same order.
     for owned in sorted(state.optimizer.shards, key=lambda one: one.bucket.tied_name()):
         bucket = owned.bucket
-        # Tensor ranks that hold the whole of a tensor hold equal copies; so do all stages that hold a tied one.
+        # Tensor ranks hold replicas of tensors that are not cut; all stages with a tied tensor hold replicas of it.
         copies = bucket.data.with_tp if bucket.replicated else bucket.data.axis
         flats = {kind: (flat.begin, flat.values) for kind, flat in owned.moments.items()}
         if owned.has_master:
@@ -63,7 +63,7 @@ def copies(state: TrainState) -> Iterator[Copy]:
             yield from _copy(name, factor, mesh.stage)
             yield from _copy(name, factor, bucket.holders)
         for weight, begin, end in bucket.offsets:
-            name = ", ".join(segment.shard.name for segment in weight.segments)  # a fused one has one hash
+            name = ", ".join(segment.shard.name for segment in weight.segments)  # a fused weight has one hash
             if zero < 3:
                 whole = bucket.weights[begin:end]
                 yield from _copy(f"weights/{name}", whole, copies)
@@ -81,40 +81,42 @@ def _copy(name: str, tensor: torch.Tensor, axis: Axis) -> Iterator[Copy]:
 
 
 def audit(state: TrainState) -> None:
-    """Compare all copies; every rank takes part. Errors: FloatingPointError, the same on all, naming tensors and
-    ranks."""
+    """Compare all replicas. A collective: all ranks must call it.
+
+    Errors: FloatingPointError on all ranks, naming tensors and ranks.
+    """
     by_axis: dict[tuple[int, ...], list[Copy]] = {}
     for copy in copies(state):
         by_axis.setdefault(copy.axis.ranks, []).append(copy)
     lines: list[str] = []
-    for held in by_axis.values():
-        axis = held[0].axis
-        hashes = torch.stack([bit_hash(copy.tensor).to(state.device.torch) for copy in held])
+    for axis_copies in by_axis.values():
+        axis = axis_copies[0].axis
+        hashes = torch.stack([bit_hash(copy.tensor).to(state.device.torch) for copy in axis_copies])
         table = all_gather(hashes[None, :], axis)  # [ranks, tensors]
         for number in (table != table[:1]).any(0).nonzero().flatten().tolist():
-            lines.append(f"{held[number].name}: {odd_ranks(table[:, number].tolist(), axis.ranks)}")
-    found = torch.tensor(float(len(lines)), device=state.device.torch)
-    all_reduce(found, state.mesh.everyone, "max")
-    if float(found):
-        every = sorted({line for each in state.exchange(lines) for line in each})
-        listed = "; ".join(every[:8]) + (f"; and {len(every) - 8} more" if len(every) > 8 else "")
+            lines.append(f"{axis_copies[number].name}: {odd_ranks(table[:, number].tolist(), axis.ranks)}")
+    count = torch.tensor(float(len(lines)), device=state.device.torch)
+    all_reduce(count, state.mesh.everyone, "max")
+    if float(count):
+        differences = sorted({line for each in state.exchange(lines) for line in each})
+        text = "; ".join(differences[:8]) + (f"; and {len(differences) - 8} more" if len(differences) > 8 else "")
         raise FloatingPointError(
-            f"step {state.progress.step}: copies have drifted apart: {listed}. Resume from a checkpoint that is older "
+            f"step {state.progress.step}: copies have drifted apart: {text}. Resume from a checkpoint that is older "
             "than the drift, without the device that drifted"
         )
 
 
 def odd_ranks(values: list[int], ranks: tuple[int, ...]) -> str:
-    """Names the ranks that differ from most.
+    """A message that names the ranks whose values differ from the majority.
 
     >>> odd_ranks([7, 7, 9, 7], (0, 2, 4, 6))
     'rank 4 differs from 3 others'
     >>> odd_ranks([7, 9], (0, 2))
     'ranks 0 and 2 differ (two copies cannot tell which is right)'
     """
-    most, count = Counter(values).most_common(1)[0]
-    odd = [rank for rank, value in zip(ranks, values, strict=True) if value != most]
+    majority, count = Counter(values).most_common(1)[0]
+    minority = [rank for rank, value in zip(ranks, values, strict=True) if value != majority]
     if 2 * count <= len(values):
         return f"ranks {' and '.join(map(str, ranks))} differ (two copies cannot tell which is right)"
-    names = ", ".join(map(str, odd))
-    return f"rank{'s' if len(odd) > 1 else ''} {names} differ{'' if len(odd) > 1 else 's'} from {count} others"
+    names, plural = ", ".join(map(str, minority)), len(minority) > 1
+    return f"rank{'s' if plural else ''} {names} differ{'' if plural else 's'} from {count} others"

@@ -1,9 +1,9 @@
-"""Is every number that a checkpoint would keep finite? Asked of all ranks before anything is written; each step asks
+"""Check that all numbers of a checkpoint are finite, on all ranks before anything is written; each step also checks
 before its update.
 
-Weights, masters, moments and factors are looked at in one pass each, without memory of their own (the least and the
-greatest of a flat tensor are NaN where any element is); the host waits once a save. Where numbers are not finite, the
-ranks find out together which tensor of which rank was the first.
+Weights, masters, moments and factors take one pass each and no extra memory (the minimum and the maximum of a flat
+tensor are NaN if any element is). The host waits once per save. If numbers are not finite, the ranks find together the
+rank and tensor in which that happened first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DIVERGED = "training has diverged. Resume from an earlier checkpoint with a lowe
 
 
 class NotFiniteError(FloatingPointError):
-    """The state may not be kept. words: the tensor and the rank."""
+    """The state is not finite and must not be saved. words: names the tensor and the rank."""
 
     def __init__(self, step: int, words: str):
         super().__init__(f"step {step} is not saved: {words}: {DIVERGED}")
@@ -32,29 +32,30 @@ class NotFiniteError(FloatingPointError):
 
 
 def check_finite(state: TrainState) -> None:
-    """See that the state may be saved; every rank takes part.
+    """Check that the state may be saved. A collective: all ranks must call it.
 
     Errors: NotFiniteError on every rank, naming step, tensor and rank.
     """
-    kept = [all_finite(flat).to(state.device.torch) for flat in state.flats()]
-    finite = torch.stack(kept).all().float()
+    flags = [all_finite(flat).to(state.device.torch) for flat in state.flats()]
+    finite = torch.stack(flags).all().float()
     all_reduce(finite, state.mesh.everyone, "min")
     if bool(finite):
         return
-    found = broken_tensors(state)
-    if found is not None:  # else it is in padding, which is not kept
-        raise NotFiniteError(state.progress.step, found.words)
+    broken = broken_tensors(state)
+    if broken is not None:  # else it is in padding, which is not saved
+        raise NotFiniteError(state.progress.step, broken.words)
 
 
 def broken_tensors(
     state: TrainState, batches: Sequence[Batch] = (), sums: Sequence[float] = (), *, gradients: bool = False
 ) -> BrokenTensor | None:
-    """Whose numbers are not finite, tensor and rank, the same text on all ranks; None where all are. A moment is named
-    before weights, which its update has broken. Every rank takes part, and waits for its device.
+    """Find the tensor and rank whose numbers are not finite; the result is equal on all ranks, None if all are finite.
 
-    batches, sums: of the step, the latter as its `Probes` left them. gradients: whether the step's are still there.
+    A broken moment is reported rather than the weights that it has broken. A collective: all ranks must call it, and
+    wait for their devices.
+    batches: of the step. sums: of its `Probes`. gradients: whether the gradients of the step have not been overwritten.
     """
-    found: dict[str, Sequence[object]] = {
+    report: dict[str, Sequence[object]] = {
         "state": _broken(state),
         "batch": broken_fields(batches),
         "outputs": [],
@@ -62,25 +63,25 @@ def broken_tensors(
         "reduced": [],
     }
     if state.probes is not None and sums:
-        found |= state.probes.broken(sums)
+        report |= state.probes.broken(sums)
     if gradients:
-        found["reduced"] = sorted(_not_finite(state.gradient_pieces()))
-    return first_broken(state.exchange(found))
+        report["reduced"] = sorted(_not_finite(state.gradient_pieces()))
+    return first_broken(state.exchange(report))
 
 
 def check_tied(state: TrainState, step: int, differs: int, copy_hash: int) -> None:
-    """Where a step was skipped, see that it was not for a gradient of which stages hold different copies; every rank
-    takes part. differs, copy_hash: of the step's `tied_difference`.
+    """After a skipped step, check that all stages hold equal gradients of tied tensors. A collective: all ranks must
+    call it. differs, copy_hash: of the step's `tied_difference`.
 
     Errors: FloatingPointError on every rank, naming step, tensor and ranks.
     """
     if state.mesh.pp.size == 1:
         return
-    own = (tied_buckets(state.grads)[differs - 1].tied_name(), copy_hash) if differs else ("", 0)
-    found = state.exchange(own)
-    tensors = sorted({name for name, _ in found if name})
+    named_hash = (tied_buckets(state.grads)[differs - 1].tied_name(), copy_hash) if differs else ("", 0)
+    all_hashes = state.exchange(named_hash)
+    tensors = sorted({name for name, _ in all_hashes if name})
     if tensors:
-        hashes = {rank: held for rank, (name, held) in enumerate(found) if name == tensors[0]}
+        hashes = {rank: value for rank, (name, value) in enumerate(all_hashes) if name == tensors[0]}
         raise FloatingPointError(
             f"step {step}: copies of the gradient of {tensors[0]} are no longer equal, as they were when they were "
             f"reduced: {odd_ranks(list(hashes.values()), tuple(hashes))}. The step was not applied; resume from an "
@@ -89,7 +90,7 @@ def check_tied(state: TrainState, step: int, differs: int, copy_hash: int) -> No
 
 
 def _broken(state: TrainState) -> list[str]:
-    """The tensors of this rank that hold a number that is not finite."""
+    """The tensors of this rank that contain a NaN or an infinity."""
     pieces = (*state.weight_pieces(mine=False), *state.optimizer_pieces(mine=False), *state.frozen_pieces())
     return sorted(_not_finite(pieces))
 

@@ -1,12 +1,12 @@
-"""Damage of one rank on purpose, `--inject`: what the guards, audits and restarts are proven with.
+"""Fault injection on one rank (`--inject`), to test guards, audits and restarts.
 
-Each fault is data (config/faults.py); here is what it does and when. It knows no guard.
+Each fault is data (config/faults.py); this file executes it. It knows no guard.
 
-    before a step          weights, moments and batches are damaged; the rank sleeps, is stopped, or is killed
-    in its forward pass    the output of a layer
-    in its backward pass   a gradient, before ranks add theirs up
-    after that             the last stage's sum of a tied tensor's gradient
-    in a save              the disk is full
+    before a step          damages weights, moments or batches; the rank sleeps, stops, or is killed
+    in the forward pass    damages the output of a layer
+    in the backward pass   damages a gradient before it is reduced
+    after it               damages the last stage's reduced gradient of a tied tensor
+    in a save              reports a full disk
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mega.core.training.state import TrainState
 
 
 class Injector:
-    """The faults of this rank. named: what was damaged, for tests."""
+    """Executes the faults of this rank. named: the damaged tensors, for tests."""
 
     def __init__(self, state: TrainState, faults: Sequence[Fault]):
         self._state, self._faults = state, [each for each in faults if each.rank == state.mesh.rank]
@@ -41,7 +41,7 @@ class Injector:
         state.grads.before_reduce = self._reduce
         heads = {id(getattr(stage, "head", None)) for stage in state.stages}
         self._units = [unit for stage in state.stages for unit in units_of(stage) if id(unit) not in heads]
-        for unit in self._units:  # before the probes look at it
+        for unit in self._units:  # prepended: the probes must see the damaged output
             unit.register_forward_hook(self._output, prepend=True)
         for each in self._faults:
             if each.target in ("weight", "moment") and not any(self._tensors(each.target)):
@@ -50,34 +50,34 @@ class Injector:
                 raise ValueError(f"--inject {each.kind}:tied: rank {each.rank} holds no tensor that other stages hold")
 
     def before_step(self, step: int, batches: Sequence[Batch]) -> list[Batch]:
-        """The step's microbatches on this rank, as the faults leave them."""
-        self._now, made = [each for each in self._faults if each.due(step, each.rank)], list(batches)
+        """Execute the faults that are due; returns this rank's microbatches with their damage."""
+        self._now, damaged = [each for each in self._faults if each.due(step, each.rank)], list(batches)
         for each in self._now:
             dice = random.Random(each.seed)
             if each.target in ("weight", "moment"):
                 self._element(each, dice, list(self._tensors(each.target)))
             elif each.target == "batch":
-                number = dice.randrange(len(made))
-                made[number] = self._batch(each, dice, made[number])
+                number = dice.randrange(len(damaged))
+                damaged[number] = self._batch(each, dice, damaged[number])
             elif each.kind == "sleep":
                 time.sleep(each.seconds)
             elif each.kind in ("kill", "stop"):
                 os.kill(os.getpid(), signal.SIGKILL if each.kind == "kill" else signal.SIGSTOP)
-        return made
+        return damaged
 
     def after_backward(self) -> None:
-        """Gradients are whole; no norm has been taken."""
+        """Damage reduced gradients, before their norm is computed."""
         for each in self._now:
             if each.target == "tied":
                 self._element(each, random.Random(each.seed), self._tied()[:1])
 
     def before_save(self, step: int) -> None:
-        """While this rank writes. Errors: OSError."""
+        """Called while this rank writes. Errors: OSError for a fault of the disk."""
         if any(each.target == "save" and each.due(step, each.rank) for each in self._faults):
             raise OSError(errno.ENOSPC, "no space left on device (--inject)")
 
     def _output(self, module: torch.nn.Module, _: object, output: object) -> object:
-        """Of one layer or embedding, each time that it runs in the step."""
+        """A forward hook that damages the output of one layer or embedding, each time that it runs in the step."""
         for each in self._now if module.training else ():
             if each.target == "activation" and self._units[each.seed % len(self._units)] is module:
                 if isinstance(output, ResidualState):
@@ -100,8 +100,8 @@ class Injector:
         self._before_reduce(bucket)
 
     def _tied(self) -> list[tuple[str, torch.Tensor]]:
-        held = [bucket for bucket in tied_buckets(self._state.grads) if bucket.own_grads.numel()]
-        return [(f"grads/{bucket.tied_name()}", bucket.own_grads) for bucket in held]
+        buckets = [bucket for bucket in tied_buckets(self._state.grads) if bucket.own_grads.numel()]
+        return [(f"grads/{bucket.tied_name()}", bucket.own_grads) for bucket in buckets]
 
     def _tensors(self, target: str) -> Iterator[tuple[str, torch.Tensor]]:
         state = self._state
@@ -111,28 +111,29 @@ class Injector:
                 yield piece.key, piece.tensor.detach()
 
     def _element(self, each: Fault, dice: random.Random, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Damage one element of one of the tensors."""
         name, tensor = dice.choice(tensors)
-        at = tuple(dice.randrange(size) for size in tensor.shape)
-        if each.kind == "ulp":  # of a small number, the next update would round it away
-            at = tuple(int(index) for index in torch.unravel_index(tensor.abs().argmax(), tensor.shape))
+        index = tuple(dice.randrange(size) for size in tensor.shape)
+        if each.kind == "ulp":  # of the largest element: the next update would round away a change of a small one
+            index = tuple(int(i) for i in torch.unravel_index(tensor.abs().argmax(), tensor.shape))
         self.named.append(name)
         with torch.no_grad():
             if each.kind == "ulp":
-                old = tensor[at].clone()
-                tensor[at] = torch.nextafter(old, torch.full_like(old, math.inf))
+                old = tensor[index].clone()
+                tensor[index] = torch.nextafter(old, torch.full_like(old, math.inf))
             else:
-                tensor[at] = _value(each)
+                tensor[index] = _value(each)
 
     def _batch(self, each: Fault, dice: random.Random, batch: Batch) -> Batch:
         if each.kind == "spike":
             generator = torch.Generator().manual_seed(each.seed)
             labels = batch.tensors()["labels"]
-            mixed = labels.flatten()[torch.randperm(labels.numel(), generator=generator)].view_as(labels)
-            return replace(batch, labels=mixed)  # type: ignore[type-var]
-        named = [(name, tensor) for name, tensor in batch.tensors().items() if tensor.is_floating_point()]
-        if not named:
+            permuted = labels.flatten()[torch.randperm(labels.numel(), generator=generator)].view_as(labels)
+            return replace(batch, labels=permuted)  # type: ignore[type-var]
+        floats = [(name, tensor) for name, tensor in batch.tensors().items() if tensor.is_floating_point()]
+        if not floats:
             raise ValueError(f"--inject {each.kind}:batch: a {type(batch).__name__} holds whole numbers only")
-        name, tensor = dice.choice(named)
+        name, tensor = dice.choice(floats)
         tensor = tensor.clone()
         self._element(each, dice, [(name, tensor)])
         return replace(batch, **{name: tensor})  # type: ignore[type-var]
@@ -143,13 +144,13 @@ def _value(each: Fault) -> float:
 
 
 def _poisoned(output: torch.Tensor, value: float) -> torch.Tensor:
-    """The same with one broken number."""
+    """The output with one element replaced by a NaN or an infinity."""
     mask = torch.zeros_like(output)
     mask.view(-1)[0] = value
     return output + mask
 
 
 def injector(state: TrainState, texts: Iterable[str]) -> Injector | None:
-    """Of `--inject`; None where this rank has no fault."""
-    mine = [each for each in map(fault, texts) if each.rank == state.mesh.rank]
-    return Injector(state, mine) if mine else None
+    """The injector for `--inject`; None if this rank has no fault."""
+    rank_faults = [each for each in map(fault, texts) if each.rank == state.mesh.rank]
+    return Injector(state, rank_faults) if rank_faults else None

@@ -1,10 +1,10 @@
-"""Which rank the others wait for, step after step: by the time of its own work, which travels with the requests to stop
-(stop.py), so that it costs no exchange.
+"""Find the rank that the others wait for, from the working time of each rank, which is reduced together with the
+requests to stop (stop.py) and so needs no exchange of its own.
 
-Own work is what a rank does from the begin of a step until its gradients are computed: on a CPU without the waits for
-other ranks, and for a core that other work has; on a GPU as the device measures it, waits of tensor and pipeline ranks
-included, so that there all ranks of one replica are named. A rank is compared with those of its pipeline stage, which
-have the same work; one that is alone in its stage with its own past.
+Working time is the time from the start of a step until the gradients are computed. On a CPU it excludes waits for other
+ranks and for a core. On a GPU the device measures it, including waits between tensor and pipeline ranks, so all ranks
+of a slow replica are reported. A rank is compared with the other ranks of its pipeline stage, which have equal work; a
+rank that is alone in its stage is compared with its own past.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from mega.core.parallel.mesh import Mesh
 from mega.core.training.state import TrainState
 
 WINDOW = 10
-"""Steps that are looked at together."""
+"""Steps that are evaluated together."""
 
 MOST = 8
-"""Of them, those in which a slow rank is slow."""
+"""A slow rank must be slow in this number of them."""
 
 IGNORED = 20
-"""First steps of a run, in which kernels are chosen and files come from the disk."""
+"""First steps of a run, which are ignored: kernels are selected and files are read from the disk."""
 
 PAST = 100
-"""Steps of its own that a rank alone is compared with."""
+"""Earlier steps with which a rank is compared that is alone in its stage."""
 
 LEAST_SECONDS = 0.002
-"""A smaller difference is noise of the host."""
+"""A smaller difference is regarded as noise of the host."""
 
 REPEAT = 200
-"""Steps until a rank is named again."""
+"""Steps until a slow rank is reported again."""
 
 
 class StepClock:
-    """Own work of this rank's steps."""
+    """Measures the working time of this rank's steps."""
 
     def __init__(self, state: TrainState):
         self._state = state
@@ -48,23 +48,23 @@ class StepClock:
         self._before: tuple[Timestamp, Timestamp] | None = None
 
     def begin(self) -> None:
-        """A step begins."""
+        """Record the start of a step."""
         self._begun = Timestamp(self._state.device.torch), ACTIVITY.worked()
 
     def seconds(self) -> float:
-        """Of the step that was begun; on a GPU of the one before, which need not be waited for. 0: not known."""
+        """Working time of the step; on a GPU of the previous step, because that needs no wait. 0: unknown."""
         probes = self._state.probes
         if probes is None or probes.computed is None or self._begun is None:
             return 0.0
-        (begun, worked), (computed, worked_then) = self._begun, probes.computed
+        (start, worked), (computed, worked_then) = self._begun, probes.computed
         if not self._state.device.is_cuda:
             return max(0.0, worked_then - worked)
-        before, self._before = self._before, (begun, computed)
-        return 0.0 if before is None else before[0].seconds_to(before[1])
+        previous, self._before = self._before, (start, computed)
+        return 0.0 if previous is None else previous[0].seconds_to(previous[1])
 
 
 class Stragglers:
-    """Looked at on rank 0. threshold: how many times as long as others a slow rank takes [--slow-rank]."""
+    """Finds slow ranks, on rank 0. threshold: ratio to the other ranks from which a rank is slow [--slow-rank]."""
 
     def __init__(self, mesh: Mesh, threshold: float):
         self._threshold = threshold
@@ -76,10 +76,10 @@ class Stragglers:
         self._named: dict[int, int] = {}
         self._steps = 0
         self.slowest: tuple[int, float] | None = None
-        """A rank, and how many times as long as others it took in the newest steps."""
+        """The slowest rank, and its ratio to the others in the newest steps."""
 
     def saw(self, step: int, seconds: NDArray[np.float64]) -> Iterator[tuple[int, float, str]]:
-        """Own work of each rank in one step; 0 where it is not known. A slow rank, by how much, and that in words."""
+        """Take the working time of each rank in one step (0: unknown); yields (rank, ratio, message) of slow ranks."""
         self._steps += 1
         if self._steps <= IGNORED or len(seconds) < 2 or not (seconds > 0).all():
             return
@@ -94,24 +94,25 @@ class Stragglers:
         ratios, excess = np.array(self._ratios), np.array(self._excess)
         middle = np.median(ratios, axis=0)
         self.slowest = int(middle.argmax()), float(middle.max())
+        # The median alone could come from few extreme steps: a slow rank must also be slow in most steps.
         often = ((ratios > 1 + (self._threshold - 1) / 2) & (excess > LEAST_SECONDS)).sum(axis=0) >= MOST
         for rank in np.flatnonzero((middle > self._threshold) & often).tolist():
             if step < self._named.get(rank, -REPEAT) + REPEAT:
                 continue
             self._named[rank] = step
-            took = float(np.median([each[rank] for each in list(self._past)[-WINDOW:]]))
-            words = f"{middle[rank]:.2f} times as long as {self._whom(rank)}, {took:.3g} s a step"
+            usual_seconds = float(np.median([each[rank] for each in list(self._past)[-WINDOW:]]))
+            words = f"{middle[rank]:.2f} times as long as {self._whom(rank)}, {usual_seconds:.3g} s a step"
             yield rank, float(middle[rank]), f"step {step}: rank {rank} is slow: its own work takes {words}"
 
     def _usual(self, seconds: NDArray[np.float64]) -> NDArray[np.float64] | None:
-        """What each rank is compared with; None: not known yet."""
+        """The time with which each rank is compared; None if it is not known yet."""
         usual = np.empty_like(seconds)
         for ranks in self._stages:
-            own = seconds[ranks]
+            stage_seconds = seconds[ranks]
             if len(ranks) > 2:
-                usual[ranks] = np.median(own)
-            elif len(ranks) == 2:
-                usual[ranks] = own[::-1]
+                usual[ranks] = np.median(stage_seconds)
+            elif len(ranks) == 2:  # each of two ranks is compared with the other
+                usual[ranks] = stage_seconds[::-1]
             elif len(self._past) < 2 * WINDOW:
                 return None
             else:

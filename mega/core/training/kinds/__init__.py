@@ -1,9 +1,9 @@
-"""What a run is trained on and judged by, by the name that --task gives its kind.
+"""Kinds of training tasks, by their name in --task: datasets and evaluation of a run.
 
-There is one loop; a kind gives it datasets and a `Task`. A kind is imported when a run has it. No torch is
+There is one training loop; a kind gives it datasets and a `Task`. A kind is imported when a run needs it. No torch is
 imported: a launcher opens datasets before any rank starts.
 
-kind, task     what a kind is, and what the loop is given by it
+kind, task     the interface of a kind, and the `Task` that it gives to the loop
 pretraining    token files, conversations, random tokens
 labelled       rows with labels
 dpo            pairs of answers
@@ -43,15 +43,15 @@ KINDS: dict[str, Callable[[], TaskKind]] = {
     "dpo": _preferences,
     **{task: partial(_labels, task) for task in LABELLED},
 }
-"""Kind of task -> what loads it."""
+"""Name of a kind -> the function that imports it."""
 
 
 def kind_of(run: AnyRun) -> TaskKind:
-    """The kind of task that a run has."""
+    """The kind of task of a run."""
     return KINDS[run.finetuning.task]()
 
 
 def register_task(name: str, load: Callable[[], TaskKind], needs: tuple[str, ...] = ()) -> None:
-    """Make `name` a choice of --task, on every rank. load: imports its kind. needs: the options without which it has
-    nothing to train on."""
+    """Register a choice of --task; to be called on every rank. load: imports the kind. needs: options that give its
+    training data."""
     KINDS[name], TASKS[name] = load, needs

@@ -1,12 +1,12 @@
-"""Direct preference optimisation as a kind of task: pairs of answers, and what the first weights think of them.
+"""Direct preference optimisation as a kind of task: pairs of answers, and their log-probabilities under a reference.
 
-    1 the reference   log-probabilities of all answers under the weights that training begins with, without dropout,
-                      once and ahead: shared over the data ranks, then known to all
-    2 it is kept      in --data-cache, or under --save, by the digest of those weights and of the pairs
-    3 training        the loss of `Preference` (model/objective.py), by pair
+    1 the reference   log-probabilities of all answers under the initial weights, without dropout, computed once before
+                      training: the data ranks share the pairs, then all ranks get all values
+    2 its cache       in --data-cache, or under --save, keyed by the digests of those weights and of the pairs
+    3 training        the loss of `Preference` (model/objective.py), for each pair
 
-A run that resumes has other weights by now. It finds the reference where it was kept; else it loads the first weights
-from --load once more.
+The weights of a run that resumes have changed. It reads the reference from the cache; else it loads the initial weights
+from --load again.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ def datasets(run: RunConfig, tokenizer: Tokenizer | None) -> Datasets:
     if tokenizer is None:
         raise ValueError("--dpo-data: needs a tokenizer; give --tokenizer and its files")
     name, (train, _, test), notes = run.data.chat_template, pretraining.requested(run), list[str]()
-    made = chat_format(name, tokenizer)
+    template = chat_format(name, tokenizer)
     size = {"seq_length": run.batch.seq_length, "seed": run.runtime.seed}
 
     def pairs(flag: str, inputs: tuple[str, ...], count: int) -> PairDataset:
-        return pair_dataset(flag, inputs, tokenizer, made, samples=count, note=notes.append, **size)
+        return pair_dataset(flag, inputs, tokenizer, template, samples=count, note=notes.append, **size)
 
     example: tuple[str, ...] = (f"conversations by the template {name}",)
     trained = pairs("--dpo-data", run.finetuning.dpo_data, train) if train else None
     if trained is not None:
         preferred, other = (shown(trained.answer(row), tokenizer) for row in range(2))
         example += (f"preferred, what is judged in ⟦⟧: {preferred}", f"to: {other}")
-    named = {label: pairs("--valid-sets", (file,), test) for label, file in named_sets(run.data) if test}
-    return Datasets(train=trained, named=named, notes=tuple(notes), example=example)
+    named_pairs = {label: pairs("--valid-sets", (file,), test) for label, file in named_sets(run.data) if test}
+    return Datasets(train=trained, named=named_pairs, notes=tuple(notes), example=example)
 
 
 def objective(run: RunConfig) -> Objective:
@@ -64,18 +64,18 @@ def objective(run: RunConfig) -> Objective:
 
 
 def begin(state: TrainState, data: Datasets, point: ResumePoint | None) -> None:
-    """Give every dataset its reference. Errors: ValueError where the first weights are not to be had any more."""
+    """Give every dataset its reference. Errors: ValueError if the initial weights are not available any more."""
     state.reference = _first_weights(state.run, point)
-    held = [cast("PairDataset", each) for each in (data.train, *data.named.values()) if each is not None]
+    sets = [cast("PairDataset", each) for each in (data.train, *data.named.values()) if each is not None]
     cache = _cache(state.run)
-    for dataset in held:
+    for dataset in sets:
         dataset.unit = _unit(state)
         dataset.reference = _known(state, cache, _key(state, dataset), dataset.pairs)
-    missing = [dataset for dataset in held if dataset.reference is None]
+    missing = [dataset for dataset in sets if dataset.reference is None]
     if not missing:
         return
     resumed = point is not None and not point.weights_only
-    if resumed:
+    if resumed:  # the initial weights replace those of the checkpoint until the reference is computed
         _load_first(state)
     for dataset in missing:
         dataset.reference = log_probabilities(state, dataset)
@@ -88,7 +88,8 @@ def begin(state: TrainState, data: Datasets, point: ResumePoint | None) -> None:
 
 
 def _unit(state: TrainState) -> int | None:
-    """Columns that microbatches grow by: some, for few widths; None where memory is laid out for one shape."""
+    """Microbatches are padded to a multiple of these columns, so that few widths occur; None if all microbatches must
+    have one shape."""
     from mega.core.config.resolve import column_unit, records_graph
 
     if state.run.parallel.tp_overlap or (state.device.is_cuda and records_graph(state.run, state.mesh.world)):
@@ -97,31 +98,31 @@ def _unit(state: TrainState) -> int | None:
 
 
 def log_probabilities(state: TrainState, dataset: PairDataset) -> NDArray[np.float64]:
-    """float64 [pairs, 2]: of both answers of every pair under the present weights, the same on every rank."""
+    """float64 [pairs, 2]: log-probabilities of both answers of every pair under the current weights, on every rank."""
     import torch
 
     from mega.core.parallel.collectives import all_reduce
     from mega.core.training.step import output_step
 
     mesh, run = state.mesh, state.run
-    turn = run.batch.micro_batch * mesh.dp.size
-    found = torch.zeros(dataset.pairs, 2, dtype=torch.float64, device=state.device.torch)
-    for first in range(0, dataset.pairs, turn):
-        own = range(first + mesh.dp.index * run.batch.micro_batch, first + (mesh.dp.index + 1) * run.batch.micro_batch)
-        # Ranks that are left without a pair judge the last one again, which does not count.
-        rows = [dataset.pair(min(number, dataset.pairs - 1)) for number in own]
-        batch = dataset.collate(rows, own.start).to(state.device.torch)
+    size = run.batch.micro_batch
+    values = torch.zeros(dataset.pairs, 2, dtype=torch.float64, device=state.device.torch)
+    for first in range(0, dataset.pairs, size * mesh.dp.size):
+        numbers = range(first + mesh.dp.index * size, first + (mesh.dp.index + 1) * size)
+        # Ranks without a pair compute the last pair again, because all ranks must take the same steps.
+        rows = [dataset.pair(min(number, dataset.pairs - 1)) for number in numbers]
+        batch = dataset.collate(rows, numbers.start).to(state.device.torch)
         outputs = output_step(state, [batch])
         if outputs and mesh.tp.first:
             assert outputs[0].shape == (2 * len(rows),), "a log-probability for each row"
-            counted = [number for number in own if number < dataset.pairs]
-            found[counted] = outputs[0].view(-1, 2).double()[: len(counted)]
-    all_reduce(found, mesh.everyone)
-    return found.cpu().numpy()
+            valid = [number for number in numbers if number < dataset.pairs]
+            values[valid] = outputs[0].view(-1, 2).double()[: len(valid)]
+    all_reduce(values, mesh.everyone)  # each pair was computed by one rank; the others add 0
+    return values.cpu().numpy()
 
 
 def _first_weights(run: RunConfig, point: ResumePoint | None) -> str:
-    """What tells the weights that training begins with from all others: a digest, or the seed they are made of."""
+    """An identifier of the initial weights: a digest, or the seed from which they are drawn."""
     if point is None:
         return f"seed {run.runtime.seed} of {run.model}"
     if point.weights_only:
@@ -130,20 +131,20 @@ def _first_weights(run: RunConfig, point: ResumePoint | None) -> str:
 
 
 def _load_first(state: TrainState) -> None:
-    """Fill the state with the weights that training began with."""
+    """Load the initial weights into the state."""
     from mega.core.checkpoint.forms.open import comparable_digest, open_base, open_weights
     from mega.core.checkpoint.own.base import named_base
     from mega.core.checkpoint.own.pieces import CheckpointError
     from mega.core.training.saves.resume import ResumePoint, restore
 
-    place = state.run.checkpoint.load
-    if place is None:
+    path = state.run.checkpoint.load
+    if path is None:
         raise ValueError("--task dpo: the reference's log-probabilities are not kept; give --load with its weights")
-    first = open_weights(place, exchange=state.exchange)
+    first = open_weights(path, exchange=state.exchange)
     if comparable_digest(state.reference or "", first) != state.reference:
-        raise CheckpointError(f"--load {place}: is not what this run began with, which its reference needs")
+        raise CheckpointError(f"--load {path}: is not what this run began with, which its reference needs")
     adapters = architecture(state.run.model).adapters
-    if adapters is not None and named_base(first) is None:  # adapters of these weights began as nothing
+    if adapters is not None and named_base(first) is None:  # the initial weights had no adapters: set them to 0
         for bucket in state.grads.buckets:
             bucket.own_weights.zero_()
             if state.grads.zero < 3:
@@ -151,7 +152,7 @@ def _load_first(state: TrainState) -> None:
     restore(state, ResumePoint(first, weights_only=True, base=open_base(first, None, exchange=state.exchange)))
 
 
-# Where it is kept
+# The cache
 
 
 def _cache(run: RunConfig) -> Path | None:
@@ -171,11 +172,11 @@ def _key(state: TrainState, dataset: PairDataset) -> Mapping[str, object]:
 
 
 class _Missing(Exception):
-    """Nothing is kept under a key."""
+    """The cache has no entry for a key."""
 
 
 def _known(state: TrainState, cache: Path | None, key: Mapping[str, object], pairs: int) -> NDArray[np.float64] | None:
-    """What rank 0 finds, given to all."""
+    """The reference that rank 0 reads from the cache, on all ranks; None without an entry."""
     import numpy as np
     import torch
 
@@ -185,16 +186,17 @@ def _known(state: TrainState, cache: Path | None, key: Mapping[str, object], pai
     def missing() -> NoReturn:
         raise _Missing
 
-    found = torch.zeros(2 * pairs + 1, dtype=torch.float64)
+    # The values and, as the last element, whether rank 0 has found them.
+    values = torch.zeros(2 * pairs + 1, dtype=torch.float64)
     if state.mesh.rank == 0 and cache is not None:
         try:
-            kept = cached(cache, key, ("reference",), missing)["reference"]
-            found[:-1], found[-1] = torch.from_numpy(np.array(kept)).view(torch.float64), 1.0
+            entry = cached(cache, key, ("reference",), missing)["reference"]
+            values[:-1], values[-1] = torch.from_numpy(np.array(entry)).view(torch.float64), 1.0
         except _Missing:
             pass
-    found = found.to(state.device.torch)
-    all_reduce(found, state.mesh.everyone)
-    return found[:-1].view(pairs, 2).cpu().numpy() if bool(found[-1]) else None
+    values = values.to(state.device.torch)
+    all_reduce(values, state.mesh.everyone)
+    return values[:-1].view(pairs, 2).cpu().numpy() if bool(values[-1]) else None
 
 
 def _keep(state: TrainState, cache: Path | None, key: Mapping[str, object], values: NDArray[np.float64]) -> None:

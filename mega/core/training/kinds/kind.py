@@ -1,4 +1,4 @@
-"""What a kind of task is: the part of a run that one loop is given. No torch: a launcher opens datasets before any rank
+"""The interface of a kind of task, for the training loop. No torch: a launcher opens datasets before any rank
 starts."""
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TaskKind:
-    """datasets: what a resolved run reads, opened without torch. Errors: ValueError naming flag or file.
-
-    task: this data coordinate's part of them, and how held-out sets are judged. objective: what the model's head makes
-    of them; None is the next token. begin: called on every rank when the state has its first weights, or those that it
-    resumes with. questions: samples of one pass over the training set, where a run may be measured in --epochs.
-    """
+    """The functions of a kind of task."""
 
     datasets: Callable[[RunConfig, Tokenizer | None], Datasets]
+    """Opens the datasets of a resolved run, without torch. Errors: ValueError naming flag or file."""
     task: Callable[[RunConfig, Datasets, Tokenizer | None, Mesh], Task]
+    """This data rank's part of the datasets, and their evaluation."""
     objective: Callable[[RunConfig], Objective | None] = lambda run: None
+    """The loss of the model's head; None: the next token."""
     begin: Callable[[TrainState, Datasets, ResumePoint | None], None] = lambda state, data, point: None
+    """Called on every rank when the state has its initial weights, or those from which it resumes."""
     questions: Callable[[Options], int] | None = None
+    """Number of samples of one epoch, for kinds that support --epochs."""

@@ -1,6 +1,6 @@
-"""Labelled rows as a kind of task: --train-data together, every set of --valid-data by its own name and to its end.
+"""Labelled rows as a kind of task: all of --train-data together, each set of --valid-data separately and completely.
 
-What the files hold is said by a `Format` (data/labelled.py), of which kinds/__init__.py makes a kind.
+A `Format` (data/labelled.py) describes the files; kinds/__init__.py makes a kind from each format.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def kind(form: Format) -> TaskKind:
-    """The kind of task that files of `form` make."""
+    """The kind of task for files of `form`."""
     return TaskKind(partial(_datasets, form), task, questions=partial(_questions, form))
 
 
@@ -34,21 +34,21 @@ def _set(
     if tokenizer is None:
         raise ValueError(f"--task {form.name}: needs a tokenizer; give --tokenizer and its files")
     cache, length = run.data.data_cache, run.batch.seq_length
-    found = labelled_set(
+    rows = labelled_set(
         flag, path, form, tokenizer, seq_length=length, cache=Path(cache) if cache else None, note=notes.append
     )
-    if (found.labels < 0).any():
+    if (rows.labels < 0).any():
         raise ValueError(f"{flag} {path}: has no labels; `mega eval --task {form.name}` predicts them")
-    return found
+    return rows
 
 
 def _questions(form: Format, options: Options) -> int:
-    """How many --train-data hold. Errors: ValueError naming flag, file and line."""
+    """The number of rows in --train-data. Errors: ValueError naming flag, file and line."""
     return sum(1 for path in options.data.train_data for _ in form.read("--train-data", Path(path), lambda note: None))
 
 
 def _datasets(form: Format, run: RunConfig, tokenizer: Tokenizer | None) -> Datasets:
-    """Errors: ValueError naming flag, file and line."""
+    """The datasets of a run. Errors: ValueError naming flag, file and line."""
     from mega.core.data.build import Datasets
     from mega.core.data.labelled import LabelledDataset, set_names
 
@@ -62,20 +62,20 @@ def _datasets(form: Format, run: RunConfig, tokenizer: Tokenizer | None) -> Data
         train = LabelledDataset(sets, samples=samples, batch=batch, seed=run.runtime.seed, keep_last=keep)
         notes.append(f"{train.questions} questions to train on, of which a pass reads {train.passed}")
     held_out = set_names(run.data.valid_data) if run.evaluation.eval_iters else {}
-    named = {}
+    held_out_sets = {}
     for name, path in held_out.items():
         one = _set(form, run, tokenizer, "--valid-data", path, notes)
-        named[name] = LabelledDataset([one], samples=1, batch=batch, seed=None, keep_last=True)
-    return Datasets(train=train, named=named, notes=tuple(notes), corpora=corpora)
+        held_out_sets[name] = LabelledDataset([one], samples=1, batch=batch, seed=None, keep_last=True)
+    return Datasets(train=train, named=held_out_sets, notes=tuple(notes), corpora=corpora)
 
 
 def task(run: RunConfig, data: Datasets, tokenizer: Tokenizer | None, mesh: Mesh) -> Task:
-    """This data coordinate's part; every held-out set is read whole at each validation."""
+    """This data rank's part; each validation reads every held-out set completely."""
     from dataclasses import replace
 
     from mega.core.training.kinds import pretraining
 
-    found, batch = pretraining.task(run, data, tokenizer, mesh), run.batch.global_batch
+    base, batch = pretraining.task(run, data, tokenizer, mesh), run.batch.global_batch
     sizes = {name: -(-len(one) // batch) for name, one in data.named.items()}
-    whole = (replace(one, iterations=sizes[one.name]) for one in found.validation)
-    return replace(found, validation=tuple(whole))
+    whole_sets = (replace(one, iterations=sizes[one.name]) for one in base.validation)
+    return replace(base, validation=tuple(whole_sets))

@@ -1,4 +1,4 @@
-"""Language modelling as a kind of task: token files, conversations or random tokens, every token once an epoch."""
+"""Language modelling as a kind of task: token files, conversations or random tokens, each token once per epoch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ if TYPE_CHECKING:
 
 
 def datasets(run: RunConfig, tokenizer: Tokenizer | None, phases: Sequence[BlendPhase] = ()) -> Datasets:
-    """What --data-path and its like name, with the neighbours of its chunks where the run reads them; phases: former
-    blends. Errors: ValueError naming flag and file."""
-    found = plain_datasets(run, tokenizer, phases)
-    return found if run.data.retro is None else _retrieving(run, found, tokenizer)
+    """The datasets of --data-path and similar flags, with the neighbours of their chunks if the run reads them.
+
+    phases: earlier blends. Errors: ValueError naming flag and file.
+    """
+    plain = plain_datasets(run, tokenizer, phases)
+    return plain if run.data.retro is None else _retrieving(run, plain, tokenizer)
 
 
 def plain_datasets(run: RunConfig, tokenizer: Tokenizer | None, phases: Sequence[BlendPhase] = ()) -> Datasets:
-    """The same without neighbours."""
+    """The datasets without neighbours."""
     from mega.core.data.build import build_datasets
 
     batch = run.batch
@@ -45,7 +47,7 @@ def plain_datasets(run: RunConfig, tokenizer: Tokenizer | None, phases: Sequence
 
 
 def _retrieving(run: RunConfig, found: Datasets, tokenizer: Tokenizer | None) -> Datasets:
-    """With the neighbours of their chunks. Errors: ValueError as of `with_neighbours`."""
+    """Add the neighbours of chunks to datasets. Errors: ValueError of `with_neighbours`."""
     from pathlib import Path
 
     from mega.core.data.neighbours import with_neighbours
@@ -64,7 +66,7 @@ def _retrieving(run: RunConfig, found: Datasets, tokenizer: Tokenizer | None) ->
 
 
 def former_blends(run: RunConfig, meta: Mapping[str, Any]) -> tuple[BlendPhase, ...]:
-    """The blends of the training set before this run's, by what the checkpoint says that it resumes."""
+    """The earlier blends of the training set, from the metadata of the checkpoint from which the run resumes."""
     from mega.core.config.corpora import expand
     from mega.core.data.build import parse_blend
     from mega.core.data.phases import BlendPhase
@@ -72,38 +74,38 @@ def former_blends(run: RunConfig, meta: Mapping[str, Any]) -> tuple[BlendPhase, 
     past = tuple(map(BlendPhase.from_json, meta.get("blends", ())))
     sections = meta.get("config", {})
     data, batch = sections.get("data", {}), sections.get("batch", {})
-    words, now = data.get("data_path") or data.get("train_data"), run.data.data_path or run.data.train_data
+    stored, current = data.get("data_path") or data.get("train_data"), run.data.data_path or run.data.train_data
     if (
-        not words
-        or not now
+        not stored
+        or not current
         or "cyclic" in (run.data.order, data.get("order"))
         or run.masking.sample_kind == "tfrecords"
     ):
         return past
-    before = parse_blend("--data-path", expand(words, data.get("corpora")))
-    if before == parse_blend("--data-path", expand(now, run.data.corpora)):
+    stored_blend = parse_blend("--data-path", expand(stored, data.get("corpora")))
+    if stored_blend == parse_blend("--data-path", expand(current, run.data.corpora)):
         return past
-    asked = batch.get("samples") or (batch.get("steps") or 0) * (batch.get("global_batch") or 0)
-    return (*past, BlendPhase(int(meta["progress"]["consumed"]), int(asked), before))
+    samples = batch.get("samples") or (batch.get("steps") or 0) * (batch.get("global_batch") or 0)
+    return (*past, BlendPhase(int(meta["progress"]["consumed"]), int(samples), stored_blend))
 
 
 def requested(run: RunConfig) -> tuple[int, int, int]:
-    """Samples of training, validation and test that a run may read."""
+    """The number of training, validation and test samples that a run may read."""
     from mega.core.data.build import samples_requested
 
     batch, evaluation = run.batch, run.evaluation
-    found = samples_requested(
+    counts = samples_requested(
         steps=lengths(run).steps,
         global_batch=batch.global_batch,
         eval_interval=evaluation.eval_interval,
         eval_iters=evaluation.eval_iters,
         train_samples=batch.samples,
     )
-    return (0, *found[1:]) if evaluation.skip_train else found
+    return (0, *counts[1:]) if evaluation.skip_train else counts
 
 
 def task(run: RunConfig, data: Datasets, tokenizer: Tokenizer | None, mesh: Mesh) -> Task:
-    """This data coordinate's part of a run's datasets."""
+    """This data rank's part of the datasets of a run."""
     from mega.core.data.batches import Batches
     from mega.core.data.dataset import Dataset
     from mega.core.family import collate

@@ -1,6 +1,7 @@
-"""What a run trains on and what it is judged by.
+"""The training data and the evaluation of a run.
 
-It knows batches and the sums that a model makes of them; no steps, no checkpoints, no ranks but the data coordinate.
+This file knows batches and the sums that a model computes from them; no steps, no checkpoints, and of ranks only the
+data axis.
 """
 
 from __future__ import annotations
@@ -13,28 +14,29 @@ from mega.core.data.batches import Batches
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A set of samples that a model is judged by.
-
-    continues: each validation reads on where the one before ended; else all read it from its first sample. iterations:
-    global batches that a validation reads [--eval-iters].
-    """
+    """A held-out set of samples."""
 
     name: str
     batches: Batches
     continues: bool = False
+    """Each validation starts where the previous one ended; else at the first sample."""
     iterations: int | None = None
+    """Global batches per validation; None: --eval-iters."""
 
 
 @dataclass
 class Task:
-    """train: where the batches of a step come from; None where nothing is to be trained."""
+    """The data of a run."""
 
     train: Batches | None
+    """The training batches; None without training."""
     validation: Sequence[HeldOut] = ()
     test: Sequence[HeldOut] = ()
 
     def measure(self, means: Mapping[str, float], terms: Mapping[str, float]) -> Mapping[str, float]:
-        """What is reported of a held-out set, "loss" among it, from the mean of each term and metric: the sum of the
-        terms, and each by its name where there are several or other metrics."""
+        """The results of a held-out set by name. means: of each term and metric. terms: coefficient of each term.
+
+        "loss" is the sum of the terms; if there are several terms or metrics, each of them is included by name.
+        """
         loss = sum(coefficient * means[name] for name, coefficient in terms.items())
         return {"loss": loss, **(means if len(means) > 1 else {})}

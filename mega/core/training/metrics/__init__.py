@@ -1,8 +1,8 @@
-"""What is told of a run while it runs, and to whom. It knows no ranks, and nothing of how a run trains.
+"""Reports of a run while it trains. This room knows no ranks, and does not know how a run trains.
 
-meters     a row a step into a file, log lines, a bar on a terminal
-trackers   services that keep them: Weights & Biases, MLflow
+meters     a file with one row per step, log lines, a progress bar on a terminal
+trackers   services that store the numbers: Weights & Biases, MLflow
 exporter   Prometheus at /metrics, and /health
 profiling  torch's profiler over some steps
-output     lines on stdout, which may break
+output     lines on stdout, which may fail
 """

@@ -1,7 +1,7 @@
-"""A run's figures for Prometheus at /metrics, and whether it moves at /health, over HTTP from the process of rank 0.
+"""An HTTP server in the process of rank 0: numbers of the run for Prometheus at /metrics, and its liveness at /health.
 
-Threads answer, from the last figures that the meters gave and from `ACTIVITY`; the run does not wait for a slow
-reader. It knows no ranks: processes/roll_call.py names the one that others wait for.
+Threads answer, from the newest numbers of the meters and from `ACTIVITY`; the run does not wait for a slow client. This
+file knows no ranks: processes/roll_call.py finds the rank that others wait for.
 """
 
 from __future__ import annotations
@@ -27,22 +27,21 @@ FIGURES = {
     "consumed": "Samples since the training began",
     "skipped": "Steps without an update since the training began",
 }
-"""Of a row of metrics, those that become a gauge each: what it is."""
+"""Column of a row of metrics that becomes a gauge -> its description."""
 
 
 class Exporter:
-    """Answers until it is closed.
+    """The server, until `close`.
 
-    port: on all interfaces; 0 takes a free one. steps: the last one. still_s: how long a step may take before /health
-    says 503.
-    Errors: ValueError where the port is taken.
+    port: on all interfaces; 0 chooses a free port. steps: number of the last step. still_s: seconds without progress
+    after which /health returns 503. Errors: ValueError if the port is in use.
     """
 
     def __init__(self, port: int, *, steps: int, still_s: float):
         self._steps, self._still_s, self._began = steps, still_s, time.monotonic()
         self._productive = 0.0
         self._moved: tuple[object, float] = (_place(), self._began)
-        """Where the process was seen last, and since when."""
+        """The newest position of the process, and the time since which it is there."""
         every = self._registry = CollectorRegistry()
         self._figures: dict[str, Gauge] = {}
         restarts = self._gauge("restarts", "Of this launch's ranks, by a launcher that counts them")
@@ -75,13 +74,13 @@ class Exporter:
         return int(self._server.server_port)
 
     def step(self, step: int, row: Mapping[str, float], speed: Mapping[str, float | None]) -> None:
-        """A step's numbers. row: as of `Meters.step`. speed: more figures by name; None is left out."""
+        """Take the numbers of a step. row: of `Meters.step`. speed: further numbers by name; None is omitted."""
         self._productive += float(row["seconds"])
         self._step.set(step)
         self._gauge("step_seconds", "Of the last step").set(row["seconds"])
-        for name, about in FIGURES.items():
+        for name, description in FIGURES.items():
             if row.get(name) is not None:
-                self._gauge(name, about).set(row[name])
+                self._gauge(name, description).set(row[name])
         for name, value in speed.items():
             if value is not None:
                 self._gauge(name, "Of the last step, of one device").set(value)
@@ -91,11 +90,12 @@ class Exporter:
             self._evaluated.labels(split, name).set(value)
 
     def health(self) -> tuple[int, dict[str, object]]:
-        """200, or 503 where nothing has moved for too long; a save or an evaluation has a pace of its own."""
+        """The status, 200, or 503 without progress for too long, and the JSON body. Saves and evaluations may take any
+        time."""
         still, phase = self._still(), ACTIVITY.phase
-        stands = still > self._still_s and phase not in PATIENT
-        found = {"status": "stands still" if stands else "ok", "phase": phase, "step": ACTIVITY.step}
-        return 503 if stands else 200, {**found, "steps": self._steps, "seconds_since_move": round(still, 1)}
+        stuck = still > self._still_s and phase not in PATIENT
+        body = {"status": "stands still" if stuck else "ok", "phase": phase, "step": ACTIVITY.step}
+        return 503 if stuck else 200, {**body, "steps": self._steps, "seconds_since_move": round(still, 1)}
 
     def close(self) -> None:
         self._server.shutdown()
@@ -107,38 +107,39 @@ class Exporter:
         return self._figures[name]
 
     def slowest(self, rank: int, ratio: float) -> None:
-        """The rank whose own work takes longest, and how many times as long as that of others."""
+        """Take the rank with the longest working time, and its ratio to the others."""
         self._gauge("slowest_rank", "Whose own work takes longest").set(rank)
         self._gauge("slowest_rank_ratio", "How many times as long as that of the others").set(ratio)
 
     def _look(self) -> None:
-        """Where the process is; the time since the look before is that phase's."""
-        now, phase = time.monotonic(), ACTIVITY.phase
-        self._spent[phase] = self._spent.get(phase, 0.0) + now - self._looked
-        self._looked = now
+        """Poll the activity: add the time since the previous poll to the current phase."""
+        moment, phase = time.monotonic(), ACTIVITY.phase
+        self._spent[phase] = self._spent.get(phase, 0.0) + moment - self._looked
+        self._looked = moment
         self._still()
 
     def _still(self) -> float:
-        """Seconds since a look that found it elsewhere than the one before; the server looks twice a second."""
-        now, place = time.monotonic(), _place()
-        if place != self._moved[0]:
-            self._moved = place, now
-        return now - self._moved[1]
+        """Seconds since the position of the process has changed, as far as polls have seen; there are two per
+        second."""
+        moment, position = time.monotonic(), _place()
+        if position != self._moved[0]:
+            self._moved = position, moment
+        return moment - self._moved[1]
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         exporter = self
 
         class Handler(BaseHTTPRequestHandler):
             timeout = 10
-            """Seconds that a silent client is listened to."""
+            """Seconds after which the connection of a silent client is closed."""
 
             def do_GET(self) -> None:
                 path = self.path.partition("?")[0]
                 if path == "/metrics":
                     status, kind, body = 200, CONTENT_TYPE_LATEST, generate_latest(exporter._registry)
                 elif path == "/health":
-                    status, found = exporter.health()
-                    kind, body = "application/json", json.dumps(found).encode()
+                    status, health = exporter.health()
+                    kind, body = "application/json", json.dumps(health).encode()
                 else:
                     status, kind, body = 404, "text/plain", b"/metrics, /health\n"
                 self.send_response(status)
@@ -148,20 +149,20 @@ class Exporter:
                 self.wfile.write(body)
 
             def log_message(self, format: str, *args: object) -> None:
-                """A request is not reported: the log is the run's."""
+                """Do not log requests: stderr is the log of the run."""
 
         return Handler
 
 
 class _Server(ThreadingHTTPServer):
-    """look: is called between requests, every half second."""
+    """look: called between requests, every half second."""
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], look: Callable[[], object]):
         self._look = look
         super().__init__(address, handler)
 
     def server_bind(self) -> None:
-        """Without asking a name server what this host is called."""
+        """Bind without the base class's lookup of the host name, which may ask a name server."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = "", self.server_address[1]
 
@@ -169,7 +170,7 @@ class _Server(ThreadingHTTPServer):
         self._look()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that hangs up is not reported: the log is the run's."""
+        """Do not log errors of clients: stderr is the log of the run."""
 
 
 def _place() -> tuple[str, int]:

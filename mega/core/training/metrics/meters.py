@@ -1,9 +1,9 @@
-"""What a run reports: one row of numbers a step, a log line now and then, a bar on a terminal. Knows no ranks.
+"""The reports of a run: one row of numbers per step, log lines, a progress bar on a terminal. Knows no ranks.
 
-Rows go to a JSON-lines file, always; to TensorBoard, Weights & Biases and MLflow by flag. A run that resumes cuts off
-the rows after the step that it resumes from, so the file has each step once. What happens between steps goes to a file
-next to it, of which nothing is cut. A run that begins from nothing leaves both to the one before it, but not to ranks
-that a launcher has started again before their first save.
+Rows are always written to a JSON-lines file; with flags also to TensorBoard, Weights & Biases and MLflow. A run that
+resumes removes the rows after its first step, so the file has each step once. Events between steps are written to a
+second file, which is never cut. A run that does not resume renames the files of an earlier run, except after a restart
+by the same launcher before the first save.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ if TYPE_CHECKING:  # needs a package of an extra
     from mega.core.training.metrics.exporter import Exporter
 
 COLUMNS = 120
-"""Of a line of the log on a terminal, at the most; where lines go to a file they have every field."""
+"""Maximum width of a log line on a terminal with a progress bar; other lines have all fields."""
 
 ALWAYS = 100.0
-"""The rank of a field that stays in the line, however long it is."""
+"""The priority of a field that is never left out of the line."""
 
 EARLY = (1, 10)
-"""Steps since the start that are logged wherever there is no bar, so that a run is seen to work before --log-interval
-has passed."""
+"""Steps since the start that are always logged without a bar, so that users see progress before --log-interval."""
 
 MOST_LOSS, LARGE = 700.0, 1e6
-"""Above the one, a perplexity is infinite; from the other on, it is shown by four digits and an exponent."""
+"""Above MOST_LOSS a perplexity is infinite; from LARGE on it is printed with four digits and an exponent."""
 
 SLOW = 1.1
-"""From so many times as long as others', the own work of the slowest rank is in the line."""
+"""The line contains the slowest rank if its working time exceeds this multiple of the others'."""
 
 LEAST_TFLOPS = 0.01
-"""Less is shown as nothing."""
+"""A smaller value is not printed."""
 
 
 class Meters:
-    """Where one run reports; made on rank 0 only.
+    """The reports of one run, on rank 0 only.
 
-    start: the step it resumes from. steps: of the whole run. flops_per_token: of the model, forward and backward.
-    devices: how many share the work; replicas: of them, data-parallel ones. peak: TFLOP/s of one device, or None where
-    unknown. settings: the run's options. terms: names of the losses that the loss is made of, where there are several.
-    shown: other numbers of a step that its line has. fail: is given the error where the file of metrics takes no more
-    rows, so that the run can save before it ends; None raises it. still_s: how long a step may take before
-    `--metrics-port` says that the run stands still. lines: takes what is reported where there is no bar.
+    start: the step from which it resumes. steps: number of the last step. flops_per_token: of the model, forward and
+    backward.
+    devices: their number. replicas: data-parallel replicas. peak: TFLOP/s of one device, or None if unknown.
+    settings: the options of the run. terms: names of the terms of the loss, if there are several. shown: further
+    numbers of a step for the log line.
+    fail: called with the error if the file of metrics cannot be written, so that the run can save before it ends; None:
+    raise the error. still_s: see `Exporter`. lines: called with log lines, without a bar.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class Meters:
         last = _last_step(Path(options.metrics)) if start and options.wandb else 0
         self._trackers = Trackers(options, start=start, last=last, settings=settings or {})
         resumes = bool(start) or _started_again(Path(options.metrics))
-        before = _before(Path(options.metrics), start) if resumes else {}
+        lost_rows = _before(Path(options.metrics), start) if resumes else {}
         self._fail, self._lines = fail, lines
         self._rows: TextIO | None = _open_rows(Path(options.metrics), start, resumes)
         self._events = _open_events(Path(options.metrics), resumes)
         self._board = _board(options.tensorboard_dir, start, resumes)
-        # Where lines go to a file, or through `tee`, a bar would take them or be mixed with them.
+        # No bar if stdout or stderr is a file or a pipe such as `tee`: its control characters would mix with the lines.
         terminal = sys.stdout.isatty() and sys.stderr.isatty()
         self._bar = _bar(start, steps) if options.progress and terminal and lines is print_line else None
         self._start = start
@@ -101,15 +101,15 @@ class Meters:
         self._seconds = 0.0
         """Steps, tokens and seconds since the last line."""
         self.slowest: tuple[int, float] | None = None
-        """The rank whose own work takes longest, and how many times as long as others'; None: not known."""
+        """The rank with the longest working time, and its ratio to the others; None: unknown."""
         self._started, self._last = False, start
-        self._began = max(ACTIVITY.began, before.get("last_at", 0.0))
-        self.event(start, "begin", **{**before, "at": round(self._began, 3), "launcher": _launcher()})
+        self._began = max(ACTIVITY.began, lost_rows.get("last_at", 0.0))
+        self.event(start, "begin", **{**lost_rows, "at": round(self._began, 3), "launcher": _launcher()})
 
     def step(self, step: int, row: Mapping[str, float], tokens: int, memory: int) -> None:
         """Take one step's numbers; every `log_interval` steps, and at the last, report a line.
 
-        row: what the step did, "seconds", "loss" and "consumed" samples among it. tokens: of its global batch. memory:
+        row: numbers by name, including "seconds", "loss" and "consumed" (samples). tokens: of the global batch. memory:
         bytes of this rank.
         """
         if not self._started:
@@ -139,27 +139,28 @@ class Meters:
             self.report(self._line(step, row, memory))
 
     def _figures(self, tokens: int, seconds: float, memory: int) -> dict[str, float | None]:
-        """A step's speed and memory, of one device."""
+        """Speed and memory of a step, per device."""
         rate, tflops = self._speed(tokens, seconds)
         speed = {"tokens_per_second_per_device": rate, "tflops_per_device": tflops, "memory_bytes": float(memory)}
         return {**speed, "mfu_ratio": tflops / self.peak if self.peak else None}
 
     def _rate(self, step: int, memory: int) -> None:
-        """Keep the speed since the row of speed before; the next one begins here."""
+        """Write a row with the speed since the previous such row, and reset the counters."""
         rate, tflops = self._speed(self._tokens, self._seconds)
         speed = {"tokens_per_second_per_device": rate, "tflops_per_device": tflops, "memory": memory}
         self._write({"step": step, **speed})
         self._steps, self._tokens, self._seconds = 0, 0, 0.0
 
     def _speed(self, tokens: int, seconds: float) -> tuple[float, float]:
-        """Tokens a second, and TFLOP/s, of one device."""
+        """Tokens per second and TFLOP/s, per device."""
         rate = tokens / max(seconds, 1e-9) / self.devices
         return rate, rate * self.flops_per_token / 1e12
 
     def _line(self, step: int, row: Mapping[str, float], memory: int) -> str:
+        """The log line of a step."""
         each = self._seconds / self._steps
-        (rate, tflops), of = self._speed(self._tokens, self._seconds), "/device" if self.devices > 1 else ""
-        eta = f"eta {_clock(int((self.steps - step) * each))}" if self._bar is None else ""  # which the bar shows
+        (rate, tflops), unit = self._speed(self._tokens, self._seconds), "/device" if self.devices > 1 else ""
+        eta = f"eta {_clock(int((self.steps - step) * each))}" if self._bar is None else ""  # the bar shows it itself
         return fitting(
             [
                 (ALWAYS, f"step {step:>{len(str(self.steps))}}/{self.steps}"),
@@ -168,8 +169,8 @@ class Meters:
                 (7, _shown("lr {:.3e}", row.get("lr"))),
                 (8, _shown("grad norm {:.3f}", row.get("grad_norm"))),
                 (6, f"{1000 * each:.1f} ms/step"),
-                (5, f"{rate:,.0f} tokens/s{of}"),
-                (1, f"{tflops:.2f} TFLOP/s{of}" if tflops >= LEAST_TFLOPS else ""),
+                (5, f"{rate:,.0f} tokens/s{unit}"),
+                (1, f"{tflops:.2f} TFLOP/s{unit}" if tflops >= LEAST_TFLOPS else ""),
                 (4, f"MFU {100 * tflops / self.peak:.1f}%" if self.peak else ""),
                 (2, f"{memory / 2**30:.2f} GiB" if memory else ""),
                 (9, f"skipped {row['skipped']}" if row.get("skipped") else ""),
@@ -182,23 +183,24 @@ class Meters:
         )
 
     def evaluation(self, step: int, split: str, measured: Mapping[str, float]) -> None:
-        """Report and keep one validation. measured: by name, "loss" among it, NaN where no token counts."""
-        loss, others = measured["loss"], {name: value for name, value in measured.items() if name != "loss"}
-        # Of words, where the loss has other parts too; of labels there is none.
-        of_words = {} if "class" in measured else {"perplexity": _perplexity(measured.get("lm", loss))}
-        kept = {"loss": loss, **of_words, **others}
-        self._write({"step": step, **{f"{split}_{name}": value for name, value in kept.items()}})
+        """Report and write the results of one evaluation. measured: by name, including "loss", which is NaN without
+        tokens that count."""
+        loss, metrics = measured["loss"], {name: value for name, value in measured.items() if name != "loss"}
+        # The perplexity of the language-modelling term alone; a loss of labels has no perplexity.
+        perplexity = {} if "class" in measured else {"perplexity": _perplexity(measured.get("lm", loss))}
+        values = {"loss": loss, **perplexity, **metrics}
+        self._write({"step": step, **{f"{split}_{name}": value for name, value in values.items()}})
         self._plot({f"{name} {split}": value for name, value in measured.items()}, step)
         self._trackers.log(step, held_out_values(split, measured))
         if self._exporter is not None:
             self._exporter.evaluation(split, measured)
-        more = "".join(f" | {name} {value:{'.3f' if value < LARGE else '.4g'}}" for name, value in of_words.items())
-        more += "".join(f" | {name} {value:.6f}" for name, value in others.items())
-        self.report(f"{split} at step {step} | loss {loss:.6f}{more}")
+        text = "".join(f" | {name} {value:{'.3f' if value < LARGE else '.4g'}}" for name, value in perplexity.items())
+        text += "".join(f" | {name} {value:.6f}" for name, value in metrics.items())
+        self.report(f"{split} at step {step} | loss {loss:.6f}{text}")
 
     def event(self, step: int, what: str, **details: object) -> None:
-        """Keep what happened between or in steps, and when, in a file of its own, of which a resume cuts nothing.
-        report/goodput.py adds up the seconds of those that have them."""
+        """Append an event and its time to the file of events, which a resumed run does not cut. report/goodput.py sums
+        the "seconds" of events."""
         details = {name: each for name, each in details.items() if each is not None}
         if self._events is not None:
             with contextlib.suppress(OSError), self._events.open("a", encoding="utf-8") as events:
@@ -206,11 +208,11 @@ class Meters:
                 events.write(json.dumps(row) + "\n")
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Keep a text that the model made."""
+        """Write a text that the model has generated."""
         self._write({"step": step, name: text})
 
     def report(self, line: str) -> None:
-        """One line on stdout, above the bar where there is one."""
+        """Print a line on stdout, above the bar if there is one."""
         if self._bar is not None:
             self._bar[0].console.print(line, highlight=False, markup=False, emoji=False)
         else:
@@ -235,11 +237,11 @@ class Meters:
             self._rows.write(json.dumps({name: _plain(value) for name, value in row.items()}) + "\n")
             self._rows.flush()
         except OSError as error:
-            lost = OSError(f"--metrics {self.options.metrics}: {error.strerror or error}")
+            failure = OSError(f"--metrics {self.options.metrics}: {error.strerror or error}")
             self._close_rows()
             if self._fail is None:
-                raise lost from None
-            self._fail(lost)
+                raise failure from None
+            self._fail(failure)
 
     def _close_rows(self) -> None:
         rows, self._rows = self._rows, None
@@ -248,13 +250,13 @@ class Meters:
                 rows.close()
 
     def _plot(self, values: Mapping[str, float], step: int) -> None:
-        """Scalars for TensorBoard, where it is asked for."""
+        """Write scalars to TensorBoard, if it is on."""
         for name, value in values.items():
             if self._board is not None and isinstance(value, int | float):
                 self._plotting(partial(self._board.add_scalar, name, value, step))
 
     def _plotting(self, act: Callable[[], object]) -> None:
-        """Without TensorBoard's files, whose numbers are in those of metrics too, a run continues."""
+        """Call TensorBoard; after an error turn it off, because the file of metrics has its numbers, too."""
         try:
             act()
         except OSError as error:
@@ -264,24 +266,27 @@ class Meters:
 
 
 def fitting(fields: Sequence[tuple[float, str]], columns: float = COLUMNS) -> str:
-    """The fields as one line of at most so many columns: those of the lowest rank are left out, and empty ones.
+    """Join (priority, text) fields to a line of at most `columns`; omit empty fields and, if necessary, those of the
+    lowest priority.
 
     >>> fitting([(9, "step 1/10"), (1, "0.30 GiB"), (2, ""), (3, "eta 0:00:09")], columns=24)
     'step 1/10 | eta 0:00:09'
     """
-    kept = [(rank, text) for rank, text in fields if text]
-    while len(line := " | ".join(text for _, text in kept)) > columns and any(rank < ALWAYS for rank, _ in kept):
-        kept.remove(min(kept, key=lambda field: field[0]))
+    fitting_fields = [(priority, text) for priority, text in fields if text]
+    while len(line := " | ".join(text for _, text in fitting_fields)) > columns and any(
+        one[0] < ALWAYS for one in fitting_fields
+    ):
+        fitting_fields.remove(min(fitting_fields, key=lambda field: field[0]))
     return line
 
 
 def _shown(how: str, value: float | None) -> str:
-    """A number in words, and nothing of one that is not there."""
+    """Format a number; None gives an empty text."""
     return "" if value is None else how.format(value)
 
 
 def _extras(row: Mapping[str, float]) -> list[tuple[float, str]]:
-    """What only some runs report, most of them because they were asked to, with its rank.
+    """(priority, text) of numbers that only some runs report.
 
     >>> _extras({"loss": 2.0, "params_norm": 12.3456, "zeros": 0.25})
     [(6.4, 'params norm 12.346'), (6.2, 'zeros 25.0%')]
@@ -290,16 +295,16 @@ def _extras(row: Mapping[str, float]) -> list[tuple[float, str]]:
     formats |= {"zeros": (6.2, "zeros {:.1%}"), "largest_share": (5.8, "largest expert {:.1%}")}
     if row.get("dropped_share"):
         formats |= {"dropped_share": (5.9, "dropped {:.1%}")}
-    return [(rank, how.format(row[name])) for name, (rank, how) in formats.items() if name in row]
+    return [(rank, template.format(row[name])) for name, (rank, template) in formats.items() if name in row]
 
 
 def _perplexity(loss: float) -> float:
-    """Infinite where a float is."""
+    """exp(loss), or infinity at an overflow."""
     return math.exp(loss) if not loss > MOST_LOSS else math.inf
 
 
 def _plain(value: float | str) -> float | str | None:
-    """JSON knows neither nan nor inf, and the gradient norm of a skipped step is one of them."""
+    """A value for JSON, which has neither NaN nor infinity: the gradient norm of a skipped step becomes None."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -309,8 +314,7 @@ def _clock(seconds: int) -> str:
 
 
 def _before(path: Path, start: int) -> dict[str, float]:
-    """What a resume at step `start` loses of the rows that are there: steps, and their seconds; and when the last one
-    was written."""
+    """The rows that a resume at step `start` discards: number of steps, their seconds, and the time of the last row."""
     if not path.is_file():
         return {}
     steps, seconds = 0, 0.0
@@ -323,12 +327,12 @@ def _before(path: Path, start: int) -> dict[str, float]:
 
 
 def _launcher() -> str:
-    """The process that has started this one, and may start it again."""
+    """An identifier of the parent process, which may restart this one."""
     return f"{socket.gethostname()}:{os.getppid()}"
 
 
 def _started_again(metrics: Path) -> bool:
-    """Whether the events are of ranks that the same launcher has started before these."""
+    """Whether the existing events belong to earlier ranks of the same launcher."""
     if not int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
         return False
     launcher = None
@@ -341,7 +345,7 @@ def _started_again(metrics: Path) -> bool:
 
 
 def events_file(metrics: str) -> Path:
-    """Next to the file of metrics.
+    """The path of the file of events, next to the file of metrics.
 
     >>> str(events_file("runs/a/metrics.jsonl"))
     'runs/a/metrics.events.jsonl'
@@ -350,7 +354,8 @@ def events_file(metrics: str) -> Path:
 
 
 def _open_events(metrics: Path, resumes: bool) -> Path | None:
-    """That of a run that began again is kept as `.previous`. None where metrics go to a pipe or a device."""
+    """The file of events; that of an earlier run is renamed to `.previous`. None if metrics go to a pipe or a
+    device."""
     if metrics.exists() and not metrics.is_file():
         return None
     events = events_file(str(metrics))
@@ -360,9 +365,9 @@ def _open_events(metrics: Path, resumes: bool) -> Path | None:
 
 
 def _open_rows(path: Path, start: int, resumes: bool) -> TextIO:
-    """The metrics file, without rows after step `start`; a broken last row (of a kill) goes too.
+    """Open the metrics file and remove rows after step `start`, as well as a partial last row after a kill.
 
-    The file of a run that began again is kept as `.previous`. A link leads to the same file afterwards.
+    The file of an earlier run is renamed to `.previous`. A link still points to the same file afterwards.
     """
     if path.is_file() or not path.exists():
         path = Path(os.path.realpath(path))
@@ -370,18 +375,18 @@ def _open_rows(path: Path, start: int, resumes: bool) -> TextIO:
     if path.is_file() and not resumes:
         os.replace(path, path.with_suffix(path.suffix + ".previous"))
     elif path.is_file():
-        kept = []
+        rows = []
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 if json.loads(line)["step"] <= start:
-                    kept.append(line)
+                    rows.append(line)
         with whole_file(path) as out:
-            out.write("".join(f"{line}\n" for line in kept).encode())
+            out.write("".join(f"{line}\n" for line in rows).encode())
     return path.open("a", encoding="utf-8")
 
 
 def _last_step(path: Path) -> int:
-    """The newest step of a file of metrics; 0 where it has none."""
+    """The newest step in a file of metrics, or 0."""
     last = 0
     with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as rows:
         for line in rows:
@@ -391,7 +396,7 @@ def _last_step(path: Path) -> int:
 
 
 def _board(directory: str | None, start: int, resumes: bool) -> SummaryWriter | None:
-    """Rows after step `start` there are purged, as rows of metrics are."""
+    """TensorBoard's writer. Rows after step `start` are purged, as in the file of metrics."""
     if directory is None:
         return None
     try:

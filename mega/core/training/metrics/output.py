@@ -1,6 +1,6 @@
-"""Lines on stdout, which may break: a pipe whose reader has left, a terminal that was closed, a full disk.
+"""Lines on stdout, which may fail: the reader of a pipe has exited, a terminal was closed, a disk is full.
 
-Training continues without it. The content of the lines is not looked at here.
+Training continues without stdout. This file does not know the content of the lines.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from mega.core.terminal import leave
 
 
 def print_line(line: str) -> None:
-    """Print a line on stdout. Where that fails, say so on stderr, once, and leave stdout alone from then on."""
+    """Print a line on stdout. At the first error print a message on stderr, and discard all later lines."""
     try:
         print(printable(line, sys.stdout.encoding), flush=True)
-    except (OSError, ValueError) as error:  # the latter of a stream that is closed
+    except (OSError, ValueError) as error:  # ValueError: the stream is closed
         leave(sys.stdout)
         complain(f"stdout: {getattr(error, 'strerror', None) or error}; the run continues without it")
 
 
 SLOW_S = 5.0
-"""Seconds after which a part of a run's start says what it does."""
+"""Seconds after which a slow part of a run's start is reported."""
 
 
 @contextlib.contextmanager
 def slowly(doing: str, *, quiet: bool = False) -> Iterator[None]:
-    """Around what may take long before the first line of a run: says on stderr what it does, once it takes long.
-    quiet: says nothing, as all ranks but the first."""
+    """Report a slow block on stderr after SLOW_S seconds, for the start of a run. quiet: do not, on all ranks except
+    the first."""
     timer = threading.Timer(SLOW_S, complain, [f"{doing} ..."])
     timer.daemon = True
     if not quiet:
@@ -42,5 +42,5 @@ def slowly(doing: str, *, quiet: bool = False) -> Iterator[None]:
 
 
 def complain(line: str) -> None:
-    """A line on stderr, if that still takes one."""
+    """Print a line on stderr, if possible."""
     write_error(f"mega: {line}\n")

@@ -1,4 +1,5 @@
-"""`--profile FIRST:LAST`: torch's profiler over some steps of a run: a trace for a browser, and ten lines."""
+"""`--profile FIRST:LAST`: run torch's profiler over some steps; write a trace for a browser and a table of ten
+lines."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ LINES = 10
 
 
 class ProfiledOperation(Protocol):
-    """What torch adds up of the calls of one operation; microseconds."""
+    """torch's sums over all calls of one operation; microseconds."""
 
     key: str
     count: int
@@ -23,10 +24,9 @@ class ProfiledOperation(Protocol):
 
 
 class StepProfiler:
-    """On one of the ranks that are profiled.
+    """The profiler of one rank.
 
-    directory: in which trace and table are written. report: takes lines; where a rank prints none, they are in the file
-    next to its trace.
+    directory: for trace and table. report: prints a line, on ranks that print; the table is also in a file.
     """
 
     def __init__(self, steps: range, rank: int, directory: Path, report: Callable[[str], None]):
@@ -35,7 +35,7 @@ class StepProfiler:
         self._first = self._last = 0
 
     def before_step(self, step: int) -> None:
-        """On a GPU, which may be some steps behind, what is still to be done of the steps before is in the trace."""
+        """Start the profiler before its first step. On a GPU the trace may begin with queued work of earlier steps."""
         if step in self._steps and self._running is None:
             kinds = [torch.profiler.ProfilerActivity.CPU]
             if torch.profiler.ProfilerActivity.CUDA in torch.profiler.supported_activities():
@@ -44,51 +44,50 @@ class StepProfiler:
             self._running.start()
 
     def after_step(self, step: int) -> None:
-        """Its numbers are read. What cannot be written is reported: the run goes on."""
+        """Called when the numbers of a step have been read; writes the profile after its last step."""
         self._last = step
         if step >= self._steps[-1]:
             self.close()
 
     def close(self) -> None:
-        """Write what was profiled, also where the run has ended before the last of these steps."""
+        """Stop the profiler and write the profile, also if the run ends early. Errors of the disk are only reported."""
         running, self._running = self._running, None
         if running is None:
             return
         running.stop()
         first, last = self._first, max(self._first, self._last)
-        place = self._directory / f"profile-steps-{first}-{last}-rank-{self._rank}.json.gz"
+        trace = self._directory / f"profile-steps-{first}-{last}-rank-{self._rank}.json.gz"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            running.export_chrome_trace(str(place))
+            running.export_chrome_trace(str(trace))
             lines = summary(running.key_averages())
-            with whole_file(place.with_name(place.name.replace(".json.gz", ".txt"))) as file:
+            with whole_file(trace.with_name(trace.name.replace(".json.gz", ".txt"))) as file:
                 file.write("\n".join([*lines, ""]).encode())
         except (OSError, RuntimeError) as error:
-            self._report(f"--profile: {place} cannot be written: {error}")
+            self._report(f"--profile: {trace} cannot be written: {error}")
             return
-        self._report(f"profile of steps {first} to {last} of rank {self._rank}: {place}")
+        self._report(f"profile of steps {first} to {last} of rank {self._rank}: {trace}")
         for line in lines:
             self._report(line)
 
 
 def missed(steps: range, first: int, last: int) -> str:
-    """Words about steps to profile that a run, whose own are `first` to `last`, does not have; nothing where it has
-    all.
+    """The message about steps to profile that a run with steps `first` to `last` does not have; "" if it has all.
 
     >>> missed(range(10, 13), 1, 20), missed(range(10, 13), 1, 11)
     ('', '--profile 10:12: the run has steps 1 to 11, so that steps 10 to 11 are profiled')
     >>> missed(range(10, 13), 1, 8)
     '--profile 10:12: the run has steps 1 to 8, so that none is profiled'
     """
-    there = range(max(steps[0], first), min(steps[-1], last) + 1)
-    if there == steps:
+    common = range(max(steps[0], first), min(steps[-1], last) + 1)
+    if common == steps:
         return ""
-    which = f"steps {there[0]} to {there[-1]} are" if there else "none is"
-    return f"--profile {steps[0]}:{steps[-1]}: the run has steps {first} to {last}, so that {which} profiled"
+    subject = f"steps {common[0]} to {common[-1]} are" if common else "none is"
+    return f"--profile {steps[0]}:{steps[-1]}: the run has steps {first} to {last}, so that {subject} profiled"
 
 
 def summary(events: Iterable[ProfiledOperation]) -> list[str]:
-    """The operations that took most time of their own, of the device where there is one. events: `key_averages`."""
+    """The table of operations with the longest self time, on the device if there is one. events: `key_averages`."""
     rows = [(float(each.self_device_time_total), float(each.self_cpu_time_total), each) for each in events]
     on_device = any(device for device, _, _ in rows)
     times = sorted(((device if on_device else host, each) for device, host, each in rows), key=lambda row: -row[0])

@@ -1,8 +1,8 @@
-"""Services that keep a run's numbers: Weights & Biases and MLflow, each an extra that is loaded where it is asked for.
+"""Services that store the numbers of a run: Weights & Biases and MLflow, optional packages that are imported on demand.
 
-Both are given the same names, those of the Llama-2 fork of Megatron-LM. A run that resumes continues under the same id,
-which stands next to its metrics, and leaves out the steps that were sent before: none is there twice. Where a service
-fails, the run continues without it; its numbers are in the file of metrics too.
+Both use the metric names of the Llama-2 fork of Megatron-LM. A run that resumes continues under the same id, which is
+stored next to its metrics, and does not send steps again that it has sent before. If a service fails, the run continues
+without it; the file of metrics has all numbers, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mega.core.files import whole_file
 from mega.core.training.metrics.output import complain
 
 PROJECT = "megatron-lm-3d"
-"""The fork's."""
+"""The default project of the fork."""
 
 NAMES = {
     "consumed": "utils/steps-vs-samples",
@@ -34,11 +34,11 @@ NAMES = {
     "zeros": "others/num-zeros",
     "params_norm": "others/params-norm",
 }
-"""Of a row of metrics -> the fork's names."""
+"""Column of a row of metrics -> its name in the fork."""
 
 
 class Tracker(Protocol):
-    """since: the newest step that it has already."""
+    """A service. since: the newest step that it has already stored."""
 
     since: int
 
@@ -50,8 +50,10 @@ class Tracker(Protocol):
 def training_values(
     row: Mapping[str, float], *, tokens: int, devices: int, replicas: int, flops: float, terms: Sequence[str] = ()
 ) -> dict[str, float]:
-    """A training step's numbers under the fork's names. tokens: of its global batch. replicas: data-parallel ranks.
-    flops: of a token. terms: names of the losses that the loss is made of."""
+    """The numbers of a training step under the names of the fork.
+
+    tokens: of the global batch. replicas: data-parallel ranks. flops: per token. terms: names of the terms of the loss.
+    """
     names = {**NAMES, **{term: f"lm-loss-training/{term}" for term in terms}}
     values = {name: float(row[key]) for key, name in names.items() if row.get(key) is not None}
     seconds = max(float(row["seconds"]), 1e-9)
@@ -81,28 +83,28 @@ def _finite(values: Mapping[str, float]) -> dict[str, float]:
 
 
 class Trackers:
-    """Those that a run asks for. start: the step that it resumes from. last: the newest step that its metrics held,
-    before they were cut back to that one. settings: the run's options, for those who look at it."""
+    """The services of a run. start: the step from which it resumes. last: the newest step in its metrics before the
+    resume. settings: the options of the run."""
 
     def __init__(self, options: LogConfig, *, start: int, last: int, settings: Mapping[str, Mapping[str, object]]):
         self._note = Path(options.metrics + ".trackers.json")
-        known = _noted(self._note) if start else {}
+        ids = _noted(self._note) if start else {}
         self._trackers: dict[str, Tracker] = {}
         if options.wandb:
-            self._trackers["--wandb-project"] = wandb = WandbTracker(options, known.get("wandb"), last, settings)
-            known = {**known, "wandb": wandb.id}
+            self._trackers["--wandb-project"] = wandb = WandbTracker(options, ids.get("wandb"), last, settings)
+            ids = {**ids, "wandb": wandb.id}
         if options.mlflow_uri is not None:
-            self._trackers["--mlflow-uri"] = mlflow = MlflowTracker(options, known.get("mlflow"), settings)
-            known = {**known, "mlflow": mlflow.id}
+            self._trackers["--mlflow-uri"] = mlflow = MlflowTracker(options, ids.get("mlflow"), settings)
+            ids = {**ids, "mlflow": mlflow.id}
         if self._trackers:
             with whole_file(self._note) as file:
-                file.write(json.dumps(known).encode())
+                file.write(json.dumps(ids).encode())
 
     def __bool__(self) -> bool:
         return bool(self._trackers)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """What was measured at a step, to all that have not got it yet."""
+        """Send numbers of a step to all services that do not have the step yet."""
         for flag, tracker in list(self._trackers.items()):
             if step <= tracker.since:
                 continue
@@ -122,12 +124,12 @@ class Trackers:
 
 
 def _noted(path: Path) -> dict[str, str]:
-    """The ids under which a run was tracked before it was resumed; none where the file is absent or damaged."""
+    """Service -> the id of the run before the resume; empty if the file is absent or damaged."""
     try:
-        found = json.loads(path.read_bytes())
+        ids = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return {name: value for name, value in found.items() if isinstance(value, str)} if isinstance(found, dict) else {}
+    return {name: value for name, value in ids.items() if isinstance(value, str)} if isinstance(ids, dict) else {}
 
 
 def _line(error: Exception) -> str:
@@ -135,7 +137,7 @@ def _line(error: Exception) -> str:
 
 
 class WandbTracker:
-    """One run of Weights & Biases. WANDB_MODE=offline keeps it next to the metrics."""
+    """A run of Weights & Biases. WANDB_MODE=offline stores it next to the metrics."""
 
     def __init__(self, options: LogConfig, known: str | None, last: int, settings: Mapping[str, Mapping[str, object]]):
         wandb = importlib.import_module("wandb")
@@ -166,7 +168,7 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """One run of an MLflow experiment, at a server or in a folder."""
+    """A run of an MLflow experiment, at a server or in a folder."""
 
     def __init__(self, options: LogConfig, known: str | None, settings: Mapping[str, Mapping[str, object]]):
         mlflow = importlib.import_module("mlflow")
@@ -175,8 +177,8 @@ class MlflowTracker:
         try:
             self._client = mlflow.MlflowClient(tracking_uri=options.mlflow_uri)
             name = options.mlflow_experiment
-            found = self._client.get_experiment_by_name(name)
-            experiment = found.experiment_id if found is not None else self._client.create_experiment(name)
+            existing = self._client.get_experiment_by_name(name)
+            experiment = existing.experiment_id if existing is not None else self._client.create_experiment(name)
             if known is None:
                 self.id = str(self._client.create_run(experiment, run_name=options.wandb_name).info.run_id)
                 flat = {f"{table}.{key}": value for table, keys in settings.items() for key, value in keys.items()}
@@ -192,8 +194,8 @@ class MlflowTracker:
             raise ValueError(f"--mlflow-uri {options.mlflow_uri}: {_line(error)}") from None
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        now = int(1000 * time.time())
-        metrics = [self._metric(name, value, now, step) for name, value in values.items()]
+        milliseconds = int(1000 * time.time())
+        metrics = [self._metric(name, value, milliseconds, step) for name, value in values.items()]
         self._client.log_batch(self.id, metrics=metrics)
 
     def close(self) -> None:
