@@ -1,9 +1,9 @@
-"""What of a run outlives its processes, on disk and in hosts' memory, and how the run resumes from it.
+"""Saving the state of a run to disk and to the memory of hosts, and resuming from it.
 
-place     the directory, held by one run at a time
-saver     what is kept of a run's state, and how it gets there
-proving   whether a saved step is any good
-memory    copies in the hosts' memory, from which ranks that start again resume
-resume    which checkpoint a run starts from, and how its state is filled
-rollback  the same in the middle of a run
+place     the directory, used by one run at a time
+saver     the content of a checkpoint, and saving it at once or in the background
+proving   verdicts on saved steps: good or suspect
+memory    copies in the memory of hosts, from which restarted ranks resume
+resume    the checkpoint from which a run starts, and restoring the state from it
+rollback  restoring an earlier state during a run
 """

@@ -1,16 +1,16 @@
-"""A copy of each rank's state in the memory of its host and of the next one, from which ranks that start again resume.
+"""Copies of each rank's state in the memory of its host and of the next host, from which restarted ranks resume.
 
     1 every --peer-copy-interval steps   each rank copies weights, moments and progress into memory that outlives it
-    2 a thread                           sends that to the rank at the same place of the next host, and takes what the
-                                         host before sends, so the state of a host that is lost is on another one
-    3 a copy counts                      once its header is there, which is written last; two of each take turns
-    4 before one is written over         all ranks have the newer one
-    5 ranks that start again             tell each other what their hosts hold, and take the newest step of which every
-                                         rank's state is somewhere, if it is newer than the newest save; who does not
-                                         have its own is sent it. A copy whose bytes are damaged does not count
+    2 a thread                           sends the copy to the corresponding rank of the next host, and receives that of
+                                         the previous host, so the state of a lost host exists on another one
+    3 a copy is valid                    once its header is written, which is last; two files per rank alternate
+    4 before a copy is overwritten       all ranks have completed the newer one
+    5 restarted ranks                    exchange which copies their hosts hold, and choose the newest step for which
+                                         every rank's state exists, if it is newer than the newest save; ranks without
+                                         their own copy receive it. A copy with damaged bytes is ignored
 
-The memory is a folder of files in /dev/shm that the launcher made (processes/restarts.py) and removes. Copies are of
-one layout and one launch; what another layout or a later launch reads is a save (saver.py).
+The memory is a folder of files in /dev/shm, which the launcher creates (processes/restarts.py) and removes. Copies are
+valid for one layout and one launch; a different layout or a later launch resumes from a save (saver.py).
 """
 
 from __future__ import annotations
@@ -41,63 +41,63 @@ from mega.core.training.guards.finite import check_finite
 from mega.core.training.state import Progress, TrainState
 
 HEADER = 16 * mmap.PAGESIZE
-"""Bytes before the state: JSON, padded with spaces; nothing while the state is being written."""
+"""Bytes before the state: JSON, padded with spaces; zeros while the state is being written."""
 
 COPIES = 2
 """Copies of one rank's state on one host."""
 
 
 class StateFile:
-    """A file that holds the state of one rank at one step. size: of the state."""
+    """A memory-mapped file with the state of one rank at one step. size: bytes of the state."""
 
     def __init__(self, path: Path, size: int):
         self.path = path
         with open(path, "a+b") as file:
             if os.fstat(file.fileno()).st_size != HEADER + size:
                 os.ftruncate(file.fileno(), 0)
-                os.posix_fallocate(file.fileno(), 0, HEADER + size)  # or else a write of a full memory is a SIGBUS
+                os.posix_fallocate(file.fileno(), 0, HEADER + size)  # else a write would raise SIGBUS if memory is full
         self._memory = torch.from_file(str(path), shared=True, size=HEADER + size, dtype=torch.uint8)
         self.header, self.state = self._memory[:HEADER], self._memory[HEADER:]
 
     def read(self) -> dict[str, Any] | None:
-        """The header; None where there is none, as of a copy that a rank was writing when it was killed."""
+        """The header; None without a header, such as after a kill during the copy."""
         with contextlib.suppress(ValueError):
-            found = json.loads(self.header.numpy().tobytes())
-            return found if isinstance(found, dict) else None
+            header = json.loads(self.header.numpy().tobytes())
+            return header if isinstance(header, dict) else None
         return None
 
     def clear(self) -> None:
         self.header.fill_(0)
 
     def sound(self) -> bool:
-        """Whether its bytes are those that were written."""
+        """Whether the checksum of the state is right."""
         header = self.read()
         return header is not None and zlib.crc32(self.state.numpy()) == header["crc"]  # type: ignore[arg-type]
 
 
 class HostFiles:
-    """The copies in this host's memory. sizes, layouts: of every rank's state."""
+    """The copies in this host's memory. sizes, layouts: of the state of every rank."""
 
     def __init__(self, folder: Path, sizes: Sequence[int], layouts: Sequence[str]):
         self.folder, self.sizes, self._layouts = folder, sizes, layouts
 
     def check_space(self, owners: Collection[int], interval: int) -> None:
-        """Errors: ValueError where this host's memory cannot hold the copies of these ranks."""
+        """Check that this host's memory can hold the copies of these ranks. Errors: ValueError."""
         needed = sum(COPIES * (HEADER + self.sizes[owner]) for owner in owners)
-        there = sum(path.stat().st_size for path in self.folder.glob("rank-*"))
+        existing = sum(path.stat().st_size for path in self.folder.glob("rank-*"))
         free = shutil.disk_usage(self.folder).free
-        if needed > there + free:
+        if needed > existing + free:
             raise ValueError(
                 f"--peer-copy-interval {interval}: the copies take {needed / 2**30:.1f} GiB of {self.folder.parent}, "
                 f"where {free / 2**30:.1f} GiB are free"
             )
 
     def steps(self) -> dict[int, list[int]]:
-        """Owner -> the steps of its states here, that this launch's ranks of this layout wrote."""
-        found: dict[int, list[int]] = {}
+        """Rank -> the steps of its copies on this host, in the current layout."""
+        steps_of_owner: dict[int, list[int]] = {}
         for _, header in self.headers():
-            found.setdefault(int(header["owner"]), []).append(int(header["step"]))
-        return found
+            steps_of_owner.setdefault(int(header["owner"]), []).append(int(header["step"]))
+        return steps_of_owner
 
     def headers(self) -> Iterator[tuple[StateFile, dict[str, Any]]]:
         for owner in range(len(self.sizes)):
@@ -113,7 +113,7 @@ class HostFiles:
         return next(file for file, header in self.headers() if (header["owner"], header["step"]) == (owner, step))
 
     def older(self, owner: int) -> StateFile:
-        """The one of an owner's files that does not hold the newest step."""
+        """Of the two files of a rank, the one with the older step."""
 
         def step(file: StateFile) -> int:
             header = file.read()
@@ -126,7 +126,7 @@ class HostFiles:
 
 
 class PeerCopies:
-    """One rank's part. All ranks call each method together."""
+    """The copies of one rank. All methods are collectives: all ranks must call them."""
 
     def __init__(self, state: TrainState, folder: Path):
         self._state, self._world = state, world_from_env()
@@ -150,28 +150,34 @@ class PeerCopies:
         self._error: Exception | None = None
 
     def restore(self, newest: int) -> bool:
-        """Phase 5: fill the state from a step after `newest`, if there is one; whether there is."""
+        """Phase 5: restore the state from a copy of a step after `newest`; returns whether there was one."""
         while True:
-            held = self._files.steps()
-            met = [{int(owner): steps for owner, steps in each.items()} for each in self._state.exchange(held)]
-            steps = [{n for each in met for n in each.get(owner, ()) if n > newest} for owner in range(len(met))]
+            local_steps = self._files.steps()
+            host_steps = [
+                {int(owner): steps for owner, steps in each.items()} for each in self._state.exchange(local_steps)
+            ]
+            steps = [
+                {n for each in host_steps for n in each.get(owner, ()) if n > newest}
+                for owner in range(len(host_steps))
+            ]
             step = max(set.intersection(*steps), default=None)
-            if step is None or self._fetch(step, met):
-                break  # else a copy of that step was damaged, and is now gone
+            if step is None or self._fetch(step, host_steps):
+                break  # else a copy of that step was damaged, and has been cleared
         for file, header in self._files.headers():
             if header["step"] > (step or newest):
-                file.clear()  # of an attempt that came further on some ranks only
+                file.clear()  # only some ranks have reached this step
         return step is not None
 
     def take(self) -> None:
-        """Phases 1 to 3. Errors: FloatingPointError where the state is not finite; what the exchange before met."""
+        """Phases 1 to 4: copy the state. Errors: FloatingPointError if the state is not finite; those of the previous
+        exchange."""
         state = self._state
         check_finite(state)
         self.wait()
         state.grads.wait_param_gather()
-        # 4
-        done = torch.ones((), device=state.device.torch)
-        all_reduce(done, state.mesh.everyone, "min")
+        # 4 all ranks have the newer copy
+        ready = torch.ones((), device=state.device.torch)
+        all_reduce(ready, state.mesh.everyone, "min")
         file = self._files.older(state.mesh.rank)
         file.clear()
         copy = self._copy(file)
@@ -182,7 +188,7 @@ class PeerCopies:
         self._running.start()
 
     def wait(self) -> None:
-        """Until the copies of the step before are where they belong."""
+        """Wait for the exchange of the previous copies. Errors: those of the exchange."""
         if self._running is not None:
             self._running.join()
             self._running = None
@@ -192,18 +198,19 @@ class PeerCopies:
     # -- parts
 
     def _spread(self, file: StateFile, header: Mapping[str, Any]) -> None:
-        """Phases 2 and 3."""
+        """Phases 2 and 3: exchange the copies, then write the headers."""
         try:
             text = json.dumps({**header, "crc": zlib.crc32(file.state.numpy())}).encode().ljust(HEADER)  # type: ignore[arg-type]
-            whole = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            new_header = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             if self._to is not None and self._from is not None:
-                other, found = self._files.older(self._from), torch.empty(HEADER, dtype=torch.uint8)
+                other, other_header = self._files.older(self._from), torch.empty(HEADER, dtype=torch.uint8)
                 other.clear()
                 self._swap(
-                    [(file.state, self._to), (whole, self._to)], [(other.state, self._from), (found, self._from)]
+                    [(file.state, self._to), (new_header, self._to)],
+                    [(other.state, self._from), (other_header, self._from)],
                 )
-                other.header.copy_(found)
-            file.header.copy_(whole)
+                other.header.copy_(other_header)
+            file.header.copy_(new_header)
             if self._world.local_rank == 0:
                 note_step(self._files.folder, int(header["step"]))
         except Exception as error:
@@ -218,29 +225,35 @@ class PeerCopies:
             work.wait()
 
     def _fetch(self, step: int, met: Sequence[Mapping[int, Sequence[int]]]) -> bool:
-        """Every rank's state of a step: from its own host's memory, else from the first rank whose host has it. Whether
-        all of them are sound; those that are not are removed."""
+        """Restore a step: each rank from its own host's memory, else from the first rank whose host has its copy.
+
+        Returns False if a copy was damaged; such copies are cleared.
+        """
         rank, local = self._state.mesh.rank, self._world.local_size
-        wanted = [owner for owner, each in enumerate(met) if step not in each.get(owner, ())]
-        sources = {owner: next(r for r, each in enumerate(met) if step in each.get(owner, ())) for owner in wanted}
+        missing_owners = [owner for owner, each in enumerate(met) if step not in each.get(owner, ())]
+        sources = {
+            owner: next(r for r, each in enumerate(met) if step in each.get(owner, ())) for owner in missing_owners
+        }
         assert all(source // local != owner // local for owner, source in sources.items())
         sent = {owner: self._files.at(owner, step) for owner, source in sources.items() if source == rank}
-        own = self._files.older(rank) if rank in wanted else self._files.at(rank, step)
-        damaged = [file for file in (*sent.values(), *(() if rank in wanted else (own,))) if not file.sound()]
+        own_file = self._files.older(rank) if rank in missing_owners else self._files.at(rank, step)
+        damaged = [
+            file for file in (*sent.values(), *(() if rank in missing_owners else (own_file,))) if not file.sound()
+        ]
         for file in damaged:
             file.clear()
         if any(self._state.exchange(bool(damaged))):
             return False
         head = torch.empty(HEADER, dtype=torch.uint8)
         out = [(part, owner) for owner, file in sent.items() for part in (file.state, file.header.clone())]
-        if rank in wanted:
-            own.clear()
-        self._swap(out, [(own.state, sources[rank]), (head, sources[rank])] if rank in wanted else [])
-        if rank in wanted:
-            own.header.copy_(head)
+        if rank in missing_owners:
+            own_file.clear()
+        self._swap(out, [(own_file.state, sources[rank]), (head, sources[rank])] if rank in missing_owners else [])
+        if rank in missing_owners:
+            own_file.header.copy_(head)
         if sources:
-            together(lambda: self._check(own), self._state.exchange)
-        self._fill(own)
+            together(lambda: self._check(own_file), self._state.exchange)
+        self._fill(own_file)
         return True
 
     @staticmethod
@@ -250,15 +263,15 @@ class PeerCopies:
             raise OSError(f"{file.path}: has come damaged from another host; a restart sends it again")
 
     def _fill(self, file: StateFile) -> None:
-        """The state from one that was read."""
+        """Restore the state from a file."""
         header, views = file.read(), self._copy(file).views([piece.tensor for piece in self._pieces])
         assert header is not None
-        state, there = self._state, list(zip(self._pieces, views, strict=True))
-        for piece, view in there:
+        state, loaded = self._state, list(zip(self._pieces, views, strict=True))
+        for piece, view in loaded:
             if piece.key.startswith("weights/"):
                 piece.tensor.copy_(view)
-        state.optimizer.masters_from_weights()  # one of the weights' own dtype is not among the pieces
-        for piece, view in there:
+        state.optimizer.masters_from_weights()  # the copy has no masters of the weights' own dtype
+        for piece, view in loaded:
             if not piece.key.startswith("weights/"):
                 piece.tensor.copy_(view)
         self._refill(header)
@@ -279,7 +292,7 @@ class PeerCopies:
 
 
 def peer_copies(state: TrainState) -> PeerCopies | None:
-    """Those of a run that asked for them, under a launcher that keeps memory for them."""
+    """The copies of a run with --peer-copy-interval, under a launcher that provides the memory; else None."""
     folder = os.environ.get(MEMORY_FOLDER)
     if folder is None or not state.run.supervision.peer_copy_interval:
         return None
@@ -287,13 +300,13 @@ def peer_copies(state: TrainState) -> PeerCopies | None:
 
 
 def _pieces(state: TrainState) -> Iterator[Piece]:
-    """All that this rank holds and training changes."""
+    """All tensors of this rank that training changes."""
     yield from state.weight_pieces(mine=False)
     yield from state.optimizer_pieces(mine=False)
 
 
 def _moment(state: TrainState) -> dict[str, object]:
-    """Plain state of this moment."""
+    """The state that is not in tensors."""
     return {
         "progress": dataclasses.asdict(state.progress),
         "guard": state.guard.as_json(),
@@ -304,5 +317,5 @@ def _moment(state: TrainState) -> dict[str, object]:
 
 
 def _layout(pieces: Sequence[Piece]) -> str:
-    said = [[piece.key, piece.whole, piece.start, piece.size, str(piece.tensor.dtype)] for piece in pieces]
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+    description = [[piece.key, piece.whole, piece.start, piece.size, str(piece.tensor.dtype)] for piece in pieces]
+    return hashlib.sha256(json.dumps(description).encode()).hexdigest()

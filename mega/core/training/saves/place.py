@@ -1,4 +1,4 @@
-"""The directory that a run saves in: held by one run at a time, and without a checkpoint of another history."""
+"""Checks of --save: only one run uses the directory at a time, and it has no checkpoint of a different history."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from mega.core.words import name_ranks
 
 
 def check_no_newer(run: RunConfig, start: int, exchange: JsonExchange = alone) -> None:
-    """Check that --save holds no checkpoint later than step `start`, where this run starts; none that any rank sees.
+    """Check on all ranks that --save holds no checkpoint later than step `start`, at which this run starts.
 
-    Else a later --resume auto would take that one, of another history. That option itself starts from the newest that
-    can be trusted, and later ones will be replaced. Errors: ValueError on all ranks.
+    A later --resume auto would resume from such a checkpoint, which has a different history. A run with --resume auto
+    starts from the newest checkpoint that can be trusted, and will replace later ones. Errors: ValueError on all ranks.
     """
     place = run.checkpoint.save
     if place is None or run.checkpoint.resume == "auto":
@@ -39,18 +39,19 @@ def check_no_newer(run: RunConfig, start: int, exchange: JsonExchange = alone) -
 
 
 LOCK_WAIT = 10.0
-"""Seconds for which a run waits for another that still holds its directory: one that was stopped may be on its way
-out."""
+"""Seconds for which a run waits for the lock of its directory: a run that was stopped may still be ending."""
 
 LEASE_WAIT = 150.0
-"""The same for ranks that were started again: rank 0 may have been on a host that is lost, whose lock a server of files
-keeps until its lease ends; NFS has 90 seconds."""
+"""The same after a restart: rank 0 may have been on a lost host, and a file server keeps its lock until the lease
+expires; that of NFS is 90 seconds."""
 
 
 def lock(until: contextlib.ExitStack, place: str | None, mesh: Mesh, device: torch.device) -> None:
-    """Hold --save for this run alone, so that no other one replaces its checkpoints, nor `checkpoint clean` what it is
-    writing. All ranks call this together. Errors: ValueError on all where another process has it; OSError where the one
-    of an attempt before may have it."""
+    """Lock --save for this run until `until` is closed, so that no other run, and no `checkpoint clean`, changes it.
+
+    A collective: all ranks must call it. Errors, on all ranks: ValueError if another process has the lock; OSError if
+    that process may be one of a previous attempt.
+    """
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     free = torch.ones((), device=device)
     if place is not None and url_of(place) is None and mesh.rank == 0:
@@ -74,14 +75,14 @@ def lock(until: contextlib.ExitStack, place: str | None, mesh: Mesh, device: tor
 
 
 SEEN_WITHIN = 10.0
-"""Seconds in which every rank sees what rank 0 has written in --save: a network file system remembers for a while that
-there was no such file."""
+"""Seconds within which every rank must see a file that rank 0 has written: network file systems cache for some time
+that a file does not exist."""
 
 
 def check_shared(place: str | None, exchange: JsonExchange, rank: int) -> None:
-    """See that --save is one folder for all ranks, and not each host's own: a checkpoint is made of every rank's file.
+    """Check that --save is one folder that all hosts share: a checkpoint consists of the files of all ranks.
 
-    Errors: ValueError on all ranks, naming those that do not see what rank 0 writes there.
+    Errors: ValueError on all ranks, naming those that do not see a file of rank 0.
     """
     if place is None or url_of(place) is not None or exchange is alone:
         return
@@ -93,17 +94,17 @@ def check_shared(place: str | None, exchange: JsonExchange, rank: int) -> None:
     if not name:
         return
     host, deadline = socket.gethostname(), time.monotonic() + SEEN_WITHIN
-    while not (found := (Path(place) / name).exists()) and time.monotonic() < deadline:
+    while not (sees_mark := (Path(place) / name).exists()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    met = exchange((found, host))
+    views = exchange((sees_mark, host))
     if rank == 0:
         with contextlib.suppress(OSError):
             mark.unlink()
-    blind = [rank for rank, (sees, _) in enumerate(met) if not sees]
+    blind = [rank for rank, (sees, _) in enumerate(views) if not sees]
     if blind:
-        there = ", ".join(dict.fromkeys(met[rank][1] for rank in blind))
+        hosts = ", ".join(dict.fromkeys(views[rank][1] for rank in blind))
         raise ValueError(
-            f"--save {place}: what rank 0 writes there on {met[0][1]} is not seen by {name_ranks(blind)} on {there}; "
+            f"--save {place}: what rank 0 writes there on {views[0][1]} is not seen by {name_ranks(blind)} on {hosts}; "
             "must be one folder that all ranks share"
         )
 
@@ -118,4 +119,4 @@ def _hold(until: contextlib.ExitStack, store: CheckpointStore) -> bool:
 
 def _remove_empty(directory: Path) -> None:
     with contextlib.suppress(OSError):
-        directory.rmdir()  # only if nothing is in it
+        directory.rmdir()  # fails if it is not empty

@@ -1,19 +1,20 @@
-"""Is a saved step any good? Each is on trial until enough sound steps have followed, or the run blows up.
+"""Verdicts on saved steps: a saved step is on trial until enough sound steps have followed, or the run diverges.
 
     sound       a step that was applied, and whose loss is finite and below the limit
-    blown up    the loss is above the limit, or the run ends because it, the weights or every gradient is not finite
-    neither     a step that was skipped, as a loss scale does while it finds its value
+    diverged    the loss is above the limit, or the run ends because loss, weights or all gradients are not finite
+    neither     a skipped step, such as while a loss scale is adjusted
 
-The limit is LIMIT times the greater of what guessing costs (the logarithm of the vocabulary) and the first loss of this
-start: no model that learns is there, one whose weights exploded stays there for as long as its loss is a number.
+The limit is LIMIT times the larger of the loss of a uniform guess (the logarithm of the vocabulary) and the first loss
+after this start: no model that learns is above it, and a model whose weights have exploded stays above it as long as
+its loss is finite.
 
-    a save                  the step is on trial; suspect at once where the step just taken was blown up
-    --good-after sound      it is good, whatever was before
-    blown up                every step on trial is suspect, and sound steps are counted afresh
-    the last step           all that are on trial and not suspect are good
-    a stop, a kill          nothing is known: they stay on trial, with the sound steps counted at the last save
+    a save                  the step is on trial; it is suspect at once if the newest step was above the limit
+    --good-after sound      the step is good, independent of earlier verdicts
+    divergence              every step on trial becomes suspect, and the count of sound steps restarts
+    the last step           all steps on trial that are not suspect are good
+    a stop, a kill          no verdict: steps stay on trial, with the count of sound steps at the last save
 
-What the words mean for those who resume, and the file, is in checkpoint/own/verdicts.py. One rank keeps the record.
+checkpoint/own/verdicts.py has the file of verdicts, and their meaning for a resume. One rank keeps the record.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from mega.core.checkpoint.own.together import attempt, reason_of
 from mega.core.checkpoint.own.verdicts import Status, StepVerdict
 
 LIMIT = 2.0
-"""How much greater than that of guessing, or of the first step, the loss of a model may be that is any good."""
+"""Limit of the loss of a sound model, as a multiple of the loss of a guess or of the first step."""
 
 
 @dataclass
 class Trial:
-    """One saved step. begun: sound steps at its save. manifest: empty until it is published. reason: where suspect."""
+    """A saved step on trial. begun: count of sound steps at its save. manifest: digest, empty until the checkpoint is
+    published. reason: why it is suspect, or empty."""
 
     begun: int
     manifest: str = ""
@@ -40,10 +42,10 @@ class Trial:
 
 
 class Proving:
-    """The record of one run's saved steps, on the rank that keeps it.
+    """The record of the saved steps of a run, on one rank.
 
-    good_after: sound steps that make a saved step good. vocab: what there is to guess. start: the step that the run
-    starts from, 0 where it has none. report: is given a line where the record cannot be kept, which ends no run.
+    good_after: number of sound steps after which a saved step is good. vocab: size of the vocabulary. start: the step
+    from which the run resumes, or 0. report: called with a message if the record cannot be written; the run continues.
     """
 
     def __init__(
@@ -54,10 +56,10 @@ class Proving:
         self._sound = 0
         self._blown_up = ""
         self._trials: dict[int, Trial] = {}
-        known, fault = attempt(store.verdicts)
+        verdicts, fault = attempt(store.verdicts)
         if fault is not None:
             report(f"the verdicts on earlier steps are not known: {reason_of(fault)}")
-        self._known = known or {}
+        self._known = verdicts or {}
         self._losses = {step: each.valid_loss for step, each in self._known.items() if each.valid_loss is not None}
         for step, verdict in self._known.items():
             if verdict.status == "unproven" and step < start:
@@ -66,42 +68,42 @@ class Proving:
             self._resumed(start)
 
     def _resumed(self, start: int) -> None:
-        """The step that we start from is on trial too, whatever was said of it."""
+        """Put the step from which the run resumes on trial, unless it is good already."""
         manifest, _ = attempt(lambda: self._store.digest(start))
         verdict = self._known.get(start)
         if verdict is None or verdict.manifest != manifest:
             verdict = StepVerdict(manifest or "")
         if manifest and verdict.status != "good":
-            begun = -verdict.sound_steps if verdict.status == "unproven" else 0
-            self._trials[start] = Trial(begun, manifest, verdict.reason)
+            sound_at_save = -verdict.sound_steps if verdict.status == "unproven" else 0
+            self._trials[start] = Trial(sound_at_save, manifest, verdict.reason)
 
     @property
     def on_trial(self) -> int | None:
-        """The step that is the next to be good, which retention is to leave; None where there is none."""
+        """The step that will be the next good one, which retention must keep, or None."""
         good = max((step for step, verdict in self._known.items() if verdict.status == "good"), default=None)
         tried = (step for step, trial in self._trials.items() if good is None or (step > good and not trial.reason))
         return min(tried, default=None)
 
     def saves(self, step: int) -> None:
-        """A save of this moment begins."""
+        """Called when a save starts: the step is on trial."""
         reason = f"it was saved while {self._blown_up}" if self._blown_up else ""
         self._trials[step] = Trial(self._sound, reason=reason)
-        self._known.pop(step, None)  # it was of the checkpoint that is replaced
+        self._known.pop(step, None)  # a verdict on the checkpoint that is replaced
 
     def published(self, step: int) -> None:
-        """The save of `step` is published; a step that has gone meanwhile is on trial no longer."""
+        """Called when the save of `step` is published. Trials of deleted checkpoints are removed."""
         trial = self._trials.get(step)
         manifest, fault = attempt(lambda: self._store.digest(step))
         if trial is None or manifest is None:
             self._report(f"whether step {step} is good will not be known: {reason_of(fault) if fault else ''}")
             return
         trial.manifest = manifest
-        there = self._store.existing(self._trials)
-        self._trials = {each: trial for each, trial in self._trials.items() if each in there or not trial.manifest}
+        existing = self._store.existing(self._trials)
+        self._trials = {each: trial for each, trial in self._trials.items() if each in existing or not trial.manifest}
         self._write()
 
     def judged(self, step: int, loss: float) -> None:
-        """The validation loss of the weights after `step`, before or after they are saved."""
+        """Record the validation loss after `step`, before or after its save."""
         if not math.isfinite(loss):
             return
         self._losses[step] = loss
@@ -111,8 +113,8 @@ class Proving:
             self._write()
 
     def saw(self, step: int, loss: float | None, applied: bool) -> None:
-        """The finite loss of a step, and whether its update was applied. Every step is seen, in order. None: it is of
-        another kind than what guessing costs."""
+        """Take the loss of a step, and whether its update was applied; called for every step, in order. None: the loss
+        is not comparable with that of a guess."""
         if loss is not None and self._limit == math.inf:
             self._limit = LIMIT * max(self._guess, loss)
         if loss is not None and loss > self._limit:
@@ -127,13 +129,14 @@ class Proving:
             self._promote(lambda trial: self._sound - trial.begun >= self._good_after)
 
     def diverged(self, why: str) -> None:
-        """The run has blown up: what is on trial is suspect."""
+        """Called when the run has diverged: all steps on trial become suspect."""
         for trial in self._trials.values():
             trial.reason = trial.reason or f"the run that saved it blew up: {why}"
         self._write()
 
     def finished(self, *, clean: bool) -> None:
-        """The run ends; `clean`: with its last step. Else it is to resume, and the count is kept for it."""
+        """Called at the end of the run. clean: it has reached its last step; else the counts are stored for a
+        resume."""
         if clean:
             self._promote(lambda trial: not trial.reason)
         self._write()
@@ -159,6 +162,6 @@ class Proving:
             self._report(f"the verdicts on saved steps stay as they were: {reason_of(fault)}")
 
     def _replace(self) -> None:
-        there = self._store.existing(self._known)
-        self._known = {step: verdict for step, verdict in self._known.items() if step in there}
+        existing = self._store.existing(self._known)
+        self._known = {step: verdict for step, verdict in self._known.items() if step in existing}
         self._store.set_verdicts(self._known)

@@ -1,5 +1,5 @@
-"""Back to the newest checkpoint in the middle of a run: its weights, moments and loss scale, at the data position of
-now, so that the batches since are left out. All ranks together."""
+"""Restore the newest checkpoint during a run: its weights, moments and loss scale, but the current data position, so
+that the batches since then are left out. A collective of all ranks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mega.core.training.state import Progress, TrainState
 
 
 def roll_back(state: TrainState, saver: Saver, report: Callable[[str], None]) -> Progress | None:
-    """How far the state that came back had come; None where nothing has been saved yet.
+    """Roll back; returns the progress of the restored state, or None if nothing has been saved yet.
 
-    What has been done since counts as skipped. A step that is damaged is passed over, and reported. Errors:
-    CheckpointError on all ranks where every one is, UnreadableError where one cannot be read for now.
+    Later steps count as skipped. A damaged checkpoint is reported, and an older one is used. Errors, on all ranks:
+    CheckpointError if all are damaged; UnreadableError if a checkpoint temporarily cannot be read.
     """
     saver.wait()
     exchange = state.exchange if state.mesh.world > 1 else alone
-    now, rollbacks, left_out = state.progress, state.guard.rollbacks, state.guard.left_out
+    progress, rollbacks, left_out = state.progress, state.guard.rollbacks, state.guard.left_out
     steps = sorted({step for each in gathered(saver.store.steps, exchange) for step in each if step <= saver.kept})
     if saver.kept not in steps:
         return None
@@ -41,9 +41,9 @@ def roll_back(state: TrainState, saver: Saver, report: Callable[[str], None]) ->
                 if isinstance(error, UnreadableError) or not steps:
                     raise
                 report(f"step {step} is passed over: {error}")
-    then = state.progress
-    now.skipped = then.skipped + now.step - then.step
-    now.skipped_samples = then.skipped_samples + now.consumed - then.consumed
-    state.progress = now
+    restored = state.progress
+    progress.skipped = restored.skipped + progress.step - restored.step
+    progress.skipped_samples = restored.skipped_samples + progress.consumed - restored.consumed
+    state.progress = progress
     state.guard.rollbacks, state.guard.left_out = rollbacks, left_out
-    return then
+    return restored

@@ -1,16 +1,16 @@
-"""Saving a run: what of its state is kept, at once or in the background. resume.py reads it again.
+"""Save the state of a run, at once or in the background. resume.py reads it.
 
-Nothing is saved that is not finite (guards/finite.py); what follows a save shows whether it is good (proving.py).
+A state that is not finite is not saved (guards/finite.py); the steps after a save show whether it is good (proving.py).
 
 A save with --async-save:
 
-    1 the save before has ended                  one is on its way at a time
-    2 every piece is copied to host memory       made and page-locked before the first step, and kept; on a GPU by a
-                                                 thread and a stream of its own, while the next forward and backward
-                                                 run; its update waits until all has been read (HostCopy.settle)
-    3 a thread publishes the copy                the same `CheckpointStore.save`, so the same bytes; ranks agree through
-                                                 gloo communicators that nothing else uses
-    4 the run looks at the thread every step     a save that failed ends it; exit waits for the last one
+    1 wait for the previous save               one save runs at a time
+    2 copy every piece to host memory          allocated and page-locked before the first step, and reused; on a GPU a
+                                               thread and a stream of its own copy during the next forward and backward
+                                               pass; the update waits until all tensors are read (HostCopy.settle)
+    3 a thread publishes the copy              with the same `CheckpointStore.save`, so with the same bytes; ranks agree
+                                               through gloo communicators that nothing else uses
+    4 every step polls the thread              a failed save ends the run; the exit waits for the last save
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from mega.core.training.state import TrainState
 from mega.core.untrusted import Json, numbers_below
 
 RETRY_PAUSES = (1.0, 30.0)
-"""Seconds between two attempts at a save, at first and at last."""
+"""Seconds between two attempts at a save: the first pause, and the longest one."""
 
 
 class Saver:
-    """Publishes the checkpoints of one run. All ranks call each method together."""
+    """Publishes the checkpoints of one run. All methods are collectives: all ranks must call them."""
 
     def __init__(
         self,
@@ -64,12 +64,15 @@ class Saver:
         blends: Sequence[Mapping[str, Json]] = (),
         saved: int | None = None,
     ) -> None:
-        """sidecar_files: small files that came with the weights and stay with them; rank 0's count. corpora: what the
-        token files hold that the run reads. blends: former ones of the training set, see data/phases.py. saved: the
-        step that the run resumes from on disk, where it has come further in memory."""
+        """
+        sidecar_files: small files to store in every checkpoint; those of rank 0 count.
+        corpora: digests of the token files of the run.
+        blends: earlier blends of the training set, see data/phases.py.
+        saved: the step of the newest checkpoint, if the run has resumed from a later step in memory.
+        """
         self.state, self.options, self._report = state, state.run.checkpoint, report
         self.on_saved: Callable[[int, float], None] = lambda step, seconds: None
-        """Is given each step that was saved, and the seconds for which the run stood still."""
+        """Called with each saved step, and the seconds for which the run was stalled."""
         assert self.options.save is not None
         self.store = store_at(self.options.save)
         self._fixed = {
@@ -90,9 +93,9 @@ class Saver:
         self._running: Future[tuple[int, float]] | None = None
         self._saved_step = state.progress.step if saved is None else saved
         self.kept = self._saved_step
-        """The newest step that is whole on the disk, or the one that the run has begun with."""
+        """The newest step that is complete on disk, or the step at which the run has started."""
         self._stalled = 0.0
-        """Seconds that the run stood still for the save that is on its way."""
+        """Seconds for which the run was stalled by the current save."""
         self._writers: Axis | None = None
         if self.options.async_save:
             room = HostCopy.room([piece.tensor for piece in self._kept()])
@@ -101,10 +104,10 @@ class Saver:
 
     @ACTIVITY.during("saving")
     def save(self) -> None:
-        """Publish a checkpoint of this moment; with --async-save only begin to.
+        """Publish a checkpoint of the current state; with --async-save start to.
 
-        Errors: FloatingPointError on every rank if the state of any is not finite, SaveError if any failed; earlier
-        checkpoints are whole.
+        Errors, on every rank: FloatingPointError if the state of any rank is not finite; SaveError if any rank failed.
+        Earlier checkpoints stay complete.
         """
         state, began = self.state, time.monotonic()
         check_finite(state)
@@ -114,14 +117,16 @@ class Saver:
             spared = self._try()
             self._reported(self._publish(self._kept(), self._meta(), agree, spared), "")
             return
-        # 1
+        # 1 wait for the previous save
         self.wait()
         spared = self._try()
-        # 2
+        # 2 copy to host memory
         pieces, copy = list(self._kept()), state.copy
         copies = copy.take([piece.tensor for piece in pieces])
-        staged = [dataclasses.replace(piece, tensor=there) for piece, there in zip(pieces, copies, strict=True)]
-        # 3
+        staged = [
+            dataclasses.replace(piece, tensor=host_tensor) for piece, host_tensor in zip(pieces, copies, strict=True)
+        ]
+        # 3 publish on a thread
         meta, agree = self._meta(), _all_agree(self._writers, torch.device("cpu"))
 
         def work() -> tuple[int, float]:
@@ -133,16 +138,16 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is on its way."""
+        """Whether a save is running in the background."""
         return self._running is not None and not self._running.done()
 
     def look(self) -> None:
-        """To be called every step: report a save that has ended, raise its error."""
+        """Called every step: report a save that has ended, or raise its error."""
         if not self.busy:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the save that is on its way, if there is one. Errors: as `save`."""
+        """Wait for the save in the background, if there is one. Errors: those of `save`."""
         if self._running is not None:
             running, self._running = self._running, None
             with ACTIVITY.during("saving"):
@@ -150,8 +155,10 @@ class Saver:
             self._reported(running.result(), f" in the background, stalling the run for {self._stalled:.2f} s")
 
     def finish(self, *, clean: bool = False, saves: bool = True) -> None:
-        """At the end of training: save where we are, unless that was done, and wait. clean: it was the last step, and
-        what was saved is good. saves: False leaves it at what was saved. Errors: as `save`.
+        """At the end of training: save the state, unless this step is saved already, and wait.
+
+        clean: the run has reached its last step, and its saves are good. saves: False: do not save. Errors: those of
+        `save`.
         """
         if saves and self._saved_step != self.state.progress.step:
             self.save()
@@ -160,18 +167,18 @@ class Saver:
             self._proving.finished(clean=clean)
 
     def saw(self, step: int, loss: float | None, applied: bool) -> None:
-        """The finite loss of a step, and whether it was applied: every one, in order, before a save of that step. None:
-        it is not the model's own loss, and says nothing."""
+        """Take the finite loss of a step, and whether it was applied; called for every step, in order, before a save of
+        that step. None: the loss is not comparable with that of a guess."""
         if self._proving is not None:
             self._proving.saw(step, loss, applied)
 
     def judged(self, step: int, loss: float) -> None:
-        """The validation loss after a step: of those that are saved, the best one is kept."""
+        """Take the validation loss after a step: retention keeps the saved step with the lowest one."""
         if self._proving is not None:
             self._proving.judged(step, loss)
 
     def diverged(self, why: str) -> None:
-        """The run ends since it blew up: what was saved shortly before is suspect, and a resume passes it over."""
+        """Called when the run ends because it has diverged: its newest saves are suspect, and a resume ignores them."""
         with contextlib.suppress(SaveError):
             self.wait()
         if self._proving is not None:
@@ -188,7 +195,7 @@ class Saver:
         )
 
     def _try(self) -> frozenset[int]:
-        """What is saved now is on trial; the steps that retention is to leave."""
+        """Put the current step on trial; returns the steps that retention must keep."""
         if self._proving is None:
             return frozenset()
         self._proving.saves(self.state.progress.step)
@@ -205,14 +212,15 @@ class Saver:
     def _publish(
         self, pieces: Iterable[Piece], meta: dict[str, Json], agree: Callable[[bool], bool], spared: frozenset[int]
     ) -> tuple[int, float]:
-        """The step that was saved, and in how many seconds. spared: older steps that are left whatever the limits."""
+        """Publish a checkpoint and apply retention; returns its step and the seconds that it took. spared: older steps
+        that are kept in spite of the limits."""
         mesh, step = self.state.mesh, int(numbers_below(meta, "progress")["step"])
-        kept = list(pieces)
+        piece_list = list(pieces)
 
         def written() -> Iterator[Piece]:
             if self.state.injector is not None:
                 self.state.injector.before_save(step)
-            yield from kept
+            yield from piece_list
 
         def save() -> SaveReport:
             return self.store.save(
@@ -224,7 +232,7 @@ class Saver:
             try:
                 limits = self.options.keep_last, self.options.keep_every, self.options.keep_optimizer_last
                 retain(self.store, *limits, spared=spared)
-            except OSError as error:  # the new checkpoint is whole: no reason to end a run
+            except OSError as error:  # the new checkpoint is complete, so the run continues
                 self._report(f"older checkpoints stay for now: {error}")
         return step, saved.seconds
 
@@ -234,7 +242,7 @@ class Saver:
             yield from self.state.optimizer_pieces(mine=True)
 
     def _meta(self) -> dict[str, Json]:
-        """Plain state of this moment."""
+        """The metadata of a checkpoint of the current state."""
         state = self.state
         return {
             **self._fixed,
@@ -249,7 +257,7 @@ class Saver:
 
 
 def _in_background(work: Callable[[], tuple[int, float]]) -> Future[tuple[int, float]]:
-    """`work` on a thread that, unlike an executor's, does not keep the process alive."""
+    """Run `work` on a daemon thread: the threads of an executor would keep the process alive."""
     future: Future[tuple[int, float]] = Future()
 
     def run() -> None:
@@ -274,7 +282,7 @@ def _in_time(
     rank: int,
     report: Callable[[str], None],
 ) -> SaveReport:
-    """Save, again after a failure until so many minutes are over on any rank. Errors: SaveError, the last."""
+    """Save; after a failure try again until the minutes are over on any rank. Errors: the last SaveError."""
     until, pause = time.monotonic() + 60 * minutes, RETRY_PAUSES[0]
     while True:
         try:
@@ -291,11 +299,11 @@ def _in_time(
 
 
 def _own_template(run: RunConfig, came: Attachments) -> Attachments:
-    """The files that came with a run's first weights; their chat template gives way to the run's own."""
-    named = run.data.chat_template
+    """The sidecar files, with the chat template of the run in place of that of the initial weights."""
+    template = run.data.chat_template
     if not (run.data.chat_data or run.finetuning.dpo_data):
         return came
-    return {**came, "chat_template.jinja": source_of(named).encode()}
+    return {**came, "chat_template.jinja": source_of(template).encode()}
 
 
 def _all_agree(axis: Axis, device: torch.device) -> Callable[[bool], bool]:

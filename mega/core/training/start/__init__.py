@@ -1,9 +1,9 @@
-"""Before the first step: everything that can fail because of flags, of what is on disk, or because ranks differ.
+"""The work before the first step: all checks of flags, of files, and of differences between ranks.
 
-inputs         a run checked and resolved once, its tokenizer and its data
-consistency    what ranks must agree on
-equal          of that, what hosts that join a run must have too
-introduce      what the user reads before the first step
-rank           one rank's start, put together of these
-dry_run        a trial of any layout, without ranks
+inputs         check and resolve a run once, open its tokenizer and data
+consistency    comparison of ranks
+equal          the values that must be equal on all ranks, and on all hosts of a run
+introduce      messages to the user before the first step
+rank           the start of a run on one rank
+dry_run        a check of any layout, without ranks
 """

@@ -1,11 +1,11 @@
-"""One comparison of ranks before the first step. Code, flags, tokenizer and data must be the same on all of them;
-devices, drivers, versions of libraries and clocks should be, and differences are reported.
+"""Compare ranks before the first step. Code, flags, tokenizer and data must be equal on all of them; devices, drivers,
+versions of libraries and clocks should be equal, and differences are reported.
 
-    1 every rank states what it has          words and short digests; of large files a part of their content
-    2 one reduction of their hashes         all that a run costs where everything agrees
-    3 where hashes differ, all of it meets   one line names what differs, who has what, and their hosts
+    1 every rank lists its values          words and short digests; large files are sampled
+    2 one reduction of their hashes        the only cost if everything is equal
+    3 if hashes differ, gather all values  one message names the differences, with their ranks and hosts
 
-It knows neither a model nor a step.
+This file knows neither the model nor steps.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from mega.core.training.start.inputs import Inputs
 from mega.core.words import name_ranks
 
 CLOCKS_APART = 60.0
-"""Seconds by which clocks may differ before a line says so: times in logs and of files would mislead."""
+"""A larger difference of clocks, in seconds, is reported: times in logs and of files would be misleading."""
 
 LONGEST = 200
-"""Characters of a value that are shown."""
+"""Maximum characters of a value in a message."""
 
 
 class Comparable(NamedTuple):
-    """What a rank has, by names that a user knows. must: the same on every rank. better: said where it differs."""
+    """The values of a rank, by names that users know. must: must be equal on all ranks. better: should be equal;
+    differences are reported."""
 
     must: Mapping[str, str]
     better: Mapping[str, str]
 
 
 def comparable(inputs: Inputs, device: Device) -> Comparable:
-    """This rank's."""
+    """The values of this rank."""
     return Comparable({**code(), **flags(inputs.run), **contents(inputs)}, _machine(device))
 
 
@@ -54,7 +55,8 @@ def _machine(device: Device) -> dict[str, str]:
 def check_consistent(
     own: Comparable, everyone: Axis, device: torch.device, report: Callable[[str], None] = lambda line: None
 ) -> None:
-    """Phases 2 and 3. report: is given a line for each of what is better alike. Errors: ValueError on every rank."""
+    """Phases 2 and 3: compare the values of all ranks. report: called with a message for each difference in `better`.
+    Errors: ValueError on every rank."""
     numbers = torch.tensor([*_numbers(own.must), *_numbers(own.better)], dtype=torch.float64, device=device)
     least, most = numbers.clone(), numbers.clone()
     all_reduce(least, everyone, "min")
@@ -72,23 +74,25 @@ def check_consistent(
 
 
 def _numbers(found: Mapping[str, str]) -> list[int]:
-    """A hash as 8 numbers of 32 bits, which every backend reduces exactly as floats of 64."""
+    """A hash as 8 numbers of 32 bits, which are exact in float64, so every backend can reduce them."""
     digest = hashlib.sha256(json.dumps(dict(found), sort_keys=True).encode()).hexdigest()
     return [int(digest[at : at + 8], 16) for at in range(0, 64, 8)]
 
 
 def _differences(own: Mapping[str, str], everyone: Axis, device: torch.device) -> list[str]:
-    """For each name that is not alike: its values and who has them."""
-    shown = {name: value[:LONGEST] for name, value in own.items()}
-    met = gather_json((socket.gethostname(), shown), everyone, device)
-    hosts = [host for host, _ in met]
-    names = dict.fromkeys(name for _, each in met for name in each)
-    values = {name: [each.get(name) for _, each in met] for name in names}
-    return [f"{name} {by_rank(found, hosts)}" for name, found in values.items() if len(set(found)) > 1]
+    """For each name whose values differ: the values and the ranks that have them."""
+    shortened = {name: value[:LONGEST] for name, value in own.items()}
+    reports = gather_json((socket.gethostname(), shortened), everyone, device)
+    hosts = [host for host, _ in reports]
+    names = dict.fromkeys(name for _, each in reports for name in each)
+    values = {name: [each.get(name) for _, each in reports] for name in names}
+    return [
+        f"{name} {by_rank(rank_values, hosts)}" for name, rank_values in values.items() if len(set(rank_values)) > 1
+    ]
 
 
 def by_rank(values: Sequence[object], hosts: Sequence[str]) -> str:
-    """Which ranks have which value; hosts: of the ranks, named where there are several.
+    """A message with the ranks of each value. hosts: of the ranks; the message names them if there are several.
 
     >>> by_rank(["a", "a", "b"], ["n1", "n1", "n2"])
     'a of ranks 0, 1 on n1, b of rank 2 on n2'
@@ -98,24 +102,24 @@ def by_rank(values: Sequence[object], hosts: Sequence[str]) -> str:
     ranks: dict[object, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
-    several, parts = len(set(hosts)) > 1, []
-    for value, who in ranks.items():
-        there = dict.fromkeys(hosts[rank] for rank in who)
-        where = f" on {', '.join(there)}" if several and len(there) <= 3 else ""
-        parts.append(f"{'none' if value is None else value} of {name_ranks(who)}{where}")
+    several_hosts, parts = len(set(hosts)) > 1, []
+    for value, same in ranks.items():
+        host_names = dict.fromkeys(hosts[rank] for rank in same)
+        on_hosts = f" on {', '.join(host_names)}" if several_hosts and len(host_names) <= 3 else ""
+        parts.append(f"{'none' if value is None else value} of {name_ranks(same)}{on_hosts}")
     return ", ".join(parts)
 
 
 def _compare_clocks(everyone: Axis, device: torch.device, report: Callable[[str], None]) -> None:
-    """Say where clocks are apart. Ranks have just left an exchange together."""
-    now = torch.tensor([time.time()], dtype=torch.float64, device=device)
-    least, most = now.clone(), now.clone()
+    """Report clocks that differ. Call it directly after a collective, which all ranks leave at about the same time."""
+    local_time = torch.tensor([time.time()], dtype=torch.float64, device=device)
+    least, most = local_time.clone(), local_time.clone()
     all_reduce(least, everyone, "min")
     all_reduce(most, everyone, "max")
     if float(most - least) <= CLOCKS_APART:
         return
-    met = gather_json((socket.gethostname(), float(now)), everyone, device)
-    middle = sorted(seen for _, seen in met)[len(met) // 2]
-    off = {rank: seen - middle for rank, (_, seen) in enumerate(met) if abs(seen - middle) > CLOCKS_APART / 2}
-    words = (f"rank {rank} on {met[rank][0]} {seconds:+.0f} s" for rank, seconds in list(off.items())[:8])
+    clocks = gather_json((socket.gethostname(), float(local_time)), everyone, device)
+    middle = sorted(clock for _, clock in clocks)[len(clocks) // 2]
+    off = {rank: clock - middle for rank, (_, clock) in enumerate(clocks) if abs(clock - middle) > CLOCKS_APART / 2}
+    words = (f"rank {rank} on {clocks[rank][0]} {seconds:+.0f} s" for rank, seconds in list(off.items())[:8])
     report(f"clocks of ranks are apart, against the median: {', '.join(words)}; see that time is synchronised there")

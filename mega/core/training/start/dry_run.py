@@ -1,8 +1,8 @@
-"""Check a run of any size on a laptop: every kind of rank built without memory, the plan proven, sizes reported.
+"""Check a run of any size on a laptop: build all kinds of ranks without memory, prove the plan, report sizes.
 
-Stages are built on the meta device in a mesh without groups, so a 128-rank layout needs no second process. Tensor and
-data coordinates of one stage hold equally large blocks, but for the vocabulary, of which the last tensor rank may hold
-less; the first and the last of the first data coordinate are built.
+Stages are built on the meta device in a mesh without process groups, so a 128-rank layout needs a single process. All
+tensor and data ranks of a stage hold blocks of equal size, except that the last tensor rank may hold less of the
+vocabulary. So the first and the last tensor rank of the first data rank are built.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mega.core.training.wire import build_mesh, build_stages
 
 
 def dry_run(inputs: Inputs, world: int) -> None:
-    """Build, prove and tell. Errors: ValueError for what cannot be cut, as in training."""
+    """Build the stages, prove the plan, and print the sizes. Errors: ValueError of training, for an invalid layout."""
     run, console = inputs.run, Console(highlight=False)
     parallel, dp = run.parallel, data_parallel(inputs.run, world)
     table = Table(title=f"{world} ranks: tp {parallel.tp} x cp {parallel.cp} x dp {dp} x pp {parallel.pp}")

@@ -1,6 +1,7 @@
-"""What must be equal wherever a run is started, by names that a user knows: code, flags, tokenizer, data. No torch.
+"""Values that must be equal on all ranks and hosts of a run, by names that users know: code, flags, tokenizer, data.
+No torch.
 
-Ranks compare it before the first step (consistency.py), hosts when they join a run (processes/leader.py).
+Ranks compare them before the first step (consistency.py), hosts when they join a run (processes/leader.py).
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ def code() -> dict[str, str]:
 
 @cache
 def _source() -> str:
-    """Hash of our own source files, by their paths inside the package."""
-    root, found = Path(mega.__file__).parent, hashlib.sha256()
+    """Hash of all source files of the package, with their paths."""
+    root, digest = Path(mega.__file__).parent, hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
-        found.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
-    return found.hexdigest()
+        digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def flags(run: RunConfig | Options) -> dict[str, str]:
@@ -34,18 +35,18 @@ def flags(run: RunConfig | Options) -> dict[str, str]:
 
 
 def alike(options: Options, inputs: Inputs) -> dict[str, str]:
-    """Of a host that joins a run. Its flags are those that were typed: what they resolve to may depend on what the run
-    has saved by then."""
+    """The values of a host that joins a run. The flags are those that were typed: their resolved values may depend on
+    the checkpoints of the run."""
     return {**code(), **flags(options), **contents(inputs)}
 
 
 def contents(inputs: Inputs) -> dict[str, str]:
-    """Digests of the tokenizer and of all files of data that the run names."""
-    found = {"the tokenizer": inputs.tokenizer.fingerprint()} if inputs.tokenizer is not None else {}
+    """Digests of the tokenizer and of all data files of the run."""
+    digests = {"the tokenizer": inputs.tokenizer.fingerprint()} if inputs.tokenizer is not None else {}
     for prefix, content in inputs.datasets.corpora.items():
-        found[f"the content of {prefix}"] = hashlib.sha256(json.dumps(dict(content)).encode()).hexdigest()
+        digests[f"the content of {prefix}"] = hashlib.sha256(json.dumps(dict(content)).encode()).hexdigest()
     words = [value_of(inputs.run, name) for name, entry in entries().items() if entry.section == "data"]
     for word in (each for value in words for each in (value if isinstance(value, tuple) else (value,))):
         if isinstance(word, str) and word not in inputs.datasets.corpora and Path(word).is_file():
-            found[f"the content of {word}"] = sampled_digest(Path(word))
-    return {name: digest[:12] for name, digest in found.items()}
+            digests[f"the content of {word}"] = sampled_digest(Path(word))
+    return {name: digest[:12] for name, digest in digests.items()}

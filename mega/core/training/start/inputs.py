@@ -1,8 +1,8 @@
-"""A run, checked and resolved once, and its inputs: tokenizer and data. No torch, and no numpy before data are opened.
+"""Check and resolve a run, and open its inputs: tokenizer and data. No torch, and no numpy before data are opened.
 
-resolve_run    once in every process that the user started: check, derive, and read the vocabulary
-open_inputs    once in every process that trains, and in the launcher, so that a mistake in a file is reported once
-               and before any rank starts, and the cache of the sample order is filled when ranks look for it
+resolve_run    once in every process that the user has started: check, derive, and read the vocabulary
+open_inputs    once in every process that trains, and in the launcher, so that a mistake in a file is reported once and
+               before any rank starts, and that ranks find the sample order in the cache
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 
 
 USUAL_RATES = {"adam": 0.1, "lamb": 1.0, "sgd": 10.0}
-"""Optimizer -> the most that a learning rate is expected to be."""
+"""Optimizer -> the largest usual learning rate."""
 
 SWEEPS = ("range-test", "range-exponential")
-"""Schedules that grow until the loss rises, on purpose."""
+"""Schedules that increase the rate until training diverges, on purpose."""
 
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A checked run with nothing left to derive, and lines for the user. Pickled, it is what the launcher gives ranks.
+    """A checked and resolved run, and messages for the user. The launcher sends it to ranks by pickle.
 
-    tokenizer: where this process has opened it already; None also where the run has none.
+    tokenizer: None if this process has not opened it, or if the run has none.
     """
 
     run: RunConfig
@@ -61,22 +61,23 @@ class ResolvedRun:
 
 @dataclass(frozen=True)
 class Inputs:
-    """A resolved run with its inputs open. `notes` are lines for the user."""
+    """A resolved run with its open inputs."""
 
     run: RunConfig
     tokenizer: Tokenizer | None
     datasets: Datasets
     notes: tuple[str, ...]
+    """Messages for the user."""
 
     def fingerprint(self) -> str:
-        """Hash of what every rank must agree on: the config but for where this rank runs, and the tokenizer."""
+        """Hash of config and tokenizer, which must be equal on all ranks."""
         text = json.dumps(dataclasses.asdict(self.run), sort_keys=True, default=str)
         tokens = self.tokenizer.fingerprint() if self.tokenizer is not None else ""
         return hashlib.sha256(f"{text}\n{tokens}".encode()).hexdigest()
 
     def level(self) -> str:
-        """Hash of what losses and gradient norms depend on but for the weights: how batches are made, and of which
-        tokens."""
+        """Hash of everything except the weights that losses and gradient norms depend on: the construction of batches,
+        and the tokens."""
         names = [name for name in options_with(on_resume="noted") if entries()[name].section in _OF_BATCHES]
         values = {name: value_of(self.run, name) for name in (*names, "seq_length")}
         tokens = [[content.get("lengths"), content.get("content")] for content in self.datasets.corpora.values()]
@@ -87,7 +88,7 @@ _OF_BATCHES = "batch", "data", "masking"
 
 
 def resolve_run(options: Options, world: int) -> ResolvedRun:
-    """Check `options` for `world` ranks and derive what they leave out.
+    """Check `options` for `world` ranks and derive the values that they leave open.
 
     Errors: ValueError naming the flag or file, its value, the rule and the valid values.
     """
@@ -111,7 +112,7 @@ def resolve_run(options: Options, world: int) -> ResolvedRun:
 
 
 def _check_port(options: Options) -> None:
-    """Errors: ValueError where --metrics-port is taken on the first rank's host."""
+    """Check that --metrics-port is free on the first rank's host. Errors: ValueError."""
     port = options.log.metrics_port
     if port is None or options.runtime.dry_run or not is_first_rank():
         return
@@ -124,7 +125,7 @@ def _check_port(options: Options) -> None:
 
 
 def _rates(options: Options) -> list[str]:
-    """A line on a learning rate that no model trains with by this rule."""
+    """A message about a learning rate far above the usual ones of the optimizer."""
     rate, rule = options.optimizer.lr, options.optimizer.optimizer
     if rule not in USUAL_RATES or rate is None or rate <= USUAL_RATES[rule] or options.schedule.lr_decay in SWEEPS:
         return []
@@ -132,7 +133,7 @@ def _rates(options: Options) -> list[str]:
 
 
 def _in_steps(options: Options, world: int) -> Options:
-    """Options that measure a run in passes over its data, in steps. Errors: ValueError naming flag or file."""
+    """Convert --epochs to steps. Errors: ValueError naming flag or file."""
     questions, epochs = kind_of(options).questions, options.finetuning.epochs
     if epochs is None or questions is None or options.evaluation.skip_train:
         return options
@@ -149,7 +150,7 @@ def _in_steps(options: Options, world: int) -> Options:
 
 
 def _check_adapters(options: Options) -> None:
-    """Errors: ValueError where there is nothing to add adapters to, or --lora-targets names none of the linears."""
+    """Check that there are weights to add adapters to, and that --lora-targets names linears. Errors: ValueError."""
     if not options.model.lora_rank:
         return
     nothing = options.checkpoint.load is None and options.checkpoint.resume is None
@@ -159,7 +160,7 @@ def _check_adapters(options: Options) -> None:
 
 
 def open_inputs(resolved: ResolvedRun) -> Inputs:
-    """Open tokenizer and data of a resolved run. Errors: ValueError as of `resolve_run`."""
+    """Open tokenizer and data of a resolved run. Errors: ValueError, like `resolve_run`."""
     from mega.core.data.build import Datasets
 
     run = resolved.run
@@ -176,28 +177,28 @@ def _tokenizer(options: TokenizerConfig) -> Tokenizer | None:
 
 
 def _vocabulary(options: Options, tokenizer: Tokenizer | None, notes: list[str]) -> int:
-    given = options.model.vocab
+    vocab = options.model.vocab
     if tokenizer is None:
-        if given is None:
+        if vocab is None:
             raise ValueError("--vocab is missing: give it, or a tokenizer with --tokenizer and its files")
-        return given
-    if given is None:
+        return vocab
+    if vocab is None:
         return tokenizer.vocab_size
-    if given < (least := least_vocab(tokenizer, options.model.family)):
-        has = f"{tokenizer.kind} has {tokenizer.vocab_size} tokens"
+    if vocab < (least := least_vocab(tokenizer, options.model.family)):
+        size_words = f"{tokenizer.kind} has {tokenizer.vocab_size} tokens"
         if options.checkpoint.load is not None and options.checkpoint.use_checkpoint_config:
             raise ValueError(
-                f"--load {options.checkpoint.load}: has a vocabulary of {given}, and {has}: not its tokenizer"
+                f"--load {options.checkpoint.load}: has a vocabulary of {vocab}, and {size_words}: not its tokenizer"
             )
-        raise ValueError(f"--vocab {given}: {has}; must be at least {least}")
-    if given > tokenizer.vocab_size:
-        notes.append(f"vocabulary of {given}, of which the tokenizer uses {tokenizer.vocab_size}")
-    return given
+        raise ValueError(f"--vocab {vocab}: {size_words}; must be at least {least}")
+    if vocab > tokenizer.vocab_size:
+        notes.append(f"vocabulary of {vocab}, of which the tokenizer uses {tokenizer.vocab_size}")
+    return vocab
 
 
 def _with_padding(options: Options, vocab: int) -> int:
-    """The vocabulary where padding counts as tokens: as many rows as the checkpoint has that the run begins from, where
-    those suffice for its tokenizer (so it continues in any layout), else as many as this layout pads to."""
+    """The size of a vocabulary whose padding counts as tokens: that of the initial checkpoint, if it is large enough
+    for the tokenizer (so that the run can continue in any layout), else the padded size of this layout."""
     from mega.core.checkpoint.own.model import model_of
     from mega.core.checkpoint.own.pieces import CheckpointError
 
@@ -209,8 +210,8 @@ def _with_padding(options: Options, vocab: int) -> int:
 
 
 def weights_of(options: Options) -> Iterator[tuple[str, StoredWeights]]:
-    """The places of the weights that a run may begin with, the first one first, and what is read of them without their
-    tensors. A place with nothing, or nothing that can be read, is left out: that is reported where it is loaded."""
+    """Yield (path, weights) of the checkpoints from which a run may start, in order of precedence, without reading
+    tensors. A missing or unreadable checkpoint is left out: its loading reports the error."""
     checkpoint = options.checkpoint
     for place in (checkpoint.save if checkpoint.resume == "auto" else checkpoint.resume, checkpoint.load):
         if place is None or (url_of(place) is None and not os.path.exists(place)):
@@ -228,8 +229,8 @@ def _has_data(run: RunConfig) -> bool:
 
 
 def _with_checkpoint_model(options: Options, notes: list[str]) -> Options:
-    """`options` with the model of --load under --use-checkpoint-config, and its family's samples. The options' own
-    values count where a run that resumes may have others too; the rest of them are noted."""
+    """With --use-checkpoint-config: `options` with the model of --load, and with the sample kind of its family. Values
+    of `options` have precedence if a resumed run may change them; other ones are ignored, with a message."""
     load, typed = options.checkpoint.load, options.model
     if load is None or not options.checkpoint.use_checkpoint_config:
         return options
@@ -237,21 +238,21 @@ def _with_checkpoint_model(options: Options, notes: list[str]) -> Options:
     from mega.core.checkpoint.forms.open import open_weights
     from mega.core.checkpoint.own.model import model_of
 
-    source = open_weights(load)  # reported when weights are read
+    source = open_weights(load)  # without a report: reading the weights gives one
     model, default = model_of(source.meta, load), ModelOptions()
     if not model.lora_rank:
         model = with_adapters(model, typed)
     if typed.retriever and not model.retriever:
         model = with_retriever(model, typed)
-    given = {
+    differing = {
         field.name: value
         for field in dataclasses.fields(ModelOptions)
         if (value := getattr(typed, field.name)) not in (getattr(default, field.name), getattr(model, field.name))
     }
-    kept = {name: given[name] for name in options_with(on_resume="noted") if name in given}
-    if left := [f"{flag_of(name)} {value}" for name, value in given.items() if name not in kept]:
-        notes.append(f"--use-checkpoint-config: the checkpoint's model counts, and not {', '.join(left)}")
-    found = {**dataclasses.asdict(model), **kept}
-    if options.masking.sample_kind == "gpt":  # as --family would have set it
-        found["sample_kind"] = FAMILY_DEFAULTS[model.family].values.get("sample_kind", "gpt")
-    return updated(options, found)
+    allowed = {name: differing[name] for name in options_with(on_resume="noted") if name in differing}
+    if ignored := [f"{flag_of(name)} {value}" for name, value in differing.items() if name not in allowed]:
+        notes.append(f"--use-checkpoint-config: the checkpoint's model counts, and not {', '.join(ignored)}")
+    values = {**dataclasses.asdict(model), **allowed}
+    if options.masking.sample_kind == "gpt":  # the default that --family would have set
+        values["sample_kind"] = FAMILY_DEFAULTS[model.family].values.get("sample_kind", "gpt")
+    return updated(options, values)

@@ -1,5 +1,6 @@
-"""What the user reads before the first step: what is trained, by what, for how long, and where it goes; on a resume
-what is otherwise than in the checkpoint. Lines of at most 120 columns where no path is long. It decides nothing.
+"""Messages before the first step: the model, the layout, the device, the length and the outputs of a run; after a
+resume also the differences to the checkpoint. Lines have at most 120 columns unless a path is long. This file decides
+nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from mega.core.training.wire import chosen_ops
 from mega.core.words import count_words
 
 MOST_NAMES = 8
-"""Tensors that a line lists."""
+"""Maximum number of tensors that a line lists."""
 
 
 def introduce(
@@ -39,8 +40,8 @@ def introduce(
     report: Callable[[str], None],
     saved: int | None = None,
 ) -> None:
-    """What the user is to know before the first step. steps: the last one. report: is given each line. saved: the step
-    of the checkpoint, where the run has come further in memory."""
+    """Print the messages before the first step. steps: number of the last step. report: called with each line. saved:
+    the step of the checkpoint, if the run has resumed from a later step in memory."""
     run = inputs.run
     for note in (*inputs.notes, *inputs.datasets.example):
         report(note)
@@ -58,8 +59,8 @@ def introduce(
     else:
         report(f"resuming from {point.checkpoint.path} at step {state.progress.step if saved is None else saved}")
     if new := new_tensors(run, point):
-        named = ", ".join(new if len(new) <= MOST_NAMES else [*new[:3], f"and {len(new) - 3} more"])
-        report(f"not in the checkpoint, begin at their initial values: {named}")
+        names = ", ".join(new if len(new) <= MOST_NAMES else [*new[:3], f"and {len(new) - 3} more"])
+        report(f"not in the checkpoint, begin at their initial values: {names}")
     if not point.weights_only:
         for line in differences(run, point, inputs.datasets, state.mesh, state.device.threads):
             report(line)
@@ -68,7 +69,7 @@ def introduce(
 
 
 def summary(run: RunConfig, device: Device, ops: Ops, world: int) -> Iterator[str]:
-    """The model, how ranks share it, on what it is computed, and a step."""
+    """Lines about the model, the layout, the device, the operators and the batch."""
     yield f"model: {shape_words(architecture(run.model))}; {parameter_words(run.model)}"
     if (adapters := architecture(run.model).adapters) is not None:
         trained, all_of = (
@@ -88,9 +89,9 @@ def summary(run: RunConfig, device: Device, ops: Ops, world: int) -> Iterator[st
     yield f"layout: {'; '.join([f'{world} ranks: {layout}' if world > 1 else '1 rank', *extras])}"
     precision = run.precision
     dtype = precision.dtype + (", matmuls in fp8" if precision.fp8 else "")
-    where = device.name if device.is_cuda else f"CPU, {_counted(threads(world), 'thread')} a rank"
-    joined = f", {device.backend}" if world > 1 else ""
-    yield f"device: {where}{joined}; dtype {dtype}"
+    device_words = device.name if device.is_cuda else f"CPU, {_counted(threads(world), 'thread')} a rank"
+    backend = f", {device.backend}" if world > 1 else ""
+    yield f"device: {device_words}{backend}; dtype {dtype}"
     length, attention = text_lengths(run)[0], architecture(run.model).block.attention
     rows = ops, _mask(run, attention, length), DTYPES[precision.dtype], length, attention.head_dim
     yield f"operators: {ops.name} ({ops.reason}); attention: {attention_words(*rows)}; matmuls: {ops.matmuls.words}"
@@ -105,7 +106,7 @@ def summary(run: RunConfig, device: Device, ops: Ops, world: int) -> Iterator[st
 
 
 def _mask(run: RunConfig, attention: Attention, length: int) -> AttentionMask:
-    """Of an attention of the run in training; encoders part tokens from padding."""
+    """The mask of an attention in training. Encoders use document numbers to separate tokens from padding."""
     numbers = torch.empty(1, length, dtype=torch.int64, device="meta")
     documents = numbers if run.data.reset_attention or not attention.causal else None
     dropout = None
@@ -123,7 +124,7 @@ def _mask(run: RunConfig, attention: Attention, length: int) -> AttentionMask:
 
 
 def _length(run: RunConfig, data: Datasets, progress: Progress, steps: int) -> str:
-    """Steps, tokens, and passes over the training set where their length is known."""
+    """The line about the length of the run: steps, tokens, and epochs if the size of the training set is known."""
     samples, tokens = lengths(run).samples, run.runtime.exit_tokens
     if tokens is not None:
         samples = min(samples, -(-tokens // run.batch.seq_length))
@@ -134,20 +135,22 @@ def _length(run: RunConfig, data: Datasets, progress: Progress, steps: int) -> s
 
 
 def _outputs(run: RunConfig) -> str:
-    """Where the run leaves what it makes."""
+    """The line about checkpoints and metrics."""
     checkpoint, log = run.checkpoint, run.log
     answers = f", and at port {log.metrics_port} (/metrics, /health)" if log.metrics_port else ""
     board = f", TensorBoard in {log.tensorboard_dir}" if log.tensorboard_dir else ""
-    others = f"metrics in {log.metrics}{answers}{board}"
+    metrics_words = f"metrics in {log.metrics}{answers}{board}"
     if checkpoint.save is None:
-        return f"saves: nothing; {others}"
+        return f"saves: nothing; {metrics_words}"
     often = f" every {_counted(checkpoint.save_interval, 'step')}, and at the end" if checkpoint.save_interval else ""
     metrics = os.path.join(checkpoint.save, "metrics.jsonl")
-    return f"saves: in {checkpoint.save}{often or ' at the end'}; {others.replace(metrics, 'metrics.jsonl there')}"
+    return (
+        f"saves: in {checkpoint.save}{often or ' at the end'}; {metrics_words.replace(metrics, 'metrics.jsonl there')}"
+    )
 
 
 def device_notes(run: RunConfig, device: Device, world: int) -> Iterator[str]:
-    """What a user of a GPU would want otherwise, or wonder at."""
+    """Notes about settings that are slow on a GPU, and about CUDA graphs."""
     if not device.is_cuda:
         return
     if run.precision.dtype == "fp32":
@@ -155,11 +158,11 @@ def device_notes(run: RunConfig, device: Device, world: int) -> Iterator[str]:
             "precision: fp32, which no tensor core multiplies; --dtype bf16 is several times faster and halves the "
             "activations (mega memory-estimate --gpu NAME shows both)"
         )
-    recorded, asked = records_graph(run, world), run.runtime.cuda_graph
-    why = "as asked" if asked is not None else "as blocks are small" if recorded else "as it would not help"
-    if asked is None and not recorded and (run.parallel.pp > 1 or run.parallel.zero > 1):
-        why = "which --pp and --zero 2 and 3 exclude"
-    yield f"micro batches: {'replayed from a recorded graph' if recorded else 'launched kernel by kernel'}, {why}"
+    recorded, cuda_graph = records_graph(run, world), run.runtime.cuda_graph
+    reason = "as asked" if cuda_graph is not None else "as blocks are small" if recorded else "as it would not help"
+    if cuda_graph is None and not recorded and (run.parallel.pp > 1 or run.parallel.zero > 1):
+        reason = "which --pp and --zero 2 and 3 exclude"
+    yield f"micro batches: {'replayed from a recorded graph' if recorded else 'launched kernel by kernel'}, {reason}"
 
 
 def _counted(count: int, noun: str) -> str:

@@ -1,6 +1,6 @@
-"""The start of a run on one rank: the mesh, the state, where it resumes, its task, and what falls due between steps.
+"""The start of a run on one rank: the mesh, the state, the checkpoint to resume from, the task, and the routines.
 
-Everything that can fail because of what is on disk, or because ranks disagree, fails here, before the first step.
+All errors of files, and of ranks that disagree, are raised here, before the first step.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ from mega.core.words import count_words
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """How a run ended, the same on every rank."""
+    """The result of a run, equal on all ranks."""
 
     step: int
-    """The last step that was done."""
+    """The last step."""
     numbers: Mapping[str, float]
-    """Of that step: "loss", "grad_norm" and the others of a row of metrics; empty where no step was done."""
+    """The numbers of that step: "loss", "grad_norm" and the others of a row of metrics; empty without a step."""
     evaluation: Mapping[str, Mapping[str, float]]
-    """Name of each held-out set -> what was measured of it last, "loss" among it."""
+    """Name of each held-out set -> its newest results, including "loss"."""
     checkpoint: str | None
-    """The directory that holds the run's checkpoints; None without --save."""
+    """The directory of the run's checkpoints; None without --save."""
     metrics: str
     """The file with a row of metrics for each step."""
     code: int = 0
@@ -75,47 +75,48 @@ class TrainingResult:
 
     @property
     def loss(self) -> float:
-        """Of the last step."""
+        """The loss of the last step; NaN without a step."""
         return self.numbers.get("loss", math.nan)
 
 
 @dataclass(frozen=True)
 class StartedRun:
-    """A run on one rank with its weights, ready to train."""
+    """A run on one rank with its weights loaded, ready to train."""
 
     inputs: Inputs
     state: TrainState
     task: Task
     schedules: Schedules
     point: ResumePoint | None
-    """Where it resumes; None of a run that begins with initial weights."""
+    """The checkpoint from which it starts; None for new weights."""
     saved: int
-    """The step of the checkpoint, which the run may have passed in memory."""
+    """The step of the checkpoint; the copies in memory may be newer."""
     copies: PeerCopies | None
     steps: int
-    """The last step."""
+    """Number of the last step."""
 
     def saver(self, report: Callable[[str], None]) -> Saver | None:
-        """Publishes its checkpoints; None without --save."""
+        """The object that publishes checkpoints; None without --save."""
         inputs, point = self.inputs, self.point
         if inputs.run.checkpoint.save is None:
             return None
         first = self.state.mesh.rank == 0
         old = sidecar_files(point.checkpoint, inputs.tokenizer) if point is not None and first else {}
         blends = [phase.as_json() for phase in inputs.datasets.phases]
-        known = self.schedules, report, old, inputs.datasets.corpora, blends, self.saved
-        return Saver(self.state, inputs.tokenizer, inputs.fingerprint(), *known)
+        arguments = self.schedules, report, old, inputs.datasets.corpora, blends, self.saved
+        return Saver(self.state, inputs.tokenizer, inputs.fingerprint(), *arguments)
 
 
 def pretrain(resolved: ResolvedRun) -> int:
-    """Train as one rank of the world that the environment describes, and leave the process group; the exit code.
+    """Train as one rank of the world that the environment describes, and leave the process group; returns the exit
+    code.
 
-    Errors: as of `train`.
+    Errors: those of `train`.
     """
     try:
         code = train(resolved).code
     except KeyboardInterrupt:
-        deafen()  # the process ends, and one more Ctrl-C would only break its way out
+        deafen()  # the process ends: a further Ctrl-C must not interrupt the exit
         raise
     end_together(world_from_env().rank, resolved.run.runtime.timeout_minutes)
     disconnect()
@@ -125,14 +126,16 @@ def pretrain(resolved: ResolvedRun) -> int:
 def train(resolved: ResolvedRun, *, quiet: bool = False) -> TrainingResult:
     """Train as one rank of the world that the environment describes. quiet: print nothing.
 
-    Errors: ValueError for what the user can fix; FloatingPointError where the loss is NaN or infinite; RuntimeError for
-    what else went wrong on the way.
+    Errors: ValueError for a mistake of the user; FloatingPointError if the loss is NaN or infinite; RuntimeError for
+    other failures.
     """
-    with contextlib.ExitStack() as held:
-        held.enter_context(kept_settings())
+    with contextlib.ExitStack() as resources:
+        resources.enter_context(kept_settings())
         inputs, world, device, groups = open_rank(resolved, quiet=quiet)
         with ACTIVITY.during("loading"):
-            training = start(inputs, world.rank, world.size, device, groups, held, discard if quiet else print_line)
+            training = start(
+                inputs, world.rank, world.size, device, groups, resources, discard if quiet else print_line
+            )
         code = training.play()
     run, step = resolved.run, training.state.progress.step
     return TrainingResult(step, training.last, training.evaluation.measured, run.checkpoint.save, run.log.metrics, code)
@@ -145,7 +148,7 @@ def open_rank(resolved: ResolvedRun, *, quiet: bool = False) -> tuple[Inputs, Wo
         runtime.device, runtime.backend, runtime.timeout_minutes, runtime.phase_timeout_minutes
     )
     with ACTIVITY.during("building caches"), slowly("opening tokenizer and data", quiet=quiet or world.rank > 0):
-        inputs = open_inputs(resolved)  # when ranks have met, so that others know of one that takes long
+        inputs = open_inputs(resolved)  # after `connect`, so that the roll call can report a slow rank
     if runtime.deterministic:
         device.deterministic()
     return inputs, world, device, groups
@@ -160,18 +163,23 @@ def begin(
     held: contextlib.ExitStack,
     report: Callable[[str], None],
 ) -> StartedRun:
-    """One rank's state, filled with the weights that the run begins or resumes with, and what it trains on. held: keeps
-    its directory until it is closed. report: is given lines, on rank 0. Errors: ValueError on every rank."""
+    """Build the state of one rank, restore the weights from which the run starts or resumes, and open its task.
+
+    held: holds the lock of --save until it is closed. report: prints a line on rank 0. Errors: ValueError on every
+    rank.
+    """
     run, evaluated = inputs.run, inputs.run.evaluation
     mesh = build_mesh(run, rank, world, groups)
     check_consistent(comparable(inputs, device), mesh.everyone, device.torch, report)
-    # Before the newest checkpoint is looked for: another process that has the place may be saving one.
+    # Before the search for the newest checkpoint: another process with the lock may be saving one.
     lock(held, None if evaluated.skip_train else run.checkpoint.save, mesh, device.torch)
     exchange: JsonExchange = partial(gather_json, axis=mesh.everyone, device=device.torch) if world > 1 else alone
     check_shared(None if evaluated.skip_train else run.checkpoint.save, exchange, rank)
-    made = f"making a model of {count_words(parameters(run.model))} parameters, its gradients and its optimizer's state"
+    message = (
+        f"making a model of {count_words(parameters(run.model))} parameters, its gradients and its optimizer's state"
+    )
     quiet = rank > 0 or report is discard
-    with slowly(made, quiet=quiet):
+    with slowly(message, quiet=quiet):
         state, kind = build_state(run, mesh, device), kind_of(run)
     state.guard.level = inputs.level()
     with slowly("loading weights", quiet=quiet):
@@ -200,29 +208,28 @@ def start(
     held: contextlib.ExitStack,
     lines: Callable[[str], None] = print_line,
 ) -> Training:
-    """One rank's run, ready to play; held: as of `begin`. lines: takes what the first rank reports. Errors: ValueError
-    on every rank."""
-    begun = begin(inputs, rank, world, device, groups, held, lines if rank == 0 else discard)
-    run, state, steps = begun.inputs.run, begun.state, begun.steps
+    """Build the run of one rank, ready to play. held: see `begin`. lines: prints the lines of rank 0. Errors:
+    ValueError on every rank."""
+    started = begin(inputs, rank, world, device, groups, held, lines if rank == 0 else discard)
+    run, state, steps = started.inputs.run, started.state, started.steps
     stop = _stop(state)
     held.callback(stop.close)
     meters = _meters(run, state, steps, stop.fail, lines) if rank == 0 else None
     report = meters.report if meters is not None else discard
-    saver = begun.saver(report)
-    judged = saver.judged if saver is not None else lambda step, loss: None
-    evaluation = Evaluation(state, begun.task, stop, meters, report, judged)
-    sampler = _sampler(begun.inputs, state, meters, report)
-    due = routines(state, evaluation if begun.task.validation else None, sampler, saver, begun.copies, steps=steps)
-    introduce(begun.inputs, begun.point, state, steps, report, begun.saved)
-    of_run = state, begun.task, begun.schedules, steps, evaluation, tuple(due), stop, saver, meters, report
-    return Training(*of_run, *_watched(state, saver, meters, report, steps))
+    saver = started.saver(report)
+    on_validation = saver.judged if saver is not None else lambda step, loss: None
+    evaluation = Evaluation(state, started.task, stop, meters, report, on_validation)
+    sampler = _sampler(started.inputs, state, meters, report)
+    due = routines(state, evaluation if started.task.validation else None, sampler, saver, started.copies, steps=steps)
+    introduce(started.inputs, started.point, state, steps, report, started.saved)
+    parts = state, started.task, started.schedules, steps, evaluation, tuple(due), stop, saver, meters, report
+    return Training(*parts, *_watched(state, saver, meters, report, steps))
 
 
 def _watched(
     state: TrainState, saver: Saver | None, meters: Meters | None, report: Callable[[str], None], last: int
 ) -> tuple[Judge, StepClock, Stragglers | None, StepProfiler | None]:
-    """What looks at each step of a run, up to `last`; its faults on purpose come first, so that nothing sees them from
-    behind."""
+    """The objects that check and measure each step of a run, up to step `last`."""
     run, mesh, rank = state.run, state.mesh, state.mesh.rank
     state.probes = Probes(state.stages, state.grads, mesh, state.device.torch)
     state.injector = injector(state, run.guards.inject)
@@ -239,7 +246,8 @@ def _watched(
 
 
 def _with_former_blends(inputs: Inputs, point: ResumePoint | None, report: Callable[[str], None]) -> Inputs:
-    """The same inputs, laid out so that each corpus continues where it was, if the blend has changed since."""
+    """If the blend of corpora has changed since the checkpoint, reopen the datasets so that each corpus continues at
+    its position."""
     run = inputs.run
     if point is None or point.weights_only or run.finetuning.task != "lm" or inputs.datasets.train is None:
         return inputs
@@ -255,10 +263,10 @@ def _with_former_blends(inputs: Inputs, point: ResumePoint | None, report: Calla
 
 
 def _resume(state: TrainState, exchange: JsonExchange, report: Callable[[str], None] = discard) -> ResumePoint | None:
-    """Fill the state from where the run starts, the same on every rank. Errors: ValueError on all of them."""
+    """Restore the state from the checkpoint at which the run starts, if any. Errors: ValueError on all ranks."""
     point = find_resume_point(state.run, report, exchange)
     if point is not None:
-        together(partial(restore, state, point), exchange)  # one that cannot read is every rank's error
+        together(partial(restore, state, point), exchange)  # an error of one rank is raised on all
     return point
 
 
@@ -292,7 +300,7 @@ def _sampler(inputs: Inputs, state: TrainState, meters: Meters | None, report: C
 def _meters(
     run: RunConfig, state: TrainState, steps: int, fail: Callable[[OSError], None], lines: Callable[[str], None]
 ) -> Meters:
-    """Made when nothing can refuse the run any more: it cuts the file of metrics."""
+    """The meters of the run. Call it after all checks, because it cuts the file of metrics."""
     return Meters(
         run.log,
         start=state.progress.step,
@@ -303,7 +311,7 @@ def _meters(
         replicas=state.mesh.dp.size,
         settings=dataclasses.asdict(run),
         terms=tuple(terms) if len(terms := state.stages[0].terms) > 1 else (),
-        shown=state.pipeline.names[len(terms) :][:2],  # of preferences, their accuracy and margin
+        shown=state.pipeline.names[len(terms) :][:2],  # for dpo: accuracy and margin
         fail=fail,
         still_s=60 * run.runtime.timeout_minutes,
         lines=lines,
@@ -311,7 +319,8 @@ def _meters(
 
 
 def _check_length(run: RunConfig, dataset: Dataset | None, progress: Progress, steps: int) -> None:
-    """Check that the data last to the end, which another batch since the checkpoint changes. Errors: ValueError."""
+    """Check that the data suffice until the last step, if the batch size has changed since the checkpoint. Errors:
+    ValueError."""
     batch = run.batch
     if dataset is None or run.data.order == "cyclic" or batch.samples is not None:
         return
