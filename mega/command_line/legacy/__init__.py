@@ -1,13 +1,13 @@
-"""What users bring from other programs: command lines, launchers, shell scripts and DeepSpeed's files, as ours.
+"""Translate command lines, launchers, shell scripts and DeepSpeed files of other programs to mega.
 
-flags        flags of Megatron-LM and its forks that are no options here: dropped or refused, with a reason; flags.toml
-programs     what a program's name stands for; programs.toml
-lines        a command line, put together from both; launchers: its start; rewrites: what single programs need besides
-translation  what a line becomes, as text
+flags        flags of Megatron-LM and its forks without an option here: dropped or refused, with a reason; flags.toml
+programs     the verb and the options that a program's name implies; programs.toml
+lines        translates a command line; launchers: its start; rewrites: special rules of single programs
+translation  the result of a translation, as text
 scripts      the command lines of a shell script; nothing is executed
 tables       the TOML files
 deepspeed    a DeepSpeed JSON as options of a run; deepspeed.toml
 
-Only the command line imports this package. A spelling of an option that exists here is a property of that option, in
-core/config/sections.py.
+Only the command line imports this package. Megatron-LM's spelling of an option that mega has is a property of that
+option, in core/config/sections.py.
 """

@@ -1,11 +1,11 @@
-"""A DeepSpeed JSON as options of a run: batch, precision, ZeRO, clipping, optimizer, schedule.
+"""Translate a DeepSpeed JSON to options of a run: batch, precision, ZeRO, clipping, optimizer, schedule.
 
     {"train_micro_batch_size_per_gpu": 2, "fp16": {"enabled": true}, "zero_optimization": {"stage": 2}}
         ->  micro_batch 2, dtype fp16, zero 2
 
-Only what the file holds: its absent keys leave our defaults. A key that changes what is computed and has no option here
-is refused by name; one that only chooses how DeepSpeed does it is dropped; "auto" leaves the option to flags. Keys are
-in deepspeed.toml, those that take more than a row are here.
+Absent keys leave mega's defaults. A key that changes the computation and has no option here is refused by name; a key
+that only selects how DeepSpeed does it is dropped; "auto" leaves the option to flags. deepspeed.toml lists the keys;
+this file handles those that need more than a row.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from mega.core.config.toml import LARGEST, LIMIT, cut
 from mega.core.untrusted import parse_json, read_limited
 
 MOST_POWER = 127
-"""The largest power of two in fp32."""
+"""Exponent of the largest power of two in fp32."""
 
 Options = dict[str, Any]
 Problems = list[str]
 
 
 def read(path: str, left_out: Problems | None = None) -> Options:
-    """Option name -> value of the JSON at `path`. left_out: takes a line for each key that cannot be taken.
+    """Option name -> value of the JSON at `path`. left_out: collects a line for each key that is not supported.
 
-    Errors: ValueError with these lines, where `left_out` is None.
+    Errors: ValueError with these lines, without `left_out`.
     """
-    what = f"--deepspeed-config {path}"
-    return values(parse_json(read_limited(path, LIMIT, what), what), path, left_out)
+    source = f"--deepspeed-config {path}"
+    return values(parse_json(read_limited(path, LIMIT, source), source), path, left_out)
 
 
 def above(
     file: Mapping[str, object], path: str, flags: Mapping[str, object], left_out: Problems | None = None
 ) -> Options:
-    """The options of a TOML `file` with those of the JSON at `path`. Where both set an option, they must agree, or a
-    flag decides. left_out: as of `read`. Errors: ValueError naming the option, and as `read`.
+    """Combine the options of a TOML `file` with those of the JSON at `path`. If both set an option, they must agree, or
+    a flag must set it. left_out: as of `read`. Errors: ValueError naming the option, and as of `read`.
     """
     options = read(path, left_out)
     lines = [
@@ -54,7 +54,7 @@ def above(
 
 
 def values(content: object, source: str, left_out: Problems | None = None) -> Options:
-    """Option name -> value of a parsed file that came from `source`; left_out: as of `read`.
+    """Option name -> value, of a parsed JSON. source: the file, for messages. left_out: as of `read`.
 
     >>> values({"bf16": {"enabled": True}, "gradient_clipping": 1.0, "zero_optimization": {"stage": 1}}, "ds.json")
     {'clip_grad': 1.0, 'dtype': 'bf16', 'zero': 1}
@@ -74,14 +74,14 @@ correct the file, or leave it out by --deepspeed-lenient
     if left_out is not None:
         left_out += [f"{source}: {line}" for line in root.problems]
     elif root.problems:
-        what = "it" if len(root.problems) == 1 else "them"
-        end = f"; correct the file, or leave {what} out by --deepspeed-lenient"
+        pronoun = "it" if len(root.problems) == 1 else "them"
+        end = f"; correct the file, or leave {pronoun} out by --deepspeed-lenient"
         raise ValueError("\n".join(f"{source}: {line}" for line in root.problems) + end)
     return root.found
 
 
 class _Table:
-    """One JSON object: its keys are taken one by one, and what was not taken is refused at the end."""
+    """One JSON object. Its keys are taken one by one; `refuse_others` refuses all that remain."""
 
     def __init__(self, content: Mapping[str, object], prefix: str, parent: _Table | None = None):
         self.content, self.prefix = dict(content), prefix
@@ -90,7 +90,8 @@ class _Table:
         self.problems: Problems = parent.problems if parent is not None else []
 
     def take(self, key: str, *kinds: type) -> Any:
-        """The value at `key`, or None where it is absent, null or "auto"; of another kind is a problem."""
+        """Take the value at `key`; None if it is absent, null or "auto". A value of another kind than `kinds` is a
+        problem."""
         self.known.add(key)
         value = self.content.pop(key, None)
         if value is None or value == "auto":
@@ -101,7 +102,8 @@ class _Table:
         return value
 
     def option(self, key: str, name: str, *more_kinds: type) -> None:
-        """The value at `key` is the option `name`; more_kinds: that it may have besides the option's own."""
+        """Take the value at `key` as the option `name`. more_kinds: accepted types in addition to that of the
+        option."""
         entry = entries()[name]
         value = self.take(key, *((int, float) if entry.kind is float else (entry.kind,)), *more_kinds)
         choices = entry.choices
@@ -111,12 +113,12 @@ class _Table:
             self.found[name] = entry.kind(value)
 
     def table(self, key: str) -> _Table | None:
-        """The object at `key`."""
+        """Take the object at `key`."""
         content = self.take(key, dict)
         return None if content is None else _Table(content, f"{self.prefix}{key}.", self)
 
     def take_row(self, name: str) -> None:
-        """The keys that a row of deepspeed.toml names."""
+        """Take the keys that a row of deepspeed.toml names."""
         row = table("deepspeed")[name]
         for key, option in row.get("options", {}).items():
             self.option(key, option)
@@ -126,7 +128,7 @@ class _Table:
             self.take(key)
 
     def only(self, key: str, valid: object, why: str) -> None:
-        """A key that changes what is computed, of which one value is what happens here."""
+        """Take a key that changes the computation, and refuse all values but `valid`, which is what mega does."""
         value = self.take(key)
         if value is not None and value != valid:
             self.refuse(key, f"{json.dumps(value)} is not supported: {why}; valid: {json.dumps(valid)}")
@@ -147,7 +149,7 @@ def _precision(root: _Table) -> None:
     if fp16 is not None:
         if fp16.take("enabled", bool):
             enabled.append("fp16")
-        # 0 is DeepSpeed's word for a dynamic scale
+        # 0 means a dynamic scale in DeepSpeed
         scale = fp16.take("loss_scale", int, float)
         power = fp16.take("initial_scale_power", int)
         if enabled:
@@ -184,19 +186,21 @@ def _zero(root: _Table) -> None:
     if zero is None:
         return
     zero.take_row("zero_optimization")
-    zero.option("reduce_bucket_size", "bucket_size", float)  # DeepSpeed's pages write 5e8
+    zero.option("reduce_bucket_size", "bucket_size", float)  # DeepSpeed's documentation writes 5e8, a float
     device = _device(zero, "offload_optimizer")
     if device not in (None, "none", "cpu"):
         zero.refuse("offload_optimizer.device", f"{device} is not supported; valid: cpu, none")
     elif device is not None:
         zero.found["optimizer_offload"] = device == "cpu"
-    if (held := _device(zero, "offload_param")) not in (None, "none"):
-        zero.refuse("offload_param.device", f"{held} is not supported: parameters stay on the device; valid: none")
+    if (param_device := _device(zero, "offload_param")) not in (None, "none"):
+        zero.refuse(
+            "offload_param.device", f"{param_device} is not supported: parameters stay on the device; valid: none"
+        )
     zero.refuse_others()
 
 
 def _device(zero: _Table, key: str) -> str | None:
-    """Where something is offloaded to; how is DeepSpeed's business."""
+    """The device of an offload; DeepSpeed's other options of it are dropped."""
     offload = zero.table(key)
     if offload is None:
         return None
@@ -207,15 +211,15 @@ def _device(zero: _Table, key: str) -> str | None:
 
 
 def _optimizer(root: _Table) -> None:
-    chosen = root.table("optimizer")
-    if chosen is None:
+    optimizer = root.table("optimizer")
+    if optimizer is None:
         return
-    kind, rules = chosen.take("type", str), table("deepspeed")["optimizers"]
-    if kind is not None and kind.lower() not in (known := {name.lower(): rule for name, rule in rules.items()}):
-        chosen.refuse("type", f"{kind} is not supported{nearest(kind, rules)}; valid: {', '.join(rules)}")
+    kind, rules = optimizer.take("type", str), table("deepspeed")["optimizers"]
+    if kind is not None and kind.lower() not in (rule_of := {name.lower(): rule for name, rule in rules.items()}):
+        optimizer.refuse("type", f"{kind} is not supported{nearest(kind, rules)}; valid: {', '.join(rules)}")
     elif kind is not None:
-        root.found["optimizer"] = known[kind.lower()]
-    params = chosen.table("params")
+        root.found["optimizer"] = rule_of[kind.lower()]
+    params = optimizer.table("params")
     if params is not None:
         params.take_row("optimizer.params")
         largest = params.take("max_grad_norm", int, float)
@@ -231,20 +235,22 @@ def _optimizer(root: _Table) -> None:
             if params.take(bound) is not None:
                 params.refuse(bound, "LAMB's ratio has no bounds here; leave the key out")
         params.refuse_others()
-    chosen.take_row("optimizer")
-    chosen.refuse_others()
+    optimizer.take_row("optimizer")
+    optimizer.refuse_others()
 
 
 def _scheduler(root: _Table) -> None:
-    """Schedules as warm-up and decay; their largest rate overrides the optimizer's."""
-    chosen = root.table("scheduler")
-    if chosen is None:
+    """Translate a schedule to warm-up and decay. Its maximum rate overrides that of the optimizer."""
+    scheduler = root.table("scheduler")
+    if scheduler is None:
         return
-    kind, schedules = chosen.take("type", str), table("deepspeed")["schedules"]
-    params = chosen.table("params") or _Table({}, "scheduler.params.", root)
-    chosen.refuse_others()
+    kind, schedules = scheduler.take("type", str), table("deepspeed")["schedules"]
+    params = scheduler.table("params") or _Table({}, "scheduler.params.", root)
+    scheduler.refuse_others()
     if kind not in schedules:
-        chosen.refuse("type", f"{kind} is not supported{nearest(str(kind), schedules)}; valid: {', '.join(schedules)}")
+        scheduler.refuse(
+            "type", f"{kind} is not supported{nearest(str(kind), schedules)}; valid: {', '.join(schedules)}"
+        )
         return
     params.found["lr_decay"] = schedules[kind]
     params.take_row(kind)
@@ -259,7 +265,7 @@ def _scheduler(root: _Table) -> None:
 
 
 def _range_test(params: _Table) -> None:
-    """min_lr (1 + rate x step / size) grows by min_lr every size / rate steps."""
+    """The rate min_lr (1 + rate x step / size) grows by min_lr every size / rate steps."""
     size = params.take("lr_range_test_step_size", int)
     rate = params.take("lr_range_test_step_rate", int, float)
     steps = (2000 if size is None else size) / (rate or 1.0)
@@ -270,7 +276,7 @@ def _range_test(params: _Table) -> None:
 
 
 def _one_cycle(params: _Table) -> None:
-    """Up from cycle_min_lr in the first part, down again in the second, where it stays."""
+    """The rate rises from cycle_min_lr in the first part, falls back in the second, and remains there."""
     first = params.take("cycle_first_step_size", int)
     second = params.take("cycle_second_step_size", int)
     first = 2000 if first is None else first
@@ -282,14 +288,14 @@ def _one_cycle(params: _Table) -> None:
 
 
 def _warm_up(kind: str, params: _Table) -> None:
-    found = params.found
-    found.setdefault("lr_warmup_steps", 1000)
-    found.setdefault("lr_warmup_style", "log")
+    options = params.found
+    options.setdefault("lr_warmup_steps", 1000)
+    options.setdefault("lr_warmup_style", "log")
     if kind == "WarmupCosineLR":
         for key, name, default in (("warmup_min_ratio", "lr_warmup_init", 0.0), ("cos_min_ratio", "min_lr", 1e-4)):
             ratio = params.take(key, int, float)
-            if "lr" in found:
-                found[name] = (default if ratio is None else ratio) * found["lr"]
+            if "lr" in options:
+                options[name] = (default if ratio is None else ratio) * options["lr"]
             else:
                 params.refuse(key, "is a share of optimizer.params.lr, which is absent")
 

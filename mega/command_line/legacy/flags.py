@@ -1,8 +1,9 @@
-"""Flags of Megatron-LM and of DeepSpeed's forks of it that are no options here: those that mean nothing any more, and
-those refused, from flags.toml.
+"""Flags of Megatron-LM and of DeepSpeed's forks that have no option here, from flags.toml: obsolete ones and refused
+ones.
 
-A flag that *is* an option carries its Megatron-LM spelling in core/config/sections.py; what a program's name stands for
-is in programs.py. These flags are accepted with one line on why they change nothing, or refused with one line on why.
+The Megatron-LM spelling of an option is a property of the option, in core/config/sections.py; programs.py handles names
+of programs. An obsolete flag is accepted with a line that says why it has no effect; a refused flag is an error with
+its reason.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from mega.command_line.argv import MANY, Drops, Refuses
 from mega.command_line.legacy.tables import table
 
 _COUNTS = {"switches": 0, "values": 1, "lists": MANY}
-"""How flags that change nothing are listed -> how many values follow each."""
+"""Key of obsolete flags in flags.toml -> number of values that follow each flag."""
 
 
 @functools.cache
 def obsolete_flags() -> Mapping[str, Drops | Refuses]:
-    """Every such flag, and what becomes of it; one that ends in `*` is all that begin so.
+    """Every such flag -> its meaning. A flag that ends in `*` matches all flags with this prefix.
 
     >>> obsolete_flags()["--DDP-impl"]
     Drops(values=1, reason='gradients always lie in contiguous buckets', families=(), only=())

@@ -1,4 +1,4 @@
-"""Launchers of old command lines: how `mega` is started where torchrun, DeepSpeed or mpirun started a program."""
+"""Translate launchers: how `mega` is started in place of a program under torchrun, DeepSpeed or mpirun."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _LAUNCH_SWITCHES = ("--standalone", "--use_env", "--use-env", "--no_python", "--
 
 
 def start(launcher: Sequence[str], verb: str, known: Collection[str], result: Translation) -> list[str]:
-    """How a verb is started where the old line was started so."""
-    here = ["mega", *verb.split()]
+    """The words that start a verb, given the launcher of the old line."""
+    mega_words = ["mega", *verb.split()]
     words = [word for word in launcher if word != "-u" and not re.fullmatch(r"(.*/)?python[\d.]*", word)]
-    for at, word in enumerate(words):
+    for index, word in enumerate(words):
         if PurePosixPath(word).name == "deepspeed":
-            return [*words[:at], *_of_deepspeed(words[at + 1 :], here, known, result)]
-        if _is_torchrun(words, at):
-            return [*words[:at], *_of_torchrun(words[at + (2 if word == "-m" else 1) :], here, known)]
+            return [*words[:index], *_of_deepspeed(words[index + 1 :], mega_words, known, result)]
+        if _is_torchrun(words, index):
+            return [*words[:index], *_of_torchrun(words[index + (2 if word == "-m" else 1) :], mega_words, known)]
     inner = len(words) > 1 and words[-1] == "-c" and PurePosixPath(words[-2]).name in ("sh", "bash")
-    return [*(words[:-2] if inner else words), *here]
+    return [*(words[:-2] if inner else words), *mega_words]
 
 
 def _is_torchrun(words: Sequence[str], index: int) -> bool:
@@ -33,32 +33,33 @@ def _is_torchrun(words: Sequence[str], index: int) -> bool:
 
 
 def options_of(words: Sequence[str]) -> dict[str, str]:
-    """A launcher's options, with hyphens; under "" a word that is none of them, as a variable that is left open."""
-    found: dict[str, str] = {}
+    """The options of a launcher, spelled with hyphens. The key "" holds a word that is not an option, such as a
+    variable that is not set."""
+    options: dict[str, str] = {}
     rest = list(words)
     while rest:
-        flag, attached, value = rest.pop(0).partition("=")
+        flag, equals_sign, value = rest.pop(0).partition("=")
         if not flag.startswith("-"):
-            found[""] = flag
+            options[""] = flag
         elif flag not in _LAUNCH_SWITCHES:
-            found[flag.replace("_", "-")] = value if attached else rest.pop(0) if rest else ""
-    return found
+            options[flag.replace("_", "-")] = value if equals_sign else rest.pop(0) if rest else ""
+    return options
 
 
 def _of_torchrun(words: Sequence[str], here: Sequence[str], known: Collection[str]) -> list[str]:
-    given = options_of(words)
-    count = given.get("--nproc-per-node", "1")
-    if given.get("--nnodes", "1") == "1" and "--nproc" in known and count.isdecimal() and "" not in given:
+    options = options_of(words)
+    count = options.get("--nproc-per-node", "1")
+    if options.get("--nnodes", "1") == "1" and "--nproc" in known and count.isdecimal() and "" not in options:
         return [*here, *(["--nproc", count] if count != "1" else [])]
-    kept = [word for word in words if word not in ("--use_env", "--use-env")]
-    return ["torchrun", *kept, "-m", *here]
+    launcher_words = [word for word in words if word not in ("--use_env", "--use-env")]
+    return ["torchrun", *launcher_words, "-m", *here]
 
 
 def _of_deepspeed(words: Sequence[str], here: Sequence[str], known: Collection[str], result: Translation) -> list[str]:
-    """DeepSpeed starts a rank on every GPU of a host where it is not told how many."""
-    given = options_of(words)
-    nodes, count = given.pop("--num-nodes", "1"), given.pop("--num-gpus", "gpu")
-    for flag, value in given.items():
+    """Without --num_gpus, DeepSpeed starts a rank on every GPU of a host."""
+    options = options_of(words)
+    nodes, count = options.pop("--num-nodes", "1"), options.pop("--num-gpus", "gpu")
+    for flag, value in options.items():
         if flag not in ("--master-addr", "--master-port"):
             result.lacking.append(
                 f"deepspeed {flag} {value}: ranks are not placed from here; start torchrun on each host, or mpirun"

@@ -1,10 +1,9 @@
-"""Old command lines as those of `mega` that do the same, with a line for each thing that has no counterpart.
+"""Translate command lines of other programs to `mega`, and report everything that has no counterpart.
 
     pretrain_bert.py --num-layers 24 --fp16 --DDP-impl torch  ->  mega pretrain --family bert --layers 24 --dtype fp16
 
-What a program's name stands for is in programs.toml, what a flag does in config/sections.py and flags.toml, and which
-spellings a verb answers to is given by the caller. This file puts the three together; it opens nothing that a line
-names.
+programs.toml says what a program's name implies, config/sections.py and flags.toml what a flag does; the caller
+supplies the spellings that a verb accepts. This file combines the three, and opens no file that a line names.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from mega.command_line.legacy.scripts import CommandLine
 from mega.command_line.legacy.translation import Translation
 
 SpellingsOf = Callable[[str], Mapping[str, Meaning]]
-"""A verb, or a verb of a verb's such as `data merge` -> every spelling that it answers to."""
+"""A verb, or a subcommand such as `data merge` -> every spelling that it accepts."""
 
 NULL = (
     "NullTokenizer adds an end of document to its --vocab-size ids, as in Megatron-LM 23.06; add --null-eod-last where "
@@ -29,20 +28,20 @@ NULL = (
 
 
 def translated(line: CommandLine, spellings_of: SpellingsOf) -> Translation:
-    """`line` as `mega` has it. Errors: ValueError where its program is not known."""
+    """Translate `line` to `mega`. Errors: ValueError if its program is unknown."""
     program = program_of(line.program, line.words)
     if not program.verb:
         return Translation("", lacking=[f"{line.program}: {program.why}"])
     if program.whole:
         return WHOLE[program.whole](line, lambda part: translated(part, spellings_of))
     of_verb = spellings_of(program.verb)
-    known = _known(program, of_verb)
+    meaning_of = _known(program, of_verb)
     words = BEFORE[program.before](line.words) if program.before else line.words
-    found = read(list(_renamed(words, program)), known)
-    placed = _arguments(found, program)
-    settings = _with_defaults([*found.settings, *placed], program, of_verb)
-    dropped = [note.replace(" is accepted and changes nothing", "") for note in found.notes]
-    result = Translation(program.verb, dropped=dropped, lacking=_reasons(found, placed))
+    read_line = read(list(_renamed(words, program)), meaning_of)
+    placed = _arguments(read_line, program)
+    settings = _with_defaults([*read_line.settings, *placed], program, of_verb)
+    dropped = [note.replace(" is accepted and changes nothing", "") for note in read_line.notes]
+    result = Translation(program.verb, dropped=dropped, lacking=_reasons(read_line, placed))
     result.holes += [program.hole] if program.hole else []
     if not line.words:
         result.lacking.append(f"{line.program}: names no flags; mega {program.verb} --help shows what it needs")
@@ -54,26 +53,28 @@ def translated(line: CommandLine, spellings_of: SpellingsOf) -> Translation:
         switches = {setting.flag for setting in settings if setting.switch}
         settings = [Setting(flag, values, flag in switches) for flag, values in options.items()]
     typed = [word for setting in settings for word in _typed(setting, program)]
-    typed += [word for word in found.others if word.startswith("-")]
-    result.commands.append([*start(line.launcher, program.verb, known, result), *typed])
+    typed += [word for word in read_line.others if word.startswith("-")]
+    result.commands.append([*start(line.launcher, program.verb, meaning_of, result), *typed])
     return result
 
 
 def _known(program: Program, of_verb: Mapping[str, Meaning]) -> dict[str, Meaning]:
-    """What the verb of a program answers to, and the program's own flags."""
-    found: dict[str, Meaning] = dict(of_verb)
-    # The words that no flag names could follow one that is dropped, so that those take as many as they have.
+    """The spellings that the verb of a program accepts, and the program's own flags."""
+    meaning_of: dict[str, Meaning] = dict(of_verb)
+    # A positional word may follow a dropped flag, so dropped flags take exactly one value if the program has positional
+    # words.
     count = 1 if program.arguments else MANY
-    found |= {flag: Drops(count, reason) for flag, reason in program.drops.items()}
-    found |= {flag: Drops(0, reason) for flag, reason in program.drops_switches.items()}
-    found |= {
-        flag: Sets(ours, 1, choices=tuple(names), renames=names) for flag, (ours, names) in program.values.items()
+    meaning_of |= {flag: Drops(count, reason) for flag, reason in program.drops.items()}
+    meaning_of |= {flag: Drops(0, reason) for flag, reason in program.drops_switches.items()}
+    meaning_of |= {
+        flag: Sets(mega_flag, 1, choices=tuple(names), renames=names)
+        for flag, (mega_flag, names) in program.values.items()
     }
-    return found | {flag: Refuses(reason) for flag, reason in program.lacks.items()}
+    return meaning_of | {flag: Refuses(reason) for flag, reason in program.lacks.items()}
 
 
 def _arguments(found: ReadLine, program: Program) -> list[Setting]:
-    """The positional words of a line as options of mega."""
+    """Turn the positional words of a line into options of mega."""
     words = [word for word in found.others if not word.startswith("-")]
     flags = program.arguments[: len(words)]
     return [
@@ -83,32 +84,33 @@ def _arguments(found: ReadLine, program: Program) -> list[Setting]:
 
 
 def _renamed(words: Sequence[str], program: Program) -> Iterator[str]:
-    """The words of a line, with the program's own flags under our names."""
+    """Yield the words of a line, with the program's own flags renamed to mega's."""
     names = {old.replace("_", "-"): new for old, new in program.renames.items()}
     for word in words:
-        word = word.strip() or word  # of a line that continues though a blank follows its backslash
-        flag, attached, value = word.partition("=")
+        word = word.strip() or word  # a backslash followed by a blank leaves a word of blanks
+        flag, equals_sign, value = word.partition("=")
         new = names.get(flag.replace("_", "-")) if word.startswith("--") else None
-        yield word if new is None else f"{new}{attached}{value}"
+        yield word if new is None else f"{new}{equals_sign}{value}"
 
 
 def _with_defaults(settings: Sequence[Setting], program: Program, known: Mapping[str, Meaning]) -> list[Setting]:
-    """The settings of a line, below what its program's name says, and above what that leaves out."""
-    given = {setting.flag for setting in settings}
+    """The settings of a line, preceded by the settings that the program's name implies and followed by the program's
+    defaults."""
+    flags = {setting.flag for setting in settings}
     adds, defaults = (_stated(row, known) for row in (program.adds, program.defaults))
-    added = [setting for setting in (*adds, *defaults) if setting.flag not in given]
-    first = [setting for setting in added if setting in adds]
-    return [*first, *settings, *(setting for setting in added if setting not in first)]
+    extra = [setting for setting in (*adds, *defaults) if setting.flag not in flags]
+    first = [setting for setting in extra if setting in adds]
+    return [*first, *settings, *(setting for setting in extra if setting not in first)]
 
 
 def _stated(row: Mapping[str, str], known: Mapping[str, Meaning]) -> list[Setting]:
-    """The settings of flags and values; "" of a switch, a verb's own included."""
-    found = read([word for flag, value in row.items() for word in (flag, value) if word], known)
-    return [*found.settings, *(Setting(flag, ["true"], True) for flag in found.others)]
+    """The settings of flag -> value, where "" is that of a switch, including switches of the verb itself."""
+    read_line = read([word for flag, value in row.items() for word in (flag, value) if word], known)
+    return [*read_line.settings, *(Setting(flag, ["true"], True) for flag in read_line.others)]
 
 
 def _reasons(found: ReadLine, placed: Sequence[Setting]) -> list[str]:
-    """What is wrong with a line, and words of it that are no flags. placed: options made of such words."""
+    """Mistakes of a line, and its unused positional words. placed: options made from positional words."""
     used = sum(len(setting.values) for setting in placed)
     unused = [word for word in found.others if not word.startswith("-")][used:]
     words = [f"{word}: is no flag, nor a flag's value" for word in unused]
@@ -116,7 +118,7 @@ def _reasons(found: ReadLine, placed: Sequence[Setting]) -> list[str]:
 
 
 def _typed(setting: Setting, program: Program) -> list[str]:
-    """A setting as a person types it."""
+    """The words of a setting, as a user types them."""
     if setting.switch:
         return setting.words
     lowers = setting.flag in program.lowers

@@ -1,9 +1,10 @@
-"""What the name of an old program stands for: Megatron-LM's scripts and tools of 2019 to 2024, its forks', fairseq's.
+"""The verb and the options that the name of a program implies: scripts and tools of Megatron-LM (2019 to 2024), of its
+forks and of fairseq.
 
-No flag of theirs names the model family or what is to be done; the program's name does. A row of programs.toml says
-which verb of `mega` does the same, what the name adds to its line, and which of the program's own flags are called
-otherwise, change nothing, or have no counterpart. Flags that training shares are in config/sections.py and flags.toml.
-This file knows names, and neither how a line is split into words nor what a verb does.
+These programs have no flag for the model family or the task; the program's name implies both. A row of programs.toml
+names the verb of `mega` that does the same, the flags that the name implies, and those of the program's own flags that
+are renamed, have no effect, or have no counterpart. Flags of training are in config/sections.py and flags.toml. This
+file knows names of programs, but neither how a line is split into words nor what a verb does.
 """
 
 from __future__ import annotations
@@ -20,46 +21,49 @@ from mega.core.config.compose import nearest
 
 @dataclass(frozen=True)
 class Program:
-    """One program.
-
-    verb: words of `mega` that do the same; "" where nothing does, for the reason `why`.
-    adds: flag -> value, or "" of a switch, that the name alone stands for.
-    defaults: the same, where the line does not give the flag.
-    renames: its flags -> ours. drops: its flags that change nothing -> why. lacks: its flags without a counterpart.
-    lowers: flags whose values are names that we write in lower case.
-    values: its flags -> our flag, and its values -> ours; others are refused.
-    drops_switches: as drops, of flags without a value.
-    arguments: our flags for the words of its line that no flag names, in their order; the last takes all that follow.
-    hole: what has to be given before the new line runs: a variable of it, and what that is.
-    before, after, whole: what else its line needs, by name: functions of rewrites.py.
-    when: flag -> its values with which the row holds.
-    """
+    """One row of programs.toml: a program, or a program with certain flags."""
 
     verb: str = ""
+    """Verb of `mega` that does the same; "" if there is none, for the reason `why`."""
     adds: Mapping[str, str] = field(default_factory=dict)
+    """Flag -> value that the program's name implies; the value of a switch is ""."""
     defaults: Mapping[str, str] = field(default_factory=dict)
+    """The same, for flags that the line does not set."""
     renames: Mapping[str, str] = field(default_factory=dict)
+    """Flag of the program -> mega's."""
     drops: Mapping[str, str] = field(default_factory=dict)
+    """Flag of the program without effect -> the reason."""
     drops_switches: Mapping[str, str] = field(default_factory=dict)
+    """As `drops`, for flags without a value."""
     lacks: Mapping[str, str] = field(default_factory=dict)
+    """Flag of the program without a counterpart -> the reason."""
     values: Mapping[str, tuple[str, Mapping[str, str]]] = field(default_factory=dict)
+    """Flag of the program -> (mega's flag, value of the program -> mega's value); other values are refused."""
     lowers: tuple[str, ...] = ()
+    """Flags whose values mega writes in lower case."""
     arguments: tuple[str, ...] = ()
+    """Mega's flags for the positional words of the line, in order; the last flag takes all remaining words."""
     hole: str = ""
+    """A variable of the new line that the user has to set, with its meaning."""
     why: str = ""
+    """The reason why there is no counterpart."""
     before: str = ""
+    """Name of a function in rewrites.BEFORE, applied to the words of the line."""
     after: str = ""
+    """Name of a function in rewrites.AFTER, applied to the translated options."""
     whole: str = ""
+    """Name of a function in rewrites.WHOLE, which translates the whole line."""
     when: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Flag -> its values for which this row applies."""
 
 
 def hole(name: str) -> str:
-    """A variable that has to be set, and to what."""
+    """A variable that the user has to set, with its meaning."""
     return f"{name}: {table('programs')['holes'][name]}"
 
 
 def _program(row: Mapping[str, Any]) -> Program:
-    """A row of the table: its reasons stand before their flags, and a switch is true."""
+    """Build a program from a row of the table, which maps reasons to flags and marks switches with true."""
     read = {key: value for key, value in row.items() if key != "names"}
     for key in ("adds", "defaults"):
         read[key] = {flag: "" if value is True else value for flag, value in row.get(key, {}).items()}
@@ -77,28 +81,28 @@ def _renames(choices: Sequence[str] | Mapping[str, str]) -> Mapping[str, str]:
 
 @functools.cache
 def programs() -> Mapping[str, Sequence[Program]]:
-    """Every known program by the name of its file: its rows, of which the first that holds counts."""
+    """File name of every known program -> its rows; the first row that applies counts."""
     return _by_name("program")
 
 
 @functools.cache
 def _tasks() -> Mapping[str, Sequence[Program]]:
-    """The tasks of tasks/main.py by their names in lower case."""
+    """Task of tasks/main.py, in lower case -> its rows."""
     return _by_name("task")
 
 
 def _by_name(kind: str) -> Mapping[str, Sequence[Program]]:
-    found: dict[str, list[Program]] = {}
+    rows_by_name: dict[str, list[Program]] = {}
     for row in table("programs")[kind]:
         for name in row["names"]:
-            found.setdefault(name, []).append(_program(row))
-    return found
+            rows_by_name.setdefault(name, []).append(_program(row))
+    return rows_by_name
 
 
 def program_of(name: str, words: Sequence[str]) -> Program:
-    """The row of a program that is called by `name`, whatever its folder, with these words after it.
+    """The row of the program `name`, in any folder, that applies to these words.
 
-    Errors: ValueError where it is not known.
+    Errors: ValueError if the program is unknown.
 
     >>> program_of("tasks/main.py", ["--task", "LAMBADA"]).verb
     'eval'
@@ -118,9 +122,9 @@ def program_of(name: str, words: Sequence[str]) -> Program:
 
 
 def is_program(word: str, *, known: bool = False) -> bool:
-    """Whether a word of a command line names a program, known or not.
+    """Whether a word of a command line names a program, even an unknown one.
 
-    known: whether only a program that is known here counts.
+    known: accept only known programs.
 
     >>> is_program("tools/preprocess_data.py"), is_program("fairseq-train"), is_program("--nproc_per_node")
     (True, True, False)
@@ -132,7 +136,7 @@ def is_program(word: str, *, known: bool = False) -> bool:
 
 
 def _task(words: Sequence[str]) -> Program:
-    """tasks/main.py, or tools/retro/main.py. Errors: ValueError where no --task that is known is given."""
+    """The row of tasks/main.py or tools/retro/main.py. Errors: ValueError if no known --task is given."""
     if _value(words, "--retro-tasks") is not None:
         return programs()["tools/retro/main.py"][0]
     task = _value(words, "--task")
@@ -140,16 +144,16 @@ def _task(words: Sequence[str]) -> Program:
         raise ValueError("main.py: names no --task, which says what it does")
     if task.lower() not in _tasks():
         raise ValueError(f"main.py --task {task}: is not a task that is known here{nearest(task.lower(), _tasks())}")
-    (found,) = _tasks()[task.lower()]
+    (program,) = _tasks()[task.lower()]
     scored = _value(words, "--train-data") is None or _value(words, "--epochs") == "0"
-    return _tasks()["lambada"][0] if found.verb == "finetune" and scored else found
+    return _tasks()["lambada"][0] if program.verb == "finetune" and scored else program
 
 
 def _value(words: Sequence[str], flag: str) -> str | None:
-    """The first value of a flag; "" of one without."""
+    """The first value of a flag; "" for a flag without values, None if it is absent."""
     for index, word in enumerate(words):
-        name, attached, value = word.partition("=")
+        name, equals_sign, value = word.partition("=")
         if name == flag:
             following = words[index + 1] if index + 1 < len(words) else "--"
-            return value if attached else "" if following.startswith("--") else following
+            return value if equals_sign else "" if following.startswith("--") else following
     return None

@@ -1,7 +1,7 @@
-"""What single programs need besides a table of their flags: words that are regrouped, commands that come first.
+"""Special rules of single programs, beyond a table of flags: regrouped words, preceding commands.
 
-`BEFORE` changes the words of a program's line before they are read, `AFTER` the options of the last command, and
-`WHOLE` translates a line on its own. A program's row in programs.toml names them.
+Functions of `BEFORE` change the words of a line before they are read, those of `AFTER` change the options of the last
+command, and those of `WHOLE` translate a whole line. The row of a program in programs.toml names its functions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mega.core.config.corpora import is_number
 from mega.core.config.presets import FAMILY_DEFAULTS
 
 Translate = Callable[[CommandLine], Translation]
-"""How a part of a line is translated."""
+"""A function that translates a part of a line."""
 
 PADDING = (
     "T5's cross attention attends to the encoder's padding up to Megatron-core 0.5; leave --memory-padding out where "
@@ -28,13 +28,13 @@ PADDING = (
 
 
 def _corpora() -> Mapping[str, str]:
-    """Names of corpora in Megatron-LM of 2019 -> their texts, each with the key `text`."""
-    found: Mapping[str, str] = table("programs")["corpora"]
-    return found
+    """Name of a corpus in Megatron-LM of 2019 -> its file of texts, with the key `text`."""
+    corpora: Mapping[str, str] = table("programs")["corpora"]
+    return corpora
 
 
 def _texts_first(result: Translation, options: dict[str, list[str]]) -> None:
-    """Training of 2019 read texts; their tokens are made before. Its checkpoints came every 5,000 steps."""
+    """Training of 2019 read texts and saved every 5,000 steps: tokenize the texts first, and set --save-interval."""
     if "--save" in options and "--save-interval" not in options:
         options["--save-interval"] = ["5000"]
     texts = options.get("--train-data", [])
@@ -48,21 +48,30 @@ def _texts_first(result: Translation, options: dict[str, list[str]]) -> None:
     prefixes: list[str] = []
     for text in texts:
         prefix = PurePosixPath(text).name.split(".")[0]
-        if f"{prefix}_text_{level}" in prefixes:  # a file of that name in another folder
+        if f"{prefix}_text_{level}" in prefixes:  # a file of the same name in another folder
             prefix += f"-{len(prefixes) + 1}"
         prefixes.append(f"{prefix}_text_{level}")
         tokenizer = ("--tokenizer", "--vocab-file", "--merge-file", "--tokenizer-model")
-        made = [word for flag in tokenizer if flag in options for word in (flag, *options[flag])]
+        tokenizer_words = [word for flag in tokenizer if flag in options for word in (flag, *options[flag])]
         cut = ["--split-sentences"] if sentences else ["--append-eod"]
         result.commands.append(
-            ["mega", "preprocess", "--input", _corpora().get(text, text), "--output-prefix", prefix, *cut, *made]
+            [
+                "mega",
+                "preprocess",
+                "--input",
+                _corpora().get(text, text),
+                "--output-prefix",
+                prefix,
+                *cut,
+                *tokenizer_words,
+            ]
         )
     options["--data-path"] = [word for prefix in prefixes for word in ("1", prefix)] if len(prefixes) > 1 else prefixes
     del options["--train-data"]
 
 
 def _downloaded(result: Translation, options: dict[str, list[str]]) -> None:
-    """The tokenizer's files were downloaded by name; the new lines have a variable in their place."""
+    """The old program downloaded the files of the tokenizer; the new line has variables in their place."""
     if options.get("--tokenizer") == ["GPT2BPETokenizer"]:
         options |= {"--vocab-file": ["$GPT2/vocab.json"], "--merge-file": ["$GPT2/merges.txt"]}
         result.holes.append(hole("GPT2"))
@@ -76,20 +85,20 @@ def _is_text(word: str) -> bool:
 
 
 def _validated(result: Translation, options: dict[str, list[str]]) -> None:
-    """--data-path2 is what is validated, and --data-path then only trains."""
+    """--data-path2 is the validation data; --data-path then holds only training data."""
     if "--valid-data" in options and "--data-path" in options:
         options["--train-data"] = options.pop("--data-path")
         options.pop("--split", None)
 
 
 def _merged(result: Translation, options: dict[str, list[str]]) -> None:
-    """merge_mp_partitions.py wrote where it read."""
+    """merge_mp_partitions.py wrote into its input folder; mega needs a new one."""
     if "--load-dir" in options and "--save-dir" not in options:
         options["--save-dir"] = [options["--load-dir"][0].rstrip("/") + "-merged"]
 
 
 def _from_megatron(result: Translation, options: dict[str, list[str]]) -> None:
-    """Hugging Face's form is written from a checkpoint of ours."""
+    """Only mega checkpoints are exported to Hugging Face's format, so convert to one first."""
     if "--load-dir" in options:
         source = options["--load-dir"][0].rstrip("/")
         result.commands.append(["mega", "reshard", "--load-dir", source, "--save-dir", f"{source}-mega"])
@@ -103,7 +112,7 @@ def _prompts(result: Translation, options: dict[str, list[str]]) -> None:
 
 
 def _visible_padding(result: Translation, options: dict[str, list[str]]) -> None:
-    """The decoder of the releases whose T5 is not Megatron-core's attends to padding; see --memory-padding."""
+    """In releases whose T5 is not that of Megatron-core, the decoder attends to padding; see --memory-padding."""
     if any(line.startswith("--use-mcore-models") for line in result.dropped):
         return
     unfused = any(line.startswith("--no-masked-softmax-fusion") for line in result.dropped)
@@ -114,97 +123,98 @@ def _visible_padding(result: Translation, options: dict[str, list[str]]) -> None
 
 def _gpt2_scores(words: Sequence[str]) -> list[str]:
     """run_gpt2_eval.py of 2019: WikiText-103, LAMBADA by --cloze-eval, windows of WebText by --webtext-eval."""
-    kept, batch, batches = list[str](), "16", "5000"
+    other_words, batch, batches = list[str](), "16", "5000"
     task = ["--task", "wikitext103"]
     rest = list(words)
     while rest:
         word = rest.pop(0)
-        name, attached, value = word.replace("_", "-").partition("=")
+        name, equals_sign, value = word.replace("_", "-").partition("=")
         if name == "--cloze-eval":
             task = ["--task", "lambada"]
         elif name == "--webtext-eval":
             task = ["--task", "ppl"]
         elif name in ("--eval-iters", "--batch-size"):
-            number = value if attached else rest.pop(0) if rest else ""
+            number = value if equals_sign else rest.pop(0) if rest else ""
             batch, batches = (number, batches) if name == "--batch-size" else (batch, number)
-            kept += [name, number] if name == "--batch-size" else []
+            other_words += [name, number] if name == "--batch-size" else []
         else:
-            kept.append(word)
+            other_words.append(word)
     if task[1] == "ppl" and batch.isdecimal() and batches.isdecimal():
         task += ["--random-windows", str(int(batch) * int(batches))]
-    return [*task, *kept]
+    return [*task, *other_words]
 
 
 def _keyed_inputs(words: Sequence[str]) -> list[str]:
-    """find_duplicates.py's --inputs FILE KEY FILE KEY, and where the documents that are kept go."""
-    kept, rest = list[str](), list(words)
+    """Split find_duplicates.py's --inputs FILE KEY FILE KEY, and add the folder of kept documents."""
+    new_words, rest = list[str](), list(words)
     while rest:
         word = rest.pop(0)
         if word != "--inputs":
-            kept.append(word)
+            new_words.append(word)
             continue
         values = list[str]()
         while rest and not rest[0].startswith("--"):
             values.append(rest.pop(0))
-        kept += ["--input", *values[::2], *(["--id-key", values[1]] if len(values) > 1 else [])]
-    if "--output" in kept:
-        kept += ["--kept", f"{kept[kept.index('--output') + 1]}-kept"]
-    return kept
+        new_words += ["--input", *values[::2], *(["--id-key", values[1]] if len(values) > 1 else [])]
+    if "--output" in new_words:
+        new_words += ["--kept", f"{new_words[new_words.index('--output') + 1]}-kept"]
+    return new_words
 
 
 def _ngram_tasks(words: Sequence[str]) -> list[str]:
-    """filter_ngrams.py's --tasks NAME ..., --lambada-path FILE and --dedup-dataset FILE KEY."""
-    kept, rest, tasks, paths = list[str](), list(words), list[str](), dict[str, str]()
+    """Combine filter_ngrams.py's --tasks NAME ..., --lambada-path FILE and --dedup-dataset FILE KEY."""
+    new_words, rest, tasks, paths = list[str](), list(words), list[str](), dict[str, str]()
     while rest:
         word = rest.pop(0)
-        name, attached, value = word.replace("_", "-").partition("=")
-        values = [value] if attached else []
-        while not attached and rest and not rest[0].startswith("--"):
+        name, equals_sign, value = word.replace("_", "-").partition("=")
+        values = [value] if equals_sign else []
+        while not equals_sign and rest and not rest[0].startswith("--"):
             values.append(rest.pop(0))
         if name == "--tasks":
             tasks += values
         elif name == "--lambada-path":
             paths["lambada"] = values[0] if values else ""
         elif name == "--dedup-dataset":
-            kept += ["--input", *values[:1], *(["--json-key", values[1]] if len(values) > 1 else [])]
+            new_words += ["--input", *values[:1], *(["--json-key", values[1]] if len(values) > 1 else [])]
         else:
-            kept += [word, *([] if attached else values)]
-    named = [f"{task}={paths.get(task, f'$TASKS/{task}')}" for task in tasks]
-    return [*(["--task-data", *named] if named else []), *kept]
+            new_words += [word, *([] if equals_sign else values)]
+    task_data = [f"{task}={paths.get(task, f'$TASKS/{task}')}" for task in tasks]
+    return [*(["--task-data", *task_data] if task_data else []), *new_words]
 
 
 def _shares(words: Sequence[str]) -> list[str]:
-    """split_json.py's --test_percent VALID TEST, which are fractions, as shares of all three parts."""
-    kept = list(words)
-    for index, word in enumerate(kept):
+    """Turn split_json.py's --test_percent VALID TEST, which are fractions, into shares of all three parts."""
+    new_words = list(words)
+    for index, word in enumerate(new_words):
         if word.replace("-", "_") == "__test_percent":
-            values = kept[index + 1 : index + 3]
+            values = new_words[index + 1 : index + 3]
             valid, test = (float(value) * 100 for value in values) if all(map(is_number, values)) else (5.0, 0.0)
-            kept[index : index + 3] = ["--split", f"{100 - valid - test:g},{valid:g},{test:g}"]
+            new_words[index : index + 3] = ["--split", f"{100 - valid - test:g},{valid:g},{test:g}"]
             break
-    return kept
+    return new_words
 
 
 def _two_betas(words: Sequence[str]) -> list[str]:
-    """fairseq's --adam-betas "(0.9, 0.98)" as two options, and what its fp16 stands for."""
-    kept, rest = list[str](), list(words)
+    """Split fairseq's --adam-betas "(0.9, 0.98)" into two options, and add the dtype that its memory-efficient flags
+    imply."""
+    new_words, rest = list[str](), list(words)
     while rest:
         word = rest.pop(0)
-        name, attached, value = word.partition("=")
+        name, equals_sign, value = word.partition("=")
         if name == "--adam-betas":
-            while not attached and rest and not rest[0].startswith("--"):
+            while not equals_sign and rest and not rest[0].startswith("--"):
                 value += rest.pop(0)
             for flag, beta in zip(("--adam-beta1", "--adam-beta2"), re.findall(r"[\d.e-]+", value), strict=False):
-                kept += [flag, beta]
+                new_words += [flag, beta]
         elif name in ("--memory-efficient-fp16", "--memory-efficient-bf16"):
-            kept += [word, f"--{name[-4:].lstrip('-')}"]
+            new_words += [word, f"--{name[-4:].lstrip('-')}"]
         else:
-            kept.append(word)
-    return kept
+            new_words.append(word)
+    return new_words
 
 
 def _fairseq_trained(result: Translation, options: dict[str, list[str]]) -> None:
-    """Sets of a folder, and the defaults of its schedules and of its loss scale."""
+    """Set the data sets of a folder, and fairseq's defaults of schedule and loss scale."""
     folder = options.pop("DATA", [""])[0].rstrip("/")
     if folder:
         options["--train-data"] = [f"{folder}/train_text_document"]
@@ -226,7 +236,7 @@ def _fairseq_trained(result: Translation, options: dict[str, list[str]]) -> None
 
 
 def _fairseq_scored(result: Translation, options: dict[str, list[str]]) -> None:
-    """A set of a folder; a model by its file, which stands for one file of each rank."""
+    """Set the data set of a folder, and the folder of the model, which fairseq names by one file."""
     folder = options.pop("DATA", [""])[0].rstrip("/")
     subset = options.pop("--gen-subset", ["test"])[0]
     if folder:
@@ -243,25 +253,25 @@ def _fairseq_scored(result: Translation, options: dict[str, list[str]]) -> None:
 
 
 def _fairseq_sets(line: CommandLine, translate: Translate) -> Translation:
-    """fairseq-preprocess makes up to three sets in one go, each of a text or of several."""
-    given, words = dict[str, str](), list(line.words)
+    """fairseq-preprocess makes up to three data sets in one call, each from one or several texts."""
+    paths_of_flag, words = dict[str, str](), list(line.words)
     for flag in ("--trainpref", "--validpref", "--testpref", "--destdir"):
         for index, word in enumerate(words):
-            name, attached, value = word.partition("=")
+            name, equals_sign, value = word.partition("=")
             if name == flag:
-                given[flag] = value if attached else "".join(words[index + 1 : index + 2])
-                del words[index : index + (1 if attached else 2)]
+                paths_of_flag[flag] = value if equals_sign else "".join(words[index + 1 : index + 2])
+                del words[index : index + (1 if equals_sign else 2)]
                 break
-    folder = given.pop("--destdir", "data-bin").rstrip("/")
+    folder = paths_of_flag.pop("--destdir", "data-bin").rstrip("/")
     result = Translation("preprocess")
-    for flag, paths in given.items():
+    for flag, paths in paths_of_flag.items():
         for number, path in enumerate(paths.split(",")):
             name = flag[2:-4] + (str(number) if number else "")
             one = ["--input", path, "--output-prefix", f"{folder}/{name}", *words]
-            made = translate(CommandLine(line.launcher, "fairseq-preprocess-set", tuple(one)))
-            result.commands += made.commands
-            result.dropped, result.lacking = made.dropped, made.lacking
-    if not given:
+            translation = translate(CommandLine(line.launcher, "fairseq-preprocess-set", tuple(one)))
+            result.commands += translation.commands
+            result.dropped, result.lacking = translation.dropped, translation.lacking
+    if not paths_of_flag:
         result.lacking.append(f"{line.program}: names no text; give --trainpref, --validpref or --testpref")
     if not any(word.partition("=")[0] == "--srcdict" for word in words):
         result.lacking.append("--srcdict: no dictionary is counted from the texts here; give its dict.txt")
@@ -309,7 +319,7 @@ RETRO_TOKENIZER = {
     "--retro-gpt-merge-file": "--merge-file",
     "--retro-gpt-tokenizer-model": "--tokenizer-model",
 }
-"""Flags of Retro's preparation -> ours of each verb."""
+"""Flag of Retro's preprocessing -> mega's flag, for each verb."""
 
 RETRO_TASKS = {
     "build": ("build", "query"),
@@ -318,55 +328,61 @@ RETRO_TASKS = {
     "query-neighbors": ("query",),
     **dict.fromkeys(("db-build", "index-build", "index-train", "index-add"), ("build",)),
 }
-"""Stages of the original -> the verbs that do them. Each makes what is missing: a stage alone, and those before it."""
+"""Stage of the original -> the verbs that do it. Each verb does all missing stages before the given one too."""
 
 
 def _retro_stages(line: CommandLine, _: Translate) -> Translation:
-    """The preparation of Retro. The model that it runs is the embedder; the run is told by its --retro-gpt flags."""
-    given, words, flag = dict[str, list[str]](), [], ""
+    """Translate Retro's preprocessing. Its own model flags describe the embedder, the --retro-gpt flags the run."""
+    values_of_flag, words, flag = dict[str, list[str]](), [], ""
     for word in line.words:
-        flag, attached, value = word.partition("=") if word.startswith("--") else (flag, "", word)
-        words = given.setdefault(flag.replace("--retro-project-dir", "--retro-workdir"), [])
-        words += [value] if attached or not word.startswith("--") else []
-    tasks = [task for word in given.get("--retro-tasks", []) for task in word.split(",")]
+        flag, equals_sign, value = word.partition("=") if word.startswith("--") else (flag, "", word)
+        words = values_of_flag.setdefault(flag.replace("--retro-project-dir", "--retro-workdir"), [])
+        words += [value] if equals_sign or not word.startswith("--") else []
+    tasks = [task for word in values_of_flag.get("--retro-tasks", []) for task in word.split(",")]
     unknown = [f"--retro-tasks {each}: is not a stage" for each in tasks if each not in RETRO_TASKS]
     result = Translation("retro build", lacking=unknown)
     read = {"--retro-tasks", *RETRO_BUILD, *RETRO_QUERY, *RETRO_TOKENIZER}
-    result.dropped += [f"{each} is not read by mega retro" for each in given if each not in read]
-    if "--retro-bert-vocab-file" in given:
+    result.dropped += [f"{each} is not read by mega retro" for each in values_of_flag if each not in read]
+    if "--retro-bert-vocab-file" in values_of_flag:
         result.hints.append("the folder of --embedder must have the BERT's tokenizer with it, as a mega run has")
     verbs = [verb for task in tasks for verb in RETRO_TASKS.get(task, ())]
     needed = {"--retro-workdir": "WORKDIR", "--load": "EMBEDDER", "--retro-gpt-data-path": "DATA_PATH"}
     for missing, name in needed.items():
-        if not given.get(missing):
-            given[missing] = [f"$RETRO_{name}"]
+        if not values_of_flag.get(missing):
+            values_of_flag[missing] = [f"$RETRO_{name}"]
             result.holes.append(hole(f"RETRO_{name}"))
-    # The original's choices, as pretrain_retro.py has them; a vector is that of the padded chunk.
-    more = {"build": ["--pad-chunks"], "query": ["--family", "gpt", "--retriever"]}
+    # Behaviour of the original: it embeds padded chunks, and pretrain_retro.py trains a GPT with a retriever.
+    extra_words = {"build": ["--pad-chunks"], "query": ["--family", "gpt", "--retriever"]}
     for verb, table_of in (("build", RETRO_BUILD), ("query", RETRO_QUERY)):
         if verb in verbs:
             flags = {**table_of, **RETRO_TOKENIZER}
-            typed = [word for theirs, ours in flags.items() if given.get(theirs) for word in (ours, *given[theirs])]
-            result.commands.append(["mega", "retro", verb, *more[verb], *typed])
+            typed = [
+                word
+                for old_flag, mega_flag in flags.items()
+                if values_of_flag.get(old_flag)
+                for word in (mega_flag, *values_of_flag[old_flag])
+            ]
+            result.commands.append(["mega", "retro", verb, *extra_words[verb], *typed])
             result.verb = f"retro {verb}"
-    if "query" in verbs and "--retro-gpt-seq-length" not in given:
+    if "query" in verbs and "--retro-gpt-seq-length" not in values_of_flag:
         result.hints.append("mega retro query takes all flags of the run whose samples are looked for")
     return result
 
 
 def _compared(first: str, second: str, verb: str) -> Callable[[CommandLine, Translate], Translation]:
-    """A program that compares two checkpoints of others', named by these flags; `verb` reads them."""
+    """Translate a program that compares two foreign checkpoints, named by the flags `first` and `second`. verb:
+    converts them."""
 
     def compare(line: CommandLine, translate: Translate) -> Translation:
-        given, result = options_of(line.words), Translation("checkpoint diff")
+        options, result = options_of(line.words), Translation("checkpoint diff")
         converted = []
         for flag in (first, second):
-            if flag not in given:
+            if flag not in options:
                 result.lacking.append(f"{flag}: needs a value")
                 continue
-            place = re.sub(r"/(mp_rank_[\d_]+/)?model_optim_rng\.pt$", "", given[flag])
-            converted.append(f"{place}-mega")
-            result.commands.append(["mega", *verb.split(), "--load-dir", place, "--save-dir", converted[-1]])
+            checkpoint = re.sub(r"/(mp_rank_[\d_]+/)?model_optim_rng\.pt$", "", options[flag])
+            converted.append(f"{checkpoint}-mega")
+            result.commands.append(["mega", *verb.split(), "--load-dir", checkpoint, "--save-dir", converted[-1]])
         result.commands.append(["mega", "checkpoint", "diff", *converted])
         return result
 
@@ -396,4 +412,4 @@ WHOLE: Mapping[str, Callable[[CommandLine, Translate], Translation]] = {
     "fairseq_sets": _fairseq_sets,
     "retro_stages": _retro_stages,
 }
-"""Programs whose line becomes several, or of which nothing but two paths is read."""
+"""Programs whose line becomes several commands, or of whose line only two paths are read."""

@@ -1,8 +1,8 @@
-"""The command lines of a shell script, as words: what it starts, with which program, under which launcher.
+"""Extract the command lines of a shell script: launcher, program and words of each.
 
-Nothing is executed. Of the shell this file knows lines that continue, comments, quotes, variables and arrays that the
-script itself sets, defaults (`${A:-b}`) and whole-number arithmetic; a variable that it does not set stays as it is.
-It knows no flag.
+Nothing is executed. Of the shell's syntax this file supports continued lines, comments, quotes, variables and arrays
+that the script itself sets, defaults (`${A:-b}`) and integer arithmetic; variables that the script does not set remain
+as they are. It knows no flag.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mega.command_line.legacy.programs import is_program
 
 
 class CommandLine(NamedTuple):
-    """launcher: the words before the program. program: its name, with its folder. words: those after it."""
+    """launcher: the words before the program. program: its path. words: the words after it."""
 
     launcher: tuple[str, ...]
     program: str
@@ -27,14 +27,14 @@ class CommandLine(NamedTuple):
 
 
 LONGEST_LINE = 1 << 20
-"""Characters of a line with its variables replaced."""
+"""Maximum length of a line with its variables replaced, in characters."""
 _HELPERS = ("launch.py", "run.py", "wait_for.py")
-"""Files that start others."""
+"""Scripts that start other programs."""
 
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+|local\s+|declare\s+(?:-\w+\s+)?)?([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?:\[[@*]\])?(?::?-([^}]*))?\}|([A-Za-z_]\w*))")
 _WHOLE_ARRAY = re.compile(r'"(\$\{[A-Za-z_]\w*\[[@*]\]\})"')
-"""Quotes of which each entry has its own."""
+"""A quoted array, each of whose entries is a separate word."""
 _ARITHMETIC = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 _SUBSTITUTION = re.compile(r"\$\([^()]*\)|`[^`]*`")
 _PART = re.compile(
@@ -42,15 +42,15 @@ _PART = re.compile(
     |(?P<end>\|&|\|\|?|&&|;;?|(?<![<>])&(?!>))|(?P<redirection>(?<!\S)(?:\d|&)?[<>])|.""",
     re.DOTALL | re.VERBOSE,
 )
-"""What is quoted or would be executed, what ends a command, where its files begin, and any other letter."""
+"""Quotes and substitutions; the end of a command; the begin of its redirections; or any other character."""
 _KEYWORDS = ("do", "then", "else", "elif", "if", "while", "until", "time", "!", "{", "(", "eval", "exec")
-"""Words of the shell that a command may follow."""
+"""Keywords of the shell that may precede a command."""
 _BLANK = "\x00"
-"""Stands for a blank within what a shell would execute."""
+"""Replaces blanks inside substitutions."""
 
 
 def command_lines(text: str) -> Iterator[CommandLine]:
-    """Every line of a script that starts a program of Python's, or one that is known by name.
+    """Yield every command of a script that starts a Python program, or a program that is known by name.
 
     Errors: ValueError for a quote that is not closed.
 
@@ -67,13 +67,13 @@ def command_lines(text: str) -> Iterator[CommandLine]:
             variables[name] = variables.get(name, "") + (" " if value[:1] != " " else "") + value if appends else value
             continue
         words = itertools.dropwhile(_KEYWORDS.__contains__, _words(_expanded(line, variables)))
-        found = split_command(list(words))
-        if found is not None:
-            yield found
+        command = split_command(list(words))
+        if command is not None:
+            yield command
 
 
 def split_command(words: Sequence[str]) -> CommandLine | None:
-    """Launcher, program and its words; None where no program is named.
+    """Split words into launcher, program and its words; None if they name no program.
 
     >>> split_command(["srun", "sh", "-c", "python -u pretrain_gpt.py --fp16"])
     CommandLine(launcher=('srun', 'sh', '-c', 'python', '-u'), program='pretrain_gpt.py', words=('--fp16',))
@@ -95,7 +95,7 @@ def split_command(words: Sequence[str]) -> CommandLine | None:
 
 
 def _commands(statement: str) -> Iterator[str]:
-    """The commands of a line, each up to where the shell takes over for its files.
+    """Yield the commands of a line, without their redirections.
 
     >>> list(_commands("cd x && python a.py --eod '<|end|>' 2>&1 | tee log; python b.py > log &"))
     ['cd x', "python a.py --eod '<|end|>'", 'tee log', 'python b.py']
@@ -114,7 +114,7 @@ def _commands(statement: str) -> Iterator[str]:
 
 
 def _statements(text: str) -> Iterator[str]:
-    """Lines as the shell reads them: joined where they continue, within quotes and arrays too."""
+    """Yield the lines of a script, with continued lines joined, also those inside quotes and arrays."""
     pending = ""
     for raw in text.replace("\r\n", "\n").split("\n"):
         line = pending + _without_comment(raw, pending)
@@ -130,7 +130,7 @@ def _statements(text: str) -> Iterator[str]:
 
 
 def _without_comment(line: str, before: str) -> str:
-    """A comment begins at a `#` that begins a word outside of quotes."""
+    """Cut the comment of a line: it begins at a `#` that begins a word outside quotes."""
     quote = _quote_at_end(before)
     for index, letter in enumerate(line):
         if quote:
@@ -154,7 +154,7 @@ def _quote_at_end(text: str) -> str:
 
 
 def _is_open(line: str) -> bool:
-    """Whether a quote or an array continues in the next line."""
+    """Whether a quote or an array continues on the next line."""
     if _quote_at_end(line):
         return True
     return bool(re.match(r"^\s*\w+\+?=\(", line)) and line.count("(") > line.count(")")
@@ -180,12 +180,12 @@ def _unquoted(value: str) -> str:
 
 
 def _expanded(line: str, variables: Mapping[str, str]) -> str:
-    """`line` with the variables that are set replaced, and sums worked out. Errors: ValueError where it grows on."""
+    """Replace variables that are set, and evaluate arithmetic. Errors: ValueError if the line becomes too long."""
     line = _WHOLE_ARRAY.sub(r"\1", line)
-    found = _ARITHMETIC.sub(_worked_out, _VARIABLE.sub(lambda match: _value_of(match, variables), line))
-    if len(found) > LONGEST_LINE:
+    text = _ARITHMETIC.sub(_worked_out, _VARIABLE.sub(lambda match: _value_of(match, variables), line))
+    if len(text) > LONGEST_LINE:
         raise ValueError(f"{line.strip()[:60]}: becomes longer than {LONGEST_LINE} characters with its variables")
-    return _SUBSTITUTION.sub(lambda match: match[0].replace(" ", _BLANK), found)
+    return _SUBSTITUTION.sub(lambda match: match[0].replace(" ", _BLANK), text)
 
 
 def _value_of(match: re.Match[str], variables: Mapping[str, str]) -> str:
@@ -203,7 +203,7 @@ _OPERATORS = {
 
 
 def _worked_out(match: re.Match[str]) -> str:
-    """`$((2 * 4))` -> 8; what is no such sum stays."""
+    """Evaluate `$((2 * 4))` to 8; other expressions remain unchanged."""
     try:
         return str(_number(ast.parse(match[1].replace("/", "//"), mode="eval").body))
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
@@ -219,7 +219,7 @@ def _number(node: ast.expr) -> int:
 
 
 def _words(line: str) -> list[str]:
-    """A line's words, without their quotes. Errors: ValueError."""
+    """Split a line into words, without quotes. Errors: ValueError."""
     try:
         return [word.replace(_BLANK, " ") for word in shlex.split(line)]
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The tables of this package, TOML files next to it, each read when it is first asked for."""
+"""The tables of this package, TOML files in its folder, each of which is read on first use."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from typing import Any
 
 @functools.cache
 def table(name: str) -> dict[str, Any]:
-    """`name`.toml of this package; not to be changed."""
+    """The content of `name`.toml, which callers must not change."""
     return tomllib.loads(Path(__file__).with_name(f"{name}.toml").read_text(encoding="utf-8"))

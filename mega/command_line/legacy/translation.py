@@ -1,4 +1,4 @@
-"""What an old command line becomes, and how it is printed. This file knows neither flags nor programs."""
+"""The result of a translation, and its text. This file knows neither flags nor programs."""
 
 from __future__ import annotations
 
@@ -9,34 +9,36 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Translation:
-    """What an old line becomes.
-
-    commands: lines of `mega`, in the order in which they are to run. dropped: what changes nothing. lacking: what has
-    no counterpart. holes: variables of the new lines that have to be set, and to what. notes: what releases of the old
-    program do differently. hints: what else to know. verb: of the last command; "" where nothing does the same.
-    """
+    """The translation of a command line."""
 
     verb: str
+    """Verb of the last command; "" if there is no counterpart."""
     commands: list[list[str]] = field(default_factory=list)
+    """Commands of `mega`, in the order in which to run them."""
     dropped: list[str] = field(default_factory=list)
+    """Flags without effect."""
     lacking: list[str] = field(default_factory=list)
+    """Parts without a counterpart."""
     holes: list[str] = field(default_factory=list)
+    """Variables of the commands that the user has to set, with their meaning."""
     notes: list[str] = field(default_factory=list)
+    """Differences between releases of the old program."""
     hints: list[str] = field(default_factory=list)
+    """Further remarks."""
 
     def text(self) -> str:
-        """As a script: commands, and the rest as comments."""
+        """The translation as a script: commands, and everything else as comments."""
         lines = [f"# changes nothing: {line}" for line in self.dropped]
         lines += [f"# no counterpart: {line}" for line in self.lacking]
         lines += [f"# to be set: {line}" for line in self.holes]
         lines += [f"# by release: {line}" for line in self.notes]
         lines += [f"# note: {line}" for line in self.hints]
-        # A word may hold a new line, after which a comment would be a command.
+        # A word may contain a line break; the rest of its comment would then be executed.
         return "\n".join([" ".join(line.splitlines()) for line in lines] + [quoted(one) for one in self.commands])
 
 
 def quoted(words: Sequence[str]) -> str:
-    """Words as a shell reads them; a variable that was left open stays one.
+    """Quote words for a shell; variables that are not set remain variables.
 
     >>> quoted(["mega", "pretrain", "--save", "my runs", "--load", "$DIR/x"])
     "mega pretrain --save 'my runs' --load $DIR/x"
