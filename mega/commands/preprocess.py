@@ -26,7 +26,7 @@ def run(
     from mega.core.data.sources import STDIN, find
 
     index, count = _shard(texts.shard)
-    # The defaults of these options are None, so that a typed default is distinguished from none.
+    # These options default to None, so that a typed default value is recognised.
     of_sentences = {
         "--sentence-splitter": texts.sentence_splitter,
         "--lang": texts.lang,

@@ -24,7 +24,7 @@ class Program:
     """One row of programs.toml: a program, or a program with certain flags."""
 
     verb: str = ""
-    """Verb of `mega` that does the same; "" if there is none, for the reason `why`."""
+    """Verb of `mega` that does the same; "" without one, for the reason `why`."""
     adds: Mapping[str, str] = field(default_factory=dict)
     """Flag -> value that the program's name implies; the value of a switch is ""."""
     defaults: Mapping[str, str] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Program:
     hole: str = ""
     """A variable of the new line that the user has to set, with its meaning."""
     why: str = ""
-    """The reason why there is no counterpart."""
+    """The reason for a missing counterpart."""
     before: str = ""
     """Name of a function in rewrites.BEFORE, applied to the words of the line."""
     after: str = ""

@@ -1,6 +1,6 @@
 """Extract the command lines of a shell script: launcher, program and words of each.
 
-Nothing is executed. Of the shell's syntax this file supports continued lines, comments, quotes, variables and arrays
+Nothing is executed. This file supports, of the shell's syntax, continued lines, comments, quotes, variables and arrays
 that the script itself sets, defaults (`${A:-b}`) and integer arithmetic; variables that the script does not set remain
 as they are. It knows no flag.
 """

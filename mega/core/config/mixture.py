@@ -57,7 +57,7 @@ class MixtureOptions(Section):
         0, "number of the first layer with experts; the layers before it are dense", within=NOT_NEGATIVE
     )
     experts_every: int = _mixed(
-        1, "from --experts-from on every n-th layer has experts", megatron="--moe-layer-freq", within=COUNT
+        1, "every n-th layer has experts, starting at --experts-from", megatron="--moe-layer-freq", within=COUNT
     )
     dense_layers: tuple[int, ...] = _mixed((), "numbers of further layers that are dense", within=NOT_NEGATIVE)
     shared_ffn: int | None = _mixed(

@@ -1008,7 +1008,7 @@ class ScheduleOptions(Section):
         None, "weight decay at the end, if it changes", megatron="--end-weight-decay", within=NOT_NEGATIVE
     )
     weight_decay_style: Literal["constant", "linear", "cosine"] = option(
-        "constant", "how weight decay changes", megatron="--weight-decay-incr-style"
+        "constant", "how weight decay changes over the run", megatron="--weight-decay-incr-style"
     )
 
 
@@ -1723,7 +1723,7 @@ class RuntimeConfig(Section):
         "auto", "device of the tensors", synonyms={"gpu": "cuda"}, common=True, bench="host", evaluated=True
     )
     backend: Literal["auto", "gloo", "nccl"] = option(
-        "auto", "how ranks communicate", megatron="--distributed-backend", bench="host", evaluated=True
+        "auto", "communication backend of the ranks", megatron="--distributed-backend", bench="host", evaluated=True
     )
     timeout_minutes: float = option(
         10,

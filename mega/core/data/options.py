@@ -136,7 +136,7 @@ class SampleOptions(VerbSection):
 
     input: tuple[str, ...] = option((), "show a conversation of these files instead", hub="dataset")
     number: int = option(0, "number of the first conversation or training sample, from 0")
-    count: int = option(1, "how many consecutive ones")
+    count: int = option(1, "number of consecutive conversations or samples")
     seq_length: int = option(512, "tokens of a training sample")
     seed: int = option(1234, "seed of the samples' order")
     binary_head: bool = option(True, "BERT samples have two parts", megatron={"--bert-no-binary-head": False})

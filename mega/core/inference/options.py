@@ -168,7 +168,7 @@ class SamplingOptions(VerbSection):
     title: ClassVar[str] = "Sampling"
 
     temperature: float | None = option(None, "temperature; 0 takes the most likely token [1]")
-    greedy: bool = option(False, "as --temperature 0")
+    greedy: bool = option(False, "same as --temperature 0")
     top_k: int | None = option(None, "sample from the k most likely tokens [0: off]")
     top_p: float | None = option(None, "sample from the most likely tokens whose probabilities add up to p [1: off]")
     top_p_decay: float | None = option(None, "factor of top-p after each token [0: off]")

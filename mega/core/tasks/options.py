@@ -76,8 +76,8 @@ class EvalOptions(VerbSection):
     ensemble: tuple[str, ...] = option(
         (), "for mnli, qqp and race: predictions of several models, which vote, instead of a model"
     )
-    cloze_eval: bool = option(False, "as --task lambada, in Megatron-LM v1's spelling")
-    webtext_eval: bool = option(False, "as --task ppl, in Megatron-LM v1's spelling")
+    cloze_eval: bool = option(False, "same as --task lambada, for command lines of Megatron-LM v1")
+    webtext_eval: bool = option(False, "same as --task ppl, for command lines of Megatron-LM v1")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,7 +66,9 @@ class ServedModel(VerbSection):
     )
     chat_template: str | None = option(None, "llama2, llama3, chatml, plain or a Jinja file [the model's]")
     pooling: Literal["mean", "cls", "inner"] | None = option(
-        None, "of a BERT: a text's vector is the mean of all its states, the first one, or without [CLS] and [SEP]"
+        None,
+        "for a BERT: the embedding of a text is the mean of all its states, the first state, or "
+        "the mean without [CLS] and [SEP]",
     )
 
 
@@ -77,7 +79,7 @@ class ServerOptions(VerbSection):
     title: ClassVar[str] = "Answers"
 
     name: str = option("", "name of the model for clients [that of its directory]")
-    served_model_name: tuple[str, ...] = option((), "the same, followed by further names that clients may use")
+    served_model_name: tuple[str, ...] = option((), "the model's name for clients, followed by other names for it")
     max_length: int | None = option(
         None, "maximum number of tokens of prompt and answer [the model's]", megatron="--out-seq-length", within=COUNT
     )
