@@ -445,7 +445,7 @@ def run_recipe(
             verbs = ", ".join(name for name in group.commands if name != "run")  # type: ignore[attr-defined]
             raise ValueError(f"{recipe}: step {number}: verb {step.verb}: must be of {verbs}")
         try:
-            command.make_context(step.verb, list(step.arguments))  # is every flag one of the verb's?
+            command.make_context(step.verb, list(step.arguments))  # refuses flags that the verb lacks
         except Exception as error:
             message = error.format_message() if hasattr(error, "format_message") else str(error)
             raise ValueError(f"{recipe}: step {number}, {step.verb}: {message}") from None

@@ -34,7 +34,7 @@ def run(
     if options is None:
         return 0
     command = process_command(kind, launch, line, options)
-    with contextlib.redirect_stderr(io.StringIO()):  # notes about what was typed have been printed
+    with contextlib.redirect_stderr(io.StringIO()):  # `_read` has printed these notes above
         _check(command, launch)
     print(written(kind, launch, command, options.supervision.max_restarts), end="")
     return 0

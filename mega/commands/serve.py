@@ -48,7 +48,7 @@ def run(
     path = _place(checkpoint, model.load)
     token = listen.token()
     engine.check(layout.device, model.adapter)
-    # A mistake is named before anything heavy is loaded.
+    # Report a mistake before heavy modules are imported.
     sampling_of(temperature=answers.temperature, top_k=answers.top_k, top_p=answers.top_p, seed=answers.seed)
     from mega.core.inference.loading.adapters import adapter_paths
     from mega.core.inference.server.start import ServePlan, check_host, serve_rank

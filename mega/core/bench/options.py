@@ -1,4 +1,4 @@
-"""What `mega bench` and `mega preflight` measure, and where the figures go, as their sections. No torch."""
+"""Option sections of `mega bench` and `mega preflight`. No torch."""
 
 # ruff: noqa: RUF009 - every default below is immutable
 

@@ -1,4 +1,4 @@
-"""WHAT a run is: the sections of its configuration, each a panel of flags and a table of the TOML file.
+"""The sections of a run's configuration, each a panel of flags and a table of the TOML file.
 
 Defaults are Megatron-LM's (2023) unless a preset or a family sets others. Where `None` means "derived", from other
 fields, the tokenizer or the world size, the section is two classes: `...Options` as typed, and its subclass `...Config`

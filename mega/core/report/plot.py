@@ -107,7 +107,7 @@ def _joined(dots: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 def _cell(cell: tuple[int, int] | None, dots: bool, colour: bool) -> str:
-    """One letter: whose curve it is, and the dots of it that are set."""
+    """The letter of one cell. cell: number of the curve, and bits of its dots; None is a blank."""
     if cell is None:
         return " "
     number, bits = cell
