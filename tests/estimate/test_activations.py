@@ -27,7 +27,7 @@ from mega.core.ops.matmuls import Matmuls
 from mega.core.parallel import collectives, peers
 from mega.core.parallel.gradients import Bucket, GradBuffer
 from mega.core.parallel.mesh import Axis, Mesh
-from mega.core.parallel.peers import Mapped
+from mega.core.parallel.peers import MappedPeers
 from mega.core.parallel.pipeline import StageOutput
 from mega.core.training import wire
 from mega.core.training.wire import build_grads, build_stages
@@ -258,7 +258,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
         wait = copy
 
-    class Apart(Mapped):
+    class Apart(MappedPeers):
         """Memory that all ranks map, which no allocator knows of and nobody writes to."""
 
         def _make(self, size: int, device: torch.device) -> None:

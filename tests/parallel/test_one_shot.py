@@ -17,7 +17,7 @@ import torch
 from mega.core.parallel import one_shot
 from mega.core.parallel.collectives import all_gather, all_reduce
 from mega.core.parallel.mesh import SINGLE, Axis, Groups, Mesh
-from mega.core.parallel.one_shot import ALIGNMENT, HostSum, Sum, by_size, exchange_over, takes, tried
+from mega.core.parallel.one_shot import ALIGNMENT, HostSum, Sum, by_size, exchange_over, takes, verified
 from mega.core.parallel.shared_memory import SharedMemory
 from mega.core.processes.pool import Pool
 from tests.support.triton import needs_kernels
@@ -65,7 +65,7 @@ def used(groups: Groups, rank: int, size: int, fails: str) -> tuple[bool, list[s
 
     host = "elsewhere" if fails == "host" and last else "here"
     with mock.patch("socket.gethostname", lambda: host), mock.patch.object(one_shot.log, "warning", note):
-        summed = by_size(axis, tried(axis, CPU, torch.float32, open_small, LIMIT), torch.float32, LIMIT)
+        summed = by_size(axis, verified(axis, CPU, torch.float32, open_small, LIMIT), torch.float32, LIMIT)
     stand_in.sizes.clear()
     for count in (4, 5, LIMIT // 4, LIMIT):
         x = torch.randn(count, generator=torch.Generator().manual_seed(rank))
@@ -179,7 +179,7 @@ def test_the_kernel_adds_up_what_others_have_written(ranks: int) -> None:
 
 def by_gloo(groups: Groups, rank: int) -> None:
     axis = Mesh(rank, tp=2, groups=groups).tp
-    with mock.patch.object(one_shot, "tried", side_effect=AssertionError):
+    with mock.patch.object(one_shot, "verified", side_effect=AssertionError):
         # Ranks on devices may be on gloo, too.
         exchange = exchange_over(axis, torch.device("cuda", 0), torch.float32)
     x = torch.full((4,), float(rank))
@@ -190,6 +190,6 @@ def by_gloo(groups: Groups, rank: int) -> None:
 
 def test_ranks_on_gloo_use_their_group(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
     pool.run(by_gloo, world=2)
-    with caplog.at_level(logging.WARNING), mock.patch.object(one_shot, "tried", side_effect=AssertionError):
+    with caplog.at_level(logging.WARNING), mock.patch.object(one_shot, "verified", side_effect=AssertionError):
         exchange_over(SINGLE, torch.device("cuda", 0), torch.float32)
     assert not caplog.text

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from mega.core.device import CopyDescriptor
 from mega.core.parallel.collectives import all_gather, reduce_scatter
 from mega.core.parallel.mesh import Groups, Mesh
-from mega.core.parallel.peers import Gather, Mapped, Peers, Scatter, peers
+from mega.core.parallel.peers import Gather, MappedPeers, Peers, Scatter, peers
 from mega.core.parallel.pieces import FULL
 from mega.core.processes.pool import Pool
 
@@ -132,7 +132,7 @@ def mapped_exchanges(groups: Groups, rank: int, size: int, directory: Path) -> N
         mock.patch("torch.distributed._symmetric_memory.empty", empty),
         mock.patch("torch.distributed._symmetric_memory.rendezvous", rendezvous),
     ):
-        through = Mapped(axis)
+        through = MappedPeers(axis)
         compare(through, [4, 1, 3, 4, size * FULL, 5, 7, *[PAIRS] * 16])
         count = through.count
         for _ in range(3):  # as a recording plays them: under the same numbers, and others after

@@ -46,7 +46,7 @@ from mega.core.parallel.deferred import DeferredWgrad, run_wgrad
 from mega.core.parallel.gradients import parameter_spec
 from mega.core.parallel.layout import ParameterSpec
 from mega.core.parallel.mesh import Mesh
-from mega.core.parallel.peers import Imagined
+from mega.core.parallel.peers import MetaPeers
 from mega.core.parallel.weight import Weight, weights
 from mega.core.plan.kinds import splits_backward
 from mega.core.training.wire import build_grads, build_stages
@@ -566,7 +566,7 @@ class _Rank:
         self.grads = build_grads(variant(run, {"zero": 0}), self.mesh, [self.chunk])
         self.grads.start()
         transport = self.chunk.region.transport
-        self.exchanges = transport if isinstance(transport, Imagined) else None
+        self.exchanges = transport if isinstance(transport, MetaPeers) else None
         self.deferred = _splits(run)
         packed = PACKED if run.data.reset_attention else 1.0
         self.heard = Heard(packed=packed)

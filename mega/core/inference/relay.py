@@ -58,7 +58,7 @@ class Relay:
     def __init__(self, mesh: Mesh, shared: bool = True):
         replica = mesh.model.ranks
         groups = Groups("gloo", PATIENCE)
-        groups.make(mesh.slices("tp", "pp"), "relay")
+        groups.create(mesh.slices("tp", "pp"), "relay")
         self.axis = Axis("relay", replica, mesh.model.index, groups.get(replica, "relay"))
         process = [socket.gethostname(), os.getpid()]
         self.processes: list[list[object]] = gather_json(process, self.axis, torch.device("cpu"))

@@ -1,12 +1,13 @@
 """HOW ranks share the work: the mesh, its collectives, and the layers and schedules built on them.
 
-mesh, collectives, region     the grid of ranks, exchanges along an axis, and how a layer's work is shared
-weight, layout, gradients     a parameter, buckets as data, and how gradients become whole; bucket_sums: sums over both;
-                              whole_matrices: matrices that an update needs whole
-linear, vocab, context        layers and vocabulary cut over the tensor axis, the sequence over the context axis
-experts                       rows of tokens on their way to the ranks of their experts, and back
-gemms, adapter, deferred      the products of a linear, adapters around them, and those that are put off
-pipeline, recompute, replay   plans played, blocks computed again, and a microbatch as a graph of the device
-peers, one_shot, shared_memory   exchanges that overlap products, those of decoding, and one host's memory;
-                                 pieces: how such products are cut
+mesh, collectives, region     the grid of ranks, collectives along an axis, and how ranks share the work of a layer
+weight, layout, gradients     a parameter, the layout of buckets as data, and the reduction of gradients;
+                              bucket_sums: norms and other sums over buckets;
+                              whole_matrices: gather whole matrices for optimizers that need them
+linear, vocab, context        layers and vocabulary sharded over the tensor axis, the sequence over the context axis
+experts                       send rows of tokens to the ranks of their experts, and back
+gemms, adapter, deferred      the GEMMs of a linear layer, LoRA around them, and deferred weight gradients
+pipeline, recompute, replay   the executor of plans, activation recomputation, and a microbatch as a CUDA graph
+peers, one_shot, shared_memory   exchanges that overlap GEMMs, the sums of decoding, and memory shared by one host;
+                                 pieces: how overlapped GEMMs are split
 """

@@ -1,12 +1,12 @@
-"""Low-rank adapters (LoRA) wrap the GEMMs of a linear layer, which does not know of them.
+"""Low-rank adapters (LoRA): wrappers of the GEMMs of a linear layer. The layer does not know about them.
 
     forward   h = scale drop(x) A^T;  y += h B^T
     dgrad     dh = dy B;              dx += scale drop(dh A)
     wgrad     dB = dy^T h;            dA = scale dh^T drop(x)
 
-The layer owns the exchanges: x and dy are what its own GEMMs take, y and dx are sums that it still has to exchange. So
-an adapter costs no message. Several linears that are one GEMM (query, key, value) have one input and one A below
-another; each has a B of its own. Source: Hu et al. 2021, section 4.
+The layer does the communication: x and dy are the operands of its own GEMMs, y and dx are partial sums that it reduces
+afterwards. So an adapter needs no communication. Several linear layers that are fused into one GEMM (query, key, value)
+share the input; their A matrices are stacked along dim 0, and each has its own B. Source: Hu et al. 2021, section 4.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from mega.core.parallel.weight import ParameterFactory, Weight
 
 
 class LowRank(nn.Module):
-    """What `AdaptedGemms` adds to the three GEMMs of a layer. One that only serves adds to the first alone."""
+    """The terms that `AdaptedGemms` adds to the three GEMMs of a layer. For inference only `add` is implemented."""
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """Whose gradients `wgrad` computes."""
+        """The weights whose gradients `wgrad` computes."""
         return ()
 
     def add(self, x: torch.Tensor, y: torch.Tensor, drop: Dropout | None) -> Any:
-        """Add to y [n, out] what x [n, in] makes; what `wgrad` takes back."""
+        """Add the adapter's output for x [n, in] to y [n, out]. Return what `wgrad` needs."""
         raise NotImplementedError
 
     def dgrad(self, grad: torch.Tensor, grad_x: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
-        """Add to grad_x [n, in] what grad [n, out] makes; what `wgrad` takes."""
+        """Add the adapter's input gradient for grad [n, out] to grad_x [n, in]. Return what `wgrad` needs."""
         raise NotImplementedError
 
     def wgrad(
@@ -49,9 +49,10 @@ class LowRank(nn.Module):
 
 
 class Adapter(LowRank):
-    """The adapters of linears that are one GEMM. parts: each one's columns of y.
+    """The adapters of linear layers that are fused into one GEMM.
 
-    down: A, [parts rank, in]; up: every B, [out, rank]. dropout: of x.
+    parts: for each layer its columns of y and its adapter.
+    down: A of all parts, [parts rank, in]; up: B of each part, [out, rank]. dropout: the probability for x.
     """
 
     def __init__(self, factory: ParameterFactory, parts: Sequence[tuple[slice, AdapterSpec]]):
@@ -65,11 +66,11 @@ class Adapter(LowRank):
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """A, then every B: what autograd must know of."""
+        """A, then every B: the weights that autograd has to see."""
         return self.down, *self.up  # type: ignore[return-value]
 
     def add(self, x: torch.Tensor, y: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
-        """Add to y [n, out] what x [n, in] makes; h [n, parts rank], which `wgrad` is given."""
+        """Add scale drop(x) A^T B^T to y [n, out]. Return h [n, parts rank], which `wgrad` needs."""
         h = self._dropped(x, drop) @ self.down.t()
         h.mul_(self.scale)
         for number, columns in enumerate(self.columns):
@@ -77,7 +78,7 @@ class Adapter(LowRank):
         return h
 
     def dgrad(self, grad: torch.Tensor, grad_x: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
-        """Add to grad_x [n, in] what grad [n, out] makes; dh [n, parts rank]."""
+        """Add scale drop(grad B A) to grad_x [n, in]. Return dh [n, parts rank]."""
         parts = [grad[:, columns] @ self.up[number] for number, columns in enumerate(self.columns)]
         grad_h = (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).mul_(self.scale)
         if drop is None:
@@ -89,7 +90,7 @@ class Adapter(LowRank):
     def wgrad(
         self, x: torch.Tensor, h: torch.Tensor, grad: torch.Tensor, grad_h: torch.Tensor, drop: Dropout | None
     ) -> Grads:
-        """The gradients of A and of every B, into their main_grads where they have some."""
+        """The gradients of A and of every B. A weight that has a main_grad gets its gradient added there."""
         down = self.down.add_wgrad(grad_h, self._dropped(x, drop))
         pairs = enumerate(zip(self.weights[1:], self.columns, strict=True))
         return down, *(up.add_wgrad(grad[:, columns], self._part(h, number)) for number, (up, columns) in pairs)
@@ -97,7 +98,8 @@ class Adapter(LowRank):
     def _dropped(self, x: torch.Tensor, drop: Dropout | None) -> torch.Tensor:
         if drop is None:
             return x
-        # Kernels drop whole tokens; some columns of them, on a tensor rank that is not the first, the plain way.
+        # The dropout kernels need whole tokens from column 0 on. A later tensor rank of a row-parallel layer has other
+        # columns, for which the plain implementation is used.
         return drop(x) if drop.first else self.down.ops.added(None, x, None, drop)
 
     def _part(self, h: torch.Tensor, number: int) -> torch.Tensor:
@@ -106,18 +108,17 @@ class Adapter(LowRank):
 
 @dataclass
 class _AdaptedGrad:
-    """dy as both GEMMs of the backward pass take it. prepared: for the layer's own. h, drop: of the forward pass.
-    grad_h: set by `dgrad`."""
+    """dy in the forms that the GEMMs of the backward pass take."""
 
-    prepared: Any
-    grad: torch.Tensor
-    h: torch.Tensor
-    drop: Dropout | None
-    grad_h: torch.Tensor | None = None
+    prepared: Any  # dy as the layer's own GEMMs prepared it
+    grad: torch.Tensor  # dy itself, for the adapter
+    h: torch.Tensor  # saved by the adapter's forward pass
+    drop: Dropout | None  # the dropout of the forward pass
+    grad_h: torch.Tensor | None = None  # set by `dgrad`
 
 
 class AdaptedGemms(nn.Module):
-    """`LinearGemms` with an adapter's added to each of them."""
+    """`LinearGemms` that add the output of an adapter to each GEMM."""
 
     plain = False
 
@@ -157,8 +158,8 @@ class AdaptedGemms(nn.Module):
 
     def wgrad(self, grad: _AdaptedGrad, x: torch.Tensor | None) -> Grads:
         assert x is not None and grad.grad_h is not None
-        own = self.gemms.wgrad(grad.prepared, x)
-        return *own, *self.adapter.wgrad(x, grad.h, grad.grad, grad.grad_h, grad.drop)
+        layer_grads = self.gemms.wgrad(grad.prepared, x)
+        return *layer_grads, *self.adapter.wgrad(x, grad.h, grad.grad, grad.grad_h, grad.drop)
 
     def by(self, factor: Factor) -> Callable[[torch.Tensor], torch.Tensor]:
         multiply, add = self.gemms.by(factor), self.adapter.add
@@ -172,8 +173,10 @@ class AdaptedGemms(nn.Module):
 
 
 def attach_adapters(module: nn.Module, specs: Mapping[str, AdapterSpec], factory: ParameterFactory) -> None:
-    """Wrap the GEMMs of the linear layers of `module` that have adapters. specs: name of a linear's weight -> its
-    adapter."""
+    """Wrap the GEMMs of the linear layers of `module` that have adapters.
+
+    specs: name of a linear layer's weight -> its adapter.
+    """
     for linear in [each for each in module.modules() if isinstance(each, ColumnLinear | RowLinear)]:
         parts = [
             (slice(segment.offset, segment.offset + segment.shard.local[0]), specs[segment.shard.name])

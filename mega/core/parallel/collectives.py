@@ -1,12 +1,13 @@
 """Collectives along an axis, and their conjugate pairs for autograd.
 
-A pair is the same exchange seen from forward and backward (Shoeybi et al. 2019; Korthikanti et al. 2022):
+Each pair gives the collective of the forward pass and that of its gradient (Shoeybi et al. 2019; Korthikanti et al.
+2022):
 
-    reduce_from_region   all-reduce     <->  identity      out of a region where each rank computes its own outputs
-                         reduce-scatter <->  all-gather    the same, where tokens are shared out over the axis
+    reduce_from_region   all-reduce     <->  identity      leave a region where each rank computes its own outputs
+                         reduce-scatter <->  all-gather    the same under sequence parallelism
     all_to_all           all-to-all     <->  all-to-all    from some tokens of all heads to all tokens of some heads
 
-Entering a region belongs to the column GEMM (linear.py), which its exchanges overlap.
+The column-parallel linear (linear.py) enters a region itself, because it overlaps the exchange with its GEMM.
 All act on dim 0 of [tokens, ...]. On an axis of one rank each is the identity and copies nothing.
 """
 
@@ -25,7 +26,7 @@ from mega.core.ops import observe
 from mega.core.ops.autograd import FunctionContext
 from mega.core.parallel.mesh import Axis
 
-# torch 2.13 renamed these; 2.11 knows the old names only.
+# torch 2.13 renamed these functions; 2.11 has the old names only.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -35,17 +36,17 @@ Collective = Callable[[torch.Tensor, Axis], torch.Tensor]
 
 
 class CollectiveHandle(Protocol):
-    """What is being sent or computed."""
+    """A collective in flight."""
 
     def wait(self) -> object:
-        """Until it is done, or until the stream of this thread waits for it."""
+        """Block until the collective is done (CPU), or make the current stream wait for it (CUDA)."""
 
 
 class Finished:
-    """The handle of a collective that had nothing to do: along an axis of one rank, or of tensors on the meta device.
+    """The handle of a collective that sends nothing: on an axis of one rank, or for tensors on the meta device.
 
-    Those have shapes alone, and no group need exist. `held`: what a collective's own handle would hold until the wait.
-    `waited`: called at the first wait.
+    Meta tensors have shapes only, so no process group is needed. `held`: the tensor that the handle of a real
+    collective would keep alive until the wait. `waited`: called at the first wait.
     """
 
     def __init__(self, held: torch.Tensor | None = None, waited: Callable[[], None] | None = None):
@@ -59,7 +60,7 @@ class Finished:
 
 
 def wait_for(work: CollectiveHandle) -> None:
-    """Wait for a collective. A host that waits itself adds it to what the main thread has waited for others."""
+    """Wait for a collective. On the main thread, add the time that the host blocks to `ACTIVITY.waited`."""
     if threading.current_thread() is not threading.main_thread():
         work.wait()
         return
@@ -69,7 +70,7 @@ def wait_for(work: CollectiveHandle) -> None:
 
 
 def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum", *, wait: bool = True) -> CollectiveHandle:
-    """Reduce `x` in place over the axis; returns the handle."""
+    """Reduce `x` in place over the axis. Returns the handle."""
     if axis.size == 1:
         return Finished()
     if x.is_meta:
@@ -104,7 +105,7 @@ def start_all_gather(
 
 
 def gather_json(value: Value, axis: Axis, device: torch.device) -> list[Value]:
-    """The plain JSON value that each rank gives, in the order of ranks, on all of them; nothing is pickled."""
+    """Gather a JSON value from every rank, in the order of ranks, on all ranks. Nothing is pickled."""
     if axis.size == 1:
         return [value]
     text = json.dumps(value).encode()
@@ -116,12 +117,12 @@ def gather_json(value: Value, axis: Axis, device: torch.device) -> list[Value]:
 
 
 def first_problem(problem: str | None, axis: Axis, device: torch.device) -> str | None:
-    """The problem of the first rank that has one, the same on all of them, so that all take the same path."""
+    """The problem of the first rank that reports one. All ranks get the same answer and so take the same path."""
     return next(filter(None, gather_json(problem, axis, device)), None)
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Our block of the sum over ranks: [n x size, ...] -> [n, ...]."""
+    """This rank's block of the sum over ranks: [n x size, ...] -> [n, ...]."""
     out, work = start_reduce_scatter(x, axis)
     wait_for(work)
     return out
@@ -141,9 +142,9 @@ def start_reduce_scatter(
 
 
 class RingShift:
-    """An exchange around the axis in flight: `x` goes to the next rank, while the rank before sends us its own.
+    """An exchange around the axis, in flight: send `x` to the next rank and receive the tensor of the previous rank.
 
-    `wait` gives what arrived. `x` must not change until then.
+    `wait` returns the received tensor. `x` must not change until then.
     """
 
     def __init__(self, x: torch.Tensor, axis: Axis):
@@ -168,7 +169,7 @@ class RingShift:
 
 
 def local_shard(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Our run of dim 0 of a tensor that every rank holds whole."""
+    """This rank's shard, along dim 0, of a tensor that every rank holds whole. A view."""
     return x.chunk(axis.size, dim=0)[axis.index] if axis.size > 1 else x
 
 
@@ -185,18 +186,21 @@ def _exchange(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return out
 
 
-def exchange(x: torch.Tensor, axis: Axis, to: Sequence[int], of: Sequence[int]) -> torch.Tensor:
-    """Rows of `x`, [sum(to), ...], lie in the order of the ranks that they go to; what comes, [sum(of), ...], in the
-    order of those that it is from."""
+def exchange(x: torch.Tensor, axis: Axis, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> torch.Tensor:
+    """All-to-all with a number of rows per rank.
+
+    The rows of `x`, [sum(send_sizes), ...], are ordered by destination rank; the rows of the result,
+    [sum(receive_sizes), ...], are ordered by source rank.
+    """
     if axis.size == 1:
         return x
-    out = x.new_empty(sum(of), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), list(of), list(to), group=axis.group)
+    out = x.new_empty(sum(receive_sizes), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), list(receive_sizes), list(send_sizes), group=axis.group)
     return out
 
 
 def summed(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """A new tensor, the sum over the ranks of an axis."""
+    """The sum over the ranks of an axis, as a new tensor."""
     out = x.clone(memory_format=torch.contiguous_format)
     all_reduce(out, axis)
     return out
@@ -207,40 +211,47 @@ def _unchanged(grad: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 class _Conjugate(torch.autograd.Function):
-    """A collective, and the one that its gradient goes back by."""
+    """A collective in the forward pass, and another one for its gradient in the backward pass."""
 
     @staticmethod
     def forward(
-        ctx: FunctionContext[tuple[Axis, Collective]], x: torch.Tensor, axis: Axis, there: Collective, back: Collective
+        ctx: FunctionContext[tuple[Axis, Collective]],
+        x: torch.Tensor,
+        axis: Axis,
+        collective: Collective,
+        grad_collective: Collective,
     ) -> torch.Tensor:
-        ctx.state = axis, back
-        return there(x, axis)
+        ctx.state = axis, grad_collective
+        return collective(x, axis)
 
     @staticmethod
     def backward(
         ctx: FunctionContext[tuple[Axis, Collective]], grad: torch.Tensor
     ) -> tuple[torch.Tensor, None, None, None]:
-        axis, back = ctx.state
-        return back(grad, axis), None, None, None
+        axis, grad_collective = ctx.state
+        return grad_collective(grad, axis), None, None, None
 
 
-def conjugate(x: torch.Tensor, axis: Axis, there: Collective, back: Collective) -> torch.Tensor:
-    """there(x, axis), whose gradient goes back by `back`."""
-    return _Conjugate.apply(x, axis, there, back)  # type: ignore[no-any-return, no-untyped-call]
+def conjugate(x: torch.Tensor, axis: Axis, collective: Collective, grad_collective: Collective) -> torch.Tensor:
+    """collective(x, axis). The backward pass applies `grad_collective` to the gradient."""
+    return _Conjugate.apply(x, axis, collective, grad_collective)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def all_to_all(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Block r of dim 0 goes to rank r; the blocks that come here lie in the order of the ranks they come from."""
+    """Send block r of dim 0 to rank r. The received blocks are ordered by source rank."""
     return conjugate(x, axis, _exchange, _exchange)
 
 
 def all_reduce_both_ways(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The sum over ranks that each of them computes with, so that the gradients of all of them add up too."""
+    """The sum over ranks, for a result that every rank uses in its own way: the gradient is summed over ranks too."""
     return x if axis.size == 1 else conjugate(x, axis, summed, summed)
 
 
 def reduce_from_region(x: torch.Tensor, axis: Axis, sequence: bool) -> torch.Tensor:
-    """Out of a tensor-parallel region: parts of all ranks add up; under sequence our tokens of the sum stay."""
+    """Leave a tensor-parallel region: sum the partial results of all ranks.
+
+    sequence: this rank gets its own tokens of the sum only.
+    """
     if axis.size == 1:
         return x
     pair = (reduce_scatter, all_gather) if sequence else (summed, _unchanged)
@@ -248,13 +259,16 @@ def reduce_from_region(x: torch.Tensor, axis: Axis, sequence: bool) -> torch.Ten
 
 
 def _local_block(grad: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """This rank's block of dim 0, which is equally long on all ranks."""
+    """This rank's block of dim 0. All ranks have blocks of equal length."""
     return grad.chunk(axis.size)[axis.index].contiguous()
 
 
 def gather_from_region(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Blocks of all ranks along the last dim: [..., n] -> [..., n x size]. Every rank computes the same from the whole,
-    so that the gradient of a block is the block of the gradient."""
+    """Gather along the last dim: [..., n] -> [..., n x size].
+
+    Every rank computes the same values from the gathered tensor, so the gradient needs no sum: each rank takes its
+    block of it.
+    """
     if axis.size == 1:
         return x
     return conjugate(x.movedim(-1, 0), axis, all_gather, _local_block).movedim(0, -1)

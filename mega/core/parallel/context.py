@@ -1,19 +1,20 @@
-"""The sequence cut over the context axis, and attention over whole rows.
+"""Context parallelism: each rank holds a part of the sequence, and attention covers whole rows.
 
-A row of s columns is cut into 2n chunks, and rank i of n holds chunks i and 2n - 1 - i: one of the first, which see
-little, and one of the last, which see much, so that all ranks have equal work. With n = 2 and s = 8
+A row of s columns is split into 2n chunks, and rank i of n holds chunks i and 2n - 1 - i. Under a causal mask early
+columns see few keys and late columns see many, so this pairing gives all ranks equal work. With n = 2 and s = 8:
 
     rank 0   0 1 . . . . 6 7
     rank 1   . . 2 3 4 5 . .
 
-Everything but attention acts on tokens one by one. Attention has two forms:
+Everything except attention acts on single tokens. Attention has two implementations:
 
-    ring        keys and values travel once around the axis and every rank's queries look at each (Liu et al. 2023);
-                communication overlaps computation, and any number of heads is possible
-    all-to-all  tokens are exchanged for heads: every rank attends over whole rows with its share of the heads (Jacobs
-                et al. 2023); two exchanges and no merging, but the key/value heads must divide
+    ring        keys and values are passed once around the axis, and every rank's queries attend to each block (Liu et
+                al. 2023); communication overlaps computation, and any number of heads is possible
+    all-to-all  tokens are exchanged for heads, so that every rank attends over whole rows with a part of the heads
+                (Jacobs et al. 2023); two exchanges and no merging, but the number of ranks must divide the key/value
+                heads
 
-It refuses to know the model: to a layer, a suite of ops with context parallelism looks like any other.
+This module knows nothing of the model: a layer uses a suite of ops with context parallelism like any other.
 """
 
 from __future__ import annotations
@@ -37,11 +38,15 @@ from mega.core.parallel.mesh import Axis
 ContextComm = Literal["auto", "ring", "all-to-all"]
 
 
-# -- from the columns that ranks hold to whole rows
+# -- conversion between whole rows and the columns of each rank
 
 
 def _join(parts: torch.Tensor) -> torch.Tensor:
-    """What all ranks hold [size, b, s / size, ...] -> whole rows [b, s, ...]."""
+    """The columns of all ranks [size, b, s / size, ...] -> whole rows [b, s, ...].
+
+    rank 0   a d        early chunks in order of ranks, late chunks in reverse order
+    rank 1   b c   ->   a b c d
+    """
     early, late = parts.chunk(2, dim=2)
     return torch.cat([early, late.flip(0)]).movedim(0, 1).flatten(1, 2)
 
@@ -52,13 +57,14 @@ def _split(rows: torch.Tensor, size: int) -> torch.Tensor:
     return torch.cat([early, late.flip(0)], dim=2)
 
 
-# -- the choice between the two forms
+# -- the choice between the two implementations
 
 
 def with_context_parallel(ops: Ops, axis: Axis, comm: ContextComm) -> Ops:
-    """`ops` with an attention over rows that are cut over the context axis.
+    """`ops` with an attention for rows that are sharded over the context axis.
 
-    It takes what `ops.attention` takes: q, k and v of our columns, but the mask of the whole rows, equal on all ranks.
+    The new attention has the signature of `ops.attention`. q, k and v are those of this rank's columns; the mask is
+    that of the whole rows, equal on all ranks.
     """
     if axis.size == 1:
         return ops
@@ -72,7 +78,7 @@ def with_context_parallel(ops: Ops, axis: Axis, comm: ContextComm) -> Ops:
 
 
 def divides(heads: int, kv_heads: int, size: int) -> bool:
-    """Whether all-to-all can share a rank's heads out over `size` ranks."""
+    """Whether all-to-all can divide the heads of a rank over `size` ranks."""
     return heads % size == 0 and kv_heads % size == 0
 
 
@@ -85,22 +91,23 @@ def _by_heads(
     """q [b, s / size, heads, d], k and v [b, t / size, kv_heads, d] -> [b, s / size, heads, d]."""
     size = axis.size
     assert divides(q.shape[2], k.shape[2], size), (q.shape, k.shape, size)
-    # 1 exchange our columns of all heads for all columns of our heads: at once for q, k and v of equal length
+    # 1 exchange this rank's columns of all heads for all columns of its heads: one message if q, k, v have equal length
     if q.shape[1] == k.shape[1]:
         q, k, v = _whole_rows(axis, q, k, v)
     else:
         (q,), (k, v) = _whole_rows(axis, q), _whole_rows(axis, k, v)
-    # 2 attention as on one rank, which drops by the numbers of our heads
+    # 2 attention as on one rank; dropout depends on the head's number, which must be the global one
     if mask.dropout is not None:
         first = mask.dropout.first_head + axis.index * q.shape[2]
         mask = replace(mask, dropout=replace(mask.dropout, first_head=first))
-    mixed = ops.attention(q, k, v, mask)
+    outputs = ops.attention(q, k, v, mask)
     # 3 exchange back
-    return all_to_all(_split(mixed, size), axis).movedim(0, 2).flatten(2, 3)
+    return all_to_all(_split(outputs, size), axis).movedim(0, 2).flatten(2, 3)
 
 
 def _whole_rows(axis: Axis, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Our columns of all heads, each [b, s / size, heads, d] -> all columns of our heads, [b, s, heads / size, d]."""
+    """Columns of this rank, all heads, each [b, s / size, heads, d] -> all columns, heads of this rank,
+    [b, s, heads / size, d]."""
     sent = torch.cat([x.unflatten(2, (axis.size, -1)) for x in parts], dim=3).movedim(2, 0)
     return _join(all_to_all(sent, axis)).split([x.shape[2] // axis.size for x in parts], dim=2)
 
@@ -109,52 +116,58 @@ def _whole_rows(axis: Axis, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 class RingBlock(NamedTuple):
-    """Which of our queries see which keys of one rank, and how: slices of our columns and of theirs."""
+    """A block of scores to compute: some queries of this rank with some keys of one rank."""
 
-    queries: slice
-    keys: slice
-    mask: AttentionMask
+    queries: slice  # columns of this rank
+    keys: slice  # columns of the rank that owns the keys
+    mask: AttentionMask  # of this block
 
 
 class RingState(NamedTuple):
-    """One attention around the axis. mask: of the whole rows."""
+    """One attention around the axis. mask: that of the whole rows."""
 
     axis: Axis
     op: PartialAttention
     mask: AttentionMask
 
     def blocks(self, source: int, s: int, t: int) -> list[RingBlock]:
-        """What our s queries see of the t keys of rank `source`; a rank holds an early and a late chunk of each.
+        """The blocks of scores between the s queries of this rank and the t keys of rank `source`.
 
-        Of plain causal rows: all keys of ourselves, causally. Of a rank before us: its early chunk precedes all of
-        ours, its late chunk follows. Of a rank after us: both its chunks precede our late one and follow our early
-        one. So every rank computes half of every arriving block, and nothing that is masked. Of a window, or where
-        queries and keys differ in position: each chunk by each, but for pairs that see nothing.
+        A rank holds an early and a late chunk of queries and of keys. Plain causal rows have three cases:
+        - source is this rank: all its keys, causally.
+        - source is an earlier rank: its early chunk precedes all our queries, its late chunk follows all of them.
+        - source is a later rank: both its chunks precede our late chunk and follow our early chunk.
+        So every rank computes half of every received block, and no masked scores. With a window, or if queries and keys
+        have different positions, each chunk of queries is paired with each chunk of keys, except pairs that are masked
+        entirely.
         """
-        mask, ours = self._of(source), self.axis.index
+        mask, own_index = self._local_mask(source), self.axis.index
         queries, keys = _halves(s), _halves(t)
         if mask.window is None and mask.kind == "full":
             return [RingBlock(slice(0, s), slice(0, t), mask)]
         if mask.window is None and mask.q_offset == 0 and s == t:
-            if source == ours:
+            if source == own_index:
                 return [RingBlock(slice(0, s), slice(0, t), mask)]
-            of, to = (slice(0, s), keys[0]) if source < ours else (queries[1], slice(0, t))
-            return [RingBlock(of, to, replace(mask.cut(of, to), kind="full", q_offset=0))]
-        found = []
-        for of, q_chunk in zip(queries, self._chunks(ours), strict=True):
-            for to, k_chunk in zip(keys, self._chunks(source), strict=True):
+            q_columns, k_columns = (slice(0, s), keys[0]) if source < own_index else (queries[1], slice(0, t))
+            return [RingBlock(q_columns, k_columns, replace(mask.cut(q_columns, k_columns), kind="full", q_offset=0))]
+        blocks = []
+        for q_columns, q_chunk in zip(queries, self._chunks(own_index), strict=True):
+            for k_columns, k_chunk in zip(keys, self._chunks(source), strict=True):
                 offset = mask.q_offset + q_chunk * (s // 2) - k_chunk * (t // 2)
-                block = replace(mask.cut(of, to), q_offset=offset)
+                block = replace(mask.cut(q_columns, k_columns), q_offset=offset)
                 if not block.empty(s // 2, t // 2):
-                    found.append(RingBlock(of, to, block))
-        return found
+                    blocks.append(RingBlock(q_columns, k_columns, block))
+        return blocks
 
     def _chunks(self, index: int) -> tuple[int, int]:
-        """Which chunks of a row rank `index` holds."""
+        """The numbers of the chunks of a row that rank `index` holds."""
         return index, 2 * self.axis.size - 1 - index
 
-    def _of(self, source: int) -> AttentionMask:
-        """Documents and dropout of our queries and the keys of rank `source`; positions are those of the rows."""
+    def _local_mask(self, source: int) -> AttentionMask:
+        """The mask with documents and dropout for the queries of this rank and the keys of rank `source`.
+
+        Positions stay those of the whole rows.
+        """
         axis, mask = self.axis, self.mask
         if mask.q_documents is not None and mask.k_documents is not None:
             q_documents, k_documents = (
@@ -165,7 +178,10 @@ class RingState(NamedTuple):
         if mask.dropout is not None:
             keys = zigzag(mask.dropout.keys, axis.index, axis.size)
             chunk = sum(map(len, mask.dropout.columns)) // (2 * axis.size)
-            parts = (mask.dropout.cut(slice(None), slice(at * chunk, (at + 1) * chunk)) for at in self._chunks(source))
+            parts = (
+                mask.dropout.cut(slice(None), slice(chunk_index * chunk, (chunk_index + 1) * chunk))
+                for chunk_index in self._chunks(source)
+            )
             columns = joined(run for part in parts for run in part.columns)
             mask = replace(mask, dropout=replace(mask.dropout, keys=keys, columns=columns))
         return mask
@@ -176,25 +192,25 @@ def _halves(length: int) -> tuple[slice, slice]:
 
 
 def _nothing(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp of queries that have seen no key."""
+    """Output and log-sum-exp of queries that have not attended to any key yet."""
     b, s, heads, _ = q.shape
-    wide = accurate(q.dtype)
-    return torch.zeros_like(q, dtype=wide), torch.full((b, heads, s), -math.inf, dtype=wide, device=q.device)
+    lse_dtype = accurate(q.dtype)
+    return torch.zeros_like(q, dtype=lse_dtype), torch.full((b, heads, s), -math.inf, dtype=lse_dtype, device=q.device)
 
 
 class _Ring(torch.autograd.Function):
     """q [b, s / size, heads, d], k and v [b, t / size, kv_heads, d] -> [b, s / size, heads, d].
 
-    Forward, for every rank of the axis, ourselves first and then backwards around it:
-        1 send the keys and values that we have to the next rank
-        2 meanwhile our queries look at them; each block is merged into the result by its log-sum-exp
-        3 receive those of the rank before
+    Forward, once for the keys of every rank, those of this rank first:
+        1 start to send the current keys and values to the next rank
+        2 attend to them with our queries while they are sent; merge each block into the result by its log-sum-exp
+        3 receive the keys and values of the previous rank
 
-    Backward goes around the same way, and the gradients of keys and values follow one step after them:
-        1 send keys and values
-        2 meanwhile compute the gradients of these blocks; ours of q add up here
-        3 receive the gradients that other ranks found for these keys and values, add ours, and send them on
-        4 after the last step they have arrived at the rank that owns the keys and values
+    Backward uses the same order. The gradients of keys and values follow them with a delay of one step:
+        1 start to send keys and values
+        2 compute the gradients of this step's blocks while they are sent; accumulate the gradient of q locally
+        3 receive the gradients that other ranks computed for these keys and values, add this rank's, and send the sum
+        4 after the last step the sum has reached the rank that owns the keys and values
     """
 
     @staticmethod
@@ -202,21 +218,21 @@ class _Ring(torch.autograd.Function):
         ctx: FunctionContext[RingState], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: RingState
     ) -> torch.Tensor:
         axis, op = ring.axis, ring.op
-        here, s, t = torch.stack([k, v]), q.shape[1], k.shape[1]
+        kv, s, t = torch.stack([k, v]), q.shape[1], k.shape[1]
         result: tuple[torch.Tensor, torch.Tensor] | None = None
         for step in range(axis.size):
             # 1
-            shift = RingShift(here, axis) if step < axis.size - 1 else None
+            shift = RingShift(kv, axis) if step < axis.size - 1 else None
             # 2
             for queries, keys, mask in ring.blocks((axis.index - step) % axis.size, s, t):
-                block, block_lse = op.forward(q[:, queries], here[0, :, keys], here[1, :, keys], mask)
-                if result is None and block.shape[1] == s:
+                block, block_lse = op.forward(q[:, queries], kv[0, :, keys], kv[1, :, keys], mask)
+                if result is None and block.shape[1] == s:  # the first block covers all queries: no merge is needed
                     result = block.to(block_lse.dtype), block_lse
                 else:
                     result = result or _nothing(q)
                     merge(result[0][:, queries], result[1][:, :, queries], block, block_lse)
             # 3
-            here = here if shift is None else shift.wait()
+            kv = kv if shift is None else shift.wait()
         out, lse = result or _nothing(q)
         out = out.to(q.dtype)
         ctx.state = ring
@@ -230,30 +246,30 @@ class _Ring(torch.autograd.Function):
         ring = ctx.state
         axis, op = ring.axis, ring.op
         q, k, v, out, lse = ctx.saved_tensors
-        here, s, t = torch.stack([k, v]), q.shape[1], k.shape[1]
+        kv, s, t = torch.stack([k, v]), q.shape[1], k.shape[1]
         grad_q = torch.zeros_like(q, dtype=lse.dtype)
-        grad_here = torch.zeros_like(here, dtype=lse.dtype)
+        grad_kv = torch.zeros_like(kv, dtype=lse.dtype)
         grad_shift: RingShift | None = None
         for step in range(axis.size):
             # 1
-            shift = RingShift(here, axis) if step < axis.size - 1 else None
+            shift = RingShift(kv, axis) if step < axis.size - 1 else None
             # 2
-            found = []
+            block_grads = []
             for queries, keys, mask in ring.blocks((axis.index - step) % axis.size, s, t):
-                their_k, their_v = here[:, :, keys]
-                of_q, of_k, of_v = op.backward(
-                    grad[:, queries], q[:, queries], their_k, their_v, out[:, queries], lse[:, :, queries], mask
+                block_k, block_v = kv[:, :, keys]
+                block_grad_q, block_grad_k, block_grad_v = op.backward(
+                    grad[:, queries], q[:, queries], block_k, block_v, out[:, queries], lse[:, :, queries], mask
                 )
-                grad_q[:, queries] += of_q
-                found.append((keys, of_k, of_v))
+                grad_q[:, queries] += block_grad_q
+                block_grads.append((keys, block_grad_k, block_grad_v))
             # 3
             if grad_shift is not None:
-                grad_here = grad_shift.wait()
-            for keys, of_k, of_v in found:
-                grad_here[0, :, keys] += of_k
-                grad_here[1, :, keys] += of_v
-            grad_shift = RingShift(grad_here, axis)
-            here = here if shift is None else shift.wait()
+                grad_kv = grad_shift.wait()
+            for keys, block_grad_k, block_grad_v in block_grads:
+                grad_kv[0, :, keys] += block_grad_k
+                grad_kv[1, :, keys] += block_grad_v
+            grad_shift = RingShift(grad_kv, axis)
+            kv = kv if shift is None else shift.wait()
         # 4
         assert grad_shift is not None
         grad_k, grad_v = grad_shift.wait().to(k.dtype)

@@ -1,6 +1,7 @@
-"""Weight gradients whose GEMMs are put off: a backward pass for inputs only, and the weights' own acts after it.
+"""Deferred weight gradients: a backward pass that computes input gradients only, and separate wgrad acts after it.
 
-Zero-bubble schedules (Qi et al. 2023) compute them where a stage would wait. Knows weights, no buckets and no ranks.
+Zero-bubble schedules (Qi et al. 2023) run the wgrad GEMMs when a stage would otherwise wait. This module knows weights,
+but no buckets and no ranks.
 """
 
 from __future__ import annotations
@@ -13,36 +14,36 @@ import torch
 from mega.core.parallel.weight import Weight
 
 DeferredWgrad = tuple[Weight, Any, torch.Tensor]
-"""A weight's gradient that is still to be computed: the weight, the output's gradient as its GEMM prepares it, the
-input."""
+"""The operands of a wgrad GEMM that has not run yet: the weight, the output's gradient as prepared for the GEMM, and
+the input."""
 
 
 class WgradQueue:
-    """The GEMMs of some weights' gradients that a backward pass has put off."""
+    """The wgrad GEMMs that a backward pass has deferred."""
 
     def __init__(self, weights: Iterable[Weight]) -> None:
         self._weights = list(weights)
         self._deferred: list[DeferredWgrad] = []
 
     def defer(self) -> None:
-        """From here on keep weight gradients' GEMMs instead of computing them (a backward pass for inputs only)."""
+        """From now on queue wgrad GEMMs instead of running them (a backward pass for input gradients only)."""
         self._deferred = []
         for weight in self._weights:
             weight.on_wgrad = self._add
 
     def take(self) -> list[DeferredWgrad]:
-        """The GEMMs kept since `defer`; later ones are computed at once again."""
+        """The GEMMs queued since `defer`. Later GEMMs run immediately again."""
         for weight in self._weights:
             weight.on_wgrad = None
-        taken, self._deferred = self._deferred, []
-        return taken
+        deferred, self._deferred = self._deferred, []
+        return deferred
 
     def _add(self, weight: Weight, grad: Any, x: torch.Tensor) -> None:
         self._deferred.append((weight, grad, x))
 
 
 def run_wgrad(deferred: Iterable[DeferredWgrad]) -> None:
-    """Compute deferred GEMMs, as the weight's act of a plan."""
+    """Run deferred wgrad GEMMs: the "W" act of a plan."""
     with torch.no_grad():
         for weight, grad, x in deferred:
             weight.add_wgrad(grad, x)

@@ -1,14 +1,14 @@
-"""Rows of tokens on their way to experts and back: sorted by expert, gathered or exchanged over ranks.
+"""Dispatch rows of tokens to their experts and combine the results: sort, gather and exchange over ranks.
 
-    tokens [t, h], of which each chose k experts
-      1 gather     over ranks that share experts, so that all see the tokens of all           <->  reduce-scatter
-      2 permute    one row for each choice, sorted by expert                                  <->  sum over the choices
-      3 exchange   each row to the rank that holds its expert, where ranks see other tokens   <->  the same backwards
-      4 sort       rows of all sources by expert
+    tokens [t, h], each routed to k experts                                                   backward
+      1 gather     over ranks that share experts, so that each sees the tokens of all         reduce-scatter
+      2 permute    one row for each choice, sorted by expert                                  sum over the choices
+      3 exchange   each row to the rank of its expert, if ranks have different tokens         exchange back
+      4 sort       the rows of all sources by expert
 
-`RowPlan` says where rows are; moving them is a pair for autograd, whose sums have a fixed order. How many rows a rank
-gets is known on the device alone: the host waits for one exchange of sizes where ranks exchange rows, and for a count
-where a rank takes some of the rows only. Knows no router and no weights.
+`RowPlan` gives the positions of rows. Moving them is an autograd function with a fixed order of summation. Only the
+device knows how many rows a rank gets, so the host has to wait for it: for an exchange of sizes if ranks exchange rows,
+and for a count if a rank takes only some of the rows. This module knows no router and no weights.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ from mega.core.parallel.region import Region
 
 
 class ExpertAxes(NamedTuple):
-    """The axes of the experts' grid. ep: ranks that hold other experts. etp: those that share each of them.
-    both: all these. tokens: ranks that see other samples, or other parts of them."""
+    """The axes of the grid of ranks that experts use (mesh.py)."""
 
-    ep: Axis = SINGLE
-    etp: Axis = SINGLE
-    both: Axis = SINGLE
-    tokens: Axis = SINGLE
+    ep: Axis = SINGLE  # ranks that hold different experts
+    etp: Axis = SINGLE  # tensor ranks of each expert
+    both: Axis = SINGLE  # etp x ep
+    tokens: Axis = SINGLE  # ranks that have different samples, or different parts of them
 
     @classmethod
     def of(cls, mesh: Mesh) -> ExpertAxes:
@@ -43,38 +42,46 @@ class ExpertAxes(NamedTuple):
 
 
 NO_RANKS = ExpertAxes()
-"""Of one rank."""
+"""The axes on a single rank."""
 
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Rows sorted by expert. token: int64 [rows], which token each is of, t where it is of none. row_of: int64 [t, k],
-    the row of each choice, `rows` where it has none. counts: int64 [experts]. whole: every row is a token's and every
-    choice has a row."""
+    """Rows sorted by expert.
+
+    token    0 1 2                    rows sorted by expert   0 0 0 1 1 1
+    experts  0,1  1,0  0,1     ->     token                   0 1 2 0 1 2
+    """
 
     token: torch.Tensor
+    """int64 [rows]: the token of each row; t for a padding row."""
     row_of: torch.Tensor
+    """int64 [t, k]: the row of each choice; `rows` for a choice without a row."""
     counts: torch.Tensor
+    """int64 [experts]: rows of each expert."""
     whole: bool
+    """Every row belongs to a token and every choice has a row."""
 
 
 def plan_rows(
     chosen: torch.Tensor, kept: torch.Tensor | None, experts: range, count: int, limit: int | None = None
 ) -> RowPlan:
-    """A row for each choice int64 [t, k] of one of `experts`, of `count` in all, that is kept.
+    """Plan one row for each choice, int64 [t, k], that falls on one of `experts` and is kept.
 
-    limit: every expert gets exactly as many rows.
+    kept: bool [t, k], None for all. experts: those of this rank, of `count` in all. limit: give every expert exactly
+    this number of rows (padded).
     """
     tokens, k = chosen.shape
-    local, here = chosen.flatten() - experts.start, len(experts)
-    whole = here == count and kept is None
+    local, local_experts = chosen.flatten() - experts.start, len(experts)
+    whole = local_experts == count and kept is None
     if not whole:
-        valid = (local >= 0) & (local < here)
-        local = torch.where(valid if kept is None else valid & kept.flatten(), local, here)
-    order = local.int().argsort(stable=True)  # in half the time of int64
-    counts = torch.zeros(here + 1, dtype=torch.int64, device=local.device)
-    counts = counts.index_add_(0, local, torch.ones_like(local))[:here]
-    rows = len(local) if whole else _on_host(counts, -(-len(local) * here // count))
+        # Choices of other ranks' experts sort to the end, as expert number `local_experts`, and are cut off.
+        valid = (local >= 0) & (local < local_experts)
+        local = torch.where(valid if kept is None else valid & kept.flatten(), local, local_experts)
+    order = local.int().argsort(stable=True)  # int32 sorts in half the time of int64
+    counts = torch.zeros(local_experts + 1, dtype=torch.int64, device=local.device)
+    counts = counts.index_add_(0, local, torch.ones_like(local))[:local_experts]
+    rows = len(local) if whole else _on_host(counts, -(-len(local) * local_experts // count))
     order = order[:rows]
     if limit is not None:
         return _padded(order, local, counts, limit, tokens, k)
@@ -84,10 +91,10 @@ def plan_rows(
 
 
 def _padded(order: torch.Tensor, local: torch.Tensor, counts: torch.Tensor, limit: int, tokens: int, k: int) -> RowPlan:
-    """Every expert has `limit` rows, of which the last may be of no token."""
-    own = local[order]
-    within = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[own]
-    positions, rows = own * limit + within, len(counts) * limit
+    """The plan in which every expert has `limit` rows; the last rows of an expert may be padding."""
+    row_expert = local[order]
+    within = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[row_expert]
+    positions, rows = row_expert * limit + within, len(counts) * limit
     token = order.new_full((rows,), tokens)
     token[positions] = order // k
     row_of = local.new_full((tokens * k,), rows)
@@ -96,7 +103,7 @@ def _padded(order: torch.Tensor, local: torch.Tensor, counts: torch.Tensor, limi
 
 
 def _on_host(counts: torch.Tensor, even: int) -> int:
-    """The sum of counts, for which the host waits; of meta tensors what an even load makes."""
+    """The sum of counts, for which the host waits. Meta tensors have no values: assume an even load."""
     return even if counts.is_meta else int(counts.sum())
 
 
@@ -105,12 +112,15 @@ SumRows = Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor]
 
 
 def permute(x: torch.Tensor, plan: RowPlan, total: SumRows = sum_rows) -> torch.Tensor:
-    """[t, ...] -> [rows, ...]; rows of no token are zeros. total: of the gradients of a token's rows."""
+    """Copy tokens into rows: [t, ...] -> [rows, ...]; padding rows are zeros.
+
+    total: sums the gradients of a token's rows.
+    """
     return _Permute.apply(x, plan, total)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def unpermute(rows: torch.Tensor, plan: RowPlan, total: SumRows = sum_rows) -> torch.Tensor:
-    """[rows, ...] -> [t, ...]: each token's rows added up in the order of its choices, by `total`."""
+    """[rows, ...] -> [t, ...]: `total` sums the rows of each token in the order of its choices."""
     return _Unpermute.apply(rows, plan, total)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -146,7 +156,7 @@ class _Unpermute(torch.autograd.Function):
 
 
 def pick(x: torch.Tensor, plan: RowPlan) -> torch.Tensor:
-    """Of values [t, k] of choices those of the rows, [rows]; 0 for rows of no token."""
+    """The values [t, k] of choices as values of rows, [rows]; 0 for padding rows."""
     flat = x.flatten()
     if not plan.whole:
         flat = torch.cat([flat, flat.new_zeros(1)])
@@ -157,34 +167,35 @@ def pick(x: torch.Tensor, plan: RowPlan) -> torch.Tensor:
 
 
 class RowExchange:
-    """Rows, sorted by expert, to the ranks of `ep` that hold their experts, sorted by expert there, and back.
+    """Exchange of rows between the ranks of `ep`: from the rank of a token to the rank of its expert, and back.
 
-    sent: int64 [experts of all], our rows of each. even: every rank sends equally many rows of every expert, so that
-    no sizes need be exchanged.
+    Rows are sorted by expert on both sides. sent: int64 [all experts], rows that this rank has for each. even: every
+    rank sends the same number of rows to every expert, so no sizes are exchanged.
     """
 
     def __init__(self, sent: torch.Tensor, ep: Axis, *, even: bool):
-        self._ep, here = ep, len(sent) // ep.size
-        sent = sent.view(ep.size, here)
-        came = sent if even else _swapped(sent, ep)
-        if sent.is_meta:  # an even load
+        self._ep, local_experts = ep, len(sent) // ep.size
+        sent = sent.view(ep.size, local_experts)
+        received = sent if even else _swapped(sent, ep)
+        # [ep, local experts]: sent[r] are the rows for the experts of rank r, received[r] those from rank r for ours
+        if sent.is_meta:  # assume an even load
             self._there = self._back = [0] * ep.size
             self._meta = True
         else:
             self._meta = False
-            self._there, self._back = torch.stack([sent.sum(1), came.sum(1)]).tolist()
-        self.counts = came.sum(0)
-        owners = torch.arange(here, device=sent.device).repeat(ep.size)
+            self._there, self._back = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+        self.counts = received.sum(0)
+        owners = torch.arange(local_experts, device=sent.device).repeat(ep.size)
         total = None if self._meta else sum(self._back)
-        self._owners = None if total is None else owners.repeat_interleave(came.flatten(), output_size=total)
+        self._owners = None if total is None else owners.repeat_interleave(received.flatten(), output_size=total)
 
     def there(self, rows: torch.Tensor) -> torch.Tensor:
-        """[rows, ...] -> [rows of our experts, ...]."""
-        arrived = _Exchange.apply(rows, self, True)  # type: ignore[no-untyped-call]
-        return permute(arrived, self._by_expert(arrived))
+        """Dispatch: [rows, ...] -> [rows of this rank's experts, ...]."""
+        received = _Exchange.apply(rows, self, True)  # type: ignore[no-untyped-call]
+        return permute(received, self._by_expert(received))
 
     def back(self, rows: torch.Tensor) -> torch.Tensor:
-        """The inverse of `there`."""
+        """Combine: the inverse of `there`."""
         return _Exchange.apply(unpermute(rows, self._by_expert(rows)), self, False)  # type: ignore[no-any-return, no-untyped-call]
 
     def _by_expert(self, rows: torch.Tensor) -> RowPlan:
@@ -197,16 +208,16 @@ class RowExchange:
         return RowPlan(order, row_of[:, None], self.counts, True)
 
     def move(self, x: torch.Tensor, forwards: bool) -> torch.Tensor:
-        """The exchange alone."""
+        """The exchange alone, without sorting."""
         if x.is_meta:
             Finished(waited=observe.exchange("all-to-all", x.nbytes, self._ep.ranks)).wait()
             return torch.empty_like(x)
-        to, of = (self._there, self._back) if forwards else (self._back, self._there)
-        return exchange(x, self._ep, to, of)
+        send_sizes, receive_sizes = (self._there, self._back) if forwards else (self._back, self._there)
+        return exchange(x, self._ep, send_sizes, receive_sizes)
 
 
 def _swapped(counts: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Row r of [size, n] goes to rank r; what comes lies in the order of its sources."""
+    """Send row r of counts [size, n] to rank r. The received rows are ordered by source rank."""
     out = torch.empty_like(counts)
     if counts.is_meta:
         Finished(waited=observe.exchange("all-to-all", counts.nbytes, axis.ranks)).wait()
@@ -230,16 +241,18 @@ class _Exchange(torch.autograd.Function):
 
 
 class ExpertRegion:
-    """How ranks share a mixture: which of them see the same tokens, which experts are ours, which rows travel.
+    """How ranks share a mixture of experts: which ranks have the same tokens, which experts this rank holds, and which
+    rows are exchanged.
 
-    Where tensor ranks all have the same tokens (no sequence parallelism), either they cut every expert, or they hold
-    other experts; outputs are summed over them. Otherwise all ranks have other tokens, which are gathered over those
-    that share experts and, if `gathers`, over those that hold others too; else rows of these are exchanged.
+    Without sequence parallelism all tensor ranks have the same tokens. Either each of them holds a shard of every
+    expert, or they hold different experts; outputs are summed over them. Otherwise all ranks have different tokens.
+    These are gathered over the ranks that share experts (etp) and, if `gathers`, also over the ranks that hold
+    different experts (ep); if not `gathers`, rows are exchanged over ep.
     """
 
     def __init__(self, region: Region, axes: ExpertAxes, experts: int, *, gathers: bool):
-        here = experts // axes.ep.size
-        self.experts_here = range(axes.ep.index * here, (axes.ep.index + 1) * here)
+        local_experts = experts // axes.ep.size
+        self.experts_here = range(axes.ep.index * local_experts, (axes.ep.index + 1) * local_experts)
         self.first = axes.etp.first
         same_tokens = region.size > 1 and not region.sequence
         within = same_tokens and axes.etp.size * axes.ep.size == region.size
@@ -249,18 +262,18 @@ class ExpertRegion:
         self.exchange = SINGLE if within or (gathers and not same_tokens) else axes.ep
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """What all ranks that share our tokens have, one after the other, [t, ...]; its gradient is summed."""
+        """The tokens of all ranks that share the work on them, concatenated, [t, ...]. The gradient is summed."""
         if self._shared.size == 1:
             return x
         pair = (_unchanged, summed) if self._same else (all_gather, reduce_scatter)
         return conjugate(x, self._shared, *pair)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """The same without a gradient."""
+        """`enter` without a gradient."""
         return x if self._same else all_gather(x, self._shared)
 
     def combine(self, y: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks that share our tokens, of which our own stay."""
+        """The sum over the ranks that share the work on tokens; each keeps its own tokens."""
         if self._shared.size == 1:
             return y
         pair = (summed, _unchanged) if self._same else (reduce_scatter, all_gather)

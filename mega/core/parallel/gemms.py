@@ -1,12 +1,12 @@
-"""The GEMMs of a linear layer y = x W^T + b, as its exchanges (linear.py) call them.
+"""The GEMMs of a linear layer y = x W^T + b, as the parallel linear layers (linear.py) call them.
 
-    forward   y [n, out]        what the backward pass needs of it is returned with it
+    forward   y [n, out], and what the backward pass needs
     dgrad     dx [n, in]
-    wgrad     dW [out, in], into the weight's main_grad where it has one
+    wgrad     dW [out, in], added to the weight's main_grad if it has one
 
-`WeightGemms` are those of one weight. Something else may stand in their place and wrap them: an adapter adds a
-low-rank GEMM to each of the three (adapter.py). They know no ranks: x and dy are whole on this rank, y and dx may be
-sums that the layer still has to exchange.
+`WeightGemms` computes them with one weight. A wrapper with the same interface may replace it: an adapter adds a
+low-rank GEMM to each of the three (adapter.py). GEMMs know no ranks: x and dy are whole on this rank; y and dx may be
+partial sums that the layer reduces afterwards.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mega.core.ops.matmuls import Factor
 from mega.core.parallel.weight import Weight
 
 Grads = tuple[torch.Tensor | None, ...]
-"""Gradients of some weights; None where they have gone into a main_grad, or where a weight is not trained."""
+"""Gradients of some weights; None if a gradient was added to a main_grad, or if the weight is not trained."""
 
 
 class LinearGemms(Protocol):
@@ -29,11 +29,11 @@ class LinearGemms(Protocol):
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """Whose gradients `wgrad` computes, in this order: the layer's own weight first."""
+        """The weights whose gradients `wgrad` computes, in this order: the layer's own weight first."""
 
     @property
     def plain(self) -> bool:
-        """Whether y is x W^T + b and nothing else, so that another kernel may compute it."""
+        """Whether y is exactly x W^T + b, so that another kernel may compute it."""
 
     def cast(self, dtype: torch.dtype) -> torch.Tensor:
         """W in the dtype of the input: the `factor` of the GEMMs."""
@@ -47,7 +47,7 @@ class LinearGemms(Protocol):
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Any]:
-        """x [n, in] -> y [n, out], and what `prepare` takes back. drop: of the input of what wraps the GEMM."""
+        """x [n, in] -> y [n, out], and what `prepare` needs. drop: dropout of the input of an adapter."""
 
     def prepare(self, grad: torch.Tensor, saved: Any) -> Any:
         """dy [n, out] in the form that `dgrad` and `wgrad` take. Call `dgrad` first."""
@@ -56,14 +56,14 @@ class LinearGemms(Protocol):
         """dx [n, in] of a prepared dy."""
 
     def wgrad(self, grad: Any, x: torch.Tensor | None) -> Grads:
-        """The gradients of `weights` from a prepared dy and x, which may be None where no weight is trained."""
+        """The gradients of `weights` from a prepared dy and x. x may be None if no weight is trained."""
 
     def by(self, factor: Factor) -> Callable[[torch.Tensor], torch.Tensor]:
-        """`forward` without a gradient, by a weight that stays as it is, in as few operations as possible."""
+        """`forward` for inference: without a gradient, with a constant weight, in as few operations as possible."""
 
 
 class WeightGemms:
-    """The GEMMs of one weight, computed as its ops choose (ops/matmuls.py)."""
+    """The GEMMs of one weight, by the implementation that its ops choose (ops/matmuls.py)."""
 
     plain = True
 
@@ -102,10 +102,10 @@ class WeightGemms:
 
 
 def trained(gemms: LinearGemms) -> bool:
-    """Whether the backward pass computes the gradient of any weight, so that it needs the input."""
+    """Whether the backward pass computes the gradient of any weight and so needs the input."""
     return any(weight.requires_grad for weight in gemms.weights)
 
 
 def defers_wgrad(gemms: LinearGemms) -> bool:
-    """Whether weight gradients are computed later than `wgrad` is called, so that its operands are kept."""
+    """Whether `wgrad` defers its GEMMs, so that its operands must be kept."""
     return any(weight.on_wgrad is not None for weight in gemms.weights)

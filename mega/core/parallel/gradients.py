@@ -1,18 +1,18 @@
-"""Flat buckets of weights and their gradients, and the reductions that make a gradient whole.
+"""Flat buckets of weights and gradients, and the collectives that reduce the gradients.
 
-A bucket holds the weights of some neighbouring blocks whose gradients reduce alike, as two flat tensors of the same
-coordinates:
+A bucket holds the weights of some neighbouring blocks whose gradients are reduced in the same way, as two flat tensors
+with the same offsets:
 
     weights | decayed ....... | not decayed .... | padding |     the model's parameters are views of this
     grads   |                 |                  |         |     gradients accumulate into views of this
-            |<- rank 0 of data ->|<- rank 1 ->|  ...             own spans, equal for all (ZeRO)
+            |<- data rank 0 ->|<- data rank 1 ->|  ...           the span of each rank, of equal length (ZeRO)
 
-Which parameters lie where is planned as data (layout.py). What a bucket's gradients need, by its reduction (tp: the
-tensor axis; data: the bucket's data axis, ranks that hold copies of its weights and see other tokens):
+The offsets of parameters are planned as data (layout.py). A bucket's `reduction` determines its collectives (tp: the
+tensor axis; data: the bucket's data axis, whose ranks hold copies of its weights and have different tokens):
 
-    nothing more             each tensor rank holds its own rows or columns           sum over data
+    none of the below        each tensor rank holds its own rows or columns           sum over data
     replicated               every tensor rank computed the same gradient             sum over data
-    replicated and partial   every tensor rank saw a part of the tokens or heads      sum over data, then tp
+    replicated and partial   every tensor rank had a part of the tokens or heads      sum over data, then tp
     stages                   several pipeline stages hold the same tensor             sum over data, then these stages
 """
 
@@ -42,18 +42,21 @@ from mega.core.shard import Shard, span_rectangles
 
 
 class Bucket:
-    """Some weights whose gradients reduce alike. `offsets` holds each weight's [begin, end) in the flat tensors.
+    """Some weights whose gradients are reduced in the same way.
 
-    data: its data axis. span: the part this rank owns and updates; the whole bucket where nothing is shared out.
-    decay_end: weights before it decay, the rest do not. counted: whether this rank's copy enters norms.
-    axes: along which reduced gradients are still to be added up. holders: the stages of our pipeline that hold it.
-    own_weights, own_grads: our span; gradients are valid after `GradBuffer.finish`.
-    gathering: the handle of weights that are on their way from other ranks, if any are.
+    offsets: each weight with its [begin, end) in the flat tensors.
+    data: the data axis. span: the part that this rank owns and updates; the whole bucket without ZeRO.
+    decay_end: weight decay applies to the weights before this offset. counted: whether this rank's copy enters norms.
+    axes: axes over which the gradients are still summed after `data`. holders: the stages of our pipeline that hold it.
+    own_weights, own_grads: this rank's span; gradients are valid after `GradBuffer.finish`.
+    gathering: the handle of an all-gather of weights in flight, or None.
     """
 
-    def __init__(self, spec: BucketSpec, held: Sequence[Weight], mesh: Mesh, *, zero: int, dtype: torch.dtype):
+    def __init__(self, spec: BucketSpec, candidates: Sequence[Weight], mesh: Mesh, *, zero: int, dtype: torch.dtype):
         self.reduction, self.decay_end, self.zero, self.dtype = spec.reduction, spec.decay_end, zero, dtype
-        self.offsets = [(held[number], *at) for number, at in zip(spec.parameters, spec.offsets, strict=True)]
+        self.offsets = [
+            (candidates[number], *offsets) for number, offsets in zip(spec.parameters, spec.offsets, strict=True)
+        ]
         self.data = mesh.data_axes[spec.reduction.data]
         first = self.data.axis.index * spec.shard if zero else 0
         self.span = span = (first, first + spec.shard)
@@ -61,7 +64,7 @@ class Bucket:
         self.axes = (*(mesh.axis(name) for name in self.reduction.partial), self.holders)
         self.counted = (not self.replicated or self.data.tensor.first) and self.holders.first
         self.waiting = 0
-        self.ready: Counter[int] = Counter()  # id of a weight -> gradients of this step that arrived
+        self.ready: Counter[int] = Counter()  # id of a weight -> gradients computed in this step
         self.works: list[tuple[CollectiveHandle, torch.Tensor]] = []
         self.gathering: CollectiveHandle | None = None
         like = self.offsets[0][0]
@@ -72,6 +75,7 @@ class Bucket:
         self._own = self._weights[span[0] : span[1]].clone() if zero >= 3 else None
         self.grads: torch.Tensor | None = None
         self.own_grads: torch.Tensor
+        # Up to ZeRO 1 the gradients of the whole bucket are allocated for good; later stages keep the own span only.
         if zero < 2:
             self.open()
             assert self.grads is not None
@@ -80,7 +84,7 @@ class Bucket:
             self.own_grads = torch.zeros(span[1] - span[0], dtype=dtype, device=like.device)
 
     def tied_name(self) -> str:
-        """Name of the tensor, if several stages hold it, else nothing."""
+        """Name of the tied tensor if several stages hold it, else the empty string."""
         return self.offsets[0][0].segments[0].shard.name if self.reduction.stages else ""
 
     @property
@@ -90,7 +94,7 @@ class Bucket:
 
     @property
     def weights(self) -> torch.Tensor:
-        """All our weights; waits for those that are on their way."""
+        """All weights of the bucket, flat. Waits for a gather in flight."""
         self.wait_param_gather()
         return self._weights
 
@@ -103,9 +107,10 @@ class Bucket:
         return sum(weight.uses for weight, _, _ in self.offsets)
 
     def runs(self) -> Iterator[tuple[Shard, slice]]:
-        """Every logical tensor's elements in our span, as a slice of it (vocabulary padding included, may be empty).
+        """Every logical tensor with the slice of our span that holds its elements (with vocabulary padding, may be
+        empty).
 
-        All ranks that hold the bucket name the same tensors in the same order.
+        All ranks that hold the bucket yield the same tensors in the same order.
         """
         low, high = self.span
         for shard, first in self._logical():
@@ -113,37 +118,41 @@ class Bucket:
             yield shard, slice(begin, end)
 
     def rectangles(self, flat: torch.Tensor, base: int) -> Iterator[tuple[Shard, tuple[int, ...], torch.Tensor]]:
-        """What `flat`, whose first element is number `base` of the bucket, holds of logical tensors.
+        """The parts of logical tensors in `flat`, whose first element is number `base` of the bucket.
 
-        Rectangles as (shard, where it starts in the whole, view of `flat`); padding is left out.
+        Yields rectangles as (shard, start in the whole tensor, view of `flat`). Padding is left out.
+
+            a flat span of a matrix   . . . x x     first row: a rectangle of one row
+                                      x x x x x     whole rows: one rectangle
+                                      x x . . .     last row: a rectangle of one row
         """
         for shard, first in self._logical():
             row = prod(shard.local[1:])
             low, high = max(base, first), min(base + flat.numel(), first + shard.elements)
             for start, size in span_rectangles(shard.local, low - first, high - first):
-                real = tuple(max(0, min(n, have - at)) for at, n, have in zip(start, size, shard.size, strict=True))
-                if not all(real):
+                unpadded = tuple(max(0, min(n, have - at)) for at, n, have in zip(start, size, shard.size, strict=True))
+                if not all(unpadded):
                     continue
                 offset = first - base + start[0] * row + (start[1] if len(start) > 1 else 0)
                 view = flat[offset : offset + prod(size)].view(size)
-                for dim, length in enumerate(real):
+                for dim, length in enumerate(unpadded):
                     view = view.narrow(dim, 0, length)
                 yield shard, tuple(a + b for a, b in zip(shard.start, start, strict=True)), view
 
     def _logical(self) -> Iterator[tuple[Shard, int]]:
-        """The blocks of logical tensors that weights hold, and where in the bucket each begins."""
+        """The shards of logical tensors in the bucket, each with its offset."""
         for weight, begin, _ in self.offsets:
             for segment in weight.segments:
                 yield segment.shard, begin + segment.offset * prod(weight.shape[1:])
 
     def open(self) -> None:
-        """Make room for the gradients of all our weights."""
+        """Allocate the gradients of all weights of the bucket."""
         self.grads = torch.zeros(self._weights.numel(), dtype=self.dtype, device=self._weights.device)
         for weight, begin, stop in self.offsets:
             weight.main_grad = self.grads[begin:stop].view(weight.shape)
 
     def close(self) -> torch.Tensor:
-        """Take the gradients out of the weights' sight; the memory goes when the caller lets go of them."""
+        """Detach the gradients from the weights and return them. The caller holds the only reference."""
         grads, self.grads = self.grads, None
         assert grads is not None
         for weight, _, _ in self.offsets:
@@ -151,20 +160,22 @@ class Bucket:
         return grads
 
     def start_param_gather(self, axis: Axis) -> None:
-        """Send our span of the weights to all ranks of the axis, which is that of `data` on a communicator of its own
-        or not, and take theirs, until `wait_param_gather`."""
-        own = self.own_weights
-        # NCCL may gather into the tensor that its own part is a view of; gloo may not.
-        _, self.gathering = start_all_gather(own if own.is_cuda else own.clone(), axis, self._weights)
+        """Start the all-gather of updated weights: each rank sends its span. `wait_param_gather` ends it.
+
+        axis: the ranks of `data`, possibly on a separate communicator.
+        """
+        own_span = self.own_weights
+        # NCCL allows the input to be a view of the output tensor; gloo does not.
+        _, self.gathering = start_all_gather(own_span if own_span.is_cuda else own_span.clone(), axis, self._weights)
 
     def wait_param_gather(self) -> None:
-        """Wait for the weights that are on their way."""
+        """Wait for the all-gather in flight, if there is one."""
         if self.gathering is not None:
             wait_for(self.gathering)
             self.gathering = None
 
     def start_unshard(self, axis: Axis) -> None:
-        """Send for weights that only their owners keep, unless they are here; axis: as of `start_param_gather`."""
+        """Start to gather weights that are resharded (ZeRO 3). axis: as in `start_param_gather`."""
         if self._own is None or self._weights.untyped_storage().size():
             return
         self._weights.untyped_storage().resize_(self._weights.nbytes)
@@ -174,7 +185,7 @@ class Bucket:
             _, self.gathering = start_all_gather(self._own, axis, self._weights)
 
     def reshard(self) -> None:
-        """Keep our span of the weights only."""
+        """Free the gathered weights (ZeRO 3); this rank keeps its own span."""
         if self._own is not None:
             self.wait_param_gather()
             self._weights.untyped_storage().resize_(0)
@@ -183,15 +194,15 @@ class Bucket:
 class GradBuffer:
     """The gradients of one rank's stages, accumulated over microbatches and reduced as soon as they are complete.
 
-    zero, over each bucket's data axis (Rajbhandari et al. 2020):
-        0  every rank has everything
-        1  a rank owns, and updates, its span of each bucket
-        2  also: gradients are reduced and let go with every microbatch, so only spans accumulate
-        3  also: weights are gathered for a unit of the model, while the one before it runs, and let go after it
+    zero: the ZeRO stage, over each bucket's data axis (Rajbhandari et al. 2020):
+        0  every rank holds everything
+        1  each rank owns, and updates, its span of each bucket
+        2  also: gradients are reduced and freed after every microbatch, so only spans accumulate
+        3  also: the weights of a unit are gathered while the unit before it runs, and freed after use
 
-    shared: name of every tensor that several pipeline stages hold -> these stages (`shared_stages`); all ranks give the
-    same. matrices: those of layers lie in buckets of their own, as they are updated whole. before_reduce: is called
-    with a bucket whose gradients are complete here, and not yet added up.
+    shared: name of each tensor that several pipeline stages hold -> these stages (`shared_stages`), equal on all ranks.
+    matrices: matrices of layers get separate buckets, because the optimizer updates them as whole matrices.
+    before_reduce: called with each bucket whose local gradients are complete, before they are reduced.
     """
 
     def __init__(
@@ -211,7 +222,7 @@ class GradBuffer:
         self.mesh, self.dtype, self.zero, self.overlap = mesh, dtype, zero, overlap
         self._claimed: set[int] = set()
         for stages in sorted(set((shared or {}).values())):
-            mesh.stages(stages)  # groups are made by all ranks, those that hold none of these tensors too
+            mesh.stages(stages)  # all ranks must create every group, even those that do not hold these tensors
         shards = {name: data.axis.size for name, data in mesh.data_axes.items()} if zero else {}
         tensor, least = {axis.name: axis.size for axis in (mesh.tp, mesh.etp)}, bucket_size if zero < 3 else None
         rules = BucketRules(tensor, sequence, shards, least, shared or {}, matrices)
@@ -222,7 +233,7 @@ class GradBuffer:
             for bucket in self._buckets(unit, rules)
         ]
         self._bucket_of = {id(weight): bucket for bucket in self.buckets for weight, _, _ in bucket.offsets}
-        # Stages that share several tensors must add them up in one order.
+        # Stages that share several tensors must reduce them in the same order, or they deadlock.
         self._tied_last = sorted(self.buckets, key=Bucket.tied_name)
         self._final, self.before_reduce = False, _unobserved
         self._reducing: Bucket | None = None
@@ -237,8 +248,8 @@ class GradBuffer:
         self._gather_axes = {name: data.axis for name, data in mesh.data_axes.items()}
         self._overlap_gather, self._order = overlap_gather, _Order()
         if zero and overlap_gather and any(data.axis.size > 1 for data in mesh.data_axes.values()):
-            # The loss's few numbers are added up meanwhile, and must not queue after the weights; nor may the weights
-            # of a unit queue after the gradients of another one.
+            # Collectives of one communicator run one after the other. The small all-reduce of the loss must not wait
+            # for the gather of weights, nor the weights of a unit for the gradients of another unit.
             self._gather_axes = {name: mesh.own_data_axis(name) for name in self._gather_axes}
         if self._gathered and overlap_gather:
             for chunk in chunks:
@@ -248,16 +259,16 @@ class GradBuffer:
     # -- construction
 
     def _buckets(self, unit: nn.Module, rules: BucketRules) -> Iterator[Bucket]:
-        """Those of the trainable weights of `unit` that no other unit of this rank has had before (tied ones)."""
-        held = [weight for weight in weights(unit) if weight.requires_grad and id(weight) not in self._claimed]
-        self._claimed.update(map(id, held))
-        for spec in plan_buckets([parameter_spec(weight) for weight in held], rules):
-            yield Bucket(spec, held, self.mesh, zero=self.zero, dtype=self.dtype)
+        """Buckets of the trainable weights of `unit`, except tied weights that an earlier unit of this rank holds."""
+        trainable = [weight for weight in weights(unit) if weight.requires_grad and id(weight) not in self._claimed]
+        self._claimed.update(map(id, trainable))
+        for spec in plan_buckets([parameter_spec(weight) for weight in trainable], rules):
+            yield Bucket(spec, trainable, self.mesh, zero=self.zero, dtype=self.dtype)
 
     # -- one step
 
     def start(self) -> None:
-        """Begin a step: no gradient has arrived."""
+        """Begin a step: set gradients to zero and expect all of them."""
         for bucket in self.buckets:
             (bucket.own_grads if bucket.grads is None else bucket.grads).zero_()
             bucket.waiting, bucket.works = bucket.uses, []
@@ -266,11 +277,11 @@ class GradBuffer:
             self._order.begin()
 
     def final(self, last: bool) -> None:
-        """Say whether the backward pass that follows is the last of its chunk in this step."""
+        """Set whether the next backward pass is the last of its chunk in this step."""
         self._final = last
 
     def _open_main_grad(self, weight: Weight) -> None:
-        """The first gradient of a microbatch finds no room."""
+        """Allocate a bucket's gradients when the first gradient of a microbatch is added (ZeRO 2 and 3)."""
         bucket = self._bucket_of[id(weight)]
         bucket.open()
         bucket.waiting = bucket.uses
@@ -287,7 +298,7 @@ class GradBuffer:
             self._launch_grad_reduce(bucket)
 
     def _launch_grad_reduce(self, bucket: Bucket) -> None:
-        """Start the sum over the bucket's data axis; the backward pass continues meanwhile."""
+        """Start the reduction over the bucket's data axis. The backward pass continues while it runs."""
         data = bucket.data.axis
         self.before_reduce(bucket)
         if self.zero >= 2:
@@ -295,7 +306,7 @@ class GradBuffer:
             out, work = start_reduce_scatter(bucket.close(), data)
             bucket.works.append((work, out))
             bucket.reshard()
-            # A sum on its way holds the whole bucket's gradients, so only one is.
+            # A reduction in flight keeps the gradients of its whole bucket alive, so at most one is in flight.
             before, self._reducing = self._reducing, bucket
             if before is not None and before is not bucket:
                 _settle(before)
@@ -304,18 +315,21 @@ class GradBuffer:
         if not self.zero:
             bucket.works.append((all_reduce(bucket.grads, data, wait=False), bucket.own_grads))
             return
-        # NCCL may reduce into a part of its own input; gloo may not.
+        # NCCL allows the output to be a part of the input; gloo does not.
         out = bucket.own_grads if bucket.grads.is_cuda else torch.empty_like(bucket.own_grads)
         out, work = start_reduce_scatter(bucket.grads, data, out)
         bucket.works.append((work, out))
 
     def all_ready(self) -> None:
-        """Every gradient of this step is in its place, though none was reported: the device did it on its own."""
+        """Mark all gradients of this step as complete. A replayed CUDA graph computes them without any hook."""
         for bucket in self.buckets:
             bucket.waiting = 0
 
     def finish(self) -> None:
-        """Wait for the sums over data, then add up what is still partial. Errors name a weight without gradient."""
+        """Finish the step: wait for the reductions over data, then sum over the remaining axes of each bucket.
+
+        Errors: RuntimeError with the names of weights that got no gradient.
+        """
         for bucket in self.buckets:
             if bucket.waiting:
                 silent = [w.segments[0].shard.name for w, _, _ in bucket.offsets if bucket.ready[id(w)] < w.uses]
@@ -332,31 +346,37 @@ class GradBuffer:
                 all_reduce(bucket.own_grads, axis)
         self._final = False
 
-    # -- weights that travel: updated spans (zero 1 and 2), units that come and go (zero 3)
+    # -- gathering weights: updated spans after a step (ZeRO 1 and 2), whole units during a step (ZeRO 3)
 
     def start_param_gather(self) -> None:
-        """Send updated spans to every rank. With overlap they arrive while the next forward pass runs, where each unit
-        of the model waits for its own; reading a bucket's weights waits too."""
+        """Start to gather the updated spans on every rank.
+
+        With overlap the gather runs during the next forward pass, in which each unit waits for its own weights. Reading
+        a bucket's weights waits too.
+        """
         for bucket in self._gathered:
             bucket.start_param_gather(self._gather_axes[bucket.data.name])
         if not self._overlap_gather:
             self.wait_param_gather()
 
     def wait_param_gather(self) -> None:
-        """Wait for all weights that are on their way. Due before a buffer is thrown away, too: NCCL's group holds the
-        tensors of an exchange that was not waited for until the next one on the same group."""
+        """Wait for all gathers in flight.
+
+        Call this also before you drop the buffer: NCCL's group keeps the tensors of a collective alive until it was
+        waited for, or until the next collective on the same group.
+        """
         for bucket in self.buckets:
             bucket.wait_param_gather()
 
     def buckets_of(self, unit: nn.Module) -> list[Bucket]:
         """The distinct buckets of a unit's trainable weights."""
-        held = [self._bucket_of[id(weight)] for weight in weights(unit) if weight.requires_grad]
-        return list({id(home): home for home in held}.values())
+        buckets = [self._bucket_of[id(weight)] for weight in weights(unit) if weight.requires_grad]
+        return list({id(bucket): bucket for bucket in buckets}.values())
 
     def with_full_params(
         self, unit: nn.Module, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
     ) -> torch.Tensor:
-        """run(x), a unit of the model on tensors, with its weights here while it runs, forward and backward."""
+        """run(x) of a unit of the model, with its weights unsharded during its forward and backward pass."""
         if self.zero < 3:
             return run(x)
         buckets = self.buckets_of(unit)
@@ -368,7 +388,7 @@ class GradBuffer:
         return _Return.apply(y, partial(self._unshard, buckets)) if torch.is_grad_enabled() else y
 
     def _unshard(self, buckets: list[Bucket]) -> list[Bucket]:
-        """Bring the weights of a unit here, and send for those that are wanted next, which are returned."""
+        """Gather the weights of a unit, and start to gather (prefetch) those of the next one, which are returned."""
         for bucket in buckets:
             bucket.start_unshard(self._gather_axes[bucket.data.name])
         for bucket in buckets:
@@ -385,7 +405,7 @@ class GradBuffer:
 
 
 class _Order:
-    """In which order a step wants the weights of units. Whatever the schedule, the step before has shown it."""
+    """The order in which a step uses the weights of units: that of the previous step, for any schedule."""
 
     def __init__(self) -> None:
         self._before: list[list[Bucket]] = []
@@ -393,25 +413,25 @@ class _Order:
         self._follows = False
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._before, self._now, self._follows = self._now, [], True
 
     def end(self) -> None:
-        """What is used until the next step, as by an evaluation, has no order."""
+        """End a step. Until the next one, for example during an evaluation, nothing is prefetched."""
         self._follows = False
 
     def after(self, used: list[Bucket]) -> list[Bucket]:
-        """The buckets of the unit that the step before used after this one; none where it went another way."""
+        """The buckets that the previous step used after these; empty if this step uses units in another order."""
         if not self._follows:
             return []
-        at = len(self._now)
+        position = len(self._now)
         self._now.append(used)
-        self._follows = at >= len(self._before) or self._before[at] == used
-        return self._before[at + 1] if self._follows and at + 1 < len(self._before) else []
+        self._follows = position >= len(self._before) or self._before[position] == used
+        return self._before[position + 1] if self._follows and position + 1 < len(self._before) else []
 
 
 class _Return(torch.autograd.Function):
-    """After a unit: when its backward pass begins, its weights are gathered again."""
+    """Identity at the output of a unit that unshards the unit's weights when its backward pass begins."""
 
     @staticmethod
     def forward(
@@ -427,17 +447,17 @@ class _Return(torch.autograd.Function):
 
 
 def _wait_param_gather(buckets: list[Bucket], *_: object) -> None:
-    """In front of a unit's forward pass: its weights are here."""
+    """Forward pre-hook of a unit: wait for its weights."""
     for bucket in buckets:
         bucket.wait_param_gather()
 
 
 def _unobserved(bucket: Bucket) -> None:
-    """Nobody looks at gradients before they are reduced."""
+    """The default of `before_reduce`: do nothing."""
 
 
 def _settle(bucket: Bucket) -> None:
-    """Wait for sums on their way and bring them to the span; under zero 2 add them to what it has."""
+    """Wait for reductions in flight and copy the results to the own span; from ZeRO 2 on add them to it."""
     for work, out in bucket.works:
         wait_for(work)
         if bucket.zero >= 2:
@@ -448,7 +468,7 @@ def _settle(bucket: Bucket) -> None:
 
 
 def units_of(chunk: nn.Module) -> Iterator[nn.Module]:
-    """What is gathered at a time: every block on its own, the embedding, the head."""
+    """The units of a chunk whose weights are gathered together: each block, the embedding, the head."""
     for child in chunk.children():
         if isinstance(child, nn.ModuleList):
             yield from child
@@ -457,15 +477,15 @@ def units_of(chunk: nn.Module) -> Iterator[nn.Module]:
 
 
 def parameter_spec(weight: Weight) -> ParameterSpec:
-    """What decides where `weight` lies."""
+    """The properties of `weight` that determine its bucket."""
     tensors = tuple(segment.shard.tensor for segment in weight.segments)
     return ParameterSpec(tensors, weight.numel(), str(weight.dtype))
 
 
 def _into_main_grad(parameter: torch.Tensor) -> None:
-    """Move what autograd accumulated (norms, biases, positions) into the bucket.
+    """Add the gradient that autograd accumulated (norms, biases, positions) to the bucket.
 
-    The hook is called with no gradient where a layer has added it to `main_grad` itself.
+    If a layer has added the gradient to `main_grad` itself, autograd calls this hook with `grad` None.
     """
     assert isinstance(parameter, Weight)
     if parameter.grad is None:
@@ -474,5 +494,5 @@ def _into_main_grad(parameter: torch.Tensor) -> None:
     assert main_grad is not None
     main_grad.add_(parameter.grad)
     parameter.grad = None
-    for _ in range(parameter.uses):  # autograd has added them up
+    for _ in range(parameter.uses):  # autograd has already summed the gradients of all uses
         parameter.grad_ready()

@@ -1,7 +1,8 @@
-"""Buckets as data: which parameters lie together in one flat tensor, where, and how their gradients become whole.
+"""The layout of buckets as data: which parameters share a flat tensor, at which offsets, and how their gradients are
+reduced.
 
-Read by `GradBuffer`, which makes the buckets, and by the memory estimate, which counts them. Knows no torch, no ranks
-and no model: parameters are described by the logical tensors that are stacked in them.
+`GradBuffer` allocates buckets by it, and the memory estimate counts them. This module knows no torch, no ranks and no
+model: it describes a parameter by the logical tensors that are stacked in it.
 """
 
 from __future__ import annotations
@@ -14,53 +15,51 @@ from typing import NamedTuple
 from mega.core.architecture import Tensor, Unit
 
 ALIGNMENT = 64
-"""Elements at which every parameter starts, so that kernels read whole cache lines."""
+"""Every parameter starts at a multiple of this number of elements, so that kernels read whole cache lines."""
 
 
 class Reduction(NamedTuple):
-    """What a gradient needs to become the whole batch's. Parameters that differ in it lie in different buckets.
-
-    data: the data axis that it is summed over first.
-    partial: axes over which each rank's gradient is still only a part.
-    replicated: axes whose ranks hold equal copies of the parameter.
-    stages: the pipeline stages that hold the parameter, where several do (tied tensors); each has a part.
-    whole: it is updated as a whole matrix.
-    """
+    """How a local gradient becomes the gradient of the whole batch. Each value has its own buckets."""
 
     data: str = "dp"
+    """The data axis that the gradient is summed over first."""
     partial: tuple[str, ...] = ()
+    """Axes over which each rank's gradient is still partial."""
     replicated: tuple[str, ...] = ()
+    """Axes whose ranks hold equal copies of the parameter."""
     stages: tuple[int, ...] = ()
+    """The pipeline stages that hold the parameter, if there are several (tied tensors); each computes a part."""
     whole: bool = False
+    """Whether the optimizer updates the parameter as a whole matrix."""
 
 
 class ParameterSpec(NamedTuple):
-    """What decides where a parameter lies: its logical tensors, its elements on this rank, its dtype's name."""
+    """The properties of a parameter that determine its bucket and offset."""
 
-    tensors: tuple[Tensor, ...]
-    elements: int
-    dtype: str
+    tensors: tuple[Tensor, ...]  # the logical tensors stacked in it
+    elements: int  # on this rank
+    dtype: str  # name of its dtype
 
 
 @dataclass(frozen=True)
 class BucketRules:
-    """What a layout determines of buckets.
-
-    tensor: sizes of the tensor axes. sequence: their ranks split the sequence. shards: data axis -> its ranks, which
-    each own a span; {}: every rank has everything. least: elements at which a bucket is full; None: one bucket for all
-    alike. stages: name of a tensor that several pipeline stages hold -> those stages (`shared_stages`). matrices: those
-    of layers are updated whole.
-    """
+    """The parts of a parallel layout that determine buckets."""
 
     tensor: Mapping[str, int]
+    """Size of each tensor axis."""
     sequence: bool
+    """Whether tensor ranks split the sequence."""
     shards: Mapping[str, int]
+    """Data axis -> its ranks, each of which owns a span (ZeRO); empty: every rank holds everything."""
     least: int | None
+    """Elements from which on a bucket is full; None: one bucket for all parameters with equal reduction."""
     stages: Mapping[str, tuple[int, ...]]
+    """Name of a tensor that several pipeline stages hold -> these stages (`shared_stages`)."""
     matrices: bool = False
+    """Whether the optimizer updates the matrices of layers as whole matrices."""
 
     def reduction(self, tensor: Tensor) -> Reduction:
-        """How the gradient of a parameter with `tensor` becomes whole."""
+        """The reduction of a parameter that holds `tensor`."""
         axis = tensor.tensor_axis
         replicated = (axis,) if self.tensor[axis] > 1 and tensor.cut() is None else ()
         parts = replicated and ("tp" in tensor.partial or ("sequence" in tensor.partial and self.sequence))
@@ -70,24 +69,22 @@ class BucketRules:
 
 @dataclass(frozen=True)
 class BucketSpec:
-    """One bucket. parameters: which of the given ones, decayed first; offsets: each one's [begin, end).
-
-    length: elements, padding included. shard: elements that each data rank owns. decay_end: where decayed parameters
-    end.
-    """
+    """The layout of one bucket."""
 
     reduction: Reduction
     dtype: str
-    parameters: tuple[int, ...]
-    offsets: tuple[tuple[int, int], ...]
-    length: int
-    shard: int
-    decay_end: int
+    parameters: tuple[int, ...]  # numbers of its parameters; those with weight decay first
+    offsets: tuple[tuple[int, int], ...]  # [begin, end) of each parameter
+    length: int  # elements, padding included
+    shard: int  # elements that each data rank owns
+    decay_end: int  # end of the parameters with weight decay
 
 
 def plan_buckets(parameters: Sequence[ParameterSpec], rules: BucketRules) -> Iterator[BucketSpec]:
-    """The buckets of one unit or chunk: neighbouring parameters that reduce alike, at least `rules.least` elements
-    where there are as many. A tied parameter has one for itself, so that it lies alike on every stage that holds it.
+    """The buckets of one unit or chunk: neighbouring parameters with equal reduction.
+
+    A bucket has at least `rules.least` elements, unless too few are left. A tied parameter has a bucket of its own, so
+    that it has the same offsets on every stage that holds it.
     """
     open_groups: dict[tuple[Reduction, str], list[int]] = {}
     sizes: Counter[tuple[Reduction, str]] = Counter()
@@ -121,10 +118,10 @@ def _bucket(
 def shared_stages(tensors: Iterable[Tensor], unit_stages: Mapping[Unit, tuple[int, int]]) -> dict[str, tuple[int, ...]]:
     """Name -> pipeline stages of every tensor that more than one of them holds.
 
-    unit_stages: unit -> (stage, chunk), as of `unit_stages` in plan/layers.py.
+    unit_stages: unit -> (stage, chunk), from `unit_stages` in plan/layers.py.
     """
-    found = {tensor.name: sorted({unit_stages[unit][0] for unit in tensor.units}) for tensor in tensors}
-    return {name: tuple(stages) for name, stages in found.items() if len(stages) > 1}
+    stages_of = {tensor.name: sorted({unit_stages[unit][0] for unit in tensor.units}) for tensor in tensors}
+    return {name: tuple(stages) for name, stages in stages_of.items() if len(stages) > 1}
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -1,12 +1,20 @@
-"""Linear layers cut over the tensor axis. They own their collectives; their GEMMs are called (gemms.py).
+"""Linear layers sharded over the tensor axis. They do the communication; gemms.py does the GEMMs.
 
     ColumnLinear  every rank computes its own outputs      y_r = x W_r^T            x enters the region
     RowLinear     every rank sums over its own inputs      y = sum_r x_r W_r^T + b  y leaves the region
 
-Under sequence parallelism tokens are shared out between regions: entering gathers them, leaving scatters the sum.
-The gathered input is not kept; backward gathers it again while it multiplies (Korthikanti et al. 2022, section 4.2).
-Where the region has a transport, these exchanges overlap the GEMMs they feed, a rank's tokens at a time.
-A weight that is not trained costs no gradient of its own.
+With two ranks, x [tokens, h], and W stored as [out, in]:
+
+    ColumnLinear                   W_0  [out/2, h]            y_0 [tokens, out/2]
+                   x [tokens, h]   ---------------      ->    -------------------
+                                   W_1  [out/2, h]            y_1 [tokens, out/2]
+
+    RowLinear      x_0 | x_1  [tokens, in/2] each, W_0 | W_1  [h, in/2] each   ->   x_0 W_0^T + x_1 W_1^T  [tokens, h]
+
+Under sequence parallelism each rank holds a part of the tokens between regions: entering a region gathers them,
+leaving it reduce-scatters the sum. The gathered input is not saved; backward gathers it again while it computes the
+input gradient (Korthikanti et al. 2022, section 4.2). If the region has a transport, these exchanges overlap the GEMMs
+that use them, block by block. For a weight that is not trained no wgrad is computed.
 """
 
 from __future__ import annotations
@@ -33,13 +41,13 @@ from mega.core.parallel.region import Region
 from mega.core.parallel.weight import ParameterFactory, Weight
 
 _MatmulState = tuple[LinearGemms, Region, torch.dtype, Any]
-"""The GEMMs, where they run, the input's dtype, and what `LinearGemms.forward` saved."""
+"""The GEMMs, their region, the input's dtype, and what `LinearGemms.forward` saved."""
 
 
 class _ColumnMatmul(torch.autograd.Function):
-    """x [tokens, in] -> [tokens, out of this rank]; under sequence x are our tokens.
+    """x [tokens, in] -> [tokens, out of this rank]. Under sequence parallelism x holds the tokens of this rank.
 
-    weights: those of the GEMMs, which autograd must see.
+    weights: those of the GEMMs, passed as inputs so that autograd sees them.
     """
 
     @staticmethod
@@ -78,11 +86,11 @@ class _ColumnMatmul(torch.autograd.Function):
                 gemms.dgrad(grad[rows], factor, out=out)
             grads = gemms.wgrad(grad, gathered.whole(keep=defers_wgrad(gemms)))
             return gemms.weights[0].ops.total(summed.blocks()), None, None, None, None, *grads
-        # 1 ask for the whole input again, where a weight's gradient needs it, while the input's gradient is computed
+        # 1 gather the whole input again, if wgrad needs it, while dgrad runs
         whole, gathering = start_all_gather(x, axis) if sequence and x is not None else (x, None)
         prepared = gemms.prepare(grad, saved)
         grad_x = gemms.dgrad(prepared, factor)
-        # 2 sum the input's gradient over ranks while the gradients of weights are computed
+        # 2 sum the input's gradient over ranks while wgrad runs
         if sequence:
             grad_x, summing = start_reduce_scatter(grad_x, axis)
         else:
@@ -95,9 +103,10 @@ class _ColumnMatmul(torch.autograd.Function):
 
 
 class _RowMatmul(torch.autograd.Function):
-    """x [tokens, in of this rank] -> [tokens, out], summed over ranks; under sequence our tokens of it.
+    """x [tokens, in of this rank] -> [tokens, out], summed over ranks; under sequence parallelism the tokens of this
+    rank only.
 
-    weights: those of the GEMMs, which autograd must see.
+    weights: those of the GEMMs, passed as inputs so that autograd sees them.
     """
 
     @staticmethod
@@ -130,7 +139,7 @@ class _RowMatmul(torch.autograd.Function):
     def backward(ctx: FunctionContext[_MatmulState], grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gemms, region, dtype, saved = ctx.state
         axis, sequence, transport, factor = region.axis, region.sequence, region.transport, gemms.cast(dtype)
-        # First: where it brings a whole block back, there is nothing else yet.
+        # First, because it may recompute a whole block: no other tensor of this function is alive yet.
         x = kept(ctx) if trained(gemms) else None
         if x is not None and sequence and transport is not None:
             gathered, grad_x = Gather(grad, transport), torch.empty_like(x)
@@ -138,7 +147,7 @@ class _RowMatmul(torch.autograd.Function):
                 gemms.dgrad(part, factor, out=grad_x[rows])
             grads = gemms.wgrad(gathered.whole(keep=defers_wgrad(gemms)), x)
             return grad_x, None, None, None, *grads
-        # The gradient that was gathered is not held here: in fp8 the prepared one is another tensor.
+        # No reference to the gathered gradient is kept: in fp8 `prepared` is a separate tensor.
         prepared = gemms.prepare(all_gather(grad, axis) if sequence else grad, saved)
         del grad
         grad_x = gemms.dgrad(prepared, factor)
@@ -152,20 +161,22 @@ def column_matmul(
     bias: torch.Tensor | None = None,
     drop: Dropout | None = None,
 ) -> torch.Tensor:
-    """Enter the region and multiply: x [tokens, in] (our tokens under sequence) -> [tokens, rows of weight].
+    """Enter the region and multiply: x [tokens, in] -> [tokens, rows of the weight].
 
-    bias: added in the GEMM's own pass; it gets no gradient from here. drop: of the GEMMs, for all tokens.
+    Under sequence parallelism x holds the tokens of this rank. bias: added by the GEMM; this function computes no
+    gradient for it. drop: dropout for adapters, for all tokens.
     """
-    if not region.sequence and not torch.is_grad_enabled():  # nothing to keep
+    if not region.sequence and not torch.is_grad_enabled():  # nothing to save: skip autograd, which costs host time
         return gemms.forward(x, gemms.cast(x.dtype), bias, drop)[0]
     return _ColumnMatmul.apply(x, gemms, bias, region, drop, *gemms.weights)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class ColumnLinear(nn.Module):
-    """Outputs cut over the axis; several logical tensors may be stacked (query, key, value).
+    """Outputs sharded over the axis; several logical tensors may be stacked (query, key, value).
 
-    The next op computes the bias's gradient, in the pass over its own. `biased` adds the bias while it multiplies;
-    `matmul` leaves that to the next op too. gemms: may be wrapped. drop: for them, for all tokens of the region.
+    The next op computes the gradient of the bias in the same pass as its own gradient. `biased` adds the bias in the
+    GEMM; `matmul` leaves that to the next op. gemms: an adapter may wrap it. drop: dropout for adapters, for all tokens
+    of the region.
     """
 
     gemms: LinearGemms
@@ -189,9 +200,9 @@ class ColumnLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """Inputs cut over the axis; the bias is to be added once, after the sum: `matmul` leaves it to the next op.
+    """Inputs sharded over the axis. The bias is added once, after the sum over ranks: `matmul` leaves it to the caller.
 
-    gemms: may be wrapped. drop: for them, for all tokens of the region.
+    gemms: an adapter may wrap it. drop: dropout for adapters, for all tokens of the region.
     """
 
     gemms: LinearGemms
@@ -211,7 +222,7 @@ class RowLinear(nn.Module):
 
     def matmul(self, x: torch.Tensor, drop: Dropout | None = None) -> torch.Tensor:
         drop = of_columns(drop, self.region.axis.index, x.shape[1])
-        if not self.region.sequence and not torch.is_grad_enabled():  # nothing to keep
+        if not self.region.sequence and not torch.is_grad_enabled():  # nothing to save
             y, _ = self.gemms.forward(x, self.gemms.cast(x.dtype), None, drop)
             all_reduce(y, self.region.axis)
             return y

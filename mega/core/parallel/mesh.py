@@ -1,4 +1,4 @@
-"""One grid of ranks; every group of ranks is a slice of it.
+"""The grid of ranks. Every group of ranks is a slice of it.
 
 Axes from fastest to slowest: tp, cp, dp, pp. With tp 2, dp 2, pp 2 the ranks are
 
@@ -8,13 +8,13 @@ Axes from fastest to slowest: tp, cp, dp, pp. With tp 2, dp 2, pp 2 the ranks ar
     pp 1 dp 0   4     5
          dp 1   6     7
 
-Experts see the same ranks as another grid: etp, ep, edp, pp. The ranks of a stage are numbered in order, and etp, the
-tensor ranks of each expert, runs fastest among them. It is tp unless another size is given: with dp 4 and ep 2, data
-ranks 0 and 2 hold copies of the same experts, 1 and 3 of the others.
+Experts use the same ranks as another grid, with the axes etp, ep, edp, pp. The ranks of a stage are numbered in order,
+and etp, the tensor ranks of each expert, runs fastest. Its size defaults to tp. Example: with dp 4 and ep 2, data ranks
+0 and 2 hold copies of the same experts, and 1 and 3 copies of the other experts.
 
 An axis of size 1 has no process group and its collectives are the identity, so one CPU and a thousand GPUs run
-the same code. `Mesh.at` needs no processes at all: a layout can be built and checked on a laptop. There is no
-global mesh; what needs an axis is given it.
+the same code. `Mesh.at` needs no processes: a layout can be built and checked on a laptop. No mesh is global;
+code that needs an axis gets it as an argument.
 """
 
 from __future__ import annotations
@@ -32,22 +32,18 @@ ORDER = ("tp", "cp", "dp", "pp")
 EXPERT_ORDER = ("etp", "ep", "edp", "pp")
 
 DATA_AXES = {"dp": (("cp", "dp"), ()), "edp": (("edp",), ("ep",))}
-"""Name of a data axis, as tensors have it -> (the axes along which gradients of such a tensor add up, the other axes of
-the same ranks, over which such tensors are shared out). Its tensor ranks are those of TENSOR_AXES."""
+"""Data axis of a tensor -> (axes over which its gradient is summed, axes over which different ranks hold different
+tensors of this kind). The tensor axis that belongs to it is in TENSOR_AXES."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """The ranks along one direction of the mesh, seen from one of them.
-
-    ranks: global ranks in order. index: our place among them. group: None where the axis has one rank, or
-    where the mesh was built without processes.
-    """
+    """The ranks along one direction of the mesh, as seen by one of them."""
 
     name: str
-    ranks: tuple[int, ...]
-    index: int
-    group: dist.ProcessGroup | None = None
+    ranks: tuple[int, ...]  # global ranks in order
+    index: int  # position of this rank in `ranks`
+    group: dist.ProcessGroup | None = None  # None on an axis of one rank, or if the mesh was built without processes
 
     @property
     def size(self) -> int:
@@ -68,63 +64,63 @@ SINGLE = Axis("single", (0,), 0)
 
 @dataclass(frozen=True)
 class DataAxis:
-    """The ranks that hold copies of a weight and see other tokens, and the groups that follow from them."""
+    """The ranks that hold copies of a weight and have different tokens, and the groups derived from them."""
 
     name: str
-    """As tensors have it."""
+    """The name that tensors use: "dp" or "edp"."""
     tensor: Axis
-    """Ranks that cut a weight, or hold copies of one that they see the same tokens or parts of."""
+    """Tensor ranks: each holds a shard or a copy of the weight, for the same tokens or parts of them."""
     axis: Axis
-    """Gradients of one weight add up over these ranks; ZeRO gives each of them a span."""
+    """Ranks over which the gradient of a weight is summed; ZeRO assigns a span to each."""
     with_tp: Axis
-    """The same along with the tensor ranks: all copies of a weight that tensor ranks hold whole."""
+    """`axis` x `tensor`: all ranks that hold a copy of a weight that tensor ranks replicate."""
     parts: Axis
-    """Ranks of one stage that hold a whole logical tensor between them."""
+    """Ranks of one stage that together hold a whole logical tensor."""
     model: Axis
-    """Ranks that hold all such tensors of the model between them, each once."""
+    """Ranks that together hold all such tensors of the model, each once."""
 
 
 @dataclass
 class Groups:
-    """The process groups of one process, made once per set of ranks and purpose and kept.
+    """The process groups of one process, created once for each set of ranks and purpose.
 
-    Every rank of the world makes every group, its own or not, in the same order; a mesh does, since its order follows
-    from its sizes and the model's inventory alone. (torch can make a group among its members only, but names it by how
-    many groups each member has, which differs between first, middle and last stages.)
-    timeout: of every exchange; torch gives a new group a default of its own, not that of the first.
+    Every rank of the world must create every group, also those it does not belong to, in the same order. A mesh does:
+    its order depends only on its sizes and the model's inventory. (torch can create a group among its members only, but
+    then names it by the number of groups of each member, which differs between first, middle and last stages.)
+    timeout: of every collective; torch would use its own default for a new group, not that of the first group.
     """
 
     backend: str | None = None
     timeout: timedelta | None = None
-    made: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = field(default_factory=dict)
+    groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = field(default_factory=dict)
 
-    def make(self, parts: Sequence[tuple[int, ...]], purpose: str = "", backend: str | None = None) -> None:
-        """One group for each of `parts` that has several ranks and no group yet; on our backend or another."""
+    def create(self, parts: Sequence[tuple[int, ...]], purpose: str = "", backend: str | None = None) -> None:
+        """Create a group for each of `parts` that has several ranks and no group yet. backend: None for the default."""
         for ranks in parts:
-            if len(ranks) > 1 and (ranks, purpose) not in self.made:
-                self.made[ranks, purpose] = dist.new_group(
-                    list(ranks), self.timeout, backend or self.backend, group_desc=_described(ranks, purpose)
+            if len(ranks) > 1 and (ranks, purpose) not in self.groups:
+                self.groups[ranks, purpose] = dist.new_group(
+                    list(ranks), self.timeout, backend or self.backend, group_desc=_group_description(ranks, purpose)
                 )
 
     def get(self, ranks: tuple[int, ...], purpose: str = "") -> dist.ProcessGroup | None:
-        return self.made.get((ranks, purpose))
+        return self.groups.get((ranks, purpose))
 
 
-def _described(ranks: tuple[int, ...], purpose: str) -> str:
-    """A group in the flight recorder, and in messages of the backend.
+def _group_description(ranks: tuple[int, ...], purpose: str) -> str:
+    """The description of a group in the flight recorder and in messages of the backend.
 
-    >>> _described((0, 2), ""), _described(tuple(range(64)), "weights")
+    >>> _group_description((0, 2), ""), _group_description(tuple(range(64)), "weights")
     ('ranks 0,2', '64 ranks from 0 to 63 (weights)')
     """
     if len(ranks) > 8:
-        named = f"{len(ranks)} ranks from {ranks[0]} to {ranks[-1]}"
+        text = f"{len(ranks)} ranks from {ranks[0]} to {ranks[-1]}"
     else:
-        named = f"ranks {','.join(map(str, ranks))}"
-    return f"{named} ({purpose})" if purpose else named
+        text = f"ranks {','.join(map(str, ranks))}"
+    return f"{text} ({purpose})" if purpose else text
 
 
 class Mesh:
-    """The grid as seen from one rank: sizes, our coordinates, and any axis or product of axes."""
+    """The grid as seen by one rank: sizes, its coordinates, and any axis or product of axes."""
 
     def __init__(
         self,
@@ -152,13 +148,13 @@ class Mesh:
         self.pp = self.axis("pp")
         self.everyone = self.axis(*ORDER)
         self.tokens = self.axis("cp", "dp")
-        """Ranks that see other tokens of the batch: every sample and every part of it."""
+        """Ranks with different tokens of the batch: other samples, or other parts of a sample."""
         self.model = self.axis("tp", "pp")
-        """Ranks that hold one replica of the model between them."""
+        """Ranks that together hold one replica of the model."""
         self.stage = self.axis("tp", "cp", "dp")
         """Ranks that hold the same pipeline stage, or a part of it."""
         self.loss_group = self.axis("cp", "dp", "pp")
-        """Ranks whose losses add up to the global batch's (stages where a term does not arise hold zeros)."""
+        """Ranks whose losses sum to that of the global batch (stages that do not compute a term contribute zeros)."""
         self.ep = self.axis("ep")
         self.etp = self.axis("etp")
         self.data_axes = {name: self._data_axis(name) for name in DATA_AXES}
@@ -166,7 +162,7 @@ class Mesh:
 
     @classmethod
     def at(cls, rank: int, **sizes: int) -> Mesh:
-        """The mesh as `rank` would see it, without processes.
+        """The mesh as seen by `rank`, without processes.
 
         >>> Mesh.at(5, tp=2, dp=2, pp=2).pp.ranks
         (1, 5)
@@ -174,29 +170,29 @@ class Mesh:
         return cls(rank, **sizes)  # type: ignore[arg-type]
 
     def own_group(self, purpose: str) -> Axis:
-        """Everyone on the host, with communicators of its own: for a thread that must not meet the training's.
+        """All ranks on a separate gloo group, for a thread whose collectives must not mix with those of training.
 
         All ranks must call this together.
         """
         everyone = self.everyone.ranks
         if self._groups is None:
             return Axis(purpose, everyone, self.everyone.index)
-        self._groups.make([everyone], purpose, "gloo")
+        self._groups.create([everyone], purpose, "gloo")
         return Axis(purpose, everyone, self.everyone.index, self._groups.get(everyone, purpose))
 
     def coordinates(self, rank: int | None = None, *, experts: bool = False) -> dict[str, int]:
-        """Axis -> index of a rank (ours by default). experts: on their grid."""
-        rest, found = self.rank if rank is None else rank, {}
+        """Axis -> index of a rank (default: this rank). experts: use the grid of experts."""
+        rest, coordinates = self.rank if rank is None else rank, {}
         for name, size in (self._expert_sizes if experts else self.sizes).items():
-            rest, found[name] = divmod(rest, size)
-        return found
+            rest, coordinates[name] = divmod(rest, size)
+        return coordinates
 
     def axis(self, *names: str) -> Axis:
-        """The ranks that differ from us in these axes of one grid only; the first of its order runs fastest."""
+        """The ranks that differ from this rank only in these axes of one grid; the first axis of ORDER runs fastest."""
         return self._axis("x".join(names), self.slices(*names))
 
     def own_data_axis(self, data: str) -> Axis:
-        """The ranks of a data axis on a communicator of their own, so that nothing else queues after its transfers."""
+        """The ranks of a data axis on a separate communicator, so that no other collective waits for its transfers."""
         names, _ = DATA_AXES[data]
         return self._axis("x".join(names), self.slices(*names), "weights")
 
@@ -211,17 +207,19 @@ class Mesh:
             self.axis(tensor, *cut, "pp"),
         )
 
-    def stages(self, held: Sequence[int]) -> Axis:
-        """The ranks of our pipeline at these stages, if ours is among them, else we alone. All ranks call it alike.
+    def stages(self, numbers: Sequence[int]) -> Axis:
+        """The ranks of our pipeline at these stages if ours is one of them, else this rank alone.
+
+        All ranks must call this with the same arguments.
 
         >>> Mesh.at(5, tp=2, pp=4).stages((0, 2, 3)).ranks, Mesh.at(3, tp=2, pp=4).stages((0, 3)).ranks
         ((1, 5, 7), (3,))
         """
-        parts = [tuple(ranks[stage] for stage in held) for ranks in self.slices("pp")] if len(held) > 1 else []
+        parts = [tuple(ranks[stage] for stage in numbers) for ranks in self.slices("pp")] if len(numbers) > 1 else []
         return self._axis("stages", parts, "stages")
 
     def slices(self, *names: str) -> list[tuple[int, ...]]:
-        """The whole world cut into runs of ranks that differ in these axes only.
+        """All ranks, grouped so that the ranks of a group differ in these axes only.
 
         >>> Mesh.at(0, tp=2, dp=2).slices("dp")
         [(0, 2), (1, 3)]
@@ -232,24 +230,24 @@ class Mesh:
         assert set(names) <= set(EXPERT_ORDER if experts else ORDER), names
         parts: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world):
-            at = self.coordinates(rank, experts=experts)
-            fixed = tuple(index for name, index in at.items() if name not in names)
+            coordinates = self.coordinates(rank, experts=experts)
+            fixed = tuple(index for name, index in coordinates.items() if name not in names)
             parts.setdefault(fixed, []).append(rank)
         return [tuple(part) for part in parts.values()]
 
     def _axis(self, name: str, parts: list[tuple[int, ...]], purpose: str = "") -> Axis:
-        """The one of `parts` that we are in, or we alone."""
+        """The axis of the one of `parts` that contains this rank; of this rank alone if none does."""
         if self._groups is not None:
-            self._groups.make(parts, purpose)
+            self._groups.create(parts, purpose)
         ranks = next((part for part in parts if self.rank in part), (self.rank,))
         group = self._groups.get(ranks, purpose) if self._groups is not None else None
         return Axis(name, ranks, ranks.index(self.rank), group)
 
     def _p2p(self) -> dict[tuple[str, int], Axis]:
-        """(kind, receiving stage) -> the pair of ranks, for the links that touch us.
+        """(kind, receiving stage) -> the pair of ranks, for each link of this rank.
 
-        Activations ("F") go from each stage to the next and gradients ("B") to the one before, around a ring.
-        Every link is a communicator of its own: a late message on one never blocks another.
+        Activations ("F") go from each stage to the next and gradients ("B") to the previous one, around a ring.
+        Every link has its own communicator, so that a late message on one link never blocks another.
         """
         pipelines, stages, touching = self.slices("pp"), self.pp.size, {}
         if stages == 1:

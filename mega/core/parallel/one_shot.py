@@ -1,17 +1,18 @@
-"""What a step that only answers exchanges over an axis, through memory that all its ranks map.
+"""Sums and gathers of an inference step over an axis, through memory that all its ranks map.
 
-A decoding step adds up 8 KB twice a block, and a collective of so little is nearly all latency. Here every rank writes
-its tensor where each other one reads it, marks it there, waits for the marks of the others, and adds up all of them
-itself, in the order of ranks: the same bits on every rank, every time.
+A decoding step sums 8 KB twice per block, and a collective of this size is nearly all latency. Here every rank writes
+its tensor into memory that the other ranks read, sets a mark, waits for the marks of the others, and sums all tensors
+itself in the order of ranks. So all ranks get the same bits every time.
 
-    OneShot   CUDA ranks of one host on NCCL: one kernel (ops/kernels/mapped_sum.py), without NVLink multicast, which a
-              graph can hold
-    HostSum   ranks of one host on gloo, which gather logits by it too, and tensors of any size, piece by piece: what
-              gloo's sockets take is more than what every rank's reading of all parts does
+    OneShot   CUDA ranks of one host on NCCL: one kernel (ops/kernels/mapped_sum.py) without NVLink multicast, which a
+              CUDA graph can record
+    HostSum   ranks of one host on gloo: sums, and gathers of logits, for tensors of any size, in pieces. Each rank
+              reads the tensors of all ranks, which is still faster than gloo's sockets
 
-Every CUDA rank reads what all have, so larger tensors, which collectives share out, stay with these; between two ranks
-there is nothing to share. All ranks of an axis add up the same tensors in the same order. Where a CUDA rank ends, the
-others wait in the middle of a sum, without a timeout, until their launcher ends them.
+With `OneShot` every rank reads the whole tensors of all ranks, so larger tensors stay with NCCL's collectives, which
+divide the work over ranks; with two ranks there is nothing to divide. All ranks of an axis sum the same tensors in the
+same order. If a CUDA rank ends, the others wait in the middle of a sum, without a timeout, until their launcher stops
+them.
 """
 
 from __future__ import annotations
@@ -31,40 +32,42 @@ from mega.core.parallel.mesh import Axis
 from mega.core.parallel.shared_memory import SharedMemory
 
 ALIGNMENT = 16
-"""A tensor is so many bytes, or a multiple: a thread reads as many at once."""
+"""The size of a tensor in bytes must be a multiple of this: a thread reads 16 bytes at a time."""
 
 HOST_PIECE = 1 << 20
-"""Bytes of a piece on a host."""
+"""Bytes of a piece in `HostSum`."""
 
 log = logging.getLogger(__name__)
 
 
 class Sum(Protocol):
-    """summed(x) adds up x over an axis, in place; summed(x, into) adds the sum to `into` instead, and leaves x open."""
+    """summed(x) sums x over an axis in place. summed(x, into) adds the sum to `into`; x is undefined afterwards."""
 
     def __call__(self, x: torch.Tensor, into: torch.Tensor | None = None) -> None: ...
 
 
 def limit_of(ranks: int) -> int:
-    """Bytes of the largest tensor that is added up in one exchange.
+    """Bytes of the largest tensor that is summed in one exchange.
 
     >>> [limit_of(ranks) >> 10 for ranks in (2, 3, 4, 8)]
     [16384, 7232, 4096, 1024]
     """
-    whole = 1 << 16  # of which every thread's part begins at a multiple of ALIGNMENT
+    whole = 1 << 16  # with multiples of this, every thread's part begins at a multiple of ALIGNMENT
     return max((1 << 26) // ranks**2 // whole * whole, 1 << 19)
 
 
-def tried_sizes(limit: int) -> tuple[int, ...]:
-    """Bytes of the tensors that are tried: sums of less than a warp, of one block of threads, of some, and the largest;
-    each several times, as both buffers take turns."""
+def trial_sizes(limit: int) -> tuple[int, ...]:
+    """Bytes of the tensors in the trial: less than a warp, one block of threads, a few blocks, and the largest.
+
+    Each size is used several times, because the two buffers alternate.
+    """
     return (ALIGNMENT, 8 * 2**10, 40 * 2**10 + ALIGNMENT, limit) * 3
 
 
 class OneShot:
-    """All ranks of the axis open it together. limit: bytes of the largest tensor.
+    """Sums on CUDA ranks of one host. All ranks of the axis construct it together. limit: bytes of the largest tensor.
 
-    Errors: RuntimeError where memory cannot be mapped.
+    Errors: RuntimeError if memory cannot be mapped.
     """
 
     def __init__(self, axis: Axis, device: torch.device, limit: int):
@@ -74,14 +77,14 @@ class OneShot:
 
         assert axis.group is not None
         self._run, self._rank, self._limit = mapped_sum.mapped_sum, axis.index, limit
-        # Of its own, not by `symmetric.empty`, which takes it from a pool that another engine may use.
+        # Not `symmetric.empty`: that allocates from a pool which another engine may use.
         memory: Any = symmetric._SymmetricMemory
         size = mapped_sum.memory_bytes(axis.size, limit)[1]
         self._buffer: torch.Tensor = memory.empty_strided_p2p((size,), (1,), torch.uint8, device).zero_()
         self._counts = torch.zeros(mapped_sum.LANES, dtype=torch.int64, device=device)
         handle = symmetric.rendezvous(self._buffer, axis.group)
         self._memories = torch.tensor([int(begin) for begin in handle.buffer_ptrs], device=device)
-        all_reduce(self._counts, axis)  # all marks are zero before the first sum
+        all_reduce(self._counts, axis)  # a barrier: the marks of all ranks are zero before the first sum
         self._memories.tolist()
 
     def __call__(self, x: torch.Tensor, into: torch.Tensor | None = None) -> None:
@@ -89,7 +92,7 @@ class OneShot:
 
 
 class HostSum:
-    """The same on a host, of contiguous tensors in dtype of any size. piece: bytes of which at a time."""
+    """Sums on CPU ranks of one host, of contiguous tensors of one dtype and any size. piece: bytes of one exchange."""
 
     def __init__(self, axis: Axis, dtype: torch.dtype, piece: int):
         self._memory = SharedMemory(axis, 2 * axis.size * piece, torch.device("cpu"))
@@ -108,10 +111,10 @@ class HostSum:
             self._add(part, total)
 
     def _add(self, x: torch.Tensor, into: torch.Tensor | None) -> None:
-        """The first two parts and then the others, whatever it adds them to: the same bits on every rank."""
-        first, second, *others = self._parts(x)
+        # The order of summation does not depend on `into` or on the rank, so all ranks get the same bits.
+        first, second, *rest = self._parts(x)
         total = torch.add(first, second, out=x if into is None else None)
-        for part in others:
+        for part in rest:
             total += part
         if into is not None:
             into += total
@@ -120,29 +123,30 @@ class HostSum:
         """x [...] of every rank, as [ranks, ...]."""
         out = x.new_empty((self._axis.size, x.numel()))
         for begin in range(0, x.numel(), self._most):
-            here = x.view(-1)[begin : begin + self._most]
-            for row, part in zip(out, self._parts(here), strict=True):
-                row[begin : begin + len(here)] = part
+            piece = x.view(-1)[begin : begin + self._most]
+            for row, part in zip(out, self._parts(piece), strict=True):
+                row[begin : begin + len(piece)] = part
         return out.view(-1, *x.shape)
 
     def _parts(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """x [n] of every rank, good until the next call but one."""
+        """x [n] of every rank. The views stay valid during the next call, and are overwritten by the one after it."""
         self._number += 1
         key = self._number % 2, len(x)
         if key not in self._views:
             self._views[key] = [buffer[: len(x)] for buffer in self._buffers[key[0]]]
-        parts, own = self._views[key], self._axis.index
-        parts[own].copy_(x)
+        parts, own_index = self._views[key], self._axis.index
+        parts[own_index].copy_(x)
         self._memory.mark(self._number)
         for rank in range(self._axis.size):
-            if rank != own:
+            if rank != own_index:
                 self._memory.wait(rank, self._number)
         return parts
 
 
 def takes(x: torch.Tensor, dtype: torch.dtype, limit: int | None) -> bool:
-    """Whether a tensor is added up in one exchange; its place in memory aside, which may differ between ranks. limit:
-    as of `tried`.
+    """Whether a tensor is summed in one exchange. limit: as of `verified`.
+
+    The decision does not depend on the tensor's address, which may differ between ranks.
 
     >>> [takes(torch.empty(count), torch.float32, 1 << 18) for count in (1, 4, 65536, 65540)]
     [False, True, True, False]
@@ -164,16 +168,17 @@ def by_group(axis: Axis) -> Sum:
 
 @dataclass(frozen=True)
 class RankExchange:
-    """What ranks of an axis do with tensors of a step. gather: x [...] of every rank, as [ranks, ...]."""
+    """The exchanges of an inference step over an axis."""
 
     sum: Sum
     gather: Callable[[torch.Tensor], torch.Tensor]
+    """x [...] of every rank -> [ranks, ...]."""
 
 
 def exchange_over(axis: Axis, device: torch.device, dtype: torch.dtype) -> RankExchange:
-    """How tensors are exchanged over the axis in a step of a model that only answers. All its ranks call this together.
+    """Choose how the tensors of an inference step are exchanged over the axis. All its ranks call this together.
 
-    dtype: of most of them.
+    dtype: that of most tensors; others are exchanged by collectives.
     """
 
     def by_collective(x: torch.Tensor) -> torch.Tensor:
@@ -186,15 +191,15 @@ def exchange_over(axis: Axis, device: torch.device, dtype: torch.dtype) -> RankE
         return RankExchange(by_group(axis), by_collective)
     limit = None if device.type == "cpu" else limit_of(axis.size)
 
-    def opened() -> Sum:
+    def open_small() -> Sum:
         return HostSum(axis, dtype, HOST_PIECE) if limit is None else OneShot(axis, device, limit)
 
-    small = tried(axis, device, dtype, opened, limit)
+    small = verified(axis, device, dtype, open_small, limit)
     return RankExchange(by_size(axis, small, dtype, limit), gather)
 
 
 def by_size(axis: Axis, small: Sum | None, dtype: torch.dtype, limit: int | None) -> Sum:
-    """Sums by `small` of what it takes, of others by the group."""
+    """Sums by `small` for the tensors that it accepts, else by the group's collective."""
     large = by_group(axis)
     if small is None:
         return large
@@ -205,16 +210,18 @@ def by_size(axis: Axis, small: Sum | None, dtype: torch.dtype, limit: int | None
     return summed_by_size
 
 
-def tried(
+def verified(
     axis: Axis, device: torch.device, dtype: torch.dtype, open_small: Callable[[], Sum], limit: int | None
 ) -> Sum | None:
-    """`open_small()`, which adds up tensors of at most `limit` bytes (None: of any size), where it is right.
+    """`open_small()` if it works and computes correct sums, else None.
 
-        1 see that the ranks are on one host        else some would wait for memory that others cannot send them
-        2 map memory                                on every rank, or on none
-        3 compare with the group's sums
+    limit: bytes of the largest tensor that it accepts, None for any size.
 
-    After each all ranks agree whether they continue. Where they do not, a line says why.
+        1 check that the ranks are on one host      else some would wait for memory that others cannot share
+        2 map memory                                on all ranks or on none
+        3 compare its sums with those of the group
+
+    After each phase all ranks agree whether to continue. If they do not, a warning is logged with the reason.
     """
     small, problem = by_group(axis), None
     if len(set(gather_json(socket.gethostname(), axis, device))) > 1:
@@ -226,7 +233,7 @@ def tried(
             problem = first_line(error)
         problem = first_problem(problem, axis, device)
     if problem is None:
-        problem = problem_of(lambda: _off(small, axis, device, dtype, limit or HOST_PIECE + ALIGNMENT), dtype)
+        problem = problem_of(lambda: _trial_error(small, axis, device, dtype, limit or HOST_PIECE + ALIGNMENT), dtype)
         problem = first_problem(problem, axis, device)
     if problem is None:
         return small
@@ -235,22 +242,22 @@ def tried(
     return None
 
 
-def _off(small: Sum, axis: Axis, device: torch.device, dtype: torch.dtype, limit: int) -> float:
-    """The error against the group's sums. Errors: RuntimeError where ranks find different bits."""
+def _trial_error(small: Sum, axis: Axis, device: torch.device, dtype: torch.dtype, limit: int) -> float:
+    """The error relative to the group's sums. Errors: RuntimeError if ranks get different bits."""
     generator = torch.Generator(device).manual_seed(axis.index)
-    sizes = tried_sizes(limit)
-    found = [torch.randn(size // dtype.itemsize, generator=generator, device=device).to(dtype) for size in sizes]
-    plain = [x.clone() for x in found]
-    added = [torch.ones_like(x) for x in found]
-    for x, into in zip(found, added, strict=True):  # one after the other, so that one's memory is the next one's
+    sizes = trial_sizes(limit)
+    values = [torch.randn(size // dtype.itemsize, generator=generator, device=device).to(dtype) for size in sizes]
+    plain = [x.clone() for x in values]
+    accumulated = [torch.ones_like(x) for x in values]
+    for x, into in zip(values, accumulated, strict=True):  # no synchronisation between the sums: they reuse the buffers
         small(x.clone(), into)
         small(x)
     for x in plain:
         all_reduce(x, axis)
-    for x in found:
-        everywhere = all_gather(x[None], axis)
-        if isinstance(small, HostSum) and not torch.equal(small.gather(x), everywhere):
+    for x in values:
+        gathered = all_gather(x[None], axis)
+        if isinstance(small, HostSum) and not torch.equal(small.gather(x), gathered):
             raise RuntimeError("ranks gather other values")
-        if not torch.equal(everywhere, x.expand_as(everywhere)):
+        if not torch.equal(gathered, x.expand_as(gathered)):
             raise RuntimeError("ranks find different sums")
-    return error_of([*found, *added], [*plain, *(x + 1 for x in plain)])
+    return error_of([*values, *accumulated], [*plain, *(x + 1 for x in plain)])

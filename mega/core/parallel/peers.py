@@ -1,14 +1,14 @@
-"""Exchanges that overlap the GEMMs they feed: blocks written straight into the memory of the other ranks.
+"""Exchanges that overlap GEMMs: ranks write blocks directly into each other's memory.
 
-NCCL moves data with the multiprocessors, and a GEMM fills all of those, so an exchange that should overlap it waits
-for its end. Here copy engines write, and streams wait for marks in memory: neither takes a multiprocessor.
+NCCL moves data with the multiprocessors, and a GEMM occupies all of them, so an NCCL exchange started next to a GEMM
+runs after it. Here copy engines write the data and streams wait for marks in memory; both need no multiprocessor.
 
-    gather   tokens of every rank, multiplied as they arrive, ours first       (all-gather, then a product)
-    scatter  a product whose parts leave as they are made, ours last, and sum  (a product, then reduce-scatter)
+    gather   multiply the tokens of each rank as they arrive, our own first          (all-gather, then a GEMM)
+    scatter  send each part of a GEMM's output when it is done, our own last; sum    (a GEMM, then a reduce-scatter)
 
-Both are built of one thing, an exchange: every rank sends each other one block. `Mapped` exchanges through memory that
-all ranks map (CUDA, one host), `Messages` by the group's sends, on any device; they differ in nothing else. Knows
-neither weights nor layers. All ranks of an axis make the same exchanges in the same order.
+Both use the same exchange: every rank sends one block to every other rank. `MappedPeers` exchanges through memory that
+all ranks map (CUDA, one host), `MessagePeers` by the group's sends, on any device; otherwise they behave the same. This
+module knows no weights and no layers. All ranks of an axis make the same exchanges in the same order.
 """
 
 from __future__ import annotations
@@ -31,47 +31,51 @@ Rows = slice
 
 
 class BlockExchange(Protocol):
-    """Blocks [rows, columns] on their way: `buffer` [ranks, rows, columns] holds what comes, by rank. Our own block is
-    neither sent nor waited for."""
+    """One exchange of blocks [rows, columns] between all ranks. A rank's own block is neither sent nor waited for."""
 
     buffer: torch.Tensor
+    """[ranks, rows, columns]: the received blocks, by source rank."""
 
     def send(self, blocks: torch.Tensor, *turns: range) -> None:
-        """To each rank of the only turn its block of `blocks` [ranks x rows, columns], or to all ranks of all turns the
-        only one; as the current stream leaves them. They are contiguous, and may be let go, but not written to."""
+        """Send blocks, with the values that they have at this point of the current stream.
+
+        Either `blocks` [ranks x rows, columns] holds one block for each rank of a single turn, or it is one block for
+        all ranks of all turns. It is contiguous. The caller may drop it, but must not write to it.
+        """
 
     def wait(self, ranks: range) -> None:
-        """What follows on the current stream finds the blocks of `ranks` in their places."""
+        """Make the current stream wait until the blocks of `ranks` are in `buffer`."""
 
 
 class Peers(Protocol):
-    """count: the number of the last exchange. One that is played again has the number that it was recorded with, and
-    the next continues from there."""
+    """A transport of blocks between the ranks of an axis."""
 
     axis: Axis
     count: int
+    """The number of the last exchange. A replayed graph repeats the numbers of its recording; later ones continue."""
 
     def open(self, rows: int, columns: int, like: torch.Tensor) -> BlockExchange:
-        """The next exchange; `like` has its dtype and device. At most two are under way, of one size."""
+        """Begin the next exchange; `like` has its dtype and device. At most two are in flight, of the same size."""
 
     def join(self) -> None:
-        """What follows on the current stream finds all blocks of ours gone. A recording of exchanges ends with it."""
+        """Make the current stream wait until all our blocks are sent. The recording of a graph must end with this."""
 
     def replay(self, count: int) -> None:
-        """Before a recording is played whose first exchange is number `count` + 1: no rank has seen a block of it."""
+        """Prepare the replay of a graph whose first exchange is number `count` + 1: reset the marks of all ranks."""
 
 
 def peers(axis: Axis, device: torch.device) -> Peers:
+    """The transport for a device."""
     if device.type == "meta":
-        return Imagined(axis)
-    return Mapped(axis) if device.type == "cuda" else Messages(axis)
+        return MetaPeers(axis)
+    return MappedPeers(axis) if device.type == "cuda" else MessagePeers(axis)
 
 
-# -- what they are for
+# -- gather and scatter
 
 
 class Gather:
-    """x [rows, columns] of every rank on its way to all. Parts first, if at all, then the whole."""
+    """An all-gather of x [rows, columns] in flight. Call `parts` first (if it is used), then `whole`."""
 
     def __init__(self, x: torch.Tensor, through: Peers):
         self._x, self._axis = x.contiguous(), through.axis
@@ -81,17 +85,17 @@ class Gather:
         self._exchange.send(self._x, *_order(self._axis, len(x), ours_first=True))
 
     def parts(self) -> Iterator[tuple[Rows, torch.Tensor]]:
-        """(which rows of the whole, these rows), each as soon as it is here."""
+        """Yield (rows of the whole, the tensor of these rows), each as soon as it has arrived."""
         for ranks in _order(self._axis, len(self._x), ours_first=True, coming=True):
-            where = _rows(ranks, len(self._x))
+            rows = _rows(ranks, len(self._x))
             if ranks == range(self._axis.index, self._axis.index + 1):
-                yield where, self._x
+                yield rows, self._x
             else:
                 self._fill(ranks)
-                yield where, self._whole[where]
+                yield rows, self._whole[rows]
 
     def whole(self, *, keep: bool = False) -> torch.Tensor:
-        """[ranks x rows, columns], good until the next exchange but one; keep: for longer."""
+        """[ranks x rows, columns]. The second exchange after this one overwrites it; keep: return a copy instead."""
         self._fill(range(self._axis.size))
         return self._whole.clone() if keep else self._whole
 
@@ -103,27 +107,30 @@ class Gather:
 
 
 class Scatter:
-    """A sum over ranks of [ranks x rows, columns], of which each keeps its own rows."""
+    """A reduce-scatter of [ranks x rows, columns]: each rank gets the sum of its own rows."""
 
     def __init__(self, rows: int, columns: int, like: torch.Tensor, through: Peers):
         self._rows, self._axis, self._like = rows, through.axis, like
         self._exchange = through.open(rows, columns, like)
 
     def parts(self) -> Iterator[tuple[Rows, torch.Tensor]]:
-        """(which rows of the whole, where to put them): sent when the next is asked for."""
-        rows, buffer, ours = self._rows, self._exchange.buffer, self._axis.index
+        """Yield (rows of the whole, the tensor to write them to). A part is sent when the next one is requested."""
+        rows, buffer, own_index = self._rows, self._exchange.buffer, self._axis.index
         for ranks in _order(self._axis, rows, ours_first=False):
-            if ranks == range(ours, ours + 1):
-                yield _rows(ranks, rows), buffer[ours]
+            if ranks == range(own_index, own_index + 1):
+                yield _rows(ranks, rows), buffer[own_index]
                 continue
             part = self._like.new_empty((len(ranks) * rows, buffer.shape[-1]))
             yield _rows(ranks, rows), part
             self._exchange.send(part, ranks)
-            if ours in ranks:
-                buffer[ours].copy_(part[_rows(range(ranks.index(ours), ranks.index(ours) + 1), rows)])
+            if own_index in ranks:
+                buffer[own_index].copy_(part[_rows(range(ranks.index(own_index), ranks.index(own_index) + 1), rows)])
 
     def blocks(self) -> torch.Tensor:
-        """[ranks, rows, columns]: what every rank made of our rows, to be added up before the next exchange but one."""
+        """[ranks, rows, columns]: our rows as computed by every rank, to be summed by the caller.
+
+        The second exchange after this one overwrites them.
+        """
         self._exchange.wait(range(self._axis.size))
         return self._exchange.buffer
 
@@ -133,7 +140,9 @@ def _rows(ranks: range, rows: int) -> Rows:
 
 
 def _order(axis: Axis, rows: int, *, ours_first: bool, coming: bool = False) -> tuple[range, ...]:
-    """Ranks that go through one product together, in the order in which they are sent to, or in which theirs come.
+    """Groups of ranks whose blocks are multiplied together, in the order of sending.
+
+    ours_first: begin with our own group, else end with it. coming: the order in which blocks arrive instead.
 
     >>> axis = Axis("tp", tuple(range(4)), 1)
     >>> _order(axis, 2048, ours_first=True)
@@ -148,7 +157,7 @@ def _order(axis: Axis, rows: int, *, ours_first: bool, coming: bool = False) -> 
 
 @cache
 def _turns(size: int, index: int, count: int, ours_first: bool, coming: bool) -> tuple[range, ...]:
-    """count: of ranks that go together."""
+    """As `_order`. count: ranks in a group."""
     groups = size // count
     steps = range(groups) if ours_first else range(1, groups + 1)
     begins = [(index // count + (-step if coming else step)) % groups * count for step in steps]
@@ -158,7 +167,7 @@ def _turns(size: int, index: int, count: int, ours_first: bool, coming: bool) ->
 # -- by messages
 
 
-class Messages:
+class MessagePeers:
     """Exchanges by sends and receives of the group."""
 
     def __init__(self, axis: Axis):
@@ -166,16 +175,16 @@ class Messages:
 
     def open(self, rows: int, columns: int, like: torch.Tensor) -> BlockExchange:
         self.count += 1
-        return _Posted(self.axis, like.new_empty((self.axis.size, rows, columns)))
+        return _MessageExchange(self.axis, like.new_empty((self.axis.size, rows, columns)))
 
     def join(self) -> None:
-        """Blocks have gone when theirs have come."""
+        """Nothing to do: sends are complete when the receives of the other ranks are."""
 
     def replay(self, count: int) -> None:
-        """A message is of no number."""
+        """Nothing to do: messages have no numbers."""
 
 
-class _Posted:
+class _MessageExchange:
     def __init__(self, axis: Axis, buffer: torch.Tensor):
         self.buffer, self._axis = buffer, axis
         self._coming = {
@@ -207,12 +216,16 @@ class _Posted:
 # -- through memory that all ranks map
 
 
-class Mapped:
-    """Exchanges by copies into memory of the other ranks, which is mapped here.
+class MappedPeers:
+    """Exchanges by copies into the memory of the other ranks, which this process maps.
 
-    The memory is BUFFERS buffers of one block a rank, followed by a mark for each buffer and rank: the number of the
-    last exchange whose block has been written. It is allocated by the first exchange, and again by a larger one. What
-    an exchange needs except its number is kept for the next one that uses its buffer: the host is the bottleneck.
+    The memory of each rank, with n ranks:
+
+        buffer 0: n blocks | buffer 1: n blocks | ... BUFFERS in all | marks [BUFFERS, n], int32
+
+    A mark is the number of the last exchange whose block was written to this buffer by this rank. The first exchange
+    allocates the memory, and a larger exchange allocates it again. Because the host is the bottleneck, all arguments of
+    an exchange except its number are cached for the next exchange with the same buffer.
     """
 
     def __init__(self, axis: Axis):
@@ -221,22 +234,22 @@ class Mapped:
         self._memory: torch.Tensor | None = None
         self._handle: Any = None
         self._begins: list[int] = []
-        """Where every rank's memory is mapped here."""
+        """The addresses at which this process maps the memory of every rank."""
         self._buffers: dict[tuple[object, ...], torch.Tensor] = {}
         self._descriptors: dict[tuple[object, ...], list[CopyDescriptor]] = {}
         self._waits: dict[tuple[int, range], tuple[int, ...]] = {}
         self._sent: list[list[torch.UntypedStorage]] = [[] for _ in range(BUFFERS)]
-        """Memory of blocks by buffer, kept until all ranks have them: when its next exchange begins."""
+        """Storage of sent blocks, by buffer. It is released when the next exchange with the buffer begins."""
         self._copies = CopyStream()
 
     def open(self, rows: int, columns: int, like: torch.Tensor) -> BlockExchange:
         self._make(rows * columns * like.element_size(), like.device)
         self.count += 1
         self._sent[self.count % BUFFERS].clear()
-        return _Written(self, self.count, self._buffer((rows, columns), like.dtype))
+        return _MappedExchange(self, self.count, self._buffer((rows, columns), like.dtype))
 
     def _buffer(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        """[ranks, rows, columns] of our memory for the exchange at hand."""
+        """The part of our memory for the current exchange, as [ranks, rows, columns]."""
         number = self.count % BUFFERS
         if (number, shape, dtype) not in self._buffers:
             assert self._memory is not None
@@ -251,36 +264,37 @@ class Mapped:
     def replay(self, count: int) -> None:
         if self._memory is None:
             return
-        # Our stream has waited for every block so far, so no rank writes here before all have met.
+        # Our stream has waited for every block so far, and no rank writes before the all-reduce below, so the marks
+        # can be reset. They are int32, and the count wraps around.
         marks = self._memory[self._mark(self.axis.index, 0, 0) - self._begins[self.axis.index] :].view(torch.int32)
         marks.fill_((count + 2**31) % 2**32 - 2**31)
         dist.all_reduce(self._meeting, group=self.axis.group)
 
     def write(self, blocks: torch.Tensor, turns: tuple[range, ...], number: int, size: int) -> None:
-        """size: bytes of a block."""
-        several = blocks.nbytes > size
-        key = (number % BUFFERS, turns, size, several)
+        """Copy `blocks` to the ranks of `turns` and set our marks there. size: bytes of a block."""
+        per_rank = blocks.nbytes > size
+        key = (number % BUFFERS, turns, size, per_rank)
         if key not in self._descriptors:
-            self._descriptors[key] = [self._descriptor(ranks, number, size, several) for ranks in turns]
+            self._descriptors[key] = [self._descriptor(ranks, number, size, per_rank) for ranks in turns]
         self._copies.copy(blocks, self._descriptors[key], number)
-        self._sent[number % BUFFERS].append(blocks.untyped_storage())  # not the tensor, which knows what it was made of
+        self._sent[number % BUFFERS].append(blocks.untyped_storage())  # not the tensor: it keeps its graph alive
 
-    def _descriptor(self, ranks: range, number: int, size: int, several: bool) -> CopyDescriptor:
-        ours = self.axis.index
-        to = [(place, rank) for place, rank in enumerate(ranks) if rank != ours]
+    def _descriptor(self, ranks: range, number: int, size: int, per_rank: bool) -> CopyDescriptor:
+        own_index = self.axis.index
+        targets = [(position, rank) for position, rank in enumerate(ranks) if rank != own_index]
         return CopyDescriptor(
             tuple(
-                (place * size if several else 0, self._begins[rank] + self._place(number, ours, size), size)
-                for place, rank in to
+                (position * size if per_rank else 0, self._begins[rank] + self._place(number, own_index, size), size)
+                for position, rank in targets
             ),
-            tuple(self._mark(rank, number, ours) for _, rank in to),
+            tuple(self._mark(rank, number, own_index) for _, rank in targets),
         )
 
     def wait(self, ranks: range, number: int) -> None:
         key = (number % BUFFERS, ranks)
         if key not in self._waits:
-            ours = self.axis.index
-            self._waits[key] = tuple(self._mark(ours, number, rank) for rank in ranks if rank != ours)
+            own_index = self.axis.index
+            self._waits[key] = tuple(self._mark(own_index, number, rank) for rank in ranks if rank != own_index)
         self._copies.wait(self._waits[key], number)
 
     def _place(self, number: int, writer: int, size: int) -> int:
@@ -291,7 +305,7 @@ class Mapped:
         return self._begins[rank] + marks + 4 * (number % BUFFERS * self.axis.size + writer)
 
     def _make(self, size: int, device: torch.device) -> None:
-        """Room for blocks of `size` bytes."""
+        """Allocate and map memory for blocks of `size` bytes, unless it is large enough."""
         if size <= self._bytes:
             return
         import torch.distributed._symmetric_memory as symmetric
@@ -302,7 +316,7 @@ class Mapped:
         self._descriptors.clear()
         self._waits.clear()
         self._copies.settle()
-        _barrier(self.axis, device)  # no rank reads or writes the old one any more
+        _barrier(self.axis, device)  # no rank reads or writes the old memory any more
         self._handle = self._memory = None
         marks = BUFFERS * self.axis.size
         self._memory = symmetric.empty(
@@ -318,16 +332,16 @@ class Mapped:
             ) from None
         self._begins = [int(begin) for begin in self._handle.buffer_ptrs]
         self._meeting = torch.zeros(1, device=device)
-        _barrier(self.axis, device)  # all marks are zero
+        _barrier(self.axis, device)  # the marks of all ranks are zero now
 
 
 def _barrier(axis: Axis, device: torch.device) -> None:
-    """The device is named: else torch warns that it has to take the current one."""
+    """A barrier on `device`. Without a device torch warns that it uses the current one."""
     dist.barrier(axis.group, device_ids=None if device.index is None else [device.index])
 
 
-class _Written:
-    def __init__(self, through: Mapped, number: int, buffer: torch.Tensor):
+class _MappedExchange:
+    def __init__(self, through: MappedPeers, number: int, buffer: torch.Tensor):
         self.buffer, self._through, self._number = buffer, through, number
         self._bytes = buffer.nbytes // len(buffer)
 
@@ -341,10 +355,10 @@ class _Written:
 # -- on the meta device
 
 
-class Imagined(Messages):
-    """Exchanges of shapes alone, that take and keep what those of `Mapped` do.
+class MetaPeers(MessagePeers):
+    """Exchanges of meta tensors, which allocate and keep alive what those of `MappedPeers` do.
 
-    memory: what all ranks would map, so far as exchanges have asked for it; the allocator knows nothing of it.
+    memory: stands for the memory that ranks map, which torch's allocator does not count. mapped: its bytes so far.
     """
 
     def __init__(self, axis: Axis):
@@ -359,34 +373,34 @@ class Imagined(Messages):
         sent = self._sent[self.count % BUFFERS]
         sent.clear()
         buffer = self.memory[:size].view(like.dtype).view(self.axis.size, rows, columns)
-        return _Imagined(self.axis, self.count, buffer, sent)
+        return _MetaExchange(self.axis, self.count, buffer, sent)
 
     def settle(self) -> int:
-        """Bytes of blocks that live for their exchanges alone; others stay in their place."""
-        alone = 0
+        """Bytes of sent blocks that only their exchanges keep alive. Storages of equal size replace them."""
+        freed_bytes = 0
         for sent in self._sent:
             alive = [weakref.ref(storage) for storage in sent]
             sizes = [storage.nbytes() for storage in sent]
             sent.clear()
             for storage, size in zip(alive, sizes, strict=True):
                 if storage() is None:
-                    alone += size
+                    freed_bytes += size
                     sent.append(torch.empty(size, dtype=torch.uint8, device="meta").untyped_storage())
-        return alone
+        return freed_bytes
 
 
-class _Imagined:
+class _MetaExchange:
     def __init__(self, axis: Axis, number: int, buffer: torch.Tensor, sent: list[torch.UntypedStorage]):
         self.buffer, self._sent, self._axis, self._number = buffer, sent, axis, number
         self._coming = set(range(axis.size)) - {axis.index}
 
     def send(self, blocks: torch.Tensor, *turns: range) -> None:
         self._sent.append(blocks.untyped_storage())
-        others = sum(rank != self._axis.index for ranks in turns for rank in ranks)
-        observe.send(self._number, self.buffer.nbytes // len(self.buffer), others)
+        receivers = sum(rank != self._axis.index for ranks in turns for rank in ranks)
+        observe.send(self._number, self.buffer.nbytes // len(self.buffer), receivers)
 
     def wait(self, ranks: range) -> None:
-        """They have come."""
+        """Report the blocks of `ranks` as received."""
         if expected := self._coming & set(ranks):
             self._coming -= expected
             observe.receive(self._number, len(expected))

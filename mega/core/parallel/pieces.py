@@ -1,18 +1,18 @@
-"""How a product is cut into pieces along with the exchange of its rows (--tp-overlap). Knows no tensors."""
+"""How a GEMM and the exchange of its rows are split into pieces that overlap (--tp-overlap). Knows no tensors."""
 
 from __future__ import annotations
 
 FULL = 512
-"""Rows of a product for each rank that its columns are shared out over: a piece of fewer leaves multiprocessors without
-work, and the host no time to ask for the next one. Smaller blocks of several ranks go together."""
+"""Least rows of a piece, per tensor rank. A smaller GEMM leaves multiprocessors idle and ends before the host has
+launched the next one. Smaller blocks of several ranks are multiplied together."""
 
 BUFFERS = 4
-"""Exchanges whose blocks are kept. A rank begins exchange k + 4 when its stream has waited for every block of k + 2, at
-the least, since no more than two are under way. So all ranks have begun k + 2, and before that they used up k."""
+"""Exchanges that have a buffer at a time. At most two are in flight, so when a rank begins exchange k + 4, its stream
+has waited for every block of exchange k + 2 at least. So all ranks have begun k + 2, and finished with k before."""
 
 
 def together(ranks: int, rows: int) -> int:
-    """Ranks, of an axis of `ranks` with `rows` each, whose rows go through one product.
+    """The number of ranks whose blocks are multiplied by one GEMM, on an axis of `ranks` with `rows` each.
 
     >>> [together(ranks, 1024) for ranks in (2, 4, 8)]
     [1, 2, 4]

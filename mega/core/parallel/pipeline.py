@@ -1,7 +1,8 @@
-"""The executor that plays any plan: computes, and moves cargo between stages. It knows no schedule and no model.
+"""The executor of plans: runs the compute acts of a plan and moves cargo between stages. Knows no schedule, no model.
 
-A stage is a callable `stage(batch, *cargo) -> StageOutput`. Cargo is a tuple of tensors whose shapes and dtypes the
-stage states, so a family may send two tensors where another sends one; loss terms may come from any stage.
+A stage is a callable `stage(batch, *cargo) -> StageOutput`. Cargo is a tuple of tensors (activations, or their
+gradients). The stage declares their shapes and dtypes, so the number of tensors may differ between model families. Loss
+terms may come from any stage.
 """
 
 from __future__ import annotations
@@ -24,34 +25,34 @@ from mega.core.parallel.mesh import Mesh
 from mega.core.plan import Compute, Exchange, Plan, Transfer
 
 MAX_SENDS = 4
-"""Sends that may be in flight before the oldest is waited for."""
+"""The number of sends in flight from which on the oldest one is waited for."""
 
 Cargo = tuple[torch.Tensor, ...]
 Key = tuple[str, int, int]
-"""(kind, microbatch, chunk on this rank): one piece of cargo."""
+"""The key of a cargo: (kind, microbatch, chunk on this rank)."""
 
 
 @dataclass(frozen=True)
 class StageOutput:
-    """What a stage makes of one microbatch.
-
-    cargo: for the next stage. terms: losses from which a backward pass begins, metrics: what is only reported, by the
-    stage's names. outputs: what the last stage computes of the batch (logits), where it was asked for.
-    auxiliary: losses whose backward pass begins inside that of the cargo or of `terms`.
-    """
+    """The results of a stage for one microbatch."""
 
     cargo: Cargo = ()
+    """For the next stage."""
     terms: Terms = field(default_factory=dict)
+    """Losses from which the backward pass begins, by name."""
     metrics: Terms = field(default_factory=dict)
+    """Values that are only reported, by name."""
     outputs: torch.Tensor | None = None
+    """The outputs of the last stage (logits), if they were requested."""
     auxiliary: Terms = field(default_factory=dict)
+    """Losses whose backward pass begins inside that of the cargo or of `terms`, by name."""
 
 
 class Stage(Protocol):
     """One chunk of the model on one rank.
 
-    terms: name of each loss of the model, whichever stage it arises on -> what its mean is multiplied by in the loss of
-    a step. metrics: names of what is only reported.
+    terms: name of each loss of the model, on any stage -> the factor of its mean in the loss of a step.
+    metrics: names of the values that are only reported.
     """
 
     @property
@@ -60,21 +61,27 @@ class Stage(Protocol):
     metrics: tuple[str, ...]
 
     def weights(self, batch: Any) -> Mapping[str, torch.Tensor]:
-        """Name of each loss term -> weights whose sum is its divisor. Known before the first forward pass, and the same
-        as the sum of the `Term.weight` that the stages find: one divides gradients, the other what is reported."""
+        """Name of each loss term -> weights whose sum is its divisor.
+
+        Known before the first forward pass. The sum must equal that of the `Term.weight` that the stages return: the
+        first divides gradients, the second the reported losses.
+        """
 
     def __call__(
         self, batch: Any, *cargo: torch.Tensor, outputs: bool = False, scales: torch.Tensor | None = None
     ) -> StageOutput:
-        """scales: float64 [terms], what totals are multiplied by before the backward pass, or None: not known. A stage
-        that multiplies a term itself says so by its `root`."""
+        """Run the forward pass of one microbatch.
+
+        scales: float64 [terms], the factors of the totals before the backward pass; None if they are not known. A stage
+        that applies the factor of a term itself returns the term with a `root`.
+        """
 
     def cargo(self, batch: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shapes and dtypes of what this stage is given by the one before."""
+        """Shapes and dtypes of the cargo that this stage receives from the previous one."""
 
 
 class Pipeline:
-    """The chunks of this rank and the links to its neighbours. One stage is the same path without links."""
+    """The chunks of this rank and the links to its neighbours. A pipeline of one stage has no links."""
 
     def __init__(self, chunks: Sequence[Stage], mesh: Mesh, device: torch.device):
         self.chunks, self.mesh, self.device = list(chunks), mesh, device
@@ -88,40 +95,40 @@ class Pipeline:
         scales: Sequence[torch.Tensor] | None = None,
         grads: GradBuffer | None = None,
     ) -> torch.Tensor:
-        """Play `plan` over the microbatches; float64 [microbatches, names, 2], this rank's sums of each: total and
-        weight of every term, then of every metric.
+        """Execute `plan` over the microbatches.
 
-        scales: float64 [terms] a microbatch, what its terms' totals are multiplied by before its backward pass (none in
+        Returns float64 [microbatches, names, 2], the sums of this rank: total and weight of every term, then of every
+        metric. scales: for each microbatch float64 [terms], the factors of its totals before the backward pass (None in
         a forward plan).
         """
         return _Step(self, plan, batches, scales, grads).play()
 
     def outputs(self, plan: Plan, batches: Sequence[Batch]) -> list[torch.Tensor]:
-        """Play a forward plan; the last stage's output for every microbatch, in order. Empty on all other stages."""
+        """Execute a forward plan. Returns the outputs of the last stage for every microbatch; empty on other stages."""
         assert plan.kind == "forward"
         step = _Step(self, plan, batches, None, None, wants_outputs=True)
         step.play()
         return [step.last_outputs[number] for number in range(len(step.last_outputs))]
 
     def close(self) -> None:
-        """Release what the device keeps in addition to tensors. Due before the process group goes."""
+        """Release device resources other than tensors (graphs). Call this before the process group is destroyed."""
 
 
 def stacked(names: Sequence[str], output: StageOutput) -> torch.Tensor:
-    """float64 [names, 2]: totals and weights of an output's terms and metrics, zeros for those that arise elsewhere."""
-    found = {
-        name: torch.stack([one.total.detach(), one.weight]).double()
+    """float64 [names, 2]: totals and weights of an output's terms and metrics; zeros for those of other stages."""
+    sums = {
+        name: torch.stack([term.total.detach(), term.weight]).double()
         for kind in (output.terms, output.metrics, output.auxiliary)
-        for name, one in kind.items()
+        for name, term in kind.items()
     }
     if len(names) == 1:
-        return found[names[0]][None]
-    nothing = torch.zeros_like(next(iter(found.values()))) if len(found) < len(names) else None
-    return torch.stack([found.get(name, nothing) for name in names])  # type: ignore[misc]
+        return sums[names[0]][None]
+    nothing = torch.zeros_like(next(iter(sums.values()))) if len(sums) < len(names) else None
+    return torch.stack([sums.get(name, nothing) for name in names])  # type: ignore[misc]
 
 
 class _Step:
-    """What is in flight during one playing of a plan."""
+    """The state of one execution of a plan: cargo in flight, inputs and outputs of microbatches, sums."""
 
     def __init__(
         self,
@@ -177,8 +184,8 @@ class _Step:
         with torch.set_grad_enabled(trains):
             out = chunk(batch, *cargo, outputs=self.wants_outputs, scales=self._scale(act))
         if out.terms or out.metrics or out.auxiliary:
-            found, before = stacked(self.pipeline.names, out), self.sums.get(act.microbatch)
-            self.sums[act.microbatch] = found if before is None else before + found
+            sums, before = stacked(self.pipeline.names, out), self.sums.get(act.microbatch)
+            self.sums[act.microbatch] = sums if before is None else before + sums
         if stage < self.stages - 1:
             self._give("F", act, tuple(tensor.detach() for tensor in out.cargo), stage + 1)
         if out.outputs is not None:
@@ -190,13 +197,13 @@ class _Step:
         key = (act.microbatch, act.chunk)
         stage = act.chunk * self.plan.stages + self.rank
         out, cargo = self.outputs.pop(key), self.inputs.pop(key)
-        arrived = self._take("B", act) if stage < self.stages - 1 else ()
+        cargo_grads = self._take("B", act) if stage < self.stages - 1 else ()
         self.backwards[act.chunk] += 1
         if self.grads is not None:
             self.grads.final(self.backwards[act.chunk] == self.plan.microbatches)
             if self.splits:
                 self.grads.wgrad.defer()
-        backward(self.pipeline.chunks[act.chunk].terms, out, arrived, self._scale(act))
+        backward(self.pipeline.chunks[act.chunk].terms, out, cargo_grads, self._scale(act))
         if self.grads is not None and self.splits:
             self.deferred[key] = self.grads.wgrad.take()
         if stage:
@@ -206,28 +213,28 @@ class _Step:
         return None if self.scales is None else self.scales[act.microbatch]
 
     def _weights(self, act: Compute) -> None:
-        """The weights' gradients that the backward pass of inputs left."""
+        """Run the deferred weight gradients of a microbatch."""
         assert self.grads is not None
         self.weights[act.chunk] += 1
         self.grads.final(self.weights[act.chunk] == self.plan.microbatches)
         run_wgrad(self.deferred.pop((act.microbatch, act.chunk)))
 
     def _take(self, kind: str, act: Compute) -> Cargo:
-        """Cargo that this compute needs; waits until it is here."""
+        """The cargo that this compute act needs. Waits until it has arrived."""
         cargo, works = self.received.pop((kind, act.microbatch, act.chunk))
         for work in works:
             wait_for(work)
         return cargo
 
     def _give(self, kind: str, act: Compute, cargo: Cargo, to: int) -> None:
-        """Put cargo where its consumer finds it: on this rank, or ready for the next exchange."""
+        """Store cargo for its consumer: on this rank, or for the next exchange. to: the consumer's stage."""
         if to % self.plan.stages == self.rank:
             self.received[kind, act.microbatch, to // self.plan.stages] = (cargo, [])
         else:
             self.to_send[kind, act.microbatch, act.chunk] = cargo
 
     def _exchange(self, act: Exchange) -> None:
-        """Start every send and receive; a receive is waited for by the compute that needs it."""
+        """Start every send and receive. The compute act that needs a received cargo waits for it."""
         for transfer in act.sends:
             for tensor in self.to_send.pop((transfer.kind, transfer.microbatch, transfer.chunk)):
                 tensor = tensor.contiguous()
@@ -236,12 +243,13 @@ class _Step:
                 self.sent.append((work, tensor))
         for transfer in act.recvs:
             self._receive(transfer)
-        # The host runs ahead of a device and would hold on to every piece of a step; old ones have long been taken.
+        # The host runs ahead of the device, so without a limit it would keep the cargo of the whole step alive. The
+        # oldest sends have been received long ago, so waiting for them costs nothing.
         while len(self.sent) > MAX_SENDS:
             wait_for(self.sent.popleft()[0])
 
     def _receive(self, transfer: Transfer) -> None:
-        """An activation has the shape that the stage states, a gradient that of what the stage has sent."""
+        """Start a receive. The stage declares the shapes of activations; gradients have those of the cargo it sent."""
         key = transfer.microbatch, transfer.chunk
         if transfer.kind == "F":
             shapes = self.pipeline.chunks[transfer.chunk].cargo(self.batches[transfer.microbatch])
@@ -256,8 +264,8 @@ class _Step:
         return self.pipeline.mesh.p2p[kind, target].group
 
 
-def backward(names: Iterable[str], out: StageOutput, arrived: Cargo, scale: torch.Tensor | None) -> None:
-    """The backward pass of one microbatch on one stage: from its own terms, scaled, and from its cargo's gradients."""
+def backward(names: Iterable[str], out: StageOutput, cargo_grads: Cargo, scale: torch.Tensor | None) -> None:
+    """The backward pass of one microbatch on one stage: from its scaled terms and from the gradients of its cargo."""
     roots, factors = [], []
     for number, name in enumerate(names):
         if name not in out.terms:
@@ -266,7 +274,7 @@ def backward(names: Iterable[str], out: StageOutput, arrived: Cargo, scale: torc
         assert scale is not None
         roots.append(total if root is None else root)
         factors.append(scale[number].to(total.dtype) if root is None else torch.empty_like(root))
-    run_backward((*roots, *out.cargo), (*factors, *arrived))
+    run_backward((*roots, *out.cargo), (*factors, *cargo_grads))
 
 
 def _gradient(tensor: torch.Tensor) -> torch.Tensor:

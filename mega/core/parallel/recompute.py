@@ -1,7 +1,7 @@
-"""Keeping a run of blocks' input instead of everything inside it: the rest is computed again in the backward pass.
+"""Activation recomputation: save only the input of some blocks, and run them again in the backward pass.
 
-Dropout is a function of what it acts on, so no random state is restored. With `share`, tensor ranks that all
-hold the same input keep a part of it each and gather it again (Megatron's distributed saved activations).
+Dropout is a function of element positions, so no random state has to be restored. With `share`, tensor ranks that hold
+the same input save a part of it each and gather it again (Megatron's distributed saved activations).
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from mega.core.parallel.mesh import Axis
 
 
 def _own_part(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """A copy: a view would keep the whole alive."""
+    """This rank's part as a copy, because a view would keep the whole tensor alive."""
     return local_shard(x, axis).clone()
 
 
 def recomputed(run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, share: Axis | None = None) -> torch.Tensor:
-    """run(x), of which only x is kept for the backward pass; x [tokens, h], over `share` a part of its tokens."""
+    """run(x), saving only x [tokens, h] for the backward pass. With `share`, each of its ranks saves a part of x."""
     if share is None or share.size == 1:
         return recompute(run, x)
     part = conjugate(x, share, _own_part, all_gather)
 
     def from_part(part: torch.Tensor) -> torch.Tensor:
-        return run(conjugate(part, share, all_gather, _own_part))  # every rank computes the whole's same gradient
+        return run(conjugate(part, share, all_gather, _own_part))  # every rank has the whole gradient: no sum
 
     return recompute(from_part, part)
 
 
 def groups(blocks: int, method: str | None, layers: int | None) -> Iterator[tuple[range, bool]]:
-    """A stage's blocks in runs: (which, whether the run is computed again).
+    """Divide a stage's blocks into runs: (range of blocks, whether the run is recomputed).
 
-    uniform: every run of `layers` blocks. block: the first `layers` blocks one by one, the rest kept.
+    uniform: recompute all blocks, in runs of `layers`. block: recompute the first `layers` blocks one by one, and save
+    the activations of the rest.
 
     >>> list(groups(5, "uniform", 2))
     [(range(0, 2), True), (range(2, 4), True), (range(4, 5), True)]

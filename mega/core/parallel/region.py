@@ -1,7 +1,7 @@
-"""How the ranks of a tensor axis share the work of a layer: between them, in what form, and through what.
+"""A tensor-parallel region: the ranks that share the work of a layer, and how they exchange tokens.
 
 column linear   enters the region: every rank has all tokens and computes its own outputs
-row linear      leaves it: the ranks' parts add up
+row linear      leaves the region: the partial sums of the ranks are added up
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from mega.core.parallel.peers import Peers
 
 @dataclass(frozen=True)
 class Region:
-    """axis: the ranks. sequence: outside of regions each rank has its own tokens only (never on one rank).
+    """The ranks of a tensor-parallel region.
 
-    transport: through what ranks exchange blocks of tokens while they multiply; None: by collectives.
+    sequence: sequence parallelism: outside of regions each rank has its own tokens only (never on one rank).
+    transport: exchanges blocks of tokens while the GEMMs run; None: collectives before or after the GEMMs.
     """
 
     axis: Axis = SINGLE

@@ -1,13 +1,15 @@
-"""A microbatch's forward and backward pass as one graph of the device: recorded once, then played with other tokens.
+"""The forward and backward pass of a microbatch as one CUDA graph: recorded once, then replayed with other tokens.
 
-Asking for a block's kernels takes the host about 2 ms, and a device that is done sooner waits for it. A graph it asks
-for at once.
+The host takes about 2 ms to launch the kernels of a block, and a device that finishes sooner waits. A graph is launched
+as a whole.
 
-    the first step       as ever: kernels are compiled and chosen, memory of exchanges is made
-    each microbatch      its tokens and its loss's factor are put where the graph reads them; play; take its sums
-    the last of several  as ever where data are shared: buckets leave for other ranks as soon as gradients have arrived
+    the first step             runs without a graph: kernels are compiled and chosen, memory for exchanges is allocated
+    each later microbatch      copy its tokens and loss scale into the graph's buffers; replay; read its sums
+    the last one of a step     runs without a graph under data parallelism, because buckets start their reduction as
+                               soon as their gradients are complete
 
-For one stage of one chunk: microbatches in flight would each need a graph's memory. Knows no model.
+Only for a pipeline of one stage and one chunk: otherwise each microbatch in flight would need the memory of a graph.
+Knows no model.
 """
 
 from __future__ import annotations
@@ -36,9 +38,10 @@ class Replayable(Protocol):
 
 
 class ReplayedPipeline(Pipeline):
-    """A pipeline of one stage that plays recorded microbatches.
+    """A pipeline of one stage that replays a recorded microbatch.
 
-    peers: over which tensor ranks overlap exchanges of blocks with GEMMs, if they do. record: what records (tests).
+    peers: the transport with which tensor ranks overlap exchanges and GEMMs, or None. record: the recorder, replaced in
+    tests.
     """
 
     def __init__(
@@ -67,16 +70,16 @@ class ReplayedPipeline(Pipeline):
             return super().run(plan, batches, scales, grads)
         grads.wait_param_gather()
         sums = torch.empty(len(batches), len(self.names), 2, dtype=torch.float64, device=self.device)
-        asked = eager_microbatches(grads.data_ranks, len(batches))
-        alone = len(batches) - asked
-        for number, (batch, scale) in enumerate(zip(batches[:alone], scales[:alone], strict=True)):
+        eager = eager_microbatches(grads.data_ranks, len(batches))
+        replayed = len(batches) - eager
+        for number, (batch, scale) in enumerate(zip(batches[:replayed], scales[:replayed], strict=True)):
             ACTIVITY.moves += 1
             if self._recorded is None:
                 grads.final(False)
                 self._recorded = _Recorded(self.chunks[0], batch, scale, self._peers, self._record)
             sums[number] = self._recorded.play(batch, scale)
-        if asked:
-            sums[alone:] = super().run(ALONE, batches[alone:], scales[alone:], grads)
+        if eager:
+            sums[replayed:] = super().run(ALONE, batches[replayed:], scales[replayed:], grads)
             return sums
         grads.all_ready()
         return sums
@@ -88,7 +91,7 @@ class ReplayedPipeline(Pipeline):
 
 
 class _Recorded:
-    """One microbatch, with the places of what it is given and of what it finds."""
+    """The graph of one microbatch, with the buffers of its inputs and of its sums."""
 
     def __init__(
         self,
@@ -121,9 +124,12 @@ class _Recorded:
         self._end = 0 if peers is None else peers.count
 
     def play(self, batch: Batch, scale: torch.Tensor) -> torch.Tensor:
-        """Its sums, as of `Pipeline.run`, until the next one is played; gradients are added to `main_grad`."""
-        for ours, given in zip(self._batch.tensors().values(), batch.tensors().values(), strict=True):
-            ours.copy_(given)
+        """Replay the graph for `batch`. Gradients are added to `main_grad`.
+
+        Returns the sums of the microbatch as in `Pipeline.run`; the next call overwrites them.
+        """
+        for buffer, tensor in zip(self._batch.tensors().values(), batch.tensors().values(), strict=True):
+            buffer.copy_(tensor)
         self._scale.copy_(scale)
         if self._peers is not None:
             self._peers.replay(self._exchanges)
@@ -133,4 +139,4 @@ class _Recorded:
         return self._sums
 
     def close(self) -> None:
-        del self._record  # NCCL ends no group while a graph that speaks through it lives
+        del self._record  # NCCL cannot destroy a group while a graph that uses it exists

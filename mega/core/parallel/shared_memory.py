@@ -1,12 +1,12 @@
-"""Memory that the ranks of one host map, and marks in it by which they wait for each other.
+"""Memory shared by the ranks of one host, with marks for synchronisation.
 
     memory = SharedMemory(axis, size, device)     on all ranks together
-    memory.bytes                                  the same `size` bytes on all of them
-    memory.mark(number)                           who sees the mark sees all that was written before it
+    memory.bytes                                  the same `size` bytes on all ranks
+    memory.mark(number)                           a rank that sees the mark sees all earlier writes
     memory.wait(rank, number)                     until a rank's mark is `number` or more
 
-A message by a socket wakes a thread of the other process, which takes longer than a small step computes. It knows
-nothing of what is written.
+A message through a socket must wake a thread of the other process, which takes longer than a small decoding step. This
+module does not interpret the bytes.
 """
 
 from __future__ import annotations
@@ -26,35 +26,36 @@ from mega.core.parallel.collectives import gather_json
 from mega.core.parallel.mesh import Axis
 
 FOLDERS = ("/dev/shm", tempfile.gettempdir())
-"""Folders for the file, which has no name any more once all have mapped it."""
+"""Folders for the file. It is unlinked as soon as all ranks have mapped it."""
 
 LINE = 64
-"""Bytes between marks: a cache line each."""
+"""Bytes between marks: one cache line each."""
 
 SPIN, DOZE = 2e-4, 1.0
-"""Seconds of a wait in which the mark is looked at without a pause; and with short ones."""
+"""Seconds during which a wait polls the mark without a pause, and then with short pauses."""
 
 PAUSES = (5e-5, 1e-3)
-"""Seconds between looks, then and later."""
+"""Pauses between polls, in seconds: until DOZE, and after it."""
 
 LOOK = 0.25
-"""Seconds after which a wait looks whether the other process lives, again and again."""
+"""Seconds between checks that the other process is alive."""
 
 PATIENCE = 600.0
-"""Seconds that a rank waits for another one which lives."""
+"""Seconds that a rank waits for a process that is alive."""
 
 
 class SharedMemory:
-    """axis: whose ranks share it; on one host. size: bytes. device: of their collectives.
+    """Memory that the ranks of an axis, all on one host, share. size: bytes. device: that of their collectives.
 
-    Errors: RuntimeError, the same on all ranks, where they are on several hosts or one of them cannot map it.
+    Errors: RuntimeError, the same on all ranks, if they are on several hosts or one of them cannot map the file.
     """
 
     def __init__(self, axis: Axis, size: int, device: torch.device):
         self.axis, self._first = axis, size + -size % LINE
         whole = self._first + LINE * axis.size
-        own = (socket.gethostname(), os.getpid(), _made(whole) if axis.first else "")
-        ranks = gather_json(own, axis, device)
+        # The first rank creates the file; the others learn its path together with the host names and process ids.
+        identity = (socket.gethostname(), os.getpid(), _create_file(whole) if axis.first else "")
+        ranks = gather_json(identity, axis, device)
         self.processes = [process for _, process, _ in ranks]
         path, problem, self._map = ranks[0][2], "", None
         if len({host for host, _, _ in ranks}) > 1:
@@ -77,29 +78,32 @@ class SharedMemory:
         self.bytes, self._marks = view[:size], view[self._first :].cast("q")
 
     def mark(self, number: int) -> None:
-        """Mark that this rank has written, or read, what belongs to `number`."""
+        """Mark that this rank has written, or read, the data of `number`."""
         _fence()
         self._marks[self.axis.index * LINE // 8] = number
 
     def wait(self, rank: int, number: int, patience: float | None = PATIENCE) -> None:
-        """patience: in seconds; None: as long as it takes. Errors: RuntimeError, as of a collective, where the rank has
-        ended or the time is over."""
-        at, marks = rank * LINE // 8, self._marks
+        """Wait until the mark of `rank` is `number` or more. patience: timeout in seconds; None: no timeout.
+
+        Errors: RuntimeError, as from a collective, if the process of the rank has ended or the timeout is over.
+        """
+        position, marks = rank * LINE // 8, self._marks
+        # Poll some times before the first look at the clock: in a decoding step the mark is nearly always there.
         for _ in range(200):
-            if marks[at] >= number:
+            if marks[position] >= number:
                 _fence()
                 return
         began = time.monotonic()
-        looked = began
-        while marks[at] < number:
-            now = time.monotonic()
-            if now - began < SPIN:
+        checked = began
+        while marks[position] < number:
+            current = time.monotonic()
+            if current - began < SPIN:
                 os.sched_yield()
                 continue
-            time.sleep(PAUSES[now - began > DOZE])
-            if now - looked > LOOK:
-                looked = now
-                self._check(rank, now - began, patience)
+            time.sleep(PAUSES[current - began > DOZE])
+            if current - checked > LOOK:
+                checked = current
+                self._check(rank, current - began, patience)
         _fence()
 
     def _check(self, rank: int, waited: float, patience: float | None) -> None:
@@ -111,7 +115,7 @@ class SharedMemory:
 
 
 def is_dead(pid: object) -> bool:
-    """Whether a process of this host has ended."""
+    """Whether a process of this host has ended (zombies included)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except FileNotFoundError:
@@ -120,13 +124,13 @@ def is_dead(pid: object) -> bool:
         return False
 
 
-def _made(size: int) -> str:
-    """The name of a new file of `size` bytes that the system has set aside; empty where there is no room."""
+def _create_file(size: int) -> str:
+    """Create a file of `size` allocated bytes and return its path; the empty string if no folder has room."""
     for folder in FOLDERS:
         with contextlib.suppress(OSError):
             number, path = tempfile.mkstemp(prefix="mega-shared-", dir=folder)
             try:
-                _set_aside(number, size)
+                _allocate(number, size)
                 return path
             except OSError:
                 os.unlink(path)
@@ -135,8 +139,8 @@ def _made(size: int) -> str:
     return ""
 
 
-def _set_aside(number: int, size: int) -> None:
-    """A file that only claims its size ends the process that writes to it when the disk is full."""
+def _allocate(number: int, size: int) -> None:
+    """Allocate the file's blocks. In a sparse file a write to a full disk would kill the process (SIGBUS)."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(number, 0, size)
     else:
@@ -147,8 +151,10 @@ _LOCK = threading.Lock()
 
 
 def _fence() -> None:
-    """Nothing moves from one side of this to the other: to release a lock, and then to take it, keeps the order of both
-    sides on any processor."""
+    """A memory fence: no read or write is reordered across it.
+
+    Releasing a lock and then acquiring it has this effect on any processor.
+    """
     for _ in range(2):
         _LOCK.acquire()
         _LOCK.release()

@@ -1,7 +1,7 @@
-"""The vocabulary cut over the tensor axis: look-up, logits and cross entropy without ever gathering logits.
+"""The vocabulary sharded over the tensor axis: look-up, logits and cross entropy, without gathering logits.
 
-Rank r owns ids [r n, (r + 1) n), n the padded vocabulary over the axis. Padding at the end holds no token: its
-logits are minus infinity, so it takes no probability and gets no gradient.
+Rank r owns the ids [r n, (r + 1) n), where n is the padded vocabulary divided by the ranks. The padding at the end
+holds no tokens: its logits are minus infinity, so it has probability 0 and gets no gradient.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mega.core.parallel.weight import ParameterFactory, Weight
 
 
 class _LookUp(torch.autograd.Function):
-    """ids [tokens] -> rows [tokens, h]; zeros for ids of other ranks. `first` is None where there are none."""
+    """ids [tokens] -> rows [tokens, h]; zeros for ids of other ranks. first: this rank's first id; None: one rank."""
 
     @staticmethod
     def forward(ctx: FunctionContext[Weight], ids: torch.Tensor, weight: Weight, first: int | None) -> torch.Tensor:
@@ -36,33 +36,35 @@ class _LookUp(torch.autograd.Function):
             ctx.save_for_backward(ids, None)
             return weight.detach()[ids]
         local = ids - first
-        ours = (local >= 0) & (local < weight.shape[0])
-        local = local.masked_fill(~ours, 0)
-        ctx.save_for_backward(local, ours)
-        return weight.detach()[local].masked_fill(~ours[:, None], 0)
+        in_shard = (local >= 0) & (local < weight.shape[0])
+        local = local.masked_fill(~in_shard, 0)
+        ctx.save_for_backward(local, in_shard)
+        return weight.detach()[local].masked_fill(~in_shard[:, None], 0)
 
     @staticmethod
     def backward(ctx: FunctionContext[Weight], grad: torch.Tensor) -> tuple[None, torch.Tensor | None, None]:
-        local, ours = ctx.saved_tensors
-        if ours is not None:
-            grad = grad.masked_fill(~ours[:, None], 0)
+        local, in_shard = ctx.saved_tensors
+        if in_shard is not None:
+            grad = grad.masked_fill(~in_shard[:, None], 0)
         return None, ctx.state.add_rows(local, grad), None
 
 
 def look_up(ids: torch.Tensor, weight: Weight) -> torch.Tensor:
     """Rows [tokens, h] of a table that every rank holds whole."""
-    if not torch.is_grad_enabled():  # nothing to keep
+    if not torch.is_grad_enabled():  # nothing to save: skip autograd
         return weight.index_select(0, ids)
     return _LookUp.apply(ids, weight, None)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class VocabEmbedding(nn.Module):
-    """Token ids [tokens] -> [tokens, h], or our tokens under sequence. sum_ranks: adds up the rows of all ranks in
-    place, without a gradient [the group of the region]."""
+    """Token ids [tokens] -> [tokens, h]; under sequence parallelism the rows of this rank's tokens only.
 
-    def __init__(self, make: ParameterFactory, tensor: Tensor, region: Region):
+    sum_ranks: sums the rows over ranks in place, without a gradient; default: the collective of the region.
+    """
+
+    def __init__(self, factory: ParameterFactory, tensor: Tensor, region: Region):
         super().__init__()
-        self.weight = make(tensor)
+        self.weight = factory(tensor)
         self.region = region
 
     def forward(self, ids: torch.Tensor, sum_ranks: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
@@ -77,7 +79,7 @@ class VocabEmbedding(nn.Module):
 
 
 class LogitShape(NamedTuple):
-    """What is made of each logit: it is divided, then kept within +-softcap by a hyperbolic tangent."""
+    """A function of each logit: divide by `divisor`, then limit to +-softcap by a hyperbolic tangent."""
 
     divisor: float = 1.0
     softcap: float | None = None
@@ -94,19 +96,25 @@ UNSHAPED = LogitShape()
 def logits(
     x: torch.Tensor, weight: Weight, region: Region, bias: Weight | None = None, shape: LogitShape = UNSHAPED
 ) -> torch.Tensor:
-    """x [tokens, h] (our tokens under sequence) -> [tokens, ids of this rank], padding at minus infinity."""
+    """x [tokens, h] -> logits [tokens, ids of this rank], with padding at minus infinity.
+
+    Under sequence parallelism x holds the tokens of this rank.
+    """
     out = column_matmul(x, WeightGemms(weight), region)
     out = shape(out if bias is None else out + bias)
-    real = weight.segments[0].shard.size[0]
-    if real == weight.shape[0]:
+    vocab_rows = weight.segments[0].shard.size[0]
+    if vocab_rows == weight.shape[0]:
         return out
-    padding = torch.arange(weight.shape[0], device=out.device) >= real
+    padding = torch.arange(weight.shape[0], device=out.device) >= vocab_rows
     return out.masked_fill(padding, -math.inf)
 
 
 class TrainedLogits:
-    """Logits of a batch, [tokens, ids of this rank], with a gradient: computed once, for losses that read them as a
-    whole, as log-probabilities of labels, or both. x: [tokens, h], our tokens under sequence."""
+    """The logits of a batch, [tokens, ids of this rank], with a gradient.
+
+    They are computed once. Losses read whole rows of logits, log-probabilities of labels, or both. x: [tokens, h];
+    under sequence parallelism the tokens of this rank.
+    """
 
     def __init__(
         self, x: torch.Tensor, weight: Weight, region: Region, bias: Weight | None = None, shape: LogitShape = UNSHAPED
@@ -121,7 +129,7 @@ class TrainedLogits:
         return gather_from_region(self._local, self._axis)[:, : self._weight.segments[0].shard.whole[0]]
 
     def nll(self, labels: torch.Tensor) -> torch.Tensor:
-        """As of `cross_entropy`."""
+        """The negative log-likelihood of labels, as from `cross_entropy`."""
         args = self._local, labels, self._weight, self._axis, None
         return _CrossEntropy.apply(*args)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -129,26 +137,28 @@ class TrainedLogits:
 def _normalised(
     ops: Ops, x: torch.Tensor, local: torch.Tensor, real: int, axis: Axis
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits x [tokens, ids of this rank] -> log-sum-exp, the label's logit and the largest, of all ids; each [tokens].
+    """Logits x [tokens, ids of this rank] -> over all ids: log-sum-exp, the label's logit, the largest logit.
 
-    Numbered phases: 1 largest logit, sum of exponentials and label's logit of our columns; 2 the largest of all ranks,
-    and the sums brought to it; 3 add both over ranks.
+    Each is [tokens]. Phases:
+        1 largest logit, sum of exponentials and label's logit of this rank's columns
+        2 the largest logit of all ranks; rescale the sum of exponentials to it
+        3 sum both over ranks
     """
     # 1
     largest, total, target = ops.softmax_parts(x, local, real)
     # 2
     if axis.size > 1:
-        ours = largest.clone()
+        local_largest = largest.clone()
         all_reduce(largest, axis, "max")
         # 3
-        sums = torch.stack([total * (ours - largest).exp(), target])
+        sums = torch.stack([total * (local_largest - largest).exp(), target])
         all_reduce(sums, axis)
         total, target = sums
     return total.log() + largest, target, largest
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The negative log-likelihood. Backward: softmax minus one at the label."""
+    """The negative log-likelihood. Its gradient is the softmax, minus one at the label."""
 
     @staticmethod
     def forward(
@@ -159,10 +169,10 @@ class _CrossEntropy(torch.autograd.Function):
         axis: Axis,
         bias: Weight | None,
     ) -> torch.Tensor:
-        real = weight.segments[0].shard.size[0]
-        ctx.state = weight.ops, real, bias
+        local_vocab = weight.segments[0].shard.size[0]
+        ctx.state = weight.ops, local_vocab, bias
         local = labels - axis.index * x.shape[1]
-        log_total, target, _ = _normalised(weight.ops, x, local, real, axis)
+        log_total, target, _ = _normalised(weight.ops, x, local, local_vocab, axis)
         ctx.save_for_backward(x, local, log_total)
         return log_total - target
 
@@ -170,14 +180,17 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(
         ctx: FunctionContext[tuple[Ops, int, Weight | None]], grad: torch.Tensor
     ) -> tuple[torch.Tensor, None, None, None, torch.Tensor | None]:
-        (x, local, log_total), (ops, real, bias) = ctx.saved_tensors, ctx.state
-        grad_x = ops.softmax_gradient(x, local, log_total, grad, real)
+        (x, local, log_total), (ops, local_vocab, bias) = ctx.saved_tensors, ctx.state
+        grad_x = ops.softmax_gradient(x, local, log_total, grad, local_vocab)
         return grad_x, None, None, None, _bias_gradient(bias, grad_x)
 
 
 class _WithGradient(torch.autograd.Function):
-    """The negative log-likelihood under the whole vocabulary, as numbers, and where its backward pass begins: there the
-    gradient lies, `scale` times that of the likelihood, written over the logits."""
+    """The negative log-likelihood on one rank, together with its gradient.
+
+    The forward pass overwrites the logits with `scale` times the gradient. It returns the values, which are not
+    differentiable, and an empty tensor: the root at which the backward pass begins.
+    """
 
     @staticmethod
     def forward(
@@ -204,7 +217,7 @@ class _WithGradient(torch.autograd.Function):
 
 
 class _AddBias(torch.autograd.Function):
-    """x [tokens, n] + bias [n], whose gradient goes where those of weights go."""
+    """x [tokens, n] + bias [n]. The gradient of the bias is added to its main_grad, as for other weights."""
 
     @staticmethod
     def forward(ctx: FunctionContext[Weight], x: torch.Tensor, bias: Weight) -> torch.Tensor:
@@ -230,27 +243,28 @@ def token_loss(
     scale: torch.Tensor | None = None,
     shape: LogitShape = UNSHAPED,
 ) -> Term:
-    """The sum of `weights` [tokens] times the labels' negative log-likelihood, over their sum; the rest as of
-    `cross_entropy`.
+    """The negative log-likelihood of labels, weighted by `weights` [tokens], as total and weight.
 
-    scale: what the total is multiplied by before its backward pass, a number; where it is known, and a rank has the
-    whole vocabulary, logits are read once for the loss and its gradient. None: not known.
+    scale: the factor of the total before its backward pass, or None if it is not known. If it is known and one rank has
+    the whole vocabulary, one pass over the logits computes the loss and its gradient. Other arguments: as in
+    `cross_entropy`.
     """
     if scale is None or region.size > 1:
         nll = cross_entropy(x, labels, weight, region, bias, shape)
         weights = weights.to(nll.dtype)
         return Term((nll * weights).sum(), weights.sum())
-    made = _shaped_logits(x, weight, region, bias, shape)
-    weights = weights.to(accurate(made.dtype))
+    local_logits = _shaped_logits(x, weight, region, bias, shape)
+    weights = weights.to(accurate(local_logits.dtype))
     scales = weights * scale.to(weights.dtype)
-    nll, root = _WithGradient.apply(made, labels, scales, weight, bias)  # type: ignore[no-untyped-call]
+    nll, root = _WithGradient.apply(local_logits, labels, scales, weight, bias)  # type: ignore[no-untyped-call]
     return Term((nll * weights).sum(), weights.sum(), root)
 
 
 def _shaped_logits(
     x: torch.Tensor, weight: Weight, region: Region, bias: Weight | None, shape: LogitShape
 ) -> torch.Tensor:
-    """Logits whose bias has no gradient of its own: the loss gives it that of the logits, which must be its own."""
+    """Logits with a detached bias. The loss computes the bias's gradient from that of the logits, so a shape is not
+    allowed between them."""
     assert bias is None or shape == UNSHAPED, "a bias is added to logits that stay as they are"
     return shape(column_matmul(x, WeightGemms(weight), region, None if bias is None else bias.detach()))
 
@@ -265,34 +279,36 @@ def cross_entropy(
 ) -> torch.Tensor:
     """Negative log-likelihood [tokens] in max(fp32, dtype) under the head `weight`, for the labels int64 [tokens].
 
-    x [tokens, h], our tokens under sequence. bias: of the logits, cut like the vocabulary.
+    x: [tokens, h], under sequence parallelism the tokens of this rank. bias: of the logits, sharded like the
+    vocabulary.
     """
-    made = _shaped_logits(x, weight, region, bias, shape)
-    return _CrossEntropy.apply(made, labels, weight, region.axis, bias)  # type: ignore[no-any-return, no-untyped-call]
+    local_logits = _shaped_logits(x, weight, region, bias, shape)
+    return _CrossEntropy.apply(local_logits, labels, weight, region.axis, bias)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class TokenScores(NamedTuple):
-    """nll: -ln p of each label, in max(fp32, dtype). greedy: whether a label is the likeliest id, the first of several;
-    None where that was not asked for."""
+    """The scores of labels."""
 
     nll: torch.Tensor
+    """-ln p of each label, in max(fp32, dtype)."""
     greedy: torch.Tensor | None
+    """Whether each label is the most likely id (the first one among equals); None if not requested."""
 
 
 def score_labels(
     x: torch.Tensor, labels: torch.Tensor, vocab: int, axis: Axis, ops: Ops, *, greedy: bool = False
 ) -> TokenScores:
-    """What logits x [tokens, ids of this rank] say of labels int64 [tokens], the same on every rank of the axis.
+    """Score labels int64 [tokens] under logits x [tokens, ids of this rank]; the same result on every rank of the axis.
 
-    vocab: ids that are tokens, of all ranks. Logits are never gathered: ranks exchange a few numbers a token.
+    vocab: the number of ids without padding. Logits are not gathered: ranks exchange a few numbers for each token.
     """
     first = axis.index * x.shape[1]
-    real = min(max(vocab - first, 0), x.shape[1])
-    log_total, target, largest = _normalised(ops, x.contiguous(), labels - first, real, axis)
+    local_vocab = min(max(vocab - first, 0), x.shape[1])
+    log_total, target, largest = _normalised(ops, x.contiguous(), labels - first, local_vocab, axis)
     if not greedy:
         return TokenScores(log_total - target, None)
-    if real:
-        top, best = x[:, :real].max(-1)
+    if local_vocab:
+        top, best = x[:, :local_vocab].max(-1)
         best = (best + first).masked_fill(top.to(largest.dtype) < largest, vocab)
     else:
         best = torch.full_like(labels, vocab)

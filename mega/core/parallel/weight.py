@@ -1,7 +1,10 @@
-"""A parameter that knows which logical tensors it holds, and where its gradient goes.
+"""A parameter that records which logical tensors it holds and where its gradient is accumulated.
 
-Layers may fuse logical tensors (query, key and value; gate and up) by stacking them along dim 0. The segments define
-where each lies, so that code that initialises, saves, reduces or compares goes by logical name and never by layer.
+Layers may fuse logical tensors (query, key and value; gate and up) by stacking them along dim 0:
+
+    weight [out of this rank, in]   | q rows | k rows | v rows |     one segment each
+
+Code that initialises, saves, reduces or compares weights uses the segments' logical names and knows no layers.
 """
 
 from __future__ import annotations
@@ -21,34 +24,32 @@ from mega.core.shard import Shard, shard
 
 @dataclass(frozen=True)
 class Segment:
-    """One logical tensor's block inside a parameter: rows [offset, offset + shard.local[0])."""
+    """The shard of one logical tensor inside a parameter: rows [offset, offset + shard.local[0])."""
 
     shard: Shard
     offset: int
 
     def real(self, local: torch.Tensor) -> torch.Tensor:
-        """The view of the elements that exist in the logical tensor; `local` is shaped like the parameter."""
+        """The view of the segment's elements without padding. `local` is shaped like the parameter."""
         view = local.narrow(0, self.offset, self.shard.size[0])
         return view.narrow(1, 0, self.shard.size[1]) if view.dim() > 1 else view
 
 
 class Weight(nn.Parameter):
-    """A parameter with segments. One whose tensors are not trainable takes no gradient.
-
-    uses: how often its gradient arrives in one backward pass (2 for a tied embedding on one stage).
-    main_grad: where gradients accumulate, shaped like the weight; None leaves them to autograd.
-    on_main_grad: called before a gradient is added while `main_grad` is None; it may allocate it.
-    on_grad_ready: called with the weight each time a gradient has been added to the main_grad.
-    on_wgrad: takes a GEMM to compute it later; None has it computed at once.
-    """
+    """A parameter with segments. It requires a gradient if all its tensors are trainable."""
 
     segments: tuple[Segment, ...]
     ops: Ops
     uses: int
+    """The number of gradients in one backward pass (2 for a tied embedding on one stage)."""
     main_grad: torch.Tensor | None
+    """The accumulated gradient, shaped like the weight; None leaves gradients to autograd."""
     on_main_grad: Callable[[Weight], None] | None
+    """Called before a gradient is added while `main_grad` is not set; it may allocate `main_grad`."""
     on_grad_ready: Callable[[Weight], None] | None
+    """Called each time a gradient has been added to `main_grad`."""
     on_wgrad: Callable[[Weight, Any, torch.Tensor], None] | None
+    """Defers a wgrad GEMM; None: GEMMs run immediately."""
 
     def __new__(cls, data: torch.Tensor, segments: tuple[Segment, ...], ops: Ops = REFERENCE) -> Self:
         weight = super().__new__(cls, data, requires_grad=True)
@@ -58,8 +59,10 @@ class Weight(nn.Parameter):
         return weight
 
     def add_wgrad(self, grad: Any, x: torch.Tensor) -> torch.Tensor | None:
-        """The gradient of y = x W^T: grad [n, out] as our matmuls prepare it, x [n, in]. Into `main_grad`, or returned
-        where there is none."""
+        """Add the gradient of y = x W^T to `main_grad`, or return it if there is no `main_grad`.
+
+        grad: [n, out], as prepared by `ops.matmuls`. x: [n, in].
+        """
         if not self.requires_grad:
             return None
         main_grad = self.open_main_grad()
@@ -73,7 +76,7 @@ class Weight(nn.Parameter):
         return None
 
     def accumulate_grad(self, grad: torch.Tensor) -> torch.Tensor | None:
-        """A whole gradient in any precision. Into `main_grad`, or returned in our dtype where there is none."""
+        """Add a whole gradient, of any dtype, to `main_grad`. Without `main_grad` return it in the weight's dtype."""
         if not self.requires_grad:
             return None
         main_grad = self.open_main_grad()
@@ -84,7 +87,7 @@ class Weight(nn.Parameter):
         return None
 
     def add_rows(self, rows: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
-        """The gradient of a look-up: grad [n, h] belongs to rows [n]."""
+        """Add the gradient of a look-up: grad [n, h] of the rows with numbers `rows` [n]."""
         if not self.requires_grad:
             return None
         main_grad = self.open_main_grad()
@@ -96,7 +99,7 @@ class Weight(nn.Parameter):
         return None
 
     def open_main_grad(self) -> torch.Tensor | None:
-        """The main_grad, made now if somebody makes it on need."""
+        """The main_grad; `on_main_grad` may allocate it now."""
         if self.main_grad is None and self.on_main_grad is not None:
             self.on_main_grad(self)
         return self.main_grad
@@ -108,30 +111,30 @@ class Weight(nn.Parameter):
 
 @dataclass(frozen=True)
 class ParameterFactory:
-    """Makes the weights of one rank: `coordinates` as in `shard`, memory on `device`, values not set.
-
-    embedding: dtype of the tables in front of the first block, where it is not `dtype`. ops: what the layers that hold
-    the weights compute with. recompute: norms and activations are computed again in the backward pass, not kept.
-    tied: the tensors of several units that this rank has made.
-    """
+    """Creates the weights of one rank, without setting their values."""
 
     coordinates: Mapping[str, tuple[int, int]]
+    """Axis -> (index, size), as in `shard`."""
     dtype: torch.dtype
     device: torch.device
     ops: Ops = REFERENCE
+    """The implementations used by the layers that hold the weights."""
     recompute: bool = False
+    """Whether norms and activations are recomputed in the backward pass instead of saved."""
     embedding: torch.dtype | None = None
+    """The dtype of the embedding tables, if it is not `dtype`."""
     tied: dict[str, Weight] = field(default_factory=dict)
+    """The weights created so far whose tensors belong to several units, by name."""
 
     @property
     def exact(self) -> ParameterFactory:
-        """The same with GEMMs in the compute dtype, for the head."""
+        """The same factory with GEMMs in the compute dtype (no fp8), for the head."""
         return replace(self, ops=replace(self.ops, matmuls=self.ops.matmuls.exact()))
 
     def __call__(self, *tensors: Tensor) -> Weight:
-        """One parameter that holds these tensors one after the other along dim 0.
+        """One parameter with these tensors stacked along dim 0.
 
-        A tied tensor that this rank holds already is the same parameter, used once more.
+        For a tied tensor that this rank already holds, return the existing parameter and count one more use.
         """
         if tensors[0].name in self.tied:
             weight = self.tied[tensors[0].name]
@@ -161,7 +164,7 @@ def weights(module: nn.Module) -> Iterator[Weight]:
 
 
 def initialise(module: nn.Module, seed: int) -> None:
-    """Set every weight to its initial value: the same whole tensors in every layout."""
+    """Set every weight to its initial value, which does not depend on the parallel layout."""
     with torch.no_grad():
         for weight in weights(module):
             weight.zero_()
@@ -176,5 +179,5 @@ def initialise(module: nn.Module, seed: int) -> None:
 
 
 def local_parameters(module: nn.Module) -> int:
-    """Elements that this rank holds, padding included."""
+    """The number of elements that this rank holds, padding included."""
     return sum(weight.numel() for weight in weights(module))

@@ -1,10 +1,10 @@
-"""Functions of whole matrices, of which every rank holds a part: rows or columns of its own, or a span of a bucket.
+"""Apply a function to whole matrices, of which every rank holds a part: rows, columns, or a span of a bucket.
 
     parts of a bucket's matrices  --to their owners-->  whole matrices  --function-->  --back-->  parts
 
-Every matrix has one owner among the ranks that hold the bucket, so that all of them compute, each other matrices. Where
-several ranks hold the same part, one of them sends it. A matrix is put together before anything is computed, so the
-result does not depend on how it was shared out.
+Each matrix has one owner among the ranks that hold the bucket, so the ranks divide the matrices among themselves. If
+several ranks hold the same part, one of them sends it. A matrix is assembled before the function is applied, so the
+result does not depend on the sharding.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from mega.core.parallel.collectives import exchange, gather_json
 from mega.core.parallel.gradients import Bucket
 
 MatrixFunction = Callable[[torch.Tensor], torch.Tensor]
-"""From a matrix to one of the same shape."""
+"""From a matrix to a matrix of the same shape."""
 
 
 class Rectangle(NamedTuple):
-    """A rectangle of a bucket's matrix: which one, from which row and column, how many of them."""
+    """A rectangle of one of a bucket's matrices."""
 
-    matrix: int
-    start: tuple[int, ...]
-    size: tuple[int, ...]
+    matrix: int  # number of the matrix
+    start: tuple[int, ...]  # first row and column
+    size: tuple[int, ...]  # rows and columns
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         for dim, (start, size) in enumerate(zip(self.start, self.size, strict=True)):
@@ -37,71 +37,80 @@ class Rectangle(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """Who sends what. For each rank of the axis, the blocks that go to it, and that come from it, in order."""
+    """The exchanges of one bucket. The outer lists have an entry for each rank of the axis."""
 
     shapes: dict[int, tuple[int, ...]]
-    """Of the matrices that this rank owns."""
-    ours: list[Rectangle]
-    """What our span holds, in its order."""
+    """Shapes of the matrices that this rank owns, by number."""
+    own: list[Rectangle]
+    """The blocks in this rank's span, in order."""
     sent: list[list[Rectangle]]
+    """Blocks that this rank sends to each owner."""
     received: list[list[Rectangle]]
+    """Blocks that this rank receives, as owner, from each rank."""
     returned: list[list[Rectangle]]
+    """Blocks of results that this rank, as owner, returns to each rank."""
     regained: list[list[Rectangle]]
+    """Blocks of results that each owner returns to this rank."""
 
 
 class WholeMatrices:
-    """Plans of exchange, each made when its bucket is first asked for."""
+    """Applies functions to whole matrices. The plan of a bucket's exchanges is computed at its first use."""
 
     def __init__(self) -> None:
         self._plans: dict[int, _Plan] = {}
 
     def mapped(self, bucket: Bucket, flat: torch.Tensor, function: MatrixFunction) -> torch.Tensor:
-        """Our span of `function` of each of the bucket's matrices; 0 in the padding. flat: our span of the matrices."""
+        """Apply `function` to each matrix of the bucket and return this rank's span of the results.
+
+        flat: this rank's span of the matrices. Padding of the result is 0.
+        """
         plan = self._plans.get(id(bucket))
         if plan is None:
             plan = self._plans[id(bucket)] = _plan(bucket)
-        axis, here = bucket.data.with_tp, bucket.own_weights.device  # which may be another than that of the state
-        # 1 to the owners
-        parts = dict(zip(plan.ours, (part for _, _, part in bucket.rectangles(flat, bucket.span[0])), strict=True))
-        came = exchange(_joined(parts, plan.sent, flat).to(here), axis, _sizes(plan.sent), _sizes(plan.received))
-        # 2 whole
-        whole = {number: came.new_empty(shape) for number, shape in plan.shapes.items()}
-        for block, part in _blocks(plan.received, came):
+        axis, device = bucket.data.with_tp, bucket.own_weights.device  # the state may be on the host
+        # 1 send parts to the owners
+        parts = dict(zip(plan.own, (part for _, _, part in bucket.rectangles(flat, bucket.span[0])), strict=True))
+        received = exchange(_joined(parts, plan.sent, flat).to(device), axis, _sizes(plan.sent), _sizes(plan.received))
+        # 2 assemble whole matrices and apply the function
+        whole = {number: received.new_empty(shape) for number, shape in plan.shapes.items()}
+        for block, part in _blocks(plan.received, received):
             block.of(whole[block.matrix]).copy_(part)
-        found = {number: function(matrix) for number, matrix in whole.items()}
-        # 3 and back
-        blocks = {block: block.of(found[block.matrix]) for row in plan.returned for block in row}
-        back = exchange(_joined(blocks, plan.returned, came), axis, _sizes(plan.returned), _sizes(plan.regained))
+        results = {number: function(matrix) for number, matrix in whole.items()}
+        # 3 send the results back
+        blocks = {block: block.of(results[block.matrix]) for row in plan.returned for block in row}
+        returned = exchange(
+            _joined(blocks, plan.returned, received), axis, _sizes(plan.returned), _sizes(plan.regained)
+        )
         out = torch.zeros_like(flat)
-        into = dict(zip(plan.ours, (part for _, _, part in bucket.rectangles(out, bucket.span[0])), strict=True))
-        for block, part in _blocks(plan.regained, back):
-            into[block].copy_(part)
+        destinations = dict(zip(plan.own, (part for _, _, part in bucket.rectangles(out, bucket.span[0])), strict=True))
+        for block, part in _blocks(plan.regained, returned):
+            destinations[block].copy_(part)
         return out
 
 
 def _plan(bucket: Bucket) -> _Plan:
-    """All ranks of the bucket come to the same plan, from what each of them holds."""
+    """The plan of a bucket. All its ranks compute it from the same table of blocks, so that their plans match."""
     axis = bucket.data.with_tp
     shapes = {shard.name: shard.whole for shard, _ in bucket.runs()}
     names = list(shapes)
     begin, end = bucket.span
-    ours = [
+    own_blocks = [
         Rectangle(names.index(shard.name), start, tuple(part.shape))
         for shard, start, part in bucket.rectangles(torch.empty(end - begin, device="meta"), begin)
     ]
-    held = [
+    held_blocks = [
         [Rectangle(matrix, (row, column), (rows, columns)) for matrix, row, column, rows, columns in blocks]
         for blocks in gather_json(
-            [[block.matrix, *block.start, *block.size] for block in ours], axis, bucket.own_weights.device
+            [[block.matrix, *block.start, *block.size] for block in own_blocks], axis, bucket.own_weights.device
         )
     ]
     owners = _owners([shapes[name] for name in names], axis.size)
     holders: dict[Rectangle, list[int]] = defaultdict(list)
-    for rank, row in enumerate(held):
+    for rank, row in enumerate(held_blocks):
         for block in row:
             holders[block].append(rank)
-    counted = [sum(prod(block.size) for block in holders if block.matrix == number) for number in range(len(names))]
-    assert counted == [prod(shapes[name]) for name in names], f"{axis.name}: holds no whole matrices"
+    elements = [sum(prod(block.size) for block in holders if block.matrix == number) for number in range(len(names))]
+    assert elements == [prod(shapes[name]) for name in names], f"{axis.name}: holds no whole matrices"
     table: dict[tuple[int, int], list[Rectangle]] = defaultdict(list)
     for block, ranks in holders.items():
         owner = owners[block.matrix]
@@ -109,25 +118,25 @@ def _plan(bucket: Bucket) -> _Plan:
     everyone = range(axis.size)
     return _Plan(
         {number: shapes[name] for number, name in enumerate(names) if owners[number] == axis.index},
-        ours,
+        own_blocks,
         [table[axis.index, rank] for rank in everyone],
         [table[rank, axis.index] for rank in everyone],
-        [[block for block in held[rank] if owners[block.matrix] == axis.index] for rank in everyone],
-        [[block for block in ours if owners[block.matrix] == rank] for rank in everyone],
+        [[block for block in held_blocks[rank] if owners[block.matrix] == axis.index] for rank in everyone],
+        [[block for block in own_blocks if owners[block.matrix] == rank] for rank in everyone],
     )
 
 
 def _owners(shapes: Sequence[tuple[int, ...]], size: int) -> list[int]:
-    """The rank of each matrix: the most work first, each to the rank that has the least.
+    """The owner of each matrix. Matrices with the most work are assigned first, each to the rank with the least work.
 
     >>> _owners([(4, 4), (8, 8), (4, 4), (4, 4)], 2)
     [1, 0, 1, 1]
     """
-    work, found = [0] * size, [0] * len(shapes)
+    work, owners = [0] * size, [0] * len(shapes)
     for number in sorted(range(len(shapes)), key=lambda number: -prod(shapes[number]) * min(shapes[number])):
-        found[number] = rank = work.index(min(work))
+        owners[number] = rank = work.index(min(work))
         work[rank] += prod(shapes[number]) * min(shapes[number])
-    return found
+    return owners
 
 
 def _joined(
@@ -141,7 +150,7 @@ def _sizes(rows: Sequence[Sequence[Rectangle]]) -> list[int]:
 
 
 def _blocks(rows: Sequence[Sequence[Rectangle]], flat: torch.Tensor) -> Iterator[tuple[Rectangle, torch.Tensor]]:
-    at = 0
+    position = 0
     for block in (block for row in rows for block in row):
-        yield block, flat[at : at + prod(block.size)].view(block.size)
-        at += prod(block.size)
+        yield block, flat[position : position + prod(block.size)].view(block.size)
+        position += prod(block.size)
