@@ -62,7 +62,7 @@ from mega.core.inference.request import Request, Sampling
 from mega.core.inference.sampling import probabilities
 from mega.core.inference.speculate import NGrams
 from mega.core.inference.start import engine_on, start_engine
-from mega.core.model.decode import lay_for_decoding
+from mega.core.model.decode import use_decoding_layout
 from mega.core.ops.suite import choose, forward_only
 from mega.core.parallel.mesh import Mesh
 from mega.core.parallel.weight import initialise
@@ -414,7 +414,7 @@ def draft_speed(mesh: Mesh, device: Device, files: Files, layers: int | None) ->
         grown.fill(stage) if noise is not None else initialise(stage, 1)
         stage.eval()
         if not device.is_cuda:
-            lay_for_decoding(stage)
+            use_decoding_layout(stage)
         for sampling in (GREEDY, Sampling(seed=1)):
             found: dict[str, list[dict[str, float]]] = {"none": [], "draft": []}
             for name in ("none", "draft") * 2:

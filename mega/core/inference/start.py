@@ -30,7 +30,7 @@ from mega.core.inference.request import Limits
 from mega.core.inference.retrieval import Retriever
 from mega.core.inference.speculate import MOST, Drafter, NGrams
 from mega.core.inference.worker import Worker
-from mega.core.model.decode import lay_for_decoding
+from mega.core.model.decode import use_decoding_layout
 from mega.core.ops.suite import choose, forward_only
 from mega.core.parallel.collectives import all_reduce
 from mega.core.parallel.mesh import Groups, Mesh
@@ -64,7 +64,7 @@ def start_engine(
     ops = forward_only(choose(torch_device, dtype), fp8_weights=options.fp8_weights)
     (stage,) = load_stages(opened, mesh, device, dtype=dtype, ops=ops, stage_layers=layers)
     if torch_device.type == "cpu":
-        lay_for_decoding(stage)
+        use_decoding_layout(stage)
     choice = load_adapters(stage, adapters, mesh, torch_device, always=options.batch_invariant)
     return engine_on(stage, mesh, device, options, max(layers), choice, retriever=retriever)
 

@@ -1,11 +1,11 @@
-"""Prediction of tokens after the next one, as Megatron-LM and DeepSeek-V3 (section 2.2) train it: layers in the head.
+"""Multi-token prediction as in Megatron-LM and DeepSeek-V3 (section 2.2): layers in the head predict later tokens.
 
     h_0          the stream after the final norm, which predicts the next token
-    h_d          norm(layer(linear [norm(embedding of the token d further on), norm(h_d-1)]))
-    loss of d    that of h_d, by the output matrix of all, against the label d further on
+    h_d          norm(layer(linear [norm(embedding of the token d positions later), norm(h_d-1)]))
+    loss of d    that of h_d, with the shared output matrix, for the label d positions later
 
-Tables, output matrix and loss are those of the head. What is further on than a row or a packed document ends is token
-0 without weight.
+The embedding tables, the output matrix and the loss are those of the model. After the end of a row or of a packed
+document the tokens are 0, with loss weight 0.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mega.core.parallel.weight import ParameterFactory
 
 
 class AheadLayer(nn.Module):
-    """One token further. tensors: of the head. residual: dtype of the residual stream."""
+    """The layer of one depth. tensors: those of the head. residual: dtype of the residual stream."""
 
     def __init__(
         self,
@@ -47,25 +47,27 @@ class AheadLayer(nn.Module):
         )
         self.join = ColumnLinear(factory, [tensors[f"{value.name}.eh_proj.weight"]], [], ALONE)
         prefix = f"{value.name}.transformer_layer."
-        own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-        self.layer, self.residual = TransformerLayer(factory, value.layer, own, place), residual
+        layer_tensors = {
+            name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)
+        }
+        self.layer, self.residual = TransformerLayer(factory, value.layer, layer_tensors, place), residual
 
     def forward(
         self, h: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        """h [our tokens, h]; tokens int64 [b, s], those further on -> [our tokens, h]."""
+        """h [our tokens, h], and int64 [b, s] the tokens of this depth -> [our tokens, h]."""
         embedded = self.embedding(tokens, positions, context)
-        both = self.token_norm(ResidualState(embedded))[1], self.stream_norm(ResidualState(h))[1]
-        joined = self.join(torch.cat(both, 1)).to(self.residual)
-        return cast(torch.Tensor, self.norm(self.layer(ResidualState(joined), context))[1])
+        normed = self.token_norm(ResidualState(embedded))[1], self.stream_norm(ResidualState(h))[1]
+        x = self.join(torch.cat(normed, 1)).to(self.residual)
+        return cast(torch.Tensor, self.norm(self.layer(ResidualState(x), context))[1])
 
 
 class AheadTokens(NamedTuple):
-    """What a row has further on, [b, s, depths]: tokens, labels (int64) and their loss weights."""
+    """The later tokens of each position, [b, s, depths]."""
 
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    weights: torch.Tensor
+    tokens: torch.Tensor  # int64
+    labels: torch.Tensor  # int64
+    weights: torch.Tensor  # loss weights of the labels
 
 
 def tokens_ahead(
@@ -75,7 +77,7 @@ def tokens_ahead(
     depths: int,
     documents: torch.Tensor | None = None,
 ) -> AheadTokens:
-    """Of whole rows [b, s]. documents: as of `DecoderBatch`; nothing of another one is further on.
+    """The tokens ahead of whole rows [b, s]. documents: as in `DecoderBatch`; tokens of other documents are masked.
 
     >>> tokens_ahead(torch.tensor([[5, 6, 7]]), torch.tensor([[6, 7, 8]]), torch.ones(1, 3), 2).labels.tolist()
     [[[7, 8], [8, 0], [0, 0]]]
@@ -84,8 +86,8 @@ def tokens_ahead(
     def further(each: torch.Tensor) -> torch.Tensor:
         return torch.stack([F.pad(each[:, depth:], (0, depth)) for depth in range(1, depths + 1)], 2)
 
-    found = AheadTokens(further(tokens), further(labels), further(weights))
+    ahead = AheadTokens(further(tokens), further(labels), further(weights))
     if documents is None:
-        return found
-    others = further(documents) != documents[..., None]
-    return AheadTokens(*(each.masked_fill(others, 0) for each in found))
+        return ahead
+    other_document = further(documents) != documents[..., None]
+    return AheadTokens(*(each.masked_fill(other_document, 0) for each in ahead))

@@ -1,14 +1,15 @@
-"""Losses of layers (load balance, router z-loss, ...): how they reach the gradient, the log and the divisor.
+"""Losses of layers (load balance, router z-loss, ...): their gradients, their reported sums and their divisors.
 
     y = context.auxiliary_loss(loss, x, total, ...)      y is x; in the backward pass
                                                          dx = dy,  d total = scale
 
-The loss rides on the stream: its backward pass begins when the gradient of x arrives, inside that of the layer. There
-the layer's weights are whole (ZeRO 3) and what it recomputes is at hand, whatever the schedule. A root next to the
-stream would run before the layer's weights are gathered. `scale` is known before the forward pass.
+The loss is attached to the stream: its backward pass begins when the gradient of x arrives, inside that of the layer.
+At this point the layer's weights are unsharded (ZeRO 3) and its recomputed activations exist, for any schedule. A
+separate root of the backward pass would run before the layer's weights are gathered. `scale` is known before the
+forward pass.
 
-Every tensor rank computes the gradient of its own `total`; the totals that are reported are summed over the tensor
-ranks once a microbatch.
+Every tensor rank computes the gradient of its own `total`. Reported totals are summed over the tensor ranks once per
+microbatch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from mega.core.parallel.mesh import Axis
 
 
 def divisor(loss: AuxiliaryLoss, batch: int, seq: int, *, shards: int) -> float:
-    """What one layer's total of a microbatch of [batch, seq] tokens on this rank is divided by.
+    """The divisor of one layer's total for a microbatch of [batch, seq] tokens on this rank.
 
     shards: context ranks that share the sequences; each counts its share of a sequence and of the microbatch.
     """
@@ -33,12 +34,12 @@ def divisor(loss: AuxiliaryLoss, batch: int, seq: int, *, shards: int) -> float:
 
 
 class AuxiliarySums:
-    """The losses that the layers of one stage compute of one microbatch.
+    """The losses that the layers of one stage compute for one microbatch.
 
-    scales: name -> float64 [], what totals are multiplied by before the backward pass; None in a forward pass alone.
-    tp: the tensor ranks. shards: as of `divisor`.
+    scales: name -> float64 [], the factor of totals before the backward pass; None without a backward pass.
+    tp: the tensor axis. shards: as in `divisor`.
 
-    Layers that are recomputed compute their losses again; what is added after `terms` is not counted.
+    Recomputed layers compute their losses again; totals added after `terms` was called are not counted.
     """
 
     def __init__(self, scales: Mapping[str, torch.Tensor] | None, tp: Axis, shards: int):
@@ -54,12 +55,13 @@ class AuxiliarySums:
         assert total.dim() == 0 and total.dtype in (torch.float32, torch.float64), "totals are summed in fp32 at least"
         if self._open:
             weight = divisor(loss, *shape, shards=self._shards) if self._tp.first else 0.0
-            counted = total.detach().double() if split or self._tp.first else torch.zeros_like(total).double()
-            found, before = torch.stack([counted, torch.full_like(counted, weight)]), self._sums.get(loss.name)
-            self._sums[loss.name] = found if before is None else before + found
+            # `terms` sums over tensor ranks, so a total that all of them computed counts on the first rank only.
+            reported = total.detach().double() if split or self._tp.first else torch.zeros_like(total).double()
+            sums, before = torch.stack([reported, torch.full_like(reported, weight)]), self._sums.get(loss.name)
+            self._sums[loss.name] = sums if before is None else before + sums
         if self._scales is None or not torch.is_grad_enabled():
             return x
-        y: torch.Tensor = _Ride.apply(x, total, self._scales[loss.name])  # type: ignore[no-untyped-call]
+        y: torch.Tensor = _AttachLoss.apply(x, total, self._scales[loss.name])  # type: ignore[no-untyped-call]
         recipe = getattr(x, "recipe", None)
         return y if recipe is None else with_recipe(y, recipe)
 
@@ -69,13 +71,13 @@ class AuxiliarySums:
         return self._open
 
     def once(self, key: tuple[int, str], value: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """value(), of which a recomputation gets what it was the first time."""
+        """value() on the first call with this key; later calls (recomputation) return the same tensor."""
         if key not in self._first:
             self._first[key] = value()
         return self._first[key]
 
     def terms(self) -> dict[str, Term]:
-        """What all layers have found, by name: totals and divisors, the same on every tensor rank."""
+        """Totals and divisors over all layers, by name; the same on every tensor rank."""
         self._open = False
         if not self._sums:
             return {}
@@ -84,8 +86,8 @@ class AuxiliarySums:
         return {name: Term(*each) for name, each in zip(self._sums, sums, strict=True)}
 
 
-class _Ride(torch.autograd.Function):
-    """x, whose gradient is passed on, and with it the scale of a total as that one's gradient."""
+class _AttachLoss(torch.autograd.Function):
+    """The identity of x. Its backward pass also gives `total` the gradient `scale`."""
 
     @staticmethod
     def forward(

@@ -1,10 +1,11 @@
-"""BERT (Devlin et al. 2018), cut into pipeline stages: a stack that reads rows in both directions, and two losses.
+"""BERT (Devlin et al. 2018) as pipeline stages: a bidirectional stack, and two losses.
 
-    lm     masked words, over their number: dense, activation, norm, the tied embedding and a bias of the vocabulary
-    pair   whether a row's two parts stand in the wrong order, over the rows where that is known: from its first token
+    lm     prediction of masked words: dense, activation, norm, the tied embedding and a vocabulary bias; the mean over
+           masked words
+    pair   whether a row's two segments are swapped, predicted from its first token; the mean over the labelled rows
 
-The words' head acts on the tokens among which the masked ones are, where the batch knows them and a rank holds whole
-rows; else on all, as Megatron-LM's does.
+If the batch lists the masked positions and a rank holds whole rows, the word head runs on these positions only.
+Otherwise it runs on all tokens, as in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ Tensors = dict[str, Tensor]
 
 
 class WholeLinear(ColumnLinear):
-    """A linear layer that every rank holds whole, for the tokens or rows that it has."""
+    """A linear layer that every rank holds whole and applies to its own tokens or rows."""
 
     def __init__(self, factory: ParameterFactory, tensors: Tensors, name: str):
         super().__init__(factory, [tensors[f"{name}.weight"]], [tensors[f"{name}.bias"]], ALONE)
 
 
 class WordHead(nn.Module):
-    """What stood under a mask: dense, activation and norm of our tokens, then logits over the cut vocabulary."""
+    """Prediction of masked words: dense, activation and norm of our tokens, then logits over the sharded vocabulary."""
 
     def __init__(self, factory: ParameterFactory, transform: Transform, tensors: Tensors, region: Region):
         super().__init__()
@@ -56,16 +57,17 @@ class WordHead(nn.Module):
         self.activation, self.ops, self.region = transform.activation, factory.ops, region
 
     def forward(self, x: torch.Tensor, batch: MaskedBatch, scale: torch.Tensor | None = None) -> Term:
-        """x [tokens, h], our tokens under sequence -> the loss, with its gradient where its scale is known."""
+        """x [tokens, h], our tokens under sequence parallelism -> the loss. With a known scale one pass over the logits
+        also computes the gradient."""
         labels, weights = batch.labels.flatten(), batch.loss_weights.flatten()
         if batch.predicted is not None and not self.region.sequence:
             rows = torch.arange(len(batch.predicted), device=x.device) * batch.tokens.shape[1]
-            chosen = (rows[:, None] + batch.predicted).flatten()
-            x, labels, weights = x[chosen], labels[chosen], weights[chosen]
+            positions = (rows[:, None] + batch.predicted).flatten()
+            x, labels, weights = x[positions], labels[positions], weights[positions]
         return token_loss(self.transformed(x), labels, weights, self.weight, self.region, self.bias, scale)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """[tokens, ids of this rank]"""
+        """x [tokens, h] -> [tokens, ids of this rank]."""
         return logits(self.transformed(x), self.weight, self.region, self.bias)
 
     def transformed(self, x: torch.Tensor) -> torch.Tensor:
@@ -74,9 +76,9 @@ class WordHead(nn.Module):
 
 
 class RowHead(nn.Module):
-    """What kind of row it is: its first token, pooled, and a number of classes. Every tensor rank does the same.
+    """Classification of rows: the pooled first token, and a number of classes. Every tensor rank computes the same.
 
-    dropout: of what is pooled, one row of it for each row of a batch.
+    dropout: gives the dropout of the pooled tokens, one for each row of a batch.
     """
 
     def __init__(
@@ -93,31 +95,32 @@ class RowHead(nn.Module):
         self.region, self.dropout, self.choices = region, dropout, value.choices
 
     def forward(self, x: torch.Tensor, batch: MaskedBatch) -> Losses:
-        """x [tokens, h], our tokens under sequence -> the loss, and how often the likeliest class is right."""
+        """x [tokens, h], our tokens under sequence parallelism -> the loss, and the accuracy as a metric."""
         classes = self.logits(x, batch)
         losses = F.cross_entropy(classes.to(accurate(classes.dtype)), batch.pairs.clamp(min=0), reduction="none")
-        right = (classes.detach().argmax(-1) == batch.pairs).to(losses.dtype)
+        correct = (classes.detach().argmax(-1) == batch.pairs).to(losses.dtype)
         rows = batch.pair_weights.to(losses.dtype)
-        return Losses((Term((losses * rows).sum(), rows.sum()),), (Term((right * rows).sum(), rows.sum()),))
+        return Losses((Term((losses * rows).sum(), rows.sum()),), (Term((correct * rows).sum(), rows.sum()),))
 
     def logits(self, x: torch.Tensor, batch: MaskedBatch) -> torch.Tensor:
         """[b, classes] on every rank, or [b / choices, choices]."""
         pooled, drop = self.pooler(self.first_tokens(x, *batch.tokens.shape)).tanh(), self.dropout(batch)
-        found: torch.Tensor = self.out(pooled if drop is None else drop(pooled))
-        return found if self.choices == 1 else found.view(-1, self.choices)
+        classes: torch.Tensor = self.out(pooled if drop is None else drop(pooled))
+        return classes if self.choices == 1 else classes.view(-1, self.choices)
 
     def first_tokens(self, x: torch.Tensor, batch: int, seq: int) -> torch.Tensor:
-        """The first token of each row: [batch, h] on every rank. Under sequence a rank holds those of some rows."""
+        """The first token of each row: [batch, h] on every rank."""
         if not self.region.sequence:
             return x.unflatten(0, (batch, seq))[:, 0]
-        where = torch.arange(batch, device=x.device) * seq - self.region.axis.index * len(x)
-        ours = (where >= 0) & (where < len(x))
-        held = x[where.clamp(0, len(x) - 1)].masked_fill(~ours[:, None], 0)
-        return reduce_from_region(held, self.region.axis, sequence=False)
+        # Under sequence parallelism this rank has the first tokens of some rows: fill the others with 0 and sum.
+        positions = torch.arange(batch, device=x.device) * seq - self.region.axis.index * len(x)
+        on_this_rank = (positions >= 0) & (positions < len(x))
+        first = x[positions.clamp(0, len(x) - 1)].masked_fill(~on_this_rank[:, None], 0)
+        return reduce_from_region(first, self.region.axis, sequence=False)
 
 
 class BertHead(nn.Module):
-    """The final norm, where norms stand before their branches, and what judges words and rows."""
+    """The final norm, in models with norms before branches, and the heads for words and rows."""
 
     def __init__(
         self,
@@ -140,26 +143,26 @@ class BertHead(nn.Module):
     def forward(
         self, stream: ResidualState, batch: MaskedBatch | None = None, scales: torch.Tensor | None = None
     ) -> Losses | torch.Tensor:
-        """The losses of a batch; logits of words [tokens, ids of this rank] without one."""
+        """The losses of a batch; without a batch the logits of words [tokens, ids of this rank]."""
         x = self.normed(stream)
         if batch is None:
             assert self.words is not None
             return self.words.logits(x)
-        found, scale = Losses(()), None if scales is None else scales[0]
+        word_losses, scale = Losses(()), None if scales is None else scales[0]
         if self.words is not None:
-            found = Losses((self.words(x, batch, scale),))
+            word_losses = Losses((self.words(x, batch, scale),))
         if self.rows is None:
-            return found
-        judged = self.rows(x, batch)
-        return Losses((*found.terms, *judged.terms), judged.metrics)
+            return word_losses
+        row_losses = self.rows(x, batch)
+        return Losses((*word_losses.terms, *row_losses.terms), row_losses.metrics)
 
     def normed(self, stream: ResidualState) -> torch.Tensor:
-        """[tokens, h] after the last layer."""
+        """The stream after the last layer and the final norm, [tokens, h]."""
         return stream.sum(self.ops) if self.norm is None else self.norm(stream)[1]
 
 
 def losses_of(output: Output) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of the losses and metrics that an output gives."""
+    """Names of the losses and metrics of an output."""
     if output.words is None:
         return ((), ()) if output.rows is None else (("class",), ("accuracy",))
     return (("lm",), ()) if output.rows is None else (("lm", "pair"), ("pair_accuracy",))
@@ -186,7 +189,7 @@ class BertStage(StackStage[MaskedBatch]):
         rows = head.rows
         if head.words is not None or rows is None:
             return super().outputs(stream, batch)
-        return self.headed(stream, lambda stream: rows.logits(head.normed(stream), batch))
+        return self.run_head(stream, lambda stream: rows.logits(head.normed(stream), batch))
 
     def build_embedding(self, factory: ParameterFactory, tensors: Tensors) -> Embedding:
         return Embedding(factory, self.architecture.input, tensors, self.region, self.residual)
@@ -195,7 +198,7 @@ class BertStage(StackStage[MaskedBatch]):
         return BertHead(factory, self.architecture, tensors, self.region, self.pooled_dropout)
 
     def pooled_dropout(self, batch: MaskedBatch) -> Dropout | None:
-        """Of the pooled first tokens of a classifier; what judges the order of parts has none."""
+        """Dropout of the pooled first tokens of a classifier. The head for the order of segments has no dropout."""
         seed, probability = self.dropout_seed, self.architecture.input.dropout
         if seed is None or not probability or self.architecture.output.words is not None:
             return None

@@ -1,9 +1,10 @@
-"""One step of continuing text on a stage of a decoder: the layers of model/layer.py, with parts that decode.
+"""One decoding step on a stage of a decoder: the layers of model/layer.py, with parts prepared for decoding.
 
-Between the operations of a small model lies more work than in them. Here the weights and ops of a stage are put
-together once, without what a step does not need: modules, gradients, dropout, sequence parallelism, ZeRO. A step takes
-tensors whose shapes follow from the number of tokens alone and waits for nothing on the host, so a graph can hold it.
-Where the ops have kernels for few rows, and a branch is a usual one, these do all but the attention itself.
+For a small model the host spends more time between operations than the device spends in them. So the functions of a
+stage are prepared once, without everything that a step does not need: modules, gradients, dropout, sequence
+parallelism, ZeRO. A step takes tensors whose shapes depend only on the number of tokens, and never waits on the host,
+so a CUDA graph can record it. If the ops have kernels for few rows, these compute everything except the attention
+itself in branches of the usual form.
 """
 
 from __future__ import annotations
@@ -40,29 +41,34 @@ class KeyValueCache(Protocol):
 
     @property
     def tables(self) -> Mapping[Rope, Rotary]:
-        """cos and sin of all positions as the stage's ops take them, for each kind of rotary positions."""
+        """cos and sin of all positions, for each kind of rotary positions, in the form that the stage's ops take."""
 
     def __call__(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        """Keep keys and values [tokens, 2 kv_heads, d] of one layer's new tokens; what q [tokens, heads, d] of the same
-        tokens make of all that they see, [tokens, heads x d]."""
+        """Store keys and values [tokens, 2 kv_heads, d] of one layer's new tokens, and attend to all visible tokens.
+
+        q: [tokens, heads, d] of the same tokens. Returns [tokens, heads x d].
+        """
 
     def attend_new(self, layer: int, fused: torch.Tensor, rotary: Rotary | None, place: Place) -> torch.Tensor:
-        """The same of fused [tokens, heads + 2 kv_heads, d], queries and keys not turned yet. place: of `FewRows`."""
+        """The same for fused [tokens, heads + 2 kv_heads, d] before the rotation of queries and keys.
+
+        place: the kernel of `FewRows` that rotates and stores them.
+        """
 
 
 class DecodeContext(NamedTuple):
-    """What the branches of one step need."""
+    """The inputs of one step that all branches share."""
 
     cache: KeyValueCache
     rotary: Sequence[Rotary | None]
     """cos and sin of the step's tokens: None, then those of each of the model's `ropes`."""
     neighbours: NeighbourStep | None = None
-    """Of a model that reads neighbours."""
+    """Set in models that read neighbours."""
 
 
 @dataclass(frozen=True)
 class DecodeBranch:
-    """The steps of a branch as functions, as of `BranchSteps`."""
+    """`BranchSteps` whose steps are functions."""
 
     value: Branch
     before: NormStep | None
@@ -73,11 +79,12 @@ class DecodeBranch:
 
 
 class DecodeStep:
-    """step(ids, positions, wanted, cache, *cargo) on a stage whose weights stay where they are.
+    """step(ids, positions, wanted, cache, *cargo) on a stage whose weights stay at their addresses.
 
-    ids, positions: int64 [tokens], the next of any sequences. Gives what the next stage is given, [tokens, h]; on the
-    last stage the logits of the tokens `wanted`, int64 [w], as [w, ids of this rank]. sum_ranks: adds up what the
-    tensor ranks make of a branch, and their rows of the embedding, [tokens, h] [by the group of the region].
+    ids, positions: int64 [tokens], the next tokens of any sequences. Returns the cargo of the next stage, [tokens, h];
+    on the last stage the logits of the tokens numbered `wanted`, int64 [w], as [w, ids of this rank].
+    sum_ranks: sums the partial outputs of a branch, and the rows of the embedding, over tensor ranks; default: the
+    collective of the region.
     """
 
     def __init__(self, stage: DecoderStage, sum_ranks: Sum | None = None):
@@ -88,7 +95,7 @@ class DecodeStep:
         self._sum = sum_ranks
         self._last_norm = None if self._head is None else _norm(self._head.norm)
         self._ropes = stage.architecture.ropes
-        parts = _DecodeParts(_tried(stage), sum_ranks, (None, *self._ropes))
+        parts = _DecodeParts(_verified_kernels(stage), sum_ranks, (None, *self._ropes))
         self._functions = [each for layer in stage.layers for each in _layer(cast(TransformerLayer, layer), parts)]
 
     def __call__(
@@ -115,8 +122,8 @@ class DecodeStep:
         return logits(normed, self._head.weight, self._head.region, self._head.bias, self._head.shape)
 
 
-def _tried(stage: DecoderStage) -> FewRows | None:
-    """The kernels for few rows, once they have been tried."""
+def _verified_kernels(stage: DecoderStage) -> FewRows | None:
+    """The kernels for few rows, if they pass their trial on this device."""
     widths = {
         module.weight.shape[1]: None
         for module in stage.layers.modules()
@@ -126,35 +133,38 @@ def _tried(stage: DecoderStage) -> FewRows | None:
 
 
 class _DecodeParts(NamedTuple):
-    """What the functions of all layers are made with. few: kernels for few rows. ropes: of `DecodeContext.rotary`."""
+    """The parts that the functions of all layers share."""
 
-    few: FewRows | None
-    sum_ranks: Sum | None
-    ropes: Sequence[Rope | None]
+    few: FewRows | None  # kernels for few rows
+    sum_ranks: Sum | None  # sum over tensor ranks
+    ropes: Sequence[Rope | None]  # the kinds of rotary positions, in the order of `DecodeContext.rotary`
 
 
 StreamFunction = Callable[[ResidualState, DecodeContext], ResidualState]
 
 
 def _layer(layer: TransformerLayer, parts: _DecodeParts) -> list[StreamFunction]:
-    """A layer as functions that run one after the other: its branches for any number of rows, or by kernels for few."""
+    """A layer as functions that run one after the other.
+
+    Each function chooses by the number of rows: the prepared branch for any number, or the fused branch for few rows.
+    """
     factors = [_factors(branch) if _has_steps(branch) else None for branch in layer.branches]
     usual = [
-        _other(branch) if own is None else _branch(branch, own, parts)
-        for branch, own in zip(layer.branches, factors, strict=True)
+        _generic_branch(branch) if factors_of_branch is None else _prepared_branch(branch, factors_of_branch, parts)
+        for branch, factors_of_branch in zip(layer.branches, factors, strict=True)
     ]
     if layer.value.parallel:
         before = None if layer.before is None else _norm(layer.before)
         return [lambda stream, context: run_parallel(usual, before, stream.sum(layer.ops), context)]
     run = [branch_function(branch) for branch in usual]
-    known = [own for own in factors if own is not None]
-    if parts.few is None or len(known) < len(factors):
+    all_factors = [factors_of_branch for factors_of_branch in factors if factors_of_branch is not None]
+    if parts.few is None or len(all_factors) < len(factors):
         return run
-    fused = [_fused(*each, parts) for each in zip(layer.branches, usual, known, strict=True)]
+    fused = [_fused_branch(*each, parts) for each in zip(layer.branches, usual, all_factors, strict=True)]
     fast = [branch_function(branch) for branch in fused if branch is not None]
     if len(fast) < len(run):
         return run
-    takes, widest = parts.few.takes, known[-1].outer
+    takes, widest = parts.few.takes, all_factors[-1].outer
 
     def either(few: StreamFunction, any_number: StreamFunction) -> StreamFunction:
         return lambda stream, context: (few if takes(len(stream.x), widest) else any_number)(stream, context)
@@ -163,14 +173,14 @@ def _layer(layer: TransformerLayer, parts: _DecodeParts) -> list[StreamFunction]
 
 
 class _Factors(NamedTuple):
-    """What a branch's first linear multiplies by, and its last one."""
+    """The weights of the first and of the last linear layer of a branch, as the GEMMs take them."""
 
     inner: Factor
     outer: Factor
 
 
 def _has_steps(branch: ResidualBranch) -> bool:
-    """Whether its mixer has steps for decoding; any other runs as in training."""
+    """Whether the mixer has prepared steps for decoding. Other mixers run as in training."""
     return type(branch.mixer) in (SelfAttention, FeedForward)
 
 
@@ -181,14 +191,14 @@ def _first(branch: ResidualBranch) -> ColumnLinear:
 
 
 def _factors(branch: ResidualBranch) -> _Factors:
-    """Attention's bias is added while it multiplies."""
+    """The factors of a branch. In attention the GEMM adds the bias; in a feed-forward network the activation does."""
     first, out = _first(branch), branch.mixer.out
     bias = None if isinstance(branch.mixer, FeedForward) else _bias(first)
     return _Factors(_factor(first, bias), _factor(out))
 
 
-def _branch(branch: ResidualBranch, factors: _Factors, parts: _DecodeParts) -> DecodeBranch:
-    """For any number of rows."""
+def _prepared_branch(branch: ResidualBranch, factors: _Factors, parts: _DecodeParts) -> DecodeBranch:
+    """A branch with prepared steps, for any number of rows."""
     mixer: Any = branch.mixer
     out, factor = branch.mixer.out, factors.outer
     multiply, bias, added = _linear(out, factor, parts.sum_ranks), out.bias, branch.ops.added
@@ -197,7 +207,7 @@ def _branch(branch: ResidualBranch, factors: _Factors, parts: _DecodeParts) -> D
     transposed = factor.weight.t()
 
     def add(x: torch.Tensor, mixed: torch.Tensor, context: DecodeContext) -> ResidualState:
-        """The last linear may add its output to the stream, in one operation."""
+        # The last linear adds its output to the stream in one operation (addmm) if nothing else is to be done with it.
         if in_place and x.dtype == mixed.dtype:
             return ResidualState(x.addmm_(mixed, transposed))
         return ResidualState(x, multiply(mixed), bias)
@@ -206,14 +216,16 @@ def _branch(branch: ResidualBranch, factors: _Factors, parts: _DecodeParts) -> D
         branch.value,
         before=None if branch.before is None else _norm(branch.before),
         after=None if branch.after is None else _norm(branch.after),
-        mix=_fed(mixer, project) if isinstance(mixer, FeedForward) else _attended(mixer, parts, project),
+        mix=_feed_forward_function(mixer, project)
+        if isinstance(mixer, FeedForward)
+        else _attention_function(mixer, parts, project),
         add=add,
         alone=lambda mixed, context: added(None, multiply(mixed), bias, None),
     )
 
 
-def _other(branch: ResidualBranch) -> DecodeBranch:
-    """A branch whose mixer reads neighbours; or, as in training, one that reads no other tokens."""
+def _generic_branch(branch: ResidualBranch) -> DecodeBranch:
+    """A branch without prepared steps: its mixer reads neighbours, or handles each token by itself, as in training."""
     mixer, added = branch.mixer, branch.ops.added
 
     def alone(tokens: int) -> ForwardContext:
@@ -239,9 +251,14 @@ def _other(branch: ResidualBranch) -> DecodeBranch:
     )
 
 
-def _fused(branch: ResidualBranch, usual: DecodeBranch, factors: _Factors, parts: _DecodeParts) -> DecodeBranch | None:
-    """For few rows: the norm is computed by the product of it, the branch added to the stream by its last product or by
-    the sum over tensor ranks. None where more lies between these. usual: for any number of rows."""
+def _fused_branch(
+    branch: ResidualBranch, usual: DecodeBranch, factors: _Factors, parts: _DecodeParts
+) -> DecodeBranch | None:
+    """A branch for few rows: the first GEMM computes the norm of its input; the last GEMM, or the sum over tensor
+    ranks, adds the branch to the stream.
+
+    None if the branch has other operations between these. usual: the branch for any number of rows.
+    """
     mixer, few, value = cast(Any, branch.mixer), parts.few, branch.value
     first, out, region = _first(branch), branch.mixer.out, branch.mixer.out.region
     plain = first.gemms.plain and out.gemms.plain and value.onto == "stream" and value.multiplier == 1.0
@@ -263,7 +280,9 @@ def _fused(branch: ResidualBranch, usual: DecodeBranch, factors: _Factors, parts
         return linear(x, inner, norm, None, None)
 
     def feed(x: torch.Tensor, context: DecodeContext) -> torch.Tensor:
-        if mixer.activation in GATED and mixer.activation != "swiglu":  # for which the kernel has no gate
+        if (
+            mixer.activation in GATED and mixer.activation != "swiglu"
+        ):  # the kernel implements no other gated activation
             return mixer.ops.activate(project(x), None, mixer.activation)
         return linear(x, inner, norm, mixer.activation, None)
 
@@ -273,7 +292,7 @@ def _fused(branch: ResidualBranch, usual: DecodeBranch, factors: _Factors, parts
         summed(linear(mixed, outer, None, None, None), x)
         return ResidualState(x)
 
-    mix = feed if isinstance(mixer, FeedForward) else _attended(mixer, parts, project)
+    mix = feed if isinstance(mixer, FeedForward) else _attention_function(mixer, parts, project)
     return replace(usual, before=before, mix=mix, add=add)
 
 
@@ -299,7 +318,7 @@ def _norm(norm: Normalization | ProjectionNorm) -> NormStep:
 
 
 def _factor(linear: ColumnLinear | RowLinear, bias: torch.Tensor | None = None) -> Factor:
-    """bias: added while it multiplies."""
+    """The weight of a linear layer as its GEMM takes it. bias: added by the GEMM."""
     return linear.weight.ops.matmuls.factor(linear.weight, bias)
 
 
@@ -319,10 +338,10 @@ def _linear(
     return run
 
 
-def _attended(
+def _attention_function(
     attention: SelfAttention, parts: _DecodeParts, project: Callable[[torch.Tensor], torch.Tensor]
 ) -> Callable[[torch.Tensor, DecodeContext], torch.Tensor]:
-    """project: makes query, key and value."""
+    """The attention of a branch as a function. project: computes query, key and value."""
     layer, heads, kv_heads, ops = attention.layer, attention.heads, attention.kv_heads, attention.ops
     q_norm, k_norm = (None if norm is None else _norm(norm) for norm in (attention.q_norm, attention.k_norm))
     rope, few, fused_heads = parts.ropes.index(attention.value.rope), parts.few, heads + 2 * kv_heads
@@ -349,15 +368,15 @@ def _attended(
     return run
 
 
-def _fed(
+def _feed_forward_function(
     feed_forward: FeedForward, project: Callable[[torch.Tensor], torch.Tensor]
 ) -> Callable[[torch.Tensor, DecodeContext], torch.Tensor]:
     activate, bias, kind = feed_forward.ops.activate, feed_forward.up.bias, feed_forward.activation
     return lambda x, context: activate(project(x), bias, kind)
 
 
-def lay_for_decoding(stage: Any) -> None:
-    """Keep the layers' matrices transposed: a product of few rows then copies none of them first."""
+def use_decoding_layout(stage: Any) -> None:
+    """Store the layers' matrices transposed, so that a GEMM of few rows does not copy them first."""
     for module in stage.modules():
         if isinstance(module, (ColumnLinear, RowLinear)):
             module.weight.data = module.weight.data.t().contiguous().t()

@@ -1,8 +1,9 @@
-"""Attention to neighbours in a step that continues texts: the same as model/neighbours.py, of any few tokens at a time.
+"""Attention to neighbours in a decoding step: as in model/neighbours.py, for a few tokens at a time.
 
-A sequence keeps what its next tokens need: what the encoder will read of the chunk under way, and the keys and values
-of the neighbours of the chunk that ended last. The neighbours of a chunk are there before its last token is computed,
-which is the first to read them. Of one rank; it knows neither files nor requests.
+Between steps a sequence keeps the inputs of its next tokens: the states of the current chunk that the encoder will
+read, and the keys and values of the neighbours of the last complete chunk. The neighbours of a chunk must be known
+before its last token is computed, because that token is the first to read them. Runs on one rank; knows no files and
+no requests.
 """
 
 from __future__ import annotations
@@ -24,26 +25,26 @@ from mega.core.parallel.mesh import SINGLE
 
 @dataclass(eq=False)
 class ReadingSequence:
-    """What a sequence keeps between steps."""
+    """The state of a sequence between steps."""
 
     text: torch.Tensor | None = None
-    """[t, h], t below a chunk's length: what the encoder reads of the tokens of the chunk under way."""
+    """[t, h], t below a chunk's length: the states of the tokens of the current chunk, for the encoder."""
     pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    """Layer -> keys and values [k r, kv_heads, d] of the neighbours of the chunk that ended last."""
+    """Layer -> keys and values [k r, kv_heads, d] of the neighbours of the last complete chunk."""
     found: torch.Tensor | None = None
-    """bool [k]: which of these there are. None: no chunk has ended."""
+    """bool [k]: which of these neighbours exist. None: no chunk is complete yet."""
 
 
 class Run(NamedTuple):
-    """Tokens of a step that are of one sequence, from its token number `first` on."""
+    """The tokens of one sequence in a step."""
 
     sequence: ReadingSequence
-    first: int
-    tokens: int
+    first: int  # number of the first token in the sequence
+    tokens: int  # number of tokens
 
 
 def ended(first: int, count: int, chunk: int) -> range:
-    """The chunks whose last token is among `count` tokens from number `first` on.
+    """The numbers of the chunks whose last token is among `count` tokens from token `first` on.
 
     >>> list(ended(0, 9, 4)), list(ended(3, 1, 4)), list(ended(4, 3, 4))
     ([0, 1], [0], [])
@@ -52,32 +53,34 @@ def ended(first: int, count: int, chunk: int) -> range:
 
 
 class _Source(NamedTuple):
-    """A chunk that tokens of the step read, and which ones. number: of the chunks that end in the step; None: it ended
-    before, and is its sequence's."""
+    """A chunk whose neighbours some tokens of the step read."""
 
     sequence: ReadingSequence
-    number: int | None
-    tokens: range
+    number: int | None  # among the chunks that end in this step; None: the chunk ended in an earlier step
+    tokens: range  # the tokens of the step that read its neighbours
 
 
 class NeighbourStep:
-    """What the layers that read neighbours do in one step. runs: of its tokens, in order. neighbours: int64 [n, k, r]
-    of the chunks that end in it, in the order of runs. found: bool [n, k], which of them there are."""
+    """One step of the layers that read neighbours.
+
+    runs: the runs of tokens in the step, in order. neighbours: int64 [n, k, r], for the chunks that end in the step, in
+    the order of runs. found: bool [n, k], which neighbours exist.
+    """
 
     def __init__(self, stage: DecoderStage, runs: Sequence[Run], neighbours: torch.Tensor, found: torch.Tensor):
         self._stage, self._runs, self._neighbours, self._found = stage, runs, neighbours, found
         value = reading(stage)
         self._chunk = value.chunk
         self._sources = self._read()
-        where = neighbours.device
+        device = neighbours.device
         queries = torch.tensor(
             [[*each.tokens, *[-1] * (value.chunk - len(each.tokens))] for each in self._sources],
             dtype=torch.int64,
-            device=where,
+            device=device,
         ).view(-1, value.chunk)
         self._there, self._queries = queries >= 0, queries.clamp(min=0)
-        kept = [self._found_of(each) for each in self._sources]
-        self._seen = torch.stack(kept) if kept else found.new_zeros(0, value.neighbours)
+        found_of_sources = [self._found_of(each) for each in self._sources]
+        self._seen = torch.stack(found_of_sources) if found_of_sources else found.new_zeros(0, value.neighbours)
         self._encoded: torch.Tensor | None = None
 
     def _read(self) -> list[_Source]:
@@ -85,7 +88,7 @@ class NeighbourStep:
         for run in self._runs:
             new = ended(run.first, run.tokens, chunk)
             for ends in (new.start - 1, *new):
-                # Read from its last token on, up to the last but one of the next.
+                # The chunk's last token and all but the last token of the next chunk read its neighbours.
                 first, last = (ends + 1) * chunk - 1 - run.first, (ends + 2) * chunk - 1 - run.first
                 tokens = range(begin + max(first, 0), begin + min(last, run.tokens))
                 if ends >= 0 and len(tokens):
@@ -95,19 +98,19 @@ class NeighbourStep:
         return sources
 
     def _found_of(self, source: _Source) -> torch.Tensor:
-        found = source.sequence.found if source.number is None else self._found[source.number]
-        assert found is not None
-        return found
+        exists = source.sequence.found if source.number is None else self._found[source.number]
+        assert exists is not None
+        return exists
 
     def attend(self, mixer: ChunkAttention, x: torch.Tensor) -> torch.Tensor:
-        """x [tokens, h] -> [tokens, heads x d], 0 for tokens that read nothing."""
+        """x [tokens, h] -> [tokens, heads x d]; 0 for tokens that read no neighbours."""
         if len(mixer.encoder):
             self._encoded = self._encode(mixer, x)
         assert self._encoded is not None
         context = ForwardContext(1, len(x), None, {}, None, None, None, SINGLE, False)
         q, k, v = mixer.projected(x, self._encoded, context, context)
         count = len(self._neighbours)
-        new = list(zip(*(one.unflatten(0, (count, -1)) for one in (k, v)), strict=True)) if count else []
+        new = list(zip(*(tensor.unflatten(0, (count, -1)) for tensor in (k, v)), strict=True)) if count else []
         pairs = [
             each.sequence.pairs[mixer.layer] if each.number is None else new[each.number] for each in self._sources
         ]
@@ -115,8 +118,8 @@ class NeighbourStep:
         out = q.new_zeros(q.shape)
         if pairs:
             keys, values = (torch.stack(each) for each in zip(*pairs, strict=True))
-            mixed = mixer.ops.attention(q[self._queries], keys, values, self._mask(mixer, keys.shape[1]))
-            out[self._queries[self._there]] = mixed.view(*self._queries.shape, *q.shape[1:])[self._there]
+            outputs = mixer.ops.attention(q[self._queries], keys, values, self._mask(mixer, keys.shape[1]))
+            out[self._queries[self._there]] = outputs.view(*self._queries.shape, *q.shape[1:])[self._there]
         return out.flatten(1)
 
     def _mask(self, mixer: ChunkAttention, keys: int) -> AttentionMask:
@@ -129,7 +132,7 @@ class NeighbourStep:
         )
 
     def finish(self, mixer: ChunkAttention, mixed: torch.Tensor) -> torch.Tensor:
-        """The last linear, and its bias for tokens that read something."""
+        """Apply the last linear layer, and add its bias for the tokens that read neighbours."""
         y = mixer.out.matmul(mixed, None)
         if mixer.out.bias is None:
             return y
@@ -140,18 +143,18 @@ class NeighbourStep:
         return y + mixer.out.bias * reads
 
     def _encode(self, mixer: ChunkAttention, x: torch.Tensor) -> torch.Tensor:
-        """The neighbours of the chunks that end in this step as their encoder has them, [n k r, h]."""
-        texts, at = list[torch.Tensor](), 0
+        """The encoded neighbours of the chunks that end in this step, [n k r, h]."""
+        texts, begin = list[torch.Tensor](), 0
         for run in self._runs:
-            text = x[at : at + run.tokens]
+            text = x[begin : begin + run.tokens]
             text = text if run.sequence.text is None else torch.cat([run.sequence.text, text])
             whole = len(text) // self._chunk * self._chunk
             texts.append(text[:whole])
-            run.sequence.text, at = text[whole:].clone(), at + run.tokens
-        number, each, width = self._neighbours.shape
+            run.sequence.text, begin = text[whole:].clone(), begin + run.tokens
+        number, count, width = self._neighbours.shape
         if not number:
             return x[:0]
-        states = self._states(number * each, width)
+        states = self._states(number * count, width)
         return mixer.encode(states, torch.cat(texts))
 
     def _states(self, count: int, width: int) -> NeighbourStates:
@@ -168,7 +171,7 @@ class NeighbourStep:
         return NeighbourStates(tokens, context, None, (1, self._neighbours.shape[1], width), self._chunk)
 
     def _keep(self, layer: int, new: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """The last chunk of each sequence is read by tokens of later steps."""
+        """Store keys and values of each sequence's last chunk for the tokens of later steps."""
         number = 0
         for run in self._runs:
             number += len(ended(run.first, run.tokens, self._chunk))
@@ -177,7 +180,7 @@ class NeighbourStep:
                 run.sequence.pairs[layer] = k.clone(), v.clone()
 
     def close(self) -> None:
-        """After all layers."""
+        """End the step after all layers: record which neighbours of the last chunks exist."""
         number = 0
         for run in self._runs:
             number += len(ended(run.first, run.tokens, self._chunk))
@@ -186,7 +189,7 @@ class NeighbourStep:
 
 
 def reading(stage: DecoderStage) -> NeighbourAttention:
-    """The first attention to neighbours of a model that has some."""
+    """The first attention to neighbours in a model that has such layers."""
     architecture = stage.architecture
     value: NeighbourAttention | None = architecture.layers[architecture.reading[0]].neighbours
     assert value is not None

@@ -1,6 +1,6 @@
-"""Left-to-right language models, cut into pipeline stages: GPT and Llama are values of one config.
+"""Left-to-right language models as pipeline stages: GPT and Llama are values of one config.
 
-The term is "lm": the sum of weight x negative log-likelihood of the next token, over the sum of weights.
+The loss term is "lm": the sum of weight x negative log-likelihood of the next token, divided by the sum of weights.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mega.core.parallel.weight import ParameterFactory
 
 
 class LabelledTokens(Protocol):
-    """What a head asks of a batch; fields as of `DecoderBatch`."""
+    """The fields of `DecoderBatch` that a head reads."""
 
     @property
     def labels(self) -> torch.Tensor: ...
@@ -42,7 +42,7 @@ class LabelledTokens(Protocol):
 
 
 class Head(nn.Module):
-    """Final norm, logits over the cut vocabulary, with a bias where there is one, and the loss."""
+    """Final norm, logits over the sharded vocabulary, with an optional bias, and the loss."""
 
     def __init__(
         self,
@@ -60,19 +60,21 @@ class Head(nn.Module):
         self.region = region
         self.objective: Objective | CustomLoss | None = None
         self.ahead = nn.ModuleList()
-        """`AheadLayer`s for tokens after the next one."""
+        """One `AheadLayer` for each predicted token after the next one."""
 
     def forward(
         self, stream: ResidualState, batch: LabelledTokens | None = None, scales: torch.Tensor | None = None
     ) -> Losses | torch.Tensor:
-        """The loss of a batch, with its gradient where its scale is known; logits [tokens, ids of this rank] without a
-        batch."""
+        """The losses of a batch; without a batch the logits [tokens, ids of this rank].
+
+        scales: the factors of the losses. If known, one pass over the logits computes the loss and its gradient.
+        """
         normed = self.norm(stream)[1]
         if batch is None:
             return logits(normed, self.weight, self.region, self.bias, self.shape)
         if isinstance(self.objective, CustomLoss):
-            own = cast(DecoderBatch, batch)
-            return Losses((self.objective(HeadPredictions(self, normed, own), own),))
+            decoder_batch = cast(DecoderBatch, batch)
+            return Losses((self.objective(HeadPredictions(self, normed, decoder_batch), decoder_batch),))
         if self.objective is not None:
             return Losses(*self.objective(self._nll(normed, batch), cast(DecoderBatch, batch)))
         scale = None if scales is None else scales[0]
@@ -87,7 +89,7 @@ class Head(nn.Module):
         further: AheadTokens,
         context: ForwardContext,
     ) -> Losses:
-        """Of the next token, and of each of those after it."""
+        """The losses of the next token and of each later token."""
         h, terms = self.norm(stream)[1], []
         labels, weights = batch.labels, batch.loss_weights
         for depth, layer in enumerate((None, *self.ahead)):
@@ -108,24 +110,24 @@ class Head(nn.Module):
 
 
 class HeadPredictions:
-    """`Predictions` of a head. normed: [tokens, h], our tokens under sequence parallelism."""
+    """The `Predictions` of a head. normed: [tokens, h], our tokens under sequence parallelism."""
 
     def __init__(self, head: Head, normed: torch.Tensor, batch: DecoderBatch):
-        self._found = TrainedLogits(normed, head.weight, head.region, head.bias, head.shape)
+        self._trained = TrainedLogits(normed, head.weight, head.region, head.bias, head.shape)
         self._labels = batch.labels
 
     @cached_property
     def logits(self) -> torch.Tensor:
-        return self._found.whole().unflatten(0, tuple(self._labels.shape))
+        return self._trained.whole().unflatten(0, tuple(self._labels.shape))
 
     @cached_property
     def logprobs(self) -> torch.Tensor:
-        return -self._found.nll(self._labels.flatten()).view(self._labels.shape)
+        return -self._trained.nll(self._labels.flatten()).view(self._labels.shape)
 
 
 @contextmanager
 def custom_loss(stages: Sequence[nn.Module], loss: CustomLoss) -> Iterator[None]:
-    """Meanwhile the head, where one of `stages` has it, computes `loss` instead of its own."""
+    """A context in which the head, on the stage that has it, computes `loss` instead of its own loss."""
     heads = [head for stage in stages if isinstance(head := getattr(stage, "head", None), Head)]
     before = [head.objective for head in heads]
     for head in heads:
@@ -150,20 +152,20 @@ class DecoderStage(StackStage[DecoderBatch]):
         assert words is not None and norm is not None
         head = Head(factory, words, norm, tensors, self.region)
         head.objective = self.options.objective
-        at, first = self.options, len(self.architecture.layers)
+        options, first = self.options, len(self.architecture.layers)
         for number, ahead in enumerate(self._ahead, first):
-            place = LayerPlace(number, self.region, 0.0, at.cp, at.experts, at.gathers_experts)
+            place = LayerPlace(number, self.region, 0.0, options.cp, options.experts, options.gathers_experts)
             head.ahead.append(AheadLayer(factory, self.architecture, ahead, tensors, place, self.residual))
         head.weight.uses += len(self._ahead)
         return head
 
     @property
     def _ahead(self) -> tuple[Ahead, ...]:
-        """What predicts tokens after the next one, where that is what is trained."""
+        """The layers that predict later tokens, if the model is trained on the next token."""
         return self.architecture.output.ahead if self.options.objective is None else ()
 
     def split(self, batch: DecoderBatch, index: int, size: int) -> DecoderBatch:
-        """Of rows that are cut, what is further on is taken from the whole ones."""
+        """Split rows over context ranks. The tokens ahead are taken from whole rows first."""
         if size > 1 and self._ahead:
             tokens, labels, weights = self._tokens_ahead(batch)
             batch = replace(batch, ahead_tokens=tokens, ahead_labels=labels, ahead_weights=weights)
@@ -176,21 +178,21 @@ class DecoderStage(StackStage[DecoderBatch]):
         return AheadTokens(batch.ahead_tokens, batch.ahead_labels, batch.ahead_weights)
 
     def weights(self, batch: DecoderBatch) -> Mapping[str, torch.Tensor]:
-        found = super().weights(batch)
+        by_name = super().weights(batch)
         if not self._ahead:
-            return found
+            return by_name
         weights = self._tokens_ahead(batch).weights.unbind(2)
-        return {**found, **{each.loss: those for each, those in zip(self._ahead, weights, strict=True)}}
+        return {**by_name, **{each.loss: loss_weights for each, loss_weights in zip(self._ahead, weights, strict=True)}}
 
-    def judged(
+    def head_losses(
         self,
         stream: ResidualState,
         batch: DecoderBatch,
         scales: torch.Tensor | None,
         auxiliary: AuxiliarySums | None,
     ) -> Losses:
-        if not self._ahead or not self.training:  # a held-out set judges the next token alone
-            return super().judged(stream, batch, scales, auxiliary)
+        if not self._ahead or not self.training:  # validation uses the next token only
+            return super().head_losses(stream, batch, scales, auxiliary)
         assert isinstance(self.head, Head)
         context = replace(self.context(batch), auxiliary=auxiliary)
         return self.head.losses_ahead(stream, batch, scales, self._tokens_ahead(batch), context)
@@ -214,9 +216,9 @@ class DecoderStage(StackStage[DecoderBatch]):
         return cast(torch.Tensor, embedding(batch.tokens, batch.positions, context))
 
     def outputs(self, stream: ResidualState, batch: DecoderBatch) -> torch.Tensor:
-        """Of pairs of answers, each row's log-probability, [2 b]."""
+        """Logits; for pairs of answers the log-probability of each row, [2 b]."""
         if not isinstance(batch, PreferenceBatch):
             return super().outputs(stream, batch)
         head = self.head
         assert isinstance(head, Head)
-        return self.headed(stream, lambda stream: head.scores(stream, batch))
+        return self.run_head(stream, lambda stream: head.scores(stream, batch))

@@ -1,4 +1,4 @@
-"""What comes before the first layer: rows of tables for tokens, positions and parts of a row. It knows no batch."""
+"""The embedding in front of the first layer: tokens, positions and token types. Knows no batch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ OUTSIDE = -1
 
 
 class Embedding(nn.Module):
-    """Token rows, scaled if the model requires it, plus learned or sinusoidal positions and, where the model has them,
-    types, and their norm; in the residual stream's dtype, then dropout. site: of the dropout, where a model has several
-    embeddings.
+    """dropout(norm(scale x tokens + positions + types)); scale, types and norm only in models that have them.
+
+    Positions are learned or sinusoidal. The result has the dtype of the residual stream. site: of the dropout, for
+    models with several embeddings.
     """
 
     def __init__(
@@ -55,10 +56,10 @@ class Embedding(nn.Module):
         context: ForwardContext,
         types: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """tokens, positions and types int64 [b, s] -> [tokens, h], our tokens under sequence."""
-        ours = _ours(positions, context), None if types is None else _ours(types, context)
+        """tokens, positions and types int64 [b, s] -> [tokens, h], our tokens under sequence parallelism."""
+        local_ids = _local_ids(positions, context), None if types is None else _local_ids(types, context)
         drop = context.dropout(self.dropout, OUTSIDE, self.site)
-        return self.ops.added(None, self.look_up(tokens.flatten(), *ours), None, drop)
+        return self.ops.added(None, self.look_up(tokens.flatten(), *local_ids), None, drop)
 
     def look_up(
         self,
@@ -67,8 +68,8 @@ class Embedding(nn.Module):
         types: torch.Tensor | None = None,
         sum_ranks: Callable[[torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
-        """The same without dropout, of int64 [tokens]: tokens of the whole region, positions and types of ours.
-        sum_ranks: as of `VocabEmbedding`."""
+        """`forward` without dropout, for int64 [tokens]: tokens of the whole region, but positions and types of this
+        rank only. sum_ranks: as in `VocabEmbedding`."""
         x = self.tokens(tokens, sum_ranks)
         if self.scale != 1.0:
             x = x * self.scale
@@ -78,13 +79,13 @@ class Embedding(nn.Module):
             x = x + sinusoid(positions + self.offset, x.shape[-1], x.dtype)
         if self.types is not None:
             assert types is not None
-            # RoBERTa has one row for all parts.
+            # RoBERTa has one row for all types.
             x = x + look_up(types if self.types.shape[0] > 1 else torch.zeros_like(types), self.types)
         if self.norm is not None:
             x = self.norm(ResidualState(x))[1]
         return x.to(self.residual)
 
 
-def _ours(rows: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+def _local_ids(rows: torch.Tensor, context: ForwardContext) -> torch.Tensor:
     """[b, s] -> [tokens] of this rank."""
     return local_shard(rows.flatten(), context.tp) if context.sequence else rows.flatten()

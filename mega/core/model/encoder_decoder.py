@@ -1,13 +1,13 @@
-"""Encoder-decoder language models, cut into pipeline stages: Megatron-LM's T5 is values of one config.
+"""Encoder-decoder language models as pipeline stages: Megatron-LM's T5 is a value of one config.
 
-The encoder reads its tokens in both directions; every layer of the decoder reads its own tokens up to each one, and
-all that the encoder made of its tokens (the memory). A stage is a run of units, of one side or of both:
+The encoder attends to its tokens in both directions. Every layer of the decoder attends causally to the decoder's
+tokens, and to all outputs of the encoder (the memory). A stage is a run of units, of one side or of both:
 
-    stage(batch, *cargo) -> cargo             of the encoder [tokens, h]; of the decoder that and the memory
+    stage(batch, *cargo) -> cargo             in the encoder [tokens, h]; in the decoder [tokens, h] and the memory
     last(batch, *cargo)  -> the term "lm"     sum of weight x negative log-likelihood, sum of weight
 
-The memory rides along with the decoder's tokens unchanged; each stage that reads it adds to its gradient on the way
-back. Tokens are ours under sequence parallelism, the encoder's and the decoder's each by themselves.
+Stages of the decoder pass the memory on unchanged. In the backward pass each stage that reads the memory adds to its
+gradient. Under sequence parallelism the tokens of the encoder and those of the decoder are split separately.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from mega.core.parallel.weight import ParameterFactory
 
 
 class Side(NamedTuple):
-    """What the encoder reads of a batch, or the decoder: tokens int64 [b, s], samples int64 [b]."""
+    """The part of a batch that the encoder or the decoder reads."""
 
-    tokens: torch.Tensor
-    samples: torch.Tensor
+    tokens: torch.Tensor  # int64 [b, s]
+    samples: torch.Tensor  # int64 [b], global sample numbers
 
     @property
     def positions(self) -> torch.Tensor:
@@ -74,26 +74,30 @@ class EncoderDecoderStage(StackStage[EncoderDecoderBatch]):
 
     @property
     def encodes(self) -> bool:
-        """Whether we hold something of the encoder; else its memory comes to us."""
+        """Whether this stage holds a part of the encoder. Otherwise it receives the memory."""
         return self.embedding is not None or len(self.encoder) > 0 or self.decoder_embedding is not None
 
     def cargo(self, batch: EncoderDecoderBatch) -> list[tuple[tuple[int, ...], torch.dtype]]:
         share = self.region.size if self.region.sequence else 1
-        read, written = (
+        encoder_shape, decoder_shape = (
             (tokens.numel() // share, self.architecture.hidden) for tokens in (batch.encoder_tokens, batch.tokens)
         )
-        return [(read, self.residual)] if self.encodes else [(written, self.residual), (read, self.dtype)]
+        return (
+            [(encoder_shape, self.residual)]
+            if self.encodes
+            else [(decoder_shape, self.residual), (encoder_shape, self.dtype)]
+        )
 
     covered = True
-    """Whether every token of the decoder sees one of the encoder's."""
+    """Whether every token of the decoder attends to at least one token of the encoder."""
 
     def documents(self, batch: EncoderDecoderBatch) -> torch.Tensor:
-        """int64 [b, e]: the document of each token of the encoder, of which no token of another sees it. Padding is one
-        by itself."""
+        """int64 [b, e]: the document of each token of the encoder. Tokens attend within their document only. Padding is
+        a separate document."""
         return padding_documents(batch.encoder_lengths.clamp(min=1), batch.encoder_tokens.shape[1])
 
     def readers(self, batch: EncoderDecoderBatch) -> torch.Tensor:
-        """int64 [b, d]: the document of the encoder that each token of the decoder sees."""
+        """int64 [b, d]: the document of the encoder that each token of the decoder attends to."""
         return torch.zeros_like(batch.tokens)
 
     def stack_tokens(self, batch: EncoderDecoderBatch) -> tuple[torch.Tensor, ...]:
@@ -103,34 +107,34 @@ class EncoderDecoderStage(StackStage[EncoderDecoderBatch]):
         self, batch: EncoderDecoderBatch, auxiliary: AuxiliarySums | None, *cargo: torch.Tensor
     ) -> tuple[ResidualState, *tuple[torch.Tensor, ...]]:
         documents = self.documents(batch)
-        written = Side(batch.tokens, batch.samples)
-        plain = self._context(written)
+        decoder_side = Side(batch.tokens, batch.samples)
+        plain = self._context(decoder_side)
         if self.encodes:
             stream = self._encoded(batch, documents, auxiliary, *cargo)
             if self.decoder_embedding is None:
                 return (stream,)
-            begun, memory = self.embedded(self.decoder_embedding, written, plain), self._memory(stream)
+            embedded, memory = self.embedded(self.decoder_embedding, decoder_side, plain), self._memory(stream)
         else:
-            begun, memory = cargo
+            embedded, memory = cargo
         keys = None
         adapters = self.architecture.adapters
         if self.dropout_seed is not None and adapters is not None and adapters.dropout:
             columns = torch.arange(batch.encoder_tokens.shape[1], device=batch.samples.device)
             keys = token_keys(self.dropout_seed, batch.samples, columns).flatten()
-        seen = MemoryTokens(memory, documents, self.readers(batch), self.covered, keys)
-        context = replace(plain, memory=seen, auxiliary=auxiliary)
-        return self.through(self.decoder, ResidualState(begun), context), memory
+        memory_tokens = MemoryTokens(memory, documents, self.readers(batch), self.covered, keys)
+        context = replace(plain, memory=memory_tokens, auxiliary=auxiliary)
+        return self.through(self.decoder, ResidualState(embedded), context), memory
 
     def _encoded(
         self, batch: EncoderDecoderBatch, documents: torch.Tensor, auxiliary: AuxiliarySums | None, *cargo: torch.Tensor
     ) -> ResidualState:
-        read = Side(batch.encoder_tokens, batch.samples)
-        context = replace(self._context(read, documents), auxiliary=auxiliary)
-        begun = cargo[0] if self.embedding is None else self.embedded(self.embedding, read, context)
-        return self.through(self.encoder, ResidualState(begun), context)
+        encoder_side = Side(batch.encoder_tokens, batch.samples)
+        context = replace(self._context(encoder_side, documents), auxiliary=auxiliary)
+        embedded = cargo[0] if self.embedding is None else self.embedded(self.embedding, encoder_side, context)
+        return self.through(self.encoder, ResidualState(embedded), context)
 
     def _context(self, side: Side, documents: torch.Tensor | None = None) -> ForwardContext:
-        """documents: of the encoder's tokens, each of which sees all of its own; None: each sees those before it."""
+        """documents: those of the encoder's tokens, which attend within their document; None: causal attention."""
         return forward_context(
             self.architecture,
             side.samples,
@@ -144,8 +148,11 @@ class EncoderDecoderStage(StackStage[EncoderDecoderBatch]):
         )
 
     def _memory(self, stream: ResidualState) -> torch.Tensor:
-        """The encoder's stream, normed. A view, since every layer keeps it and none is to compute it again (a norm
-        under selective recompute leaves a recipe with its result)."""
+        """The normalized stream of the encoder.
+
+        Returned as a view without a recompute recipe: every layer of the decoder saves the memory, and none of them
+        should recompute it (under selective recompute a norm attaches a recipe to its result).
+        """
         if self.with_full_params is None:
             normed = self.encoder_norm(stream)[1]
         else:

@@ -1,14 +1,14 @@
-"""A mixture of experts: a router chooses of many feed-forward networks those that a token passes.
+"""A mixture of experts: a router sends each token to a few of many feed-forward networks.
 
-    1 route      logits, probabilities and choice of our tokens; losses of the router ride on them
-    2 drop       what exceeds the capacity of an expert, counted over the microbatch
+    1 route      logits, probabilities and chosen experts of our tokens; attach the losses of the router
+    2 drop       the choices that exceed the capacity of an expert, counted over the microbatch
     3 enter      the region of ranks that share these tokens (parallel/experts.py)
-    4 there      one row for each choice, sorted by expert, on the rank that holds the expert
+    4 dispatch   one row for each choice, sorted by expert, to the rank that holds the expert
     5 experts    probability x activation(x W_up^T) W_down^T, by grouped GEMMs (ops/grouped.py)
-    6 back       rows to their tokens, which add them up
-    7 combine    what the ranks of the region have made
+    6 return     rows to the ranks of their tokens; sum the rows of each token
+    7 combine    the outputs of the ranks of the region
 
-The shared expert is an ordinary feed-forward network next to them.
+The shared expert is an ordinary feed-forward network that runs in addition.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mega.core.parallel.weight import ParameterFactory, Weight
 
 
 class _GroupedMatmul(torch.autograd.Function):
-    """x [rows, in] -> [rows, out]; the weight's gradient goes where its layer wants it."""
+    """x [rows, in] -> [rows, out] by grouped GEMMs. `Weight.add_wgrad` takes the weight's gradient."""
 
     @staticmethod
     def forward(
@@ -62,53 +62,58 @@ class _GroupedMatmul(torch.autograd.Function):
 
 
 class GroupedAdapter(nn.Module):
-    """Low-rank adapters of experts' linears that are one GEMM (parallel/adapter.py): y + scale (x A_e^T) B_e^T.
+    """Low-rank adapters of linear layers of experts, fused into one GEMM: y + scale (x A_e^T) B_e^T (see
+    parallel/adapter.py).
 
-    parts: of each linear, the adapters of all experts here; () where it has none.
+    parts: for each linear layer the adapters of all local experts; () if it has none.
     """
 
     def __init__(self, factory: ParameterFactory, parts: Sequence[Sequence[AdapterSpec]]):
         super().__init__()
-        there = [part for part in parts if part]
-        self.down = factory(*(spec.down for of_expert in zip(*there, strict=True) for spec in of_expert))
-        self.up = nn.ParameterList(factory(*(spec.up for spec in part)) for part in there)
-        self.rank, self.scale = there[0][0].down.shape[0], there[0][0].scale
+        adapted = [part for part in parts if part]
+        self.down = factory(*(spec.down for of_expert in zip(*adapted, strict=True) for spec in of_expert))
+        self.up = nn.ParameterList(factory(*(spec.up for spec in part)) for part in adapted)
+        self.rank, self.scale = adapted[0][0].down.shape[0], adapted[0][0].scale
         self._there = [bool(part) for part in parts]
 
     def forward(self, x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         h: torch.Tensor = _GroupedMatmul.apply(x, self.down, ends) * self.scale  # type: ignore[no-untyped-call]
         pairs = zip(h.split(self.rank, 1), self.up, strict=True)
-        made = iter([_GroupedMatmul.apply(part, up, ends) for part, up in pairs])  # type: ignore[no-untyped-call]
-        wide = y.shape[1] // len(self._there)
-        return y + torch.cat([next(made) if there else y.new_zeros(len(y), wide) for there in self._there], 1)
+        outputs = iter([_GroupedMatmul.apply(part, up, ends) for part, up in pairs])  # type: ignore[no-untyped-call]
+        width = y.shape[1] // len(self._there)
+        return y + torch.cat(
+            [next(outputs) if is_adapted else y.new_zeros(len(y), width) for is_adapted in self._there], 1
+        )
 
 
 class GroupedExperts(nn.Module):
-    """The experts that one rank holds, or its part of them, on rows that are sorted by expert."""
+    """The experts of one rank, or its shards of them, applied to rows that are sorted by expert."""
 
     def __init__(self, factory: ParameterFactory, value: Experts, tensors: Tensors, region: ExpertRegion):
         super().__init__()
         self.value, self.ops, self.first = value.expert, factory.ops, region.first
         self.activation = gated_kind(value.expert.activation) if value.expert.gated else value.expert.activation
-        own = replace(factory.ops, matmuls=GroupedMatmuls(factory.ops.accumulate))
-        self._factory = replace(factory, ops=own)
+        grouped_ops = replace(factory.ops, matmuls=GroupedMatmuls(factory.ops.accumulate))
+        self._factory = replace(factory, ops=grouped_ops)
         self._inner = ("gate", "up") if value.expert.gated else ("up",)
 
-        def held(*which: str, kind: str) -> Weight | None:
+        def weight_of(*projections: str, kind: str) -> Weight | None:
             names = [
-                f"{value.expert.name}.{number}.{one}_proj.{kind}" for number in region.experts_here for one in which
+                f"{value.expert.name}.{number}.{projection}_proj.{kind}"
+                for number in region.experts_here
+                for projection in projections
             ]
             return self._factory(*(tensors[name] for name in names)) if names[0] in tensors else None
 
-        up, down = held(*self._inner, kind="weight"), held("down", kind="weight")
+        up, down = weight_of(*self._inner, kind="weight"), weight_of("down", kind="weight")
         assert up is not None and down is not None
         self.up, self.down = up, down
-        self.up_bias, self.down_bias = held(*self._inner, kind="bias"), held("down", kind="bias")
+        self.up_bias, self.down_bias = weight_of(*self._inner, kind="bias"), weight_of("down", kind="bias")
         self.up_adapter: GroupedAdapter | None = None
         self.down_adapter: GroupedAdapter | None = None
 
     def adapt(self, specs: Mapping[str, AdapterSpec]) -> None:
-        """Add the adapters of our linears. specs: name of a linear's weight -> its adapter."""
+        """Add the adapters of the experts' linear layers. specs: name of a layer's weight -> its adapter."""
 
         def adapter(weight: Weight, count: int) -> GroupedAdapter | None:
             names = [segment.shard.name for segment in weight.segments]
@@ -118,25 +123,26 @@ class GroupedExperts(nn.Module):
         self.up_adapter, self.down_adapter = adapter(self.up, len(self._inner)), adapter(self.down, 1)
 
     def forward(self, tokens: torch.Tensor, probabilities: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """tokens [n, h], probabilities [n], counts int64 [experts here] -> [n, h], of ranks that cut them a part."""
+        """tokens [n, h], probabilities [n], counts int64 [local experts] -> [n, h]; partial sums if ranks shard the
+        experts."""
         ends = counts.cumsum(0).to(torch.int32)
-        wide = _GroupedMatmul.apply(tokens, self.up, ends)  # type: ignore[no-untyped-call]
+        hidden = _GroupedMatmul.apply(tokens, self.up, ends)  # type: ignore[no-untyped-call]
         if self.up_adapter is not None:
-            wide = self.up_adapter(tokens, wide, ends)
+            hidden = self.up_adapter(tokens, hidden, ends)
         if self.up_bias is not None:
-            wide = wide + _biases(self.up_bias, counts, len(tokens))
-        weighted = self.ops.activate_weighted(wide, probabilities, self.activation)
+            hidden = hidden + _biases(self.up_bias, counts, len(tokens))
+        weighted = self.ops.activate_weighted(hidden, probabilities, self.activation)
         out: torch.Tensor = _GroupedMatmul.apply(weighted, self.down, ends)  # type: ignore[no-untyped-call]
         if self.down_adapter is not None:
             out = self.down_adapter(weighted, out, ends)
         if self.down_bias is not None:
-            once = probabilities * float(self.first)  # the parts of all ranks are added up
+            once = probabilities * float(self.first)  # ranks are summed: one adds the bias
             out = out + (_biases(self.down_bias, counts, len(tokens)) * once[:, None]).to(out.dtype)
         return out
 
 
 def _biases(bias: Weight, counts: torch.Tensor, count: int) -> torch.Tensor:
-    """The bias of each token's expert, [count, out]."""
+    """The bias of each row's expert, [count, out]."""
     if counts.is_meta:
         return bias.unflatten(0, (len(counts), -1))[:1].expand(count, -1)
     numbers = torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=count)
@@ -144,7 +150,7 @@ def _biases(bias: Weight, counts: torch.Tensor, count: int) -> torch.Tensor:
 
 
 class ExpertLayer(MixerModule):
-    """A mixture; `forward` gives what is added to the stream."""
+    """A mixture of experts. `forward` returns the whole output of the branch; `finish` has nothing left to do."""
 
     def __init__(self, factory: ParameterFactory, value: Experts, tensors: Tensors, place: LayerPlace):
         super().__init__(place)
@@ -170,15 +176,15 @@ class ExpertLayer(MixerModule):
         routed: RoutedTokens = self.router(x, context)
         # 3
         x, region = routed.x, self.region
-        entered, weights, which = region.enter(x), region.enter(routed.probabilities), region.gather(routed.chosen)
-        kept = None if routed.kept is None else region.gather(routed.kept)
+        entered, weights, all_chosen = region.enter(x), region.enter(routed.probabilities), region.gather(routed.chosen)
+        all_kept = None if routed.kept is None else region.gather(routed.kept)
         # 4 to 6
-        y = self._exchanged(entered, weights, which, kept, routed.limit)
+        y = self._run_experts(entered, weights, all_chosen, all_kept, routed.limit)
         # 7
         y = region.combine(y)
         return y if self.shared is None else y + self._shared(self.shared, x, context)
 
-    def _exchanged(
+    def _run_experts(
         self,
         x: torch.Tensor,
         probabilities: torch.Tensor,
@@ -186,12 +192,12 @@ class ExpertLayer(MixerModule):
         kept: torch.Tensor | None,
         limit: int | None,
     ) -> torch.Tensor:
-        """Of tokens [t, h] what the experts on these ranks make, [t, h]."""
+        """The outputs of the experts on these ranks for tokens [t, h], as [t, h]."""
         ep, count, total = self.region.exchange, self.value.count, self.experts.ops.sum_rows
         if ep.size == 1:
             plan = plan_rows(chosen, kept, self.region.experts_here, count)
-            mixed = self.experts(permute(x, plan, total), pick(probabilities, plan), plan.counts)
-            return unpermute(mixed, plan, total)
+            outputs = self.experts(permute(x, plan, total), pick(probabilities, plan), plan.counts)
+            return unpermute(outputs, plan, total)
         padded = limit is not None and self.value.capacity is not None and self.value.capacity.padded
         plan = plan_rows(chosen, kept, range(count), count, limit if padded else None)
         exchange = RowExchange(plan.counts, ep, even=padded)
@@ -199,7 +205,7 @@ class ExpertLayer(MixerModule):
         return unpermute(exchange.back(self.experts(tokens, weights, exchange.counts)), plan, total)
 
     def _shared(self, shared: FeedForward, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """What the shared expert makes of our tokens."""
+        """The output of the shared expert for our tokens."""
         y = shared.finish(shared(x, context), context)
         if shared.bias is not None:
             y = y + shared.bias
@@ -207,15 +213,18 @@ class ExpertLayer(MixerModule):
 
 
 class ExpertLoad(NamedTuple):
-    """Of one step. counts: float64 [mixtures, experts], choices of each. dropped: float64 [mixtures]."""
+    """The load of experts in one step."""
 
-    counts: torch.Tensor
-    dropped: torch.Tensor
+    counts: torch.Tensor  # float64 [mixtures, experts]: choices of each expert
+    dropped: torch.Tensor  # float64 [mixtures]: dropped choices
 
     def metrics(self) -> Mapping[str, torch.Tensor]:
-        """largest_share: of a mixture's choices that one expert gets, at the most. dropped_share: of all choices.
-        tokens_of_expert_N: in the mean over the mixtures."""
+        """Metrics for the log.
+
+        largest_share: the largest share of a mixture's choices that falls on one expert. dropped_share: the share of
+        all choices that were dropped. tokens_of_expert_N: choices of expert N, the mean over mixtures.
+        """
         total = self.counts.sum()
         shares = self.counts / self.counts.sum(1, keepdim=True).clamp(min=1)
-        found = {"largest_share": shares.max(), "dropped_share": self.dropped.sum() / total.clamp(min=1)}
-        return found | {f"tokens_of_expert_{number}": mean for number, mean in enumerate(self.counts.mean(0))}
+        metrics = {"largest_share": shares.max(), "dropped_share": self.dropped.sum() / total.clamp(min=1)}
+        return metrics | {f"tokens_of_expert_{number}": mean for number, mean in enumerate(self.counts.mean(0))}

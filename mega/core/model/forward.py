@@ -1,4 +1,4 @@
-"""Facts about one microbatch that every layer of a stage needs: its shape, positions and dropout keys."""
+"""The context of one microbatch, shared by all layers of a stage: its shape, positions, masks and dropout keys."""
 
 from __future__ import annotations
 
@@ -22,92 +22,98 @@ from mega.core.parallel.mesh import Axis
 
 @dataclass(frozen=True)
 class MemoryTokens:
-    """What another stack made of its tokens, for layers that attend to it."""
+    """The outputs of another stack, for layers that attend to them."""
 
     tokens: torch.Tensor
-    """[memory tokens, h], ours under sequence parallelism."""
+    """[memory tokens, h]; under sequence parallelism those of this rank."""
     documents: torch.Tensor
-    """int64 [b, columns]: which document of its row each of them belongs to."""
+    """int64 [b, columns]: the document of each memory token in its row."""
     readers: torch.Tensor
-    """int64 [b, s]: the document that each token of the reading layers sees."""
+    """int64 [b, s]: the document that each token of the reading layers attends to."""
     covered: bool
-    """Whether all of them are known to see a token."""
+    """Whether every reading token is known to attend to at least one memory token."""
     keys: torch.Tensor | None
-    """int64 [all memory tokens of the region], dropout keys for adapters; None where none drops."""
+    """int64 [all memory tokens of the region]: dropout keys for adapters; None without adapter dropout."""
 
 
 @dataclass
 class NeighbourStates:
-    """Neighbours of the chunks of a text on their way through a stage: l chunks of each row of the text have k of r
-    tokens each, which are the rows [b l k, r]. The layer that has their encoder sets `encoded`."""
+    """The neighbours of a text's chunks in one stage.
+
+    Each row of the text has l chunks, each chunk has k neighbours of r tokens. They form rows [b l k, r]. The layer
+    that holds their encoder sets `encoded`.
+    """
 
     tokens: torch.Tensor
-    """[b l k r, h], ours under sequence parallelism: what the stage was given, or has embedded."""
+    """[b l k r, h], under sequence parallelism those of this rank: received or embedded by the stage."""
     context: ForwardContext
-    """What they mean to the layers of their encoder."""
+    """The context for the layers of their encoder."""
     found: torch.Tensor | None
-    """bool [b, l, k]: which of them there are; None: all."""
+    """bool [b, l, k]: which neighbours exist; None: all."""
     shape: tuple[int, int, int]
     """l, k and r."""
     chunk: int
-    """Tokens of one."""
+    """Tokens of a chunk."""
     encoded: torch.Tensor | None = None
+    """The output of their encoder, shaped like `tokens`; None before it has run."""
     text: torch.Tensor | None = None
-    """[b s, h]: what their encoder reads of the text."""
+    """[b s, h]: the states of the text that their encoder reads."""
 
     @property
     def read(self) -> torch.Tensor:
-        """What the layers of the text attend to."""
+        """The states that the layers of the text attend to."""
         return self.tokens if self.encoded is None else self.encoded
 
     def readers(self, columns: int) -> torch.Tensor:
-        """bool [b, columns], or [1, columns] for all rows: the tokens of the text that read a neighbour."""
+        """bool [b, columns], or [1, columns] for all rows: which tokens of the text read a neighbour."""
         number = (torch.arange(columns, device=self.tokens.device) + 1) // self.chunk - 1
-        seen = (number >= 0)[None]
-        return seen if self.found is None else self.found.any(2)[:, number.clamp(min=0)] & seen
+        reads = (number >= 0)[None]
+        return reads if self.found is None else self.found.any(2)[:, number.clamp(min=0)] & reads
 
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """One microbatch on its way through a stage. Tokens are rows of [tokens, h], batch-major."""
+    """The context of one microbatch in a stage. Tokens are rows of [tokens, h], batch-major."""
 
     batch: int
+    """Rows."""
     seq: int
+    """Columns of this context rank."""
     documents: torch.Tensor | None
-    """int64 [b, whole s], or None."""
+    """int64 [b, whole s]: the document of each token; None: one document a row."""
     tables: Mapping[Rope, Rotary]
     """cos and sin [tokens, R / 2] of the positions, for each kind of rotary positions in the model."""
     keys: torch.Tensor | None
-    """int64 [tokens], dropout keys of our tokens, under sequence of this rank's; None where nothing is dropped
-    (evaluation, or probability 0)."""
+    """int64 [our tokens]: dropout keys; None without dropout (evaluation, or probability 0)."""
     row_keys: torch.Tensor | None
-    """int64 [b, whole s], those of the whole rows."""
+    """int64 [b, whole s]: dropout keys of the whole rows."""
     region_keys: torch.Tensor | None
-    """int64 [all tokens of the region]."""
+    """int64 [all tokens of the region]: dropout keys."""
     tp: Axis
     sequence: bool
+    """Whether each tensor rank holds a part of the tokens (sequence parallelism)."""
     rule: int = RULE
-    """How dropout is decided, of ops/counter.py."""
+    """The version of the dropout rule (ops/counter.py)."""
     memory: MemoryTokens | None = field(default=None, kw_only=True)
     neighbours: NeighbourStates | None = field(default=None, kw_only=True)
     auxiliary: AuxiliarySums | None = field(default=None, kw_only=True)
-    """Takes the losses of layers; None where none is asked for."""
+    """Collects the losses of layers; None if they are not computed."""
     seq_numbers: torch.Tensor | None = field(default=None, kw_only=True)
-    """int64 [s], which columns of the whole rows these are; None: all."""
+    """int64 [s]: which columns of the whole rows this rank has; None: all."""
 
     def auxiliary_loss(
         self, loss: AuxiliaryLoss, x: torch.Tensor, total: Callable[[], torch.Tensor], *, split: bool
     ) -> torch.Tensor:
-        """x, whose backward pass begins that of a loss too, so that what is returned must take the place of x.
+        """Attach a loss to x: the backward pass of the result starts that of the loss. Use the result instead of x.
 
-        total: its sum over our tokens, sequences or microbatch, [], in fp32 at least. It is not called where no loss is
-        asked for. split: whether that is the part of this tensor rank alone (of its heads or columns; under sequence
-        parallelism of its tokens); else every tensor rank computes the same.
+        total: computes the sum of the loss over our tokens, sequences or microbatch, [], in fp32 at least. It is not
+        called if losses are not computed. split: whether the total is that of this tensor rank only (of its heads,
+        columns or, under sequence parallelism, tokens); otherwise every tensor rank computes the same total.
         """
         return x if self.auxiliary is None else self.auxiliary.add(loss, x, total(), (self.batch, self.seq), split)
 
     def jitter(self, x: torch.Tensor, eps: float, layer: int, site: str) -> torch.Tensor:
-        """x [our tokens, h] times a factor between 1 - eps and 1 + eps for each element."""
+        """Multiply each element of x [our tokens, h] by a random factor between 1 - eps and 1 + eps."""
         if self.keys is None:
             return x
         elements = torch.arange(x.shape[-1], device=x.device)
@@ -115,30 +121,30 @@ class ForwardContext:
         return x * (1 + eps * ((bits + 0.5) / 2**15 - 1)).to(x.dtype)
 
     def token_numbers(self, shards: int, device: torch.device) -> torch.Tensor:
-        """int64 [our tokens], numbers of tokens in the microbatch, row by row. shards: ranks that share a row."""
-        own = torch.arange(self.seq, device=device) if self.seq_numbers is None else self.seq_numbers
+        """int64 [our tokens]: numbers of our tokens in the microbatch, row by row. shards: ranks that share a row."""
+        in_row = torch.arange(self.seq, device=device) if self.seq_numbers is None else self.seq_numbers
         first = torch.arange(self.batch, device=device) * (self.seq * shards)
-        numbers = (first[:, None] + own).flatten()
+        numbers = (first[:, None] + in_row).flatten()
         return local_shard(numbers, self.tp) if self.sequence else numbers
 
     def rotary(self, rope: Rope | None) -> Rotary | None:
-        """cos and sin of a layer's positions; None where it has none."""
+        """cos and sin of a layer's positions; None without rotary positions."""
         return None if rope is None else self.tables[rope]
 
     def dropout(self, probability: float, layer: int, site: str) -> Dropout | None:
-        """Dropout of a row of the residual stream for each of our tokens."""
+        """Dropout for [our tokens, h], the output of a branch; None without dropout."""
         if self.keys is None or not probability:
             return None
         return Dropout(self.keys, site_key(layer, site, self.rule), probability, self.rule)
 
     def adapter_dropout(self, probability: float, layer: int, site: str) -> Dropout | None:
-        """Dropout of the input of a linear's adapter, for each token of the region."""
+        """Dropout for the input of a linear layer's adapter, for all tokens of the region."""
         if self.region_keys is None or not probability:
             return None
         return Dropout(self.region_keys, site_key(layer, site, self.rule), probability, self.rule)
 
-    def of_memory(self) -> ForwardContext:
-        """The same for what reads the memory as it reads its own tokens."""
+    def for_memory(self) -> ForwardContext:
+        """The context for a linear layer that is applied to the memory."""
         assert self.memory is not None
         return replace(self, region_keys=self.memory.keys)
 
@@ -163,12 +169,12 @@ class ForwardContext:
         assert padding is not None
         if attention.padding == "zero":
             return operator(q, k, v, replace(mask, q_documents=2 * padding))
-        # Queries of zeros have equal scores, so dropout acts on even weights as it does on all others.
+        # Queries of zeros give all keys the same weight, and dropout applies to these weights as usual.
         even = operator(torch.zeros_like(q), k, v, replace(mask, q_documents=None, k_documents=None))
         return torch.where(padding[:, :, None, None].bool(), even, operator(q, k, v, mask))
 
     def attention_mask(self, attention: Attention, layer: int, first_head: int) -> AttentionMask:
-        """What the tokens of the whole rows see of one another, with dropout of the weights from a head on."""
+        """The mask of self-attention over whole rows, with dropout. first_head: number of this rank's first head."""
         length = 0 if self.row_keys is None else self.row_keys.shape[1]
         return AttentionMask(
             "causal" if attention.causal else "full",
@@ -180,7 +186,7 @@ class ForwardContext:
         )
 
     def memory_mask(self, attention: Attention, layer: int, first_head: int) -> AttentionMask:
-        """What our tokens see of the memory: the documents that they read, or all of it where padding is seen too."""
+        """The mask of attention to the memory: the documents that tokens read, or everything if padding is visible."""
         memory = self.memory
         assert memory is not None
         dropout = self._attention_dropout(attention, layer, first_head, memory.documents.shape[1])
@@ -198,7 +204,7 @@ class ForwardContext:
     def _attention_dropout(
         self, attention: Attention, layer: int, first_head: int, length: int
     ) -> AttentionDropout | None:
-        """length: of the keys' whole rows."""
+        """Dropout of attention weights, or None. length: columns of the keys' whole rows."""
         return (
             None if self.row_keys is None else self.weight_dropout(self.row_keys, attention, layer, first_head, length)
         )
@@ -206,7 +212,7 @@ class ForwardContext:
     def weight_dropout(
         self, queries: torch.Tensor, attention: Attention, layer: int, first_head: int, length: int
     ) -> AttentionDropout | None:
-        """Dropout of the weights that queries give to `length` keys. queries: int64 [rows, s], their keys."""
+        """Dropout of attention weights for `length` keys. queries: int64 [rows, s], the queries' dropout keys."""
         if not attention.dropout:
             return None
         site = site_key(layer, attention.site, self.rule)
@@ -227,10 +233,10 @@ def forward_context(
     dropout_rule: int = RULE,
     row_shards: int = 1,
 ) -> ForwardContext:
-    """What rows of tokens mean to the layers that read them.
+    """Compute the context of rows of tokens.
 
     samples: int64 [b], global sample numbers. positions: int64 [b, s]. columns: int64 [s], which columns of the whole
-    rows these are; None: all. documents: int64 [b, whole s], or None. dropout_seed: None switches dropout off.
+    rows this rank has; None: all. documents: int64 [b, whole s], or None. dropout_seed: None switches dropout off.
     row_shards: ranks that share a row.
     """
     batch_size, seq = positions.shape
@@ -242,14 +248,15 @@ def forward_context(
         if sequence:
             keys = local_shard(keys, tp)
     tables = rotary_tables(model.ropes, positions.flatten(), dtype, seq * row_shards)
-    cut = sequence and tp.size > 1
+    splits_sequence = sequence and tp.size > 1
     return ForwardContext(
-        *(batch_size, seq, documents, tables, keys, row_keys, region_keys, tp, cut, dropout_rule), seq_numbers=columns
+        *(batch_size, seq, documents, tables, keys, row_keys, region_keys, tp, splits_sequence, dropout_rule),
+        seq_numbers=columns,
     )
 
 
 def padding_documents(lengths: torch.Tensor, width: int) -> torch.Tensor:
-    """int64 [b, width]: 0 for the first `lengths` [b] tokens of each row and 1 for its padding, which no token sees.
+    """int64 [b, width]: 0 for the first `lengths` [b] tokens of each row and 1 for its padding, a separate document.
 
     >>> padding_documents(torch.tensor([2, 4]), 4).tolist()
     [[0, 0, 1, 1], [0, 0, 0, 0]]
@@ -260,5 +267,5 @@ def padding_documents(lengths: torch.Tensor, width: int) -> torch.Tensor:
 def rotary_tables(
     ropes: Iterable[Rope], positions: torch.Tensor, dtype: torch.dtype, length: int | None = None
 ) -> dict[Rope, Rotary]:
-    """cos and sin of positions int64 [n], each [n, R / 2]. length: as of `rotary_table`."""
+    """cos and sin of positions int64 [n], each [n, R / 2]. length: as in `rotary_table`."""
     return {rope: rotary_table(positions, rope, dtype, length) for rope in ropes}

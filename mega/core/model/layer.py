@@ -1,8 +1,8 @@
 """One transformer layer: branches on the residual stream. The algebra is written once, for training and for decoding.
 
-A branch is steps: a norm before, a mixer, its last linear, a norm after. In training the steps are modules
-(`ResidualBranch`), in decoding functions prepared from them (model/decode.py); `branch_function` and `run_parallel`
-only say in which order they go and what is added to what:
+A branch has the steps: norm before, mixer, the mixer's last linear layer, norm after. In training the steps are modules
+(`ResidualBranch`); in decoding they are functions prepared from the modules (model/decode.py). `branch_function` and
+`run_parallel` define the order of the steps and the sums:
 
     before                              x + f(norm(x))
     before, onto the normed             n + f(n), n = norm(x)
@@ -12,7 +12,7 @@ only say in which order they go and what is added to what:
     parallel                            x + f(before_f(x)) + g(before_g(x))
     parallel, of one norm               x + f(n) + g(n), n = before(x)
 
-What a branch adds to the stream may be multiplied by a number first.
+A branch may have a multiplier for its output.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from mega.core.model.residual import ResidualState, Tensors, normalization
 from mega.core.parallel.weight import ParameterFactory
 
 Context = TypeVar("Context", contravariant=True)
-"""What the steps of a pass need in addition to their input: `ForwardContext` in training."""
+"""The second argument of all steps: `ForwardContext` in training, `DecodeContext` in decoding."""
 
 
 NormStep = Callable[[ResidualState], tuple[torch.Tensor, torch.Tensor]]
-"""The stream with its branch added, and the norm of it."""
+"""Returns the stream with its branch added, and the norm of this sum."""
 
 
 class BranchSteps(Protocol[Context]):
@@ -44,7 +44,7 @@ class BranchSteps(Protocol[Context]):
 
     @property
     def value(self) -> Branch:
-        """What the branch is."""
+        """The description of the branch."""
 
     @property
     def before(self) -> NormStep | None: ...
@@ -52,19 +52,19 @@ class BranchSteps(Protocol[Context]):
     def after(self) -> NormStep | None: ...
     @property
     def mix(self) -> Callable[[torch.Tensor, Context], torch.Tensor]:
-        """x [tokens, h] -> what the last linear takes."""
+        """x [tokens, h] -> the input of the last linear layer."""
 
     @property
     def add(self) -> Callable[[torch.Tensor, torch.Tensor, Context], ResidualState]:
-        """(x, mixed) -> the stream x with the last linear's output, which may be left for the next norm to add."""
+        """(x, input of the last linear) -> the stream x with the branch's output, which the next norm may add."""
 
     @property
     def alone(self) -> Callable[[torch.Tensor, Context], torch.Tensor]:
-        """mixed -> the last linear's output with its bias and dropout, [tokens, h]."""
+        """Input of the last linear -> the branch's output alone, with bias and dropout, [tokens, h]."""
 
 
 def branch_function(steps: BranchSteps[Context]) -> Callable[[ResidualState, Context], ResidualState]:
-    """One branch as a function of the stream. What it is made of is looked up once, which decoding needs."""
+    """One branch as a function of the stream. Attributes are looked up once, here, because decoding calls it often."""
     before, mix, add, after, alone = steps.before, steps.mix, steps.add, steps.after, steps.alone
     onto_normed, of_sum = steps.value.onto == "normed", steps.value.after_of == "sum"
     multiplier = steps.value.multiplier
@@ -77,14 +77,14 @@ def branch_function(steps: BranchSteps[Context]) -> Callable[[ResidualState, Con
             x, normed = before(stream)
         if onto_normed:
             x = normed
-        mixed = mix(normed, context)
+        mixer_output = mix(normed, context)
         if multiplier != 1.0:
-            return ResidualState(x, alone(mixed, context) * multiplier)
+            return ResidualState(x, alone(mixer_output, context) * multiplier)
         if after is None:
-            return add(x, mixed, context)
+            return add(x, mixer_output, context)
         if of_sum:
-            return ResidualState(after(add(x, mixed, context))[1])
-        return ResidualState(x, after(ResidualState(alone(mixed, context)))[1])
+            return ResidualState(after(add(x, mixer_output, context))[1])
+        return ResidualState(x, after(ResidualState(alone(mixer_output, context)))[1])
 
     return run
 
@@ -92,7 +92,7 @@ def branch_function(steps: BranchSteps[Context]) -> Callable[[ResidualState, Con
 def run_parallel(
     branches: Sequence[BranchSteps[Context]], before: NormStep | None, x: torch.Tensor, context: Context
 ) -> ResidualState:
-    """Branches that all read the stream x, added up. before: a norm that those without one read."""
+    """The sum of branches that all read the stream x. before: a norm for the branches that have none."""
     total, shared = None, x if before is None else before(ResidualState(x))[1]
     for steps in branches:
         normed = shared if steps.before is None else steps.before(ResidualState(x))[1]
@@ -117,12 +117,15 @@ def _attention(factory: ParameterFactory, value: Attention, tensors: Tensors, pl
 def _neighbours(
     factory: ParameterFactory, value: NeighbourAttention, tensors: Tensors, place: LayerPlace
 ) -> ChunkAttention:
-    """Layers of an encoder are numbered from -2 down: no other layer has their sites of dropout."""
+    """The attention to neighbours. Layers of its encoder have numbers from -2 down, so that their dropout sites are
+    unique."""
 
     def encoding(number: int, layer: Layer) -> TransformerLayer:
         prefix = f"{value.prefix}.layers.{number}."
-        own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-        return TransformerLayer(factory, layer, own, place._replace(layer=-2 - number))
+        layer_tensors = {
+            name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)
+        }
+        return TransformerLayer(factory, layer, layer_tensors, place._replace(layer=-2 - number))
 
     encoder = nn.ModuleList(encoding(number, layer) for number, layer in enumerate(value.encoder))
     return ChunkAttention(factory, value, tensors, place, encoder)
@@ -134,7 +137,7 @@ MODULES: dict[type, Callable[..., MixerModule]] = {
     Experts: ExpertLayer,
     NeighbourAttention: _neighbours,
 }
-"""Kind of mixer -> what makes its module."""
+"""Kind of mixer -> the function that creates its module."""
 
 
 def mixer(factory: ParameterFactory, value: Mixer, tensors: Tensors, place: LayerPlace) -> MixerModule:
@@ -148,14 +151,14 @@ class ResidualBranch(nn.Module):
     def __init__(self, factory: ParameterFactory, value: Branch, tensors: Tensors, place: LayerPlace):
         super().__init__()
         self.value, self.layer, self.ops = value, place.layer, factory.ops
-        # Norms before the mixer: the order in which weights are registered sets bytes of ZeRO spans.
+        # Register norms before the mixer: the order of weights determines the offsets in buckets and checkpoints.
         self.before = normalization(factory, value.before, tensors)
         self.after = normalization(factory, value.after, tensors)
         self.mixer = mixer(factory, value.mixer, tensors, place)
 
     def mix(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        mixed: torch.Tensor = self.mixer(x, context)
-        return mixed
+        output: torch.Tensor = self.mixer(x, context)
+        return output
 
     def add(self, x: torch.Tensor, mixed: torch.Tensor, context: ForwardContext) -> ResidualState:
         drop = context.dropout(self.value.dropout, self.layer, self.value.site)
@@ -167,9 +170,10 @@ class ResidualBranch(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """One layer of a model in training. tensors: by names relative to it.
+    """One layer of a model in training. tensors: by names relative to the layer.
 
-    Branches that read a memory are registered last, whenever they run: the order of weights sets bytes of ZeRO spans.
+    Branches that read a memory are registered last, independent of the order in which they run: the order of weights
+    determines the offsets in buckets and checkpoints.
     """
 
     def __init__(self, factory: ParameterFactory, value: Layer, tensors: Tensors, place: LayerPlace):
@@ -178,18 +182,20 @@ class TransformerLayer(nn.Module):
         self.before = normalization(factory, value.before, tensors)
         later = [isinstance(each.mixer, Attention) and each.mixer.source != "self" for each in value.branches]
         order = sorted(range(len(later)), key=later.__getitem__)
-        self.registered = nn.ModuleList(ResidualBranch(factory, value.branches[at], tensors, place) for at in order)
-        self._running = [order.index(at) for at in range(len(order))]
+        self.registered = nn.ModuleList(
+            ResidualBranch(factory, value.branches[position], tensors, place) for position in order
+        )
+        self._running = [order.index(position) for position in range(len(order))]
 
     @property
     def encodes(self) -> bool:
-        """Whether it has the encoder of the text's neighbours."""
+        """Whether the layer holds the encoder of the text's neighbours."""
         return self.value.neighbours is not None and bool(self.value.neighbours.encoder)
 
     @property
     def branches(self) -> list[Any]:
-        """In the order in which they run."""
-        return [self.registered[at] for at in self._running]
+        """The branches in the order in which they run."""
+        return [self.registered[position] for position in self._running]
 
     def forward(self, stream: ResidualState, context: ForwardContext) -> ResidualState:
         if self.value.parallel:

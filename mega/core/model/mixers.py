@@ -1,8 +1,8 @@
-"""What the branches of a layer compute: attention to the own tokens, attention to a memory, feed-forward.
+"""The mixers of branches: self-attention, attention to a memory, feed-forward.
 
-A mixer is two steps, since decoding replaces each by itself: `forward` gives what the last linear takes, `out` is that
-linear, which leaves the region. Shapes are those of one tensor rank: `heads` below are this rank's, tokens [tokens, h]
-are ours between regions under sequence parallelism.
+A mixer has two steps, because decoding replaces each of them: `forward` computes the input of the last linear layer,
+and `out` is this linear layer, which leaves the tensor-parallel region. Shapes are those of one tensor rank: `heads`
+are this rank's heads, and [tokens, h] are this rank's tokens under sequence parallelism.
 """
 
 from __future__ import annotations
@@ -28,24 +28,20 @@ from mega.core.parallel.weight import ParameterFactory, Weight
 
 
 class LayerPlace(NamedTuple):
-    """Where a layer stands: its number in the whole model, the region of its ranks, dropout of its adapters' inputs.
+    """The position of a layer in the model and its ranks."""
 
-    cp: the ranks that share its sequences. experts: those that share a mixture's experts. gathers_experts: tokens are
-    gathered over ranks that hold other experts; else rows are exchanged.
-    """
-
-    layer: int
-    region: Region
-    adapter_dropout: float
-    cp: Axis = SINGLE
-    experts: ExpertAxes = NO_RANKS
-    gathers_experts: bool = False
+    layer: int  # number in the whole model
+    region: Region  # tensor parallelism
+    adapter_dropout: float  # dropout probability for the inputs of adapters
+    cp: Axis = SINGLE  # ranks that share its sequences
+    experts: ExpertAxes = NO_RANKS  # ranks that share the experts of a mixture
+    gathers_experts: bool = False  # gather tokens over ranks with different experts, instead of exchanging rows
 
 
 class MixerModule(nn.Module):
-    """A mixer's module. out: its last linear, where it has one that `finish` and `bias` may speak of.
+    """A mixer's module. out: the last linear layer, if `finish` and `bias` are not overridden.
 
-    adapters: what the sites of its adapters' dropout begin with; they are hashed into the masks.
+    adapters: a prefix for the dropout sites of its adapters. Site names are hashed into dropout masks: do not change.
     """
 
     adapters = ""
@@ -61,16 +57,16 @@ class MixerModule(nn.Module):
 
     @property
     def bias(self) -> Weight | None:
-        """What is still to be added to what `finish` gives."""
+        """The bias that the caller has to add to the result of `finish`."""
         return self.out.bias
 
     def finish(self, mixed: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """The last linear of what `forward` gives: [tokens, h], to which its bias is still to be added."""
+        """Apply the last linear layer to the result of `forward`: [tokens, h], without the bias."""
         return self.out.matmul(mixed, self.adapter_dropout(context, self.out_adapter))
 
 
 class SelfAttention(MixerModule):
-    """Attention of tokens to tokens of the same rows; query, key and value are one GEMM."""
+    """Self-attention. One GEMM computes query, key and value."""
 
     def __init__(self, factory: ParameterFactory, value: Attention, tensors: Tensors, place: LayerPlace):
         super().__init__(place)
@@ -84,33 +80,33 @@ class SelfAttention(MixerModule):
         self.out = _row(factory, tensors, f"{value.name}.o_proj", region)
 
     def project(self, factory: ParameterFactory, tensors: Tensors, region: Region) -> None:
-        """Make the linears into the heads."""
+        """Create the linear layers that project into heads."""
         self.qkv = self.column(factory, tensors, region, "qkv")
 
     def column(self, factory: ParameterFactory, tensors: Tensors, region: Region, which: str) -> ColumnLinear:
         return _column(factory, tensors, [f"{self.value.name}.{one}_proj" for one in which], region)
 
     def scaled(self, q: torch.Tensor) -> torch.Tensor:
-        """Queries that kernels, which divide scores by sqrt(d) themselves, make scores of the right scale with."""
+        """Scale queries for models whose scores are not divided by sqrt(d); the kernels always divide by sqrt(d)."""
         return q if self.value.score_multiplier == 1.0 else q * self.value.score_multiplier
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """x [tokens, h] -> [all tokens of the region, heads x d]."""
         rotary, drop = context.rotary(self.value.rope), self.adapter_dropout(context, "qkv_adapter")
-        turned = None if self.q_norm is not None else rotary
-        q, k, v = self.ops.split_heads(self.qkv.biased(x, drop), self.qkv.bias, self.heads, self.kv_heads, turned)
+        early_rotary = None if self.q_norm is not None else rotary
+        q, k, v = self.ops.split_heads(self.qkv.biased(x, drop), self.qkv.bias, self.heads, self.kv_heads, early_rotary)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(ResidualState(q))[1], self.k_norm(ResidualState(k))[1]
             if rotary is not None:
                 q, k = rotate(q, *rotary), rotate(k, *rotary)
         q = self.scaled(q)
         q, k, v = (x.unflatten(0, (context.batch, context.seq)) for x in (q, k, v))
-        mixed = context.attend(self.ops.attention, q, k, v, self.value, self.layer, self.first_head)
-        return mixed.reshape(context.batch * context.seq, -1)
+        outputs = context.attend(self.ops.attention, q, k, v, self.value, self.layer, self.first_head)
+        return outputs.reshape(context.batch * context.seq, -1)
 
 
 class CrossAttention(SelfAttention):
-    """Queries of the layer's tokens; keys and values, one GEMM, of the memory."""
+    """Attention to the memory: queries of the layer's tokens, keys and values (one GEMM) of the memory."""
 
     adapters = "cross_"
 
@@ -119,11 +115,11 @@ class CrossAttention(SelfAttention):
         self.kv = self.column(factory, tensors, region, "kv")
 
     def projected(
-        self, x: torch.Tensor, memory: torch.Tensor, context: ForwardContext, of_memory: ForwardContext
+        self, x: torch.Tensor, memory: torch.Tensor, context: ForwardContext, memory_context: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries of x, keys and values of the memory, each [all tokens of the region, heads, d]."""
+        """Queries of x, and keys and values of the memory, each [all tokens of the region, heads, d]."""
         q = self.q(x, self.adapter_dropout(context, "q_adapter")).unflatten(1, (self.heads, -1))
-        drop = self.adapter_dropout(of_memory, "kv_adapter")
+        drop = self.adapter_dropout(memory_context, "kv_adapter")
         k, v = self.kv(memory, drop).unflatten(1, (2 * self.kv_heads, -1)).chunk(2, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(ResidualState(q))[1], self.k_norm(ResidualState(k))[1]
@@ -133,14 +129,14 @@ class CrossAttention(SelfAttention):
         """x [tokens, h] -> [all tokens of the region, heads x d]."""
         memory = context.memory
         assert memory is not None
-        found = self.projected(x, memory.tokens, context, context.of_memory())
-        q, k, v = (one.unflatten(0, (context.batch, -1)) for one in found)
-        mixed = self.ops.attention(q, k, v, context.memory_mask(self.value, self.layer, self.first_head))
-        return mixed.reshape(context.batch * context.seq, -1)
+        heads = self.projected(x, memory.tokens, context, context.for_memory())
+        q, k, v = (projected.unflatten(0, (context.batch, -1)) for projected in heads)
+        outputs = self.ops.attention(q, k, v, context.memory_mask(self.value, self.layer, self.first_head))
+        return outputs.reshape(context.batch * context.seq, -1)
 
 
 class FeedForward(MixerModule):
-    """Out to the wide layer, activation, and back; gate and up are one GEMM."""
+    """Feed-forward network: up projection, activation, down projection. Gate and up are one GEMM."""
 
     out_adapter = "down_adapter"
 
@@ -148,16 +144,16 @@ class FeedForward(MixerModule):
         super().__init__(place)
         self.value, self.ops, self.recompute = value, factory.ops, factory.recompute
         self.activation = gated_kind(value.activation) if value.gated else value.activation
-        names = [f"{value.name}.{which}_proj" for which in (("gate", "up") if value.gated else ("up",))]
+        names = [f"{value.name}.{projection}_proj" for projection in (("gate", "up") if value.gated else ("up",))]
         self.up = _column(factory, tensors, names, place.region)
         self.out = _row(factory, tensors, f"{value.name}.down_proj", place.region)
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """x [tokens, h] -> [all tokens of the region, f]."""
-        wide, bias = self.up.matmul(x, self.adapter_dropout(context, "up_adapter")), self.up.bias
-        active = self.ops.activate(wide, bias, self.activation)
+        hidden, bias = self.up.matmul(x, self.adapter_dropout(context, "up_adapter")), self.up.bias
+        active = self.ops.activate(hidden, bias, self.activation)
         if self.recompute:
-            freed = wide.detach()
+            freed = hidden.detach()
             with_recipe(active, lambda: self.ops.activate(freed, bias, self.activation))
         return active
 
@@ -165,7 +161,7 @@ class FeedForward(MixerModule):
 def _head_norm(
     factory: ParameterFactory, norm: Norm | None, attention: Attention, tensors: Tensors, region: Region
 ) -> Normalization | ProjectionNorm | None:
-    """Of each head, or of all heads together."""
+    """The norm of queries or keys: over each head, or over all heads together."""
     if norm is None or norm.width == attention.head_dim:
         return normalization(factory, norm, tensors)
     return ProjectionNorm(factory, norm, tensors, region.axis)

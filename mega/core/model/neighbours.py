@@ -1,12 +1,13 @@
 """Attention of a text to the neighbours of its chunks (chunked cross attention; Borgeaud et al. 2022, section 2.4).
 
-With chunks of 4 tokens, tokens 3 to 6 read what was found for tokens 0 to 3, and so on; tokens 0 to 2 read nothing:
+With chunks of 4 tokens, tokens 3 to 6 read the neighbours retrieved for tokens 0 to 3, and so on. Tokens 0 to 2 read
+nothing:
 
     tokens          0 1 2 | 3 4 5 6 | 7 8 9 10 | 11
     neighbours of     -   | chunk 0 |  chunk 1 | chunk 2
 
-So no token reads what was found by tokens after it. The neighbours' encoder reads each of them by itself, in both
-directions, and in its first layer the chunk that found it. Knows no files.
+So no token reads neighbours that were retrieved with later tokens. The encoder processes each neighbour by itself,
+bidirectionally; its first layer also attends to the chunk for which the neighbour was retrieved. Knows no files.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from mega.core.parallel.weight import ParameterFactory, Weight
 
 
 class ChunkAttention(CrossAttention):
-    """Queries of the text, keys and values of its neighbours, which an encoder may have to read first."""
+    """Attention of the text to its neighbours. The module may hold their encoder, which runs first."""
 
     def __init__(
         self,
@@ -42,77 +43,77 @@ class ChunkAttention(CrossAttention):
 
     @property
     def bias(self) -> Weight | None:
-        """None: `finish` adds it, to tokens that read something alone."""
+        """None, because `finish` adds the bias, and only for tokens that read neighbours."""
         return None
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """x [tokens, h] -> [all tokens of the region, heads x d], 0 for tokens that read nothing."""
-        near = context.neighbours
-        assert near is not None
+        """x [tokens, h] -> [all tokens of the region, heads x d]; 0 for tokens that read no neighbours."""
+        states = context.neighbours
+        assert states is not None
         if len(self.encoder):
-            near.encoded = self.encode(near, x)
-        q, k, v = self.projected(x, near.read, context, near.context)
-        before, size = self.chunk - 1, near.shape[0] * self.chunk
+            states.encoded = self.encode(states, x)
+        q, k, v = self.projected(x, states.read, context, states.context)
+        before, size = self.chunk - 1, states.shape[0] * self.chunk
         q = q.unflatten(0, (context.batch, context.seq))[:, before : before + size]
         filled = F.pad(q, (0, 0, 0, 0, 0, size - q.shape[1])).reshape(-1, self.chunk, *q.shape[2:])
-        k, v = (one.unflatten(0, (len(filled), -1)) for one in (k, v))
-        mixed = self.ops.attention(filled, k, v, self.mask(near, context, size))
-        mixed = mixed.reshape(context.batch, size, *q.shape[2:])[:, : q.shape[1]]
+        k, v = (tensor.unflatten(0, (len(filled), -1)) for tensor in (k, v))
+        outputs = self.ops.attention(filled, k, v, self.mask(states, context, size))
+        outputs = outputs.reshape(context.batch, size, *q.shape[2:])[:, : q.shape[1]]
         after = context.seq - before - q.shape[1]
-        return F.pad(mixed, (0, 0, 0, 0, before, after)).reshape(context.batch * context.seq, -1)
+        return F.pad(outputs, (0, 0, 0, 0, before, after)).reshape(context.batch * context.seq, -1)
 
-    def encode(self, near: NeighbourStates, x: torch.Tensor) -> torch.Tensor:
-        """What the encoder makes of the neighbours of the text x."""
-        stream, context = ResidualState(near.tokens), replace(near.context, neighbours=replace(near, text=x))
+    def encode(self, states: NeighbourStates, x: torch.Tensor) -> torch.Tensor:
+        """Encode the neighbours of the text x."""
+        stream, context = ResidualState(states.tokens), replace(states.context, neighbours=replace(states, text=x))
         for layer in self.encoder:
             stream = layer(stream, context)
         return stream.sum(self.ops)
 
-    def mask(self, near: NeighbourStates, context: ForwardContext, size: int) -> AttentionMask:
-        """What tokens [b l, m] see of the neighbours [b l, k r] that they read. size: of all chunks of a row."""
-        _, each, width = near.shape
+    def mask(self, states: NeighbourStates, context: ForwardContext, size: int) -> AttentionMask:
+        """The mask of tokens [b l, m] for their neighbours [b l, k r]. size: tokens in all chunks of a row."""
+        _, count, width = states.shape
         dropout = None
         if context.row_keys is not None:
             keys = context.row_keys[:, self.chunk - 1 :][:, :size]
             keys = F.pad(keys, (0, size - keys.shape[1])).reshape(-1, self.chunk)
-            dropout = context.weight_dropout(keys, self.value, self.layer, self.first_head, each * width)
+            dropout = context.weight_dropout(keys, self.value, self.layer, self.first_head, count * width)
         mask = AttentionMask("full", dropout=dropout, softcap=self.value.softcap)
-        if near.found is None:
+        if states.found is None:
             return mask
-        missing = (~near.found).long().flatten(0, 1).repeat_interleave(width, 1)
+        missing = (~states.found).long().flatten(0, 1).repeat_interleave(width, 1)
         return replace(mask, q_documents=missing.new_zeros(len(missing), self.chunk), k_documents=missing)
 
     def finish(self, mixed: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        y, near = super().finish(mixed, context), context.neighbours
+        y, states = super().finish(mixed, context), context.neighbours
         if self.out.bias is None:
             return y
-        assert near is not None
-        reads = near.readers(context.seq).expand(context.batch, -1).flatten()
+        assert states is not None
+        reads = states.readers(context.seq).expand(context.batch, -1).flatten()
         reads = local_shard(reads, self.region.axis) if self.region.sequence else reads
         return y + self.out.bias * reads[:, None]
 
 
 class ReaderAttention(CrossAttention):
-    """In the neighbours' encoder: queries of the neighbours, keys and values of the chunk that found them."""
+    """In the neighbours' encoder: queries of the neighbours, keys and values of the chunk they were retrieved for."""
 
     adapters = "reader_"
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """x [tokens of the neighbours, h] -> [all of the region, heads x d]."""
-        near = context.neighbours
-        assert near is not None and near.text is not None
-        chunks, each, width = near.shape
-        batch = context.batch // (chunks * each)
-        q, k, v = self.projected(x, near.text, context, context)
-        size = chunks * near.chunk
+        states = context.neighbours
+        assert states is not None and states.text is not None
+        chunks, count, width = states.shape
+        batch = context.batch // (chunks * count)
+        q, k, v = self.projected(x, states.text, context, context)
+        size = chunks * states.chunk
         k, v = (
-            one.unflatten(0, (batch, -1))[:, :size].reshape(batch * chunks, near.chunk, *one.shape[1:])
-            for one in (k, v)
+            tensor.unflatten(0, (batch, -1))[:, :size].reshape(batch * chunks, states.chunk, *tensor.shape[1:])
+            for tensor in (k, v)
         )
         dropout = None
         if context.row_keys is not None:
-            keys = context.row_keys.reshape(batch * chunks, each * width)
-            dropout = context.weight_dropout(keys, self.value, self.layer, self.first_head, near.chunk)
+            keys = context.row_keys.reshape(batch * chunks, count * width)
+            dropout = context.weight_dropout(keys, self.value, self.layer, self.first_head, states.chunk)
         mask = AttentionMask("full", dropout=dropout, softcap=self.value.softcap)
-        mixed = self.ops.attention(q.unflatten(0, (batch * chunks, each * width)), k, v, mask)
-        return mixed.reshape(context.batch * context.seq, -1)
+        outputs = self.ops.attention(q.unflatten(0, (batch * chunks, count * width)), k, v, mask)
+        return outputs.reshape(context.batch * context.seq, -1)

@@ -1,6 +1,7 @@
-"""What a left-to-right model may be trained towards instead of the next token: losses from each token's.
+"""Training objectives of left-to-right models other than the next token, computed from the losses of tokens.
 
-The head computes the negative log-likelihood of every label, whatever the layout; an `Objective` makes terms of them.
+The head computes the negative log-likelihood of every label in any parallel layout; an `Objective` computes loss terms
+from them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from mega.core.batch import DecoderBatch, PreferenceBatch, Term
 
 
 class Objective(Protocol):
-    """terms, metrics: names of what it finds."""
+    """A training objective. terms, metrics: the names of its results."""
 
     @property
     def terms(self) -> tuple[str, ...]: ...
@@ -24,14 +25,14 @@ class Objective(Protocol):
     def metrics(self) -> tuple[str, ...]: ...
 
     def __call__(self, nll: torch.Tensor, batch: DecoderBatch) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
-        """Terms and metrics, in the order of their names. nll: [tokens of the whole rows]."""
+        """Compute terms and metrics, in the order of their names. nll: [tokens of the whole rows]."""
 
 
 @dataclass(frozen=True)
 class Preference:
     """Direct preference optimisation (Rafailov et al. 2023, equation 7), with label smoothing (Mitchell 2023).
 
-        d = beta (log p(chosen) - log p(rejected) - the same under the reference)
+        d = beta (log p(chosen) - log p(rejected) - the same difference under the reference)
         loss = -(1 - smoothing) log sigmoid(d) - smoothing log sigmoid(-d)
 
     accuracy: share of pairs with d > 0. margin: mean d. chosen, rejected: mean beta (log p - reference).
@@ -48,13 +49,13 @@ class Preference:
         rewards = self.beta * gained
         margin = rewards[:, 0] - rewards[:, 1]
         loss = -(1 - self.smoothing) * F.logsigmoid(margin) - self.smoothing * F.logsigmoid(-margin)
-        found = torch.stack([(margin > 0).to(nll.dtype), margin, rewards[:, 0], rewards[:, 1]]).detach()
+        metrics = torch.stack([(margin > 0).to(nll.dtype), margin, rewards[:, 0], rewards[:, 1]]).detach()
         pairs = torch.full((), float(len(loss)), dtype=nll.dtype, device=nll.device)
-        return (Term(loss.sum(), pairs),), tuple(Term(each.sum(), pairs) for each in found)
+        return (Term(loss.sum(), pairs),), tuple(Term(each.sum(), pairs) for each in metrics)
 
 
 class Predictions(Protocol):
-    """What a model predicts for a batch, with a gradient. The logits are computed once, whatever is read of them."""
+    """The predictions of a model for a batch, with a gradient. The logits are computed once, for both properties."""
 
     @property
     def logits(self) -> torch.Tensor:
@@ -62,7 +63,7 @@ class Predictions(Protocol):
 
     @property
     def logprobs(self) -> torch.Tensor:
-        """[b, s], of the labels: no vocabulary is gathered."""
+        """Log-probabilities of the labels, [b, s]. Logits are not gathered for them."""
 
 
 LossFunction = Callable[[Predictions, DecoderBatch], torch.Tensor]
@@ -71,18 +72,18 @@ LossFunction = Callable[[Predictions, DecoderBatch], torch.Tensor]
 
 @dataclass(frozen=True)
 class CustomLoss:
-    """A loss that a caller computes from predictions.
+    """A loss that a function of the caller computes from predictions.
 
-    level: "token", the mean counts each token by the batch's loss_weights; "sequence", it counts each row once.
+    level: "token" weights each token by the batch's loss_weights in the mean; "sequence" weights each row equally.
     """
 
     function: LossFunction
     level: Literal["token", "sequence"] = "token"
 
     def __call__(self, predictions: Predictions, batch: DecoderBatch) -> Term:
-        """Errors: ValueError where the loss has another shape."""
+        """The loss term of a batch. Errors: ValueError if the loss has a wrong shape."""
         losses, shape = self.function(predictions, batch), tuple(batch.tokens.shape)
-        losses = losses.to(torch.promote_types(losses.dtype, torch.float32))  # a sum in bf16 stands still at 256
+        losses = losses.to(torch.promote_types(losses.dtype, torch.float32))  # adding 1 to 256 in bf16 gives 256
         if self.level == "sequence":
             if losses.dim() != 1 or not losses.numel() or shape[0] % losses.numel():
                 raise ValueError(
@@ -99,11 +100,11 @@ class CustomLoss:
 
 @dataclass(frozen=True)
 class SequenceBatch(DecoderBatch):
-    """A batch whose loss counts each row once. Fields as of `DecoderBatch`."""
+    """A batch whose loss weights each row equally. Fields as in `DecoderBatch`."""
 
     @classmethod
     def of(cls, batch: DecoderBatch) -> SequenceBatch:
-        """The same rows."""
+        """A batch with the same rows."""
         return cls(**{each.name: getattr(batch, each.name) for each in fields(DecoderBatch)})
 
     @property

@@ -1,4 +1,4 @@
-"""The residual stream, and norms of it. The next norm adds a branch to the stream in its own pass."""
+"""The residual stream and its norms. A branch's output is added to the stream by the next norm, in one kernel."""
 
 from __future__ import annotations
 
@@ -19,18 +19,15 @@ from mega.core.parallel.mesh import Axis
 from mega.core.parallel.weight import ParameterFactory, Weight
 
 Tensors = Mapping[str, Tensor]
-"""Logical tensors of one unit, by names relative to it."""
+"""Logical tensors of one unit, by names relative to the unit."""
 
 
 class ResidualState(NamedTuple):
-    """The residual stream [tokens, h] and the branch that is still to be added, so that the next norm adds it.
+    """The residual stream and the output of a branch that is not yet added: x + drop(branch + bias)."""
 
-    drop: of the branch with its bias.
-    """
-
-    x: torch.Tensor
-    branch: torch.Tensor | None = None
-    bias: Weight | None = None
+    x: torch.Tensor  # [tokens, h]
+    branch: torch.Tensor | None = None  # [tokens, h]
+    bias: Weight | None = None  # [h]
     drop: Dropout | None = None
 
     def sum(self, ops: Ops) -> torch.Tensor:
@@ -38,7 +35,7 @@ class ResidualState(NamedTuple):
 
 
 class Normalization(nn.Module):
-    """LayerNorm or RMSNorm over the last dim; its weights are whole on every rank."""
+    """LayerNorm or RMSNorm over the last dim. Every rank holds the whole weights."""
 
     def __init__(self, factory: ParameterFactory, norm: Norm, tensors: Tensors):
         super().__init__()
@@ -48,7 +45,7 @@ class Normalization(nn.Module):
         self.ops, self.recompute = factory.ops, factory.recompute
 
     def forward(self, stream: ResidualState) -> tuple[torch.Tensor, torch.Tensor]:
-        """The stream with its branch added, and its norm."""
+        """Returns the stream with its branch added, and the norm of this sum."""
         x, normed = self.ops.add_norm(*stream, self.weight, self.bias, self.eps, self.form)
         if self.recompute:
             freed = (x.detach(), None, None, None, self.weight.detach(), self.bias, self.eps, self.form)
@@ -57,7 +54,7 @@ class Normalization(nn.Module):
 
 
 class ProjectionNorm(nn.Module):
-    """RMSNorm over all heads of all tensor ranks together; its weight is cut as the heads are."""
+    """RMSNorm over all heads of all tensor ranks together. The weight is sharded like the heads."""
 
     def __init__(self, factory: ParameterFactory, norm: Norm, tensors: Tensors, axis: Axis):
         super().__init__()
@@ -67,14 +64,14 @@ class ProjectionNorm(nn.Module):
         self.form = NormForm(norm.offset, norm.rounds_last)
 
     def forward(self, stream: ResidualState) -> tuple[torch.Tensor, torch.Tensor]:
-        """Heads [tokens, heads, d], and their norm."""
+        """Returns the heads [tokens, heads, d], and their norm."""
         x = stream.x
-        wide = x.flatten(1).to(accurate(x.dtype))
-        squares = all_reduce_both_ways(wide.square().sum(-1, keepdim=True), self.axis)
-        normed = wide * torch.rsqrt(squares / self.width + self.eps)
+        heads = x.flatten(1).to(accurate(x.dtype))
+        squares = all_reduce_both_ways(heads.square().sum(-1, keepdim=True), self.axis)
+        normed = heads * torch.rsqrt(squares / self.width + self.eps)
         return x, weighted(normed, self.weight, self.form).view_as(x)
 
 
 def normalization(factory: ParameterFactory, norm: Norm | None, tensors: Tensors) -> Normalization | None:
-    """The module of a norm, where there is one."""
+    """The module of a norm, or None."""
     return None if norm is None else Normalization(factory, norm, tensors)

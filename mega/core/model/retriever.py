@@ -1,10 +1,11 @@
-"""Left-to-right language models that read the neighbours of each chunk of their text, cut into pipeline stages.
+"""Left-to-right language models that attend to retrieved neighbours of each chunk (Retro), as pipeline stages.
 
     stage(batch, *cargo) -> cargo             [tokens, h], and the neighbours [b l k r, h] if a later stage reads them
-    last(batch, *cargo)  -> the term "lm"     as of a decoder
+    last(batch, *cargo)  -> the term "lm"     as in a decoder
 
-Neighbours are embedded along with the text, since the first stage holds the table. They travel as they are up to the
-layer that has their encoder, and as what it made of them from there to the last layer that attends to them.
+The first stage embeds the neighbours along with the text, because it holds the table. Stages pass the embedded
+neighbours on up to the layer that holds their encoder, and from there the encoded neighbours, up to the last layer that
+attends to them.
 """
 
 from __future__ import annotations
@@ -27,25 +28,25 @@ from mega.core.parallel.weight import ParameterFactory, weights
 
 
 class RetrieverStage(DecoderStage):
-    """The units of such a model that one stage holds."""
+    """The units of a Retro model that one stage holds."""
 
     def build_embedding(self, factory: ParameterFactory, tensors: dict[str, Tensor]) -> Embedding:
-        """Its tables are looked up twice in a pass, so that they have two gradients."""
+        """The embedding. Its tables are looked up twice in a pass (text and neighbours), so they get two gradients."""
         embedding = super().build_embedding(factory, tensors)
         for table in weights(embedding):
             table.uses += 1
         return embedding
 
     def cargo(self, batch: DecoderBatch) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        found = super().cargo(batch)
+        shapes = super().cargo(batch)
         if self._reading_from(self.units[0]):
             assert isinstance(batch, NeighbourBatch)
             share = self.region.size if self.region.sequence else 1
-            found.append(((batch.neighbours.numel() // share, self.architecture.hidden), self.residual))
-        return found
+            shapes.append(((batch.neighbours.numel() // share, self.architecture.hidden), self.residual))
+        return shapes
 
     def _reading_from(self, unit: int | str) -> bool:
-        """Whether a layer from `unit` on reads neighbours."""
+        """Whether `unit` or a later layer reads neighbours."""
         units = self.architecture.units
         return units.index(unit) <= units.index(self.architecture.reading[-1])
 
@@ -53,27 +54,27 @@ class RetrieverStage(DecoderStage):
         self, batch: DecoderBatch, auxiliary: AuxiliarySums | None, *cargo: torch.Tensor
     ) -> tuple[ResidualState, *tuple[torch.Tensor, ...]]:
         assert isinstance(batch, NeighbourBatch)
-        context, near = replace(self.context(batch), auxiliary=auxiliary), None
+        context, states = replace(self.context(batch), auxiliary=auxiliary), None
         if self._reading_from(self.units[0]):
-            near = self._neighbours(batch, *cargo[1:])
-        context = replace(context, neighbours=near)
-        begun = cargo[0] if self.embedding is None else self.embedded(self.embedding, batch, context)
-        if torch.is_grad_enabled() and not begun.requires_grad:
-            begun.requires_grad_()
-        stream = self.through(self.layers, ResidualState(begun), context)
+            states = self._neighbours(batch, *cargo[1:])
+        context = replace(context, neighbours=states)
+        embedded = cargo[0] if self.embedding is None else self.embedded(self.embedding, batch, context)
+        if torch.is_grad_enabled() and not embedded.requires_grad:
+            embedded.requires_grad_()
+        stream = self.through(self.layers, ResidualState(embedded), context)
         units = self.architecture.units
         after = units.index(self.units[-1]) + 1
-        if near is None or after == len(units) or not self._reading_from(units[after]):
+        if states is None or after == len(units) or not self._reading_from(units[after]):
             return (stream,)
-        return stream, near.read
+        return stream, states.read
 
     def _neighbours(self, batch: NeighbourBatch, *cargo: torch.Tensor) -> NeighbourStates:
-        """As they come to this stage: those of the batch, embedded, or the cargo."""
-        size, chunks, each, width = batch.neighbours.shape
-        numbers = torch.arange(chunks * each, device=batch.samples.device)
-        # Dropout of samples with numbers below 0, which no text has.
-        samples = -1 - (batch.samples[:, None] * (chunks * each) + numbers).flatten()
-        positions = torch.arange(width, device=batch.samples.device).expand(size * chunks * each, width)
+        """The neighbours at the input of this stage: embedded from the batch, or received as cargo."""
+        size, chunks, count, width = batch.neighbours.shape
+        numbers = torch.arange(chunks * count, device=batch.samples.device)
+        # Dropout is a function of the sample number. Neighbours use negative numbers, which no text has.
+        samples = -1 - (batch.samples[:, None] * (chunks * count) + numbers).flatten()
+        positions = torch.arange(width, device=batch.samples.device).expand(size * chunks * count, width)
         context = forward_context(
             self.architecture,
             samples,
@@ -91,21 +92,24 @@ class RetrieverStage(DecoderStage):
             tokens = self.embedded(self.embedding, text, context)
             if torch.is_grad_enabled() and not tokens.requires_grad:
                 tokens.requires_grad_()
-        return NeighbourStates(tokens, context, batch.found, (chunks, each, width), batch.tokens.shape[1] // chunks)
+        return NeighbourStates(tokens, context, batch.found, (chunks, count, width), batch.tokens.shape[1] // chunks)
 
     def unit(self, layer: nn.Module, stream: ResidualState, context: ForwardContext) -> ResidualState:
-        """The layer that has the encoder gives two tensors, which are one to those who bring its weights here."""
-        near = context.neighbours
-        if near is None or not cast(TransformerLayer, layer).encodes:
+        """Run a layer with its weights unsharded.
+
+        The layer that holds the encoder returns two tensors, but the unshard hook passes one: concatenate them.
+        """
+        states = context.neighbours
+        if states is None or not cast(TransformerLayer, layer).encodes:
             return super().unit(layer, stream, context)
         assert self.with_full_params is not None
         x = stream.sum(self.ops)
 
         def run(both: torch.Tensor) -> torch.Tensor:
-            inner = replace(near, tokens=both[len(x) :], encoded=None)
+            inner = replace(states, tokens=both[len(x) :], encoded=None)
             y = layer(ResidualState(both[: len(x)]), replace(context, neighbours=inner)).sum(self.ops)
             return torch.cat([y, inner.read])
 
-        both = self.with_full_params(layer, run, torch.cat([x, near.tokens]))
-        near.encoded = both[len(x) :]
-        return ResidualState(both[: len(x)])
+        outputs = self.with_full_params(layer, run, torch.cat([x, states.tokens]))
+        states.encoded = outputs[len(x) :]
+        return ResidualState(outputs[: len(x)])

@@ -1,8 +1,7 @@
-"""The router of a mixture: which experts each token passes, what is dropped, which losses that gives, and what a step
-counts.
+"""The router of a mixture of experts: the chosen experts of each token, dropped choices, balance losses, load counts.
 
-Rules that look at a whole microbatch (sinkhorn, capacity, balance) see the tokens of all ranks that share it, so that
-they decide as one rank would.
+Rules that depend on the whole microbatch (sinkhorn, capacity, balance) gather the tokens of all ranks that share it, so
+their decisions do not depend on the parallel layout.
 """
 
 from __future__ import annotations
@@ -30,18 +29,20 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class RoutedTokens(NamedTuple):
-    """x: [t, h], on which the losses ride. chosen: int64 [t, k]. probabilities: [t, k]. kept: bool [t, k], which
-    choices are not dropped; None: all. limit: rows that an expert takes at most."""
+    """The decisions of a router for our tokens."""
 
-    x: torch.Tensor
-    chosen: torch.Tensor
-    probabilities: torch.Tensor
-    kept: torch.Tensor | None
-    limit: int | None
+    x: torch.Tensor  # [t, h], with the losses of the router attached
+    chosen: torch.Tensor  # int64 [t, k], experts
+    probabilities: torch.Tensor  # [t, k]
+    kept: torch.Tensor | None  # bool [t, k], which choices are not dropped; None: all
+    limit: int | None  # the most rows of an expert; None: no limit
 
 
 class ExpertRouter(nn.Module):
-    """load: float64 [experts + 1], choices of each expert and those that were dropped, of our tokens in this step."""
+    """The router of one mixture.
+
+    load: float64 [experts + 1], choices of each expert and dropped choices, of our tokens in this step.
+    """
 
     def __init__(self, factory: ParameterFactory, value: Experts, tensors: Tensors, place: LayerPlace):
         super().__init__()
@@ -54,10 +55,10 @@ class ExpertRouter(nn.Module):
         self._running = torch.zeros(value.count, dtype=torch.float64, device=self.gate.device)
         self._microbatches = 0
         self.quantiles = torch.zeros_like(self.load)
-        """Of `quantile`: the sum of what the microbatches of this step say, and how many there were."""
+        """For the choice `quantile`: the sum of the thresholds of this step's microbatches, and the number of these."""
 
     def start_step(self) -> None:
-        """Nothing is counted yet."""
+        """Set all counts to zero."""
         self.load.zero_()
         self._running.zero_()
         self.quantiles.zero_()
@@ -65,12 +66,12 @@ class ExpertRouter(nn.Module):
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> RoutedTokens:
         logits = self._logits(x, context)
-        chosen, probabilities = self._route(logits, context)
-        x, limit, kept = self._losses(x, logits, context), None, None
+        choices, probabilities = self._route(logits, context)
+        x, limit, kept_choices = self._losses(x, logits, context), None, None
         if self.value.capacity is not None and self.training:
-            limit, kept = self._capacity(chosen, probabilities, context)
-        self._count(chosen, kept, context)
-        return RoutedTokens(x, chosen, probabilities, kept, limit)
+            limit, kept_choices = self._capacity(choices, probabilities, context)
+        self._count(choices, kept_choices, context)
+        return RoutedTokens(x, choices, probabilities, kept_choices, limit)
 
     def _logits(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         router = self.value.router
@@ -86,13 +87,13 @@ class ExpertRouter(nn.Module):
             self._add_quantile(logits, context)
         if router.choice != "sinkhorn" or not self.training:
             return routing.route(logits, router, k, self.balance)
-        # The matrix is that of the whole microbatch.
+        # Sinkhorn normalises over all tokens of the microbatch.
         whole = routing.sinkhorn(routing.accurate(_whole(logits.detach(), _sharing(context, self.cp))))
-        own = _own_part(whole, _sharing(context, self.cp))
-        return routing.route(logits, router, k, matrix=own)
+        matrix = _own_part(whole, _sharing(context, self.cp))
+        return routing.route(logits, router, k, matrix=matrix)
 
     def _losses(self, x: torch.Tensor, logits: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        if not self.training:  # a held-out set judges the text alone
+        if not self.training:  # validation uses the loss of the text only
             return x
         router = self.value.router
         totals: dict[str, Callable[[], torch.Tensor]] = {
@@ -108,14 +109,17 @@ class ExpertRouter(nn.Module):
     def _balance(
         self, logits: torch.Tensor, context: ForwardContext, *, sequences: bool = False, running: bool = False
     ) -> torch.Tensor:
-        """Of each of the rows, added up, or of all tokens of the microbatch; `running`: against the mean load of the
-        microbatches so far, of all data ranks."""
-        own, k = routing.load_scores(logits, self.value.router.score), self.value.chosen
-        first = context.tp.index * len(own) if context.sequence else 0
-        row = (first + torch.arange(len(own), device=own.device)) // context.seq
+        """The balance loss over all tokens of the microbatch.
+
+        sequences: the sum of the balance losses of the rows instead. running: use the mean load of this step's
+        microbatches so far, over all data ranks.
+        """
+        scores, k = routing.load_scores(logits, self.value.router.score), self.value.chosen
+        first = context.tp.index * len(scores) if context.sequence else 0
+        row = (first + torch.arange(len(scores), device=scores.device)) // context.seq
         batch = context.batch
-        counts = routing.choice_counts(own, k, row, batch)
-        sums = own.new_zeros(batch, own.shape[1]).index_add(0, row, own)
+        counts = routing.choice_counts(scores, k, row, batch)
+        sums = scores.new_zeros(batch, scores.shape[1]).index_add(0, row, scores)
         tokens = float(context.seq * self.cp.size)
         if not sequences:
             counts, sums, tokens = counts.sum(0), sums.sum(0), tokens * batch
@@ -126,12 +130,12 @@ class ExpertRouter(nn.Module):
         return routing.imbalance(counts, sums, k, tokens)
 
     def _running_mean(self, counts: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """counts of our microbatch -> those of all data ranks, in the mean over the microbatches of this step."""
+        """Counts of our microbatch -> counts of all data ranks, averaged over the microbatches of this step so far."""
 
         def mean() -> torch.Tensor:
-            everywhere = counts.double() / self.cp.size
-            all_reduce(everywhere, self.data)
-            self._running += everywhere
+            global_counts = counts.double() / self.cp.size
+            all_reduce(global_counts, self.data)
+            self._running += global_counts
             self._microbatches += 1
             return (self._running / self._microbatches).to(counts.dtype)
 
@@ -141,17 +145,17 @@ class ExpertRouter(nn.Module):
     def _capacity(
         self, chosen: torch.Tensor, probabilities: torch.Tensor, context: ForwardContext
     ) -> tuple[int, torch.Tensor]:
-        """How many tokens an expert takes, and which choices of our tokens it keeps."""
-        value, of = self.value, self.value.capacity
-        assert of is not None
+        """The most tokens of an expert, and which choices of our tokens are kept."""
+        value, rule = self.value, self.value.capacity
+        assert rule is not None
         numbers, axes = context.token_numbers(self.cp.size, chosen.device), _sharing(context, self.cp)
-        which, weights, numbers = (_whole(one, axes) for one in (chosen, probabilities.detach(), numbers))
-        limit = routing.capacity(len(which), value.chosen, value.count, of.factor)
-        kept = routing.kept_choices(which, weights, numbers, limit, of.policy)
-        return limit, _own_part(kept, axes)
+        all_chosen, weights, numbers = (_whole(tensor, axes) for tensor in (chosen, probabilities.detach(), numbers))
+        limit = routing.capacity(len(all_chosen), value.chosen, value.count, rule.factor)
+        all_kept = routing.kept_choices(all_chosen, weights, numbers, limit, rule.policy)
+        return limit, _own_part(all_kept, axes)
 
     def _add_quantile(self, logits: torch.Tensor, context: ForwardContext) -> None:
-        """What the logits of the microbatch say of the thresholds; once."""
+        """Add the thresholds of this microbatch's logits, unless this is a recomputation."""
         assert self.balance is not None
         if context.auxiliary is not None and context.auxiliary.counting and not logits.is_meta:
             whole = _whole(logits.detach(), _sharing(context, self.cp))
@@ -159,7 +163,7 @@ class ExpertRouter(nn.Module):
             self.quantiles[-1] += 1
 
     def _count(self, chosen: torch.Tensor, kept: torch.Tensor | None, context: ForwardContext) -> None:
-        """Add to the load of this step; what is recomputed has been counted."""
+        """Add the choices to the load of this step, unless this is a recomputation."""
         if context.auxiliary is None or not context.auxiliary.counting or not self.training or chosen.is_meta:
             return
         flat = chosen.flatten()
@@ -169,19 +173,19 @@ class ExpertRouter(nn.Module):
 
 
 def _sharing(context: ForwardContext, cp: Axis) -> list[Axis]:
-    """The ranks that share a microbatch, the fastest first."""
+    """The axes whose ranks share a microbatch, the fastest first."""
     return [*([context.tp] if context.sequence else []), cp]
 
 
 def _whole(x: torch.Tensor, axes: list[Axis]) -> torch.Tensor:
-    """Values of our tokens, [t, ...], and of all ranks that share the microbatch, in the order of ranks."""
+    """Gather values of tokens, [t, ...], over the ranks that share the microbatch, in the order of ranks."""
     for axis in axes:
         x = all_gather(x, axis)
     return x
 
 
 def _own_part(whole: torch.Tensor, axes: list[Axis]) -> torch.Tensor:
-    """What `_whole` has put together, backwards."""
+    """This rank's part of a gathered tensor: the inverse of `_whole`."""
     for axis in reversed(axes):
         whole = local_shard(whole, axis)
     return whole

@@ -1,7 +1,7 @@
-"""Layers on one residual stream as a pipeline stage, with what comes before the first layer and after the last.
+"""A pipeline stage of layers on one residual stream, with an embedding before them and a head after them.
 
-What a family adds is its embedding, its head and what its batch means to the layers. Whole layers are recomputed, and
-units run with their whole weights (ZeRO 3), here, for all of them.
+A family adds its embedding, its head and the context of its batch. The recomputation of whole layers and the
+unsharding of units (ZeRO 3) are implemented here, for all families.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from mega.core.parallel.weight import ParameterFactory
 
 
 class Losses(NamedTuple):
-    """What a head makes of a batch, in the order of the stage's `head_terms` and `metrics`."""
+    """The results of a head for a batch, in the order of the stage's `head_terms` and `metrics`."""
 
     terms: tuple[Term, ...]
     metrics: tuple[Term, ...] = ()
 
 
 class TokenBatch(Batch, Protocol):
-    """One whose first stack reads `tokens`, int64 [b, s]."""
+    """A batch whose first stack reads `tokens`, int64 [b, s]."""
 
     @property
     def tokens(self) -> torch.Tensor: ...
@@ -56,13 +56,13 @@ class StackStage(nn.Module, Generic[B]):
     """The units of a model that one stage holds: "embedding", layers by number, "head", in this order.
 
         stage(batch, *cargo) -> cargo             [tokens, h], our tokens under sequence parallelism
-        last(batch, *cargo)  -> terms, metrics    or logits, where outputs are asked for
+        last(batch, *cargo)  -> terms, metrics    or logits, if outputs are requested
 
-    A family sets `head_terms` and `metrics` and writes the four methods that raise here. Its head is called with a
-    `ResidualState`, a batch and the scales of its terms, which it may use, and gives `Losses`; without a batch, logits
-    [tokens, ids of this rank].
+    A family sets `head_terms` and `metrics` and implements the four methods that raise here. Its head is called with a
+    `ResidualState`, a batch and the scales of its terms, which it may use, and returns `Losses`; without a batch it
+    returns logits [tokens, ids of this rank].
     head_terms: name of each loss of the head -> its coefficient; the losses of layers follow from the architecture.
-    with_full_params: runs a unit with its whole weights on this rank only meanwhile; None where they stay.
+    with_full_params: runs a unit with its weights unsharded (ZeRO 3); None if weights are never sharded.
     """
 
     head_terms: Mapping[str, float] = MappingProxyType({})
@@ -87,96 +87,98 @@ class StackStage(nn.Module, Generic[B]):
             self.metrics = options.objective.metrics
         elif ahead := self.architecture.output.ahead:
             self.head_terms = {**self.head_terms, **{each.loss: each.coefficient for each in ahead}}
-        own = tensors_by_unit(model)
-        self.embedding = self.build_embedding(factory.exact, own["embedding"]) if "embedding" in units else None
-        self.build_layers(factory, own)
-        self.head = self.build_head(factory.exact, own["head"]) if "head" in units else None
+        tensors = tensors_by_unit(model)
+        self.embedding = self.build_embedding(factory.exact, tensors["embedding"]) if "embedding" in units else None
+        self.build_layers(factory, tensors)
+        self.head = self.build_head(factory.exact, tensors["head"]) if "head" in units else None
         self._attach_adapters(factory)
 
     def _attach_adapters(self, factory: ParameterFactory) -> None:
-        """Where the model has any."""
+        """Attach the adapters of the model, if it has any."""
         specs = adapter_specs(self.architecture.adapters, inventory(self.model))
         attach_adapters(self, specs, factory)
         for experts in [each for each in self.modules() if isinstance(each, GroupedExperts)]:
             experts.adapt(specs)
 
-    # -- what a family writes
+    # -- the methods that a family implements or overrides
 
     def build_layers(self, factory: ParameterFactory, own: Mapping[Unit, dict[str, Tensor]]) -> None:
-        """Set what lies between embedding and head. own: the model's tensors by unit."""
+        """Create the layers between embedding and head. own: the model's tensors by unit."""
         self.layers = self.stack(factory, own, self.architecture.stacks[0])
 
     def stack(self, factory: ParameterFactory, own: Mapping[Unit, dict[str, Tensor]], stack: Stack) -> nn.ModuleList:
         """The layers of a stack that this stage holds."""
-        adapters, at = self.architecture.adapters, self.options
-        dropped = 0.0 if adapters is None else adapters.dropout
+        adapters, options = self.architecture.adapters, self.options
+        adapter_dropout = 0.0 if adapters is None else adapters.dropout
 
         def layer(number: int) -> TransformerLayer:
             value, tensors = stack.layers[number - stack.first], relative(own[number], stack.prefix(number))
-            place = LayerPlace(number, self.region, dropped, at.cp, at.experts, at.gathers_experts)
+            place = LayerPlace(
+                number, self.region, adapter_dropout, options.cp, options.experts, options.gathers_experts
+            )
             return TransformerLayer(factory, value, tensors, place)
 
         return nn.ModuleList(layer(number) for number in stack.numbers if number in self.units)
 
     def build_embedding(self, factory: ParameterFactory, tensors: dict[str, Tensor]) -> nn.Module:
-        """What is in front of the first layer."""
+        """Create the embedding in front of the first layer."""
         raise NotImplementedError
 
     def build_head(self, factory: ParameterFactory, tensors: dict[str, Tensor]) -> nn.Module:
-        """What is after the last layer."""
+        """Create the head after the last layer."""
         raise NotImplementedError
 
     def context(self, batch: B) -> ForwardContext:
-        """What `batch` means to the layers."""
+        """The context of `batch` for the layers."""
         raise NotImplementedError
 
     def embed(self, embedding: nn.Module, batch: Any, context: ForwardContext) -> torch.Tensor:
-        """What `embedding` makes of `batch`: [tokens, h], our tokens under sequence parallelism."""
+        """Apply `embedding` to `batch`: [tokens, h], our tokens under sequence parallelism."""
         raise NotImplementedError
 
     def stack_tokens(self, batch: B) -> tuple[torch.Tensor, ...]:
-        """The tokens [b, s] that each stack of the architecture reads of `batch`."""
+        """The tokens [b, s] of `batch` that each stack of the architecture reads."""
         return (batch.tokens,)
 
     # -- the stage
 
     @cached_property
     def terms(self) -> dict[str, float]:
-        """Name of each loss, of the head or of layers -> what its mean is multiplied by in the loss."""
+        """Name of each loss, of the head or of layers -> the factor of its mean in the loss of a step."""
         losses = self.architecture.auxiliary_losses
         return {**self.head_terms, **{loss.name: loss.coefficient * sum(layers) for loss, layers in losses.items()}}
 
     def split(self, batch: B, index: int, size: int) -> B:
-        """The columns of a batch that rank `index` of a context axis of `size` ranks holds, with what layers need of
-        others."""
+        """The columns of a batch for rank `index` of a context axis of `size` ranks, with the data that layers need of
+        other columns."""
         return batch.split(index, size)
 
     def weights(self, batch: B) -> Mapping[str, torch.Tensor]:
-        """As of `Stage`."""
+        """As in `Stage`."""
         losses = self.architecture.auxiliary_losses
         if not losses:
             return batch.weights
-        tokens, shards, found = self.stack_tokens(batch), self.ops.row_shards, dict(batch.weights)
+        tokens, shards, weights = self.stack_tokens(batch), self.ops.row_shards, dict(batch.weights)
         for loss, layers in losses.items():
             pairs = zip(layers, tokens, strict=True)
             weight = sum(count * divisor(loss, *ids.shape, shards=shards) for count, ids in pairs)
-            found[loss.name] = torch.full((), weight, dtype=torch.float64, device=batch.samples.device)
-        return found
+            weights[loss.name] = torch.full((), weight, dtype=torch.float64, device=batch.samples.device)
+        return weights
 
     @property
     def dropout_seed(self) -> int | None:
-        """None where nothing is dropped."""
+        """The seed of dropout; None without dropout."""
         return self.options.dropout_seed if self.training else None
 
     def cargo(self, batch: B) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of what this stage is given for `batch`."""
+        """Shapes and dtypes of the cargo that this stage receives for `batch`."""
         tokens = batch.tokens.numel() // (self.region.size if self.region.sequence else 1)
         return [((tokens, self.architecture.hidden), self.residual)]
 
     def forward(
         self, batch: B, *cargo: torch.Tensor, outputs: bool = False, scales: torch.Tensor | None = None
     ) -> StageOutput:
-        """outputs: the last stage gives what `outputs` says instead of the losses."""
+        """Run the stage. outputs: the last stage returns the result of `outputs` instead of losses."""
         sums = None if outputs else self._auxiliary_sums(scales)
         stream, *passed = self.stream(batch, sums, *cargo)
         if self.head is None:
@@ -184,15 +186,15 @@ class StackStage(nn.Module, Generic[B]):
             return StageOutput(cargo=(stream.sum(self.ops), *passed), auxiliary=auxiliary)
         if outputs:
             return StageOutput(outputs=self.outputs(stream, batch))
-        found = self._losses(stream, batch, scales, sums)
+        losses = self._losses(stream, batch, scales, sums)
         return StageOutput(
-            terms=dict(zip(self.head_terms, found.terms, strict=self.training)),
-            metrics=dict(zip(self.metrics, found.metrics, strict=True)),
+            terms=dict(zip(self.head_terms, losses.terms, strict=self.training)),
+            metrics=dict(zip(self.metrics, losses.metrics, strict=True)),
             auxiliary={} if sums is None else sums.terms(),
         )
 
     def _auxiliary_sums(self, scales: torch.Tensor | None) -> AuxiliarySums | None:
-        """What takes the losses of our layers, and counts, where the model has any."""
+        """The collector of our layers' losses and load counts; None if the model has neither."""
         if not self.architecture.auxiliary_losses and not self.architecture.mixtures:
             return None
         assert scales is not None or not torch.is_grad_enabled(), "losses of layers are scaled in the backward pass"
@@ -202,19 +204,20 @@ class StackStage(nn.Module, Generic[B]):
     def stream(
         self, batch: B, auxiliary: AuxiliarySums | None, *cargo: torch.Tensor
     ) -> tuple[ResidualState, *tuple[torch.Tensor, ...]]:
-        """The residual stream after our layers, and what goes to the next stage along with it."""
+        """The residual stream after our layers, and further tensors for the next stage."""
         context = self.context(batch)
         if auxiliary is not None:
             context = replace(context, auxiliary=auxiliary)
-        begun = cargo[0] if self.embedding is None else self.embedded(self.embedding, batch, context)
-        if torch.is_grad_enabled() and not begun.requires_grad:
-            begun.requires_grad_()  # of an embedding that is not trained; what is recomputed goes by its input
-        return (self.through(self.layers, ResidualState(begun), context),)
+        embedded = cargo[0] if self.embedding is None else self.embedded(self.embedding, batch, context)
+        if torch.is_grad_enabled() and not embedded.requires_grad:
+            # The embedding is not trained. Recomputation needs an input that requires a gradient.
+            embedded.requires_grad_()
+        return (self.through(self.layers, ResidualState(embedded), context),)
 
     def through(self, stack: nn.ModuleList, stream: ResidualState, context: ForwardContext) -> ResidualState:
-        """A stack of layers, some of which are recomputed."""
-        for which, recompute in groups(len(stack), *self.options.full_recompute):
-            layers = [stack[number] for number in which]
+        """Run a stack of layers, with recomputation as configured."""
+        for numbers, recompute in groups(len(stack), *self.options.full_recompute):
+            layers = [stack[number] for number in numbers]
             if recompute and torch.is_grad_enabled():
                 run = partial(self._from_sum, layers, context)
                 stream = ResidualState(recomputed(run, stream.sum(self.ops), self._share))
@@ -224,11 +227,11 @@ class StackStage(nn.Module, Generic[B]):
 
     @property
     def _share(self) -> Axis | None:
-        """Over which ranks what recompute keeps is shared out."""
+        """The axis over which saved inputs of recomputed layers are distributed, or None."""
         return self.region.axis if self.options.distribute_saved and not self.region.sequence else None
 
     def embedded(self, embedding: nn.Module, batch: Any, context: ForwardContext) -> torch.Tensor:
-        """As `embed`, with the whole weights here meanwhile."""
+        """As `embed`, with the weights unsharded."""
         if self.with_full_params is None:
             return self.embed(embedding, batch, context)
         return self.with_full_params(embedding, lambda _: self.embed(embedding, batch, context), batch.tokens)
@@ -242,7 +245,7 @@ class StackStage(nn.Module, Generic[B]):
         return stream
 
     def unit(self, layer: nn.Module, stream: ResidualState, context: ForwardContext) -> ResidualState:
-        """A layer, with its whole weights here meanwhile."""
+        """Run a layer with its weights unsharded."""
         assert self.with_full_params is not None
         run = partial(self._from_sum, [layer], context, unshard=False)
         return ResidualState(self.with_full_params(layer, run, stream.sum(self.ops)))
@@ -250,28 +253,28 @@ class StackStage(nn.Module, Generic[B]):
     def _from_sum(
         self, layers: Sequence[nn.Module], context: ForwardContext, x: torch.Tensor, unshard: bool = True
     ) -> torch.Tensor:
-        """Layers as a function of one tensor, for callers that run them as a unit."""
+        """Layers as a function of one tensor: recomputation and unsharding need this form."""
         return self._through(layers, ResidualState(x), context, unshard).sum(self.ops)
 
     def outputs(self, stream: ResidualState, batch: B) -> torch.Tensor:
-        """What the last stage computes of `batch` instead of losses: logits [b, s, ids of this rank]."""
-        return self.headed(stream, self._logits).unflatten(0, tuple(batch.tokens.shape))
+        """The outputs of the last stage for `batch`: logits [b, s, ids of this rank]."""
+        return self.run_head(stream, self._logits).unflatten(0, tuple(batch.tokens.shape))
 
     def _logits(self, stream: ResidualState) -> torch.Tensor:
         assert self.head is not None
         return cast(torch.Tensor, self.head(stream))
 
-    def headed(self, stream: ResidualState, run: Callable[[ResidualState], torch.Tensor]) -> torch.Tensor:
-        """`run`, which the head computes, with its whole weights here."""
+    def run_head(self, stream: ResidualState, run: Callable[[ResidualState], torch.Tensor]) -> torch.Tensor:
+        """Call `run`, which uses the head, with the head's weights unsharded."""
         assert self.head is not None
         if self.with_full_params is None:
             return run(stream)
         return self.with_full_params(self.head, lambda x: run(ResidualState(x)), stream.sum(self.ops))
 
-    def judged(
+    def head_losses(
         self, stream: ResidualState, batch: B, scales: torch.Tensor | None, auxiliary: AuxiliarySums | None
     ) -> Losses:
-        """What the head makes of the stream. auxiliary: takes the losses of layers in the head."""
+        """The losses of the head. auxiliary: collects the losses of layers inside the head."""
         assert self.head is not None
         return cast(Losses, self.head(stream, batch, scales))
 
@@ -279,27 +282,27 @@ class StackStage(nn.Module, Generic[B]):
         self, stream: ResidualState, batch: B, scales: torch.Tensor | None, auxiliary: AuxiliarySums | None
     ) -> Losses:
         if self.with_full_params is None:
-            return self.judged(stream, batch, scales, auxiliary)
-        made: list[Losses] = []  # without scales: the backward pass of a unit begins at what `run` gives
+            return self.head_losses(stream, batch, scales, auxiliary)
+        head_losses: list[Losses] = []  # no scales: the backward pass must begin at the output of `run`
 
         def run(stream: ResidualState) -> torch.Tensor:
-            made.append(self.judged(stream, batch, None, auxiliary))
-            return torch.stack([term.total for term in made[0].terms])
+            head_losses.append(self.head_losses(stream, batch, None, auxiliary))
+            return torch.stack([term.total for term in head_losses[0].terms])
 
-        totals = self.headed(stream, run).unbind()
-        terms = (Term(total, term.weight) for total, term in zip(totals, made[0].terms, strict=True))
-        return Losses(tuple(terms), made[0].metrics)
+        totals = self.run_head(stream, run).unbind()
+        terms = (Term(total, term.weight) for total, term in zip(totals, head_losses[0].terms, strict=True))
+        return Losses(tuple(terms), head_losses[0].metrics)
 
 
 def tensors_by_unit(model: ModelConfig) -> dict[Unit, dict[str, Tensor]]:
-    """The model's inventory by unit and name; a tied tensor is of each of its units."""
-    found: dict[Unit, dict[str, Tensor]] = {}
+    """The model's inventory by unit and name. A tied tensor is listed in each of its units."""
+    by_unit: dict[Unit, dict[str, Tensor]] = {}
     for tensor in inventory(model):
         for unit in tensor.units:
-            found.setdefault(unit, {})[tensor.name] = tensor
-    return found
+            by_unit.setdefault(unit, {})[tensor.name] = tensor
+    return by_unit
 
 
 def relative(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The same by names without `prefix`."""
+    """The same tensors, with `prefix` removed from their names."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""What a stage of any family is built with, in addition to its model, its units and its region."""
+"""Options of a stage of any family, in addition to its model, its units and its region."""
 
 from __future__ import annotations
 
@@ -14,30 +14,28 @@ from mega.core.parallel.experts import NO_RANKS, ExpertAxes
 from mega.core.parallel.mesh import SINGLE, Axis
 
 UnshardHook = Callable[[nn.Module, Callable[[torch.Tensor], torch.Tensor], torch.Tensor], torch.Tensor]
-"""hook(unit, run, x) -> run(x), with the whole weights of `unit` on this rank meanwhile, forward and backward."""
+"""hook(unit, run, x) -> run(x), with the weights of `unit` unsharded during forward and backward pass."""
 
 
 @dataclass(frozen=True)
 class StageOptions:
-    """dropout_seed: None switches dropout off. dropout_rule: how it is decided, of ops/counter.py.
-
-    residual: dtype of the residual stream, where it is not the weights'.
-
-    full_recompute: method and number of layers, as of `groups` in parallel/recompute.py, where whole blocks are
-    recomputed in the backward pass. distribute_saved: what they keep for that is shared out over the tensor ranks.
-
-    cp: the ranks that share sequences. experts: those that share a mixture's experts. gathers_experts: as of
-    `LayerPlace`.
-
-    objective: what a left-to-right model is trained towards; None is the next token.
-    """
+    """Options of a stage."""
 
     dropout_seed: int | None = None
+    """None switches dropout off."""
     dropout_rule: int = RULE
+    """The version of the dropout rule (ops/counter.py)."""
     residual: torch.dtype | None = None
+    """The dtype of the residual stream; None: that of the weights."""
     full_recompute: tuple[str | None, int | None] = (None, None)
+    """Recomputation of whole layers: method and number of layers, as in `groups` of parallel/recompute.py."""
     distribute_saved: bool = False
+    """Distribute the saved inputs of recomputed layers over the tensor ranks."""
     objective: Objective | None = None
+    """The training objective of a left-to-right model; None: the next token."""
     cp: Axis = SINGLE
+    """The ranks that share sequences."""
     experts: ExpertAxes = NO_RANKS
+    """The ranks that share the experts of a mixture."""
     gathers_experts: bool = False
+    """As in `LayerPlace`."""
