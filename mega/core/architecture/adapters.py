@@ -1,12 +1,14 @@
 """Low-rank adapters (LoRA; Hu et al. 2021) as logical tensors of a model: y = x W^T + scale (x A^T) B^T.
 
-With --lora-rank every tensor of the model stays as it is, and each linear of the blocks among --lora-targets gets two:
+With --lora-rank the tensors of the model are frozen, and each linear layer of the blocks in --lora-targets gets two
+more tensors:
 
-    NAME.lora_A.weight   [rank, in]    N(0, 1 / 3 in), the variance of peft's first values
-    NAME.lora_B.weight   [out, rank]   zeros, so that training begins with the model as it was
+    NAME.lora_A.weight   [rank, in]    N(0, 1 / 3 in), the variance of peft's initial values
+    NAME.lora_B.weight   [out, rank]   zeros, so that training starts from the unchanged model
 
-They are cut like their linear: the one that has its cut dimension with it, the other is whole on every tensor rank,
-whose gradient there is a part. Those of an expert are where the expert is. A family needs no code of its own for this.
+They are sharded like their linear layer. The matrix that contains the sharded dimension is sharded with it; every
+tensor rank holds the other one whole, and has a partial gradient of it. The adapters of an expert are on the ranks of
+the expert. Families need no code for adapters.
 """
 
 from __future__ import annotations
@@ -20,39 +22,39 @@ from mega.core.architecture.tensor import Cut, Init, Partial, Tensor
 from mega.core.config.sections import ModelConfig, ModelOptions
 
 DOWN, UP = "lora_A", "lora_B"
-"""What the two are called, as in peft."""
+"""The names of the two matrices, as in peft."""
 
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """One linear's adapter. scale: of its product. dropout: of its input."""
+    """The adapter of one linear layer."""
 
-    down: Tensor
-    up: Tensor
-    scale: float
-    dropout: float
+    down: Tensor  # A
+    up: Tensor  # B
+    scale: float  # factor of the output
+    dropout: float  # probability for the input
 
 
 def without_adapters(model: ModelConfig) -> ModelConfig:
-    """The model that the adapters were added to."""
+    """The model without its adapters."""
     return with_adapters(model, ModelOptions())
 
 
-def with_adapters(model: ModelConfig, of: ModelOptions) -> ModelConfig:
-    """`model` with the adapters that another one has."""
+def with_adapters(model: ModelConfig, source: ModelOptions) -> ModelConfig:
+    """`model` with the adapter options of `source`."""
     return replace(
         model,
-        lora_rank=of.lora_rank,
-        lora_alpha=of.lora_alpha,
-        lora_targets=of.lora_targets,
-        lora_dropout=of.lora_dropout,
+        lora_rank=source.lora_rank,
+        lora_alpha=source.lora_alpha,
+        lora_targets=source.lora_targets,
+        lora_dropout=source.lora_dropout,
     )
 
 
 def adapted(adapters: Adapters | None, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The tensors of a model, each adapter after the linear that it is added to.
+    """The tensors of a model, with the tensors of each adapter after the linear layer it belongs to.
 
-    Errors: ValueError naming a target that is none of its linears.
+    Errors: ValueError if a target is not a linear layer of the model.
     """
     if adapters is None:
         yield from tensors
@@ -68,30 +70,30 @@ def adapted(adapters: Adapters | None, tensors: Iterable[Tensor]) -> Iterator[Te
 
 
 def adapter_specs(adapters: Adapters | None, tensors: Iterable[Tensor]) -> dict[str, AdapterSpec]:
-    """Name of a linear's weight -> its adapter. tensors: of `adapted`."""
+    """Name of a linear layer's weight -> its adapter. tensors: from `adapted`."""
     if adapters is None:
         return {}
     by_name = {tensor.name: tensor for tensor in tensors}
-    found = {}
+    specs = {}
     for name, up in by_name.items():
         if name.endswith(f".{UP}.weight"):
             stem = name.removesuffix(f"{UP}.weight")
-            found[f"{stem}weight"] = AdapterSpec(by_name[f"{stem}{DOWN}.weight"], up, adapters.scale, adapters.dropout)
-    return found
+            specs[f"{stem}weight"] = AdapterSpec(by_name[f"{stem}{DOWN}.weight"], up, adapters.scale, adapters.dropout)
+    return specs
 
 
 def linear_names(tensors: Iterable[Tensor]) -> list[str]:
-    """What the linears of a block are called, once each."""
+    """The names of the linear layers in blocks, once each."""
     return list(dict.fromkeys(_linear(tensor) for tensor in tensors if _is_linear(tensor)))
 
 
 def _is_linear(tensor: Tensor) -> bool:
-    """A matrix of a block that tensor ranks share."""
+    """Whether a tensor is a matrix of a block that tensor ranks shard."""
     return len(tensor.shape) == 2 and isinstance(tensor.units[0], int) and tensor.cut() is not None
 
 
 def _linear(tensor: Tensor) -> str:
-    """What a linear is called within its block: q_proj."""
+    """The name of a linear layer within its block, for example q_proj."""
     return tensor.name.split(".")[-2]
 
 
@@ -101,6 +103,6 @@ def _pair(base: Tensor, rank: int) -> Iterator[Tensor]:
     rows, columns = ((cut,), ()) if cut.dim == 0 else ((), (Cut(1, cut.axis, cut.parts),))
     down, up = (f"{stem}{DOWN}.weight", (rank, ins), columns), (f"{stem}{UP}.weight", (outs, rank), rows)
     for (name, shape, cuts), init in ((down, Init(std=1 / sqrt(3 * ins))), (up, Init())):
-        # Ranks that hold a copy have seen their own outputs, or their own inputs, only.
+        # A replicated matrix is multiplied with each rank's own outputs (or inputs), so each gradient is partial.
         partial: tuple[Partial, ...] = () if cuts else ("tp",)
         yield replace(base, name=name, shape=shape, init=init, cuts=cuts, partial=partial)

@@ -1,13 +1,13 @@
-"""What one layer is, as values: branches on a residual stream, each a mixer with its norms.
+"""The architecture of one layer as values: branches on a residual stream, each a mixer with its norms.
 
     Layer(branches=(
         Branch(mixer=Attention(heads=32, kv_heads=8, head_dim=128, ...), before=Norm("input_layernorm", ...), ...),
         Branch(mixer=Dense(width=14336, gated=True, activation="silu", ...), before=Norm(...), ...),
     ))
 
-A family builds these from a model's options; the logical tensors, the modules, the estimate and the converters read
-them. Names are relative to the layer. Nothing here is None because it has yet to be derived: None always means "the
-layer has no such part". No torch, no ranks, no options.
+A family creates these values from a model's options; the logical tensors, the modules, the estimate and the converters
+read them. Names are relative to the layer. All values are final: None always means that the layer does not have the
+part. No torch, no ranks, no options.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ class Norm:
     """LayerNorm (with a bias) or RMSNorm over the last dim."""
 
     name: str
-    """What its tensors are called."""
+    """The prefix of its tensors' names."""
     kind: Literal["layernorm", "rmsnorm"]
     width: int
     eps: float
     offset: bool
-    """Whether the stored weight is one less than the factor that it stands for."""
+    """Whether the stored weight is the factor minus 1 (Gemma)."""
     rounds_last: bool = False
-    """Whether an RMSNorm is rounded to the dtype after the factor (OLMo 2), not before it; with an offset always."""
+    """Whether an RMSNorm is rounded to the dtype after multiplication by the weight (OLMo 2; always with `offset`)."""
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How Llama 3.1 scales slow rotary frequencies; see ops/rotary.py."""
+    """The scaling of low rotary frequencies in Llama 3.1; see ops/rotary.py."""
 
-    factor: float
-    low: float
-    high: float
-    original: int
+    factor: float  # divisor of the lowest frequencies
+    low: float  # frequencies with fewer rotations than this over `original` positions are divided
+    high: float  # frequencies with more rotations are unchanged
+    original: int  # positions before the scaling
 
 
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling:
-    """How YaRN scales rotary frequencies (Peng et al. 2023); see ops/rotary.py."""
+    """The scaling of rotary frequencies in YaRN (Peng et al. 2023); see ops/rotary.py."""
 
     factor: float
     original: int
@@ -53,22 +53,23 @@ class YarnScaling:
     beta_fast: float
     beta_slow: float
     truncate: bool
-    """Whether the first and last frequency that are interpolated in part are rounded outwards."""
+    """Whether the bounds of the partially interpolated frequencies are rounded outwards to integers."""
     magnitude: float
-    """What cosines and sines are multiplied by."""
+    """Factor of cosines and sines."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LongScaling:
-    """How LongRoPE scales rotary frequencies (Ding et al. 2024): each is divided by a factor of its own."""
+    """The scaling of rotary frequencies in LongRoPE (Ding et al. 2024): each frequency has its own divisor."""
 
     short: tuple[float, ...]
-    """Factors for rows of at most `original` tokens."""
+    """Divisors for rows of at most `original` tokens."""
     long: tuple[float, ...]
-    """Factors for longer rows."""
+    """Divisors for longer rows."""
     original: int
+    """Positions before the scaling."""
     magnitude: float
-    """What cosines and sines are multiplied by."""
+    """Factor of cosines and sines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +78,9 @@ class Rope:
 
     base: float
     width: int
-    """Channels of each head that rotate."""
+    """Channels of each head that are rotated."""
     interpolation: float = 1.0
-    """What positions are divided by."""
+    """Divisor of positions."""
     scaling: RopeScaling | YarnScaling | LongScaling | None = None
 
 
@@ -88,20 +89,20 @@ class AuxiliaryLoss:
     """A loss that a mixer adds to that of the model's head, such as one that balances the load of experts."""
 
     name: str
-    """What the log calls it. Mixers that share the name share one figure: its mean over their layers."""
+    """The name in the log. For mixers with the same name the log has one value, the mean over their layers."""
     coefficient: float
-    """What the loss of each layer is multiplied by."""
+    """Factor of each layer's loss."""
     mean_over: Literal["tokens", "sequences", "microbatches"]
-    """What its total is divided by: the tokens that the layer reads in the global batch, padding included, its
-    sequences, or the number of microbatches of all data ranks, which alone depends on the micro batch size."""
+    """The divisor of its total over the global batch: the tokens that the layer reads (with padding), the sequences, or
+    the microbatches of all data ranks. Only the last depends on the micro batch size."""
 
 
 class _Mixer:
-    """What all mixers have."""
+    """Base class of mixers."""
 
     @property
     def auxiliary_losses(self) -> tuple[AuxiliaryLoss, ...]:
-        """Each of them is computed once in a forward pass of the mixer's module."""
+        """The losses that the mixer's module computes, once in each forward pass."""
         return ()
 
 
@@ -110,42 +111,44 @@ class Attention(_Mixer):
     """Attention with grouped heads (Ainslie et al. 2023)."""
 
     name: str
-    """What its linears' names begin with."""
+    """The prefix of its linear layers' names."""
     site: str
-    """Names its dropout; hashed into the masks, so that another name is another mask."""
+    """The name of its dropout. It is hashed into the masks, so a different name gives different masks."""
     heads: int
     kv_heads: int
     head_dim: int
     qkv_bias: bool
     out_bias: bool
     source: Literal["self", "memory", "neighbours", "reader"]
-    """Where keys and values come from: the layer's own tokens; what another stack made of its tokens; what an encoder
-    made of the neighbours of a token's chunk; or, in that encoder, the chunk whose neighbour it reads."""
+    """The source of keys and values: "self", the layer's own tokens; "memory", the output of another stack;
+    "neighbours", the encoded neighbours of a token's chunk; "reader", in that encoder, the chunk of the text."""
     causal: bool
-    """Whether a token sees only those before it."""
+    """Whether a token attends only to itself and earlier tokens."""
     padding: Literal["masked", "uniform", "zero"]
-    """Padding of an encoder's rows: masked as keys of tokens and of the memory; or seen by those who attend to the
-    memory, as in Megatron-LM 23.06 to core 0.5, where padding itself attends to all columns evenly (uniform: its
-    softmax in torch) or to none (zero: its fused softmax)."""
+    """Padding in an encoder's rows. "masked": it is masked in self-attention and in the memory. The other values are
+    Megatron-LM 23.06 to core 0.5, where padding in the memory is visible; as queries, padding tokens attend uniformly
+    to all columns ("uniform": its softmax in torch) or to none ("zero": its fused softmax)."""
     window: int | None
-    """How many tokens a token sees, itself included, on the sides that it sees."""
+    """The number of tokens, itself included, that a token attends to in each direction; None: unlimited."""
     rope: Rope | None
     q_norm: Norm | None
-    """Of each head, or, where it is as wide as all heads together, over the whole projection."""
+    """A norm of each head, or of the whole projection if its width is that of all heads together."""
     k_norm: Norm | None
+    """As `q_norm`."""
     dropout: float
+    """Probability for attention weights."""
     score_multiplier: float = 1.0
-    """What scores are multiplied by in addition to 1 / sqrt(head_dim)."""
+    """Factor of scores in addition to 1 / sqrt(head_dim)."""
     softcap: float | None = None
     """Scores s become softcap x tanh(s / softcap) before the softmax (Gemma 2)."""
 
     @property
     def width(self) -> int:
-        """Of the queries, and of what the heads give."""
+        """Channels of all heads together: the width of the queries and of the output."""
         return self.heads * self.head_dim
 
     def most_keys(self, length: int) -> int:
-        """The most of `length` keys that one token sees, had it the whole row on the sides that it sees."""
+        """The largest number of `length` keys that any token attends to."""
         if self.window is None:
             return length
         return min(length, self.window if self.causal else 2 * self.window - 1)
@@ -153,12 +156,13 @@ class Attention(_Mixer):
 
 @dataclass(frozen=True, kw_only=True)
 class Dense(_Mixer):
-    """A feed-forward network: to the wide layer, activation, and back. Gated (Shazeer 2020): activation(gate) x up."""
+    """A feed-forward network: up, activation, down. Gated (Shazeer 2020): activation(gate) x up."""
 
     name: str
     site: str
-    """As of `Attention`."""
+    """As in `Attention`."""
     width: int
+    """Channels of the hidden layer."""
     activation: Activation
     gated: bool
     bias: bool
@@ -166,40 +170,42 @@ class Dense(_Mixer):
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """Groups of experts, of which a token chooses some before it chooses experts in them (DeepSeek-V3, 2024)."""
+    """Groups of experts: a token first chooses groups, then experts within them (DeepSeek-V3, 2024)."""
 
     count: int
     chosen: int
     best: int
-    """A group's score is the sum of its best scores, as many as this."""
+    """The score of a group is the sum of its `best` largest scores."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Router:
-    """How the experts of a token are chosen, and what their outputs are multiplied by."""
+    """The choice of experts for each token, and the factors of their outputs."""
 
     score: Literal["softmax", "sigmoid", "sqrt-softplus"]
-    """What is made of the logits."""
+    """The function from logits to scores."""
     normalize: bool
-    """Whether the scores of the chosen add up to 1. Of softmax else they are those over all experts."""
+    """Whether the scores of the chosen experts are normalized to sum to 1. If not, softmax is over all experts."""
     scale: float
+    """Factor of the probabilities."""
     choice: Literal["largest", "sinkhorn", "quantile"]
-    """How experts are chosen: the largest scores, or such that their load over a microbatch is even."""
+    """The rule of choice: "largest" scores, or one that balances the load over a microbatch."""
     groups: ExpertGroups | None
     bias: bool
-    """Of the router's linear."""
+    """Whether the router's linear layer has a bias."""
     balance_rate: float | None
-    """How much a step changes the bias that balances the load, which the choice alone reads; None without one."""
+    """The change per step of the bias that balances the load. Only the choice reads this bias. None: no such bias."""
     quantile_ema: float
-    """Of `quantile`: the share of the thresholds of the experts that a step keeps."""
+    """For the choice "quantile": the decay of the moving average of the experts' thresholds."""
     dtype: Literal["fp32", "fp64"] | None
-    """Of its linear, the probabilities and the weighted sum; None is that of the activations."""
+    """The dtype of its linear layer, the probabilities and the weighted sum; None: that of the activations."""
     jitter: float
+    """The router's input is multiplied by random factors in [1 - jitter, 1 + jitter]."""
     losses: tuple[AuxiliaryLoss, ...]
 
     @property
     def counts(self) -> bool:
-        """Whether the choice reads a bias of each expert that a step sets by what it has counted."""
+        """Whether the choice reads a bias for each expert that is set from counts at each step."""
         return self.balance_rate is not None or self.choice == "quantile"
 
     def loss(self, name: str) -> AuxiliaryLoss | None:
@@ -208,31 +214,32 @@ class Router:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertCapacity:
-    """How many tokens of a microbatch an expert takes at most, and which."""
+    """The largest number of tokens of a microbatch for each expert."""
 
     factor: float
-    """Times its even share."""
+    """The limit, as a multiple of the even share."""
     policy: Literal["probs", "position"]
-    """Which it keeps: those of largest probability, or the first."""
+    """The tokens that are kept: those with the largest probability, or the first ones."""
     padded: bool
-    """Whether it gets exactly that many rows."""
+    """Whether rows are padded so that each expert gets exactly the limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experts(_Mixer):
-    """Feed-forward networks of which each token passes those that a router chooses (Shazeer et al. 2017)."""
+    """A mixture of feed-forward networks; a router chooses some of them for each token (Shazeer et al. 2017)."""
 
     name: str
     site: str
-    """As of `Attention`."""
+    """As in `Attention`."""
     count: int
     chosen: int
+    """The number of experts for each token."""
     expert: Dense
-    """What each of them is; its name follows the number of the expert."""
+    """Each expert; its tensors are named NAME.NUMBER."""
     shared: Dense | None
-    """One that every token passes in addition."""
+    """An additional network that is applied to every token."""
     shared_gate: bool
-    """Whether its output is multiplied by the sigmoid of a linear of its input."""
+    """Whether its output is multiplied by a gate: the sigmoid of a linear function of its input."""
     router: Router
     capacity: ExpertCapacity | None
     """None: no token is dropped."""
@@ -244,31 +251,33 @@ class Experts(_Mixer):
 
 @dataclass(frozen=True, kw_only=True)
 class NeighbourAttention(_Mixer):
-    """Chunked cross attention (Borgeaud et al. 2022): the text is cut into chunks, each of which has neighbours, other
-    texts. From the last token of a chunk to the last but one of the next, tokens attend to the neighbours of that
-    chunk; those before get nothing."""
+    """Chunked cross attention (Borgeaud et al. 2022).
+
+    The text is split into chunks, and each chunk has neighbours: retrieved texts. The last token of a chunk, and all
+    but the last token of the next chunk, attend to its neighbours. Tokens before the last token of the first chunk
+    attend to nothing.
+    """
 
     attention: Attention
     chunk: int
-    """Tokens of one."""
+    """Tokens of a chunk."""
     neighbours: int
-    """Of each chunk."""
+    """Neighbours of each chunk."""
     width: int
     """Tokens of a neighbour."""
     encoder: tuple[Layer, ...]
-    """Layers that read the neighbours first, each by itself, and of the text its chunk; () where those of an earlier
-    layer have done so."""
+    """Layers that encode each neighbour first, with attention to its chunk; () if an earlier layer has the encoder."""
     prefix: str
-    """What the names of the encoder's tensors begin with."""
+    """The prefix of the names of the encoder's tensors."""
 
     @property
     def site(self) -> str:
-        """Names the branch's dropout."""
+        """The name of the branch's dropout."""
         return self.attention.site
 
 
 Mixer = Attention | Dense | Experts | NeighbourAttention
-"""What a branch computes of its input."""
+"""The function that a branch computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,11 +297,11 @@ class Branch:
     after: Norm | None
     after_of: Literal["sum", "branch"]
     onto: Literal["stream", "normed"]
-    """What the branch is added to: its input, or the norm of it."""
+    """The tensor that the branch is added to: the stream, or its norm."""
     dropout: float
-    """Of the branch before it is added."""
+    """Probability for the branch's output."""
     multiplier: float = 1.0
-    """What the branch is multiplied by before it is added."""
+    """Factor of the branch's output."""
 
     def __post_init__(self) -> None:
         forms = {
@@ -309,19 +318,19 @@ class Branch:
 
     @property
     def site(self) -> str:
-        """Names the branch's dropout."""
+        """The name of the branch's dropout."""
         return f"{self.mixer.site}_out"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Branches, one after the other, or all of the same stream."""
+    """Branches that run one after the other, or in parallel on the same stream."""
 
     branches: tuple[Branch, ...]
     parallel: bool = False
-    """Whether all branches read the layer's input and are added up (GPT-J, GPT-NeoX)."""
+    """Whether all branches read the layer's input, and their outputs are summed (GPT-J, GPT-NeoX)."""
     before: Norm | None = None
-    """A norm of the layer's input that all parallel branches read, which have none before them then (GPT-J)."""
+    """A norm of the layer's input that all parallel branches share, instead of norms of their own (GPT-J)."""
 
     def __post_init__(self) -> None:
         bare = any(branch.before is None and branch.after is None for branch in self.branches)
@@ -330,7 +339,7 @@ class Layer:
 
     @property
     def auxiliary_losses(self) -> tuple[AuxiliaryLoss, ...]:
-        """Of all its mixers; a loss that several compute stands there several times."""
+        """The losses of all its mixers. A loss that several mixers compute is listed several times."""
         return tuple(loss for branch in self.branches for loss in branch.mixer.auxiliary_losses)
 
     @property
@@ -339,17 +348,17 @@ class Layer:
 
     @property
     def attention(self) -> Attention:
-        """Its attention to its own tokens."""
+        """Its self-attention."""
         return next(attention for attention in self.attentions if attention.source == "self")
 
     @property
     def neighbours(self) -> NeighbourAttention | None:
-        """What reads neighbours, where it does."""
+        """Its attention to neighbours, or None."""
         return next((branch.mixer for branch in self.branches if isinstance(branch.mixer, NeighbourAttention)), None)
 
     @property
     def experts(self) -> Experts | None:
-        """Its mixture of experts, where it has one."""
+        """Its mixture of experts, or None."""
         return next((branch.mixer for branch in self.branches if isinstance(branch.mixer, Experts)), None)
 
     @property
@@ -362,7 +371,7 @@ class Layer:
 
     @property
     def shared(self) -> dict[str, int]:
-        """What tensor ranks share equally, by the option's name."""
+        """The dimensions that the number of tensor ranks must divide, by option name."""
         attention = self.attention
         return {"heads": attention.heads, "kv_heads": attention.kv_heads, "ffn": self.feed_forward.width}
 
@@ -374,5 +383,5 @@ class Layer:
 
     @property
     def norm_placement(self) -> Literal["pre", "post"]:
-        """Whether its norms stand before its branches or after them."""
+        """Whether its norms are before its branches or after them."""
         return "post" if self.branches[0].before is None and self.before is None else "pre"

@@ -1,9 +1,10 @@
-"""What a whole model is, as values: an input, stacks of layers one after the other, an output.
+"""The architecture of a whole model as values: an input, stacks of layers one after the other, an output.
 
     Architecture(hidden=4096, input=Input(vocab=32000, ...), stacks=(Stack(layers=(Layer(...), ...)),), output=...)
 
-Layers are numbered through all stacks. A unit is what one pipeline stage holds whole: a layer, by its number, or an end
-of a stack by its name; with one stack "embedding", 0, 1, ..., "head". No torch, no ranks, no options.
+Layers are numbered through all stacks. A unit is a part that one pipeline stage holds whole: a layer, identified by its
+number, or an end of a stack, identified by its name. The units of a model with one stack are "embedding", 0, 1, ...,
+"head". No torch, no ranks, no options.
 """
 
 from __future__ import annotations
@@ -18,29 +19,29 @@ from mega.core.architecture.tensor import Tensor, Unit, padded
 
 @dataclass(frozen=True, kw_only=True)
 class Input:
-    """How ids become the residual stream: rows of tables, added up."""
+    """The embedding: the sum of rows of tables."""
 
     vocab: int
-    """True rows of the table of tokens."""
+    """Rows of the table of tokens, without padding."""
     vocab_multiple: int
     """The table is padded to a multiple of this times the tensor ranks."""
     scale: float
-    """What token rows are multiplied by."""
+    """Factor of token rows."""
     rounds_scale: bool
-    """Whether that is rounded to the dtype of the rows first."""
+    """Whether the factor is rounded to the dtype of the rows first."""
     learned_positions: int
-    """Rows of a learned table of positions; 0 is none."""
+    """Rows of a learned table of positions; 0: no table."""
     learned_from: int
     """The row of the first position."""
     sinusoid_from: int | None
-    """Number of the first sinusoidal position; None without sinusoids."""
+    """Number of the first sinusoidal position; None: no sinusoidal positions."""
     types: int
-    """Rows of a table for the parts of a row; 0 is none."""
+    """Rows of a table of token types (segments of a row); 0: no table."""
     norm: Norm | None
     dropout: float
 
     def rows(self, tp: int) -> int:
-        """Rows of the table of tokens, padding included, on all of `tp` tensor ranks together."""
+        """Rows of the table of tokens, with padding, over all `tp` tensor ranks together."""
         return padded(self.vocab, tp, self.vocab_multiple)
 
 
@@ -49,42 +50,42 @@ class Stack:
     """Layers on one residual stream."""
 
     name: str
-    """What the names of its tensors begin with."""
+    """The prefix of its tensors' names."""
     opens: str
-    """The unit in front of its first layer, which embeds its tokens."""
+    """The unit in front of its first layer, which holds its embedding."""
     first: int
     """The number of its first layer."""
     layers: tuple[Layer, ...]
     norm: Norm | None
-    """Of the stream after the last layer; it belongs to the unit that follows."""
+    """The norm after the last layer. It belongs to the unit that follows."""
 
     @property
     def numbers(self) -> range:
-        """Of its layers, counted through all stacks."""
+        """The numbers of its layers, counted through all stacks."""
         return range(self.first, self.first + len(self.layers))
 
     def prefix(self, number: int) -> str:
-        """What the names of layer `number`'s tensors begin with."""
+        """The prefix of the names of layer `number`'s tensors."""
         return f"{self.name}.layers.{number - self.first}."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Words:
-    """Logits of the vocabulary."""
+    """The output for tokens: logits over the vocabulary."""
 
     tied: bool
-    """Whether the output matrix is the input's table."""
+    """Whether the output matrix is the embedding table."""
     bias: bool
     transform: Transform | None
     divisor: float = 1.0
-    """What logits are divided by."""
+    """Divisor of logits."""
     softcap: float | None = None
     """Logits l, after the division, become softcap x tanh(l / softcap) (Gemma 2)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transform:
-    """A dense layer, an activation and a norm before the output matrix, as BERT has them."""
+    """A dense layer, an activation and a norm before the output matrix, as in BERT."""
 
     activation: Activation
     norm: Norm
@@ -92,67 +93,73 @@ class Transform:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """What is computed of each row as a whole, from its pooled first token."""
+    """The output for whole rows, computed from the pooled first token."""
 
     name: str
     classes: int
     """Outputs of a row."""
     choices: int
-    """Rows of which one is chosen by its only output; 1: each row is classified by itself."""
+    """Multiple choice: the number of rows among which one is chosen, by a single output each; 1: each row is classified
+    by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ahead:
-    """What predicts one token further: a layer that reads the stream so far and the embedding of the token before that
-    one, each normed, joined by a linear (DeepSeek-V3, section 2.2)."""
+    """A layer that predicts one token later than the previous prediction (DeepSeek-V3, section 2.2).
+
+    A linear layer joins the norms of the previous stream and of the embedding of the previously predicted token.
+    """
 
     name: str
-    """What its tensors' names begin with."""
+    """The prefix of its tensors' names."""
     token_norm: Norm
+    """The norm of the embedding."""
     stream_norm: Norm
+    """The norm of the previous stream."""
     layer: Layer
     norm: Norm
+    """The norm of the output."""
     loss: str
-    """What the log calls its loss."""
+    """The name of its loss in the log."""
     coefficient: float
-    """What the loss is multiplied by."""
+    """Factor of its loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """What is made of the last stack's stream."""
+    """The outputs computed from the stream of the last stack."""
 
     words: Words | None
     ahead: tuple[Ahead, ...] = ()
-    """For tokens after the next one, each on the stream of the one before."""
+    """Layers for tokens after the next one; each reads the stream of the previous one."""
     pooler: bool
-    """Whether the first token of a row passes a dense layer and tanh."""
+    """Whether a dense layer and tanh are applied to the first token of a row."""
     rows: Rows | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adapters:
-    """Low-rank adapters (Hu et al. 2021) of a model's linears."""
+    """Low-rank adapters (Hu et al. 2021) of a model's linear layers."""
 
     rank: int
     alpha: float
     targets: tuple[str, ...]
-    """Names of the linears that have one; () is all."""
+    """Names of the linear layers that have one; (): all."""
     dropout: float
-    """Of their inputs."""
+    """Probability for their inputs."""
 
     @property
     def scale(self) -> float:
-        """What the product of the two matrices is multiplied by."""
+        """Factor of the product of the two matrices."""
         return self.alpha / self.rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A model: everything that decides its tensors and its mathematics."""
+    """A model: everything that determines its tensors and its mathematics."""
 
     family: str
-    """Named in messages and on disk. Code that depends on it belongs in core/family.py."""
+    """The name in messages and on disk. Code that depends on it belongs in core/family.py."""
     hidden: int
     """Width of the residual stream."""
     positions: int
@@ -163,30 +170,30 @@ class Architecture:
     init_std: float
     """Standard deviation of the initial values of matrices and tables."""
     out_std: float
-    """The same of the linears that end a branch."""
+    """The same for the last linear layers of branches."""
     adapters: Adapters | None
     extra: tuple[Tensor, ...] = ()
-    """Tensors that a family adds to those of the parts above."""
+    """Tensors of a family in addition to those of the parts above."""
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
-        """Of all stacks."""
+        """The layers of all stacks."""
         return tuple(layer for stack in self.stacks for layer in stack.layers)
 
     @property
     def block(self) -> Layer:
-        """Its first layer: where all are alike, as in most models, what each of them is."""
+        """Its first layer, which represents all layers in models whose layers are equal."""
         return self.layers[0]
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """In the order of the forward pass."""
-        opened: Iterator[Unit] = (unit for stack in self.stacks for unit in (stack.opens, *stack.numbers))
-        return *opened, "head"
+        """Its units in the order of the forward pass."""
+        stack_units: Iterator[Unit] = (unit for stack in self.stacks for unit in (stack.opens, *stack.numbers))
+        return *stack_units, "head"
 
     @property
     def attentions(self) -> Iterator[Attention]:
-        """Of all layers that differ, in order."""
+        """The attentions of all distinct layers, in order."""
         return (attention for layer in dict.fromkeys(self.layers) for attention in layer.attentions)
 
     @cached_property
@@ -203,43 +210,43 @@ class Architecture:
 
     @cached_property
     def encoder(self) -> tuple[Layer, ...]:
-        """The layers that read neighbours of the text; () where none do."""
+        """The layers of the encoder of neighbours; () without one."""
         first = self.layers[self.reading[0]].neighbours if self.reading else None
         return () if first is None else first.encoder
 
     @property
     def long_from(self) -> int | None:
-        """Tokens beyond which a text has LongRoPE's long factors; None where no text has them, or no others."""
+        """The number of tokens above which LongRoPE's long factors apply; None if one set of factors always applies."""
         scalings = [rope.scaling for rope in self.ropes if isinstance(rope.scaling, LongScaling)]
         return scalings[0].original if scalings and scalings[0].original < self.positions else None
 
     @cached_property
     def auxiliary_losses(self) -> dict[AuxiliaryLoss, tuple[int, ...]]:
-        """The losses of its layers -> how many mixers of each stack compute it.
+        """Loss of its layers -> the number of mixers in each stack that compute it.
 
-        Errors: ValueError where two that differ share a name.
+        Errors: ValueError if two different losses have the same name.
         """
         by_stack = [[loss for layer in stack.layers for loss in layer.auxiliary_losses] for stack in self.stacks]
         by_stack[-1] += [loss for each in self.output.ahead for loss in each.layer.auxiliary_losses]
-        found = {loss: tuple(losses.count(loss) for losses in by_stack) for losses in by_stack for loss in losses}
-        names = [loss.name for loss in found]
+        counts = {loss: tuple(losses.count(loss) for losses in by_stack) for losses in by_stack for loss in losses}
+        names = [loss.name for loss in counts]
         if repeated := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"--family {self.family}: layers have different losses of the name {repeated[0]}")
-        return found
+        return counts
 
     @cached_property
     def mixtures(self) -> tuple[Experts, ...]:
-        """The mixtures of experts of all layers that differ, in order."""
+        """The mixtures of experts of all distinct layers, in order."""
         return tuple(layer.experts for layer in dict.fromkeys(self.layers) if layer.experts is not None)
 
     @property
     def training_losses(self) -> tuple[str, ...]:
-        """Names of the losses that only training computes."""
+        """The names of the losses that are computed in training only."""
         return *(loss.name for loss in self.auxiliary_losses), *(each.loss for each in self.output.ahead)
 
     @cached_property
     def drops(self) -> bool:
-        """Whether anything is random in training."""
+        """Whether training uses random numbers (dropout or jitter)."""
         rates = [self.input.dropout, 0.0 if self.adapters is None else self.adapters.dropout]
         layers = dict.fromkeys((*self.layers, *self.encoder))
         rates += [branch.dropout for layer in layers for branch in layer.branches]
@@ -249,10 +256,9 @@ class Architecture:
 
     @property
     def cached(self) -> Attention:
-        """The attention of any layer of a model that continues text: all keep keys and values of one shape, and have
-        one soft cap.
+        """The attention that determines the shape of the key/value cache: the same for all layers, with one soft cap.
 
-        Errors: ValueError where they do not.
+        Errors: ValueError if layers differ in it.
         """
         shapes = {(each.heads, each.kv_heads, each.head_dim, each.softcap): each for each in self.attentions}
         if len(shapes) != 1:
@@ -263,7 +269,7 @@ class Architecture:
 
     @property
     def tied(self) -> bool:
-        """Whether the table of tokens is the output matrix too."""
+        """Whether the table of tokens is also the output matrix."""
         return self.output.words is not None and self.output.words.tied
 
     def ends(self, stack: Stack) -> str:

@@ -1,4 +1,4 @@
-"""What is known of one logical tensor. It refuses to know torch, ranks, and how layers fuse tensors."""
+"""The description of one logical tensor. Knows no torch, no ranks, and not how layers fuse tensors."""
 
 from __future__ import annotations
 
@@ -10,30 +10,28 @@ Unit = int | str
 """A part of the model that one pipeline stage holds whole: a layer's number, or a name such as "embedding"."""
 
 Partial = Literal["tp", "sequence"]
-"""Axes over which a rank's gradient is only a part of the whole: "tp" always (norms of a rank's own heads),
-"sequence" when the tensor ranks split the sequence (norms and row biases see only their tokens)."""
+"""When the gradient on a tensor rank is partial: "tp" always (norms of a rank's own heads), "sequence" if the tensor
+ranks split the sequence (norms and row biases then get the gradient of the rank's own tokens)."""
 
 TENSOR_AXES = {"dp": "tp", "edp": "etp"}
-"""Data axis of a tensor -> the axis of the tensor ranks that cut it or hold copies."""
+"""Data axis of a tensor -> the axis of the tensor ranks that shard or replicate it."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """`dim` is shared out over `axis` in equal runs of whole parts (heads, columns, vocabulary rows).
-
-    multiple: 0 if `parts` must divide by the axis; else the dim is first padded to a multiple of
-        `multiple x axis size`, and ranks at the end hold padding.
-    """
+    """`dim` is sharded over `axis` in equal runs of whole parts (heads, columns, vocabulary rows)."""
 
     dim: int
     axis: str
     parts: int
     multiple: int = 0
+    """0: the axis size must divide `parts`. Otherwise the dim is first padded to a multiple of `multiple x axis size`,
+    and the last ranks hold padding."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """One of `count` tensors alike that an axis shares out whole, in equal runs: an expert's."""
+    """The number of a tensor among `count` equal ones that are distributed whole over an axis: those of experts."""
 
     axis: str
     index: int
@@ -50,46 +48,48 @@ class Init:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One logical tensor. Several units mean one tensor used several times (tied embeddings).
-
-    data: the data axis: the ranks that hold copies of it and see other tokens, over which its gradient is summed ("dp",
-        or "edp" for an expert's). trainable: whether it gets gradients; what does not has no bucket, no moments and no
-        masters. share: of the tokens that its layer reads, how many it is multiplied with (an expert's: those that
-        choose it). member: of a tensor of one expert of several. counted: it has no gradient; a step sets it by what it
-        has counted, in fp32 at least, and checkpoints hold it as they hold what is trained.
-    """
+    """One logical tensor."""
 
     name: str
     shape: tuple[int, ...]
     units: tuple[Unit, ...]
+    """The units that use it; several for a tied tensor."""
     init: Init
     cuts: tuple[Cut, ...] = ()
-    """Each along a dim and an axis of its own."""
+    """How it is sharded. Each cut has a different dim and a different axis."""
     partial: tuple[Partial, ...] = ()
+    """When the gradient on a tensor rank is partial."""
     data: str = "dp"
+    """The data axis, over which its gradient is summed: ranks that hold copies of it and have different tokens ("edp"
+    for a tensor of an expert)."""
     trainable: bool = True
+    """Whether it gets gradients. A frozen tensor has no bucket, no moments and no master copy."""
     share: float = 1.0
+    """The fraction of its layer's tokens that it is multiplied with (experts: the tokens that choose it)."""
     member: Member | None = None
+    """Set for a tensor of one of several experts."""
     counted: bool = False
+    """The tensor has no gradient: each step sets it from counts, in fp32 at least. Checkpoints store it like trained
+    tensors."""
 
     @property
     def learned(self) -> bool:
-        """Whether a gradient changes it."""
+        """Whether gradients update it."""
         return self.trainable and not self.counted
 
     @property
     def tensor_axis(self) -> str:
-        """The axis of the tensor ranks that share it."""
+        """The axis of the tensor ranks that shard or replicate it."""
         return TENSOR_AXES[self.data]
 
     @property
     def decays(self) -> bool:
-        """Megatron's rule: neither biases nor one-dimensional tensors decay."""
+        """Whether weight decay applies. As in Megatron, biases and other one-dimensional tensors do not decay."""
         return len(self.shape) > 1
 
     @property
     def hidden_matrix(self) -> bool:
-        """Whether it is a matrix of a layer, and not of the embedding, the output or a head."""
+        """Whether it is a matrix of a layer (not of the embedding, the output or a head)."""
         return len(self.shape) == 2 and all(isinstance(unit, int) for unit in self.units)
 
     @property
@@ -97,7 +97,7 @@ class Tensor:
         return prod(self.shape)
 
     def cut(self) -> Cut | None:
-        """How its tensor ranks cut it; None where each of them holds it whole."""
+        """How its tensor ranks shard it; None if each of them holds it whole."""
         return next((cut for cut in self.cuts if cut.axis == self.tensor_axis), None)
 
 

@@ -1,8 +1,9 @@
-"""Every LOGICAL tensor of a model, once, by one walk over its architecture: name, shape, cuts, initial values, units.
+"""Every logical tensor of a model, once, from one walk over its architecture: name, shape, cuts, initial values, units.
 
-Names are Hugging Face's Llama names where Llama has the tensor. Weights are [out, in]. The walk goes from the first
-stack's tables to the output, within a layer from its first branch to its last. Read by everything that must agree about
-a model: layers, initialisation, gradient norms and reductions, optimizer spans, checkpoints, converters, the estimate.
+Tensors that Llama has, have Hugging Face's names for Llama. Weights are [out, in]. The walk goes from the tables of the
+first stack to the output, and within a layer from the first branch to the last. All code that must agree about a model
+reads these tensors: layers, initialisation, gradient norms and reductions, optimizer spans, checkpoints, converters,
+the estimate.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from mega.core.architecture.tensor import Cut, Init, Member, Partial, Tensor, Un
 
 
 def tensors(model: Architecture) -> Iterator[Tensor]:
-    """All but adapters."""
+    """All tensors except those of adapters."""
     yield from _input(model)
     for stack in model.stacks:
         for number, layer in zip(stack.numbers, stack.layers, strict=True):
@@ -29,7 +30,7 @@ def tensors(model: Architecture) -> Iterator[Tensor]:
 
 
 def layer_tensors(model: Architecture, layer: Layer, unit: Unit) -> Iterator[Tensor]:
-    """Those of a layer, by names relative to it. unit: the layer's number, or the unit that it is a part of."""
+    """The tensors of a layer, with names relative to it. unit: the layer's number, or the unit that contains it."""
     if layer.before is not None:
         yield from norm(layer.before, unit, "sequence")
     for branch in layer.branches:
@@ -57,38 +58,38 @@ def norm(value: Norm, unit: Unit, partial: Partial) -> Iterator[Tensor]:
 
 
 def whole_linear(model: Architecture, name: str, outs: int, partial: tuple[Partial, ...] = ()) -> Iterator[Tensor]:
-    """A linear with a bias at the output that every rank holds whole."""
+    """The tensors of a linear layer with bias in the head that every rank holds whole."""
     yield Tensor(f"{name}.weight", (outs, model.hidden), ("head",), Init(std=model.init_std), partial=partial)
     yield Tensor(f"{name}.bias", (outs,), ("head",), Init(), partial=partial)
 
 
 def vocabulary_rows(model: Architecture) -> tuple[Cut, ...]:
-    """How a table of tokens is cut."""
+    """The cut of a table of tokens: rows over the tensor ranks."""
     return (Cut(0, "tp", model.input.vocab, multiple=model.input.vocab_multiple),)
 
 
 def _input(model: Architecture) -> Iterator[Tensor]:
-    """Tables that the stacks, and a tied output, share; the first stack alone has types and a norm."""
+    """Tables that the stacks, and a tied output, share. Only the first stack has token types and a norm."""
     table, normal = model.input, Init(std=model.init_std)
-    opened = tuple(stack.opens for stack in model.stacks)
-    users = (*opened, "head") if model.tied or model.output.ahead else opened
+    embeddings = tuple(stack.opens for stack in model.stacks)
+    users = (*embeddings, "head") if model.tied or model.output.ahead else embeddings
     yield Tensor("model.embed_tokens.weight", (table.vocab, model.hidden), users, normal, vocabulary_rows(model))
     if table.learned_positions:
         shape = (table.learned_positions, model.hidden)
-        yield Tensor("model.embed_positions.weight", shape, opened, normal, partial=("sequence",))
+        yield Tensor("model.embed_positions.weight", shape, embeddings, normal, partial=("sequence",))
     if table.types:
         shape = (table.types, model.hidden)
-        yield Tensor("model.embed_types.weight", shape, opened[:1], normal, partial=("sequence",))
+        yield Tensor("model.embed_types.weight", shape, embeddings[:1], normal, partial=("sequence",))
     if table.norm is not None:
-        yield from norm(table.norm, opened[0], "sequence")
+        yield from norm(table.norm, embeddings[0], "sequence")
 
 
 def _attention(model: Architecture, attention: Attention, unit: Unit) -> Iterator[Tensor]:
-    """Query, key, value and output; heads are shared out over tp."""
+    """Query, key, value and output; heads are sharded over tp."""
     name = attention.name
-    for which, heads in (("q", attention.heads), ("k", attention.kv_heads), ("v", attention.kv_heads)):
+    for projection, heads in (("q", attention.heads), ("k", attention.kv_heads), ("v", attention.kv_heads)):
         outs = heads * attention.head_dim
-        yield from _column(model, f"{name}.{which}_proj", unit, outs, heads, attention.qkv_bias)
+        yield from _column(model, f"{name}.{projection}_proj", unit, outs, heads, attention.qkv_bias)
     for each in (attention.q_norm, attention.k_norm):
         if each is not None:
             yield from _head_norm(attention, each, unit)
@@ -96,7 +97,7 @@ def _attention(model: Architecture, attention: Attention, unit: Unit) -> Iterato
 
 
 def _neighbour_attention(model: Architecture, mixer: NeighbourAttention, unit: Unit) -> Iterator[Tensor]:
-    """Of the encoder's layers, then as of any attention."""
+    """The tensors of the encoder's layers, then those of the attention."""
     for number, layer in enumerate(mixer.encoder):
         for tensor in layer_tensors(model, layer, unit):
             yield replace(tensor, name=f"{mixer.prefix}.layers.{number}.{tensor.name}")
@@ -104,7 +105,8 @@ def _neighbour_attention(model: Architecture, mixer: NeighbourAttention, unit: U
 
 
 def _head_norm(attention: Attention, value: Norm, unit: Unit) -> Iterator[Tensor]:
-    """A norm of each head is whole on every rank, one of the whole projection is cut as the heads are."""
+    """The norm of queries or keys. A norm of each head is replicated; one of the whole projection is sharded like the
+    heads."""
     for tensor in norm(value, unit, "tp"):
         if value.width == attention.head_dim:
             yield tensor
@@ -113,19 +115,19 @@ def _head_norm(attention: Attention, value: Norm, unit: Unit) -> Iterator[Tensor
 
 
 def _dense(model: Architecture, dense: Dense, unit: Unit) -> Iterator[Tensor]:
-    """Gate, up and down; the wide layer is shared out over tp."""
-    for which in ("gate", "up") if dense.gated else ("up",):
-        yield from _column(model, f"{dense.name}.{which}_proj", unit, dense.width, dense.width, dense.bias)
+    """Gate, up and down; the hidden layer is sharded over tp."""
+    for projection in ("gate", "up") if dense.gated else ("up",):
+        yield from _column(model, f"{dense.name}.{projection}_proj", unit, dense.width, dense.width, dense.bias)
     yield from _row(model, f"{dense.name}.down_proj", unit, dense.width, dense.width, dense.bias)
 
 
 def _experts(model: Architecture, experts: Experts, unit: Unit) -> Iterator[Tensor]:
-    """The router, which is whole on every tensor rank, each expert's matrices, and the shared expert's."""
+    """The router, which every tensor rank holds whole, the matrices of each expert, and those of the shared expert."""
     gate, normal = f"{experts.name}.gate", Init(std=model.init_std)
-    seen: tuple[Partial, ...] = ("sequence",)
-    yield Tensor(f"{gate}.weight", (experts.count, model.hidden), (unit,), normal, partial=seen)
+    partial_tokens: tuple[Partial, ...] = ("sequence",)
+    yield Tensor(f"{gate}.weight", (experts.count, model.hidden), (unit,), normal, partial=partial_tokens)
     if experts.router.bias:
-        yield Tensor(f"{gate}.bias", (experts.count,), (unit,), Init(), partial=seen)
+        yield Tensor(f"{gate}.bias", (experts.count,), (unit,), Init(), partial=partial_tokens)
     if experts.router.counts:
         yield Tensor(f"{gate}.e_score_correction_bias", (experts.count,), (unit,), Init(), counted=True)
     for number in range(experts.count):
@@ -133,18 +135,18 @@ def _experts(model: Architecture, experts: Experts, unit: Unit) -> Iterator[Tens
         member, share = Member("ep", number, experts.count), min(1.0, experts.chosen / experts.count)
         for tensor in _dense(model, network, unit):
             cuts = tuple(replace(cut, axis="etp") for cut in tensor.cuts)
-            # The bias of the last linear is added on one rank, before the sum.
+            # Only one tensor rank adds the bias of the last linear layer, before the sum: its gradient is partial.
             partial: tuple[Partial, ...] = () if cuts else ("tp",)
             yield replace(tensor, cuts=cuts, partial=partial, data="edp", member=member, share=share)
     if experts.shared is not None:
         yield from _dense(model, experts.shared, unit)
         if experts.shared_gate:
             shape = (1, model.hidden)
-            yield Tensor(f"{experts.name}.shared_expert_gate.weight", shape, (unit,), normal, partial=seen)
+            yield Tensor(f"{experts.name}.shared_expert_gate.weight", shape, (unit,), normal, partial=partial_tokens)
 
 
 def _column(model: Architecture, name: str, unit: Unit, outs: int, parts: int, bias: bool) -> Iterator[Tensor]:
-    """Cut by rows of the weight: every rank computes its own outputs."""
+    """A column-parallel linear layer, sharded by rows of the weight: every rank computes its own outputs."""
     cuts = (Cut(0, "tp", parts),)
     yield Tensor(f"{name}.weight", (outs, model.hidden), (unit,), Init(std=model.init_std), cuts)
     if bias:
@@ -152,7 +154,8 @@ def _column(model: Architecture, name: str, unit: Unit, outs: int, parts: int, b
 
 
 def _row(model: Architecture, name: str, unit: Unit, ins: int, parts: int, bias: bool) -> Iterator[Tensor]:
-    """Cut by columns of the weight: outputs are summed over ranks; the bias comes after the sum."""
+    """A row-parallel linear layer, sharded by columns of the weight: outputs are summed over ranks, then the bias is
+    added."""
     cuts = (Cut(1, "tp", parts),)
     yield Tensor(f"{name}.weight", (model.hidden, ins), (unit,), Init(std=model.out_std), cuts)
     if bias:
@@ -160,7 +163,7 @@ def _row(model: Architecture, name: str, unit: Unit, ins: int, parts: int, bias:
 
 
 def _ahead(model: Architecture, ahead: Ahead) -> Iterator[Tensor]:
-    """They belong to the head, whose output matrix and table they share."""
+    """The tensors of a layer for later tokens. They belong to the head, whose output matrix and table they use."""
     for each in (ahead.token_norm, ahead.stream_norm):
         yield from norm(each, "head", "sequence")
     shape, normal = (model.hidden, 2 * model.hidden), Init(std=model.init_std)
@@ -171,7 +174,8 @@ def _ahead(model: Architecture, ahead: Ahead) -> Iterator[Tensor]:
 
 
 def _output(model: Architecture, output: Output) -> Iterator[Tensor]:
-    """What acts on a token is whole on every rank, which may hold its own tokens only; so is what judges a row."""
+    """The tensors of the output. Tensor ranks replicate the layers for tokens and for rows; those for tokens may
+    process a rank's own tokens only. The output matrix is sharded over the vocabulary."""
     if (words := output.words) is not None:
         if words.transform is not None:
             yield from whole_linear(model, "lm_head.dense", model.hidden, ("sequence",))

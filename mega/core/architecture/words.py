@@ -1,4 +1,4 @@
-"""A model's shape and its size in words, for those who look at a run, a preset or a checkpoint. No tensor is listed."""
+"""One-line descriptions of a model's shape and size, for summaries of runs, presets and checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mega.core.words import count_words
 
 
 def shape_words(model: Architecture) -> str:
-    """What a model is; its first layer stands for all, and its first mixture for all mixtures.
+    """The shape of a model. The first layer represents all layers, and the first mixture all mixtures of experts.
 
     >>> shape_words(architecture(resolve(compose("llama3-8b", flags={"micro_batch": 1}), world=1).model))
     'llama, 32 layers, hidden 4096, 32 heads (8 of keys and values), ffn 14336, vocabulary 128,256'
@@ -31,13 +31,13 @@ def _feed_forward(model: Architecture) -> str:
     if mixtures:
         first = mixtures[0]
         shared = "" if first.shared is None else f" and a shared one of {first.shared.width}"
-        of = f" in {len(mixtures)} layers" if dense else ""
-        words.append(f"{first.count} experts of {first.expert.width}, {first.chosen} chosen{shared}{of}")
+        layers = f" in {len(mixtures)} layers" if dense else ""
+        words.append(f"{first.count} experts of {first.expert.width}, {first.chosen} chosen{shared}{layers}")
     return ", ".join(words)
 
 
 def parameter_words(options: ModelConfig) -> str:
-    """How many parameters a model has, and of a mixture how many of them a token passes.
+    """The number of parameters; for a mixture of experts also the number used for one token.
 
     >>> parameter_words(resolve(compose("mixtral-8x7b", flags={"micro_batch": 1}), world=1).model)
     '46.7B parameters, 12.9B active'
@@ -47,5 +47,5 @@ def parameter_words(options: ModelConfig) -> str:
 
 
 def size_words(model: Architecture) -> str:
-    """The same in short, as servers have it."""
+    """A shorter description of the shape, for servers."""
     return f"{model.family}, {len(model.layers)} blocks of {model.hidden}"

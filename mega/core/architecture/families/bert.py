@@ -1,7 +1,7 @@
-"""BERT (Devlin et al. 2018): a stack read in both directions, with heads for masked words and for rows.
+"""BERT (Devlin et al. 2018): a bidirectional stack, with heads for masked words and for rows.
 
-Norms stand before each branch, as in Megatron-LM's BERT, or after it, as in the original, which has none after the last
-layer and one after the embeddings instead. The output matrix is the tied table, with a bias of its own.
+Norms are placed before each branch, as in Megatron-LM's BERT, or after it, as in the original. The original has a norm
+after the embeddings instead of one after the last layer. The output matrix is the tied table, with a separate bias.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from mega.core.config.sections import ModelConfig
 
 
 def bert(options: ModelConfig) -> Architecture:
-    """A stack that is not causal, and what its head computes of words and of rows."""
-    words = None  # without them the table is not tied: a stage would wait for the gradient of a copy that it never uses
+    """A bidirectional stack, and a head for words, for rows or for both."""
+    # If no head predicts words, the table is not tied: a stage would wait for the gradient of a copy it never uses.
+    words = None
     if options.head == "lm":
         transform = Transform(activation=options.head_activation, norm=parts.norm(options, "lm_head.norm"))
         words = Words(tied=options.tied, bias=True, transform=transform)
@@ -35,5 +36,5 @@ def bert(options: ModelConfig) -> Architecture:
 
 
 def token_types(options: ModelConfig) -> int:
-    """Parts of a row that the embedding distinguishes: Megatron-LM's has them along with the binary head."""
+    """The number of token types (segments) in the embedding; by default 2 with the binary head, as in Megatron-LM."""
     return (2 if options.binary_head else 0) if options.token_types is None else options.token_types

@@ -12,13 +12,13 @@ BALANCE_LOSSES = {
     "microbatch": ("load_balancing_loss", "microbatches"),
     "global": ("global_load_balancing_loss", "microbatches"),
 }
-"""A value of --balance -> what the log calls the loss, as Megatron-LM does, and what its total is divided by."""
+"""Value of --balance -> the name of the loss in the log, as in Megatron-LM, and the divisor of its total."""
 
 Z_LOSS = "z_loss"
 
 
 def experts(options: MixtureOptions, network: Dense) -> Experts:
-    """network: what a layer without experts has."""
+    """The mixture of experts of a layer. network: the feed-forward network of a layer without experts."""
     shared = None
     if options.shared_ffn is not None:
         shared = replace(network, name=f"{network.name}.shared_expert", width=options.shared_ffn)
@@ -43,9 +43,9 @@ def experts(options: MixtureOptions, network: Dense) -> Experts:
 def _router(options: MixtureOptions) -> Router:
     groups = None
     if options.router_groups is not None:
-        chosen = options.router_groups_chosen or 1
-        best = options.router_group_best or max(1, options.experts_chosen // chosen)
-        groups = ExpertGroups(options.router_groups, chosen, best)
+        groups_chosen = options.router_groups_chosen or 1
+        best = options.router_group_best or max(1, options.experts_chosen // groups_chosen)
+        groups = ExpertGroups(options.router_groups, groups_chosen, best)
     return Router(
         score=options.router_score,
         normalize=options.router_normalize,
@@ -62,12 +62,12 @@ def _router(options: MixtureOptions) -> Router:
 
 
 def _losses(options: MixtureOptions) -> list[AuxiliaryLoss]:
-    """Those that have a coefficient."""
-    found = []
+    """The losses whose coefficient is not 0."""
+    losses = []
     for over, coefficient in zip(options.balance, options.balance_loss, strict=True):
         name, divisor = BALANCE_LOSSES[over]
         if coefficient:
-            found.append(AuxiliaryLoss(name=name, coefficient=coefficient, mean_over=divisor))  # type: ignore[arg-type]
+            losses.append(AuxiliaryLoss(name=name, coefficient=coefficient, mean_over=divisor))  # type: ignore[arg-type]
     if options.z_loss:
-        found.append(AuxiliaryLoss(name=Z_LOSS, coefficient=options.z_loss, mean_over="tokens"))
-    return found
+        losses.append(AuxiliaryLoss(name=Z_LOSS, coefficient=options.z_loss, mean_over="tokens"))
+    return losses

@@ -1,4 +1,4 @@
-"""Parts of an architecture that several families build alike from the options of a resolved model."""
+"""Parts of an architecture that several families build in the same way from the options of a resolved model."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from mega.core.config.mixture import has_experts
 from mega.core.config.sections import GATED, MOST_LAYERS, ModelConfig
 
 CROSS = "encoder_attn"
-"""What a decoder layer's attention to the memory is called, as in BART."""
+"""The name of a decoder layer's attention to the memory, as in BART."""
 
 
 def norm(options: ModelConfig, name: str, width: int | None = None) -> Norm:
-    """Over the residual stream, or over `width` channels."""
+    """A norm over the residual stream, or over `width` channels."""
     width = options.hidden if width is None else width
     return Norm(name, options.norm, width, options.norm_eps, options.norm_offset, options.norm_placement == "branch")
 
 
 def rope(options: ModelConfig, number: int = 0) -> Rope | None:
-    """Rotary positions of layer `number`."""
+    """The rotary positions of layer `number`; None without."""
     if options.position != "rope" or not _holds(options.rope_layers, number):
         return None
     width = int(options.head_dim * options.rope_fraction)
@@ -69,35 +69,35 @@ def _rope_scaling(options: ModelConfig) -> RopeScaling | YarnScaling | LongScali
         if magnitude is None:
             magnitude = sqrt(1 + log(longer) / log(original)) if longer > 1 and original > 1 else 1.0
         factors = {"short": options.rope_short_factors, "long": options.rope_long_factors}
-        for which, each in factors.items():
-            if len(each) != (wanted := int(options.head_dim * options.rope_fraction) // 2):
+        for kind, numbers in factors.items():
+            if len(numbers) != (frequencies := int(options.head_dim * options.rope_fraction) // 2):
                 raise ValueError(
-                    f"--rope-{which}-factors: {len(each)} numbers; must be {wanted}, one for each frequency"
+                    f"--rope-{kind}-factors: {len(numbers)} numbers; must be {frequencies}, one for each frequency"
                 )
         return LongScaling(**factors, original=original, magnitude=magnitude)
     return None
 
 
 def window(options: ModelConfig, number: int) -> int | None:
-    """How many tokens a token of layer `number` sees; None is all."""
+    """The attention window of layer `number` in tokens; None: unlimited."""
     return options.window if _holds(options.window_layers, number) else None
 
 
 def _holds(pattern: tuple[int, ...], number: int) -> bool:
-    """Whether layer `number` is one of a pattern that begins again where it ends; without one all are."""
+    """Whether layer `number` is selected by a pattern, which repeats; an empty pattern selects all layers."""
     return not pattern or bool(pattern[number % len(pattern)])
 
 
 def self_attention(options: ModelConfig, *, causal: bool = True, number: int = 0) -> Attention:
-    """Attention of layer `number` to its own tokens."""
+    """The self-attention of layer `number`."""
     padding = "masked" if causal else options.memory_padding
-    own: dict[str, Any] = {"source": "self", "causal": causal, "padding": padding, "rope": rope(options, number)}
-    own |= {"window": window(options, number), "score_multiplier": _score_multiplier(options, number)}
-    return _attention(options, name="self_attn", site="attention", **own)
+    values: dict[str, Any] = {"source": "self", "causal": causal, "padding": padding, "rope": rope(options, number)}
+    values |= {"window": window(options, number), "score_multiplier": _score_multiplier(options, number)}
+    return _attention(options, name="self_attn", site="attention", **values)
 
 
 def cross_attention(options: ModelConfig) -> Attention:
-    """A layer's attention to the memory, named as BART's."""
+    """A layer's attention to the memory, with BART's names."""
     plain = {"causal": False, "padding": options.memory_padding, "rope": None, "window": None}
     return _attention(options, name=CROSS, site="cross_attention", source="memory", **plain)
 
@@ -109,10 +109,12 @@ def _score_multiplier(options: ModelConfig, number: int) -> float:
 
 def _attention(options: ModelConfig, *, name: str, **values: Any) -> Attention:
     heads = {"q": options.heads, "k": options.kv_heads}
-    together = heads if options.qk_norm_whole else {"q": 1, "k": 1}
+    norm_heads = heads if options.qk_norm_whole else {"q": 1, "k": 1}
     norms: dict[str, Any] = {
-        f"{which}_norm": norm(options, f"{name}.{which}_norm", count * options.head_dim) if options.qk_norm else None
-        for which, count in together.items()
+        f"{projection}_norm": norm(options, f"{name}.{projection}_norm", count * options.head_dim)
+        if options.qk_norm
+        else None
+        for projection, count in norm_heads.items()
     }
     return Attention(
         name=name,
@@ -138,7 +140,7 @@ def dense(options: ModelConfig) -> Dense:
 
 
 def feed_forward_of(options: ModelConfig, number: int) -> Dense | Experts:
-    """Of layer `number`: dense, or a mixture of experts."""
+    """The feed-forward network of layer `number`: dense, or a mixture of experts."""
     network = dense(options)
     return experts(options, network) if has_experts(options, number) else network
 
@@ -162,23 +164,23 @@ def branch(
 
 
 def layer(options: ModelConfig, *, number: int = 0, causal: bool = True, memory: bool = False) -> Layer:
-    """Self-attention and feed-forward of layer `number` with their norms; between them, with `memory`, attention to
-    another stack's tokens."""
+    """Layer `number`: self-attention and feed-forward with their norms; with `memory`, attention to another stack's
+    tokens between them."""
     attention = self_attention(options, causal=causal, number=number)
     feed_forward = feed_forward_of(options, number)
     first, second = norm(options, "input_layernorm"), norm(options, "post_attention_layernorm")
-    third, last = (norm(options, f"{which}_feedforward_layernorm") for which in ("pre", "post"))
+    third, last = (norm(options, f"{position}_feedforward_layernorm") for position in ("pre", "post"))
     if options.norm_placement == "post":
         return Layer(branches=(branch(options, attention, None, second), branch(options, feed_forward, None, last)))
     if options.norm_placement == "branch":
         pairs = (attention, None, second, "branch"), (feed_forward, None, last, "branch")
         return Layer(branches=tuple(branch(options, *each) for each in pairs))
     if options.norm_placement == "both":
-        both = (attention, first, second, "branch"), (feed_forward, third, last, "branch")
-        return Layer(branches=tuple(branch(options, *each) for each in both))
+        double = (attention, first, second, "branch"), (feed_forward, third, last, "branch")
+        return Layer(branches=tuple(branch(options, *each) for each in double))
     if options.parallel_branches == "one-norm":
-        alone = branch(options, attention, None), branch(options, feed_forward, None)
-        return Layer(branches=alone, parallel=True, before=first)
+        bare = branch(options, attention, None), branch(options, feed_forward, None)
+        return Layer(branches=bare, parallel=True, before=first)
     branches = [branch(options, attention, first), branch(options, feed_forward, second)]
     if memory:
         cross = cross_attention(options)
@@ -187,7 +189,7 @@ def layer(options: ModelConfig, *, number: int = 0, causal: bool = True, memory:
 
 
 def check_depth(depth: int) -> None:
-    """Errors: ValueError where layers are more than any model has: they are built one by one."""
+    """Check the number of layers before they are built one by one. Errors: ValueError if it is implausibly large."""
     if depth > MOST_LAYERS:
         raise ValueError(f"--layers {depth}: must be at most {MOST_LAYERS}")
 
@@ -201,11 +203,13 @@ def stack(
     opens: str = "embedding",
     first: int = 0,
 ) -> Stack:
-    """`depth` layers, made of their numbers in the stack, and a norm after the last. Layers that are equal are one
-    value."""
+    """A stack of `depth` layers with a norm after the last.
+
+    each: creates a layer from its number in the stack. Equal layers become one object, so that comparing them is fast.
+    """
     check_depth(depth)
-    made: dict[Layer, Layer] = {}
-    layers = tuple(made.setdefault(layer, layer) for layer in map(each, range(depth)))
+    unique: dict[Layer, Layer] = {}
+    layers = tuple(unique.setdefault(layer, layer) for layer in map(each, range(depth)))
     return Stack(name=name, opens=opens, first=first, layers=layers, norm=norm(options, f"{name}.norm"))
 
 
@@ -225,7 +229,7 @@ def inputs(options: ModelConfig, *, types: int = 0, normed: bool = False) -> Inp
 
 
 def architecture(options: ModelConfig, **parts: Any) -> Architecture:
-    """With what all families take from the options alike."""
+    """An architecture of the given parts, with the fields that all families set in the same way."""
     adapters = None
     if options.lora_rank:
         targets, dropout = options.lora_targets, options.lora_dropout

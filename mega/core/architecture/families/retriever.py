@@ -1,8 +1,8 @@
-"""Layers of a decoder that read neighbours of each chunk of its text (Retro), and the encoder that reads them first.
+"""Decoder layers that attend to neighbours of each chunk of the text (Retro), and the encoder of the neighbours.
 
-The encoder is in the first of these layers, since it reads what this layer's attention made of the chunk. It has no
-positions but those of the neighbours' tokens: learned ones are of the decoder's table; rotary ones are left out in
-Megatron-LM. No cross attention has any.
+The encoder is part of the first of these layers, because it attends to the output of this layer's attention for the
+chunk. Positions in the encoder are those of the neighbours' tokens: learned positions are rows of the decoder's table;
+Megatron-LM uses no rotary positions there. Cross attention has no positions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mega.core.config.retriever import reading_layers
 from mega.core.config.sections import ModelConfig
 
 ATTENTION = "inter_attn"
-"""What a layer's attention to neighbours is called, and in their encoder that to the chunk."""
+"""The name of a layer's attention to neighbours, and of the encoder's attention to the chunk."""
 
 
 def layer(options: ModelConfig, number: int) -> Layer:
@@ -33,30 +33,33 @@ def layer(options: ModelConfig, number: int) -> Layer:
         encoder=_encoder(options) if number == reading[0] else (),
         prefix="retriever",
     )
-    own, feed_forward = plain.branches
+    attention, feed_forward = plain.branches
     branch = parts.branch(options, mixer, parts.norm(options, f"{ATTENTION}_layernorm"))
     gated = replace(branch, multiplier=options.retro_gate * options.residual_multiplier)
-    return replace(plain, branches=(own, gated, feed_forward))
+    return replace(plain, branches=(attention, gated, feed_forward))
 
 
 def _encoder(options: ModelConfig) -> tuple[Layer, ...]:
-    """Layers that read in both directions; the first attends to the chunk whose neighbour it reads."""
+    """The bidirectional layers of the encoder; the first one also attends to the chunk of the text."""
     dropped = replace(
         options,
         hidden_dropout=options.retro_encoder_hidden_dropout,
         attention_dropout=options.retro_encoder_attention_dropout,
     )
-    own, feed_forward = parts.layer(dropped, causal=False).branches
+    self_attention, feed_forward = parts.layer(dropped, causal=False).branches
     attention = parts.self_attention(dropped, causal=False)
     attention = replace(attention, window=None, padding="masked", rope=attention.rope if options.retro_rope else None)
-    own = replace(own, mixer=attention)
+    self_attention = replace(self_attention, mixer=attention)
     reader = parts.branch(dropped, _attention(dropped, "reader"), parts.norm(options, f"{ATTENTION}_layernorm"))
-    first, other = Layer(branches=(own, reader, feed_forward)), Layer(branches=(own, feed_forward))
+    first, other = (
+        Layer(branches=(self_attention, reader, feed_forward)),
+        Layer(branches=(self_attention, feed_forward)),
+    )
     return first, *[other] * (options.retro_encoder_layers - 1)
 
 
 def _attention(options: ModelConfig, source: Literal["neighbours", "reader"]) -> Attention:
-    """Attention to other tokens, whose positions it does not know."""
+    """Attention to other tokens, without positions."""
     plain = replace(parts.cross_attention(options), padding="masked", source=source, name=ATTENTION)
     return replace(plain, q_norm=_renamed(plain.q_norm, "q_norm"), k_norm=_renamed(plain.k_norm, "k_norm"))
 

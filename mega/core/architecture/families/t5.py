@@ -1,7 +1,7 @@
-"""Encoder-decoder language models: Megatron-LM's T5, which is not Hugging Face's.
+"""Encoder-decoder language models: Megatron-LM's T5, which differs from Hugging Face's T5.
 
-Names are those of Hugging Face's BART, whose layers are alike. Encoder, decoder and head share one table of tokens,
-encoder and decoder one of positions.
+Names are those of Hugging Face's BART, whose layers are equal. Encoder, decoder and head share one table of tokens;
+encoder and decoder share one table of positions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from mega.core.config.sections import ModelConfig
 
 
 def t5(options: ModelConfig) -> Architecture:
-    """An encoder, which opens at "embedding", and a decoder, which opens at "middle"."""
+    """An encoder, which starts at the unit "embedding", and a decoder, which starts at the unit "middle"."""
     first, second = options.stacks
     encoder, decoder = parts.layer(options, causal=False), parts.layer(options, memory=True)
     stacks = (
