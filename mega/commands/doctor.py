@@ -220,7 +220,7 @@ def _operators() -> Iterator[Row]:
 
     device, dtype = Device.choose(), DTYPES["bf16"]
     ops = choose(device.torch, dtype)
-    for name, implementation in ops.chosen():
+    for name, implementation in ops.implementations():
         implementation = ops.matmuls.words if name == "matmuls" else implementation
         yield name, implementation, f"live: {ops.name}, {ops.reason}"
     for features, mask in _masks():

@@ -93,7 +93,7 @@ def test_what_it_leaves_to_ours_is_recomputed_where_a_run_asks() -> None:
         ops = choose(torch.device("cpu"), torch.bfloat16, recompute=recompute, package="flash-attn")
         q, k, v = (random(2, 256, 4, 16, seed=seed).bfloat16().requires_grad_() for seed in range(3))
         kept.append(_most_kept(lambda ops=ops, q=q, k=k, v=v: ops.attention(q, k, v, mask)))
-        assert dict(ops.chosen())["attention"] == "packages.flash_attention"
+        assert dict(ops.implementations())["attention"] == "packages.flash_attention"
     assert not calls and kept[0] >= 2 * 4 * 256 * 256 > 4 * kept[1]
 
 

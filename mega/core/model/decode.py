@@ -201,7 +201,7 @@ def _prepared_branch(branch: ResidualBranch, factors: _Factors, parts: _DecodePa
     """A branch with prepared steps, for any number of rows."""
     mixer: Any = branch.mixer
     out, factor = branch.mixer.out, factors.outer
-    multiply, bias, added = _linear(out, factor, parts.sum_ranks), out.bias, branch.ops.added
+    multiply, bias, add_branch = _linear(out, factor, parts.sum_ranks), out.bias, branch.ops.added
     project = _linear(_first(branch), factors.inner)
     in_place = branch.ops.spread and bias is None and out.gemms.plain and out.region.size == 1
     transposed = factor.weight.t()
@@ -220,13 +220,13 @@ def _prepared_branch(branch: ResidualBranch, factors: _Factors, parts: _DecodePa
         if isinstance(mixer, FeedForward)
         else _attention_function(mixer, parts, project),
         add=add,
-        alone=lambda mixed, context: added(None, multiply(mixed), bias, None),
+        alone=lambda mixed, context: add_branch(None, multiply(mixed), bias, None),
     )
 
 
 def _generic_branch(branch: ResidualBranch) -> DecodeBranch:
     """A branch without prepared steps: its mixer reads neighbours, or handles each token by itself, as in training."""
-    mixer, added = branch.mixer, branch.ops.added
+    mixer, add_branch = branch.mixer, branch.ops.added
 
     def alone(tokens: int) -> ForwardContext:
         return ForwardContext(1, tokens, None, {}, None, None, None, SINGLE, False)
@@ -247,7 +247,7 @@ def _generic_branch(branch: ResidualBranch) -> DecodeBranch:
         after=None if branch.after is None else _norm(branch.after),
         mix=mix,
         add=lambda x, mixed, context: ResidualState(x, finish(mixed, context), mixer.bias),
-        alone=lambda mixed, context: added(None, finish(mixed, context), mixer.bias, None),
+        alone=lambda mixed, context: add_branch(None, finish(mixed, context), mixer.bias, None),
     )
 
 
@@ -270,10 +270,10 @@ def _fused_branch(
     outer = replace(factors.outer, bias=_bias(out) if region.axis.first else None)
     first_norm = branch.before
     norm = NormOf(first_norm.weight.detach(), first_norm.bias, first_norm.eps, first_norm.form)
-    linear, added, summed = few.linear, branch.ops.added, parts.sum_ranks or by_group(region.axis)
+    linear, add_branch, summed = few.linear, branch.ops.added, parts.sum_ranks or by_group(region.axis)
 
     def before(stream: ResidualState) -> tuple[torch.Tensor, torch.Tensor]:
-        x = added(*stream)
+        x = add_branch(*stream)
         return x, x
 
     def project(x: torch.Tensor) -> torch.Tensor:
@@ -303,7 +303,7 @@ def _bias(linear: ColumnLinear | RowLinear) -> torch.Tensor | None:
 def _norm(norm: Normalization | ProjectionNorm) -> NormStep:
     if isinstance(norm, ProjectionNorm):
         return norm
-    add_norm, added = norm.ops.add_norm, norm.ops.added
+    add_norm, add_branch = norm.ops.add_norm, norm.ops.added
     weight, bias, eps, form = norm.weight.detach(), norm.bias, norm.eps, norm.form
     spread = norm.ops.spread and bias is None and weight.element_size() >= 4
     few = rms_norm_by(factor_of(weight, weight.dtype, form), eps) if spread else None
@@ -311,7 +311,7 @@ def _norm(norm: Normalization | ProjectionNorm) -> NormStep:
     def run(stream: ResidualState) -> tuple[torch.Tensor, torch.Tensor]:
         if few is None or stream.x.dtype != weight.dtype:
             return add_norm(*stream, weight, bias, eps, form)
-        x = added(*stream)
+        x = add_branch(*stream)
         return x, few(x)
 
     return run

@@ -19,7 +19,8 @@ def gated_kind(activation: str) -> str:
 
 
 def activate(x: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
-    """Of x + bias: gelu (erf), gelu_tanh, silu, relu, relu2 (squared), or a kind of `GATED`: activation(gate) x up."""
+    """The activation of x + bias. kind: gelu (erf), gelu_tanh, silu, relu, relu2 (squared), or a kind of `GATED`, which
+    computes activation(gate) x up."""
     if bias is not None:
         x = x + bias
     if kind in GATED:
@@ -38,6 +39,6 @@ def activate(x: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Ten
 
 
 def activate_weighted(x: torch.Tensor, weights: torch.Tensor, kind: str) -> torch.Tensor:
-    """`activate` of x, every row times its weight [tokens], in the dtype of x."""
+    """`activate` of x, with each row multiplied by its weight; weights [tokens]. The result has the dtype of x."""
     active = activate(x, None, kind)
     return (active * weights[:, None]).to(active.dtype)

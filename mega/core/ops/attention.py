@@ -1,12 +1,12 @@
-"""Attention of grouped heads under any mask: the plain form with every feature, and torch's fused kernels.
+"""Attention with grouped heads and any mask: a plain implementation of all features, and torch's fused kernels.
 
-The plain form is the reference. torch's kernels know no dropout by counter (they draw theirs from a random stream), so
-`fused` takes it to the plain form; the kernels of kernels/attention.py know it. The plain form saves the weights of
-every query and key for its backward pass, where a fused kernel saves query, key, value and a number per query;
-`recomputing` saves as little.
+The plain implementation is the reference. torch's kernels draw dropout from a random stream, not by counter, so `fused`
+passes masks with dropout to the plain implementation; kernels/attention.py implements dropout by counter. The plain
+implementation saves the weights of all queries and keys for its backward pass. A fused kernel saves query, key, value
+and one number per query; so does `recomputing`.
 
-All take q [b, s, heads, d]; k and v [b, t, kv_heads, d] and give [b, s, heads, d]. Query head i reads key/value head
-i // (heads / kv_heads). A query that sees no key gives 0.
+All functions take q [b, s, heads, d], k and v [b, t, kv_heads, d], and return [b, s, heads, d]. Query head i uses
+key/value head i // (heads / kv_heads). The output of a query without visible keys is 0.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask
     """softmax(q k' / sqrt(d)) v, step by step."""
     s, t = q.shape[1], k.shape[1]
     visible = mask.visible(s, t, q.device)
-    found = scores(q, k, visible, mask.softcap)
-    weights = found.softmax(-1).to(q.dtype)
+    masked_scores = scores(q, k, visible, mask.softcap)
+    weights = masked_scores.softmax(-1).to(q.dtype)
     if visible is not None and mask.may_hide_all(s, t):
-        weights = weights.masked_fill(~visible, 0.0)  # NaN where a query sees no key
+        weights = weights.masked_fill(~visible, 0.0)  # softmax gives NaN for a query without keys
     if mask.dropout is not None:
         weights = mask.dropout(weights)
     return (weights @ expand_heads(v, q.shape[2])).transpose(1, 2)
@@ -49,16 +49,16 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask
 def scores(
     q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor | None, softcap: float | None = None
 ) -> torch.Tensor:
-    """q k' / sqrt(d), within the soft cap: [b, heads, s, t] in max(fp32, dtype), -inf where a query does not see."""
-    found = (q.transpose(1, 2) @ expand_heads(k, q.shape[2]).transpose(-1, -2)) / math.sqrt(q.shape[-1])
-    found = found.to(accurate(q.dtype))
+    """q k' / sqrt(d), with the soft cap: [b, heads, s, t] in max(fp32, dtype), -inf for invisible keys."""
+    values = (q.transpose(1, 2) @ expand_heads(k, q.shape[2]).transpose(-1, -2)) / math.sqrt(q.shape[-1])
+    values = values.to(accurate(q.dtype))
     if softcap is not None:
-        found = softcap * torch.tanh(found / softcap)
-    return found if visible is None else found.masked_fill(~visible, -math.inf)
+        values = softcap * torch.tanh(values / softcap)
+    return values if visible is None else values.masked_fill(~visible, -math.inf)
 
 
 def expand_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """[b, t, kv_heads, d] -> [b, heads, t, d], each key/value head once for every query head that reads it."""
+    """[b, t, kv_heads, d] -> [b, heads, t, d]: repeat each key/value head for every query head that uses it."""
     x = x.transpose(1, 2)
     groups = heads // x.shape[1]
     return x.repeat_interleave(groups, 1) if groups > 1 else x
@@ -67,9 +67,9 @@ def expand_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
 def fused(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, *, dropping: Attention = plain
 ) -> torch.Tensor:
-    """`plain` by torch's fused kernels: cuDNN's where it takes the shape, then flash attention, then the others.
+    """`plain` by torch's fused kernels: cuDNN if it supports the shape, then flash attention, then the others.
 
-    dropping: what takes a mask with more than documents and a window, such as dropout."""
+    dropping: the implementation for masks with other features than documents and a window, such as dropout."""
     if not set(mask.features) <= {"documents", "a window"}:
         return dropping(q, k, v, mask)
     s, t = q.shape[1], k.shape[1]
@@ -77,7 +77,7 @@ def fused(
     if kind is None:
         visible = mask.visible(s, t, q.device)
         if visible is not None and mask.may_hide_all(s, t):
-            # Kernels differ on a query without a key: let it see every key, then set its result to 0.
+            # Kernels differ for a query without keys: make all keys visible to it, then set its result to 0.
             blind = ~visible.any(-1, keepdim=True)
             visible = visible | blind
     if q.is_meta:
@@ -97,27 +97,27 @@ def fused(
 def _fused_shapes(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None, *, causal: bool
 ) -> torch.Tensor:
-    """On the meta device, where torch would take its plain form: what its fused kernels save and make.
+    """The outputs and saved tensors of torch's fused kernels on the meta device, where torch would use its plain form.
 
-    They add a mask, so they take it as numbers."""
+    The kernels add the mask to the scores, so it is passed as floating-point numbers."""
     bias = None if visible is None else visible.to(q.dtype)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, bias, True, 0.0, causal)[0].transpose(1, 2)
 
 
 def plain_recomputing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
-    """`plain`, bit for bit, that saves query, key and value only and recomputes the weights in the backward pass
-    (selective recompute, Korthikanti et al. 2022, section 5)."""
-    # Dropout is a function of what it acts on, so no random state is restored.
+    """`plain` with the same bits, but it saves only query, key and value, and recomputes the weights in the backward
+    pass (selective recompute, Korthikanti et al. 2022, section 5)."""
+    # Dropout is a function of element positions, so no random state has to be restored.
     return recompute(plain, q, k, v, mask)
 
 
 def fused_recomputing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
-    """`fused`, whose kernels recompute the weights themselves; `plain_recomputing` without a kernel."""
+    """`fused`, whose kernels recompute the weights themselves; `plain_recomputing` for other masks."""
     return fused(q, k, v, mask, dropping=plain_recomputing)
 
 
 def recomputing(attention: Attention) -> Attention:
-    """The form of an attention that saves no weights; the kernels are of that form."""
+    """The variant of an attention that saves no weights. Kernels are already of this kind."""
     forms: dict[Attention, Attention] = {plain: plain_recomputing, fused: fused_recomputing}
     return forms.get(attention, attention)

@@ -1,9 +1,9 @@
-"""Random numbers that are functions of what they act on: no stream, no state, no rank.
+"""Counter-based random numbers: functions of element positions, without a stream, state or rank.
 
-A dropout mask or an initial weight is a hash of (seed, what it belongs to, element), so it is the same in
-every layout, under recompute and after any resume. The hash is the finaliser of SplitMix64 (Steele, Lea,
-Flood 2014) in wrapping int64 arithmetic, which every device computes alike; whether one element of a token is dropped
-is a cheaper hash of the token's key, since a step of GPT 345M decides 10^11 times.
+A dropout mask or an initial weight is a hash of (seed, token or tensor name, element), so it is the same in every
+parallel layout, under recomputation and after a resume. The hash is the finaliser of SplitMix64 (Steele, Lea, Flood
+2014) in wrapping int64 arithmetic, which gives equal results on every device. The dropout of a token's elements uses a
+cheaper hash of the token's key, because a step of GPT 345M needs 10^11 decisions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _NUMBER = 0x2545F4914F6CDD1D
 _LOW = (1 << 32) - 1
 
 OLD_RULE, RULE = 1, 2
-"""How dropout is decided. Runs that began under the old rule, SplitMix64 for every element, keep it on resume."""
+"""Versions of the dropout rule. Runs that started with the old rule, SplitMix64 for every element, keep it on
+resume."""
 
 
 def _signed(value: int) -> int:
@@ -39,7 +40,7 @@ def _shift(z: torch.Tensor, bits: int) -> torch.Tensor:
 def mix(z: torch.Tensor) -> torch.Tensor:
     """64 well-mixed bits for every int64 of `z`; neighbouring inputs give unrelated outputs."""
     z = z * _signed(_GOLDEN)
-    if not z.is_meta:  # each round takes as much memory as the last step
+    if not z.is_meta:  # on the meta device one round is enough: all rounds need the same memory
         z = (z ^ _shift(z, 30)) * _signed(_FIRST)
         z = (z ^ _shift(z, 27)) * _signed(_SECOND)
     return z ^ _shift(z, 31)
@@ -59,19 +60,20 @@ def token_keys(seed: int, samples: torch.Tensor, columns: torch.Tensor) -> torch
 
 @cache
 def site_key(layer: int, site: str, rule: int = RULE) -> int:
-    """The key of one place of the model, such as (3, "attention"). Odd, so kernels are compiled once for all sites."""
+    """The key of a site in the model, such as (3, "attention"). It is odd, so that kernels are compiled only once:
+    Triton specialises on integers that are divisible by 16."""
     return key(layer, site) if rule == OLD_RULE else key(layer, site) | 1
 
 
 def row_keys(keys: torch.Tensor, site: int, number: torch.Tensor | int = 0) -> torch.Tensor:
-    """Keys of tokens at one place of the model; `number` tells apart what a token has several of there, as heads."""
+    """Keys of tokens at one site of the model. number: distinguishes several uses for a token, such as heads."""
     if isinstance(number, int):
         return mix(keys + _signed(site + number * _NUMBER))
     return mix(keys + site + number * _NUMBER)
 
 
 def keep_mask(rows: torch.Tensor, elements: torch.Tensor, probability: float, rule: int = RULE) -> torch.Tensor:
-    """True where an element survives dropout: rows [..., 1], of `row_keys`, and elements [n] broadcast."""
+    """True for elements that survive dropout. rows: [..., 1], from `row_keys`; elements: [n]; both are broadcast."""
     if rule == OLD_RULE:
         return _shift(mix(rows + elements * _signed(_SECOND)), 32) >= int(probability * 2**32)
     return draw(rows, elements) >= threshold(probability)
@@ -80,9 +82,9 @@ def keep_mask(rows: torch.Tensor, elements: torch.Tensor, probability: float, ru
 def draw(rows: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
     """16 random bits of each element of a row.
 
-    Elements e and e + 8 of 16 aligned ones have the halves of 32 bits, which a kernel draws once for both. Those are a
-    counter, mixed with the two halves of the row's key by two multiplications whose halves are folded (the multipliers
-    of Philox 4x32; Salmon et al. 2011).
+    In each group of 16 aligned elements, e and e + 8 use the two halves of the same 32 bits, so a kernel draws once for
+    both. The 32 bits are a counter, mixed with the two halves of the row's key by two multiplications whose results are
+    folded (the multipliers are those of Philox 4x32; Salmon et al. 2011).
     """
     group = (elements >> 4 << 3) | (elements & 7)
     bits = _fold(_fold((rows & _LOW) ^ group, 0xD2511F53) ^ _shift(rows, 32), 0xCD9E8D57)
@@ -90,13 +92,13 @@ def draw(rows: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
 
 
 def _fold(x: torch.Tensor, factor: int) -> torch.Tensor:
-    """32 bits: both halves of the product of two 32-bit numbers, one over the other."""
-    wide = x * factor
-    return _shift(wide, 32) ^ (wide & _LOW)
+    """32 bits: the exclusive or of the two halves of the product of two 32-bit numbers."""
+    product = x * factor
+    return _shift(product, 32) ^ (product & _LOW)
 
 
 def threshold(probability: float) -> int:
-    """Of 65,536 values, how many drop an element; a probability that is not 0 drops something.
+    """The number of values out of 65,536 that drop an element; at least 1 if the probability is not 0.
 
     >>> threshold(0.1), threshold(0.5)
     (6554, 32768)
@@ -105,21 +107,20 @@ def threshold(probability: float) -> int:
 
 
 def kept_share(probability: float, rule: int = RULE) -> float:
-    """The realised probability that an element survives, whose inverse scales what does."""
+    """The realised probability that an element survives. Surviving elements are scaled by its inverse."""
     return 1 - probability if rule == OLD_RULE else 1 - threshold(probability) / (1 << 16)
 
 
 def normal_(out: torch.Tensor, name_key: int, start: tuple[int, ...], whole: tuple[int, ...], std: float) -> None:
-    """Fill `out` with N(0, std), each element a function of its place in the whole tensor alone.
+    """Fill `out` with N(0, std). Each element depends only on its position in the whole tensor.
 
-    out: the block that begins at `start` of a row-major tensor of shape `whole`. Box-Muller in float64 on the
-    two halves of one hash, so that rounding to float32 hides any difference between math libraries.
-    """
+    out: the block at `start` of a row-major tensor of shape `whole`. Uses Box-Muller in float64 on the two halves of
+    one hash; rounding to float32 then removes the differences between math libraries."""
     columns = whole[-1] if len(whole) > 1 else 1
     matrix = out if out.dim() > 1 else out.unsqueeze(-1)
     first_row, first_column = start[0], start[1] if len(start) > 1 else 0
     within = torch.arange(first_column, first_column + matrix.shape[1], device=out.device)
-    step = max(1, (1 << 22) // max(1, matrix.shape[1]))  # rows at a time: bounded memory
+    step = max(1, (1 << 22) // max(1, matrix.shape[1]))  # rows at a time, to limit memory
     for row in range(0, matrix.shape[0], step):
         block = matrix[row : row + step]
         rows = torch.arange(first_row + row, first_row + row + block.shape[0], device=out.device)

@@ -1,10 +1,10 @@
-"""Cross entropy in two halves, so that a cut vocabulary can combine the first over ranks before the second, or in one.
+"""Cross entropy: in two halves, between which ranks with a sharded vocabulary combine their results, or in one op.
 
     softmax_parts      logits -> largest logit, sum of exponentials, the label's logit
-    softmax_gradient   logits and the whole's log-sum-exp -> gradient of the negative log-likelihood
-    nll_and_gradient   logits of the whole vocabulary -> the negative log-likelihood, and its gradient over the logits
+    softmax_gradient   logits and the log-sum-exp over all ranks -> gradient of the negative log-likelihood
+    nll_and_gradient   logits of the whole vocabulary -> the negative log-likelihood, and its gradient
 
-Columns from `real` on hold no token: they take no probability and get no gradient. A label outside [0, real) lives on
+Columns from `real` on are padding: they have probability 0 and get no gradient. A label outside [0, real) belongs to
 another rank.
 """
 
@@ -23,32 +23,34 @@ def softmax_parts(x: torch.Tensor, labels: torch.Tensor, real: int) -> tuple[tor
     >>> [part.tolist() for part in softmax_parts(torch.tensor([[2.0, 2.0, 9.0]]), torch.tensor([1]), 2)]
     [[2.0], [2.0], [2.0]]
     """
-    wide = _masked(x, real)
-    largest = wide.amax(-1).clamp(min=torch.finfo(wide.dtype).min)
-    total = (wide - largest[:, None]).exp().sum(-1)
-    ours = (labels >= 0) & (labels < real)
-    target = wide.gather(1, labels.clamp(0, x.shape[1] - 1)[:, None]).squeeze(1).masked_fill(~ours, 0)
+    logits = _masked(x, real)
+    largest = logits.amax(-1).clamp(min=torch.finfo(logits.dtype).min)
+    total = (logits - largest[:, None]).exp().sum(-1)
+    in_shard = (labels >= 0) & (labels < real)
+    target = logits.gather(1, labels.clamp(0, x.shape[1] - 1)[:, None]).squeeze(1).masked_fill(~in_shard, 0)
     return largest, total, target
 
 
 def softmax_gradient(
     x: torch.Tensor, labels: torch.Tensor, log_total: torch.Tensor, scale: torch.Tensor, real: int
 ) -> torch.Tensor:
-    """scale (softmax - one at the label) [tokens, n] in x's dtype; log_total and scale [tokens].
+    """The gradient, scale (softmax - one at the label), [tokens, n] in the dtype of x. log_total, scale: [tokens].
 
-    `x` belongs to this op: a fast implementation writes the gradient over it.
+    This op owns `x`: a fast implementation overwrites it with the gradient.
     """
     softmax = (_masked(x, real) - log_total[:, None]).exp()
-    ours = ((labels >= 0) & (labels < real)).to(softmax.dtype)
-    softmax = softmax.scatter_add(1, labels.clamp(0, x.shape[1] - 1)[:, None], -ours[:, None])
+    in_shard = ((labels >= 0) & (labels < real)).to(softmax.dtype)
+    softmax = softmax.scatter_add(1, labels.clamp(0, x.shape[1] - 1)[:, None], -in_shard[:, None])
     return (softmax * scale[:, None]).to(x.dtype)
 
 
 def nll_and_gradient(
     x: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor, real: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both halves, where what multiplies each token's loss is known before: nll [tokens], and `softmax_gradient`'s
-    result, which is written over x. scale: [tokens].
+    """Both halves, for losses whose scale is known in advance.
+
+    scale: [tokens], the factor of each token's loss. Returns nll [tokens], and the result of `softmax_gradient`, which
+    overwrites x.
 
     >>> nll, gradient = nll_and_gradient(torch.zeros(1, 2), torch.tensor([1]), torch.tensor([8.0]), 2)
     >>> round(nll.exp().item(), 6), gradient.tolist()
@@ -60,7 +62,7 @@ def nll_and_gradient(
 
 
 def _masked(x: torch.Tensor, real: int) -> torch.Tensor:
-    wide = x.to(accurate(x.dtype))
+    logits = x.to(accurate(x.dtype))
     if real == x.shape[1]:
-        return wide
-    return wide.masked_fill(torch.arange(x.shape[1], device=x.device) >= real, -math.inf)
+        return logits
+    return logits.masked_fill(torch.arange(x.shape[1], device=x.device) >= real, -math.inf)

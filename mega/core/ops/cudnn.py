@@ -1,10 +1,9 @@
-"""Causal attention with a sliding window by cuDNN's graph API, where the package nvidia-cudnn-frontend is installed.
+"""Causal attention with a sliding window by cuDNN's graph API, if the package nvidia-cudnn-frontend is installed.
 
-torch tells cuDNN of no window. A shape is planned once, forward and backward together, before anything is computed for
-it; what cuDNN refuses, or computes wrongly in a small case, is left to the caller's kernels, and a line says so. It
-knows no documents, no dropout and no offset of the queries. A planned shape neither waits for the device nor takes
-memory but from torch, so a graph may record it after the first call.
-"""
+torch does not pass windows to cuDNN. Each shape is planned once, forward and backward together, before its first use.
+If cuDNN rejects a shape, or computes a wrong result in a small trial, the caller's kernels are used and a warning is
+logged. Documents, dropout and offsets of the queries are not supported. After the first call a shape needs no
+synchronisation and allocates memory only through torch, so that a CUDA graph can record it."""
 
 from __future__ import annotations
 
@@ -27,17 +26,18 @@ from mega.core.ops.trial import error_of, first_line, passes
 PACKAGE = "nvidia-cudnn-frontend"
 DTYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF"}
 WIDEST = 128
-"""Head widths are multiples of 8 up to this."""
+"""The largest head width. Widths must be multiples of 8."""
 DEVICES = ("cuda", "meta")
 MOST = 32
-"""Shapes that are planned in one process: a plan takes a good part of a second, more than ever other lengths gain."""
+"""The most shapes planned in one process. A plan takes a good part of a second, which does not pay off if lengths keep
+changing."""
 
 log = logging.getLogger(__name__)
 
 
 @cache
 def version() -> str | None:
-    """Of the package; None where it is absent."""
+    """The version of the package; None if it is not installed."""
     try:
         return importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
@@ -45,10 +45,10 @@ def version() -> str | None:
 
 
 def fits(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:
-    """Whether this is for such an attention: a window that hides keys from the queries of a whole causal row.
+    """Whether this module supports an attention: whole causal rows with a window that hides keys.
 
-    Not where the same bits are asked for on every run: on Hopper, by the package's source, cuDNN then stores a number
-    for every pair of tokens (17 GB at 16,384 tokens and 32 heads); ours give the same bits always.
+    Not if deterministic algorithms are required: on Hopper, according to the package's source, cuDNN then stores a
+    number for every pair of tokens (17 GB at 16,384 tokens and 32 heads). Our kernels are always deterministic.
     """
     s, t, width = q.shape[1], k.shape[1], q.shape[-1]
     return (
@@ -65,12 +65,12 @@ def fits(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:
 
 
 def applies(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:
-    """Whether `attention` is to be tried: the package is here, too."""
+    """Whether to try `attention`: it supports the case, and the package is installed."""
     return q.device.type in DEVICES and fits(q, k, mask) and version() is not None
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor | None:
-    """`ops.attention.plain`, which saves no weights; None where cuDNN does not take it. Only where `applies`."""
+    """`ops.attention.plain` without saved weights; None if cuDNN does not support it. Call it only if `applies`."""
     assert mask.window is not None
     if q.is_meta:
         return _Windowed.apply(q, k, v, mask)  # type: ignore[no-any-return]
@@ -85,11 +85,11 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Attention
 
 
 class ExecutionPlan(NamedTuple):
-    """One graph of cuDNN's; tensors: what it takes and makes, in the order of `run`. workspace: bytes."""
+    """An executable graph of cuDNN."""
 
     graph: Any
-    tensors: tuple[object, ...]
-    workspace: int
+    tensors: tuple[object, ...]  # its inputs and outputs, in the order of the buffers of `run`
+    workspace: int  # bytes
 
     def run(self, *buffers: torch.Tensor) -> None:
         device = buffers[0].device
@@ -100,11 +100,11 @@ class ExecutionPlan(NamedTuple):
 
 
 class WindowPlans(NamedTuple):
-    """Of one shape. strides: of q, k, v."""
+    """The plans of one shape."""
 
     forward: ExecutionPlan
     backward: ExecutionPlan
-    strides: tuple[tuple[int, ...], ...]
+    strides: tuple[tuple[int, ...], ...]  # of q, k, v
 
 
 _PLANS: dict[tuple[object, ...], WindowPlans | None] = {}
@@ -126,12 +126,12 @@ def _planned(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> 
 
 @cache
 def _handle(device: torch.device) -> object:
-    """One of a device: work is given to it by one thread at a time, as autograd's waits for ours or we for it."""
+    """The cuDNN handle of a device. Only one thread uses it at a time: the main thread waits for autograd's thread."""
     return import_module("cudnn").create_handle()
 
 
 def plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> WindowPlans:
-    """Errors: those of the package, of many kinds."""
+    """Plan the forward and backward pass of one shape. Errors: exceptions of the package, of many types."""
     (b, s, heads, width), kv_heads = q.shape, k.shape[2]
     build = _GraphBuilder(q.dtype, q.device, window, 1 / math.sqrt(width))
     whole, few = (b, s, heads, width), (b, s, kv_heads, width)
@@ -143,7 +143,8 @@ def plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> Wind
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """
+    """The strides of a contiguous tensor.
+
     >>> _strides((2, 3, 4, 8))
     (96, 32, 8, 1)
     """
@@ -151,11 +152,11 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
-"""Shape [b, s, heads, d] and strides; cuDNN has heads before tokens."""
+"""Shape [b, s, heads, d] and strides. cuDNN expects heads before tokens."""
 
 
 class _GraphBuilder:
-    """Makes graphs of one dtype, device, window and scale of the scores."""
+    """Builds graphs for one dtype, device, window and scale of the scores."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, window: int, scale: float):
         self._cudnn = cudnn = import_module("cudnn")
@@ -169,7 +170,7 @@ class _GraphBuilder:
         }
 
     def forward(self, q: Layout, k: Layout, v: Layout, out: Layout, lse: tuple[list[int], list[int]]) -> ExecutionPlan:
-        """Buffers: q, k, v, out, lse."""
+        """The graph of the forward pass. Buffers: q, k, v, out, lse."""
         graph = self._graph()
         q_, k_, v_ = (self._input(graph, name, one) for name, one in (("q", q), ("k", k), ("v", v)))
         out_, lse_ = graph.sdpa(name="sdpa", q=q_, k=k_, v=v_, is_inference=False, **self._seen)
@@ -178,29 +179,30 @@ class _GraphBuilder:
         return self._finish(graph, q_, k_, v_, out_, lse_)
 
     def backward(self, q: Layout, k: Layout, v: Layout, out: Layout, lse: tuple[list[int], list[int]]) -> ExecutionPlan:
-        """Buffers: q, k, v, out, d(out), lse, d(q), d(k), d(v); the gradients are contiguous."""
+        """The graph of the backward pass. Buffers: q, k, v, out, d(out), lse, d(q), d(k), d(v); gradients are
+        contiguous."""
         graph = self._graph()
-        named = ("q", q), ("k", k), ("v", v), ("o", out), ("dO", out)
-        q_, k_, v_, out_, grad_ = (self._input(graph, name, one) for name, one in named)
+        inputs = ("q", q), ("k", k), ("v", v), ("o", out), ("dO", out)
+        q_, k_, v_, out_, grad_ = (self._input(graph, name, one) for name, one in inputs)
         lse_ = graph.tensor(name="stats", dim=lse[0], stride=lse[1], data_type=self._cudnn.data_type.FLOAT)
         grads = graph.sdpa_backward(name="sdpa_backward", q=q_, k=k_, v=v_, o=out_, dO=grad_, stats=lse_, **self._seen)
-        for made, (shape, _) in zip(grads, (q, k, v), strict=True):
-            self._output(made, (shape, _strides(shape)))
+        for grad, (shape, _) in zip(grads, (q, k, v), strict=True):
+            self._output(grad, (shape, _strides(shape)))
         return self._finish(graph, q_, k_, v_, out_, grad_, lse_, *grads)
 
     def _graph(self) -> Any:
-        wide = self._cudnn.data_type.FLOAT
+        fp32 = self._cudnn.data_type.FLOAT
         return self._cudnn.pygraph(
-            io_data_type=self._io, intermediate_data_type=wide, compute_data_type=wide, handle=self._handle
+            io_data_type=self._io, intermediate_data_type=fp32, compute_data_type=fp32, handle=self._handle
         )
 
     def _input(self, graph: Any, name: str, layout: Layout) -> object:
         dim, stride = _heads_first(layout)
         return graph.tensor(name=name, dim=dim, stride=stride, data_type=self._io)
 
-    def _output(self, made: Any, layout: Layout) -> None:
+    def _output(self, tensor: Any, layout: Layout) -> None:
         dim, stride = _heads_first(layout)
-        made.set_output(True).set_dim(dim).set_stride(stride).set_data_type(self._io)
+        tensor.set_output(True).set_dim(dim).set_stride(stride).set_data_type(self._io)
 
     def _finish(self, graph: Any, *tensors: object) -> ExecutionPlan:
         graph.validate()
@@ -212,7 +214,8 @@ class _GraphBuilder:
 
 
 def _heads_first(layout: Layout) -> tuple[list[int], list[int]]:
-    """
+    """Shape and strides with heads before tokens.
+
     >>> _heads_first(((2, 3, 4, 8), (96, 32, 8, 1)))
     ([2, 4, 3, 8], [96, 8, 32, 1])
     """
@@ -220,9 +223,13 @@ def _heads_first(layout: Layout) -> tuple[list[int], list[int]]:
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """Each row of d at a multiple of 16 bytes, as the kernels load it."""
+    """x, or a copy of it, in which each row of d elements starts at a multiple of 16 bytes, as the kernels require."""
     steps = zip(x.shape[:-1], x.stride()[:-1], strict=True)
-    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(n == 1 or (at > 0 and at % 8 == 0) for n, at in steps):
+    if (
+        x.stride(-1) == 1
+        and x.data_ptr() % 16 == 0
+        and all(n == 1 or (step > 0 and step % 8 == 0) for n, step in steps)
+    ):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -233,7 +240,7 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plans: WindowPlans | AttentionMask
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [b, s, heads, d], lse fp32 [b, heads, s, 1]. plans: on the meta device the mask, for who counts."""
+    """out [b, s, heads, d], lse fp32 [b, heads, s, 1]. plans: on the meta device the mask, for the observers."""
     b, s, heads, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(b, heads, s, 1, dtype=torch.float32, device=q.device)
@@ -255,13 +262,13 @@ def backward(
 ) -> Gradients:
     """d(q), d(k), d(v) in the inputs' dtype."""
     if not isinstance(plans, AttentionMask):
-        # What was saved may have been elsewhere in between, and come back in another layout.
+        # Saved tensors may have been offloaded in between and come back with other strides.
         q, k, v = (_laid_out(x, stride) for x, stride in zip((q, k, v), plans.strides, strict=True))
         out, lse, grad = _aligned(out.contiguous()), lse.contiguous(), _aligned(grad.contiguous())
     grad_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     grad_kv = torch.empty((2, *k.shape), dtype=q.dtype, device=q.device)
     if isinstance(plans, AttentionMask):
-        # Workspace: cuDNN sums the query's gradient in fp32, and keeps those of grouped keys and values of every head.
+        # Workspace: cuDNN sums the query's gradient in fp32, and stores gradients of keys and values for every head.
         grouped = q.shape[2] > k.shape[2]
         torch.empty(grad_q.numel() * (1 + grouped) + lse.numel(), dtype=torch.float32, device=q.device)
         observe.attention("window", q, k, plans, backward=True)
@@ -298,29 +305,29 @@ class _Windowed(torch.autograd.Function):
         return *backward(grad, q, k, v, out, lse, ctx.state), None
 
 
-# -- whether it can be relied on
+# -- the trial
 
 
 @cache
 def trusted(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether output and gradients of a small case are those of the plain form; else a line says why."""
+    """Whether a small case gives the output and gradients of the plain implementation. If not, a warning is logged."""
     words = "attention with a window takes our kernels: cuDNN's"
-    return passes(lambda: _off(device, dtype), dtype, words)
+    return passes(lambda: _trial_error(device, dtype), dtype, words)
 
 
 @torch.no_grad()
-def _off(device: torch.device, dtype: torch.dtype) -> float:
+def _trial_error(device: torch.device, dtype: torch.dtype) -> float:
     mask, s, width = AttentionMask(window=70), 200, 64
 
     def some(heads: int, step: float) -> torch.Tensor:
-        at = torch.arange(s * heads * width, device=device, dtype=torch.float32)
-        return (at * step).sin().to(dtype).view(1, s, heads, width)
+        numbers = torch.arange(s * heads * width, device=device, dtype=torch.float32)
+        return (numbers * step).sin().to(dtype).view(1, s, heads, width)
 
     q, k, v, grad = some(4, 0.7), some(2, 0.9), some(2, 1.1), some(4, 1.3)
     plans = plan(q, k, v, 70)
     out, lse = forward(q, k, v, plans)
-    found = out, *backward(grad, q, k, v, out, lse, plans)
+    results = out, *backward(grad, q, k, v, out, lse, plans)
     q, k, v, grad = q.float(), k.float(), v.float(), grad.float()
     out, lse = PLAIN.forward(q, k, v, mask)
     exact = out, *PLAIN.backward(grad, q, k, v, out, lse, mask)
-    return error_of(found, exact)
+    return error_of(results, exact)

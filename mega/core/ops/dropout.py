@@ -1,7 +1,7 @@
-"""Dropout by counter: what is dropped is a function of the tokens' keys, never of a random stream.
+"""Dropout by counter: masks are a function of the tokens' keys, not of a random stream.
 
-So it is the same in every layout and under recompute, and no random state is saved. These are values, which say what
-is dropped where, and the plain way to do it; kernels decide alike, bit for bit (kernels/counter.py).
+So masks are the same in every parallel layout and under recomputation, and no random state is saved. The classes here
+describe a dropout and implement it in plain torch; kernels compute the same masks, bit for bit (kernels/counter.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mega.core.ops.counter import OLD_RULE, RULE, keep_mask, kept_share, row_key
 
 
 class _Decided:
-    """What a probability and a rule make of dropout."""
+    """The properties that follow from a probability and a rule."""
 
     probability: float
     rule: int
@@ -28,53 +28,54 @@ class _Decided:
 
     @property
     def threshold(self) -> int:
-        """Of 65,536 values, how many drop an element."""
+        """The number of values out of 65,536 that drop an element."""
         return counter.threshold(self.probability)
 
 
 @dataclass(frozen=True, eq=False)
 class Dropout(_Decided):
-    """Dropout of a token's elements: a function of token, site and element.
-
-    keys: int64 [tokens]. site: a key of `counter.site_key`. rule: of `counter`. first: number of the first element,
-    where `x` is a part of a token; kernels take whole ones.
-    """
+    """Dropout of a token's elements: a function of token, site and element."""
 
     keys: torch.Tensor
+    """int64 [tokens]."""
     site: int
+    """From `counter.site_key`."""
     probability: float
     rule: int = RULE
+    """The version of the dropout rule, from `counter`."""
     first: int = 0
+    """The number of the first element, if `x` is a part of a token. Kernels support whole tokens only."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[tokens, h] -> the same, x / (1 - p) where kept, else 0."""
+        """Apply dropout to x [tokens, h]: x / (1 - p) for surviving elements, else 0."""
         rows = row_keys(self.keys, self.site)
         elements = torch.arange(self.first, self.first + x.shape[-1], device=x.device)
         return _drop(x, keep_mask(rows[:, None], elements, self.probability, self.rule), self.keep)
 
 
 def of_columns(drop: Dropout | None, index: int, width: int) -> Dropout | None:
-    """Dropout of a rank's columns, the `index`-th run of `width`."""
+    """The dropout of a rank's columns: run number `index` of `width` columns."""
     return None if drop is None else replace(drop, first=index * width)
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionDropout(_Decided):
-    """Dropout of attention weights: a function of query token, head and key column.
-
-    keys: int64 [b, s], of the query tokens. site, rule: as of `Dropout`. first_head: number of the first head among all
-    heads of the model. columns: of the t keys in their row, as one or two runs.
-    """
+    """Dropout of attention weights: a function of query token, head and key column."""
 
     keys: torch.Tensor
+    """int64 [b, s]: keys of the query tokens."""
     site: int
+    """As in `Dropout`."""
     first_head: int
+    """The number of the first head among all heads of the layer."""
     columns: tuple[range, ...]
+    """The columns of the t keys in their row, as one or two runs."""
     probability: float
     rule: int = RULE
+    """As in `Dropout`."""
 
     def __call__(self, weights: torch.Tensor) -> torch.Tensor:
-        """[b, heads, s, t] -> the same, x / (1 - p) where kept, else 0."""
+        """Apply dropout to weights [b, heads, s, t]: x / (1 - p) for surviving elements, else 0."""
         return _drop(weights, self.kept(weights.shape[1]), self.keep)
 
     def kept(self, heads: int) -> torch.Tensor:
@@ -89,7 +90,7 @@ class AttentionDropout(_Decided):
         return keep_mask(rows[..., None], elements, self.probability, self.rule)
 
     def shifts(self) -> tuple[int, int, int]:
-        """(early, border, late): key j has column j + early, from j = border on j + late.
+        """(early, border, late): key j has column j + early for j < border, and column j + late from there on.
 
         >>> AttentionDropout(torch.zeros(1, 1), 0, 0, (range(2, 4), range(9, 11)), 0.5).shifts()
         (2, 2, 7)
@@ -99,7 +100,7 @@ class AttentionDropout(_Decided):
         return early.start, len(early), late[0].start - len(early) if late else early.start
 
     def cut(self, queries: slice, keys: slice) -> AttentionDropout:
-        """The same dropout for some of the queries and keys."""
+        """The dropout of some of the queries and keys."""
         first, end, _ = keys.indices(sum(map(len, self.columns)))
         parts, before = [], 0
         for run in self.columns:
@@ -109,18 +110,18 @@ class AttentionDropout(_Decided):
 
 
 def joined(runs: Iterable[range]) -> tuple[range, ...]:
-    """The same columns as few runs.
+    """The same columns, with adjacent runs merged.
 
     >>> joined([range(2, 4), range(4, 6), range(0), range(9, 10)])
     (range(2, 6), range(9, 10))
     """
-    found: list[range] = []
+    columns: list[range] = []
     for run in filter(len, runs):
-        if found and found[-1].stop == run.start:
-            found[-1] = range(found[-1].start, run.stop)
+        if columns and columns[-1].stop == run.start:
+            columns[-1] = range(columns[-1].start, run.stop)
         else:
-            found.append(run)
-    return tuple(found) or (range(0),)
+            columns.append(run)
+    return tuple(columns) or (range(0),)
 
 
 def _drop(x: torch.Tensor, kept: torch.Tensor, share: float) -> torch.Tensor:

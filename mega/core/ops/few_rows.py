@@ -1,11 +1,13 @@
-"""What a step of few tokens computes between its attentions, in few passes: memory gives the pace, so weights are read
-once, and what lies around a product of theirs is done by the same pass.
+"""The ops of a decoding step for few tokens, fused into few kernels.
 
-    linear    x [n, in] -> norm of x, times a weight, plus its bias, through an activation or added to the residual
-    place     query and key of a fused product turned by their positions, keys and values put into the cache
+Such a step is limited by memory bandwidth, so each weight is read once, and the operations before and after its GEMM
+are fused into it.
 
-`Ops.few_rows` is an implementation, or None where there is none (kernels/few_rows.py is for CUDA). PLAIN says what it
-computes, and `trusted` tries one before it is used. They know no layers, no sequences and no ranks.
+    linear    x [n, in] -> norm of x, GEMM, bias, then an activation, or the sum with the residual
+    place     rotate query and key of a fused projection, and store keys and values in the cache
+
+`Ops.few_rows` is an implementation or None (kernels/few_rows.py is for CUDA). PLAIN is the reference, and `trusted`
+compares an implementation with it before it is used. Knows no layers, no sequences and no ranks.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ from mega.core.ops.trial import error_of, passes
 
 
 class NormOf(NamedTuple):
-    """RMSNorm, or LayerNorm where there is a bias, of rows [n, in]; weight and bias [in]."""
+    """A norm of rows [n, in]: LayerNorm with a bias, RMSNorm without."""
 
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    weight: torch.Tensor  # [in]
+    bias: torch.Tensor | None  # [in]
     eps: float
     form: NormForm = USUAL
 
@@ -39,19 +41,17 @@ Place = Callable[[torch.Tensor, Rotary | None, torch.Tensor, torch.Tensor, int],
 
 @dataclass(frozen=True)
 class FewRows:
-    """One implementation.
-
-    takes(rows, factor) -> whether `linear` takes so many rows by this weight.
-    linear(x, factor, norm, activation, into): [n, out] in the weight's dtype; where that is fp8, in the norm's or x's.
-        `into`, [n, out] in any dtype, is what the product is added to instead, and returned. swiglu halves the outputs.
-    place(fused, rotary, rows, at, heads): of fused [n, heads + 2 kv_heads, d] the first heads are turned where they
-        lie; keys, turned, and values go to rows[at], rows [slots of the cache, 2 kv_heads, d]. rotary: cos and sin,
-        fp32 [n, R / 2], or None. Any number of rows.
-    """
+    """One implementation of the ops."""
 
     takes: Callable[[int, Factor], bool]
+    """takes(rows, factor) -> whether `linear` supports this number of rows with this weight."""
     linear: Callable[[torch.Tensor, Factor, NormOf | None, str | None, torch.Tensor | None], torch.Tensor]
+    """linear(x, factor, norm, activation, into) -> [n, out] in the dtype of the weight (fp8: of the norm or x). With
+    `into`, [n, out] in any dtype, the product is added to it, and `into` is returned. swiglu halves the outputs."""
     place: Place
+    """place(fused, rotary, rows, at, heads) for fused [n, heads + 2 kv_heads, d]: rotates the query heads in place, and
+    stores rotated keys, and values, in rows[at]; rows is [slots of the cache, 2 kv_heads, d]. rotary: cos and sin, fp32
+    [n, R / 2], or None. Any number of rows."""
 
 
 def plain_linear(
@@ -77,8 +77,8 @@ def plain_place(
     heads: int,
 ) -> None:
     if rotary is not None:
-        turned = fused[:, : (heads + fused.shape[1]) // 2]
-        turned.copy_(rotate(turned, *rotary))
+        rotated = fused[:, : (heads + fused.shape[1]) // 2]
+        rotated.copy_(rotate(rotated, *rotary))
     rows.index_copy_(0, at, fused[:, heads:])
 
 
@@ -86,32 +86,32 @@ PLAIN = FewRows(lambda rows, factor: True, plain_linear, plain_place)
 
 
 def trusted(few: FewRows | None, dtype: torch.dtype, device: torch.device, widths: Sequence[int]) -> FewRows | None:
-    """It, where it agrees with PLAIN about inputs of these widths; else None, and a line says why."""
+    """`few` if it agrees with PLAIN for inputs of these widths; otherwise None, and a warning is logged."""
     if few is None:
         return None
 
-    def off() -> float:
-        return max(_off(few, width, dtype, device, narrow) for width in widths for narrow in (False, True))
+    def error() -> float:
+        return max(_trial_error(few, width, dtype, device, narrow) for width in widths for narrow in (False, True))
 
-    return few if passes(off, dtype, "steps of few tokens take the plain kernels: ours") else None
+    return few if passes(error, dtype, "steps of few tokens take the plain kernels: ours") else None
 
 
-def _off(few: FewRows, width: int, dtype: torch.dtype, device: torch.device, narrow: bool) -> float:
-    """The largest relative error of a product and of a place of one row."""
+def _trial_error(few: FewRows, width: int, dtype: torch.dtype, device: torch.device, narrow: bool) -> float:
+    """The largest relative error of `linear` and `place` for one row."""
 
     def some(*shape: int) -> torch.Tensor:
-        """Between 0 and 1, so that no sum is the small rest of large numbers."""
+        """Values between 0 and 1: without cancellation in sums, relative errors stay small."""
         count = torch.Size(shape).numel()
         return (torch.arange(count, device=device, dtype=torch.float32) * 0.618).frac().view(shape).to(dtype)
 
     weight, bias, scale = some(64, width), some(64), some(64).float() * (4 / width)
     factor = Factor(weight.to(FORWARD), None, scale) if narrow else Factor(weight * (4 / width), bias)
-    x, norm, found = some(1, width), NormOf(some(width), None if narrow else some(width), 1e-5), []
+    x, norm, results = some(1, width), NormOf(some(width), None if narrow else some(width), 1e-5), []
     for one in (few, PLAIN):
         fused, rows = some(1, 4, 32), torch.zeros(3, 2, 32, dtype=dtype, device=device)
         angles = some(1, 8).float()
         one.place(fused, (angles, angles * 0.5), rows, torch.tensor([1], device=device), 2)
-        found.append(
+        results.append(
             [
                 one.linear(x, factor, norm, "swiglu" if narrow else "gelu", None),
                 one.linear(x, factor, None, None, some(1, 64)),
@@ -119,4 +119,4 @@ def _off(few: FewRows, width: int, dtype: torch.dtype, device: torch.device, nar
                 rows,
             ]
         )
-    return error_of(*found)
+    return error_of(*results)

@@ -1,11 +1,11 @@
-"""Matmuls of a linear layer in fp8: 8-bit factors with one scale each, summed in fp32 (Micikevicius et al. 2022).
+"""GEMMs of a linear layer in fp8: 8-bit operands with one scale each, summed in fp32 (Micikevicius et al. 2022).
 
     e4m3  inputs and weights    3 bits of mantissa, up to 448
     e5m2  gradients of outputs  2 bits of mantissa, up to 57344
 
-A factor's scale brings its largest magnitude to the format's limit. It is of the tensor at hand and not of steps
-before, so no history is kept, and a run resumes from a checkpoint as if it had never stopped. It is of the
-local tensor: another layout or micro batch rounds otherwise. Emulated here in plain torch; kernels/fp8.py is fast.
+The scale of an operand maps its largest magnitude to the limit of the format. It is computed from the current tensor,
+not from earlier steps, so checkpoints need no history. It is computed from the local tensor, so rounding
+depends on the parallel layout and the micro batch size. Emulated here in plain torch; kernels/fp8.py is fast.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 """The largest number of a format."""
 FORWARD, BACKWARD = LIMITS
 TINY = 1e-30
-"""A tensor of nothing but zeros is scaled as if this were its largest magnitude."""
+"""Lower bound of the largest magnitude, for tensors that contain only zeros."""
 
 
 class Cast(NamedTuple):
-    """x [r, c] in fp8: inverse (fp32, one number) times `rows` [r, c], and times the transpose of `columns` [c, r]."""
+    """x [r, c] in fp8: x is `inverse` times `rows`, and `inverse` times the transpose of `columns`."""
 
-    rows: torch.Tensor | None
-    columns: torch.Tensor | None
-    inverse: torch.Tensor
+    rows: torch.Tensor | None  # [r, c]
+    columns: torch.Tensor | None  # [c, r]
+    inverse: torch.Tensor  # fp32, one number
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype, *, rows: bool = False, columns: bool = False) -> Cast:
-    """x [r, c] in an fp8 `dtype`, as it lies, transposed, or both. Numbers that are not finite make NaN.
+    """Cast x [r, c] to an fp8 `dtype`: as `rows`, transposed as `columns`, or both. Non-finite numbers give NaN.
 
     >>> x = torch.tensor([[1.0, -2.0]])
     >>> found = cast(x, torch.float8_e4m3fn, rows=True)
@@ -56,9 +56,9 @@ def multiply(
     *,
     fast: bool = False,
 ) -> torch.Tensor:
-    """a [m, k] b^T, b [n, k], both fp8, times their inverses, plus bias [n]: [m, n] in `dtype`, summed in fp32.
+    """a [m, k] times b^T, b [n, k], both fp8, times their inverses, plus bias [n]: [m, n] in `dtype`, summed in fp32.
 
-    fast: the sum may lose some bits on the way, where the device is faster so.
+    fast: allow a less exact accumulation if the device has a faster one.
     """
     out = (a.float() @ b.float().t()) * (inverse_a * inverse_b)
     return (out if bias is None else out + bias.float()).to(dtype)
@@ -66,11 +66,14 @@ def multiply(
 
 @dataclass(frozen=True)
 class Fp8Matmuls(Matmuls):
-    """wide: what multiplies where fp8 would cost too much. cast and multiply: those above or faster ones."""
+    """`Matmuls` in fp8."""
 
     wide: Matmuls
+    """For layers in which fp8 would cost too much accuracy."""
     cast: Callable[..., Cast] = cast
+    """`cast` above, or a faster implementation."""
     multiply: Callable[..., torch.Tensor] = multiply
+    """`multiply` above, or a faster implementation."""
 
     @property
     def words(self) -> str:  # type: ignore[override]

@@ -1,8 +1,8 @@
-"""Linear layers whose weights are kept in fp8 by a model that only answers: half the bytes of 16-bit ones to read.
+"""Linear layers with fp8 weights for inference: half the bytes of 16-bit weights to read.
 
-One scale an output brings its largest weight to the limit of e4m3 (3 bits of mantissa), and what is multiplied keeps
-its dtype: a weight is off by at most a sixteenth of itself, or by 2^-10 of 1/448 of the largest one. The head, norms
-and embeddings stay as they are. In plain torch here; kernels/fp8_weights.py takes few rows fast.
+Each output has a scale that maps its largest weight to the limit of e4m3 (3 bits of mantissa). Activations keep their
+dtype. The error of a weight is at most a sixteenth of its value, or 2^-10 of 1/448 of the largest weight. The head,
+norms and embeddings are not converted. In plain torch here; kernels/fp8_weights.py is fast for few rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mega.core.ops.trial import error_of, passes
 
 
 def narrowed(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight [out, in] -> fp8 [out, in] and fp32 scales [out], whose product it is.
+    """Factor weight [out, in] into fp8 [out, in] times fp32 scales [out].
 
     >>> narrow, scale = narrowed(torch.tensor([[1.0, -2.0], [0.0, 0.0]]))
     >>> (narrow.float() * scale[:, None]).tolist()
@@ -30,7 +30,7 @@ def narrowed(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def multiply(x: torch.Tensor, narrow: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """x [n, in] by the weights of `narrowed`: [n, out] in the dtype of x."""
+    """Multiply x [n, in] by the weights from `narrowed`: [n, out] in the dtype of x."""
     return (torch.mm(x, narrow.to(x.dtype).t()) * scale).to(x.dtype)
 
 
@@ -39,25 +39,27 @@ Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @cache
 def trusted(fast: Multiply, dtype: torch.dtype, device: torch.device) -> Multiply:
-    """It, where it agrees with `multiply` about few and many rows in dtype; else that, and a line says why."""
+    """`fast` if it agrees with `multiply` for few and many rows of this dtype; otherwise `multiply`, with a warning."""
     if fast is multiply:
         return fast
-    some = (torch.arange(200 * 300, device=device, dtype=torch.float32) * 0.618).frac().view(200, 300)
-    narrow, scale = narrowed(some[:100])
+    values = (torch.arange(200 * 300, device=device, dtype=torch.float32) * 0.618).frac().view(200, 300)
+    narrow, scale = narrowed(values[:100])
 
-    def off() -> float:
-        given = [(some[:rows].to(dtype), narrow, scale / 300) for rows in (1, 20, 200)]
-        return error_of(*([each(*one) for one in given] for each in (fast, multiply)))
+    def error() -> float:
+        arguments = [(values[:rows].to(dtype), narrow, scale / 300) for rows in (1, 20, 200)]
+        return error_of(*([each(*one) for one in arguments] for each in (fast, multiply)))
 
-    return fast if passes(off, dtype, "weights in fp8 are multiplied by torch's kernels: ours") else multiply
+    return fast if passes(error, dtype, "weights in fp8 are multiplied by torch's kernels: ours") else multiply
 
 
 @dataclass(frozen=True)
 class Fp8Weights(Matmuls):
-    """wide: what multiplies by the head. multiply: the one above or a faster one."""
+    """`Matmuls` with fp8 weights."""
 
     wide: Matmuls
+    """For the head."""
     multiply: Multiply = multiply
+    """`multiply` above, or a faster implementation."""
 
     words = "weights in fp8"
 
@@ -65,14 +67,14 @@ class Fp8Weights(Matmuls):
         return self.wide
 
     def factor(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Factor:
-        """As of Matmuls; the weight itself is given up."""
-        trusted(self.multiply, weight.dtype, weight.device)  # now, not while somebody waits for a first token
+        """As in `Matmuls`. The original weight is freed."""
+        trusted(self.multiply, weight.dtype, weight.device)  # run the trial now, so that no request has to wait for it
         narrow, scale = narrowed(weight.detach())
         weight.data = weight.data.new_empty(0)
         return Factor(narrow, bias, scale)
 
     def by(self, factor: Factor) -> Callable[[torch.Tensor], torch.Tensor]:
-        """As of Matmuls."""
+        """As in `Matmuls`."""
         scale = factor.scale
         assert scale is not None
 

@@ -1,9 +1,11 @@
-"""GEMMs of rows by the matrices of their experts: y = x W_e^T for the rows of every expert e.
+"""Grouped GEMMs for experts: y = x W_e^T for the rows of every expert e.
 
-    x [rows, in], sorted by expert; ends [E]: where each expert's rows end; W [E x out, in], one below the other
+    x [rows, in], sorted by expert        rows of expert 0 | rows of expert 1 | ...
+    ends [E]                                               ^ ends[0]          ^ ends[1]
+    W [E x out, in]                       the experts' matrices, stacked along dim 0
 
-The loop over experts is the reference. Where torch has a grouped GEMM for the device, it takes them in one call and
-nothing waits for the host. Knows no ranks and no layers.
+A loop over experts is the reference. If torch has a grouped GEMM for the device, one call computes all experts without
+synchronising with the host. Knows no ranks and no layers.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ from mega.core.ops.matmuls import Matmuls
 
 
 class GroupedRows(NamedTuple):
-    """Gradients [rows, out] of the outputs, and where each expert's rows end, int32 [E]."""
+    """Gradients of the outputs of experts."""
 
-    rows: torch.Tensor
-    ends: torch.Tensor
+    rows: torch.Tensor  # [rows, out]
+    ends: torch.Tensor  # int32 [E], end of each expert's rows
 
 
 class GroupedMatmuls(Matmuls):
-    """Of the weights of several experts. Gradients are `GroupedRows`. accumulate: adds to a main gradient."""
+    """`Matmuls` for the weights of several experts. Gradients are `GroupedRows`. accumulate: adds to a main_grad."""
 
     words = "a loop over experts"
 
@@ -41,7 +43,7 @@ class GroupedMatmuls(Matmuls):
         matrices = weight.unflatten(0, (len(ends), -1))
         if fast(x, matrices):
             return torch._grouped_mm(x, matrices.transpose(1, 2), offs=ends)
-        if x.is_meta:  # the rows of any experts cost the same
+        if x.is_meta:  # the cost does not depend on the experts of rows
             return F.linear(x, matrices[0])
         out = x.new_empty(len(x), matrices.shape[1])
         for matrix, rows in zip(matrices, _runs(ends), strict=True):
@@ -75,7 +77,7 @@ class GroupedMatmuls(Matmuls):
             self._accumulate(main_grad.unflatten(0, (len(grad.ends), -1)), grad, x)
 
     def _accumulate(self, out: torch.Tensor, grad: GroupedRows, x: torch.Tensor) -> None:
-        """out: [E, out, in]."""
+        """Add the gradients of all matrices to out [E, out, in]."""
         if x.is_meta:
             out[0].add_(grad.rows.t() @ x)
             return
@@ -89,7 +91,7 @@ class GroupedMatmuls(Matmuls):
 
 
 def fast(x: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether torch's grouped GEMM takes these rows and matrices, or other rows: bf16 on CUDA, of whole 16 bytes."""
+    """Whether torch's grouped GEMM supports these operands: bf16 on CUDA, with rows of a multiple of 16 bytes."""
     if not x.is_cuda or x.dtype != torch.bfloat16 or not hasattr(torch, "_grouped_mm"):
         return False
     return x.shape[1] % 8 == 0 and all(size % 8 == 0 for size in other.shape[1:])

@@ -1,4 +1,4 @@
-"""From the fused projection of query, key and value to heads, with rotary positions applied."""
+"""Split the fused projection of query, key and value into heads, and apply rotary positions."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def split_heads(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """fused [tokens, (heads + 2 kv_heads) d] -> q [tokens, heads, d], k and v [tokens, kv_heads, d]; q and k rotated.
 
-    bias: already added to `fused`; only its gradient is computed here. `fused` belongs to this op from here on: a fast
-    implementation rotates it in place.
+    bias: already added to `fused`; only its gradient is computed here. This op owns `fused`: a fast implementation
+    rotates it in place.
     """
     if bias is not None:
         fused = fused + (bias - bias.detach())

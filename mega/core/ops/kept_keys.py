@@ -1,8 +1,8 @@
-"""Attention of sequences that go on by one token a step, whose keys and values are kept from step to step.
+"""Attention in the decode phase (one new token per step), with gathered keys that are reused between steps.
 
-On a host, gathering keys from the blocks of a cache and handing them to torch's attention takes a small model longer
-than its products. Here those of a step's sequences are gathered once, laid as products of matrices take them, and each
-step adds a column of every layer. The cache stays whole: it knows nothing of this. No windows and no ranks.
+On a CPU, gathering keys from the blocks of a cache and passing them to torch's attention takes a small model longer
+than its GEMMs. Here the keys and values of a step's sequences are gathered once, in the layout of batched GEMMs, and
+each later step adds a column per layer. The cache remains valid and does not know of this copy. No windows, no ranks.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ import torch
 from mega.core.ops.paged_attention import Integers
 
 MOST_BYTES = 1 << 21
-"""Of one layer. Beyond it the time lies in the products, and laying the keys takes that of many steps."""
+"""The largest size of one layer's keys and values. For larger ones the GEMMs dominate, and gathering costs as much as
+many steps."""
 
 
 class KeptKeys:
-    """pool: [layers, blocks, block, 2, kv_heads, d] on a host, in at least 32 bits.
+    """The gathered keys and values of the current sequences.
 
-    kept.follow(...)    once a step, before its layers
-    kept.attend(...)    for each layer, where that was True
+    keys.follow(...)    once per step, before its layers
+    keys.attend(...)    for each layer, if `follow` returned True
+
+    pool: [layers, blocks, block, 2, kv_heads, d] on a CPU, in at least 32 bits.
     """
 
     def __init__(self, pool: torch.Tensor):
@@ -33,40 +36,41 @@ class KeptKeys:
         self._bias = self._column = torch.empty(0)
 
     def follow(self, sequences: Integers, lengths: Integers, tables: Integers) -> bool:
-        """Whether `attend` takes this step, of one token of each sequence: from the second one in a row on it does.
+        """Whether `attend` can be used in this step, which has one token of each sequence.
 
-        sequences: int64 [runs], numbers that no others have had. lengths, tables: as of `PagedAttention`.
+        True from the second consecutive step with the same sequences on. sequences: int64 [runs], unique numbers that
+        are never reused. lengths, tables: as in `PagedAttention`.
         """
-        goes_on = np.array_equal(sequences, self._sequences) and np.array_equal(lengths, self._lengths + 1)
+        resumes = np.array_equal(sequences, self._sequences) and np.array_equal(lengths, self._lengths + 1)
         self._sequences, self._lengths = sequences, lengths
         layers, _, block, _, kv_heads, d = self._pool.shape
         batch, blocks = len(lengths), -(-int(lengths.max()) // block)
         layer = 2, batch * kv_heads, d, blocks * block
-        if not goes_on or math.prod(layer) * self._pool.element_size() > MOST_BYTES:
+        if not resumes or math.prod(layer) * self._pool.element_size() > MOST_BYTES:
             self._kept = None
             return False
         if self._kept is None or self._kept.shape[-1] < layer[-1]:
             before, self._kept = self._kept, self._pool.new_zeros(layers, *layer)
-            if before is None:  # the tokens before this step's lie in the pool
+            if before is None:  # the pool holds the keys of all earlier tokens
                 rows = torch.from_numpy(tables[:, :blocks].reshape(-1))
-                held = self._pool[:, rows].view(layers, batch, blocks * block, 2, kv_heads, d)
-                self._kept.view(layers, 2, batch, kv_heads, d, -1).copy_(held.permute(0, 3, 1, 4, 5, 2))
+                gathered = self._pool[:, rows].view(layers, batch, blocks * block, 2, kv_heads, d)
+                self._kept.view(layers, 2, batch, kv_heads, d, -1).copy_(gathered.permute(0, 3, 1, 4, 5, 2))
             else:
                 self._kept[..., : before.shape[-1]] = before
-            seen = torch.from_numpy(np.arange(blocks * block) < lengths[:, None])
-            bias = torch.zeros(seen.shape, dtype=self._kept.dtype).masked_fill_(~seen, -torch.inf)
+            visible = torch.from_numpy(np.arange(blocks * block) < lengths[:, None])
+            bias = torch.zeros(visible.shape, dtype=self._kept.dtype).masked_fill_(~visible, -torch.inf)
             self._bias = bias.repeat_interleave(kv_heads, 0)[:, None]
             self._layers = [(each.view(2, batch, kv_heads * d, -1), *each) for each in self._kept]
-        at = torch.from_numpy(lengths - 1).view(-1, 1, 1)
-        self._column = at[None].expand(2, -1, kv_heads * d, 1)
-        self._bias.view(batch, kv_heads, -1).scatter_(-1, at.expand(-1, kv_heads, 1), 0.0)
+        position = torch.from_numpy(lengths - 1).view(-1, 1, 1)
+        self._column = position[None].expand(2, -1, kv_heads * d, 1)
+        self._bias.view(batch, kv_heads, -1).scatter_(-1, position.expand(-1, kv_heads, 1), 0.0)
         return True
 
     def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        """layer: of the pool. q [tokens, heads, d] and kv [tokens, 2 kv_heads, d] of a step's tokens -> [tokens,
+        """Attention of a step's tokens in one layer: q [tokens, heads, d], kv [tokens, 2 kv_heads, d] -> [tokens,
         heads x d]."""
         (tokens, _, d), (columns, k, v) = q.shape, self._layers[layer]
         columns.scatter_(-1, self._column, kv.reshape(tokens, 2, -1, 1).transpose(0, 1))
-        # The query heads of a key/value head are rows of one matrix, so keys are read once for all of them.
+        # The query heads of a key/value head form the rows of one matrix, so its keys are read only once.
         scores = torch.baddbmm(self._bias, q.reshape(k.shape[0], -1, d), k, alpha=d**-0.5)
         return torch.bmm(scores.softmax(-1), v.transpose(1, 2)).view(tokens, -1)

@@ -1,6 +1,6 @@
-"""Which keys a query of attention sees, and which weights are dropped: one value for every implementation.
+"""Attention masks: the keys that are visible to each query, and the dropout of weights. Shared by all implementations.
 
-It states what is computed and knows no implementation: neither kernels nor ranks.
+The mask describes the result. It knows no kernels and no ranks.
 """
 
 from __future__ import annotations
@@ -17,28 +17,33 @@ Kind = Literal["causal", "full"]
 
 @dataclass(frozen=True, eq=False)
 class AttentionMask:
-    """What s queries see of t keys; a key is visible where all of these agree.
+    """The mask of s queries and t keys. A key is visible to a query if all conditions below allow it.
 
-    kind: "causal", where query i sees key j up to its own position, j <= q_offset + i; or "full", every key
-        (encoders, cross attention).
-    window: sliding window; query i sees only keys with |q_offset + i - j| < window.
-    q_documents, k_documents: int64 [b, s] and [b, t]; queries and keys see each other only where these are equal.
-        Padding is a document of its own.
-    q_offset: position of the first query among the keys; t - s for the last s tokens of a cached row of t. Negative
-        where the first query precedes all keys.
-    dropout: of the attention weights, or None.
-    softcap: scores s become softcap x tanh(s / softcap) before the softmax.
-    covered: whether every query is known to see a key, which is not to be seen of documents without reading them.
+    kind "causal", window 3, s = t = 5:    1 . . . .
+                                           1 1 . . .
+                                           1 1 1 . .
+                                           . 1 1 1 .
+                                           . . 1 1 1
     """
 
     kind: Kind = "causal"
+    """"causal": query i sees keys j <= q_offset + i. "full": every key (encoders, cross attention)."""
     window: int | None = None
+    """Sliding window: query i sees only keys with |q_offset + i - j| < window."""
     q_documents: torch.Tensor | None = None
+    """int64 [b, s]. A query sees only keys of the same document. Padding is a separate document."""
     k_documents: torch.Tensor | None = None
+    """int64 [b, t]."""
     q_offset: int = 0
+    """The position of the first query among the keys: t - s for the last s tokens of a cached row of t. Negative if the
+    first query precedes all keys."""
     dropout: AttentionDropout | None = None
+    """Dropout of the attention weights."""
     softcap: float | None = None
+    """Scores s become softcap x tanh(s / softcap) before the softmax."""
     covered: bool = False
+    """Whether every query is known to see at least one key. Documents alone do not tell without reading their
+    values."""
 
     def __post_init__(self) -> None:
         assert self.kind in ("causal", "full"), self.kind
@@ -46,7 +51,7 @@ class AttentionMask:
         assert (self.q_documents is None) == (self.k_documents is None)
 
     def band(self, s: int, t: int) -> tuple[int | None, int | None]:
-        """(low, high): by position alone, query i sees key j where low <= j - i <= high; None: no bound hides a key.
+        """(low, high): positions allow query i to see key j if low <= j - i <= high; None: the bound hides no key.
 
         >>> AttentionMask().band(4, 4), AttentionMask(q_offset=3).band(1, 4), AttentionMask(window=2).band(4, 4)
         ((None, 0), (None, None), (-1, 0))
@@ -59,26 +64,26 @@ class AttentionMask:
         return None if low is None or low <= 1 - s else low, None if high is None or high >= t - 1 else high
 
     def visible(self, s: int, t: int, device: torch.device) -> torch.Tensor | None:
-        """bool [s, t], or [b, 1, s, t] with documents: True where a query sees a key. None: everywhere.
+        """bool [s, t], or [b, 1, s, t] with documents: True if a query sees a key. None: every key is visible.
 
         >>> AttentionMask(window=2, q_offset=1).visible(2, 4, torch.device("cpu")).int().tolist()
         [[1, 1, 0, 0], [0, 1, 1, 0]]
         """
         low, high = self.band(s, t)
-        seen = None
+        visible = None
         if low is not None or high is not None:
-            seen = torch.ones(s, t, dtype=torch.bool, device=device)
-            seen = seen if high is None else seen.tril(high)
-            seen = seen if low is None else seen.triu(low)
+            visible = torch.ones(s, t, dtype=torch.bool, device=device)
+            visible = visible if high is None else visible.tril(high)
+            visible = visible if low is None else visible.triu(low)
         if self.q_documents is None or self.k_documents is None:
-            return seen
+            return visible
         same = self.q_documents[:, None, :, None] == self.k_documents[:, None, None, :]
-        return same if seen is None else same & seen
+        return same if visible is None else same & visible
 
     def simple_kind(self, s: int, t: int) -> Kind | None:
-        """What a kernel without a mask argument has to compute: square causal attention, or attention to every key.
+        """The equivalent kind for a kernel without a mask argument: square causal attention, or full attention.
 
-        None where that would not do: documents, a window or an offset hide keys, or weights are dropped.
+        None if no kind is equivalent: documents, a window or an offset hide keys, or there is dropout or a soft cap.
 
         >>> AttentionMask(window=4).simple_kind(4, 4), AttentionMask(q_offset=3).simple_kind(1, 4)
         ('causal', 'full')
@@ -92,7 +97,7 @@ class AttentionMask:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """What a kernel has to know besides the kind, in words.
+        """The features that a kernel must support in addition to the kind, as words for messages.
 
         >>> AttentionMask(window=2).features
         ('a window',)
@@ -100,20 +105,20 @@ class AttentionMask:
         return tuple(word for name, word, unset in _FEATURES if getattr(self, name) is not unset)
 
     def empty(self, s: int, t: int) -> bool:
-        """Whether the positions alone hide every key from every query."""
+        """Whether positions hide every key from every query."""
         low, high = self.band(s, t)
         return (high is not None and high <= -s) or (low is not None and low >= t)
 
     def may_hide_all(self, s: int, t: int) -> bool:
-        """Whether some query may see no key at all; documents are not read, which would wait for the device."""
+        """Whether a query without visible keys is possible. Document values are not read: this would synchronise."""
         low, high = self.band(s, t)
         if (high is not None and high < 0) or (low is not None and low > t - s):
             return True
-        # Where queries and keys are the same tokens, the bounds that have just been checked let each see itself.
+        # If queries and keys are the same tokens, the bounds checked above allow each token to see itself.
         return not self.covered and self.q_documents is not self.k_documents
 
     def cut(self, queries: slice, keys: slice) -> AttentionMask:
-        """The mask of some of the queries and keys, both contiguous.
+        """The mask of a contiguous range of queries and a contiguous range of keys.
 
         >>> AttentionMask(window=3).cut(slice(4, 8), slice(2, 6)).q_offset
         2
@@ -130,7 +135,7 @@ class AttentionMask:
 
 _WORDS = {"dropout": "dropout", "q_documents": "documents", "window": "a window", "softcap": "a soft cap"}
 _POSITIONS = {"kind", "q_offset", "covered"}
-# A field that is added later counts in both, so no kernel that does not know it takes its attention.
+# New fields are included in both lists below, so that kernels which do not know them reject the mask.
 _UNSET = {
     field.name: field.default for field in fields(AttentionMask) if field.name not in (*_POSITIONS, "k_documents")
 }

@@ -4,8 +4,8 @@
     dgrad     dx = dy W [n, in]
     wgrad     dW = dy^T x [out, in], in a tensor of its own or added to main_grad
 
-`prepare` brings dy once into the form that both gradients take. `out`: where the result goes. In the dtype of what is
-multiplied here; fp8.py does it in fp8. Knows no ranks and no layers.
+`prepare` converts dy once into the form that both gradients take. `out`: the tensor for the result. The GEMMs here have
+the dtype of their operands; those of fp8.py are in fp8. Knows no ranks and no layers.
 """
 
 from __future__ import annotations
@@ -20,21 +20,20 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True, eq=False)
 class Factor:
-    """A weight [out, in] that stays where it is, and the bias of its outputs. scale: fp32 [out], of every output, where
-    the weight is in fp8."""
+    """A weight for inference, which stays at its address, with its bias."""
 
-    weight: torch.Tensor
-    bias: torch.Tensor | None = None
-    scale: torch.Tensor | None = None
+    weight: torch.Tensor  # [out, in]
+    bias: torch.Tensor | None = None  # [out]
+    scale: torch.Tensor | None = None  # fp32 [out], for weights in fp8
 
 
 class Matmuls:
-    """In plain torch. words: how, for a user."""
+    """The GEMMs in plain torch. words: the implementation, for messages."""
 
     words = "plain torch"
 
     def exact(self) -> Matmuls:
-        """What multiplies where rounding to fewer bits would cost too much: the head."""
+        """The GEMMs for layers in which fp8 would cost too much accuracy: the head."""
         return self
 
     def forward(
@@ -50,11 +49,11 @@ class Matmuls:
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
     def factor(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Factor:
-        """A weight as `by` takes it; the weight itself may be given up."""
+        """The weight in the form that `by` takes. The original weight may be freed."""
         return Factor(weight.detach(), bias)
 
     def by(self, factor: Factor) -> Callable[[torch.Tensor], torch.Tensor]:
-        """`forward` without a gradient by a weight that stays where it is, in as few operations as can be."""
+        """`forward` for inference with a constant weight, in as few operations as possible."""
         bias, weight = factor.bias, factor.weight.t()
         return (lambda x: torch.mm(x, weight)) if bias is None else (lambda x: torch.addmm(bias, x, weight))
 
@@ -75,7 +74,7 @@ class Matmuls:
 
 
 class WideMatmuls(Matmuls):
-    """On CUDA: a 16-bit gradient is accumulated straight into an fp32 main_grad."""
+    """The GEMMs on CUDA: 16-bit gradients are accumulated directly into an fp32 main_grad."""
 
     words = "cuBLAS, gradients in fp32"
 

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm: statistics in max(fp32, dtype), result in the weight's dtype; the residual may be wider."""
+"""LayerNorm and RMSNorm: statistics in max(fp32, dtype), result in the weight's dtype. The residual may be wider."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from mega.core.ops.dropout import Dropout
 
 
 def accurate(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which softmax, norms, rotary and the loss run."""
+    """The dtype in which softmax, norms, rotary positions and the loss are computed: at least fp32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class NormForm(NamedTuple):
-    """Where norms differ. offset: the weight counts from one, which is added in the wide dtype (Gemma). rounds_last:
-    RMSNorm rounds after the weight (OLMo 2), not before it (Llama); so does one with an offset."""
+    """Variants of norms."""
 
     offset: bool = False
+    """The factor is weight + 1, added in the wide dtype (Gemma)."""
     rounds_last: bool = False
+    """RMSNorm rounds after multiplication by the weight (OLMo 2; always with `offset`), not before it (Llama)."""
 
 
 USUAL = NormForm()
@@ -31,31 +32,33 @@ def layer_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, form: NormForm = USUAL
 ) -> torch.Tensor:
     """x [..., h], weight and bias [h] (Ba et al. 2016)."""
-    wide, factor = accurate(x.dtype), factor_of(weight, x.dtype, form)
-    return F.layer_norm(x.to(wide), x.shape[-1:], factor.to(wide), bias.to(wide), eps).to(weight.dtype)
+    compute_dtype, factor = accurate(x.dtype), factor_of(weight, x.dtype, form)
+    return F.layer_norm(x.to(compute_dtype), x.shape[-1:], factor.to(compute_dtype), bias.to(compute_dtype), eps).to(
+        weight.dtype
+    )
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, form: NormForm = USUAL) -> torch.Tensor:
     """x / rms(x), times weight [h] (Zhang and Sennrich 2019), in the weight's dtype."""
-    wide = x.to(accurate(x.dtype))
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weighted(wide * scale, weight, form)
+    values = x.to(accurate(x.dtype))
+    scale = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+    return weighted(values * scale, weight, form)
 
 
 def weighted(normed: torch.Tensor, weight: torch.Tensor, form: NormForm) -> torch.Tensor:
-    """A norm in the wide dtype, times its weight, in the weight's dtype."""
+    """Multiply a normalized tensor in the wide dtype by the weight; the result has the weight's dtype."""
     if form == USUAL:
         return normed.to(weight.dtype) * weight
     return (normed * factor_of(weight, normed.dtype, form)).to(weight.dtype)
 
 
 def factor_of(weight: torch.Tensor, dtype: torch.dtype, form: NormForm) -> torch.Tensor:
-    """What a norm of `dtype` is multiplied by, in max(fp32, dtype) where the weight counts from one."""
+    """The factor of a norm of `dtype`; with an offset in max(fp32, dtype)."""
     return weight.to(accurate(dtype)) + 1 if form.offset else weight
 
 
 def rms_norm_by(weight: torch.Tensor, eps: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`rms_norm` of x in the weight's dtype of at least 32 bits, without a gradient, in few operations."""
+    """`rms_norm` for inference, in few operations. x has the weight's dtype, of at least 32 bits."""
     root = weight.shape[-1] ** 0.5
     least, scaled = weight.new_tensor(root * eps**0.5), weight * root
     return lambda x: (x * scaled).div_(torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(least))
@@ -67,10 +70,7 @@ def added(
     branch_bias: torch.Tensor | None,
     drop: Dropout | None,
 ) -> torch.Tensor:
-    """The residual x [tokens, h], if there is one, plus the pending output of its branch, if there is one.
-
-    drop: of the branch with its bias.
-    """
+    """x + drop(branch + branch_bias), each [tokens, h]: the residual plus the output of a branch. Each may be None."""
     if branch is None:
         assert x is not None
         return x
@@ -91,7 +91,7 @@ def add_norm(
     eps: float,
     form: NormForm = USUAL,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of `added`, and its norm: RMSNorm without a bias.
+    """The sum from `added`, and its norm: LayerNorm with a bias, RMSNorm without.
 
     >>> x, normed = add_norm(torch.ones(1, 2), torch.ones(1, 2), None, None, torch.ones(2), None, 0.0)
     >>> x.tolist(), normed.tolist()

@@ -1,8 +1,8 @@
-"""Who hears of an operation that does nothing on the meta device: kernels, attention, exchanges between ranks.
+"""Observers of operations on the meta device that torch does not see: kernels, attention, exchanges between ranks.
 
-Ops of torch are seen by a dispatch mode. What we launch or exchange ourselves is not an op of torch: on the meta device
-it returns shapes, and reports here what a device would do. It knows no cost; estimate/heard.py listens.
-"""
+A dispatch mode sees the ops of torch. Our own kernels and exchanges are not ops of torch: on the meta device they
+return shapes, and report here what they would do on a real device. This module knows no costs; estimate/heard.py
+observes."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 
 class Observer(Protocol):
-    """What is reported, as it happens."""
+    """Receives reports of operations."""
 
     def kernel(self, name: str, arguments: Sequence[object]) -> None:
-        """A launch with these arguments, tensors among them."""
+        """A kernel launch with these arguments, tensors included."""
 
     def attention(self, kernel: str, q: torch.Tensor, k: torch.Tensor, mask: AttentionMask, *, backward: bool) -> None:
-        """q [b, s, heads, d], k [b, t, kv_heads, d]. kernel: "ours" or "window" (cuDNN's, which sees `k` in a band)."""
+        """An attention of q [b, s, heads, d] and k [b, t, kv_heads, d]. kernel: "ours" or "window" (cuDNN's)."""
 
     def exchange(self, kind: str, size: int, ranks: Sequence[int]) -> Callable[[], None]:
-        """A collective of `size` bytes in all begins; what is returned is called when it is waited for."""
+        """A collective of `size` bytes in total begins. The returned function is called at the wait."""
 
     def send(self, exchange: int, size: int, blocks: int) -> None:
-        """Copies of `blocks` blocks of `size` bytes each into the memory of other ranks, one after the other."""
+        """Copies of `blocks` blocks of `size` bytes each to the memory of other ranks, one after the other."""
 
     def receive(self, exchange: int, blocks: int) -> None:
-        """The next `blocks` blocks of other ranks are waited for."""
+        """A wait for the next `blocks` blocks of other ranks."""
 
 
 _observers: list[Observer] = []
@@ -40,7 +40,7 @@ _observers: list[Observer] = []
 
 @contextmanager
 def observing(observer: Observer) -> Iterator[None]:
-    """Everything that runs on the meta device reports to `observer`."""
+    """A context in which operations on the meta device report to `observer`."""
     _observers.append(observer)
     try:
         yield
@@ -59,9 +59,9 @@ def attention(name: str, q: torch.Tensor, k: torch.Tensor, mask: AttentionMask, 
 
 
 def exchange(kind: str, size: int, ranks: Sequence[int]) -> Callable[[], None] | None:
-    """What to call at the wait; None without an observer."""
-    found = [observer.exchange(kind, size, ranks) for observer in _observers]
-    return found[-1] if found else None
+    """Report a collective. Returns the function to call at the wait; None without an observer."""
+    waits = [observer.exchange(kind, size, ranks) for observer in _observers]
+    return waits[-1] if waits else None
 
 
 def send(number: int, size: int, blocks: int) -> None:

@@ -1,7 +1,7 @@
-"""Ops of third-party packages, used only where they are asked for by name: `--ops flash-attn`, `--ops apex`.
+"""Ops of third-party packages, used only on request: `--ops flash-attn`, `--ops apex`.
 
-Each is tested against its reference like any other op, and falls back to our op where the package does not apply.
-Imported when a run asks for it: that a package is installed is checked before (config/check.py).
+Each is tested against its reference like any other op, and falls back to our op in cases that the package does not
+support. Packages are imported at their first use; config/check.py checks earlier that they are installed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mega.core.ops.norm import USUAL, NormForm, added
 def flash_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask, *, other: Attention = fused
 ) -> torch.Tensor:
-    """`attention.plain` by flash-attn in 16 bits; `other` for a mask that is not simply causal or full."""
+    """`attention.plain` by flash-attn, in 16 bits; `other` for masks that are neither simply causal nor full."""
     kind = mask.simple_kind(q.shape[1], k.shape[1])
     if kind is None or q.element_size() != 2:
         return other(q, k, v, mask)
@@ -38,7 +38,7 @@ def apex_add_norm(
     eps: float,
     form: NormForm = USUAL,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`norm.add_norm` with the norm by apex; the addition stays torch's."""
+    """`norm.add_norm` with apex's norm; torch does the addition."""
     x = added(x, branch, branch_bias, drop)
     apex = import_module("apex.normalization.fused_layer_norm")
     shape, weight = (x.shape[-1],), weight + 1 if form.offset else weight
@@ -48,7 +48,7 @@ def apex_add_norm(
 
 
 def package(name: str, attention: Attention) -> dict[str, Any]:
-    """The ops of a package, by its name in `--ops`; `attention` is what a run would use without it."""
+    """The ops of a package, by its name in `--ops`. attention: the implementation used without the package."""
     if name == "flash-attn":
         return {"attention": partial(flash_attention, other=attention)}
     return {"add_norm": apex_add_norm}

@@ -1,19 +1,20 @@
-"""Attention of ragged tokens to keys and values that lie in the blocks of a cache.
+"""Attention of ragged tokens to keys and values in the blocks of a cache (paged attention).
 
-A step's tokens are runs: the next tokens of some sequences, one after the other without padding. The keys of a
-sequence, those of its run included, lie in blocks of a pool, in the order of its row of `tables`:
+The tokens of a step form runs: the next tokens of some sequences, one after the other without padding. The keys of a
+sequence, including those of its run, are stored in blocks of a pool, in the order of its row in `tables`:
 
     starts   0 1 2 6        three runs: of 1, 1 and 4 tokens
     lengths  9 3 4          keys of each sequence; the last token of a run sees all of them
     tables   [[7, 2, 5], [1, 0, 0], [4, 0, 0]]          with blocks of 4 keys: key 8 of the first is key 0 of block 5
 
-PLAIN       runs of like length are padded to one and take torch's kernels; any device and dtype. On CUDA other kernels
-            take them as they are (kernels/paged_attention.py)
-INVARIANT   every token by itself, its keys in splits of one size: bit for bit the same whatever runs are next to it
+PLAIN       pads runs of similar length to the same length and uses torch's kernels; any device and dtype. On CUDA
+            kernels/paged_attention.py handles ragged runs without padding
+INVARIANT   handles every token separately, with its keys in splits of constant size: the bits do not depend on the
+            other runs of the step
 
-Both take q [tokens, heads, d], and keys and values as one pool [blocks, block, 2, kv_heads, d], keys first, and give
-[tokens, heads x d]; `attend` takes the pool as [blocks, block x 2 x kv_heads x d]. Query head i reads key/value head
-i // (heads / kv_heads). They know no sequences and no ranks.
+Both take q [tokens, heads, d], and keys and values as one pool [blocks, block, 2, kv_heads, d], keys first, and return
+[tokens, heads x d]; `attend` takes the pool as [blocks, block x 2 x kv_heads x d]. Query head i uses key/value head
+i // (heads / kv_heads). Knows no sequences and no ranks.
 """
 
 from __future__ import annotations
@@ -36,79 +37,76 @@ from mega.core.ops.norm import accurate
 from mega.core.ops.trial import error_of, passes
 
 SPLIT = 256
-"""Keys of one split of INVARIANT; a multiple of every block size."""
+"""Keys in one split of INVARIANT; a multiple of every block size."""
 
 Integers = NDArray[np.int64]
 
 
 class PaddedRuns(NamedTuple):
-    """Neighbouring runs, padded to `seq` tokens each.
-
-    tokens: theirs among the step's. pad: int64 [batch x seq], of these the one at each padded position, and back: int64
-    [tokens], the position of each; None where nothing is padded. rows: int64 [batch x width], blocks. held: memory that
-    each layer gathers them in, and k and v its views [batch, kv_heads, keys, d]. bias: [batch, 1, seq x repeats, keys]
-    (or 1 for all queries), 0 where a query sees a key, else -inf.
-    """
+    """Neighbouring runs, padded to `seq` tokens each."""
 
     tokens: slice
+    """The tokens of these runs among the step's tokens."""
     batch: int
+    """Runs."""
     seq: int
+    """Tokens of a padded run."""
     pad: torch.Tensor | None
+    """int64 [batch x seq]: the token at each padded position; None without padding."""
     back: torch.Tensor | None
+    """int64 [tokens]: the padded position of each token; None without padding."""
     rows: torch.Tensor
+    """int64 [batch x width]: the blocks of all runs."""
     held: torch.Tensor
+    """The memory into which each layer gathers these blocks."""
     k: torch.Tensor
+    """A view of `held`: [batch, kv_heads, keys, d]."""
     v: torch.Tensor
+    """As `k`."""
     bias: torch.Tensor
+    """[batch, 1, seq x repeats, keys] (or 1 for all queries): 0 if a query sees a key, else -inf."""
 
 
 class TokenKeys(NamedTuple):
-    """For every token: tables, int64 [tokens, width], its sequence's blocks; positions, int64 [tokens], its own.
+    """The keys of every token."""
 
-    shape: block, kv_heads, d. window: it sees this many keys at most, its own included.
-    """
-
-    tables: torch.Tensor
-    positions: torch.Tensor
-    shape: tuple[int, int, int]
-    window: int | None
+    tables: torch.Tensor  # int64 [tokens, width]: the blocks of its sequence
+    positions: torch.Tensor  # int64 [tokens]: its position
+    shape: tuple[int, int, int]  # block, kv_heads, d
+    window: int | None  # the most keys that it sees, its own included
 
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """One implementation.
-
-    pages(counts, lengths, tables, pool, repeats, window) -> where the keys of a step's tokens lie, once for all layers.
-        On the host: counts int64 [runs], tokens of each, lengths and tables as above. repeats: query heads of a
-        key/value head. window: a token sees this many keys at most, its own included.
-    attend(q, pool, pages) -> softmax(q k' / sqrt(d)) v over the keys that each token sees
-    attend_new(fused, rotary, pool, pages): the same of fused [tokens, heads + 2 kv_heads, d], not turned by positions
-        yet, and puts keys and values into the pool. None where pages ask for `FewRows.place` and `attend` instead.
-    graphs: what is done for runs of one token follows from their number and the width of `tables`; pages hold these and
-        `lengths` as tensors of those names, which a recorded graph reads again.
-    ragged: pages of any runs for such a graph; None: it takes runs of one token alone.
-    """
+    """One implementation."""
 
     pages: Callable[[Integers, Integers, Integers, torch.Tensor, int, int | None], Any]
+    """pages(counts, lengths, tables, pool, repeats, window) -> the locations of the keys of a step's tokens, computed
+    once for all layers. On the host: counts int64 [runs], tokens of each run; lengths and tables as above. repeats:
+    query heads per key/value head. window: the most keys that a token sees, its own included."""
     attend: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
+    """attend(q, pool, pages) -> softmax(q k' / sqrt(d)) v over the keys that each token sees."""
     graphs: bool = False
+    """Whether a CUDA graph can record the work for runs of one token. It then depends only on the number of runs and
+    the width of `tables`; pages hold `tables` and `lengths` as tensors of these names, which the graph reads again."""
     attend_new: Callable[[torch.Tensor, Rotary | None, torch.Tensor, Any], torch.Tensor | None] | None = None
+    """attend_new(fused, rotary, pool, pages): `attend` for fused [tokens, heads + 2 kv_heads, d] before the rotation;
+    it also stores keys and values in the pool. Returns None if the caller must use `FewRows.place` and `attend`."""
     ragged: RaggedGraph | None = None
+    """Pages of any runs for such a graph; None: graphs support runs of one token only."""
 
 
 @dataclass(frozen=True)
 class RaggedGraph:
-    """How pages of runs of several tokens lie in a graph that is recorded once.
-
-    most_tiles(tokens, runs): largest number of tiles of these tokens in these runs.
-    tiles(counts, lengths): int64 [tiles, 4] of a step's runs after the leading ones of one token.
-    pages(lengths, tables, tiles, pool, window): lengths int64 [runs], 0 but for leading runs of one token; tables int64
-        [runs, width]; tiles as above, with zeros for those that are missing. All are tensors of the device.
-    """
+    """Pages of runs of several tokens, for a graph that is recorded once."""
 
     most_tiles: Callable[[int, int], int]
+    """most_tiles(tokens, runs) -> the largest number of tiles for these numbers."""
     tiles: Callable[[Integers, Integers], Integers]
+    """tiles(counts, lengths) -> int64 [tiles, 4], for a step's runs after the leading runs of one token."""
     pages: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int | None], Any]
+    """pages(lengths, tables, tiles, pool, window), all tensors of the device: lengths int64 [runs], 0 except for
+    leading runs of one token; tables int64 [runs, width]; tiles as above, filled up with zeros."""
 
 
 # -- plain
@@ -123,11 +121,11 @@ def padded_pages(
     window: int | None = None,
 ) -> list[PaddedRuns]:
     starts = np.concatenate([[0], np.cumsum(counts)]).tolist()
-    made: list[PaddedRuns] = []
+    pages: list[PaddedRuns] = []
     for first, end in _alike(counts.tolist()):
-        tokens, here = slice(starts[first], starts[end]), slice(first, end)
-        made.append(_padded_runs(tokens, counts[here], lengths[here], tables[here], pool, repeats, window))
-    return made
+        tokens, part = slice(starts[first], starts[end]), slice(first, end)
+        pages.append(_padded_runs(tokens, counts[part], lengths[part], tables[part], pool, repeats, window))
+    return pages
 
 
 def _padded_runs(
@@ -141,10 +139,10 @@ def _padded_runs(
 ) -> PaddedRuns:
     batch, block, device = len(counts), pool.shape[1], pool.device
     width = -(-int(lengths.max()) // block)
-    held = pool.new_empty(batch * width, pool[0].numel())
-    k, v = held.view(batch, -1, *pool.shape[2:]).transpose(1, 3).unbind(2)
-    pad, back, seen = _padding(counts, lengths, width * block, window)
-    bias = sent(seen, device).to(pool.dtype)[:, None]
+    memory = pool.new_empty(batch * width, pool[0].numel())
+    k, v = memory.view(batch, -1, *pool.shape[2:]).transpose(1, 3).unbind(2)
+    pad, back, bias_array = _padding(counts, lengths, width * block, window)
+    bias = sent(bias_array, device).to(pool.dtype)[:, None]
     if bias.shape[2] > 1 and repeats > 1:
         bias = bias.repeat(1, 1, repeats, 1)
     return PaddedRuns(
@@ -154,12 +152,13 @@ def _padded_runs(
         None if pad is None else sent(pad, device),
         None if back is None else sent(back, device),
         sent(tables[:, :width].reshape(-1), device),
-        *(held, k, v, bias),
+        *(memory, k, v, bias),
     )
 
 
 def _alike(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Neighbouring runs that are padded together: of one token each, or none twice as long as another.
+    """Groups of neighbouring runs that are padded together: runs of one token, or runs whose lengths differ by less
+    than a factor of 2.
 
     >>> list(_alike([1, 1, 4, 5, 8, 20]))
     [(0, 2), (2, 4), (4, 5), (5, 6)]
@@ -178,13 +177,13 @@ def _padding(
     counts: Integers, lengths: Integers, keys: int, window: int | None
 ) -> tuple[Integers | None, Integers | None, NDArray[np.float32]]:
     """`pad`, `back` and the bias [batch, seq, keys] of neighbouring runs. Padding repeats a run's last token."""
-    seq, at = int(counts.max()), np.arange(keys)
+    seq, columns = int(counts.max()), np.arange(keys)
     offset = np.minimum(np.arange(seq), counts[:, None] - 1) if seq > 1 else 0
     positions = (lengths - counts)[:, None] + offset
-    seen = at <= positions[..., None]
+    visible = columns <= positions[..., None]
     if window is not None:
-        seen &= at > positions[..., None] - window
-    bias = np.where(seen, np.float32(0), np.float32(-np.inf))
+        visible &= columns > positions[..., None] - window
+    bias = np.where(visible, np.float32(0), np.float32(-np.inf))
     if seq == 1 or int(counts.min()) == seq:
         return None, None, bias
     starts = np.cumsum(counts) - counts
@@ -207,7 +206,7 @@ def _padded(q: torch.Tensor, pool: torch.Tensor, runs: PaddedRuns, softcap: floa
     if runs.pad is not None:
         q = q.index_select(0, runs.pad)
     torch.index_select(pool, 0, runs.rows, out=runs.held)
-    # The query heads of a key/value head are rows of one matrix, so keys are read once for all of them.
+    # The query heads of a key/value head form the rows of one matrix, so its keys are read only once.
     if seq == 1:
         q = q.reshape(batch, kv_heads, -1, width)
         return _weighted(q, runs, softcap).reshape(batch, -1)
@@ -218,7 +217,7 @@ def _padded(q: torch.Tensor, pool: torch.Tensor, runs: PaddedRuns, softcap: floa
 
 
 def _weighted(q: torch.Tensor, runs: PaddedRuns, softcap: float | None) -> torch.Tensor:
-    """Attention of padded queries [batch, kv_heads, rows, d], which torch's kernels know without a soft cap."""
+    """Attention of padded queries [batch, kv_heads, rows, d]. torch's kernels have no soft cap."""
     if softcap is None:
         return F.scaled_dot_product_attention(q, runs.k, runs.v, attn_mask=runs.bias)
     scores = (q @ runs.k.transpose(-1, -2)).to(accurate(q.dtype)) / math.sqrt(q.shape[-1])
@@ -234,40 +233,40 @@ def token_pages(
     block = pool.shape[1]
     assert SPLIT % block == 0, (SPLIT, block)
     width = -(-int(lengths.max()) // SPLIT) * (SPLIT // block)
-    wide = np.zeros((len(tables), max(width, tables.shape[1])), dtype=np.int64)
-    wide[:, : tables.shape[1]] = tables
+    padded = np.zeros((len(tables), max(width, tables.shape[1])), dtype=np.int64)
+    padded[:, : tables.shape[1]] = tables
     run = np.repeat(np.arange(len(counts)), counts)
     within = np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts, counts)
     positions = sent((lengths - counts)[run] + within, pool.device)
-    return TokenKeys(sent(wide[run, :width], pool.device), positions, (block, *pool.shape[3:]), window)
+    return TokenKeys(sent(padded[run, :width], pool.device), positions, (block, *pool.shape[3:]), window)
 
 
 def split_attention(
     q: torch.Tensor, pool: torch.Tensor, pages: TokenKeys, softcap: float | None = None
 ) -> torch.Tensor:
-    """In running sums over splits of SPLIT keys. A split without a visible key changes no bit."""
+    """Attention with running sums over splits of SPLIT keys. A split without visible keys changes no bit."""
     tokens, block, kv_heads, width = len(q), *pages.shape
-    wide = accurate(q.dtype)
+    sum_dtype = accurate(q.dtype)
     q = q.reshape(tokens, kv_heads, -1, width)
-    largest = torch.full((*q.shape[:-1], 1), -1e30, dtype=wide, device=q.device)
-    total, mixed = torch.zeros_like(largest), torch.zeros(q.shape, dtype=wide, device=q.device)
+    largest = torch.full((*q.shape[:-1], 1), -1e30, dtype=sum_dtype, device=q.device)
+    total, output = torch.zeros_like(largest), torch.zeros(q.shape, dtype=sum_dtype, device=q.device)
     for number, blocks in enumerate(pages.tables.split(SPLIT // block, dim=1)):
-        held = pool.index_select(0, blocks.flatten()).view(tokens, SPLIT, 2, kv_heads, width)
-        k, v = held.transpose(1, 3).unbind(2)
-        at = torch.arange(number * SPLIT, (number + 1) * SPLIT, device=q.device)
-        seen = at <= pages.positions[:, None]
+        gathered = pool.index_select(0, blocks.flatten()).view(tokens, SPLIT, 2, kv_heads, width)
+        k, v = gathered.transpose(1, 3).unbind(2)
+        columns = torch.arange(number * SPLIT, (number + 1) * SPLIT, device=q.device)
+        visible = columns <= pages.positions[:, None]
         if pages.window is not None:
-            seen &= at > pages.positions[:, None] - pages.window
-        scores = (q @ k.transpose(-1, -2)).to(wide) / math.sqrt(width)
+            visible &= columns > pages.positions[:, None] - pages.window
+        scores = (q @ k.transpose(-1, -2)).to(sum_dtype) / math.sqrt(width)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill(~seen[:, None, None], -math.inf)
+        scores = scores.masked_fill(~visible[:, None, None], -math.inf)
         new = torch.maximum(largest, scores.amax(-1, keepdim=True))
         weights, scale = (scores - new).exp(), (largest - new).exp()
         total = total * scale + weights.sum(-1, keepdim=True)
-        mixed = mixed * scale + (weights.to(v.dtype) @ v).to(wide)
+        output = output * scale + (weights.to(v.dtype) @ v).to(sum_dtype)
         largest = new
-    return (mixed / total).to(q.dtype).reshape(tokens, -1)
+    return (output / total).to(q.dtype).reshape(tokens, -1)
 
 
 PLAIN = PagedAttention(padded_pages, padded_attention)
@@ -275,27 +274,27 @@ INVARIANT = PagedAttention(token_pages, split_attention)
 
 
 def softcapped(softcap: float, *, invariant: bool) -> PagedAttention:
-    """PLAIN or INVARIANT with scores s that become softcap x tanh(s / softcap) before the softmax."""
+    """PLAIN or INVARIANT with a soft cap: scores s become softcap x tanh(s / softcap) before the softmax."""
     if invariant:
         return PagedAttention(token_pages, partial(split_attention, softcap=softcap))
     return PagedAttention(padded_pages, partial(padded_attention, softcap=softcap))
 
 
 def trusted(attention: PagedAttention, pool: torch.Tensor, repeats: int, window: int | None) -> PagedAttention:
-    """It, where it agrees with PLAIN about keys of the kind that `pool` holds; else PLAIN, and a line says why."""
+    """`attention` if it agrees with PLAIN for keys like those of `pool`; otherwise PLAIN, and a warning is logged."""
     if attention is PLAIN:
         return attention
-    block, few = pool.shape[1], torch.arange(4 * pool[0].numel(), device=pool.device, dtype=torch.float32)
-    some = (few * 0.7).sin().to(pool.dtype).view(4, *pool.shape[1:])
-    q = some.flatten(0, 1)[:2, 0].repeat(1, repeats, 1)
+    block, numbers = pool.shape[1], torch.arange(4 * pool[0].numel(), device=pool.device, dtype=torch.float32)
+    values = (numbers * 0.7).sin().to(pool.dtype).view(4, *pool.shape[1:])
+    q = values.flatten(0, 1)[:2, 0].repeat(1, repeats, 1)
     cos = q[:, 0, : q.shape[2] // 4].float().contiguous()
     angles = cos, cos * 0.5
     counts, lengths, tables = np.ones(2, np.int64), np.array([1, 3 * block - 1]), np.array([[2, 0, 0], [3, 0, 1]])
 
-    several = np.array([1, 2 * block - 1]), np.array([1, 3 * block - 1]), tables
+    long_runs = np.array([1, 2 * block - 1]), np.array([1, 3 * block - 1]), tables
 
     def done(each: PagedAttention) -> list[torch.Tensor]:
-        pool = some.clone()
+        pool = values.clone()
         pages = each.pages(counts, lengths, tables, pool, repeats, window)
         out, fused = each.attend(q, pool.flatten(1), pages), torch.cat([q, pool[:2, 0].flatten(1, 2)], 1)
         new = None if each.attend_new is None else each.attend_new(fused, angles, pool.flatten(1), pages)
@@ -304,10 +303,10 @@ def trusted(attention: PagedAttention, pool: torch.Tensor, repeats: int, window:
             plain_place(fused, angles, pool.view(-1, *fused[:, q.shape[1] :].shape[1:]), last, q.shape[1])
             new = each.attend(fused[:, : q.shape[1]], pool.flatten(1), pages)
         run = q[:1].repeat(2 * block, 1, 1)
-        many = each.attend(run, pool.flatten(1), each.pages(*several, pool, repeats, window))
+        many = each.attend(run, pool.flatten(1), each.pages(*long_runs, pool, repeats, window))
         return [out, new, many, pool]
 
-    def off() -> float:
+    def error() -> float:
         return error_of(done(attention), done(PLAIN))
 
-    return attention if passes(off, pool.dtype, "attention to the cache takes torch's kernels: ours") else PLAIN
+    return attention if passes(error, pool.dtype, "attention to the cache takes torch's kernels: ours") else PLAIN

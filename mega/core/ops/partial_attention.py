@@ -1,10 +1,10 @@
-"""Attention of some queries to some keys, in a form whose parts add up: each part has its log-sum-exp.
+"""Attention in blocks: each block of keys gives an output and its log-sum-exp, and blocks can be merged.
 
     out_a, lse_a over some keys        lse = log(exp(lse_a) + exp(lse_b))
-    out_b, lse_b over others           out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
+    out_b, lse_b over other keys       out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
 
-The backward pass of a part needs the output and the log-sum-exp of the whole, and no other part (Dao et al. 2022,
-appendix B; Liu et al. 2023). It refuses to know why there are parts, and which rank holds them.
+The backward pass of a block needs the output and the log-sum-exp over all keys, but no other block (Dao et al. 2022,
+appendix B; Liu et al. 2023). This module does not know the purpose of blocks, nor the rank that holds them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class PartialAttention:
     """One implementation: q [b, s, heads, d]; k, v [b, t, kv_heads, d]; d(x) is the gradient with respect to x.
 
-    forward(q, k, v, mask) -> out [b, s, heads, d], lse [b, heads, s]; a query that sees no key has out 0, lse -inf.
-    backward(d(out), q, k, v, out, lse, mask) -> d(q), d(k), d(v), with out and lse of the whole.
-    Results are in the inputs' dtype or wider; lse is in max(fp32, dtype).
+    forward(q, k, v, mask) -> out [b, s, heads, d], lse [b, heads, s]; out 0 and lse -inf for a query without keys.
+    backward(d(out), q, k, v, out, lse, mask) -> d(q), d(k), d(v), with out and lse over all keys.
+    Results have the inputs' dtype or a wider one; lse is in max(fp32, dtype).
     """
 
     forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionMask], tuple[torch.Tensor, torch.Tensor]]
@@ -36,7 +36,7 @@ class PartialAttention:
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """Add a part to `out` and `lse`, in place. Nothing added yet: out 0, lse -inf."""
+    """Merge a block into `out` and `lse`, in place. Initial values: out 0, lse -inf."""
     total = torch.logaddexp(lse, part_lse)
     finite = _finite(total)
     out.mul_(_by_token((lse - finite).exp())).add_(_by_token((part_lse - finite).exp()) * part)
@@ -49,7 +49,7 @@ def _by_token(x: torch.Tensor) -> torch.Tensor:
 
 
 def _finite(lse: torch.Tensor) -> torch.Tensor:
-    """0 where a query has seen no key, so that exp(-inf - lse) is 0 there and not NaN."""
+    """lse, with -inf replaced by 0 (queries without keys), so that exp(-inf - lse) is 0 and not NaN."""
     return lse.masked_fill(lse == -math.inf, 0.0)
 
 
@@ -59,9 +59,9 @@ def _finite(lse: torch.Tensor) -> torch.Tensor:
 def plain_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    found = scores(q, k, mask.visible(q.shape[1], k.shape[1], q.device), mask.softcap)
-    lse = found.logsumexp(-1)
-    weights = _weights(found, lse).to(q.dtype)
+    masked_scores = scores(q, k, mask.visible(q.shape[1], k.shape[1], q.device), mask.softcap)
+    lse = masked_scores.logsumexp(-1)
+    weights = _weights(masked_scores, lse).to(q.dtype)
     if mask.dropout is not None:
         weights = mask.dropout(weights)
     return (weights @ expand_heads(v, q.shape[2])).transpose(1, 2), lse
@@ -76,20 +76,20 @@ def plain_backward(
     lse: torch.Tensor,
     mask: AttentionMask,
 ) -> Gradients:
-    heads, kv_heads, wide = q.shape[2], k.shape[2], lse.dtype
-    # Sum over keys of weight x d(weight), which softmax's gradient subtracts.
-    along = (grad.to(wide) * out.to(wide)).sum(-1).transpose(1, 2)
+    heads, kv_heads, sum_dtype = q.shape[2], k.shape[2], lse.dtype
+    # The gradient of softmax subtracts the sum over keys of weight x d(weight), which equals the sum of grad x out.
+    along = (grad.to(sum_dtype) * out.to(sum_dtype)).sum(-1).transpose(1, 2)
     grad = grad.transpose(1, 2)
-    found = scores(q, k, mask.visible(q.shape[1], k.shape[1], q.device), mask.softcap)
-    weights = _weights(found, lse)
-    grad_weights = (grad @ expand_heads(v, heads).transpose(-1, -2)).to(wide)
+    masked_scores = scores(q, k, mask.visible(q.shape[1], k.shape[1], q.device), mask.softcap)
+    weights = _weights(masked_scores, lse)
+    grad_weights = (grad @ expand_heads(v, heads).transpose(-1, -2)).to(sum_dtype)
     dropped = weights.to(grad.dtype)
     if mask.dropout is not None:
         dropped, grad_weights = mask.dropout(dropped), mask.dropout(grad_weights)
-    grad_found = weights * (grad_weights - along[..., None])
-    if mask.softcap is not None:  # d tanh(x) = 1 - tanh(x)^2; a score that is not seen has no weight
-        grad_found = grad_found * (1 - (found / mask.softcap).clamp(min=-1).square())
-    grad_scores = (grad_found / math.sqrt(q.shape[-1])).to(q.dtype)
+    grad_masked = weights * (grad_weights - along[..., None])
+    if mask.softcap is not None:  # d tanh(x) = 1 - tanh(x)^2; the weight of an invisible key is 0
+        grad_masked = grad_masked * (1 - (masked_scores / mask.softcap).clamp(min=-1).square())
+    grad_scores = (grad_masked / math.sqrt(q.shape[-1])).to(q.dtype)
     grad_q = grad_scores @ expand_heads(k, heads)
     grad_k = grad_scores.transpose(-1, -2) @ q.transpose(1, 2)
     grad_v = dropped.transpose(-1, -2) @ grad
@@ -105,7 +105,7 @@ def _reduce_heads(grad: torch.Tensor, kv_heads: int) -> torch.Tensor:
     return grad.unflatten(1, (kv_heads, -1)).sum(2).transpose(1, 2)
 
 
-# -- torch's fused kernels: 16-bit dtypes on CUDA; the plain form takes what they do not
+# -- torch's fused kernels: 16-bit dtypes on CUDA; other cases use the plain implementation
 
 
 def fused_forward(
@@ -136,7 +136,7 @@ def fused_backward(
     if kernel is None:
         return plain_backward(grad, q, k, v, out, lse, mask)
     whole = [x.transpose(1, 2) for x in (grad, q, k, v, out)]
-    # The kernels take the random state of a dropout, even of none.
+    # The kernels require the random state of dropout, even without dropout.
     if kernel == "cudnn":
         state = torch.zeros((), dtype=torch.int64, device=q.device)
         cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
@@ -156,9 +156,9 @@ def _is_causal(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:
 
 
 def _kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> Literal["cudnn", "flash"] | None:
-    """Which of torch's kernels takes this: cuDNN's is twice as fast as flash attention on H200 where it does."""
-    here = q.is_cuda or q.is_meta
-    if not here or q.element_size() != 2 or mask.simple_kind(q.shape[1], k.shape[1]) is None:
+    """The torch kernel that supports this attention, cuDNN first: on H200 it is twice as fast as flash attention."""
+    on_device = q.is_cuda or q.is_meta
+    if not on_device or q.element_size() != 2 or mask.simple_kind(q.shape[1], k.shape[1]) is None:
         return None
     if q.is_meta:
         return "cudnn"

@@ -1,10 +1,10 @@
-"""Computing again what a backward pass needs, instead of keeping it.
+"""Activation recomputation: recompute saved tensors in the backward pass instead of keeping them.
 
-What autograd would keep of a function is forgotten; when the backward pass asks for the first of it, the function runs
-again, and each tensor is given away once. torch.utils.checkpoint does the same, and imports torch's compiler for it,
-which takes about as long as torch itself.
+Tensors that autograd would save are dropped. When the backward pass needs the first of them, the function runs again,
+and each tensor is returned once. torch.utils.checkpoint does the same, but it imports torch's compiler, which takes
+about as long as importing torch itself.
 
-Random state is not restored: what is computed again must be a function of its inputs. Knows no model.
+Random state is not restored: the function must depend on its inputs only. Knows no model.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class _Forgotten:
-    """In place of a tensor that is kept for a backward pass: empty until it is computed again."""
+    """A placeholder for a saved tensor. It is empty until the tensor is recomputed."""
 
     def __init__(self) -> None:
         self.tensor: torch.Tensor | None = None
 
 
 class _Enough(Exception):
-    """All that was forgotten is there again."""
+    """Ends a recomputation early: all dropped tensors are recomputed."""
 
 
 class _Recomputation:
-    """One run of a function, and what is forgotten of it, in order; what is needed no more is not computed."""
+    """One call of a function, with the placeholders of its saved tensors in order."""
 
     def __init__(self, run: Callable[..., torch.Tensor], inputs: tuple[object, ...]) -> None:
         self._run, self._inputs, self._done = run, inputs, False
@@ -59,15 +59,15 @@ class _Recomputation:
             self._run(*inputs)
 
     def _fill(self, waiting: Iterator[weakref.ref[_Forgotten]]) -> Callable[[torch.Tensor], torch.Tensor]:
-        left = len(self._forgotten)
+        missing = len(self._forgotten)
 
         def fill(x: torch.Tensor) -> torch.Tensor:
-            nonlocal left
-            left -= 1
-            place, x = next(waiting)(), x.detach()  # an op that kept its own result would never be freed
-            if place is not None:  # its op may have been left out of the backward pass
+            nonlocal missing
+            missing -= 1
+            place, x = next(waiting)(), x.detach()  # detach: a result that references its own op would never be freed
+            if place is not None:  # None: the backward pass does not need this op's saved tensor
                 place.tensor = x
-            if not left:
+            if not missing:
                 raise _Enough
             return x
 
@@ -75,9 +75,9 @@ class _Recomputation:
 
 
 def recompute(run: Callable[..., torch.Tensor], *inputs: object) -> torch.Tensor:
-    """run(*inputs), of which autograd keeps the inputs only and computes the rest again, as far as it is needed.
+    """run(*inputs). Autograd saves the inputs only, and recomputes the other saved tensors as far as needed.
 
-    One within another keeps its own inputs besides, until the backward pass.
+    A nested call also saves its own inputs, until the backward pass.
 
     >>> x = torch.tensor(2.0, requires_grad=True)
     >>> recompute(lambda x: x * x * x, x).backward()
@@ -86,6 +86,6 @@ def recompute(run: Callable[..., torch.Tensor], *inputs: object) -> torch.Tensor
     """
     if not torch.is_grad_enabled():
         return run(*inputs)
-    kept = _Recomputation(run, inputs)
-    with saved_tensors_hooks(kept.pack, kept.unpack):
+    recomputation = _Recomputation(run, inputs)
+    with saved_tensors_hooks(recomputation.pack, recomputation.unpack):
         return run(*inputs)

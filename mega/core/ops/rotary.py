@@ -15,9 +15,9 @@ def rotary_table(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin, each [tokens, rope.width / 2], in max(fp32, dtype); positions int64 [tokens].
 
-    length: of the rows that the tokens are of [as many as there are positions]; LongRoPE goes by it.
+    length: columns of the whole rows, which select LongRoPE's factors; default: the number of positions.
     """
-    wide, width, scaling = accurate(dtype), rope.width, rope.scaling
+    table_dtype, width, scaling = accurate(dtype), rope.width, rope.scaling
     exponent = torch.arange(0, width, 2, device=positions.device, dtype=torch.float64) / width
     frequency = (rope.base**-exponent) / rope.interpolation
     if isinstance(scaling, RopeScaling):
@@ -29,13 +29,14 @@ def rotary_table(
         frequency = frequency / frequency.new_tensor(scaling.long if is_long else scaling.short)
     angle = positions.to(torch.float64)[:, None] * frequency[None, :]
     magnitude = 1.0 if scaling is None or isinstance(scaling, RopeScaling) else scaling.magnitude
-    return (angle.cos() * magnitude).to(wide), (angle.sin() * magnitude).to(wide)
+    return (angle.cos() * magnitude).to(table_dtype), (angle.sin() * magnitude).to(table_dtype)
 
 
 def _interpolated(width: int, base: float, scaling: YarnScaling) -> torch.Tensor:
-    """How far each of YaRN's width / 2 frequencies is divided by the factor, from 0 to 1 (Peng et al. 2023, section
-    3.2): not at all where it turns more than `beta_fast` times within the original positions, wholly where it turns
-    fewer than `beta_slow` times, and between them in proportion to its index.
+    """The interpolated share, from 0 to 1, of each of YaRN's width / 2 frequencies (Peng et al. 2023, section 3.2).
+
+    0 for frequencies with more than `beta_fast` rotations within the original positions, 1 for those with fewer than
+    `beta_slow`, and linear in the index between them.
 
     >>> yarn = YarnScaling(factor=4.0, original=64, beta_fast=32.0, beta_slow=1.0, truncate=True, magnitude=1.0)
     >>> _interpolated(8, 100.0, yarn).tolist()
@@ -55,9 +56,9 @@ def _interpolated(width: int, base: float, scaling: YarnScaling) -> torch.Tensor
 def scaled(frequency: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     """Llama 3.1's extension to more positions (Dubey et al. 2024, section 3.4.2; factors of the released models).
 
-    Radians a position -> radians a position. The frequency of a component that turns fewer than `low` times within
-    `original` positions is divided by `factor`, one that turns more than `high` times is unchanged, and between them
-    the unchanged share grows with the turns.
+    Frequencies are in radians per position. A frequency with fewer than `low` rotations within `original` positions is
+    divided by `factor`; one with more than `high` rotations is unchanged; between them the unchanged share grows with
+    the rotations.
 
     >>> turns = torch.tensor([0.5, 1.0, 2.5, 4.0, 9.0])
     >>> (scaled(turns * 2 * math.pi / 100, RopeScaling(8.0, 1.0, 4.0, 100)) / (2 * math.pi / 100)).tolist()
@@ -69,23 +70,24 @@ def scaled(frequency: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [tokens, heads, d]: component i turns with component i + R/2 over the first R; cos and sin [tokens, R / 2].
+    """Rotate x [tokens, heads, d]: component i with component i + R/2, for the first R components.
 
-    As of `spread`, [tokens, 1, R]: x itself is turned, without a gradient.
+    cos and sin: [tokens, R / 2]. With cos and sin from `spread`, [tokens, 1, R], x is rotated in place, without a
+    gradient.
     """
     if cos.dim() == 3:
-        turned = x if x.shape[-1] == cos.shape[-1] else x[..., : cos.shape[-1]]
-        torch.addcmul(turned * cos, turned.roll(cos.shape[-1] // 2, -1), sin, out=turned)
+        rotated = x if x.shape[-1] == cos.shape[-1] else x[..., : cos.shape[-1]]
+        torch.addcmul(rotated * cos, rotated.roll(cos.shape[-1] // 2, -1), sin, out=rotated)
         return x
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     cos, sin = cos[:, None, :], sin[:, None, :]
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
-    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    return torch.cat([rotated, rest], dim=-1) if rest.shape[-1] else rotated
 
 
 def spread(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [n, R / 2] as [n, 1, R], for `rotate` in fewer operations.
+    """cos and sin [n, R / 2] as [n, 1, R], with which `rotate` needs fewer operations.
 
     >>> spread(torch.tensor([[0.0]]), torch.tensor([[1.0]]))
     (tensor([[[0., 0.]]]), tensor([[[-1.,  1.]]]))

@@ -1,11 +1,10 @@
-"""How tokens choose experts: scores, choice, probabilities, capacity, balance losses and permutation, in plain torch.
+"""The choice of experts: scores, choice, probabilities, capacity and balance losses, in plain torch.
 
-    logits [t, E]  ->  chosen [t, k], which experts;  probabilities [t, k], what their outputs are multiplied by
+    logits [t, E]  ->  chosen [t, k], the experts;  probabilities [t, k], the factors of their outputs
 
-Scores are computed in fp32 at least; probabilities are given in the dtype of the logits. Knows no ranks: `t` are all
-tokens that matter to a rule. Sources: Shazeer et al. 2017; Fedus et al. 2022; DeepSeek-V3, 2024; the rules' details are
-those of Megatron core 0.19.
-"""
+Scores are computed in fp32 at least; probabilities have the dtype of the logits. Knows no ranks: `t` are all tokens
+that a rule depends on. Sources: Shazeer et al. 2017; Fedus et al. 2022; DeepSeek-V3, 2024; details as in Megatron core
+0.19."""
 
 from __future__ import annotations
 
@@ -18,19 +17,19 @@ from torch.nn import functional as F
 from mega.core.architecture.layer import ExpertGroups, Router
 
 LEAST_SUM = 1e-20
-"""Added to a sum of scores that others are divided by."""
+"""Added to a sum of scores before a division by it."""
 
 SINKHORN_TOLERANCE = 1e-4
 SINKHORN_EPS = 1e-8
 SINKHORN_ROUNDS = 1000
-"""At the most; a matrix that is not near its end by then is taken as it is."""
+"""The most rounds. If the matrix has not converged by then, it is used as it is."""
 
 
 class Routing(NamedTuple):
-    """chosen: int64 [t, k]. probabilities: [t, k]."""
+    """The decisions of a router."""
 
-    chosen: torch.Tensor
-    probabilities: torch.Tensor
+    chosen: torch.Tensor  # int64 [t, k]
+    probabilities: torch.Tensor  # [t, k]
 
 
 def accurate(x: torch.Tensor) -> torch.Tensor:
@@ -39,7 +38,7 @@ def accurate(x: torch.Tensor) -> torch.Tensor:
 
 
 def scores(logits: torch.Tensor, kind: str) -> torch.Tensor:
-    """What a router makes of its logits, [t, E], in fp32 at least."""
+    """The scores of logits [t, E], in fp32 at least."""
     x = accurate(logits)
     if kind == "softmax":
         return x.softmax(-1)
@@ -54,23 +53,24 @@ def route(
     *,
     matrix: torch.Tensor | None = None,
 ) -> Routing:
-    """The experts of each token. balance: [E], a bias that the choice alone reads, or what `quantile` subtracts.
+    """The experts of each token.
 
-    matrix: of `sinkhorn`, by which the choice goes in training.
+    balance: [E], a bias that affects only the choice, or the thresholds that `quantile` subtracts. matrix: the result
+    of `sinkhorn`, which determines the choice in training.
     """
     if router.choice == "sinkhorn":
         return _by_sinkhorn(logits, chosen, matrix)
     x = accurate(logits)
-    own = x if router.score == "softmax" and router.normalize else scores(logits, router.score)
-    judged = own
+    expert_scores = x if router.score == "softmax" and router.normalize else scores(logits, router.score)
+    choice_scores = expert_scores
     if balance is not None:
-        judged = x - balance if router.choice == "quantile" else own + balance
-    which = largest(judged.detach(), chosen, router.groups)
-    return Routing(which, _probabilities(own.gather(1, which), router).to(logits.dtype))
+        choice_scores = x - balance if router.choice == "quantile" else expert_scores + balance
+    experts = largest(choice_scores.detach(), chosen, router.groups)
+    return Routing(experts, _probabilities(expert_scores.gather(1, experts), router).to(logits.dtype))
 
 
 def _probabilities(picked: torch.Tensor, router: Router) -> torch.Tensor:
-    """Of the scores [t, k] of the chosen; of the logits where a softmax follows the choice."""
+    """The probabilities of the chosen experts. picked: their scores [t, k], or logits if softmax follows the choice."""
     if router.score == "softmax":
         probabilities = picked.softmax(-1) if router.normalize else picked
     elif router.normalize and picked.shape[1] > 1:
@@ -81,29 +81,29 @@ def _probabilities(picked: torch.Tensor, router: Router) -> torch.Tensor:
 
 
 def largest(judged: torch.Tensor, chosen: int, groups: ExpertGroups | None = None) -> torch.Tensor:
-    """int64 [t, chosen]: the largest of each row of [t, E], from the best groups where there are any."""
+    """int64 [t, chosen]: the largest values in each row of [t, E]; with groups, only from the best groups."""
     if groups is not None:
         grouped = judged.unflatten(1, (groups.count, -1))
         best = grouped.topk(groups.best, -1).values.sum(-1).topk(groups.chosen, -1).indices
-        kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, True)
-        judged = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
+        in_best_group = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, True)
+        judged = grouped.masked_fill(~in_best_group[..., None], -torch.inf).flatten(1)
     return judged.topk(chosen, -1).indices
 
 
 def _by_sinkhorn(logits: torch.Tensor, chosen: int, matrix: torch.Tensor | None) -> Routing:
-    """Clark et al. 2022. Probabilities are those of the logits alone, whatever matrix the choice goes by."""
+    """The choice by a Sinkhorn matrix (Clark et al. 2022). Probabilities depend on the logits only."""
     x = accurate(logits)
-    own = x.sigmoid() if chosen == 1 else x.softmax(-1)
-    which = largest(own.detach() if matrix is None else matrix, chosen)
-    return Routing(which, own.gather(1, which).to(logits.dtype))
+    expert_scores = x.sigmoid() if chosen == 1 else x.softmax(-1)
+    experts = largest(expert_scores.detach() if matrix is None else matrix, chosen)
+    return Routing(experts, expert_scores.gather(1, experts).to(logits.dtype))
 
 
 def sinkhorn(logits: torch.Tensor, tolerance: float = SINKHORN_TOLERANCE) -> torch.Tensor:
-    """[t, E] of positive numbers: exp(logits) scaled until every row has the same sum and so has every column.
+    """exp(logits) [t, E], scaled so that all rows have the same sum, and all columns.
 
-    Logits that are no numbers make a matrix that is none, in which a guard of the step finds them.
+    NaN in the logits gives NaN in the matrix, where the guard of the step detects it.
     """
-    cost = (logits - logits.amax(1, keepdim=True)).exp()  # rows are scaled anyway
+    cost = (logits - logits.amax(1, keepdim=True)).exp()  # subtracting a row's maximum only scales the row
     rows, columns = cost.new_ones(cost.shape[0]), cost.new_ones(cost.shape[1])
     for _ in range(SINKHORN_ROUNDS):
         rows = 1 / (cost.shape[0] * ((columns * cost).sum(1) + SINKHORN_EPS))
@@ -114,7 +114,10 @@ def sinkhorn(logits: torch.Tensor, tolerance: float = SINKHORN_TOLERANCE) -> tor
 
 
 def quantile(logits: torch.Tensor, balance: torch.Tensor, chosen: int) -> torch.Tensor:
-    """[E]: what to subtract from logits [t, E] so that every expert is chosen t k / E times. balance: as of now."""
+    """The thresholds [E] to subtract from logits [t, E], so that every expert is chosen t k / E times.
+
+    balance: the current thresholds.
+    """
     x = accurate(logits)
     rivals = (x - balance).topk(chosen + 1, -1).values[:, -1:]
     tokens, count = x.shape
@@ -125,20 +128,20 @@ def quantile(logits: torch.Tensor, balance: torch.Tensor, chosen: int) -> torch.
 
 
 def load_scores(logits: torch.Tensor, kind: str) -> torch.Tensor:
-    """[t, E]: scores that add up to 1, by which balance is judged."""
-    own = scores(logits, kind)
-    return own if kind == "softmax" else own / (own.sum(-1, keepdim=True) + LEAST_SUM)
+    """Scores [t, E] that sum to 1, for the balance losses."""
+    expert_scores = scores(logits, kind)
+    return expert_scores if kind == "softmax" else expert_scores / (expert_scores.sum(-1, keepdim=True) + LEAST_SUM)
 
 
 def choice_counts(own: torch.Tensor, chosen: int, rows: torch.Tensor, batch: int) -> torch.Tensor:
-    """[batch, E]: how many tokens of each row have an expert among their `chosen` largest scores; without any bias,
-    group or capacity. rows: int64 [t], the row of each token."""
+    """[batch, E]: the number of tokens in each row that have an expert among their `chosen` largest scores, without
+    bias, groups or capacity. rows: int64 [t], the row of each token."""
     picked = torch.zeros_like(own).scatter(1, own.detach().topk(chosen, -1).indices, 1.0)
     return own.new_zeros(batch, own.shape[1]).index_add(0, rows, picked)
 
 
 def imbalance(counts: torch.Tensor, sums: torch.Tensor, chosen: int, tokens: float) -> torch.Tensor:
-    """E / (k t^2) x the sum of counts x sums, both [..., E], over experts and rows; 1 for each row in balance."""
+    """E / (k t^2) x the sum of counts x sums, both [..., E], over experts and rows; 1 for each balanced row."""
     return (counts * sums).sum() * (counts.shape[-1] / (chosen * tokens**2))
 
 
@@ -151,7 +154,7 @@ def z_total(logits: torch.Tensor) -> torch.Tensor:
 
 
 def capacity(tokens: int, chosen: int, count: int, factor: float) -> int:
-    """How many tokens an expert takes.
+    """The largest number of tokens for each expert.
 
     >>> capacity(24, 1, 8, 1.25), capacity(10, 1, 8, 0.5)
     (4, 1)
@@ -162,9 +165,10 @@ def capacity(tokens: int, chosen: int, count: int, factor: float) -> int:
 def kept_choices(
     chosen: torch.Tensor, probabilities: torch.Tensor, numbers: torch.Tensor, limit: int, policy: str
 ) -> torch.Tensor:
-    """bool [t, k]: which choices an expert keeps that takes `limit` tokens: those of largest probability, or the first.
+    """bool [t, k]: the choices that are kept if each expert takes at most `limit` tokens.
 
-    numbers: int64 [t], of the tokens in the microbatch; the lower counts where probabilities are equal.
+    policy: keep those with the largest probability ("probs"), or the first ones. numbers: int64 [t], numbers of the
+    tokens in the microbatch; they order choices of equal probability.
     """
     by_token = numbers.repeat_interleave(chosen.shape[1]).argsort(stable=True)
     experts, weights = chosen.flatten()[by_token], probabilities.detach().flatten()[by_token]
@@ -175,6 +179,6 @@ def kept_choices(
     experts = experts[by_expert]
     positions = torch.arange(len(experts), device=experts.device)
     within = positions - torch.searchsorted(experts, experts)  # rank among those of the same expert
-    kept = torch.empty_like(experts, dtype=torch.bool)
-    kept[by_token[by_expert]] = within < limit
-    return kept.view_as(chosen)
+    is_kept = torch.empty_like(experts, dtype=torch.bool)
+    is_kept[by_token[by_expert]] = within < limit
+    return is_kept.view_as(chosen)

@@ -1,4 +1,4 @@
-"""Sums of rows that are chosen by number, in fp32 at least."""
+"""Sums of rows selected by number, in fp32 at least."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import torch
 
 
 def sum_rows(rows: torch.Tensor, numbers: torch.Tensor, whole: bool) -> torch.Tensor:
-    """rows [n, ...], numbers int64 [t, k] -> [t, ...]: the rows of each line of `numbers`, added up in their order.
-    Unless `whole`, n stands for a row of zeros.
+    """rows [n, ...], numbers int64 [t, k] -> [t, ...]: for each line of `numbers`, the sum of these rows in order.
+
+    Unless `whole`, number n selects a row of zeros.
 
     >>> sum_rows(torch.tensor([[1.0], [2.0]]), torch.tensor([[0, 1], [1, 2]]), False).flatten()
     tensor([3., 2.])
     """
-    wide = torch.promote_types(rows.dtype, torch.float32)
+    sum_dtype = torch.promote_types(rows.dtype, torch.float32)
     if not whole:
         rows = torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
     first = rows.index_select(0, numbers[:, 0])
     if numbers.shape[1] == 1:
         return first
-    total = first.to(wide)
+    total = first.to(sum_dtype)
     for choice in range(1, numbers.shape[1]):
         total += rows.index_select(0, numbers[:, choice])
     return total.to(rows.dtype)

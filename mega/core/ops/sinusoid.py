@@ -1,4 +1,4 @@
-"""Sinusoidal position encoding as fairseq computes it: half sines, half cosines (Vaswani et al. 2017, section 3.5)."""
+"""Sinusoidal position encoding as in fairseq: half sines, half cosines (Vaswani et al. 2017, section 3.5)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 def sinusoid(positions: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """[tokens, width]: sines of position x frequency, then its cosines; positions int64 [tokens].
+    """[tokens, width]: sines of position x frequency, then cosines. positions: int64 [tokens].
 
-    Frequencies fall geometrically from 1 to 1 / 10000, both included, over the width / 2 components of a half.
+    The width / 2 frequencies form a geometric sequence from 1 to 1 / 10000, both included.
 
     >>> sinusoid(torch.tensor([0, 1]), 4, torch.float64)[0].tolist()
     [0.0, 0.0, 1.0, 1.0]

@@ -1,10 +1,10 @@
-"""Which implementation of each op a run uses: chosen once for a device and dtype, then handed to the layers.
+"""The implementation of each op: chosen once for a device and dtype, then passed to the layers.
 
-REFERENCE   plain torch, any device and dtype; what every other implementation is tested against
-on a CPU    torch's fused attention, else the reference
-on CUDA     our Triton kernels, cuDNN's attention where it takes the shape and the mask (a window only with the package
-            nvidia-cudnn-frontend), products that add into fp32
---fp8       the blocks' products in fp8 along with any of these, emulated where the device has no such product
+REFERENCE   plain torch, any device and dtype; every other implementation is tested against it
+on a CPU    torch's fused attention, otherwise the reference
+on CUDA     our Triton kernels; cuDNN's attention if it supports the shape and the mask (windows only with the package
+            nvidia-cudnn-frontend); GEMMs that accumulate into fp32
+--fp8       in addition, fp8 GEMMs in the blocks, emulated if the device has none
 """
 
 from __future__ import annotations
@@ -40,16 +40,12 @@ from mega.core.ops.matmuls import Matmuls, WideMatmuls
 
 @dataclass(frozen=True)
 class Ops:
-    """One implementation of each op; signatures and shapes are those of the references.
-
-    adamw: the optimizer's whole pass on the device, or None for the rule's own steps. name: what `mega doctor` shows.
-    few_rows: kernels for a model that only answers, on CUDA. spread: for few rows on a host: cos and sin of a cache are
-    as of `rotary.spread`, branches are added by their last product, norms are of `norm.rms_norm_by`. row_shards: ranks
-    over which a row is cut: `attention` takes our columns of q, k, v and the mask of the whole rows.
-    """
+    """One implementation of each op. Signatures and shapes are those of the references, which are the defaults."""
 
     name: str = "reference"
+    """The name in `mega doctor`."""
     reason: str = "plain torch"
+    """The reason of the choice."""
     add_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]] = norm.add_norm
     added: Callable[..., torch.Tensor] = norm.added
     activate: Callable[..., torch.Tensor] = activation.activate
@@ -66,25 +62,31 @@ class Ops:
     total: Callable[[torch.Tensor], torch.Tensor] = total.total
     matmuls: Matmuls = Matmuls()  # noqa: RUF009 - holds nothing
     adamw: Callable[..., None] | None = None
+    """A kernel for the optimizer's whole update, or None for the optimizer's own steps."""
     row_shards: int = 1
+    """Ranks over which rows are sharded: `attention` takes this rank's columns of q, k, v and the mask of whole
+    rows."""
     few_rows: FewRows | None = None
+    """Kernels for decoding on CUDA."""
     spread: bool = False
+    """For decoding on a CPU: cos and sin of a cache are in the form of `rotary.spread`, the last GEMM of a branch adds
+    to the stream, and norms are those of `norm.rms_norm_by`."""
 
     @property
     def plain(self) -> bool:
         """Whether these are the references."""
         return self.name == "reference"
 
-    def chosen(self) -> Iterator[tuple[str, str]]:
-        """Each op and where its implementation is, for `mega doctor`.
+    def implementations(self) -> Iterator[tuple[str, str]]:
+        """Each op and the location of its implementation, for `mega doctor`.
 
-        >>> dict(REFERENCE.chosen())["add_norm"]
+        >>> dict(REFERENCE.implementations())["add_norm"]
         'norm.add_norm'
         """
         for name, value in vars(self).items():
-            made = type(value) if isinstance(value, Matmuls) else getattr(value, "func", value)
-            if callable(made):
-                yield name, f"{made.__module__.removeprefix('mega.core.ops.')}.{made.__name__}"
+            function = type(value) if isinstance(value, Matmuls) else getattr(value, "func", value)
+            if callable(function):
+                yield name, f"{function.__module__.removeprefix('mega.core.ops.')}.{function.__name__}"
 
 
 REFERENCE = Ops()
@@ -104,11 +106,11 @@ def choose(
 ) -> Ops:
     """The fastest implementations for a device and a compute dtype; `reason` explains the choice.
 
-    recompute: attention recomputes its weights in the backward pass where it would save them. package: a name that
-    `packages.package` knows, whose ops replace ours. shapes: for meta tensors that stand for those of `device`, which
-    need not be there.
+    recompute: attention recomputes its weights in the backward pass instead of saving them. package: a name known to
+    `packages.package`, whose ops replace ours. shapes: choose for meta tensors that represent tensors of `device`; the
+    device itself is not needed.
     """
-    ops = _chosen(device, dtype, reference, shapes)
+    ops = _base_ops(device, dtype, reference, shapes)
     if recompute:
         ops = replace(ops, attention=attention.recomputing(ops.attention))
     if package is not None and not shapes:
@@ -120,18 +122,18 @@ def choose(
 
 
 def attention_words(ops: Ops, mask: AttentionMask, dtype: torch.dtype, length: int, width: int) -> str:
-    """What takes the attention of rows of `length` tokens by heads of `width`, and why, for a user.
+    """The implementation of attention for rows of `length` tokens and heads of `width`, and the reason, as a message.
 
     >>> attention_words(REFERENCE, AttentionMask(), torch.bfloat16, 8, 4)
     'plain torch'
     """
     x = torch.empty(1, length, 1, width, dtype=dtype, device="meta")
-    simple, chosen = mask.simple_kind(length, length) is not None, ops.attention
-    if isinstance(chosen, partial):  # of a package, with what takes the rest
+    simple, implementation = mask.simple_kind(length, length) is not None, ops.attention
+    if isinstance(implementation, partial):  # the op of a package, with our op for other masks
         if simple and dtype.itemsize == 2:
             return "flash-attn, as asked for"
-        chosen = chosen.keywords["other"]
-    if chosen in (attention.plain, attention.plain_recomputing):
+        implementation = implementation.keywords["other"]
+    if implementation in (attention.plain, attention.plain_recomputing):
         return "plain torch"
     if ops.name == "triton":
         from mega.core.ops.kernels.attention import applies
@@ -146,7 +148,7 @@ def attention_words(ops: Ops, mask: AttentionMask, dtype: torch.dtype, length: i
 
 
 def attention_advice(ops: Ops, mask: AttentionMask, dtype: torch.dtype, length: int, width: int) -> str | None:
-    """What would make the attention of such rows faster, for a user; None where nothing is known to.
+    """Advice that would make the attention of such rows faster, as a message; None without advice.
 
     >>> attention_advice(REFERENCE, AttentionMask(window=4), torch.bfloat16, 8, 8)
     """
@@ -157,8 +159,11 @@ def attention_advice(ops: Ops, mask: AttentionMask, dtype: torch.dtype, length: 
 
 
 def forward_only(ops: Ops, *, fp8_weights: bool = False) -> Ops:
-    """The same for a model that only answers, in fewer operations: on a CPU each costs more than what it computes, on
-    CUDA steps of few tokens wait for memory. fp8_weights: of the blocks' linear layers."""
+    """The ops for inference, with fewer operations.
+
+    On a CPU the overhead of an operation exceeds its computation; on CUDA steps of few tokens are limited by memory
+    bandwidth. fp8_weights: store the weights of the blocks' linear layers in fp8.
+    """
     if ops.name == "triton":
         ops = replace(ops, few_rows=_few_rows_kernels())
     if fp8_weights:
@@ -169,7 +174,7 @@ def forward_only(ops: Ops, *, fp8_weights: bool = False) -> Ops:
     return replace(ops, spread=True)
 
 
-def _chosen(device: torch.device, dtype: torch.dtype, reference: bool, shapes: bool) -> Ops:
+def _base_ops(device: torch.device, dtype: torch.dtype, reference: bool, shapes: bool) -> Ops:
     if reference:
         return replace(REFERENCE, reason="asked for by --ops reference")
     plain = replace(REFERENCE, name="torch", attention=attention.fused)

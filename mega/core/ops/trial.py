@@ -1,6 +1,6 @@
-"""Whether a kernel computes on this device what the plain form does: tried in a small case before it is relied on.
+"""Trials of kernels: compare a kernel with its reference in a small case on this device before it is used.
 
-One that a device compiles wrongly, or not at all, would speak in the place of the model.
+A kernel that is compiled incorrectly for a device would corrupt the results of the model.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from collections.abc import Callable, Iterable
 import torch
 
 ROUNDINGS = 8
-"""Roundings of its dtype by which a result may be off."""
+"""The largest accepted relative error, in units of the dtype's eps."""
 
 log = logging.getLogger(__name__)
 
 
-def passes(off: Callable[[], float], dtype: torch.dtype, instead: str) -> bool:
-    """Whether there is no `problem_of` these; else a line says what is done, and why."""
-    problem = problem_of(off, dtype)
+def passes(error: Callable[[], float], dtype: torch.dtype, instead: str) -> bool:
+    """Whether the trial passes. If not, log a warning that begins with `instead` and gives the reason."""
+    problem = problem_of(error, dtype)
     if problem is not None:
         log.warning("%s fail on this device (%s)", instead, problem)
     return problem is None
 
 
-def problem_of(off: Callable[[], float], dtype: torch.dtype) -> str | None:
-    """What is wrong, in a line; None where the error that `off` finds is one of rounding to `dtype`."""
+def problem_of(error: Callable[[], float], dtype: torch.dtype) -> str | None:
+    """The problem as one line; None if `error()` runs and its result is within rounding errors of `dtype`."""
     try:
-        found = off()
-    except Exception as error:
-        return first_line(error)
-    return None if found <= ROUNDINGS * torch.finfo(dtype).eps else f"off by {found:.2g}"
+        error_size = error()
+    except Exception as exception:
+        return first_line(exception)
+    return None if error_size <= ROUNDINGS * torch.finfo(dtype).eps else f"off by {error_size:.2g}"
 
 
 def error_of(found: Iterable[torch.Tensor], plain: Iterable[torch.Tensor]) -> float:
