@@ -80,14 +80,14 @@ def _probabilities(picked: torch.Tensor, router: Router) -> torch.Tensor:
     return probabilities * router.scale if router.scale != 1 else probabilities
 
 
-def largest(judged: torch.Tensor, chosen: int, groups: ExpertGroups | None = None) -> torch.Tensor:
+def largest(values: torch.Tensor, chosen: int, groups: ExpertGroups | None = None) -> torch.Tensor:
     """int64 [t, chosen]: the largest values in each row of [t, E]; with groups, only from the best groups."""
     if groups is not None:
-        grouped = judged.unflatten(1, (groups.count, -1))
+        grouped = values.unflatten(1, (groups.count, -1))
         best = grouped.topk(groups.best, -1).values.sum(-1).topk(groups.chosen, -1).indices
         in_best_group = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(1, best, True)
-        judged = grouped.masked_fill(~in_best_group[..., None], -torch.inf).flatten(1)
-    return judged.topk(chosen, -1).indices
+        values = grouped.masked_fill(~in_best_group[..., None], -torch.inf).flatten(1)
+    return values.topk(chosen, -1).indices
 
 
 def _by_sinkhorn(logits: torch.Tensor, chosen: int, matrix: torch.Tensor | None) -> Routing:

@@ -1,8 +1,8 @@
-"""Triton kernels. Most have the name, signature and shapes of a reference in ops/; adamw serves optim, mapped_sum
-parallel (over mapped memory of other GPUs), and language has what kernels share.
+"""Triton kernels. Most have the name, signature and shapes of a reference in ops/. adamw is used by optim, mapped_sum
+by parallel (over mapped memory of other GPUs); language contains what all kernels share.
 
-They compute in fp32 for tensors of any dtype, keep no more than they need for the backward pass, and add up every
-sum in a fixed order, so that the same inputs give the same bits. Imported on CUDA only.
+They compute in fp32 for tensors of any dtype, save only what the backward pass needs, and compute every sum in a fixed
+order, so that equal inputs give equal bits. Imported on CUDA only.
 """
 
 from __future__ import annotations

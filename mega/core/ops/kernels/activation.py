@@ -1,4 +1,4 @@
-"""Activations with their bias added in passing; the backward pass sums the bias's gradient in passing too."""
+"""Activations fused with the addition of their bias; the backward pass also sums the gradient of the bias."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mega.core.ops.kernels.sums import deliver_sums
 ROWS = 256
 """Rows of one partial sum of the bias's gradient."""
 TALL, WIDE = 16, 128
-"""One tile of the backward pass; of the forward one, which sums nothing, half as tall and twice as wide. Measured on
-H200."""
+"""Rows and columns of a tile in the backward pass. A tile of the forward pass, which has no sums, is half as tall and
+twice as wide. Measured on H200."""
 STAGES = 3
-"""Tiles whose loads are in flight while one is computed, backward."""
+"""Tiles whose loads are in flight while one tile is computed, in the backward pass."""
 KINDS = {"gelu_tanh": 0, "gelu": 1, "relu2": 2, "silu": 3, "relu": 4}
 
 
@@ -59,12 +59,12 @@ def _activation_forward(
 ):  # fmt: skip
     column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     row = tl.program_id(1) * TALL + tl.arange(0, TALL)
-    real = (row < rows)[:, None] & (column < width)[None, :]
-    at = row.to(tl.int64)[:, None] * width + column[None, :]
-    x = tl.load(x_at + at, real, 0.0).to(tl.float32)
+    mask = (row < rows)[:, None] & (column < width)[None, :]
+    offset = row.to(tl.int64)[:, None] * width + column[None, :]
+    x = tl.load(x_at + offset, mask, 0.0).to(tl.float32)
     if BIAS:
         x += tl.load(bias_at + column, column < width, 0.0).to(tl.float32)[None, :]
-    tl.store(y_at + at, value(x, KIND).to(y_at.dtype.element_ty), real)
+    tl.store(y_at + offset, value(x, KIND).to(y_at.dtype.element_ty), mask)
 
 
 @jit
@@ -75,18 +75,18 @@ def _activation_backward(
 ):  # fmt: skip
     column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     inside = column < width
-    total = tl.zeros([TALL, WIDE], tl.float32)  # summed once, at the end: sums over rows cross warps
+    total = tl.zeros([TALL, WIDE], tl.float32)  # sum over rows once, at the end: it crosses warps
     if BIAS:
         bias = tl.load(bias_at + column, inside, 0.0).to(tl.float32)
     for step in tl.range(0, ROWS, TALL, num_stages=STAGES):
         row = tl.program_id(1) * ROWS + step + tl.arange(0, TALL)
-        real = (row < rows)[:, None] & inside[None, :]
-        at = row.to(tl.int64)[:, None] * width + column[None, :]
-        x = tl.load(x_at + at, real, 0.0).to(tl.float32)
+        mask = (row < rows)[:, None] & inside[None, :]
+        offset = row.to(tl.int64)[:, None] * width + column[None, :]
+        x = tl.load(x_at + offset, mask, 0.0).to(tl.float32)
         if BIAS:
             x += bias[None, :]
-        grad = tl.load(grad_at + at, real, 0.0).to(tl.float32) * _slope(x, KIND)
-        tl.store(out_at + at, grad.to(out_at.dtype.element_ty), real)
+        grad = tl.load(grad_at + offset, mask, 0.0).to(tl.float32) * _slope(x, KIND)
+        tl.store(out_at + offset, grad.to(out_at.dtype.element_ty), mask)
         total += grad
     if BIAS:
         tl.store(sums_at + tl.program_id(1) * width + column, tl.sum(total, 0), inside)
@@ -132,7 +132,7 @@ class _Activate(torch.autograd.Function):
 
 @jit
 def _row_and_columns(width, BLOCK: tl.constexpr):
-    """Where this program works. All along one dimension of the grid: a second one ends at 65,535 rows."""
+    """The row and columns of this program. The grid has one dimension, because the second one is limited to 65,535."""
     blocks = tl.cdiv(width, BLOCK)
     number = tl.program_id(0)
     return (number // blocks).to(tl.int64), number % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -141,30 +141,30 @@ def _row_and_columns(width, BLOCK: tl.constexpr):
 @jit
 def _gate_forward(x_at, y_at, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
     row, column = _row_and_columns(width, BLOCK)
-    real = column < width
-    gate = tl.load(x_at + row * 2 * width + column, real, 0.0).to(tl.float32)
-    up = tl.load(x_at + row * 2 * width + width + column, real, 0.0).to(tl.float32)
+    mask = column < width
+    gate = tl.load(x_at + row * 2 * width + column, mask, 0.0).to(tl.float32)
+    up = tl.load(x_at + row * 2 * width + width + column, mask, 0.0).to(tl.float32)
     y = value(gate, KIND) * up
-    tl.store(y_at + row * width + column, y.to(y_at.dtype.element_ty), real)
+    tl.store(y_at + row * width + column, y.to(y_at.dtype.element_ty), mask)
 
 
 @jit
 def _gate_backward(x_at, grad_at, out_at, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
     row, column = _row_and_columns(width, BLOCK)
-    real = column < width
-    at = row * 2 * width + column
-    gate = tl.load(x_at + at, real, 0.0).to(tl.float32)
-    up = tl.load(x_at + at + width, real, 0.0).to(tl.float32)
-    grad = tl.load(grad_at + row * width + column, real, 0.0).to(tl.float32)
-    if KIND == 3:  # in an order of its own, so that its bits stay as they were
+    mask = column < width
+    offset = row * 2 * width + column
+    gate = tl.load(x_at + offset, mask, 0.0).to(tl.float32)
+    up = tl.load(x_at + offset + width, mask, 0.0).to(tl.float32)
+    grad = tl.load(grad_at + row * width + column, mask, 0.0).to(tl.float32)
+    if KIND == 3:  # a different order of operations, kept so that results stay bitwise equal to earlier versions
         s = tl.sigmoid(gate)
         grad_gate = grad * up * s * (1.0 + gate * (1.0 - s))
         grad_up = grad * gate * s
     else:
         grad_gate = grad * up * _slope(gate, KIND)
         grad_up = grad * value(gate, KIND)
-    tl.store(out_at + at, grad_gate.to(out_at.dtype.element_ty), real)
-    tl.store(out_at + at + width, grad_up.to(out_at.dtype.element_ty), real)
+    tl.store(out_at + offset, grad_gate.to(out_at.dtype.element_ty), mask)
+    tl.store(out_at + offset + width, grad_up.to(out_at.dtype.element_ty), mask)
 
 
 BLOCK = 1024
@@ -197,30 +197,30 @@ class _Gate(torch.autograd.Function):
 @jit
 def _weighted_forward(x_at, weights_at, y_at, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
     row, column = _row_and_columns(width, BLOCK)
-    real = column < width
-    gate = tl.load(x_at + row * 2 * width + column, real, 0.0).to(tl.float32)
-    up = tl.load(x_at + row * 2 * width + width + column, real, 0.0).to(tl.float32)
+    mask = column < width
+    gate = tl.load(x_at + row * 2 * width + column, mask, 0.0).to(tl.float32)
+    up = tl.load(x_at + row * 2 * width + width + column, mask, 0.0).to(tl.float32)
     y = value(gate, KIND) * up * tl.load(weights_at + row).to(tl.float32)
-    tl.store(y_at + row * width + column, y.to(y_at.dtype.element_ty), real)
+    tl.store(y_at + row * width + column, y.to(y_at.dtype.element_ty), mask)
 
 
 @jit
 def _weighted_backward(
     x_at, weights_at, grad_at, out_at, sums_at, width, KIND: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """A program takes a whole row, whose weight's gradient is the sum along it."""
+    """A program handles a whole row, because the gradient of its weight is a sum along the row."""
     row = tl.program_id(0).to(tl.int64)
     weight, total = tl.load(weights_at + row).to(tl.float32), tl.zeros([BLOCK], tl.float32)
     for begin in range(0, width, BLOCK):
         column = begin + tl.arange(0, BLOCK)
-        real, at = column < width, row * 2 * width + column
-        gate = tl.load(x_at + at, real, 0.0).to(tl.float32)
-        up = tl.load(x_at + at + width, real, 0.0).to(tl.float32)
-        grad = tl.load(grad_at + row * width + column, real, 0.0).to(tl.float32)
+        mask, offset = column < width, row * 2 * width + column
+        gate = tl.load(x_at + offset, mask, 0.0).to(tl.float32)
+        up = tl.load(x_at + offset + width, mask, 0.0).to(tl.float32)
+        grad = tl.load(grad_at + row * width + column, mask, 0.0).to(tl.float32)
         active = value(gate, KIND)
         total += grad * active * up
-        tl.store(out_at + at, (grad * weight * up * _slope(gate, KIND)).to(out_at.dtype.element_ty), real)
-        tl.store(out_at + at + width, (grad * weight * active).to(out_at.dtype.element_ty), real)
+        tl.store(out_at + offset, (grad * weight * up * _slope(gate, KIND)).to(out_at.dtype.element_ty), mask)
+        tl.store(out_at + offset + width, (grad * weight * active).to(out_at.dtype.element_ty), mask)
     tl.store(sums_at + row, tl.sum(total, 0).to(sums_at.dtype.element_ty))
 
 
@@ -262,7 +262,8 @@ def activate_weighted(x: torch.Tensor, weights: torch.Tensor, kind: str) -> torc
 
 def activate(x: torch.Tensor, bias: torch.Tensor | None, kind: str) -> torch.Tensor:
     """`ops.activation.activate`."""
-    x, grad = x.contiguous(), torch.is_grad_enabled()  # without one nothing goes by way of autograd, which takes long
+    # Without gradients skip autograd, whose overhead is longer than a launch.
+    x, grad = x.contiguous(), torch.is_grad_enabled()
     if kind in GATED:
         x, gate = x if bias is None else x + bias, KINDS[GATED[kind]]
         return _Gate.apply(x, gate) if grad else _gated(x, gate)  # type: ignore[no-any-return]

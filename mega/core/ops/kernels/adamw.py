@@ -1,6 +1,6 @@
-"""AdamW over a flat span in one pass: clip, moments, master and the low-precision weight that the model reads.
+"""AdamW on a flat span in one pass: clipping, moments, master weight and the model's low-precision weight.
 
-Whether the step counts, the clip factor and the bias corrections are device values, so nothing waits for the host.
+Whether the step is applied, the clip factor and the bias corrections are device values, so the host never waits.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ def _adamw(
         factor = tl.load(scalars_at + 1)
         correction1 = tl.load(scalars_at + 2)
         correction2 = tl.load(scalars_at + 3)
-        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        real = at < size
-        grad = tl.load(grad_at + at, real, 0.0).to(tl.float32) * factor
-        moment1 = tl.load(moment1_at + at, real, 0.0)
-        moment2 = tl.load(moment2_at + at, real, 0.0)
-        master = tl.load(master_at + at, real, 0.0).to(tl.float32)
+        offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        mask = offset < size
+        grad = tl.load(grad_at + offset, mask, 0.0).to(tl.float32) * factor
+        moment1 = tl.load(moment1_at + offset, mask, 0.0)
+        moment2 = tl.load(moment2_at + offset, mask, 0.0)
+        master = tl.load(master_at + offset, mask, 0.0).to(tl.float32)
         moment1 = beta1 * moment1 + gain1 * grad
         moment2 = beta2 * moment2 + gain2 * grad * grad
-        # In the order of torch: first the decay, then the step, both from the old master.
-        shrink = tl.where(at < decay_end, lr * decay, 0.0)
+        # The order of torch: first the decay, then the step, both computed from the old master weight.
+        shrink = tl.where(offset < decay_end, lr * decay, 0.0)
         step = (moment1 / correction1) / (tl.sqrt(moment2 / correction2) + eps)
         master = master - master * shrink - lr * step
-        tl.store(moment1_at + at, moment1, real)
-        tl.store(moment2_at + at, moment2, real)
-        tl.store(master_at + at, master.to(master_at.dtype.element_ty), real)
+        tl.store(moment1_at + offset, moment1, mask)
+        tl.store(moment2_at + offset, moment2, mask)
+        tl.store(master_at + offset, master.to(master_at.dtype.element_ty), mask)
         if COPY:
-            tl.store(weight_at + at, master.to(weight_at.dtype.element_ty), real)
+            tl.store(weight_at + offset, master.to(weight_at.dtype.element_ty), mask)
 
 
 def adamw(
@@ -56,10 +56,11 @@ def adamw(
     beta2: float,
     eps: float,
 ) -> None:
-    """One update in place; all flat and of one length, `weights` None where the master is the weight, of any dtype.
+    """One update in place. All tensors are flat, of equal length; `weights` is not given if the model reads the master
+    itself, which may have any dtype.
 
-    scalars: fp32 [4] on the device: 1 where the step counts, else 0; clip factor; 1 - beta1^t; 1 - beta2^t. Elements
-    before `decay_end` decay.
+    scalars: fp32 [4] on the device: 1 to apply the step, else 0; clip factor; 1 - beta1^t; 1 - beta2^t. Weight decay
+    applies to elements before `decay_end`.
     """
     size = master.numel()
     if size:

@@ -1,9 +1,14 @@
-"""Flash attention under any mask: documents, windows, offsets, grouped heads, and dropout by counter inside the kernel.
+"""Flash attention with any mask: documents, windows, offsets, grouped heads, and dropout by counter inside the kernel.
 
-A program takes a tile of queries and walks along the keys that it may see (forward and d(q)), or a tile of keys and
-walks along the queries that may see it (d(k), d(v)), so every sum has one order and no score is ever stored (Dao 2023).
-Along the way, tiles are of two kinds: those that are seen whole, and those at the edges of what is seen, where each
-score is checked. Scores are in units of log 2, since the device computes powers of 2.
+A program handles a tile of queries and loops over the keys that are visible to it (forward and d(q)), or a tile of keys
+and loops over the queries that see it (d(k), d(v)). So every sum has one order, and scores are never stored (Dao 2023).
+A loop has three ranges. In the middle range tiles are fully visible; in the ranges before and after it each score is
+checked:
+
+    first ........ whole_first .............. whole_end ........ end
+    check scores   all pairs are visible      check scores
+
+Scores are scaled to base 2, because the device computes powers of 2.
 """
 
 from __future__ import annotations
@@ -26,38 +31,37 @@ LOG2E = math.log2(math.e)
 
 
 class Heads(NamedTuple):
-    """[b, s, heads, d]: where it begins, and its strides; d is contiguous."""
+    """A tensor [b, s, heads, d] as a kernel argument. d is contiguous."""
 
-    at: torch.Tensor
-    batch: int
+    at: torch.Tensor  # address
+    batch: int  # strides
     row: int
     head: int
 
 
-class Seen(NamedTuple):
-    """What of `AttentionMask` hides keys. Documents: where they begin and the stride of a row. bounds: of documents."""
+class Visibility(NamedTuple):
+    """The parts of an `AttentionMask` that hide keys, as a kernel argument."""
 
     s: int
     t: int
     offset: int
     window: int | None
     q_documents: torch.Tensor | None = None
-    q_stride: int | None = None
+    q_stride: int | None = None  # stride of a row
     k_documents: torch.Tensor | None = None
     k_stride: int | None = None
-    bounds: torch.Tensor | None = None
+    bounds: torch.Tensor | None = None  # from `_attention_documents`: the four bounds of each tile
 
 
-class Dropped(NamedTuple):
-    """Dropout: keys int64 [b, s] of the query tokens, site and first head, threshold over 2^32; key j has column
-    j + shift[j >= border]."""
+class DropoutValues(NamedTuple):
+    """An `AttentionDropout` as a kernel argument."""
 
-    keys: torch.Tensor
-    stride: int
+    keys: torch.Tensor  # int64 [b, s], of the query tokens
+    stride: int  # of a row of keys
     site: int
-    head: int
-    threshold: int
-    early: int
+    head: int  # number of the first head
+    threshold: int  # over 2^32
+    early: int  # key j has column j + early if j < border, else j + late
     border: int
     late: int
 
@@ -67,47 +71,47 @@ class Dropped(NamedTuple):
 
 @jit
 def _load(x, batch, head, row, length, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
-    """Rows of one head [rows, BLOCK]; WHOLE: all rows exist. Zeros elsewhere."""
+    """Load rows of one head, [rows, BLOCK], with zeros outside. WHOLE: all rows exist."""
     column = tl.arange(0, BLOCK)
     base = x.at + batch.to(tl.int64) * x.batch + head * x.head
-    at = base + row.to(tl.int64)[:, None] * x.row + column[None, :]
+    address = base + row.to(tl.int64)[:, None] * x.row + column[None, :]
     if WHOLE and WIDTH == BLOCK:
-        return tl.load(at)
-    real = column[None, :] < WIDTH
+        return tl.load(address)
+    mask = column[None, :] < WIDTH
     if not WHOLE:
-        real = real & (row < length)[:, None]
-    return tl.load(at, real, 0.0)
+        mask = mask & (row < length)[:, None]
+    return tl.load(address, mask, 0.0)
 
 
 @jit
 def _store(x, batch, head, row, length, value, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.arange(0, BLOCK)
     base = x.at + batch.to(tl.int64) * x.batch + head * x.head
-    at = base + row.to(tl.int64)[:, None] * x.row + column[None, :]
-    real = (row < length)[:, None] & (column < WIDTH)[None, :]
-    tl.store(at, value.to(x.at.dtype.element_ty), real)
+    address = base + row.to(tl.int64)[:, None] * x.row + column[None, :]
+    mask = (row < length)[:, None] & (column < WIDTH)[None, :]
+    tl.store(address, value.to(x.at.dtype.element_ty), mask)
 
 
 @jit
 def _visible(seen, batch, query, key, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """Which queries see which keys: numbers [n, 1] and [1, n], either first."""
+    """The visible pairs. query, key: numbers as [n, 1] and [1, n], in either order."""
     distance = query + seen.offset - key
-    found = (key < seen.t) & (query < seen.s)
+    visible = (key < seen.t) & (query < seen.s)
     if CAUSAL:
-        found = found & (distance >= 0)
+        visible = visible & (distance >= 0)
     if WINDOW:
-        found = found & (distance < seen.window)
+        visible = visible & (distance < seen.window)
         if not CAUSAL:
-            found = found & (distance > -seen.window)
+            visible = visible & (distance > -seen.window)
     if DOCUMENTS:
         rows, columns = seen.q_documents + batch * seen.q_stride, seen.k_documents + batch * seen.k_stride
-        found = found & (tl.load(rows + query, query < seen.s, 0) == tl.load(columns + key, key < seen.t, 0))
-    return found
+        visible = visible & (tl.load(rows + query, query < seen.s, 0) == tl.load(columns + key, key < seen.t, 0))
+    return visible
 
 
 @jit
 def _between(first, whole_first, whole_end, end):
-    """The four bounds in order: first <= whole_first <= whole_end, and nothing whole where there is nothing."""
+    """The four bounds in order, first <= whole_first <= whole_end <= end; the middle range may be empty."""
     nothing = whole_first >= whole_end
     return first, tl.where(nothing, first, whole_first), tl.where(nothing, first, whole_end), end
 
@@ -117,7 +121,7 @@ def _keys_seen(
     seen, batch, tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Keys that a tile of queries may see: first, first and end of those that all of it sees, end."""
+    """The bounds of the keys for a tile of queries: first visible, first and end of those visible to all, end."""
     low = tile * ROWS + seen.offset
     high = tl.minimum(tile * ROWS + ROWS, seen.s) - 1 + seen.offset
     first, whole_first, whole_end, end = 0, 0, seen.t // COLUMNS * COLUMNS, seen.t
@@ -131,9 +135,12 @@ def _keys_seen(
             end = tl.maximum(0, tl.minimum(end, high + seen.window))
             whole_end = tl.minimum(whole_end, tl.maximum(low + seen.window, 0) // COLUMNS * COLUMNS)
     if DOCUMENTS:
-        at = seen.bounds + (batch * tl.num_programs(0) + tile) * 4
-        first, end = tl.maximum(first, tl.load(at)), tl.minimum(end, tl.load(at + 3))
-        whole_first, whole_end = tl.maximum(whole_first, tl.load(at + 1)), tl.minimum(whole_end, tl.load(at + 2))
+        bounds = seen.bounds + (batch * tl.num_programs(0) + tile) * 4
+        first, end = tl.maximum(first, tl.load(bounds)), tl.minimum(end, tl.load(bounds + 3))
+        whole_first, whole_end = (
+            tl.maximum(whole_first, tl.load(bounds + 1)),
+            tl.minimum(whole_end, tl.load(bounds + 2)),
+        )
     return _between(first, whole_first, whole_end, end)
 
 
@@ -142,7 +149,7 @@ def _queries_seeing(
     seen, batch, tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Queries that may see a tile of keys, as of `_keys_seen`."""
+    """The bounds of the queries for a tile of keys, as in `_keys_seen`."""
     low = tile * COLUMNS - seen.offset
     high = tl.minimum(tile * COLUMNS + COLUMNS, seen.t) - 1 - seen.offset
     first, whole_first, whole_end, end = 0, 0, seen.s // ROWS * ROWS, seen.s
@@ -156,9 +163,12 @@ def _queries_seeing(
             first = tl.maximum(low - seen.window + 1, 0) // ROWS * ROWS
             whole_first = tl.cdiv(tl.maximum(high - seen.window + 1, 0), ROWS) * ROWS
     if DOCUMENTS:
-        at = seen.bounds + (batch * tl.num_programs(0) + tile) * 4
-        first, end = tl.maximum(first, tl.load(at)), tl.minimum(end, tl.load(at + 3))
-        whole_first, whole_end = tl.maximum(whole_first, tl.load(at + 1)), tl.minimum(whole_end, tl.load(at + 2))
+        bounds = seen.bounds + (batch * tl.num_programs(0) + tile) * 4
+        first, end = tl.maximum(first, tl.load(bounds)), tl.minimum(end, tl.load(bounds + 3))
+        whole_first, whole_end = (
+            tl.maximum(whole_first, tl.load(bounds + 1)),
+            tl.minimum(whole_end, tl.load(bounds + 2)),
+        )
     return _between(first, whole_first, whole_end, end)
 
 
@@ -166,7 +176,7 @@ def _queries_seeing(
 def _kept(
     dropped, rows, key, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS_FIRST: tl.constexpr
 ):  # fmt: skip
-    """Which scores of rows with these keys survive, and keys key, key + 1, ...: [rows, COLUMNS] or transposed."""
+    """The scores that survive dropout, for rows and the keys key, key + 1, ...: [rows, COLUMNS] or transposed."""
     if ALIGNED:
         first = key + tl.where(key >= dropped.border, dropped.late, dropped.early)
         return kept(rows, first, COLUMNS, True, COLUMNS_FIRST, dropped.threshold)
@@ -178,12 +188,12 @@ def _kept(
 
 
 @jit
-def _look(
+def _attend(
     total, sum_, largest, q, rows, k, v, seen, dropped, batch, kv_head, query, first, end, scale,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     DOCUMENTS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Queries look at keys first to end; WHOLE: each of them at each."""
+    """Attend to the keys from first to end. WHOLE: all pairs are visible."""
     for start in tl.range(first, end, COLUMNS):
         start = tl.multiple_of(start, COLUMNS)
         key = start + tl.arange(0, COLUMNS)
@@ -192,8 +202,8 @@ def _look(
         if not WHOLE:
             visible = _visible(seen, batch, query[:, None], key[None, :], CAUSAL, WINDOW, DOCUMENTS)
             scores = tl.where(visible, scores, -float("inf"))
-        now = tl.maximum(largest, tl.max(scores, 1) * scale)
-        base = now if WHOLE else tl.where(now == -float("inf"), 0.0, now)
+        new_largest = tl.maximum(largest, tl.max(scores, 1) * scale)
+        base = new_largest if WHOLE else tl.where(new_largest == -float("inf"), 0.0, new_largest)
         weights = tl.exp2(scores * scale - base[:, None])
         shrink = tl.exp2(largest - base)
         sum_ = sum_ * shrink + tl.sum(weights, 1)
@@ -201,7 +211,7 @@ def _look(
             weights = tl.where(_kept(dropped, rows, start, COLUMNS, ALIGNED, False), weights, 0.0)
         values = _load(v, batch, kv_head, key, seen.t, WIDTH, BLOCK, WHOLE)
         total = tl.dot(weights.to(values.dtype), values, total * shrink[:, None])
-        largest = now
+        largest = new_largest
     return total, sum_, largest
 
 
@@ -224,23 +234,23 @@ def _attention_forward(
     sum_ = tl.zeros([ROWS], tl.float32)
     largest = tl.full([ROWS], -float("inf"), tl.float32)
     if WINDOW or DOCUMENTS:
-        total, sum_, largest = _look(
+        total, sum_, largest = _attend(
             total, sum_, largest, queries, rows, k, v, seen, dropped, batch, head // group, query, first, whole_first,
             scale, WIDTH, BLOCK, COLUMNS, CAUSAL, WINDOW, DOCUMENTS, DROP, ALIGNED, False,
         )  # fmt: skip
-    total, sum_, largest = _look(
+    total, sum_, largest = _attend(
         total, sum_, largest, queries, rows, k, v, seen, dropped, batch, head // group, query, whole_first, whole_end,
         scale, WIDTH, BLOCK, COLUMNS, CAUSAL, WINDOW, DOCUMENTS, DROP, ALIGNED, True,
     )  # fmt: skip
-    total, sum_, largest = _look(
+    total, sum_, largest = _attend(
         total, sum_, largest, queries, rows, k, v, seen, dropped, batch, head // group, query, whole_end, end,
         scale, WIDTH, BLOCK, COLUMNS, CAUSAL, WINDOW, DOCUMENTS, DROP, ALIGNED, False,
     )  # fmt: skip
     total = total * (rescale / tl.where(sum_ > 0, sum_, 1.0))[:, None]
     _store(out, batch, head, query, seen.s, total, WIDTH, BLOCK)
     lse = (largest + tl.log2(sum_)) * 0.6931471805599453
-    at = (batch * heads + head).to(tl.int64) * seen.s + query
-    tl.store(lse_at + at, tl.where(sum_ > 0, lse, -float("inf")), query < seen.s)
+    offset = (batch * heads + head).to(tl.int64) * seen.s + query
+    tl.store(lse_at + offset, tl.where(sum_ > 0, lse, -float("inf")), query < seen.s)
 
 
 # -- backward
@@ -251,36 +261,37 @@ def _attention_prepare(
     out, grad, delta_at, rows_at, seen, dropped, keep, heads,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, DROP: tl.constexpr,
 ):  # fmt: skip
-    """Per query: the sum of weight x d(weight), as `keep` of it, which softmax's gradient subtracts; its row key."""
+    """For each query: `keep` times the sum of weight x d(weight), which the gradient of softmax subtracts, and the row
+    key."""
     head, batch = tl.program_id(1), tl.program_id(2)
     query = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     outs = _load(out, batch, head, query, seen.s, WIDTH, BLOCK, False).to(tl.float32)
     grads = _load(grad, batch, head, query, seen.s, WIDTH, BLOCK, False).to(tl.float32)
-    at = (batch * heads + head).to(tl.int64) * seen.s + query
-    tl.store(delta_at + at, tl.sum(outs * grads, 1) * keep, query < seen.s)
+    offset = (batch * heads + head).to(tl.int64) * seen.s + query
+    tl.store(delta_at + offset, tl.sum(outs * grads, 1) * keep, query < seen.s)
     if DROP:
         keys = tl.load(dropped.keys + batch * dropped.stride + query, query < seen.s, 0)
         rows = row_keys(keys, dropped.site, dropped.head + head)
-        tl.store(rows_at + at, rows.to(tl.int64, bitcast=True), query < seen.s)
+        tl.store(rows_at + offset, rows.to(tl.int64, bitcast=True), query < seen.s)
 
 
 @jit
-def _seen_by(
+def _key_gradients(
     grad_k, grad_v, keys, values, q, grad, lse_at, delta_at, rows_at, seen, dropped, batch, head, heads, key, column,
     first, end, scale,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Queries first to end give the keys of a tile their gradients. Scores are [keys, queries]."""
+    """Add the gradients of a tile of keys from the queries first to end. Scores are [keys, queries]."""
     for start in tl.range(first, end, ROWS):
         start = tl.multiple_of(start, ROWS)
         query = start + tl.arange(0, ROWS)
         queries = _load(q, batch, head, query, seen.s, WIDTH, BLOCK, WHOLE)
         grads = _load(grad, batch, head, query, seen.s, WIDTH, BLOCK, WHOLE)
-        at = (batch * heads + head).to(tl.int64) * seen.s + query
-        lse = tl.load(lse_at + at) if WHOLE else tl.load(lse_at + at, query < seen.s, 0.0)
-        delta = tl.load(delta_at + at) if WHOLE else tl.load(delta_at + at, query < seen.s, 0.0)
+        offset = (batch * heads + head).to(tl.int64) * seen.s + query
+        lse = tl.load(lse_at + offset) if WHOLE else tl.load(lse_at + offset, query < seen.s, 0.0)
+        delta = tl.load(delta_at + offset) if WHOLE else tl.load(delta_at + offset, query < seen.s, 0.0)
         scores = tl.dot(keys, tl.trans(queries))
         weights = tl.exp2(scores * scale - (lse * 1.4426950408889634)[None, :])
         if not WHOLE:
@@ -288,13 +299,13 @@ def _seen_by(
             weights = tl.where(visible, weights, 0.0)
         grad_weights = tl.dot(values, tl.trans(grads))
         if DROP:
-            rows = tl.load(rows_at + at) if WHOLE else tl.load(rows_at + at, query < seen.s, 0)
+            rows = tl.load(rows_at + offset) if WHOLE else tl.load(rows_at + offset, query < seen.s, 0)
             keep = _kept(dropped, rows.to(tl.uint64, bitcast=True), column, COLUMNS, ALIGNED, True)
-            mixed = tl.where(keep, weights, 0.0)
+            dropped_weights = tl.where(keep, weights, 0.0)
             grad_weights = tl.where(keep, grad_weights, 0.0)
         else:
-            mixed = weights
-        grad_v = tl.dot(mixed.to(grads.dtype), grads, grad_v)
+            dropped_weights = weights
+        grad_v = tl.dot(dropped_weights.to(grads.dtype), grads, grad_v)
         grad_scores = weights * (grad_weights - delta[None, :])
         grad_k = tl.dot(grad_scores.to(queries.dtype), queries, grad_k)
     return grad_k, grad_v
@@ -315,17 +326,17 @@ def _attention_backward_keys(
     grad_k = tl.zeros([COLUMNS, BLOCK], tl.float32)
     grad_v = tl.zeros([COLUMNS, BLOCK], tl.float32)
     for head in range(kv_head * group, kv_head * group + group):
-        grad_k, grad_v = _seen_by(
+        grad_k, grad_v = _key_gradients(
             grad_k, grad_v, keys, values, q, grad, lse_at, delta_at, rows_at, seen, dropped, batch, head, heads, key,
             tile * COLUMNS, first, whole_first, scale,
             WIDTH, BLOCK, ROWS, COLUMNS, CAUSAL, WINDOW, DOCUMENTS, DROP, ALIGNED, False,
         )  # fmt: skip
-        grad_k, grad_v = _seen_by(
+        grad_k, grad_v = _key_gradients(
             grad_k, grad_v, keys, values, q, grad, lse_at, delta_at, rows_at, seen, dropped, batch, head, heads, key,
             tile * COLUMNS, whole_first, whole_end, scale,
             WIDTH, BLOCK, ROWS, COLUMNS, CAUSAL, WINDOW, DOCUMENTS, DROP, ALIGNED, True,
         )  # fmt: skip
-        grad_k, grad_v = _seen_by(
+        grad_k, grad_v = _key_gradients(
             grad_k, grad_v, keys, values, q, grad, lse_at, delta_at, rows_at, seen, dropped, batch, head, heads, key,
             tile * COLUMNS, whole_end, end, scale,
             WIDTH, BLOCK, ROWS, COLUMNS, CAUSAL, WINDOW, DOCUMENTS, DROP, ALIGNED, False,
@@ -335,12 +346,12 @@ def _attention_backward_keys(
 
 
 @jit
-def _look_back(
+def _query_gradient(
     grad_q, q, grads, lse, delta, rows, k, v, seen, dropped, batch, kv_head, query, first, end, scale,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     DOCUMENTS: tl.constexpr, DROP: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Keys first to end give the queries of a tile their gradient."""
+    """Add the gradient of a tile of queries from the keys first to end."""
     for start in tl.range(first, end, COLUMNS):
         start = tl.multiple_of(start, COLUMNS)
         key = start + tl.arange(0, COLUMNS)
@@ -370,24 +381,24 @@ def _attention_backward_queries(
     query = tile * ROWS + tl.arange(0, ROWS)
     queries = _load(q, batch, head, query, seen.s, WIDTH, BLOCK, False)
     grads = _load(grad, batch, head, query, seen.s, WIDTH, BLOCK, False)
-    at = (batch * heads + head).to(tl.int64) * seen.s + query
-    lse = tl.load(lse_at + at, query < seen.s, 0.0) * 1.4426950408889634
-    delta = tl.load(delta_at + at, query < seen.s, 0.0)
+    offset = (batch * heads + head).to(tl.int64) * seen.s + query
+    lse = tl.load(lse_at + offset, query < seen.s, 0.0) * 1.4426950408889634
+    delta = tl.load(delta_at + offset, query < seen.s, 0.0)
     rows = query.to(tl.uint64)
     if DROP:
-        rows = tl.load(rows_at + at, query < seen.s, 0).to(tl.uint64, bitcast=True)
+        rows = tl.load(rows_at + offset, query < seen.s, 0).to(tl.uint64, bitcast=True)
     first, whole_first, whole_end, end = _keys_seen(seen, batch, tile, ROWS, COLUMNS, CAUSAL, WINDOW, DOCUMENTS)
     grad_q = tl.zeros([ROWS, BLOCK], tl.float32)
     if WINDOW or DOCUMENTS:
-        grad_q = _look_back(
+        grad_q = _query_gradient(
             grad_q, queries, grads, lse, delta, rows, k, v, seen, dropped, batch, head // group, query, first,
             whole_first, scale, WIDTH, BLOCK, COLUMNS, CAUSAL, WINDOW, DOCUMENTS, DROP, ALIGNED, False,
         )  # fmt: skip
-    grad_q = _look_back(
+    grad_q = _query_gradient(
         grad_q, queries, grads, lse, delta, rows, k, v, seen, dropped, batch, head // group, query, whole_first,
         whole_end, scale, WIDTH, BLOCK, COLUMNS, CAUSAL, WINDOW, DOCUMENTS, DROP, ALIGNED, True,
     )  # fmt: skip
-    grad_q = _look_back(
+    grad_q = _query_gradient(
         grad_q, queries, grads, lse, delta, rows, k, v, seen, dropped, batch, head // group, query, whole_end,
         end, scale, WIDTH, BLOCK, COLUMNS, CAUSAL, WINDOW, DOCUMENTS, DROP, ALIGNED, False,
     )  # fmt: skip
@@ -402,51 +413,51 @@ def _attention_documents(
     own_at, own_stride, other_at, other_stride, bounds_at, own_length, other_length,
     OWN: tl.constexpr, OTHER: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """For a tile of queries, the keys that may be of its documents, as of `_keys_seen`; or with roles exchanged."""
+    """The bounds of the keys in the documents of a tile of queries, as in `_keys_seen`; or with roles exchanged."""
     tile, batch = tl.program_id(0), tl.program_id(1)
-    own = tile * OWN + tl.arange(0, OWN)
-    # Beyond the end of the row: its last token once more.
-    found = tl.load(own_at + batch * own_stride + tl.minimum(own, own_length - 1))
-    low, high = tl.min(found, 0), tl.max(found, 0)
+    position = tile * OWN + tl.arange(0, OWN)
+    # Beyond the end of the row repeat its last token.
+    documents = tl.load(own_at + batch * own_stride + tl.minimum(position, own_length - 1))
+    low, high = tl.min(documents, 0), tl.max(documents, 0)
     tiles = tl.cdiv(other_length, OTHER)
     first, end, whole_first, whole_end, wholes = tiles, 0, tiles, 0, 0
     for begin in range(0, tiles, TILES):
         number = begin + tl.arange(0, TILES)
-        other = tl.minimum(number[:, None] * OTHER + tl.arange(0, OTHER)[None, :], other_length - 1)
-        theirs = tl.load(other_at + batch * other_stride + other)
-        least, most = tl.min(theirs, 1), tl.max(theirs, 1)
-        some = (number < tiles) & (least <= high) & (most >= low)
+        other_position = tl.minimum(number[:, None] * OTHER + tl.arange(0, OTHER)[None, :], other_length - 1)
+        other_documents = tl.load(other_at + batch * other_stride + other_position)
+        least, most = tl.min(other_documents, 1), tl.max(other_documents, 1)
+        overlaps = (number < tiles) & (least <= high) & (most >= low)
         whole = (number < tiles) & (least == high) & (most == low) & (low == high)
-        first = tl.minimum(first, tl.min(tl.where(some, number, tiles), 0))
-        end = tl.maximum(end, tl.max(tl.where(some, number + 1, 0), 0))
+        first = tl.minimum(first, tl.min(tl.where(overlaps, number, tiles), 0))
+        end = tl.maximum(end, tl.max(tl.where(overlaps, number + 1, 0), 0))
         whole_first = tl.minimum(whole_first, tl.min(tl.where(whole, number, tiles), 0))
         whole_end = tl.maximum(whole_end, tl.max(tl.where(whole, number + 1, 0), 0))
         wholes += tl.sum(whole.to(tl.int32), 0)
-    whole_end = tl.where(wholes == whole_end - whole_first, whole_end, 0)  # a gap: check every score
-    at = bounds_at + (batch * tl.num_programs(0) + tile) * 4
-    tl.store(at, first * OTHER)
-    tl.store(at + 1, whole_first * OTHER)
-    tl.store(at + 2, whole_end * OTHER)
-    tl.store(at + 3, end * OTHER)
+    whole_end = tl.where(wholes == whole_end - whole_first, whole_end, 0)  # with a gap check every score
+    bounds = bounds_at + (batch * tl.num_programs(0) + tile) * 4
+    tl.store(bounds, first * OTHER)
+    tl.store(bounds + 1, whole_first * OTHER)
+    tl.store(bounds + 2, whole_end * OTHER)
+    tl.store(bounds + 3, end * OTHER)
 
 
 # -- launches
 
 
 class Tiles(NamedTuple):
-    """Queries and keys of a tile, warps of a program, and loads in flight."""
+    """The size of tiles and the options of a launch."""
 
-    rows: int
-    columns: int
+    rows: int  # queries
+    columns: int  # keys
     warps: int
-    stages: int
+    stages: int  # loads in flight
 
 
 class TilePlan(NamedTuple):
-    """forward_full: of queries that see keys on both sides, where larger tiles meet no diagonal."""
+    """The tiles of each kernel."""
 
     forward: Tiles
-    forward_full: Tiles
+    forward_full: Tiles  # bidirectional masks: larger tiles pay off, because no diagonal crosses them
     backward_keys: Tiles
     backward_queries: Tiles
 
@@ -456,30 +467,30 @@ PLANS = {
     128: TilePlan(Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3), Tiles(64, 128, 8, 2), Tiles(128, 64, 8, 2)),
     256: TilePlan(Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(32, 64, 8, 1), Tiles(64, 32, 8, 1)),
 }
-"""By width of a head, up to a power of 2; measured on H200."""
+"""Tiles by head width, rounded up to a power of 2. Measured on H200."""
 
 
 class Problem(NamedTuple):
-    """One attention as all three kernels are told of it."""
+    """The arguments of one attention that all three kernels share."""
 
-    seen: Seen
-    dropped: Dropped | None
-    keep: float
-    flags: dict[str, int]
-    documents: tuple[torch.Tensor, torch.Tensor] | None
+    seen: Visibility
+    dropped: DropoutValues | None
+    keep: float  # probability that a weight survives dropout
+    flags: dict[str, int]  # constants
+    documents: tuple[torch.Tensor, torch.Tensor] | None  # of queries and of keys
 
-    def bounded(self, tiles: Tiles, *, keys: bool) -> Seen:
-        """With bounds of documents for tiles of queries, or of keys."""
+    def bounded(self, tiles: Tiles, *, keys: bool) -> Visibility:
+        """`seen` with the bounds of documents for tiles of queries, or of keys."""
         if self.documents is None:
             return self.seen
-        own, other = self.documents[::-1] if keys else self.documents
+        documents, other_documents = self.documents[::-1] if keys else self.documents
         size, step = (tiles.columns, tiles.rows) if keys else (tiles.rows, tiles.columns)
-        count = cdiv(own.shape[1], size)
-        bounds = torch.empty(own.shape[0], count, 4, dtype=torch.int32, device=own.device)
+        count = cdiv(documents.shape[1], size)
+        bounds = torch.empty(documents.shape[0], count, 4, dtype=torch.int32, device=documents.device)
         launch(
-            _attention_documents, (count, own.shape[0]),
-            own, own.stride(0), other, other.stride(0), bounds, own.shape[1], other.shape[1],
-            OWN=size, OTHER=step, TILES=2048 // step,
+            _attention_documents, (count, documents.shape[0]), documents, documents.stride(0), other_documents,
+            other_documents.stride(0), bounds, documents.shape[1], other_documents.shape[1], OWN=size, OTHER=step,
+            TILES=2048 // step,
         )  # fmt: skip
         return self.seen._replace(bounds=bounds)
 
@@ -504,16 +515,23 @@ def _problem(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask, plan: TilePl
     low, high = mask.band(s, t)
     causal = mask.kind == "causal" and high is not None
     window = mask.window if low is not None or (mask.kind == "full" and high is not None) else None
-    seen = Seen(s, t, mask.q_offset, window)
+    visibility = Visibility(s, t, mask.q_offset, window)
     if documents is not None:
-        of, to = documents
-        seen = seen._replace(q_documents=of, q_stride=of.stride(0), k_documents=to, k_stride=to.stride(0))
+        q_documents, k_documents = documents
+        visibility = visibility._replace(
+            q_documents=q_documents,
+            q_stride=q_documents.stride(0),
+            k_documents=k_documents,
+            k_stride=k_documents.stride(0),
+        )
     dropped, aligned, keep = None, False, 1.0
     if drop is not None:
         early, border, late = drop.shifts()
         keys = _last(drop.keys)
-        dropped = Dropped(keys, keys.stride(0), drop.site, drop.first_head, drop.threshold << 16, early, border, late)
-        aligned = early % 16 == late % 16 == 0 and (border >= t or all(border % one.columns == 0 for one in plan))
+        dropped = DropoutValues(
+            keys, keys.stride(0), drop.site, drop.first_head, drop.threshold << 16, early, border, late
+        )
+        aligned = early % 16 == late % 16 == 0 and (border >= t or all(border % tiles.columns == 0 for tiles in plan))
         keep = drop.keep
     flags = {
         "CAUSAL": causal,
@@ -524,7 +542,7 @@ def _problem(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask, plan: TilePl
         "WIDTH": q.shape[-1],
         "BLOCK": _block(q.shape[-1]),
     }
-    return Problem(seen, dropped, keep, flags, documents)
+    return Problem(visibility, dropped, keep, flags, documents)
 
 
 def forward(
@@ -609,7 +627,7 @@ class _Attention(torch.autograd.Function):
 
 
 def applies(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:
-    """Whether these kernels do what cuDNN's as torch calls them, which are faster, do not."""
+    """Whether to use these kernels: they support the attention, and torch's faster cuDNN kernels do not."""
     return (
         mask.simple_kind(q.shape[1], k.shape[1]) is None
         and q.element_size() == 2
@@ -620,9 +638,9 @@ def applies(q: torch.Tensor, k: torch.Tensor, mask: AttentionMask) -> bool:
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
-    """`ops.attention.plain`, which saves no weights: by these kernels or cuDNN's, and in 32 bits by torch's."""
-    if cudnn.applies(q, k, mask) and (mixed := cudnn.attention(q, k, v, mask)) is not None:
-        return mixed
+    """`ops.attention.plain` without saved weights: by these kernels or cuDNN's; in 32 bits by torch's."""
+    if cudnn.applies(q, k, mask) and (out := cudnn.attention(q, k, v, mask)) is not None:
+        return out
     if applies(q, k, mask):
         return _Attention.apply(q, k, v, mask)  # type: ignore[no-any-return]
     return fused_recomputing(q, k, v, mask)

@@ -1,7 +1,7 @@
-"""Dropout decisions inside kernels: `ops.counter`'s generator, bit for bit.
+"""Dropout masks inside kernels: the generator of `ops.counter`, bit for bit.
 
-One draw of 32 bits decides two elements that are eight apart. Tensor cores hand a thread rows and columns that are
-eight apart, so a tile of scores takes one draw for two of them, whichever way it lies.
+One draw of 32 bits gives two elements that are eight apart. With tensor cores a thread holds rows and columns that are
+eight apart, so it needs one draw for two scores, in either orientation of the tile.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from mega.core.ops.kernels.language import jit, tl
 
 @jit
 def row_keys(keys, site, number):
-    """`counter.row_keys` of tokens' keys at one place of the model: int64 -> uint64."""
+    """`counter.row_keys` of tokens' keys at one site of the model: int64 -> uint64."""
     z = (keys + site + number.to(tl.int64) * 0x2545F4914F6CDD1D).to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
@@ -20,13 +20,13 @@ def row_keys(keys, site, number):
 
 @jit
 def _fold(x, factor):
-    wide = x.to(tl.uint64) * factor
-    return (wide >> 32).to(tl.uint32) ^ wide.to(tl.uint32)
+    product = x.to(tl.uint64) * factor
+    return (product >> 32).to(tl.uint32) ^ product.to(tl.uint32)
 
 
 @jit
 def kept_elements(row, elements, threshold):
-    """Which of these elements of one row survive; row: uint64, of `row_keys`."""
+    """The elements of one row that survive. row: uint64, from `row_keys`."""
     group = ((elements >> 4 << 3) | (elements & 7)).to(tl.uint32)
     bits = _fold(_fold(row.to(tl.uint32) ^ group, 0xD2511F53) ^ (row >> 32).to(tl.uint32), 0xCD9E8D57)
     return tl.where(elements & 8 != 0, bits, bits << 16) >= threshold.to(tl.uint32)
@@ -34,17 +34,17 @@ def kept_elements(row, elements, threshold):
 
 @jit
 def kept(rows, first, BLOCK: tl.constexpr, ALIGNED: tl.constexpr, COLUMNS_FIRST: tl.constexpr, threshold):
-    """Which of the elements first, first + 1, ... of each row survive: `counter.keep_mask`.
+    """The elements first, first + 1, ... of each row that survive: `counter.keep_mask`.
 
-    rows: uint64 [R], of `row_keys`. threshold: over 2^32. ALIGNED: `first` is a multiple of 16. Gives [R, BLOCK], or
-    [BLOCK, R] with COLUMNS_FIRST.
+    rows: uint64 [R], from `row_keys`. threshold: over 2^32. ALIGNED: `first` is a multiple of 16. Returns [R, BLOCK],
+    or [BLOCK, R] with COLUMNS_FIRST.
     """
-    at = tl.arange(0, BLOCK)
-    if ALIGNED:  # so the compiler sees that two elements share their draw
-        group = (first >> 1) + ((at >> 4 << 3) | (at & 7))
-        late = at & 8
+    offset = tl.arange(0, BLOCK)
+    if ALIGNED:  # in this form the compiler recognises that two elements share a draw
+        group = (first >> 1) + ((offset >> 4 << 3) | (offset & 7))
+        late = offset & 8
     else:
-        element = first + at
+        element = first + offset
         group = (element >> 4 << 3) | (element & 7)
         late = element & 8
     low, high = rows.to(tl.uint32), (rows >> 32).to(tl.uint32)

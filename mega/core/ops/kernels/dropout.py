@@ -1,4 +1,4 @@
-"""Dropout of the residual stream's branches: within the kernels that add them, and alone."""
+"""Dropout of branches of the residual stream: inside the kernels that add them, and as a separate kernel."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ BLOCK = 1024
 
 
 class Values(NamedTuple):
-    """A `Dropout` as kernels take it; threshold: over 2^32; scale: of what is kept."""
+    """A `Dropout` as a kernel argument."""
 
     keys: torch.Tensor
     site: int
-    threshold: int
-    scale: float
+    threshold: int  # over 2^32
+    scale: float  # factor of surviving elements
 
 
 def values_of(drop: Dropout | None) -> Values | None:
-    """None where nothing is dropped."""
+    """The kernel argument of a dropout; None without dropout."""
     if drop is None:
         return None
     return Values(drop.keys.contiguous(), drop.site, drop.threshold << 16, 1.0 / drop.keep)
@@ -34,7 +34,7 @@ def values_of(drop: Dropout | None) -> Values | None:
 
 @jit
 def dropped(x, drop, row, elements):
-    """Elements of one row, scaled where they survive, else 0."""
+    """Apply dropout to elements of one row: scale those that survive, else 0."""
     key = row_keys(tl.load(drop.keys + row), drop.site, tl.cast(0, tl.int64))
     return tl.where(kept_elements(key, elements, drop.threshold), x * drop.scale, 0.0)
 
@@ -46,15 +46,15 @@ def _added(
 ):  # fmt: skip
     blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    at = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    real = at < width
-    y = tl.load(branch_at + row * width + at, real, 0.0).to(tl.float32)
+    offset = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    mask = offset < width
+    y = tl.load(branch_at + row * width + offset, mask, 0.0).to(tl.float32)
     if BIAS:
-        y += tl.load(bias_at + at, real, 0.0).to(tl.float32)
-    y = dropped(y, drop, row, at)
+        y += tl.load(bias_at + offset, mask, 0.0).to(tl.float32)
+    y = dropped(y, drop, row, offset)
     if RESIDUAL:
-        y += tl.load(x_at + row * width + at, real, 0.0).to(tl.float32)
-    tl.store(y_at + row * width + at, y.to(y_at.dtype.element_ty), real)
+        y += tl.load(x_at + row * width + offset, mask, 0.0).to(tl.float32)
+    tl.store(y_at + row * width + offset, y.to(y_at.dtype.element_ty), mask)
 
 
 def _launch(
@@ -87,15 +87,15 @@ class _Added(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionContext[_AddState], grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad, (bias, drop, residual, dtype) = grad.contiguous(), ctx.state
-        of_branch = _launch(None, grad, None, torch.empty_like(grad, dtype=dtype), drop)
-        of_bias = None if bias is None else deliver(bias, of_branch.sum(0, dtype=torch.float32))
-        return grad if residual else None, of_branch, of_bias, None
+        grad_branch = _launch(None, grad, None, torch.empty_like(grad, dtype=dtype), drop)
+        grad_bias = None if bias is None else deliver(bias, grad_branch.sum(0, dtype=torch.float32))
+        return grad if residual else None, grad_branch, grad_bias, None
 
 
 def added(
     x: torch.Tensor | None, branch: torch.Tensor | None, branch_bias: torch.Tensor | None, drop: Dropout | None
 ) -> torch.Tensor:
-    """`ops.norm.added`; without dropout it is that."""
+    """`ops.norm.added`, by a kernel if there is dropout."""
     if branch is None or drop is None or drop.rule != RULE:
         return norm.added(x, branch, branch_bias, drop)
     return _Added.apply(None if x is None else x.contiguous(), branch.contiguous(), branch_bias, drop)  # type: ignore[no-any-return]

@@ -1,9 +1,10 @@
-"""Products of one row, with the norm before them and what follows, and the place of keys in the cache.
+"""GEMMs with one row, fused with the norm before and the operation after; and storing keys in the cache.
 
-A program takes a few outputs and their whole rows of the weight, which it asks for before anything else: nothing that
-was computed is needed for that, so x is ready by the time they arrive. Or it takes them in chunks. All is multiplied
-and added up in fp32, each output by one program. What limits weights of 8 bits is not memory alone but instructions: to
-widen and multiply one takes two and a half, so what else a thread does should be for many weights.
+A program computes a few outputs. It starts to load their whole rows of the weight first, because these loads do not
+depend on the previous kernel; x is ready when they arrive. For long rows it loads chunks instead. All products and sums
+are in fp32, and each output is computed by one program. With 8-bit weights not only memory is the limit but also
+instructions: converting and multiplying one weight takes two and a half, so other work of a thread should be shared by
+many weights.
 """
 
 from __future__ import annotations
@@ -29,21 +30,20 @@ from mega.core.ops.kernels.language import (
 from mega.core.ops.matmuls import Factor
 
 MOST_INS = 1 << 15
-"""Inputs of a 16-bit or wider weight at the most: a program keeps x in its registers."""
+"""The most inputs of a weight with 16 or more bits: a program keeps x in registers."""
 LEAST_REST = 256
-"""Inputs that are worth a second tile."""
+"""The least number of inputs for which a second tile pays off."""
 TOGETHER = 8
-"""Heads that one program places."""
+"""Heads stored by one program."""
 
 
 class RowTile(NamedTuple):
-    """outs: weights' rows of a program. chunk: inputs that are multiplied at once; 0: all, and their weights are asked
-    for before x is. stages: chunks whose weights are in flight."""
+    """The work of one program."""
 
-    outs: int
+    outs: int  # outputs: rows of the weight
     warps: int
-    chunk: int = 0
-    stages: int = 1
+    chunk: int = 0  # inputs multiplied at once; 0: all, with weights loaded before x
+    stages: int = 1  # chunks whose weights are in flight
 
 
 @jit
@@ -62,7 +62,7 @@ def _vector(x_at, part, ins, EVEN: tl.constexpr):
 
 @jit
 def _moments(x_at, ins, eps, CHUNK: tl.constexpr):
-    """Mean and 1 / deviation."""
+    """The mean and the inverse standard deviation of x, read from memory."""
     part = tl.arange(0, CHUNK)
     total = tl.zeros([CHUNK], tl.float32)
     for start in range(0, ins, CHUNK):
@@ -70,15 +70,15 @@ def _moments(x_at, ins, eps, CHUNK: tl.constexpr):
     mean = tl.sum(total, 0) / ins
     squares = tl.zeros([CHUNK], tl.float32)
     for start in range(0, ins, CHUNK):
-        there = start + part < ins
-        off = tl.where(there, tl.load(x_at + start + part, there, 0.0).to(tl.float32) - mean, 0.0)
-        squares += off * off
+        mask = start + part < ins
+        centred = tl.where(mask, tl.load(x_at + start + part, mask, 0.0).to(tl.float32) - mean, 0.0)
+        squares += centred * centred
     return mean, tl.rsqrt(tl.sum(squares, 0) / ins + eps)
 
 
 @jit
 def _moments_of(x, far_x, part, far, ins, eps, REST: tl.constexpr, CENTRED: tl.constexpr):
-    """The same, of what a program holds; RMSNorm has no mean."""
+    """The same for an x in registers. RMSNorm (not CENTRED) has no mean."""
     mean = 0.0
     if CENTRED:
         total = tl.sum(tl.sum(x, 1), 0)
@@ -106,7 +106,7 @@ def _scaled(y, scale_at, bias_at, out, real, SCALED: tl.constexpr, BIAS: tl.cons
 def _normed(
     x, scale_at, shift_at, part, ins, mean, rstd, EVEN: tl.constexpr, CENTRED: tl.constexpr, OFFSET: tl.constexpr
 ):  # fmt: skip
-    """RMSNorm's factor is the same for all inputs, so it comes last, to what they add up to."""
+    """Normalise x. RMSNorm's factor is the same for all inputs, so the caller applies it to the sum instead."""
     if CENTRED:
         x = tl.where(part < ins, (x - mean) * rstd, 0.0)
     scale = _vector(scale_at, part, ins, EVEN)
@@ -124,8 +124,8 @@ def _at_once(
     CHUNK: tl.constexpr, REST: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr, CENTRED: tl.constexpr,
     OFFSET: tl.constexpr, GATE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """CHUNK inputs, then REST."""
-    # A thread holds 8 neighbours of both weights and x, else Triton moves the weights between threads.
+    """Multiply with all inputs in registers: a tile of CHUNK inputs, then a tile of REST."""
+    # A thread must hold 8 neighbours of both weights and x, or Triton moves the weights between threads.
     part = tl.multiple_of(tl.arange(0, CHUNK), 8)[None, :]
     first = _weights(row_at, part, real, ins, EVEN)
     second, far, far_first, far_second = first, part, first, first
@@ -163,7 +163,7 @@ def _in_chunks(
     OUTS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr,
     CENTRED: tl.constexpr, OFFSET: tl.constexpr, GATE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The 8 neighbours that a thread holds it adds up at once: it has registers left for more outputs."""
+    """Multiply in chunks. A thread sums its 8 neighbours immediately, which leaves registers for more outputs."""
     if OVERLAP:
         after_kernel()
     mean, rstd = 0.0, 1.0
@@ -201,35 +201,36 @@ def _linear(
     EVEN: tl.constexpr, NORM: tl.constexpr, CENTRED: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
     KIND: tl.constexpr, OFFSET: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """GATE: the weight has the gates' rows, then as many more. EVEN: tiles end where the weight does."""
+    """GATE: the weight has the rows of the gates, then those of up. EVEN: tiles cover the weight exactly."""
     if OVERLAP:
         before_next()
     out = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
-    real = out < outs
+    mask = out < outs
     row_at = weight_at + out.to(tl.int64)[:, None] * ins
     up_at = weight_at + (out.to(tl.int64) + outs)[:, None] * ins
     if WHOLE:
         y, up = _at_once(
-            x_at, row_at, up_at, norm_at, shift_at, real, ins, eps, CHUNK, REST, EVEN, NORM, CENTRED, OFFSET, GATE,
+            x_at, row_at, up_at, norm_at, shift_at, mask, ins, eps, CHUNK, REST, EVEN, NORM, CENTRED, OFFSET, GATE,
             OVERLAP,
         )  # fmt: skip
     else:
         y, up = _in_chunks(
-            x_at, row_at, up_at, norm_at, shift_at, real, ins, eps, OUTS, CHUNK, STAGES, EVEN, NORM, CENTRED, OFFSET,
+            x_at, row_at, up_at, norm_at, shift_at, mask, ins, eps, OUTS, CHUNK, STAGES, EVEN, NORM, CENTRED, OFFSET,
             GATE, OVERLAP,
         )  # fmt: skip
-    y = _scaled(y, scale_at, bias_at, out, real, SCALED, BIAS)
+    y = _scaled(y, scale_at, bias_at, out, mask, SCALED, BIAS)
     if GATE:
-        y = y * tl.sigmoid(y) * _scaled(up, scale_at, bias_at, out + outs, real, SCALED, BIAS)
+        y = y * tl.sigmoid(y) * _scaled(up, scale_at, bias_at, out + outs, mask, SCALED, BIAS)
     elif KIND >= 0:
         y = value(y, KIND)
     if ADD:
-        y += tl.load(y_at + out, real, 0.0).to(tl.float32)
-    tl.store(y_at + out, y.to(y_at.dtype.element_ty), real)
+        y += tl.load(y_at + out, mask, 0.0).to(tl.float32)
+    tl.store(y_at + out, y.to(y_at.dtype.element_ty), mask)
 
 
 def tile_of(outs: int, ins: int, size: int, gate: bool) -> RowTile:
-    """size: bytes of a weight. The fastest of Llama-2 7B's products on H200 (tests/gpu/decoding.py).
+    """The tile of a GEMM. size: bytes of a weight. These are the fastest for Llama-2 7B on H200
+    (tests/gpu/decoding.py).
 
     >>> tile_of(12288, 4096, 2, False), tile_of(4096, 11008, 1, False)
     (RowTile(outs=4, warps=4, chunk=0, stages=1), RowTile(outs=4, warps=4, chunk=0, stages=1))
@@ -237,29 +238,29 @@ def tile_of(outs: int, ins: int, size: int, gate: bool) -> RowTile:
     RowTile(outs=8, warps=4, chunk=2048, stages=3)
     """
     if size == 1:
-        if ins > 12288:  # more than a program's registers hold at once
+        if ins > 12288:  # too many for a program's registers
             return RowTile(8, 4, 2048, 3)
         return RowTile(4 if gate or ins > 8192 else 8, 4)
-    wide = next_power_of_2(ins)
-    if wide > 4096:
-        return RowTile(2 if wide <= 16384 else 1, 16)
+    padded = next_power_of_2(ins)
+    if padded > 4096:
+        return RowTile(2 if padded <= 16384 else 1, 16)
     return RowTile(2 if gate else 4, 4)
 
 
 def cut(ins: int) -> tuple[int, int]:
-    """Two powers of two, or one and 0, that hold so many with few to spare.
+    """Tiles CHUNK and REST for `ins` inputs: two powers of two, or one and 0, with little padding.
 
     >>> cut(4096), cut(11008), cut(5120), cut(7168)
     ((4096, 0), (8192, 4096), (4096, 1024), (8192, 0))
     """
-    wide = next_power_of_2(ins)
-    rest = next_power_of_2(ins - wide // 2)
-    return (wide // 2, rest) if LEAST_REST <= rest < wide // 2 else (wide, 0)
+    padded = next_power_of_2(ins)
+    rest = next_power_of_2(ins - padded // 2)
+    return (padded // 2, rest) if LEAST_REST <= rest < padded // 2 else (padded, 0)
 
 
 def takes(rows: int, factor: Factor) -> bool:
-    """From two rows on tensor cores, as cuBLAS and fp8_weights.py use them, take less time (7B's gate and up in bf16, 4
-    rows: 47 us, 73 by FMAs)."""
+    """Whether `linear` supports this case. From two rows on tensor cores (cuBLAS, fp8_weights.py) are faster: gate and
+    up of a 7B model in bf16 with 4 rows take 47 us, with FMAs 73."""
     fits = factor.weight.element_size() == 1 or factor.weight.shape[1] <= MOST_INS
     return rows == 1 and fits and factor.weight.is_contiguous()
 
@@ -304,30 +305,31 @@ def _place(
     HEADS: tl.constexpr, KV: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     TOGETHER: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A thread reads both components of a pair before it writes one, so queries are turned where they lie."""
+    """Rotate and store heads. A thread reads both components of a pair before it writes one, so queries can be rotated
+    in place."""
     in_turn(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)[:, None]
     part = tl.arange(0, BLOCK)[None, :]
-    kept = (head >= HEADS) & (head < HEADS + 2 * KV)
+    is_cached = (head >= HEADS) & (head < HEADS + 2 * KV)
     source = fused_at + token * stride + head * WIDTH
     target = rows_at + (tl.load(lines_at + token) * (2 * KV) + head - HEADS) * WIDTH
     if HALF > 0:
-        real = (head < HEADS + 2 * KV) & (part < HALF)
+        mask = (head < HEADS + 2 * KV) & (part < HALF)
         cos = tl.load(cos_at + token * HALF + part, part < HALF, 0.0)
         sin = tl.load(sin_at + token * HALF + part, part < HALF, 0.0)
-        first = tl.load(source + part, real, 0.0)
-        second = tl.load(source + HALF + part, real, 0.0)
-        a, b, turned = first.to(tl.float32), second.to(tl.float32), head < HEADS + KV
-        first = tl.where(turned, (a * cos - b * sin).to(first.dtype), first)
-        second = tl.where(turned, (b * cos + a * sin).to(second.dtype), second)
-        tl.store(source + part, first, real & (head < HEADS))
-        tl.store(source + HALF + part, second, real & (head < HEADS))
-        tl.store(target + part, first, real & kept)
-        tl.store(target + HALF + part, second, real & kept)
+        first = tl.load(source + part, mask, 0.0)
+        second = tl.load(source + HALF + part, mask, 0.0)
+        a, b, is_rotated = first.to(tl.float32), second.to(tl.float32), head < HEADS + KV
+        first = tl.where(is_rotated, (a * cos - b * sin).to(first.dtype), first)
+        second = tl.where(is_rotated, (b * cos + a * sin).to(second.dtype), second)
+        tl.store(source + part, first, mask & (head < HEADS))
+        tl.store(source + HALF + part, second, mask & (head < HEADS))
+        tl.store(target + part, first, mask & is_cached)
+        tl.store(target + HALF + part, second, mask & is_cached)
     if 2 * HALF < WIDTH:
         for begin in tl.static_range(2 * HALF, WIDTH, BLOCK):
-            rest = kept & (begin + part < WIDTH)
+            rest = is_cached & (begin + part < WIDTH)
             tl.store(target + begin + part, tl.load(source + begin + part, rest, 0.0), rest)
 
 

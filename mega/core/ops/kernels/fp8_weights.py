@@ -1,8 +1,7 @@
-"""Rows by weights in fp8, which are read once and widened in registers on their way to the tensor cores.
+"""GEMMs with fp8 weights: each weight is read once and converted in registers, then multiplied by tensor cores.
 
-Very few rows are multiplied without them (few_rows.py). A program takes a tile of outputs by a tile of rows; where the
-tiles are fewer than keep a device busy, it takes a share of the inputs, and a second kernel adds up the shares, always
-in one order.
+For a single row few_rows.py is used instead. A program computes a tile of outputs by rows. If there are too few tiles
+to occupy the device, each program handles a share of the inputs, and a second kernel sums the shares in a fixed order.
 """
 
 from __future__ import annotations
@@ -17,15 +16,17 @@ from mega.core.ops.kernels.language import cdiv, jit, launch, next_power_of_2, t
 from mega.core.ops.matmuls import Factor
 
 WARPS, MOST_SHARES = 8 * 132, 8
-"""Warps that keep a device busy; shares of the inputs at the most."""
+"""Warps that occupy a device, and the most shares of the inputs."""
 BLOCK = 1024
-"""Elements of one program that adds up shares."""
+"""Elements of a program that sums shares."""
 
 
 class GemmTile(NamedTuple):
+    """The tile of a program."""
+
     rows: int
     outs: int
-    ins: int
+    ins: int  # inputs of one step
     warps: int
     stages: int
 
@@ -35,7 +36,8 @@ def _multiply(
     x_at, narrow_at, scale_at, y_at, rows, outs, ins, x_row, share,
     ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """y [shares, rows, outs]; share: inputs of one. Tiles of the same outputs are neighbours, so weights stay in L2."""
+    """y: [shares, rows, outs]. share: inputs of a share. Tiles of the same outputs are neighbours: weights stay in
+    L2."""
     tall = tl.cdiv(rows, ROWS)
     row = tl.program_id(0) % tall * ROWS + tl.arange(0, ROWS)
     out = tl.program_id(0) // tall * OUTS + tl.arange(0, OUTS)
@@ -48,22 +50,22 @@ def _multiply(
         part = start + tl.arange(0, INS)[None, :]
         weights = tl.load(weights_from + part, (out < outs)[:, None] & (part < end), 0.0)
         x = tl.load(x_from + part, (row < rows)[:, None] & (part < end), 0.0)
-        # Weights on the left: that side is taken from registers, where they are widened.
+        # Weights are the left operand, which tensor cores can read from registers, where the weights are converted.
         total = tl.dot(weights.to(x.dtype), tl.trans(x), total, input_precision="ieee")
     if SCALED:
         total = total * tl.load(scale_at + out, out < outs, 0.0)[:, None]
-    at = y_at + (tl.program_id(1).to(tl.int64) * rows + row)[None, :] * outs + out[:, None]
-    tl.store(at, total.to(y_at.dtype.element_ty), (row < rows)[None, :] & (out < outs)[:, None])
+    offset = y_at + (tl.program_id(1).to(tl.int64) * rows + row)[None, :] * outs + out[:, None]
+    tl.store(offset, total.to(y_at.dtype.element_ty), (row < rows)[None, :] & (out < outs)[:, None])
 
 
 @jit
 def _add_up(part_at, scale_at, y_at, size, outs, shares, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for share in range(shares):
-        total += tl.load(part_at + share * size + at, at < size, 0.0)
-    total = total * tl.load(scale_at + at % outs, at < size, 0.0)
-    tl.store(y_at + at, total.to(y_at.dtype.element_ty), at < size)
+        total += tl.load(part_at + share * size + offset, offset < size, 0.0)
+    total = total * tl.load(scale_at + offset % outs, offset < size, 0.0)
+    tl.store(y_at + offset, total.to(y_at.dtype.element_ty), offset < size)
 
 
 def tile_of(rows: int) -> GemmTile:
@@ -73,7 +75,8 @@ def tile_of(rows: int) -> GemmTile:
 
 
 def shares_of(tiles: int, ins: int, tile: GemmTile) -> int:
-    """
+    """The number of shares of the inputs.
+
     >>> shares_of(64, 11008, GemmTile(16, 64, 128, 4, 4)), shares_of(192, 4096, GemmTile(16, 64, 128, 4, 4))
     (5, 2)
     """
@@ -83,7 +86,7 @@ def shares_of(tiles: int, ins: int, tile: GemmTile) -> int:
 def tiled(
     x: torch.Tensor, narrow: torch.Tensor, scale: torch.Tensor, tile: GemmTile | None = None, shares: int | None = None
 ) -> torch.Tensor:
-    """`multiply` by the tensor cores."""
+    """`multiply` with tensor cores."""
     (rows, ins), outs = x.shape, len(narrow)
     tile = tile or tile_of(rows)
     tiles = cdiv(outs, tile.outs) * cdiv(rows, tile.rows)
@@ -106,6 +109,6 @@ def multiply(x: torch.Tensor, narrow: torch.Tensor, scale: torch.Tensor) -> torc
     factor = Factor(narrow, None, scale)
     if few_rows.takes(len(x), factor):
         return few_rows.linear(x, factor)
-    if x.element_size() > 2:  # tensor cores would round it
+    if x.element_size() > 2:  # tensor cores would round x
         return fp8_weights.multiply(x, narrow, scale)
     return tiled(x, narrow, scale)

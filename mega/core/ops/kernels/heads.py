@@ -1,5 +1,5 @@
-"""Query and key turned in place inside the fused product; backward turns back while it puts the three together, by one
-launch for what is turned alike."""
+"""Rotate query and key in place inside the fused projection. The backward pass rotates back while it concatenates the
+three gradients, with one launch for all heads that are rotated and one for the others."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mega.core.ops.kernels.language import cdiv, jit, launch, next_power_of_2, t
 from mega.core.ops.kernels.sums import deliver_sums
 
 TOKENS = 32
-"""Tokens of one program."""
+"""Tokens of a program."""
 SUMMED = 128
-"""Tokens of one program, and of one partial sum, where the bias's gradient is summed."""
+"""Tokens of a program, and of a partial sum, if the gradient of the bias is computed."""
 
 
 @jit
@@ -25,15 +25,15 @@ def _turn(
 ):  # fmt: skip
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     part = tl.arange(0, HALF_BLOCK)
-    real = (token < tokens)[:, None] & (part < HALF)[None, :]
+    mask = (token < tokens)[:, None] & (part < HALF)[None, :]
     angle = token[:, None] * HALF + part[None, :]
-    cos = tl.load(cos_at + angle, real, 0.0)
-    sin = tl.load(sin_at + angle, real, 0.0)
-    at = x_at + token.to(tl.int64)[:, None] * stride + tl.program_id(1) * WIDTH + part[None, :]
-    first = tl.load(at, real, 0.0).to(tl.float32)
-    second = tl.load(at + HALF, real, 0.0).to(tl.float32)
-    tl.store(at, (first * cos - second * sin).to(x_at.dtype.element_ty), real)
-    tl.store(at + HALF, (second * cos + first * sin).to(x_at.dtype.element_ty), real)
+    cos = tl.load(cos_at + angle, mask, 0.0)
+    sin = tl.load(sin_at + angle, mask, 0.0)
+    offset = x_at + token.to(tl.int64)[:, None] * stride + tl.program_id(1) * WIDTH + part[None, :]
+    first = tl.load(offset, mask, 0.0).to(tl.float32)
+    second = tl.load(offset + HALF, mask, 0.0).to(tl.float32)
+    tl.store(offset, (first * cos - second * sin).to(x_at.dtype.element_ty), mask)
+    tl.store(offset + HALF, (second * cos + first * sin).to(x_at.dtype.element_ty), mask)
 
 
 @jit
@@ -44,8 +44,9 @@ def _gather(
 ):  # fmt: skip
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1)
-    here = (token < tokens)[:, None]
-    # Which of three tensors the head is of; the second's heads begin at number `second`, the third's at `third`.
+    token_mask = (token < tokens)[:, None]
+    # Select the tensor of this head: heads of the second tensor begin at number `second`, those of the third at
+    # `third`.
     grad_at = first_at
     if head >= third:
         grad_at = third_at
@@ -56,36 +57,36 @@ def _gather(
     grad_head = tl.where(head >= third, third_head, tl.where(head >= second, second_head, first_head))
     source = grad_at + token.to(tl.int64)[:, None] * grad_token + (head - begin) * grad_head
     target = out_at + token.to(tl.int64)[:, None] * out_token + out_first + head * WIDTH
-    one = tl.arange(0, BLOCK)
-    part = one[None, :]
+    component = tl.arange(0, BLOCK)
+    part = component[None, :]
     if SUMS:
-        sums = sums_at + tl.program_id(0) * out_token + out_first + head * WIDTH + one
+        sums = sums_at + tl.program_id(0) * out_token + out_first + head * WIDTH + component
     if HALF == 0:
-        real = here & (part < WIDTH)
-        x = tl.load(source + part, real, 0.0)
-        tl.store(target + part, x, real)
+        mask = token_mask & (part < WIDTH)
+        x = tl.load(source + part, mask, 0.0)
+        tl.store(target + part, x, mask)
         if SUMS:
-            tl.store(sums, tl.sum(x.to(tl.float32), 0), one < WIDTH)
+            tl.store(sums, tl.sum(x.to(tl.float32), 0), component < WIDTH)
     else:
-        real = here & (part < HALF)
+        mask = token_mask & (part < HALF)
         angle = token[:, None] * HALF + part
-        cos = tl.load(cos_at + angle, real, 0.0)
-        sin = tl.load(sin_at + angle, real, 0.0)
-        first = tl.load(source + part, real, 0.0).to(tl.float32)
-        second = tl.load(source + HALF + part, real, 0.0).to(tl.float32)
+        cos = tl.load(cos_at + angle, mask, 0.0)
+        sin = tl.load(sin_at + angle, mask, 0.0)
+        first = tl.load(source + part, mask, 0.0).to(tl.float32)
+        second = tl.load(source + HALF + part, mask, 0.0).to(tl.float32)
         first_grad, second_grad = first * cos + second * sin, second * cos - first * sin
-        tl.store(target + part, first_grad.to(out_at.dtype.element_ty), real)
-        tl.store(target + HALF + part, second_grad.to(out_at.dtype.element_ty), real)
+        tl.store(target + part, first_grad.to(out_at.dtype.element_ty), mask)
+        tl.store(target + HALF + part, second_grad.to(out_at.dtype.element_ty), mask)
         if SUMS:
-            tl.store(sums, tl.sum(first_grad, 0), one < HALF)
-            tl.store(sums + HALF, tl.sum(second_grad, 0), one < HALF)
+            tl.store(sums, tl.sum(first_grad, 0), component < HALF)
+            tl.store(sums + HALF, tl.sum(second_grad, 0), component < HALF)
         if 2 * HALF < WIDTH:
             for after in tl.static_range(2 * HALF, WIDTH, BLOCK):
-                rest = here & (after + part < WIDTH)
+                rest = token_mask & (after + part < WIDTH)
                 x = tl.load(source + after + part, rest, 0.0)
                 tl.store(target + after + part, x, rest)
                 if SUMS:
-                    tl.store(sums + after, tl.sum(x.to(tl.float32), 0), after + one < WIDTH)
+                    tl.store(sums + after, tl.sum(x.to(tl.float32), 0), after + component < WIDTH)
 
 
 def _split(
@@ -106,7 +107,7 @@ def _split(
 
 
 _SplitState = tuple[torch.Tensor | None, int, int, int]
-"""Bias, tokens, their stride, width of a head."""
+"""Bias, number of tokens, stride of a token, width of a head."""
 
 
 class _SplitHeads(torch.autograd.Function):
@@ -135,17 +136,15 @@ class _SplitHeads(torch.autograd.Function):
         out = torch.empty(tokens, stride, dtype=grads[0].dtype, device=grads[0].device)
         grads = tuple(grad if grad.stride(2) == 1 else grad.contiguous() for grad in grads)
         first = 0
-        for some, half in ((grads, 0),) if cos is None else ((grads[:2], cos.shape[1]), (grads[2:], 0)):
-            three = (*some, *some[-1:] * (3 - len(some)))
-            begins = list(accumulate((grad.shape[1] for grad in some), initial=0))
+        for group, half in ((grads, 0),) if cos is None else ((grads[:2], cos.shape[1]), (grads[2:], 0)):
+            tensors = (*group, *group[-1:] * (3 - len(group)))
+            begins = list(accumulate((grad.shape[1] for grad in group), initial=0))
             heads = begins[-1]
-            second, third = (begins[number] if number < len(some) else heads for number in (1, 2))
+            second, third = (begins[number] if number < len(group) else heads for number in (1, 2))
             launch(
-                _gather, (parts, heads),
-                *three, out, cos, sin, sums, *(grad.stride(0) for grad in three), *(grad.stride(1) for grad in three),
-                second, third, tokens, stride, first,
-                WIDTH=width, HALF=half, BLOCK=next_power_of_2(half or width), TOKENS=block,
-                SUMS=bias is not None,
+                _gather, (parts, heads), *tensors, out, cos, sin, sums, *(grad.stride(0) for grad in tensors),
+                *(grad.stride(1) for grad in tensors), second, third, tokens, stride, first, WIDTH=width, HALF=half,
+                BLOCK=next_power_of_2(half or width), TOKENS=block, SUMS=bias is not None,
             )  # fmt: skip
             first += heads * width
         return out, None if sums is None else deliver_sums((bias,), sums)[0], None, None, None, None
@@ -154,8 +153,8 @@ class _SplitHeads(torch.autograd.Function):
 def split_heads(
     fused: torch.Tensor, bias: torch.Tensor | None, heads: int, kv_heads: int, rotary: Rotary | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`ops.heads.split_heads`, turning `fused` in place."""
+    """`ops.heads.split_heads`; it rotates `fused` in place."""
     cos, sin = (None, None) if rotary is None else rotary
-    if not torch.is_grad_enabled():  # what autograd does around a function takes longer than a launch
+    if not torch.is_grad_enabled():  # skip autograd, whose overhead is longer than a launch
         return _split(fused, heads, kv_heads, cos, sin)
     return _SplitHeads.apply(fused, bias, heads, kv_heads, cos, sin)  # type: ignore[no-any-return]

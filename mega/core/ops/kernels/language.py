@@ -1,6 +1,6 @@
-"""Triton as the kernels here use it, and how they are launched.
+"""Triton imports for kernels, and a fast launch.
 
-On the meta device a launch does nothing: shapes and memory are those of the device, and Triton may be absent.
+On the meta device a launch does nothing but report to observers; Triton need not be installed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ except ImportError:
 def launch(kernel: Any, grid: tuple[int, ...], x: torch.Tensor, *args: object, **options: object) -> None:
     """kernel[grid](x, *args, **options).
 
-    Triton looks at each argument, at its settings and at globals before every launch, which takes the host up to
-    twice as long as to find what it compiled for arguments of the same kinds.
+    Before every launch Triton inspects each argument, its settings and globals. Looking up the compiled kernel here, by
+    the kinds of the arguments, takes as little as half that time.
     """
     if x.is_meta:
         observe.kernel(getattr(kernel, "__name__", "kernel"), (x, *args))
@@ -36,40 +36,42 @@ def launch(kernel: Any, grid: tuple[int, ...], x: torch.Tensor, *args: object, *
         kernel[grid](x, *args, **options)
         return
     key = id(kernel), x.get_device(), *kinds, *options.items()
-    found = _compiled.get(key)
-    if found is not None:
-        compiled, constants = found
+    entry = _compiled.get(key)
+    if entry is not None:
+        compiled, constants = entry
         compiled[(*grid, 1, 1)[:3]](x, *args, *constants)
         return
     compiled = kernel[grid](x, *args, **options)
     names = getattr(kernel, "arg_names", ["unknown"])[1 + len(args) :]
-    if hasattr(compiled, "packed_metadata") and all(name in options for name in names):  # not by the interpreter
+    if hasattr(compiled, "packed_metadata") and all(
+        name in options for name in names
+    ):  # the interpreter compiles nothing
         _compiled[key] = compiled, tuple(options[name] for name in names)
 
 
 _compiled: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
-"""What Triton compiled for kinds of arguments, which keeps the kernel alive and its id its own, and the constants among
-these, which come last."""
+"""Kinds of arguments -> the compiled kernel, and the values of its constants, which are the last arguments. An entry
+keeps the kernel alive, so its id stays unique."""
 
 
 def _kinds(*args: object) -> list[torch.dtype | str | None] | None:
-    """What Triton compiles a kernel once for each of, on CUDA; None where it is left to Triton to say.
+    """The properties of arguments that Triton specialises kernels on, on CUDA; None if only Triton can determine them.
 
     >>> _kinds(torch.empty(4), None, 0.5, 1, 2, 32), _kinds(-1), _kinds((1, 2))
     ([torch.float32, None, 'float', '1', 'int', '16'], None, None)
     """
     kinds: list[torch.dtype | str | None] = []
-    for one in args:
-        if isinstance(one, torch.Tensor):
-            kinds.append(one.dtype)
-            if one.data_ptr() & 15:
+    for argument in args:
+        if isinstance(argument, torch.Tensor):
+            kinds.append(argument.dtype)
+            if argument.data_ptr() & 15:
                 kinds.append("odd")
-        elif one is None:
+        elif argument is None:
             kinds.append(None)
-        elif type(one) is float:
+        elif type(argument) is float:
             kinds.append("float")
-        elif type(one) is int and 0 <= one < 1 << 31:
-            kinds.append("1" if one == 1 else "int" if one & 15 else "16")
+        elif type(argument) is int and 0 <= argument < 1 << 31:
+            kinds.append("1" if argument == 1 else "int" if argument & 15 else "16")
         else:
             return None
     return kinds
@@ -78,30 +80,31 @@ def _kinds(*args: object) -> list[torch.dtype | str | None] | None:
 try:
     from triton.language.extra.cuda import gdc_launch_dependents as before_next
     from triton.language.extra.cuda import gdc_wait as after_kernel
-except ImportError:  # an older Triton
+except ImportError:  # older versions of Triton
     before_next = after_kernel = None
 
 OVERLAP = True
-"""Whether kernels of a step begin while the one before them ends, as far as they need nothing of it (programmatic
-dependent launch): they call `before_next`, then `after_kernel` before they read what was computed or write anything."""
+"""Whether kernels of a decoding step start while the previous kernel ends (programmatic dependent launch). They call
+`before_next` first, and `after_kernel` before they read results of the previous kernel or write anything."""
 
 
 def overlapping(device: torch.device) -> dict[str, bool]:
-    """Options of a launch of such a kernel."""
+    """The options of a launch for a kernel that supports overlapping."""
     able = OVERLAP and before_next is not None and overlaps_kernels(device)
     return {"OVERLAP": True, "launch_pdl": True} if able else {"OVERLAP": False}
 
 
 @jit
 def in_turn(OVERLAP: tl.constexpr):
-    """The beginning of a kernel that needs all that was computed before it."""
+    """Call this first in a kernel whose every step needs the results of the previous kernel."""
     if OVERLAP:
         before_next()
         after_kernel()
 
 
 def cdiv(a: int, b: int) -> int:
-    """
+    """a / b, rounded up.
+
     >>> cdiv(5, 4)
     2
     """
@@ -109,7 +112,8 @@ def cdiv(a: int, b: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """
+    """The smallest power of 2 that is not less than n.
+
     >>> [next_power_of_2(n) for n in (1, 3, 4)]
     [1, 4, 4]
     """

@@ -1,9 +1,13 @@
 """The sum of a tensor over devices that map each other's memory, as one kernel.
 
-Every device writes its part into a place of each other one, marks it there, waits for the marks in its own memory, and
-adds up what has come, in the order of ranks: the same bits everywhere. A lane is one program's share of the tensor,
-with a place and a mark of its own. Two places take turns: where a part comes for the second time after a place was
-read, its sender has seen the mark in between, so nothing has to be waited for at the end. It knows no process groups.
+Every device writes its tensor into a buffer of each other device, sets a mark there, waits for the marks in its own
+memory, and sums the received tensors in the order of ranks, so that all devices get the same bits. A lane is one
+program's share of the tensor, with its own part of the buffers and its own marks.
+
+    memory of a rank:   buffer 0 [ranks, lanes, lane] | buffer 1 [ranks, lanes, lane] | marks [ranks, lanes], int64
+
+Two buffers alternate. Before a sender writes to a buffer again, it has seen the receiver's mark of the sum in between,
+which the receiver sets after it has read the buffer; so no wait is needed at the end. Knows no process groups.
 """
 
 from __future__ import annotations
@@ -13,10 +17,10 @@ import torch
 from mega.core.ops.kernels.language import cdiv, in_turn, jit, launch, overlapping, tl
 
 LANES = 128
-"""Programs of one sum at the most; all of them must be on the device at once."""
+"""The most programs of a sum. All of them must be resident on the device at the same time."""
 
 SHORT = 1024
-"""Elements of a block, and at least of a lane; of more than one a lane four times as many are taken at once."""
+"""Elements of a block, and the least of a lane. If a lane has several blocks, blocks are four times as large."""
 
 
 @jit
@@ -25,8 +29,8 @@ def _sum(
     RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, LANE: tl.constexpr, MARKS: tl.constexpr,
     BLOCK: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """memories_at: addresses of each rank's memory. counts_at: sums that each lane has had. share: elements of a lane.
-    MARKS: bytes before the marks. ADD: the sum is added to `into`, else it replaces x."""
+    """memories_at: addresses of each rank's memory. counts_at: number of earlier sums of each lane. share: elements of
+    a lane. MARKS: bytes before the marks. ADD: add the sum to `into`; otherwise it replaces x."""
     in_turn(OVERLAP)
     lane, part = tl.program_id(0), tl.arange(0, BLOCK)
     number = tl.load(counts_at + lane) + 1
@@ -34,45 +38,45 @@ def _sum(
     first = lane * share
     count = tl.minimum(share, size - first)
     for start in range(0, count, BLOCK):
-        there = start + part < count
-        values = tl.load(x_at + first + start + part, there, 0.0)
+        mask = start + part < count
+        values = tl.load(x_at + first + start + part, mask, 0.0)
         for rank in tl.static_range(RANKS):
             if rank != RANK:
                 to_at = tl.load(memories_at + rank).to(tl.pointer_type(x_at.dtype.element_ty))
                 to_at = tl.multiple_of(to_at, 16) + (place + RANK * LANES) * LANE
-                tl.store(to_at + start + part, values, there)
-    tl.debug_barrier()  # one thread marks, when all have written
+                tl.store(to_at + start + part, values, mask)
+    tl.debug_barrier()  # one thread sets the mark, after all threads have written
     for rank in tl.static_range(RANKS):
         if rank != RANK:
             mark_at = (tl.load(memories_at + rank) + MARKS).to(tl.pointer_type(tl.int64))
             tl.atomic_xchg(mark_at + RANK * LANES + lane, number, sem="release", scope="sys")
     tl.store(counts_at + lane, number)
-    own = tl.load(memories_at + RANK)
+    own_memory = tl.load(memories_at + RANK)
     for rank in tl.static_range(RANKS):
         if rank != RANK:
-            mark_at = (own + MARKS).to(tl.pointer_type(tl.int64)) + rank * LANES + lane
+            mark_at = (own_memory + MARKS).to(tl.pointer_type(tl.int64)) + rank * LANES + lane
             while tl.atomic_add(mark_at, 0, sem="acquire", scope="sys") < number:
                 pass
     tl.debug_barrier()
-    from_at = tl.multiple_of(own.to(tl.pointer_type(x_at.dtype.element_ty)), 16)
+    from_at = tl.multiple_of(own_memory.to(tl.pointer_type(x_at.dtype.element_ty)), 16)
     for start in range(0, count, BLOCK):
-        there = start + part < count
+        mask = start + part < count
         total = tl.zeros([BLOCK], tl.float32)
         for rank in tl.static_range(RANKS):
             if rank == RANK:
-                total += tl.load(x_at + first + start + part, there, 0.0).to(tl.float32)
+                total += tl.load(x_at + first + start + part, mask, 0.0).to(tl.float32)
             else:
-                at = from_at + (place + rank * LANES) * LANE + start + part
-                total += tl.load(at, there, 0.0, cache_modifier=".cg").to(tl.float32)
+                address = from_at + (place + rank * LANES) * LANE + start + part
+                total += tl.load(address, mask, 0.0, cache_modifier=".cg").to(tl.float32)
         if ADD:
-            total += tl.load(into_at + first + start + part, there, 0.0).to(tl.float32)
-            tl.store(into_at + first + start + part, total.to(into_at.dtype.element_ty), there)
+            total += tl.load(into_at + first + start + part, mask, 0.0).to(tl.float32)
+            tl.store(into_at + first + start + part, total.to(into_at.dtype.element_ty), mask)
         else:
-            tl.store(x_at + first + start + part, total.to(x_at.dtype.element_ty), there)
+            tl.store(x_at + first + start + part, total.to(x_at.dtype.element_ty), mask)
 
 
 def memory_bytes(ranks: int, limit: int) -> tuple[int, int]:
-    """Bytes of a rank's memory for tensors of `limit` bytes: before its marks, and of all.
+    """Bytes of a rank's memory for tensors of `limit` bytes: those before the marks, and the total.
 
     >>> memory_bytes(2, 1 << 20)
     (4194304, 4196352)
@@ -84,8 +88,11 @@ def memory_bytes(ranks: int, limit: int) -> tuple[int, int]:
 def mapped_sum(
     x: torch.Tensor, into: torch.Tensor | None, memories: torch.Tensor, counts: torch.Tensor, rank: int, limit: int
 ) -> None:
-    """x: contiguous, of a multiple of 16 bytes, at most `limit`. into: the sum is added to it, else it replaces x.
-    memories: int64 [ranks], addresses. counts: int64 [LANES], of this device."""
+    """Sum x over ranks.
+
+    x: contiguous, of a multiple of 16 bytes, at most `limit`. into: the sum is added to it; None: the sum replaces x.
+    memories: int64 [ranks], addresses of the ranks' memory. counts: int64 [LANES], the counters of this device.
+    """
     size = x.numel()
     block, warps = (SHORT, 4) if size <= LANES * SHORT else (4 * SHORT, 8)
     lane = limit // LANES // x.element_size()

@@ -1,7 +1,7 @@
-"""Residual addition and norm in one pass, and their backward pass in one.
+"""Residual addition and norm in one kernel, and their backward pass in one kernel.
 
-Forward: a program takes one row. Backward: a program takes every n-th row and adds up its share of the gradients of
-weight, bias and branch bias, each in a row of its own of a small table that is summed at the end.
+Forward: a program handles one row. Backward: a program handles every n-th row and sums its share of the gradients of
+weight, bias and branch bias. It writes them to its row of small tables, which are summed at the end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mega.core.ops.kernels.language import jit, launch, next_power_of_2, tl
 from mega.core.ops.kernels.sums import deliver_sums
 
 STAGES = 3
-"""Rows whose loads are in flight while one is computed, backward."""
+"""Rows whose loads are in flight while one row is computed, in the backward pass."""
 
 
 @jit
@@ -27,36 +27,36 @@ def _norm_forward(
     BRANCH: tl.constexpr, BRANCH_BIAS: tl.constexpr, CENTRED: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
     KEPT: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """KEPT: mean and rstd are, for the backward pass. OFFSET: the weight counts from one."""
+    """KEPT: store mean and rstd for the backward pass. OFFSET: the factor is weight + 1."""
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    real = at < width
-    x = tl.load(x_at + row * width + at, real, 0.0).to(tl.float32)
+    offset = tl.arange(0, BLOCK)
+    mask = offset < width
+    x = tl.load(x_at + row * width + offset, mask, 0.0).to(tl.float32)
     if BRANCH:
-        branch = tl.load(branch_at + row * width + at, real, 0.0).to(tl.float32)
+        branch = tl.load(branch_at + row * width + offset, mask, 0.0).to(tl.float32)
         if BRANCH_BIAS:
-            branch += tl.load(branch_bias_at + at, real, 0.0).to(tl.float32)
+            branch += tl.load(branch_bias_at + offset, mask, 0.0).to(tl.float32)
         if DROP:
-            branch = dropped(branch, drop, row, at)
+            branch = dropped(branch, drop, row, offset)
         x += branch
         x = x.to(sum_at.dtype.element_ty)
-        tl.store(sum_at + row * width + at, x, real)
+        tl.store(sum_at + row * width + offset, x, mask)
         x = x.to(tl.float32)
     if CENTRED:
         mean = tl.sum(x, 0) / width
-        x = tl.where(real, x - mean, 0.0)
+        x = tl.where(mask, x - mean, 0.0)
         if KEPT:
             tl.store(mean_at + row, mean)
     rstd = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
     if KEPT:
         tl.store(rstd_at + row, rstd)
-    weight = tl.load(weight_at + at, real, 0.0).to(tl.float32)
+    weight = tl.load(weight_at + offset, mask, 0.0).to(tl.float32)
     if OFFSET:
         weight += 1.0
     y = x * rstd * weight
     if CENTRED:
-        y += tl.load(bias_at + at, real, 0.0).to(tl.float32)
-    tl.store(normed_at + row * width + at, y.to(normed_at.dtype.element_ty), real)
+        y += tl.load(bias_at + offset, mask, 0.0).to(tl.float32)
+    tl.store(normed_at + row * width + offset, y.to(normed_at.dtype.element_ty), mask)
 
 
 @jit
@@ -67,9 +67,9 @@ def _norm_backward(
     STAGES: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    at = tl.arange(0, BLOCK)
-    real = at < width
-    weight = tl.load(weight_at + at, real, 0.0).to(tl.float32)
+    offset = tl.arange(0, BLOCK)
+    mask = offset < width
+    weight = tl.load(weight_at + offset, mask, 0.0).to(tl.float32)
     if OFFSET:
         weight += 1.0
     grad_weight = tl.zeros([BLOCK], tl.float32)
@@ -77,11 +77,11 @@ def _norm_backward(
     grad_branch = tl.zeros([BLOCK], tl.float32)
     for number in tl.range(program, rows, programs, num_stages=STAGES):
         row = tl.cast(number, tl.int64)
-        x = tl.load(x_at + row * width + at, real, 0.0).to(tl.float32)
-        dy = tl.load(grad_normed_at + row * width + at, real, 0.0).to(tl.float32)
+        x = tl.load(x_at + row * width + offset, mask, 0.0).to(tl.float32)
+        dy = tl.load(grad_normed_at + row * width + offset, mask, 0.0).to(tl.float32)
         rstd = tl.load(rstd_at + row)
         if CENTRED:
-            x = tl.where(real, x - tl.load(mean_at + row), 0.0)
+            x = tl.where(mask, x - tl.load(mean_at + row), 0.0)
             grad_bias += dy
         x *= rstd
         grad_weight += dy * x
@@ -91,23 +91,23 @@ def _norm_backward(
             dx -= tl.sum(dy, 0) / width
         dx *= rstd
         if RESIDUAL:
-            dx += tl.load(grad_sum_at + row * width + at, real, 0.0).to(tl.float32)
-        tl.store(grad_at + row * width + at, dx.to(grad_at.dtype.element_ty), real)
+            dx += tl.load(grad_sum_at + row * width + offset, mask, 0.0).to(tl.float32)
+        tl.store(grad_at + row * width + offset, dx.to(grad_at.dtype.element_ty), mask)
         if DROP:
-            dx = dropped(dx, drop, row, at)
-            tl.store(grad_branch_at + row * width + at, dx.to(grad_branch_at.dtype.element_ty), real)
+            dx = dropped(dx, drop, row, offset)
+            tl.store(grad_branch_at + row * width + offset, dx.to(grad_branch_at.dtype.element_ty), mask)
         if BRANCH_BIAS:
-            grad_branch += tl.where(real, dx, 0.0)
-    part = sums_at + program * width + at
-    tl.store(part, grad_weight, real)
+            grad_branch += tl.where(mask, dx, 0.0)
+    part = sums_at + program * width + offset
+    tl.store(part, grad_weight, mask)
     if CENTRED:
-        tl.store(part + programs * width, grad_bias, real)
+        tl.store(part + programs * width, grad_bias, mask)
     if BRANCH_BIAS:
-        tl.store(part + 2 * programs * width, grad_branch, real)
+        tl.store(part + 2 * programs * width, grad_branch, mask)
 
 
 def _shape(width: int) -> tuple[int, int]:
-    """Elements and warps of one program: a thread holds 16 elements of a row, more of a long one."""
+    """Elements and warps of a program. A thread holds 16 elements of a row; more for long rows."""
     block = next_power_of_2(width)
     return block, min(8, max(1, block // 512))
 
@@ -124,7 +124,7 @@ def _forward(
     mean: torch.Tensor | None = None,
     rstd: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """mean, rstd: fp32 [rows], where they go that the backward pass needs."""
+    """Launch the forward kernel. mean, rstd: outputs fp32 [rows] for the backward pass, or None."""
     assert x.is_contiguous() and (branch is None or branch.is_contiguous())
     width = x.shape[-1]
     total = x if branch is None else torch.empty_like(x)
@@ -140,7 +140,7 @@ def _forward(
 
 
 _NormState = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, Dropout | None, torch.dtype | None, bool]
-"""Weight, bias, the branch's bias, its dropout and its dtype; whether the weight counts from one."""
+"""Weight, bias, the branch's bias, dropout and dtype; whether the factor is weight + 1."""
 
 
 class _AddNorm(torch.autograd.Function):
@@ -185,8 +185,8 @@ class _AddNorm(torch.autograd.Function):
             RESIDUAL=grad_sum is not None, BRANCH_BIAS=branch_bias is not None, CENTRED=bias is not None,
             DROP=drop is not None, BLOCK=block, STAGES=STAGES, OFFSET=offset, num_warps=warps,
         )  # fmt: skip
-        of_weight, of_bias, of_branch_bias = deliver_sums((weight, bias, branch_bias), sums)
-        return grad, grad_branch, of_branch_bias, None, of_weight, of_bias, None, None
+        grad_weight, grad_bias, grad_branch_bias = deliver_sums((weight, bias, branch_bias), sums)
+        return grad, grad_branch, grad_branch_bias, None, grad_weight, grad_bias, None, None
 
 
 def add_norm(
@@ -199,11 +199,11 @@ def add_norm(
     eps: float,
     form: norm.NormForm = norm.USUAL,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ops.norm.add_norm`; the sum is rounded once, where plain torch rounds after each addition, and so is the norm,
-    whatever its form."""
+    """`ops.norm.add_norm`. The sum is rounded once, where plain torch rounds after each addition; so is the norm, in
+    every form."""
     if drop is not None and drop.rule != RULE:
         x, branch, branch_bias, drop = norm.added(x, branch, branch_bias, drop), None, None, None
     x = x.contiguous()
-    if not torch.is_grad_enabled():  # what autograd does around a function takes longer than a launch
+    if not torch.is_grad_enabled():  # skip autograd, whose overhead is longer than a launch
         return _forward(x, branch, branch_bias, drop, weight, bias, eps, form.offset)
     return _AddNorm.apply(x, branch, branch_bias, drop, weight, bias, eps, form.offset)  # type: ignore[no-any-return]

@@ -1,11 +1,13 @@
-"""Attention of the next token of each sequence to the keys in its blocks of a cache, read where they lie.
+"""Paged attention: queries attend to keys in the blocks of a cache, without gathering the keys first.
 
-A program takes the query heads of one key/value head of one sequence along a share of its keys (Dao et al. 2023,
-"Flash-Decoding"); the last program to end adds up the shares, always in one order. What is launched follows from the
-number of sequences alone, and lengths are read from the device's memory, so a graph can hold it. Where all runs are of
-one token, programs turn their queries themselves, and one of a head puts the new key and value into the cache, where no
-other looks for them. Next to runs of several tokens all keys are put there before; those runs are cut into tiles of
-queries, each with one program a head, along the keys that they see (Dao 2023, "FlashAttention-2").
+Runs of one token: a program handles the query heads of one key/value head of one sequence, for a share of its keys (Dao
+et al. 2023, "Flash-Decoding"). The last program that finishes sums the shares in a fixed order. The launch depends only
+on the number of sequences, and the device reads their lengths from memory, so a CUDA graph can record it. If all runs
+have one token, programs also rotate their queries, and one program per head stores the new key and value in the cache,
+which no other program reads in this step.
+
+Runs of several tokens: all new keys are stored in the cache before. The runs are split into tiles of queries; one
+program per tile and head loops over the visible keys (Dao 2023, "FlashAttention-2").
 """
 
 from __future__ import annotations
@@ -24,35 +26,39 @@ from mega.core.ops.paged_attention import Integers, PagedAttention, RaggedGraph
 
 LOG2E = math.log2(math.e)
 KEYS = 64
-"""Keys of one tile."""
+"""Keys of a tile."""
 ROWS, WARPS = 64, 4
-"""Queries of one tile of a run of several tokens, and warps of its program."""
+"""Queries of a tile in a run of several tokens, and warps of its program."""
 PROGRAMS, MOST_SHARES = 528, 32
-"""Programs that keep a device busy, four on each of 132 multiprocessors; shares of a sequence at the most."""
+"""Programs that occupy a device, four on each of 132 multiprocessors; the most shares of a sequence."""
 
 
 class SingleTokens(NamedTuple):
-    """Leading runs, of one token each. tables: int64 [runs, width], blocks. lengths: int64 [runs]; 0: of a run that is
-    not. shape: block, kv_heads, d.
-
-    ended: as of `counters`, here since a graph must find it outside of its own memory."""
+    """The leading runs of one token."""
 
     tables: torch.Tensor
+    """int64 [runs, width]: the blocks of each sequence."""
     lengths: torch.Tensor
+    """int64 [runs]: keys of each sequence; 0 for a run that does not have one token."""
     ended: torch.Tensor
+    """From `counters`. A graph must find the counters outside of its own memory."""
     shape: tuple[int, int, int]
+    """block, kv_heads, d."""
     window: int | None
 
 
 class RaggedRuns(NamedTuple):
-    """Runs of any number of tokens. singles: of the leading ones of one token, if there are any; their lengths are 0
-    from the first other one on. tables: int64 [runs, width]. tiles: int64 [tiles, 4]: the run, its first token in the
-    tile, their number, and the position of the first; all 0 for a run without a tile."""
+    """Runs of any number of tokens."""
 
     singles: SingleTokens | None
+    """The leading runs of one token, if there are any; their lengths are 0 from the first longer run on."""
     tables: torch.Tensor
+    """int64 [runs, width]: the blocks of each sequence."""
     tiles: torch.Tensor
+    """int64 [tiles, 4]: the run, the first token of the tile, the number of its tokens, and the position of the first;
+    all 0 for an unused tile."""
     shape: tuple[int, int, int]
+    """block, kv_heads, d."""
     window: int | None
 
 
@@ -64,19 +70,20 @@ def _look(
     SIZE: tl.constexpr, KEYS: tl.constexpr, SHARES: tl.constexpr, WINDOW: tl.constexpr, NEW: tl.constexpr,
     HALF: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Of a share of the keys: the mixed values, not divided yet, the largest score and the sum of the weights.
+    """Attend to a share of the keys: the weighted sum of values (not divided yet), the largest score, the sum of
+    weights.
 
-    SHARES: 1, or MOST_SHARES, so that few kernels are compiled. NEW: keys and values of the tokens follow their
-    queries, and the last share begins with them; components HALF apart are turned before."""
+    SHARES: 1 or MOST_SHARES, so that few variants are compiled. NEW: keys and values of the new tokens follow their
+    queries in memory, and the last share begins with them; components HALF apart are rotated first."""
     in_turn(OVERLAP)
     row, kv_head, share, shares = tl.program_id(0), tl.program_id(1), tl.program_id(2), tl.num_programs(2)
     length = tl.load(lengths_at + row)
     if length == 0:  # not a run of one token
         return
     oldest, first, end = _borders(length, window, share, shares, KEYS, WINDOW, NEW)
-    one, part = tl.arange(0, GROUP_BLOCK), tl.arange(0, BLOCK)
-    head = kv_head * GROUP + one
-    queried = (one < GROUP)[:, None] & (part < WIDTH)[None, :]
+    query, part = tl.arange(0, GROUP_BLOCK), tl.arange(0, BLOCK)
+    head = kv_head * GROUP + query
+    queried = (query < GROUP)[:, None] & (part < WIDTH)[None, :]
     q_at += row.to(tl.int64) * q_row
     table_at = tables_at + row.to(tl.int64) * width
     pool_at += kv_head * WIDTH
@@ -107,7 +114,7 @@ def _look(
 
 @jit
 def _borders(length, window, share, shares, KEYS: tl.constexpr, WINDOW: tl.constexpr, NEW: tl.constexpr):
-    """The oldest key of all, the first one of a share, and its end."""
+    """The oldest visible key, the first key of a share, and the end of the share."""
     oldest = length * 0
     if WINDOW:
         oldest = tl.maximum(length - window, 0)
@@ -125,9 +132,9 @@ def _put(
     KV: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     SHARES: tl.constexpr,
 ):  # fmt: skip
-    one, part = tl.arange(0, GROUP_BLOCK), tl.arange(0, BLOCK)
-    head = kv_head * GROUP + one
-    queried = (one < GROUP)[:, None] & (part < WIDTH)[None, :]
+    query_index, part = tl.arange(0, GROUP_BLOCK), tl.arange(0, BLOCK)
+    head = kv_head * GROUP + query_index
+    queried = (query_index < GROUP)[:, None] & (part < WIDTH)[None, :]
     if SHARES == 1:
         place = row.to(tl.int64) * (KV * GROUP) + head
         total = (total / sum_[:, None]).to(out_at.dtype.element_ty)
@@ -135,8 +142,8 @@ def _put(
     else:
         place = (row.to(tl.int64) * shares + share) * (KV * GROUP) + head
         tl.store(part_at + place[:, None] * WIDTH + part[None, :], total, queried)
-        tl.store(stats_at + place * 2, largest, one < GROUP)
-        tl.store(stats_at + place * 2 + 1, sum_, one < GROUP)
+        tl.store(stats_at + place * 2, largest, query_index < GROUP)
+        tl.store(stats_at + place * 2 + 1, sum_, query_index < GROUP)
         if _is_last(ended_at + row * KV + kv_head, shares):
             for query in range(kv_head * GROUP, (kv_head + 1) * GROUP):
                 _add_up(part_at, stats_at, out_at, row, query, shares, KV * GROUP, SHARES, WIDTH, BLOCK)
@@ -144,7 +151,7 @@ def _put(
 
 @jit
 def _kept(key_at, head_size, to_at, part, cos_at, sin_at, KV: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr):
-    """The new key, turned, and value of one head, which go into the cache."""
+    """Rotate the new key of one head, and store it and the new value in the cache."""
     key = _turned(key_at, part, part < WIDTH, cos_at, sin_at, HALF)
     value = tl.load(key_at + KV * head_size + part, part < WIDTH, 0.0)
     tl.store(to_at + part, key, part < WIDTH)
@@ -154,7 +161,8 @@ def _kept(key_at, head_size, to_at, part, cos_at, sin_at, KV: tl.constexpr, WIDT
 
 @jit
 def _turned(at, part, there, cos_at, sin_at, HALF: tl.constexpr):
-    """Heads that begin at `at`, [n, 1], by the angles of their token; pairs of components lie HALF apart."""
+    """Load the heads at the addresses `at`, [n, 1], and rotate them by the angles of their token. The components of a
+    pair are HALF apart."""
     x = tl.load(at + part, there, 0.0)
     if HALF:
         turns, first = part < 2 * HALF, part < HALF
@@ -170,25 +178,25 @@ def _along(
     q, total, largest, sum_, pool_at, table_at, oldest, first, end, scale,
     KV: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """With the keys of one head from `first` to `end`, which `pool_at` and `table_at` say the places of."""
+    """Attend to the keys of one head from `first` to `end`, stored in the blocks of `table_at`."""
     part = tl.arange(0, BLOCK)
     for start in range(first, end, KEYS):
         key = start + tl.arange(0, KEYS)
-        seen = (key >= oldest) & (key < end)
-        block = tl.load(table_at + key // SIZE, seen, 0)
-        at = pool_at + ((block * SIZE + key % SIZE) * (2 * KV * WIDTH))[:, None] + part[None, :]
-        there = seen[:, None] & (part < WIDTH)[None, :]
-        keys = tl.load(at, there, 0.0)
-        values = tl.load(at + KV * WIDTH, there, 0.0)
+        visible = (key >= oldest) & (key < end)
+        block = tl.load(table_at + key // SIZE, visible, 0)
+        address = pool_at + ((block * SIZE + key % SIZE) * (2 * KV * WIDTH))[:, None] + part[None, :]
+        mask = visible[:, None] & (part < WIDTH)[None, :]
+        keys = tl.load(address, mask, 0.0)
+        values = tl.load(address + KV * WIDTH, mask, 0.0)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
-        scores = tl.where(seen[None, :], scores, -float("inf"))
-        now = tl.maximum(largest, tl.max(scores, 1))
-        base = tl.where(now == -float("inf"), 0.0, now)
+        scores = tl.where(visible[None, :], scores, -float("inf"))
+        new_largest = tl.maximum(largest, tl.max(scores, 1))
+        base = tl.where(new_largest == -float("inf"), 0.0, new_largest)
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(largest - base)
         sum_ = sum_ * shrink + tl.sum(weights, 1)
         total = tl.dot(weights.to(values.dtype), values, total * shrink[:, None], input_precision="ieee")
-        largest = now
+        largest = new_largest
     return total, largest, sum_
 
 
@@ -198,7 +206,7 @@ def _tiles(
     HEADS: tl.constexpr, KV: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
     KEYS: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of one head, with all keys that they see."""
+    """Attention of one tile of queries of one head to all visible keys."""
     in_turn(OVERLAP)
     tile_at, head = tiles_at + tl.program_id(0) * 4, tl.program_id(1)
     count = tl.load(tile_at + 2)
@@ -206,17 +214,17 @@ def _tiles(
         return
     token, position = tl.load(tile_at + 1), tl.load(tile_at + 3)
     table_at = tables_at + tl.load(tile_at) * width
-    one, part = tl.arange(0, ROWS), tl.arange(0, BLOCK)
-    queried = (one < count)[:, None] & (part < WIDTH)[None, :]
-    q = tl.load(q_at + (token + one)[:, None] * q_row + head * q_head + part[None, :], queried, 0.0)
+    query, part = tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    queried = (query < count)[:, None] & (part < WIDTH)[None, :]
+    q = tl.load(q_at + (token + query)[:, None] * q_row + head * q_head + part[None, :], queried, 0.0)
     pool_at += head // (HEADS // KV) * WIDTH
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     sum_ = tl.zeros([ROWS], tl.float32)
     largest = tl.full([ROWS], -float("inf"), tl.float32)
-    end, at_query = position + count, position + one
+    end, at_query = position + count, position + query
     if WINDOW:
         begin = tl.maximum(position - window + 1, 0) // KEYS * KEYS
-    else:  # the first keys are seen by all queries
+    else:  # the first keys are visible to all queries
         begin = (position + 1) // KEYS * KEYS
         total, largest, sum_ = _tile_keys(
             q, total, largest, sum_, pool_at, table_at, at_query, position * 0, begin, scale, window, KV, WIDTH, BLOCK,
@@ -226,7 +234,7 @@ def _tiles(
         q, total, largest, sum_, pool_at, table_at, at_query, begin, end, scale, window, KV, WIDTH, BLOCK, SIZE, KEYS,
         True, WINDOW,
     )  # fmt: skip
-    place = (token + one) * (HEADS * WIDTH) + head * WIDTH
+    place = (token + query) * (HEADS * WIDTH) + head * WIDTH
     total = (total / sum_[:, None]).to(out_at.dtype.element_ty)
     tl.store(out_at + place[:, None] + part[None, :], total, queried)
 
@@ -237,39 +245,39 @@ def _tile_keys(
     KV: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
     MASKED: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """With the keys from `first` to `end`. MASKED: not all are seen by all queries."""
+    """Attend to the keys from `first` to `end`. MASKED: some keys are invisible to some queries."""
     part = tl.arange(0, BLOCK)
     for start in range(first, end, KEYS):
         key = start + tl.arange(0, KEYS)
-        there = (key < end)[:, None] & (part < WIDTH)[None, :] if MASKED else (part < WIDTH)[None, :]
+        mask = (key < end)[:, None] & (part < WIDTH)[None, :] if MASKED else (part < WIDTH)[None, :]
         block = tl.load(table_at + key // SIZE, key < end, 0) if MASKED else tl.load(table_at + key // SIZE)
-        at = pool_at + ((block * SIZE + key % SIZE) * (2 * KV * WIDTH))[:, None] + part[None, :]
+        address = pool_at + ((block * SIZE + key % SIZE) * (2 * KV * WIDTH))[:, None] + part[None, :]
         if MASKED or WIDTH < BLOCK:
-            keys = tl.load(at, there, 0.0)
-            values = tl.load(at + KV * WIDTH, there, 0.0)
+            keys = tl.load(address, mask, 0.0)
+            values = tl.load(address + KV * WIDTH, mask, 0.0)
         else:
-            keys = tl.load(at)
-            values = tl.load(at + KV * WIDTH)
+            keys = tl.load(address)
+            values = tl.load(address + KV * WIDTH)
         scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
         if MASKED:
-            seen = key[None, :] <= at_query[:, None]
+            visible = key[None, :] <= at_query[:, None]
             if WINDOW:
-                seen &= key[None, :] > at_query[:, None] - window
-            scores = tl.where(seen, scores, -float("inf"))
-        now = tl.maximum(largest, tl.max(scores, 1))
-        base = tl.where(now == -float("inf"), 0.0, now) if MASKED else now
+                visible &= key[None, :] > at_query[:, None] - window
+            scores = tl.where(visible, scores, -float("inf"))
+        new_largest = tl.maximum(largest, tl.max(scores, 1))
+        base = tl.where(new_largest == -float("inf"), 0.0, new_largest) if MASKED else new_largest
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(largest - base)
         sum_ = sum_ * shrink + tl.sum(weights, 1)
         total = tl.dot(weights.to(values.dtype), values, total * shrink[:, None], input_precision="ieee")
-        largest = now
+        largest = new_largest
     return total, largest, sum_
 
 
 @jit
 def _is_last(ended_at, programs):
-    """Whether all other programs have written their parts, which this one may then read; the counter is 0 again."""
-    tl.debug_barrier()  # one thread counts, when all have written
+    """Whether all other programs have written their shares, so that this one may read them. Resets the counter to 0."""
+    tl.debug_barrier()  # one thread counts, after all threads have written
     last = tl.atomic_add(ended_at, 1, sem="acq_rel", scope="gpu") == programs - 1
     tl.debug_barrier()
     if last:
@@ -282,22 +290,24 @@ def _add_up(
     part_at, stats_at, out_at, row, head, shares, HEADS: tl.constexpr, SHARES: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All is asked for at once, past the cache of one multiprocessor, where parts of a step before may lie."""
+    """Sum the shares of one head. Loads bypass the L1 cache, which may contain shares of an earlier step."""
     share, part = tl.arange(0, SHARES), tl.arange(0, BLOCK)
     place = (row.to(tl.int64) * shares + share) * HEADS + head
-    there = (share < shares)[:, None] & (part < WIDTH)[None, :]
+    mask = (share < shares)[:, None] & (part < WIDTH)[None, :]
     largest = tl.load(stats_at + place * 2, share < shares, -float("inf"), cache_modifier=".cg")
     sums = tl.load(stats_at + place * 2 + 1, share < shares, 0.0, cache_modifier=".cg")
-    values = tl.load(part_at + place[:, None] * WIDTH + part[None, :], there, 0.0, cache_modifier=".cg")
+    values = tl.load(part_at + place[:, None] * WIDTH + part[None, :], mask, 0.0, cache_modifier=".cg")
     weights = tl.exp2(largest - tl.max(largest, 0))
-    mixed = tl.sum(values * weights[:, None], 0) / tl.sum(weights * sums, 0)
-    tl.store(out_at + (row.to(tl.int64) * HEADS + head) * WIDTH + part, mixed.to(out_at.dtype.element_ty), part < WIDTH)
+    output = tl.sum(values * weights[:, None], 0) / tl.sum(weights * sums, 0)
+    tl.store(
+        out_at + (row.to(tl.int64) * HEADS + head) * WIDTH + part, output.to(out_at.dtype.element_ty), part < WIDTH
+    )
 
 
 @cache
 def counters(device: torch.device, count: int) -> torch.Tensor:
-    """int32 [count] zeros, of the programs that have ended of each that are added up; 0 again when all have. A device
-    does one step at a time."""
+    """int32 [count], zeros: counters of finished programs, one for each sum of shares. Each is reset to 0 when all its
+    programs have finished. Shared by all steps, because a device runs one step at a time."""
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
@@ -305,21 +315,21 @@ def _pages(
     counts: Integers, lengths: Integers, tables: Integers, pool: torch.Tensor, repeats: int, window: int | None = None
 ) -> SingleTokens | RaggedRuns:
     device, (_, block, _, kv_heads, d) = pool.device, pool.shape
-    # A kernel is compiled again for a width that 16 does not divide, in the middle of serving.
-    wide = np.zeros((len(tables), -(-tables.shape[1] // 16) * 16), dtype=np.int64)
-    wide[:, : tables.shape[1]] = tables
-    there, singles = sent(wide, device), leading_singles(counts)
+    # Pad the width to a multiple of 16: for other widths Triton would compile the kernel again, while serving.
+    padded = np.zeros((len(tables), -(-tables.shape[1] // 16) * 16), dtype=np.int64)
+    padded[:, : tables.shape[1]] = tables
+    device_tables, singles = sent(padded, device), leading_singles(counts)
     if singles == len(counts):
-        return _singles(sent(lengths, device), there, pool, window)
+        return _singles(sent(lengths, device), device_tables, pool, window)
     single = None
     if singles:
-        single = _singles(sent(lengths[:singles].copy(), device), there[:singles], pool, window)
+        single = _singles(sent(lengths[:singles].copy(), device), device_tables[:singles], pool, window)
     tiles = sent(tiles_of(counts, lengths), device)
-    return RaggedRuns(single, there, tiles, (block, kv_heads, d), window)
+    return RaggedRuns(single, device_tables, tiles, (block, kv_heads, d), window)
 
 
 def _singles(lengths: torch.Tensor, tables: torch.Tensor, pool: torch.Tensor, window: int | None) -> SingleTokens:
-    ended = counters(pool.device, PROGRAMS)  # where they have several shares, there are fewer
+    ended = counters(pool.device, PROGRAMS)  # enough: with several shares there are fewer sums than PROGRAMS
     return SingleTokens(tables, lengths, ended, (pool.shape[1], *pool.shape[3:]), window)
 
 
@@ -331,13 +341,13 @@ def _recorded_pages(
 
 
 def leading_singles(counts: Integers) -> int:
-    """Leading runs of one token.
+    """The number of leading runs of one token.
 
     >>> leading_singles(np.array([1, 1, 5, 1])), leading_singles(np.array([2]))
     (2, 0)
     """
-    several = counts != 1
-    return int(several.argmax()) if several.any() else len(counts)
+    is_long = counts != 1
+    return int(is_long.argmax()) if is_long.any() else len(counts)
 
 
 def most_tiles(tokens: int, runs: int) -> int:
@@ -352,11 +362,13 @@ def tiles_of(counts: Integers, lengths: Integers) -> Integers:
     """
     first = leading_singles(counts)
     starts = np.cumsum(counts) - counts
-    several = -(-counts[first:] // ROWS)
-    run = np.repeat(np.arange(first, len(counts)), several)
-    done = ROWS * (np.arange(len(run)) - np.repeat(np.cumsum(several) - several, several))
-    tokens = np.minimum(counts[run] - done, ROWS)
-    return np.stack([run, starts[run] + done, tokens, lengths[run] - counts[run] + done], 1).astype(np.int64)
+    tiles = -(-counts[first:] // ROWS)
+    run = np.repeat(np.arange(first, len(counts)), tiles)
+    tokens_before = ROWS * (np.arange(len(run)) - np.repeat(np.cumsum(tiles) - tiles, tiles))
+    tokens = np.minimum(counts[run] - tokens_before, ROWS)
+    return np.stack([run, starts[run] + tokens_before, tokens, lengths[run] - counts[run] + tokens_before], 1).astype(
+        np.int64
+    )
 
 
 def _attend(q: torch.Tensor, pool: torch.Tensor, runs: SingleTokens | RaggedRuns) -> torch.Tensor:
@@ -387,7 +399,7 @@ def _attend_singles(
     rotary: Rotary | None = None,
     new: bool = False,
 ) -> torch.Tensor:
-    """new: q is the fused product."""
+    """Launch the kernel for runs of one token. new: q is the fused projection of query, key and value."""
     (rows, heads, d), (block, kv_heads, _) = q.shape, runs.shape
     heads -= 2 * kv_heads if new else 0
     rows = min(rows, len(runs.lengths))
