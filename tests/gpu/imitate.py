@@ -34,10 +34,10 @@ from mega.core.processes.connect import connect, disconnect
 class Two(Groups):
     """Every group is the two ranks that exist."""
 
-    def make(self, parts: Sequence[tuple[int, ...]], purpose: str = "", backend: str | None = None) -> None:
+    def create(self, parts: Sequence[tuple[int, ...]], purpose: str = "", backend: str | None = None) -> None:
         for ranks in parts:
-            if len(ranks) > 1 and (ranks, purpose) not in self.made:
-                self.made[ranks, purpose] = dist.new_group([0, 1], backend=backend or self.backend)
+            if len(ranks) > 1 and (ranks, purpose) not in self.groups:
+                self.groups[ranks, purpose] = dist.new_group([0, 1], backend=backend or self.backend)
 
 
 def gather_two(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> Any:
@@ -55,7 +55,7 @@ def scatter_two(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup, as
 REAL_GATHER, REAL_SCATTER = collectives._gather_into, collectives._scatter_sum
 
 
-class Imitated(exchanges.Mapped):
+class Imitated(exchanges.MappedPeers):
     """Blocks for all others go to the one other, in the places of the ranks whose blocks are due there."""
 
     rows = 0
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.world > 2:
         groups = Two(groups.backend)
         collectives._gather_into, collectives._scatter_sum = gather_two, scatter_two
-        exchanges.Mapped = Imitated  # type: ignore[misc]
+        exchanges.MappedPeers = Imitated  # type: ignore[misc]
     flags = {"tp": asked.world, "cuda_graph": asked.cuda_graph}
     flags |= {} if asked.layers is None else {"layers": asked.layers}
     run = resolve(row(asked.row, flags, asked.world), asked.world)

@@ -131,9 +131,9 @@ class Stand:
 
     def sweep(self) -> None:
         """Let go of everything the rows before have left, communicators too."""
-        for group in self.groups.made.values():
+        for group in self.groups.groups.values():
             dist.destroy_process_group(group)
-        self.groups.made.clear()
+        self.groups.groups.clear()
         gc.collect()
         self.device.release()
 

@@ -113,7 +113,7 @@ def _stopped() -> int:
     """Rank 1 stands still, as under a debugger or on a host that swaps."""
     exit_reports.GRACE = BRIEF
     world, _, groups = connect("cpu", timeout_minutes=SECONDS / 60)
-    groups.make([(0, 1)], "own")
+    groups.create([(0, 1)], "own")
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     dist.all_reduce(torch.ones(1), group=groups.get((0, 1), "own"))
@@ -131,7 +131,7 @@ def _endless_save() -> int:
 
 def _save_for(seconds: float, phase_seconds: float) -> int:
     world, _, groups = connect("cpu", timeout_minutes=SECONDS / 60, phase_timeout_minutes=phase_seconds / 60)
-    groups.make([(0, 1, 2)], "own")
+    groups.create([(0, 1, 2)], "own")
     ACTIVITY.phase, ACTIVITY.step = "training", 8
     if world.rank == 0:
         with ACTIVITY.during("saving"):
@@ -143,7 +143,7 @@ def _save_for(seconds: float, phase_seconds: float) -> int:
 def _endless_step() -> int:
     """Without end, in a phase that is to be short."""
     world, _, groups = connect("cpu", timeout_minutes=SECONDS / 60, phase_timeout_minutes=60)
-    groups.make([(0, 1, 2)], "own")
+    groups.create([(0, 1, 2)], "own")
     ACTIVITY.phase, ACTIVITY.step = "training", 8
     if world.rank == 2:
         time.sleep(600)
