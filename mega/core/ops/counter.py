@@ -93,8 +93,8 @@ def draw(rows: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
 
 def _fold(x: torch.Tensor, factor: int) -> torch.Tensor:
     """32 bits: the exclusive or of the two halves of the product of two 32-bit numbers."""
-    product = x * factor
-    return _shift(product, 32) ^ (product & _LOW)
+    bits64 = x * factor
+    return _shift(bits64, 32) ^ (bits64 & _LOW)
 
 
 def threshold(probability: float) -> int:

@@ -20,8 +20,8 @@ def row_keys(keys, site, number):
 
 @jit
 def _fold(x, factor):
-    product = x.to(tl.uint64) * factor
-    return (product >> 32).to(tl.uint32) ^ product.to(tl.uint32)
+    bits64 = x.to(tl.uint64) * factor
+    return (bits64 >> 32).to(tl.uint32) ^ bits64.to(tl.uint32)
 
 
 @jit
