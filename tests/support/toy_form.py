@@ -51,14 +51,14 @@ def recognise(path: Path) -> bool:
     return (path / "model.json").exists()
 
 
-def open_form(path: Path, given: FormOptions) -> OpenedForm:
+def open_form(path: Path, options: FormOptions) -> OpenedForm:
     model = model_of({"config": {"model": read_json(path / "model.json")}}, str(path))
     files = sorted(path.glob("*.npy"))
     arrays = {file.stem: torch.from_numpy(np.load(file, allow_pickle=False)) for file in files}
     return OpenedForm(TorchSource(arrays), model, table(model))
 
 
-def export(own: ExportSource, to: str, given: FormOptions) -> Export:
+def export(own: ExportSource, to: str, options: FormOptions) -> Export:
     def fill(folder: Path, table: Table, source: Source) -> int:
         for target in table.targets:
             np.save(folder / f"{target.name}.npy", whole_tensor(target, source).numpy(), allow_pickle=False)

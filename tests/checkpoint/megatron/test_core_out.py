@@ -92,7 +92,7 @@ def indexed(folder: Path) -> dict[str, Any]:
     return {
         name: None
         if "size" not in record.state
-        else (tuple(record.state["size"].given[0]), str(record.state["properties"].state[""][:3]))
+        else (tuple(record.state["size"].arguments[0]), str(record.state["properties"].state[""][:3]))
         for name, record in described.items()
     }
 

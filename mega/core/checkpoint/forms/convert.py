@@ -111,18 +111,18 @@ def check_pair(load: Path, source: Form, to: str) -> None:
 # To mega
 
 
-def _import(form: Form, load: Path, save: Path, given: FormOptions) -> ConversionReport:
+def _import(form: Form, load: Path, save: Path, options: FormOptions) -> ConversionReport:
     """Convert a foreign checkpoint to one step of the run directory `save`, in files for the ranks of the layout."""
     attachments = companions_of(form, load)
     reason = unread_tokenizer(attachments)
     check_place(save)
-    foreign = opened_foreign(form, load, given)
+    foreign = opened_foreign(form, load, options)
     tokenizer: dict[str, Json] = {"tokenizer": tokenizer_kind(attachments)}
     if foreign.base is not None:
         if tokenizer["tokenizer"] is None:
             tokenizer = below(foreign.base.meta, "config", "tokenizer") or tokenizer
         attachments = {**foreign.base.attachments, **attachments}
-    report = _save_own(foreign, load, save, given.layout, tokenizer, attachments)
+    report = _save_own(foreign, load, save, options.layout, tokenizer, attachments)
     return report if reason is None else _with_note(report, f"{load}: no tokenizer is read: {reason}")
 
 
@@ -161,14 +161,14 @@ def _save_own(
 
 
 def upcycle(
-    load: Path, save: Path, upcycling: Upcycling, layout: Layout = ONE, given: FormOptions | None = None
+    load: Path, save: Path, upcycling: Upcycling, layout: Layout = ONE, options: FormOptions | None = None
 ) -> ConversionReport:
     """Make a mixture of experts at `save`, step 0 of a run, from a dense model of any form at `load`.
-    given: options for reading a foreign form. Errors: ValueError naming flag, file or tensor.
+    options: options for reading a foreign form. Errors: ValueError naming flag, file or tensor.
     """
     if form_at(load) is not OWN:
         with folder_next_to(save) as between:
-            _import(form_at(load), load, between / "own", given or FormOptions(layout=ONE, optimizer=False))
+            _import(form_at(load), load, between / "own", options or FormOptions(layout=ONE, optimizer=False))
             return upcycle(between / "own", save, upcycling, layout)
     check_place(save)
     dense = opened_own(load)
@@ -214,7 +214,7 @@ def _plain_state(
 # From mega
 
 
-def _export(load: Path, save: Path, to: str, given: FormOptions, named: Path) -> ConversionReport:
+def _export(load: Path, save: Path, to: str, options: FormOptions, named: Path) -> ConversionReport:
     """Export a mega checkpoint as a folder or tree at `save`. named: how messages name `load`."""
     exported, form = opened_own(load, merged=to != "peft"), writer_of(to)
     losses: tuple[str, ...] = ()
@@ -224,7 +224,7 @@ def _export(load: Path, save: Path, to: str, given: FormOptions, named: Path) ->
             exported, model=dataclasses.replace(exported.model, mtp_layers=0), source=_WithoutPredictors(exported)
         )
     with naming(f"--load-dir {named}"):  # errors concern this checkpoint, not a flag of the verb
-        export = form.export(exported, to, given)
+        export = form.export(exported, to, options)
     source, table = _FiniteSource(export.source or exported.source, named), inverted(export.table)
     prove(table, source.tensors)
     size = sum(prod(shape) * dtype.itemsize for shape, dtype in table.tensors(source.tensors).values())

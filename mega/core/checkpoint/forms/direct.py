@@ -74,10 +74,10 @@ def weights_digest(weights: Readable) -> str:
     return SAMPLED + hasher.hexdigest()
 
 
-def opened_foreign(form: Form, load: Path, given: FormOptions) -> OpenedForm:
+def opened_foreign(form: Form, load: Path, options: FormOptions) -> OpenedForm:
     """Open a foreign checkpoint and check its model, dtypes and table; no tensor is read yet. Its notes also report
     fp32 tensors. Errors: CheckpointError naming the file, key or tensor at fault."""
-    checkpoint = form.open(load, given)
+    checkpoint = form.open(load, options)
     check_model(checkpoint.model, str(load))
     notes = (*checkpoint.notes, *dtype_notes(checkpoint))
     with naming(load):

@@ -76,14 +76,14 @@ def tokenizer(files: Attachments) -> str | None:
     return "FairseqTokenizer" if {"dict.txt", "vocab.json", "merges.txt"} <= files.keys() else None
 
 
-def open_form(path: Path, given: FormOptions) -> OpenedForm:
+def open_form(path: Path, options: FormOptions) -> OpenedForm:
     """Open a release. Names of tensors are `part/name`."""
     parts = sorted(part.name for part in path.glob(PARTS))
     names = [f"model-model_part-{number}.pt" for number in range(len(parts))]
     if set(parts) != set(names):
         raise CheckpointError(f"{path}: parts {parts}, not {names}")
     tensors: dict[str, torch.Tensor] = {}
-    options: Mapping[str, object] = {}
+    training_options: Mapping[str, object] = {}
     for number, name in enumerate(names):
         file = inside(path, name)
         content = read_pickled(file)
@@ -92,9 +92,9 @@ def open_form(path: Path, given: FormOptions) -> OpenedForm:
         tensors |= {f"{number}/{name}": tensor for name, tensor in named_tensors(state, f"{file}: model").items()}
         if number:
             check_ranks_differ(tensors, f"{number}/", f"{number - 1}/", file)
-        options = options or _options(content)
+        training_options = training_options or _options(content)
     source = TorchSource(tensors)
-    model = model_from_options(options, source.tensors, len(names), str(path))
+    model = model_from_options(training_options, source.tensors, len(names), str(path))
     check_size(model, source.tensors, str(path))
     output = any(name.endswith("/" + OUTPUT) for name in source.tensors)
     ignored = frozenset(name for name in source.tensors if name.endswith(_IGNORED))

@@ -3,8 +3,8 @@
 A foreign form is a row of `FORMS` and a module with
 
     recognise(path) -> bool                     whether `path` holds this form, by the names of its files
-    open_form(path, given) -> OpenedForm        its tensors, its model, and the table that makes mega tensors of them
-    export(own, to, given) -> Export            if `targets` lists how it is written: the same table, and the files
+    open_form(path, options) -> OpenedForm      its tensors, its model, and the table that makes mega tensors of them
+    export(own, to, options) -> Export          if `targets` lists how it is written: the same table, and the files
                                                 (in `writer`, if that is a separate module)
     attached(path) -> {name: path}              optional: files to store with its weights that are not files of its
                                                 folder
@@ -177,16 +177,16 @@ class Form:
         """Whether `path` holds this form."""
         return bool(self._loaded().recognise(path))
 
-    def open(self, path: Path, given: FormOptions) -> OpenedForm:
+    def open(self, path: Path, options: FormOptions) -> OpenedForm:
         """Open a checkpoint of this form. Errors: CheckpointError naming the file, key or tensor at fault."""
-        checkpoint: OpenedForm = self._loaded().open_form(path, given)
+        checkpoint: OpenedForm = self._loaded().open_form(path, options)
         return checkpoint
 
-    def export(self, own: ExportSource, to: str, given: FormOptions) -> Export:
+    def export(self, own: ExportSource, to: str, options: FormOptions) -> Export:
         """Plan an export. to: one of `targets`. Errors: CheckpointError naming a setting that this form cannot
         express."""
         writer = importlib.import_module(self.writer) if self.writer else self._loaded()
-        export: Export = writer.export(own, to, given)
+        export: Export = writer.export(own, to, options)
         return export
 
     def tokenizer(self, files: Attachments) -> str | None:
@@ -358,9 +358,9 @@ RULES: dict[str, tuple[str, object]] = {
 unset."""
 
 
-def check_flags(source: Form, target: Form, given: Mapping[str, object]) -> None:
-    """Refuse flags that would have no effect. Errors: ValueError naming the first such flag of `given`."""
-    for flag, value in given.items():
+def check_flags(source: Form, target: Form, flags: Mapping[str, object]) -> None:
+    """Refuse flags that would have no effect. Errors: ValueError naming the first such flag of `flags`."""
+    for flag, value in flags.items():
         rule, unset = RULES[flag]
         if type(value) is int and value < 1:
             raise ValueError(f"{flag} {value}: must be 1 or more")

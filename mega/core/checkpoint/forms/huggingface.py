@@ -113,7 +113,7 @@ def _lowers(files: Attachments) -> bool:
     return bool(tokenizer_config.get("do_lower_case", True))
 
 
-def open_form(path: Path, given: FormOptions) -> OpenedForm:
+def open_form(path: Path, options: FormOptions) -> OpenedForm:
     config_path = path / "config.json"
     config = read_json(config_path)
     if (adapter := path / "adapter_config.json").exists():
@@ -169,24 +169,24 @@ def _names(config: Mapping[str, Json], where: Path) -> Names:
     return TYPES[kind]
 
 
-def export(own: ExportSource, to: str, given: FormOptions) -> Export:
+def export(own: ExportSource, to: str, options: FormOptions) -> Export:
     """Write a folder that transformers' `from_pretrained` opens."""
-    return EXPORTS.get(architecture(own.model).family, _export_decoder)(own, to, given)
+    return EXPORTS.get(architecture(own.model).family, _export_decoder)(own, to, options)
 
 
-def _export_bert(own: ExportSource, to: str, given: FormOptions) -> Export:
-    tokens, unknown = _bert_tokens(own, given)
+def _export_bert(own: ExportSource, to: str, options: FormOptions) -> Export:
+    tokens, unknown = _bert_tokens(own, options)
     return _folder(own, BERT, tokens, (*bert.losses(own.model), *unknown))
 
 
-def _export_t5(own: ExportSource, to: str, given: FormOptions) -> Export:
+def _export_t5(own: ExportSource, to: str, options: FormOptions) -> Export:
     raise CheckpointError(f"--to {to}: Hugging Face's T5 is another model, without learned positions; valid: mega")
 
 
-def _export_decoder(own: ExportSource, to: str, given: FormOptions) -> Export:
+def _export_decoder(own: ExportSource, to: str, options: FormOptions) -> Export:
     config_path = own.checkpoint.attachments.get("config.json")
     names = family_of(own.model, None if config_path is None else read_json(config_path).get("model_type"))
-    tokens, losses = _special_tokens(own, given)
+    tokens, losses = _special_tokens(own, options)
     return _folder(own, names, tokens, losses)
 
 
@@ -215,7 +215,7 @@ def _folder(own: ExportSource, names: Names, tokens: SpecialTokens, losses: tupl
     return Export(names.table(own.model), fill, losses=losses)
 
 
-def _special_tokens(own: ExportSource, given: FormOptions) -> tuple[SpecialTokens, tuple[str, ...]]:
+def _special_tokens(own: ExportSource, options: FormOptions) -> tuple[SpecialTokens, tuple[str, ...]]:
     """The special tokens: those of the config.json stored with the weights, else the tokenizer's.
 
     Also a line for the user if they are unknown.
@@ -227,7 +227,7 @@ def _special_tokens(own: ExportSource, given: FormOptions) -> tuple[SpecialToken
     if complete and not chat_files.trained(own.checkpoint):
         return SpecialTokens(ids), ()
     try:
-        tokens = given.tokens(own.checkpoint)
+        tokens = options.tokens(own.checkpoint)
     except ValueError as error:
         if complete:
             return SpecialTokens(ids), ()
@@ -238,10 +238,10 @@ def _special_tokens(own: ExportSource, given: FormOptions) -> tuple[SpecialToken
     return replace(tokens, ids={**tokens.ids, **ids}), () if tokens.loss is None else (tokens.loss,)
 
 
-def _bert_tokens(own: ExportSource, given: FormOptions) -> tuple[SpecialTokens, tuple[str, ...]]:
+def _bert_tokens(own: ExportSource, options: FormOptions) -> tuple[SpecialTokens, tuple[str, ...]]:
     """The files that determine how a BERT's tokenizer behaves, and a line if the tokenizer is missing."""
     try:
-        tokens = given.tokens(own.checkpoint)
+        tokens = options.tokens(own.checkpoint)
         return replace(tokens, ids={}), () if tokens.loss is None else (tokens.loss,)
     except ValueError as error:
         return SpecialTokens({}), (f"no tokenizer: {error}",)

@@ -47,7 +47,7 @@ def recognise(path: Path) -> bool:
     return path.suffix in (".bin", ".pt") and not path.is_dir()
 
 
-def open_form(path: Path, given: FormOptions) -> OpenedForm:
+def open_form(path: Path, options: FormOptions) -> OpenedForm:
     """Open a file. Names of tensors are `0/...`, as in a Meta folder with one part."""
     source, params = _open_torch(path) if path.suffix == ".pt" else _open_flat(path)
     return meta.opened(source, params, 1, str(path))

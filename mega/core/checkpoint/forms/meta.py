@@ -126,7 +126,7 @@ def tokenizer(files: Attachments) -> str | None:
     return "Llama3Tokenizer" if ranks else "Llama2Tokenizer"
 
 
-def open_form(path: Path, given: FormOptions) -> OpenedForm:
+def open_form(path: Path, options: FormOptions) -> OpenedForm:
     """Open a Meta folder. Names of tensors are `part/name`."""
     paths = sorted(path.glob("consolidated.*.pth"))
     names = [f"consolidated.{part:02d}.pth" for part in range(len(paths))]
@@ -251,9 +251,9 @@ def table(model: ModelConfig, parts: int, embedding_dim: int = 1, *, output: boo
     return Table(tuple(targets), copies=tuple(copies))
 
 
-def export(own: ExportSource, to: str, given: FormOptions) -> Export:
+def export(own: ExportSource, to: str, options: FormOptions) -> Export:
     """Write params.json and consolidated.NN.pth, as Meta releases Llama."""
-    model, parts = own.model, given.parts
+    model, parts = own.model, options.parts
     params = params_from_model(model)
     structure = architecture(model)
     for name, number in {**structure.block.shared, "vocab": structure.input.vocab}.items():

@@ -40,7 +40,7 @@ def tokenizer(files: Attachments) -> str | None:
     return meta.tokenizer(files)
 
 
-def open_form(path: Path, given: FormOptions) -> OpenedForm:
+def open_form(path: Path, options: FormOptions) -> OpenedForm:
     source = _SinglePart(safetensors_source([inside(path, each.name) for each in _parts(path)]))
     params_path = str(path / "params.json")
     model = model_from_params(read_json(path / "params.json"), params_path)
@@ -48,7 +48,7 @@ def open_form(path: Path, given: FormOptions) -> OpenedForm:
     return OpenedForm(source, model, meta.table(model, 1, output=False))
 
 
-def export(own: ExportSource, to: str, given: FormOptions) -> Export:
+def export(own: ExportSource, to: str, options: FormOptions) -> Export:
     raise CheckpointError(f"--to {to}: Mistral's own form is read only; valid: hf, meta, mega")
 
 

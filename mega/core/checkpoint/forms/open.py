@@ -97,22 +97,22 @@ def open_weights(place: str, report: Report = lambda line: None, exchange: JsonE
 
 
 def open_base(
-    checkpoint: StoredWeights, given: str | None, report: Report = lambda line: None, exchange: JsonExchange = alone
+    checkpoint: StoredWeights, base_path: str | None, report: Report = lambda line: None, exchange: JsonExchange = alone
 ) -> StoredWeights | None:
-    """The base of a checkpoint of adapters: at `given`, else at its recorded path, else at the same path relative to
-    the adapters. None if the checkpoint is complete without a base.
+    """The base of a checkpoint of adapters: at `base_path`, else at its recorded path, else at the same path relative
+    to the adapters. None if the checkpoint is complete without a base.
 
-    `given` may itself hold adapters of that base, as the previous model in a chain of finetunings does.
+    `base_path` may itself hold adapters of that base, as the previous model in a chain of finetunings does.
     Errors: CheckpointError, on all ranks, if the base is not found or is not the recorded one.
     """
     record = named_base(checkpoint)
     if record is None:
         return None
     intro = f"{checkpoint.path}: holds adapters of {record['path']}; "
-    if given is not None:
-        base, fault = _try_base(record, given, report, exchange, chain=True)
+    if base_path is not None:
+        base, fault = _try_base(record, base_path, report, exchange, chain=True)
         if base is None:
-            advice = "" if given == record["path"] else f"; give {record['path']}"
+            advice = "" if base_path == record["path"] else f"; give {record['path']}"
             raise CheckpointError(f"{intro}--load {fault}{advice}")
         return base if named_base(base) is None else open_base(base, None, report, exchange)
     base, fault = _try_base(record, record["path"], report, exchange)
@@ -201,7 +201,7 @@ def whole_model(checkpoint: StoredWeights) -> tuple[StoredWeights, ModelConfig]:
     return complete, model
 
 
-def joined(checkpoint: StoredWeights, given: str | None = None) -> StoredWeights:
+def joined(checkpoint: StoredWeights, base_path: str | None = None) -> StoredWeights:
     """`checkpoint`, with the weights of its base if it holds only adapters. Errors: as `open_base`."""
-    base = open_base(checkpoint, given)
+    base = open_base(checkpoint, base_path)
     return checkpoint if base is None else Joined(checkpoint, base)

@@ -63,20 +63,20 @@ def recognise(path: Path) -> bool:
     return (path / CONFIG).exists() and not (path / "config.json").exists()
 
 
-def open_form(path: Path, given: FormOptions) -> OpenedForm:
-    """Open an adapter of the weights at `given.base`, a mega checkpoint or foreign weights."""
-    if given.base is None:
+def open_form(path: Path, options: FormOptions) -> OpenedForm:
+    """Open an adapter of the weights at `options.base`, a mega checkpoint or foreign weights."""
+    if options.base is None:
         raise CheckpointError(
             f"--base is missing: {path} is an adapter of peft; `mega convert-llama` reads it, with --base and the "
             "weights it was trained on"
         )
-    if recognise(given.base):
-        raise CheckpointError(f"--base {given.base}: is an adapter itself; must be the weights it was trained on")
+    if recognise(options.base):
+        raise CheckpointError(f"--base {options.base}: is an adapter itself; must be the weights it was trained on")
     try:
-        base = open_weights(str(given.base))
+        base = open_weights(str(options.base))
     except CheckpointError as error:  # its message begins with the path
         raise CheckpointError(f"--base {error}") from None
-    adapter = open_adapter(path, model_of(base.meta, str(base.path)), base.path, f"--base {given.base}")
+    adapter = open_adapter(path, model_of(base.meta, str(base.path)), base.path, f"--base {options.base}")
     return replace(adapter, known={"base": describe(base)}, base=base)
 
 
@@ -102,7 +102,7 @@ def open_adapter(path: Path, base: ModelConfig, where: Path, named: str) -> Open
     return OpenedForm(TorchSource(tensors), model, _as_it_is(tensors), notes=notes)
 
 
-def export(own: ExportSource, to: str, given: FormOptions) -> Export:
+def export(own: ExportSource, to: str, options: FormOptions) -> Export:
     """Write a folder that `PeftModel.from_pretrained` opens over the base in Hugging Face's form."""
     model, base_record = architecture(own.model), named_base(own.checkpoint)
     if model.adapters is None or base_record is None:
@@ -113,9 +113,9 @@ def export(own: ExportSource, to: str, given: FormOptions) -> Export:
     peft_tensors = {
         f"{WRAPPED}{name}": each.contiguous() for name, each in _joined(tensors, _linears(family, own.model))
     }
-    config = _config(model.adapters, peft_tensors, family, str(given.base or base_record["path"]))
+    config = _config(model.adapters, peft_tensors, family, str(options.base or base_record["path"]))
     # Users of peft load the tokenizer from the folder of the adapter.
-    files, extra_files, tokens = _tokenizer_files(own, given)
+    files, extra_files, tokens = _tokenizer_files(own, options)
 
     def fill(folder: Path, table: Table, source: Source) -> int:
         pieces = [
@@ -137,11 +137,11 @@ BASES = ("config.json", "params.json")
 
 
 def _tokenizer_files(
-    own: ExportSource, given: FormOptions
+    own: ExportSource, options: FormOptions
 ) -> tuple[dict[str, dict[str, Json]], dict[str, bytes], SpecialTokens]:
     """The tokenizer and chat files, which users of peft store with the adapter; empty if no tokenizer is known."""
     try:
-        tokens = given.tokens(own.checkpoint)
+        tokens = options.tokens(own.checkpoint)
     except ValueError:
         return {}, {}, SpecialTokens({})
     config_file = own.checkpoint.attachments.get("config.json")
@@ -156,13 +156,15 @@ def _as_it_is(tensors: Tensors) -> Table:
     return Table(tuple(Target(name, shape, (whole(shape, name),)) for name, shape in shapes.items()))
 
 
-def _family(options: ModelConfig, attached: Path | bytes | None) -> HubFamily:
-    """The family that names the base's linears. attached: the config.json stored with the base, which may name another
-    family than the first that can express such a model."""
+def _family(options: ModelConfig, config_path: Path | bytes | None) -> HubFamily:
+    """The family that names the base's linears. config_path: the config.json stored with the base, which may name
+    another family than the first that can express such a model."""
     model = architecture(options)
     if model.family not in FAMILIES:
         raise CheckpointError(f"adapters of --family {model.family} have no form in peft here; valid: gpt, llama")
-    model_type = read_json(attached).get("model_type") if isinstance(attached, Path) and attached.exists() else None
+    model_type = (
+        read_json(config_path).get("model_type") if isinstance(config_path, Path) and config_path.exists() else None
+    )
     return family_of(without_adapters(options), model_type)
 
 

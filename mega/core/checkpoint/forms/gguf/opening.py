@@ -130,7 +130,7 @@ def shape_of(sizes: Iterable[SupportsInt]) -> tuple[int, ...]:
     return tuple(map(int, sizes))[::-1]
 
 
-def open_form(path: Path, given: FormOptions) -> OpenedForm:
+def open_form(path: Path, options: FormOptions) -> OpenedForm:
     file, reader, metadata = opened_file(path)
     source = GgufSource(file, reader)
     shapes = {name: shape for name, (shape, _) in source.tensors.items()}

@@ -39,7 +39,7 @@ BLOCK = 32
 """Numbers in a block of Q8_0."""
 
 
-def export(own: ExportSource, to: str, given: FormOptions) -> Export:
+def export(own: ExportSource, to: str, options: FormOptions) -> Export:
     """Write one file, FILE, into the folder. Errors: CheckpointError naming a setting that llama.cpp does not
     support."""
     try:
@@ -48,12 +48,12 @@ def export(own: ExportSource, to: str, given: FormOptions) -> Export:
         raise CheckpointError("--to gguf: needs gguf; pip install '.[gguf]' in a clone") from None
     family, metadata = metadata_of_model(own.model)
     dtype = own.source.tensors["weights/model.embed_tokens.weight"][1]
-    outtype = given.outtype or DTYPES.get(dtype, "f32")
+    outtype = options.outtype or DTYPES.get(dtype, "f32")
     if outtype == "q8_0" and (row := next((n for n in _widths(own) if n % BLOCK), None)):
         raise ValueError(
             f"--outtype q8_0: has blocks of {BLOCK} numbers, which do not divide a row of {row}; valid: f32, f16, bf16"
         )
-    vocabulary, losses = _vocabulary(own, given)
+    vocabulary, losses = _vocabulary(own, options)
     metadata |= {"general.name": own.checkpoint.path.name, "general.file_type": FILE_TYPES[outtype], **vocabulary}
 
     def fill(folder: Path, table: Table, source: Source) -> int:
@@ -66,10 +66,10 @@ def _widths(own: ExportSource) -> list[int]:
     return [shape[-1] for shape, _ in own.source.tensors.values() if len(shape) > 1]
 
 
-def _vocabulary(own: ExportSource, given: FormOptions) -> tuple[dict[str, Json], tuple[str, ...]]:
+def _vocabulary(own: ExportSource, options: FormOptions) -> tuple[dict[str, Json], tuple[str, ...]]:
     """The metadata of the tokenizer and of the chat template, and lines on losses."""
     try:
-        tokens = given.tokens(own.checkpoint)
+        tokens = options.tokens(own.checkpoint)
     except ValueError as error:
         return NO_TOKENIZER, (f"the file has no tokenizer: {error}",)
     carried = own.checkpoint.attachments.get("tokenizer.json")

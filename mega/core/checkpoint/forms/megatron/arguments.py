@@ -34,23 +34,25 @@ def check_vocabulary(values: Mapping[str, object], rows: int, tp: int) -> None:
         )
 
 
-def vocabulary(values: Mapping[str, object], rows: int, given: int | None, folder: Path) -> tuple[int, tuple[str, ...]]:
+def vocabulary(
+    values: Mapping[str, object], rows: int, requested: int | None, folder: Path
+) -> tuple[int, tuple[str, ...]]:
     """The number of rows of a table that are tokens, and lines for the user about rows that are not, or may not be.
 
     Megatron's arguments state the padded size. They state the size before padding only if both are equal: `vocab_size`
     may exclude an end of document. Trees written by mega state `true_vocab_size`; it is the padded size if the tree was
     converted from one that did not state it. A tokenizer in the `folder` is reported, but no row is cut on a guess.
-    given: the size that the user states. Errors: ValueError if it is impossible.
+    requested: the size that the user states. Errors: ValueError if it is impossible.
 
     >>> vocabulary({"padded_vocab_size": 50304}, 50304, 50257, Path("gpt"))[0]
     50257
     """
     stated, unpadded = values.get("true_vocab_size"), values.get("vocab_size")
     stated = stated if type(stated) is int and 0 < stated <= rows else None
-    if given is not None and (0 < rows < given or stated not in (None, rows, given)):
-        rule = f"the table of tokens has {rows} rows" if given > rows else f"args.true_vocab_size is {stated}"
-        raise ValueError(f"--true-vocab-size {given}: {rule}")
-    if tokens := given or stated or (rows if unpadded == rows else None):
+    if requested is not None and (0 < rows < requested or stated not in (None, rows, requested)):
+        rule = f"the table of tokens has {rows} rows" if requested > rows else f"args.true_vocab_size is {stated}"
+        raise ValueError(f"--true-vocab-size {requested}: {rule}")
+    if tokens := requested or stated or (rows if unpadded == rows else None):
         note = f"vocabulary: {tokens:,} of {rows:,} rows are tokens, {rows - tokens:,} of padding are left out"
         return tokens, (f"{note}: {CUT}",) if tokens < rows else ()
     hints = [f"args.vocab_size is {unpadded:,}"] if type(unpadded) is int and 0 < unpadded < rows else []

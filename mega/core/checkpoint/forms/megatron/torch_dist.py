@@ -41,7 +41,7 @@ class Record:
     """An object of the pickle: the name of its class or function, its arguments, its state."""
 
     name: str
-    given: tuple[object, ...] = ()
+    arguments: tuple[object, ...] = ()
     state: dict[str, Any] = field(default_factory=dict)
 
     def __hash__(self) -> int:
@@ -331,7 +331,7 @@ def _index(
 def _numbers(value: object) -> tuple[int, ...]:
     """The counts in a tuple or in a recorded torch.Size."""
     while isinstance(value, Record):
-        value = value.given[0]
+        value = value.arguments[0]
     if not isinstance(value, tuple | list) or len(value) > DIMS:
         raise ValueError("no numbers where some should be")
     numbers = tuple(value)
@@ -352,17 +352,17 @@ def recognise(path: Path) -> bool:
     return (folder / ".metadata").is_file() and (folder / "metadata.json").is_file()
 
 
-def open_form(path: Path, given: FormOptions) -> OpenedForm:
+def open_form(path: Path, options: FormOptions) -> OpenedForm:
     folder = iteration_of(path)
     if (kind := read_json(folder / "metadata.json").get("sharded_backend")) != "torch_dist":
         raise CheckpointError(f"{folder / 'metadata.json'}: sharded_backend {kind!r:.40} (valid: 'torch_dist')")
     source = DistributedSource(folder)
     content = _common(folder)
-    values = arguments(content, folder, source.tensors, given.heads)
-    model, notes = model_of_tree(values, source.tensors, 1, given.vocab, path, folder, core=True)
+    values = arguments(content, folder, source.tensors, options.heads)
+    model, notes = model_of_tree(values, source.tensors, 1, options.vocab, path, folder, core=True)
     with naming(folder):
         weights = table_of(model, source.tensors, tp=1, pp=1, chunks=1, version=3)
-    states, scalars = state_of(source, content, values, model, weights, folder) if given.optimizer else ([], None)
+    states, scalars = state_of(source, content, values, model, weights, folder) if options.optimizer else ([], None)
     name = re.fullmatch(r"iter_(\d+)", folder.name)
     counts = (
         content.get("iteration", int(name[1]) if name else 0),
@@ -370,7 +370,7 @@ def open_form(path: Path, given: FormOptions) -> OpenedForm:
         values.get("consumed_valid_samples", 0),
     )
     iteration, consumed, validated = (n if type(n) is int and n >= 0 else 0 for n in counts)
-    notes += (state_note(scalars, given.optimizer, "taken"),)
+    notes += (state_note(scalars, options.optimizer, "taken"),)
     check_counts(scalars, counts[0], folder)
     plain_fields = plain_state(scalars, iteration, consumed, validated)
     return OpenedForm(source, model, joined([weights, *states]), iteration, consumed, plain_fields, notes)

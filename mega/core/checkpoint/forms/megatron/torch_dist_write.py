@@ -102,10 +102,10 @@ class DistcpFile:
         return pickle.dumps(Metadata(self._described, storage_data=self._stored), protocol=4)
 
 
-def export(own: ExportSource, to: str, given: FormOptions) -> Export:
+def export(own: ExportSource, to: str, options: FormOptions) -> Export:
     """Write a folder that Megatron-core 0.18 loads; one tensor of one layer is in memory at a time."""
-    model, layout = architecture(own.model), given.layout
-    metadata = tree_metadata(own, to, "core", given)
+    model, layout = architecture(own.model), options.layout
+    metadata = tree_metadata(own, to, "core", options)
     written_table(own.model, layout.tp, layout.pp)  # raises if the target layout does not divide the model
     weights = table(own.model, 1, written_stages(model, 1), model.input.rows(layout.tp))
 

@@ -73,14 +73,14 @@ def recognise(path: Path) -> bool:
     return (path / TRACKER).exists() or any(_RANK.fullmatch(entry.name) for entry in _folders(path))
 
 
-def open_form(path: Path, given: FormOptions) -> OpenedForm:
+def open_form(path: Path, options: FormOptions) -> OpenedForm:
     """Open a tree's root (the iteration that the tracker names) or one iteration's directory.
 
     Names of tensors are `tp.pp.chunk/common name`. Tensors stored by several ranks must be equal.
     """
     folder = iteration_of(path)
     ranks, tp, pp = _ranks(folder)
-    tensors, state, chunks, content = _read_ranks(ranks, given.optimizer)
+    tensors, state, chunks, content = _read_ranks(ranks, options.optimizer)
     # All ranks or none: a run cannot resume with the moments of some parameters.
     if state.ranks not in (0, len(ranks)):
         raise CheckpointError(f"{folder}: {state.ranks} of {len(ranks)} ranks hold the optimizer's state; {LEAVE}")
@@ -91,7 +91,7 @@ def open_form(path: Path, given: FormOptions) -> OpenedForm:
         raise CheckpointError(f"{folder}: args.expert_model_parallel_size {plain(expert_ranks)!r:.40}: {rule}")
     source = TorchSource(tensors | state.tensors)
     core = era_of(content[_models(content, folder)[0]]) != "legacy"
-    model, notes = model_of_tree(values, source.tensors, tp, given.vocab, path, folder, core=core)
+    model, notes = model_of_tree(values, source.tensors, tp, options.vocab, path, folder, core=core)
     version = content.get("checkpoint_version", 0)
     if not isinstance(version, int | float) or version not in (0, 1, 2, 3):
         raise CheckpointError(f"{folder}: checkpoint_version {plain(version)!r:.40} (valid: 0, 1, 2, 3)")
@@ -106,7 +106,7 @@ def open_form(path: Path, given: FormOptions) -> OpenedForm:
     table = joined([weights, *(state_table(weights, kind) for kind in state.kinds)])
     check_counts(state.scalars, counts[0], folder)
     plain_fields = plain_state(state.scalars, iteration, consumed, validated)
-    notes += (state_note(state.scalars, given.optimizer, "taken"),)
+    notes += (state_note(state.scalars, options.optimizer, "taken"),)
     return OpenedForm(source, model, table, iteration, consumed, plain_fields, notes)
 
 

@@ -63,23 +63,23 @@ class TreeMetadata:
     """Lines for the user."""
 
 
-def tree_metadata(own: ExportSource, to: str, era: Era, given: FormOptions) -> TreeMetadata:
+def tree_metadata(own: ExportSource, to: str, era: Era, options: FormOptions) -> TreeMetadata:
     """The values of the tree `to` for a mega checkpoint. Errors: CheckpointError naming a setting that it cannot
     express."""
-    model, checkpoint, layout = architecture(own.model), own.checkpoint, given.layout
-    check_written(model, to, distributed=given.distributed)
+    model, checkpoint, layout = architecture(own.model), own.checkpoint, options.layout
+    check_written(model, to, distributed=options.distributed)
     if own.model.retriever:
-        check_retriever(own.model, to, layout.pp, state=bool(given.optimizer and state_kinds(checkpoint)))
+        check_retriever(own.model, to, layout.pp, state=bool(options.optimizer and state_kinds(checkpoint)))
     if own.model.experts and to not in ("mcore-local", "torch_dist"):
         raise CheckpointError(f"--saver {to}: has no mixture of experts; valid: mcore-local, torch_dist")
     if own.model.mtp_layers and not ERAS[era].core:
         raise CheckpointError(f"--mtp-layers {own.model.mtp_layers}: --saver {to} has none; valid: mcore, torch_dist")
-    kinds = state_kinds(checkpoint) if given.optimizer else ()
+    kinds = state_kinds(checkpoint) if options.optimizer else ()
     scalars = optimizer_scalars(checkpoint.meta, str(checkpoint.path)) if kinds else None
     progress = below(checkpoint.meta, "progress")
     iteration = max(1, checkpoint.step)  # Megatron's loader refuses 0
     counts = {"iteration": iteration, "consumed_train_samples": progress.get("consumed", 0)}
-    tokenizer = given.tokenizer_type or _tokenizer(checkpoint.meta)
+    tokenizer = options.tokenizer_type or _tokenizer(checkpoint.meta)
     core = ERAS[era].core
     arguments = arguments_of(own.model, layout.tp, layout.pp, tokenizer=tokenizer, core=core) | counts
     arguments |= family_arguments(model, layout.pp) | retriever_arguments(own.model)
@@ -90,15 +90,15 @@ def tree_metadata(own: ExportSource, to: str, era: Era, given: FormOptions) -> T
         dtype = next(dtype for key, (_, dtype) in checkpoint.tensors.items() if key.startswith("weights/"))
         arguments |= {"no_save_rng": True, "no_save_optim": scalars is None, "world_size": layout.tp * layout.pp}
         arguments |= {"bf16": dtype == torch.bfloat16, "fp16": dtype == torch.float16, "params_dtype": dtype}
-        arguments |= {"use_distributed_optimizer": given.distributed, "data_parallel_size": 1}
+        arguments |= {"use_distributed_optimizer": options.distributed, "data_parallel_size": 1}
         arguments |= {"ckpt_format": to if to == "torch_dist" else "torch"}
     notes = (
         *padding_note(model.input.vocab, model.input.rows(layout.tp)),
         *(unused_by_core(arguments) if core else ()),
         _for_core(model.family, arguments, era, scalars) if core else _for_legacy(to, scalars, own.model.retriever),
     )
-    notes += (state_note(scalars, given.optimizer, "written"),)
-    return TreeMetadata(kinds, scalars, arguments, iteration, given.distributed and scalars is not None, notes)
+    notes += (state_note(scalars, options.optimizer, "written"),)
+    return TreeMetadata(kinds, scalars, arguments, iteration, options.distributed and scalars is not None, notes)
 
 
 def _tokenizer(meta: Mapping[str, object]) -> str | None:
@@ -138,10 +138,10 @@ def _for_core(family: str, arguments: Mapping[str, object], era: Era, scalars: O
     return f"Megatron-core 0.18 loads it with: {' '.join([*flags, *core_flags(arguments)])}"
 
 
-def export(own: ExportSource, to: str, given: FormOptions) -> Export:
+def export(own: ExportSource, to: str, options: FormOptions) -> Export:
     """Write a tree that Megatron-LM loads; one rank's file is in memory at a time."""
-    era, tp, pp = STYLES[to], given.layout.tp, given.layout.pp
-    metadata = tree_metadata(own, to, era, given)
+    era, tp, pp = STYLES[to], options.layout.tp, options.layout.pp
+    metadata = tree_metadata(own, to, era, options)
     model, weights = architecture(own.model), written_table(own.model, tp, pp)
 
     def fill(folder: Path, table: Table, source: Source) -> int:
