@@ -29,7 +29,7 @@ from mega.core.architecture import architecture
 from mega.core.batch import Batch, DecoderBatch
 from mega.core.config.resolve import global_batch_at, microbatches
 from mega.core.config.run import Options, updated
-from mega.core.device import kept_settings
+from mega.core.device import restored_settings
 from mega.core.family import family
 from mega.core.inference.request import sampling_of
 from mega.core.model.decoder import custom_loss
@@ -89,7 +89,7 @@ class Trainer:
         self._sums: torch.Tensor | None = None
         with contextlib.ExitStack() as opening:
             opening.callback(self._held.close)
-            self._held.enter_context(kept_settings())
+            self._held.enter_context(restored_settings())
             inputs, world, device, groups = open_rank(resolved(run_options, size, discard), quiet=True)
             self._begun: StartedRun = begin(inputs, world.rank, world.size, device, groups, self._held, discard)
             self._saver = self._begun.saver(discard)

@@ -39,7 +39,7 @@ def run(
     # Rows of an earlier call count only for the same code, so an interrupted proof resumes.
     commit = rows.code() if proof.json else ""
     required = {(model, layout.name, proof.dtype) for model, layout in cases}
-    results = [row for row in rows.kept(proof.json, commit) if _key(row) in required] if proof.json else []
+    results = [row for row in rows.read_rows(proof.json, commit) if _key(row) in required] if proof.json else []
     done_keys = {_key(row) for row in results}
     remaining = [(model, layout) for model, layout in cases if (model, layout.name, proof.dtype) not in done_keys]
     for row in rows.prove(remaining, proof.dtype):

@@ -148,7 +148,7 @@ class Device:
 
 
 @contextlib.contextmanager
-def kept_settings() -> Iterator[None]:
+def restored_settings() -> Iterator[None]:
     """Restore the process-wide settings of torch, threads and deterministic algorithms, at the end of the block."""
     threads, cudnn = torch.get_num_threads(), torch.backends.cudnn
     only, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def leave(stream: TextIO) -> None:
+def discard_output(stream: TextIO) -> None:
     """Discard the buffer of `stream` and all later output.
 
     Python flushes stdout and stderr at exit; a flush that fails changes the exit code to 120.
@@ -31,7 +31,7 @@ def leave(stream: TextIO) -> None:
         os.close(nowhere)
 
 
-class Steady:
+class TolerantStream:
     """stderr for progress bars: output is discarded once stderr has failed."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -42,14 +42,14 @@ class Steady:
         try:
             return self._stream.write(text)
         except (OSError, ValueError):
-            leave(self._stream)
+            discard_output(self._stream)
             return len(text)
 
     def flush(self) -> None:
         try:
             self._stream.flush()
         except (OSError, ValueError):
-            leave(self._stream)
+            discard_output(self._stream)
 
     def isatty(self) -> bool:
         with contextlib.suppress(ValueError):
@@ -64,7 +64,7 @@ def stderr_console() -> Console:
     """Return a Rich console on stderr, for progress bars of jobs that must survive the end of their terminal."""
     from rich.console import Console
 
-    return Console(file=Steady(sys.stderr))  # type: ignore[arg-type]
+    return Console(file=TolerantStream(sys.stderr))  # type: ignore[arg-type]
 
 
 class BrokenStdout(Exception):

@@ -216,7 +216,7 @@ def test_a_host_that_leaves_at_once_ends_no_run() -> None:
         host.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its end resets the connection
     found = {"name": "c", "port": 1, "meet": 2, "seat": None, "size": asdict(SIZE), "known": UNKNOWN}
     for message in ({"join": found}, None, {"led": {"port": 1, "runs": True}}):
-        leader._heed(wire, message)
+        leader._handle(wire, message)
     leader.start()
     pair = [Joined(leader, "a"), Joined(leader, "b")]
     assert [host.hears("start")["start"]["seat"] for host in pair] == [0, 1]

@@ -128,7 +128,7 @@ def test_a_lost_rank_costs_nothing_but_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     metrics, folders = tmp_path / "metrics.jsonl", list[str]()
-    monkeypatch.setattr(restarts, "own", folders.append)
+    monkeypatch.setattr(restarts, "lock_folder", folders.append)
 
     def kill() -> None:
         while not metrics.exists() or '"step": 20,' not in metrics.read_text():
@@ -224,7 +224,7 @@ def test_a_signal_while_ranks_are_ended_leaves_none_of_them(tmp_path: Path) -> N
             os.kill(os.getpid(), signal.SIGTERM)
 
     asking = threading.Thread(target=ask)
-    with restarts.heeding_signals():
+    with restarts.stopping_on_signals():
         asking.start()
         with pytest.raises(restarts.Stopped):
             run_attempt(local_environments(1), stays, (str(ready),), bell[0], 1.5)
@@ -313,12 +313,12 @@ def test_a_restart_counts_minutes_from_the_launch(tmp_path: Path, monkeypatch: p
     assert supervise(1, 1, Job(notes_its_launch, lambda resumes: (str(notes),), lambda: 0)) == 3
     first, second = map(float, notes.read_text().split())
     assert before <= first == second
-    there = Restarts.heard(**Restarts(1, launched=first).sent())  # on a host with a clock of its own
+    there = Restarts.from_message(**Restarts(1, launched=first).to_message())  # on a host with a clock of its own
     assert first <= there.launched < first + 1.0
     monkeypatch.setenv(LAUNCHED, str(time.monotonic() - 90))
     everyone, device = Mesh.at(0).everyone, torch.device("cpu")
     for minutes, over in ((1, True), (2, False)):
-        stop = StopSignal(everyone, device, on_signal=False, minutes=minutes, speaks=False)
+        stop = StopSignal(everyone, device, on_signal=False, minutes=minutes, prints=False)
         stop.poll().read()
         assert stop.requested == over
 
@@ -347,9 +347,9 @@ def test_restarts_that_bring_nothing_are_counted() -> None:
         and once.restart("x").startswith("restart 1, from step 20 (1 of at most 2")
     )
     twice = once.after(40)
-    assert twice is not None and twice.resumes and (twice.number, twice.in_vain) == (2, 1)
+    assert twice is not None and twice.resumes and (twice.number, twice.without_progress) == (2, 1)
     thrice = once.after(20, held=30)
-    assert thrice is not None and not thrice.resumes and (thrice.best, thrice.in_vain) == (30, 1)
+    assert thrice is not None and not thrice.resumes and (thrice.best, thrice.without_progress) == (30, 1)
 
 
 def test_mistakes_are_named_before_anything_starts(

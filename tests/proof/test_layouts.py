@@ -155,7 +155,7 @@ def test_a_list_goes_on_where_it_stopped(
     asked = ["parity", "--layouts", "tp2,pp2", "--family", "gpt", "--json", str(kept)]
     kept.write_text(json.dumps(vars(rows.Row("gpt", "tp2", "fp64", fine=False, commit="other"))) + "\n")
     assert main(asked) == 0
-    known = rows.kept(str(kept), rows.code())
+    known = rows.read_rows(str(kept), rows.code())
     assert [row.layout for row in known] == ["tp2", "pp2"] and all(row.date for row in known)
     without_ranks.setattr(parity, "snapshots", lambda *_: pytest.fail("nothing is due"))
     assert main(asked) == 0 and "2 of 2 layouts" in capsys.readouterr().out

@@ -132,10 +132,10 @@ def test_what_launchers_left_that_were_killed_with_all_their_ranks_is_removed(tm
 
 
 def test_nohup_keeps_a_run_from_the_end_of_its_terminal() -> None:
-    assert set(signals.heeded_signals()) == set(signals.STOPPING)
+    assert set(signals.handled_signals()) == set(signals.STOPPING)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert set(signals.heeded_signals()) == set(signals.STOPPING) - {signal.SIGHUP}
+        assert set(signals.handled_signals()) == set(signals.STOPPING) - {signal.SIGHUP}
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -194,8 +194,8 @@ def test_a_second_ctrl_c_is_told_what_it_costs_and_leaves_at_once(
     monkeypatch.setattr(notice.os, "_exit", lambda code: left.set() if code == 130 else None)
     monkeypatch.setattr(notice, "LEAVES_WITHIN", 0.0)
     before = signal.signal(signal.SIGINT, lambda number, frame: None)
-    outlook = notice.Outlook("finishing step 24", step=23, kept=20, place="runs/first")
-    told = notice.SignalNotice([signal.SIGINT], outlook, speaks=True)
+    outlook = notice.Outlook("finishing step 24", step=23, saved_step=20, place="runs/first")
+    told = notice.SignalNotice([signal.SIGINT], outlook, prints=True)
     try:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
@@ -212,8 +212,8 @@ def test_after_a_second_ctrl_c_signals_mean_again_what_they_meant(monkeypatch: p
     """As in a notebook, which goes on; until the run is closed it hears no more of them."""
     monkeypatch.setattr(signals, "SAME_SIGNAL_SECONDS", 0.0)
     monkeypatch.setattr(notice.os, "_exit", lambda code: None)
-    before = {number: signal.getsignal(number) for number in signals.heeded_signals()}
-    run = StopSignal(Mesh.at(0).everyone, torch.device("cpu"), on_signal=True, minutes=None, speaks=False)
+    before = {number: signal.getsignal(number) for number in signals.handled_signals()}
+    run = StopSignal(Mesh.at(0).everyone, torch.device("cpu"), on_signal=True, minutes=None, prints=False)
     try:
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
@@ -250,7 +250,7 @@ def test_a_run_waits_until_its_notice_is_written_but_not_for_ever(monkeypatch: p
 
     monkeypatch.setattr(notice, "write_error", write)
     before = signal.signal(signal.SIGUSR1, lambda number, frame: None)
-    told = notice.SignalNotice([signal.SIGUSR1], notice.Outlook("finishing step 24"), speaks=True)
+    told = notice.SignalNotice([signal.SIGUSR1], notice.Outlook("finishing step 24"), prints=True)
     try:
         told.settle()  # nothing has come
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -283,7 +283,7 @@ def test_a_rank_is_interrupted_once() -> None:
     """Ctrl-C at a terminal reaches a rank itself, and again from its launcher, while it ends."""
     before = signal.getsignal(signal.SIGINT)
     try:
-        signals.hear_signals([signal.SIGINT])
+        signals.restore_signals([signal.SIGINT])
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)

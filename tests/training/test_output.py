@@ -123,9 +123,9 @@ def test_a_name_that_is_not_utf8_is_shown(tmp_path: Path, capsys: pytest.Capture
 def test_a_long_start_says_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     said, there = list[str](), threading.Event()
     monkeypatch.setattr(output, "SLOW_S", 0.0)
-    monkeypatch.setattr(output, "complain", lambda line: (said.append(line), there.set()))
-    with output.slowly("loading weights"):
+    monkeypatch.setattr(output, "warn", lambda line: (said.append(line), there.set()))
+    with output.report_if_slow("loading weights"):
         assert there.wait(30)
-    with output.slowly("loading weights", quiet=True):
+    with output.report_if_slow("loading weights", quiet=True):
         pass
     assert said == ["loading weights ..."]

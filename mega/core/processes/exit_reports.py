@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from mega.core.activity import ACTIVITY
 from mega.core.processes.world import LAUNCHER_FILE, MEETING_FILE, World, world_from_env
-from mega.core.terminal import leave
+from mega.core.terminal import discard_output
 from mega.core.words import name_ranks
 
 if TYPE_CHECKING:
@@ -285,7 +285,7 @@ def write_error(text: str) -> None:
         sys.stderr.write(printable(text, sys.stderr.encoding))
         sys.stderr.flush()
     except (OSError, ValueError):
-        leave(sys.stderr)
+        discard_output(sys.stderr)
 
 
 def printable(line: str, encoding: str | None) -> str:

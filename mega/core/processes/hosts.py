@@ -38,9 +38,9 @@ from mega.core.processes.restarts import (
     Stopped,
     attempt_variables,
     exit_code,
-    heeding_signals,
     memory,
     noted_step,
+    stopping_on_signals,
 )
 from mega.core.processes.wire import Wire
 from mega.core.processes.world import LAUNCHER_FILE
@@ -59,7 +59,7 @@ def supervise_hosts(hosts: int, nproc: int, limit: int, minutes: float, job: Job
     """
     first = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     size = Size(hosts, nproc, minutes, limit, __version__, job.alike)
-    with heeding_signals(), memory(job) as folder:
+    with stopping_on_signals(), memory(job) as folder:
         fork_server(job.target.__module__)  # imports torch while this host waits, as a spare too
         server = _listen(first)
         elsewhere = None if server.getsockname()[1] == first[1] else first
@@ -174,7 +174,7 @@ class Supervisor:
         """The state that this host gives to a new leader."""
         if self._moved is not None:
             return self._moved
-        restarts = None if self._restarts is None else self._restarts.sent()
+        restarts = None if self._restarts is None else self._restarts.to_message()
         reason = f"host {self._leader_name}, which led the others, was lost"
         return {"restarts": restarts, "failed": True, "reason": reason}
 
@@ -185,7 +185,7 @@ class Supervisor:
         if "leaders" in message:
             self._leaders = [(address, port) for address, port in message["leaders"]]
         elif "restarts" in message:
-            self._restarts = Restarts.heard(**message["restarts"])
+            self._restarts = Restarts.from_message(**message["restarts"])
         elif ORDERS & set(message):
             self._order(message)
 
@@ -203,7 +203,7 @@ class Supervisor:
             if "lost" in order:
                 if self._final is not None:
                     return self._final
-                self._go_on()
+                self._rejoin()
             elif "move" in order:
                 self._move(order["known"], tuple(order["move"]))
             elif "start" in order:
@@ -211,7 +211,7 @@ class Supervisor:
 
     def _attempt(self, seat: int, address: str, port: int, restarts: Mapping[str, Any]) -> None:
         """Phases 2 and 3: run the ranks of this host and report their ending."""
-        self._seat, self._restarts = seat, Restarts.heard(**restarts)
+        self._seat, self._restarts = seat, Restarts.from_message(**restarts)
         if self._folder is not None and self._restarts.number != self._attempted + 1:
             # This host has missed an attempt, in which others may have saved newer copies.
             for path in self._folder.glob("rank-*"):
@@ -235,7 +235,7 @@ class Supervisor:
         assert self._wire is not None
         self._wire.send({"ended": asdict(ending), "meet": _free_port()})
 
-    def _go_on(self) -> None:
+    def _rejoin(self) -> None:
         """Phase 6: try the old leader again, then all others, including that of this host. Errors: OSError."""
         former, leaders = self._leader, [place for place in self._leaders if place != self._leader]
         at_once, patiently = [(place, 0.0) for place in leaders], [(place, FAITHFUL) for place in leaders]

@@ -36,7 +36,7 @@ from mega.core.files import locked_alone
 from mega.core.processes.connect import disconnect
 from mega.core.processes.exit_reports import exit_notes, report_exit, report_of, write_error
 from mega.core.processes.roll_call import LOST
-from mega.core.processes.signals import STOPPING, RepeatedSignal, delayed_signals, hear_signals, heeded_signals
+from mega.core.processes.signals import STOPPING, RepeatedSignal, delayed_signals, handled_signals, restore_signals
 from mega.core.processes.world import LAUNCHER_FILE, MEETING_FILE, MEMORY_FOLDER, world_from_env
 from mega.core.processes.world import ranks as count_ranks
 
@@ -123,7 +123,7 @@ def run_attempt(
     Returns None if `bell` had data to read before their end. patience: seconds that the other ranks have to end after
     one has failed.
     """
-    heeded, server = heeded_signals(), fork_server(target.__module__)
+    heeded, server = handled_signals(), fork_server(target.__module__)
     prefix = environments[0][LAUNCHER_FILE]
     ranks: list[BaseProcess] = [
         server.Process(target=_rank, args=(dict(each), heeded, target, args)) for each in environments
@@ -193,11 +193,11 @@ def launcher_folder() -> str:
     """
     folder = multiprocessing.util.get_temp_dir()
     if not os.path.exists(os.path.join(folder, _MARK)):
-        own(folder)
+        lock_folder(folder)
     return folder
 
 
-def own(folder: str) -> None:
+def lock_folder(folder: str) -> None:
     """Mark a folder as owned by this process, so that the next launcher removes it if this one is killed. Also remove
     the folders of killed launchers."""
     _remove_abandoned(os.path.dirname(folder))
@@ -245,7 +245,7 @@ def _rank(
     target: Callable[[*Args], int | None],
     args: tuple[*Args],
 ) -> None:
-    hear_signals(heeded)
+    restore_signals(heeded)
     os.environ.update(environment)
     threading.Thread(target=_follow_parent, name="follow-parent", daemon=True).start()
     try:
@@ -400,7 +400,7 @@ def _passing_signals(ranks: list[BaseProcess]) -> Iterator[RepeatedSignal]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
-    before = {number: signal.signal(number, pass_on) for number in heeded_signals()}
+    before = {number: signal.signal(number, pass_on) for number in handled_signals()}
     try:
         yield signals
     finally:

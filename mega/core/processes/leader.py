@@ -118,12 +118,12 @@ class Leader:
         try:
             while not self._over:
                 with contextlib.suppress(queue.Empty):
-                    self._heed(*self._events.get(timeout=1.0))
+                    self._handle(*self._events.get(timeout=1.0))
                 self._advance()
         except Exception as error:  # without this all hosts would wait for ever
             self._finish(1, f"the host that leads the others failed: {error!r}")
 
-    def _heed(self, wire: Wire, message: dict[str, Any] | None) -> None:
+    def _handle(self, wire: Wire, message: dict[str, Any] | None) -> None:
         """Handle a message of a host, or its loss."""
         member = self._members.get(wire)
         if message is None:
@@ -165,7 +165,7 @@ class Leader:
         restarts = known["restarts"]
         if restarts is not None and (self._restarts is None or restarts["number"] > self._restarts.number):
             self._restarts, self._takes_over, self._reason = (
-                Restarts.heard(**restarts),
+                Restarts.from_message(**restarts),
                 known["failed"],
                 known["reason"],
             )
@@ -262,7 +262,7 @@ class Leader:
             free.discard(member.seat)
         seated = [member for member in self._members.values() if member.seat is not None]
         first = next(member for member in seated if member.seat == 0)
-        place = {"address": _reached(first, self._reach), "port": first.meet, "restarts": restarts.sent()}
+        place = {"address": _reached(first, self._reach), "port": first.meet, "restarts": restarts.to_message()}
         line = restarts.restart(self._reason) if restarts.number else ""
         self._endings = []
         for member in self._members.values():
@@ -286,7 +286,7 @@ class Leader:
 
     def _move(self, place: Place) -> None:
         """Order all members to join another leader, with the state of this one."""
-        restarts = None if self._restarts is None else self._restarts.sent()
+        restarts = None if self._restarts is None else self._restarts.to_message()
         state = {"restarts": restarts, "failed": self._takes_over, "reason": self._reason}
         for member in self._members.values():
             member.wire.send({"move": place, "known": state})
@@ -317,7 +317,7 @@ class Leader:
 def _spare(member: _Member, restarts: Restarts, hosts: int) -> None:
     """Send a spare host the count of restarts, and once the message that it is a spare."""
     line = "" if member.spare else f"this host is a spare; --hosts {hosts} others have come before it"
-    member.wire.send({"said": line, "restarts": restarts.sent()})
+    member.wire.send({"said": line, "restarts": restarts.to_message()})
     member.spare = True
 
 

@@ -17,7 +17,7 @@ import torch
 from mega.core.parallel.mesh import Groups
 from mega.core.processes.connect import connect, disconnect, threads
 from mega.core.processes.launch import end_ranks, fork_server, rank_environment
-from mega.core.processes.signals import STOPPING, hear_signals
+from mega.core.processes.signals import STOPPING, restore_signals
 from mega.core.processes.world import MEETING_FILE
 
 Result = TypeVar("Result")
@@ -110,7 +110,7 @@ class Pool:
 
 def _pool_rank(pipe: Connection[Any, Any], size: int) -> None:
     """Run jobs until the pipe closes; join a new process group when the world size of jobs changes."""
-    hear_signals(STOPPING)
+    restore_signals(STOPPING)
     meeting, groups = "", Groups()
     while True:
         try:

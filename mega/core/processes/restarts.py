@@ -26,8 +26,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from mega.core.processes.exit_reports import write_error
-from mega.core.processes.launch import INTERRUPTED, Ending, local_environments, own, run_attempt
-from mega.core.processes.signals import heeded_signals
+from mega.core.processes.launch import INTERRUPTED, Ending, local_environments, lock_folder, run_attempt
+from mega.core.processes.signals import handled_signals
 from mega.core.processes.world import LAUNCHED, MEMORY_FOLDER
 
 PATIENCE = 0.2
@@ -64,7 +64,7 @@ class Restarts:
     """The same, or the newest step that peers had in memory if that is newer."""
     number: int = 0
     """All restarts since the launch."""
-    in_vain: int = 0
+    without_progress: int = 0
     """Restarts since the newest save."""
     launched: float = 0.0
     """time.monotonic() of this host at the launch."""
@@ -73,23 +73,23 @@ class Restarts:
         """The restarts of the next attempt; None if the limit is reached. held: the newest step in memory.
 
         >>> one = Restarts(limit=1).after(10)
-        >>> one.in_vain, one.after(10), one.after(20).in_vain
+        >>> one.without_progress, one.after(10), one.after(20).without_progress
         (1, None, 1)
         """
         newest = max(saved, held)
-        in_vain = 0 if newest > self.best else self.in_vain
-        if in_vain >= self.limit:
+        without_progress = 0 if newest > self.best else self.without_progress
+        if without_progress >= self.limit:
             return None
         best = max(newest, self.best)
-        return replace(self, saved=saved, best=best, number=self.number + 1, in_vain=in_vain + 1)
+        return replace(self, saved=saved, best=best, number=self.number + 1, without_progress=without_progress + 1)
 
     @classmethod
-    def heard(cls, *, launched: float, **counts: int) -> Restarts:
+    def from_message(cls, *, launched: float, **counts: int) -> Restarts:
         """From the message of another host; clocks of hosts differ, so `launched` is sent as a duration."""
         return cls(**counts, launched=time.monotonic() - launched)
 
-    def sent(self) -> dict[str, float]:
-        """The message for another host, see `heard`."""
+    def to_message(self) -> dict[str, float]:
+        """The message for another host, see `from_message`."""
         return {**asdict(self), "launched": time.monotonic() - self.launched}
 
     @property
@@ -100,7 +100,8 @@ class Restarts:
     def restart(self, reason: str) -> str:
         """The message at the start of an attempt."""
         start = f"from step {self.best}" if self.best else "from the beginning"
-        return f"restart {self.number}, {start} ({self.in_vain} of at most {self.limit} without a newer save): {reason}"
+        count = f"{self.without_progress} of at most {self.limit} without a newer save"
+        return f"restart {self.number}, {start} ({count}): {reason}"
 
     def given_up(self, reason: str) -> str:
         """The message after the last attempt."""
@@ -139,7 +140,7 @@ class Stopped(Exception):
 def supervise(nproc: int, limit: int, job: Job) -> int:
     """Run a job on `nproc` local ranks, and restart it after transient failures; returns the exit code."""
     launched = time.monotonic()
-    with heeding_signals(), memory(job) as folder:
+    with stopping_on_signals(), memory(job) as folder:
         try:
             restarts = at_launch(limit, job.saved(), launched)
             while True:
@@ -170,7 +171,7 @@ def attempt_variables(restarts: Restarts, folder: Path | None) -> dict[str, str]
 
 
 @contextlib.contextmanager
-def heeding_signals() -> Iterator[None]:
+def stopping_on_signals() -> Iterator[None]:
     """Raise Stopped at a signal, while no rank runs to which the signal could be forwarded."""
 
     def stop(number: int, _: object) -> None:
@@ -178,7 +179,7 @@ def heeding_signals() -> Iterator[None]:
             signal.signal(each, lambda *_: None)
         raise Stopped(number)
 
-    handlers = {number: signal.signal(number, stop) for number in heeded_signals()}
+    handlers = {number: signal.signal(number, stop) for number in handled_signals()}
     try:
         yield
     finally:
@@ -196,10 +197,10 @@ def memory(job: Job) -> Iterator[Path | None]:
     parent = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
     folder = parent / f"mega-peers-{uuid.uuid4().hex}"
     folder.mkdir(mode=0o700)
-    own(str(folder))
+    lock_folder(str(folder))
     try:
         yield folder
     finally:
-        for number in heeded_signals():  # the run has ended: a signal must not interrupt the removal
+        for number in handled_signals():  # the run has ended: a signal must not interrupt the removal
             signal.signal(number, lambda *_: None)
         shutil.rmtree(folder, ignore_errors=True)

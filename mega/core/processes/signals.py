@@ -18,12 +18,12 @@ SAME_SIGNAL_SECONDS = 2.0
 """A signal that arrives again within this time is the same request, delivered twice."""
 
 
-def heeded_signals() -> tuple[signal.Signals, ...]:
+def handled_signals() -> tuple[signal.Signals, ...]:
     """The signals of STOPPING that this process handles: without SIGHUP if it is ignored, as under `nohup`."""
     return tuple(each for each in STOPPING if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN)
 
 
-def hear_signals(heeded: Iterable[signal.Signals]) -> None:
+def restore_signals(heeded: Iterable[signal.Signals]) -> None:
     """In a new rank: handle these signals again, which its fork server ignores."""
     for number in heeded:
         signal.signal(number, _interrupt if number == signal.SIGINT else signal.SIG_DFL)
@@ -40,7 +40,7 @@ def _interrupt(number: int, _: object) -> None:
 def delayed_signals() -> Iterator[None]:
     """Delay signals until the end of the block; then raise the first one that arrived."""
     pending = list[int]()
-    handlers = {number: signal.signal(number, lambda got, _: pending.append(got)) for number in heeded_signals()}
+    handlers = {number: signal.signal(number, lambda got, _: pending.append(got)) for number in handled_signals()}
     try:
         yield
     finally:

@@ -249,7 +249,7 @@ def _decodes(model: str) -> bool:
     return family.FAMILIES[MODELS[model].get("family", "gpt")].decodes
 
 
-def alone(
+def reference_run(
     model: str, depth: tuple[int, ...], dtype: ParityDtype, lr: float | None = None, rule: str = "adam"
 ) -> RunConfig:
     """The reference run of one of `MODELS`: one rank, one sample per microbatch. lr: `LR` if None."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import mega
-from mega.core.proof.layouts import LR, STEPS, Case, ParityDtype, alone
+from mega.core.proof.layouts import LR, STEPS, Case, ParityDtype, reference_run
 
 if TYPE_CHECKING:
     from mega.core.processes.pool import Pool
@@ -86,10 +86,10 @@ def _reference(
     """Snapshots of one rank, with one sample per microbatch; for fp32 also in fp64, with the same learning rate."""
     from mega.core.proof.parity import snapshots
 
-    expected = snapshots(pool, alone(model, depth, dtype, rule=rule), 1, STEPS)
+    expected = snapshots(pool, reference_run(model, depth, dtype, rule=rule), 1, STEPS)
     if dtype == "fp64":
         return expected, None
-    return expected, snapshots(pool, alone(model, depth, "fp64", LR[dtype], rule), 1, STEPS)
+    return expected, snapshots(pool, reference_run(model, depth, "fp64", LR[dtype], rule), 1, STEPS)
 
 
 # -- the file
@@ -106,7 +106,7 @@ def code() -> str:
     return git.stdout.strip() or mega.__version__
 
 
-def kept(path: str, commit: str) -> list[Row]:
+def read_rows(path: str, commit: str) -> list[Row]:
     """Read the rows that `append` wrote for this commit. Errors: ValueError if the file has other lines."""
     if not os.path.exists(path):
         return []

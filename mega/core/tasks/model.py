@@ -23,7 +23,7 @@ from mega.core.config.presets import FAMILY_DEFAULTS, PRESETS
 from mega.core.config.resolve import resolve, variant
 from mega.core.config.run import Options, RunConfig, entries, flag_of, options_with, updated, value_of
 from mega.core.config.sections import LABELLED, ModelConfig
-from mega.core.device import DTYPES, Device, kept_settings
+from mega.core.device import DTYPES, Device, restored_settings
 from mega.core.family import ModelStage, family
 from mega.core.inference.loading.identity import check_tokenizer_flags
 from mega.core.inference.loading.load import OpenedModel, check_tokenizer, compute_dtype, load_stages, open_model
@@ -200,7 +200,7 @@ def open_here(checked: CheckedModel, rank: int, world: int, device: Device, grou
 def as_rank(run: RunConfig, job: Callable[[int, int, Device, Groups], Answer]) -> Answer:
     """Connect to the other ranks as the environment describes, run `job`, and return its result. Errors: of the job."""
     runtime, was_connected = run.runtime, connected()
-    with kept_settings():
+    with restored_settings():
         world, device, groups = connect(runtime.device, runtime.backend, runtime.timeout_minutes)
         if runtime.deterministic:
             device.deterministic()

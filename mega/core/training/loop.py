@@ -69,7 +69,7 @@ class Training:
                 ACTIVITY.phase = "ending"
                 self._check_applied()
             if not self.stop.requested and (self._at_end or not train):  # not where --exit-interval ended it
-                self._foresee("cutting the last validation short", ending=True)
+                self._announce("cutting the last validation short", ending=True)
                 if self.evaluation.last_validated != self.state.progress.step:
                     self.evaluation.validate()
                 self.evaluation.test()
@@ -84,11 +84,16 @@ class Training:
         self.stop.raise_fault()
         return self.stop.code
 
-    def _foresee(self, doing: str, *, ending: bool = False) -> None:
+    def _announce(self, doing: str, *, ending: bool = False) -> None:
         """Update the message that a user reads after asking the run to stop. doing: what the run does until it
         stops."""
-        outlook, saved_step = self.stop.outlook, 0 if self.saver is None else self.saver.kept
-        outlook.doing, outlook.step, outlook.kept, outlook.ending = doing, self.state.progress.step, saved_step, ending
+        outlook, saved_step = self.stop.outlook, 0 if self.saver is None else self.saver.saved_step
+        outlook.doing, outlook.step, outlook.saved_step, outlook.ending = (
+            doing,
+            self.state.progress.step,
+            saved_step,
+            ending,
+        )
 
     def _train(self) -> None:
         """Run all steps. If the run diverges, mark its newest saves as suspect. Errors: FloatingPointError."""
@@ -108,7 +113,7 @@ class Training:
             pending = current
             if pending.flag.cheap:  # read early, so that the run ends with this step, not with the next one
                 pending.flag.read()
-            self._foresee(f"finishing what follows step {progress.step}")
+            self._announce(f"finishing what follows step {progress.step}")
             due = [routine for routine in self.routines if routine.due(progress.step)]
             for routine in itertools.takewhile(lambda routine: not routine.needs_numbers, due):
                 routine.run()  # an audit must name a corrupted rank before the resulting loss ends the run
@@ -125,7 +130,7 @@ class Training:
         if self.stop.requested:
             self.stop.settle()
         if self.saver is not None:
-            self._foresee(f"saving step {progress.step}", ending=True)
+            self._announce(f"saving step {progress.step}", ending=True)
             self._save_last(self.saver)
         if self.stop.requested:
             self.stop.settle()  # a signal may have reached this rank while it saved for the signal of another rank
@@ -167,7 +172,7 @@ class Training:
         begins at its end."""
         run, progress, device = self.state.run, self.state.progress, self.state.device
         # Steps of a GPU are queued before earlier ones have ended.
-        self._foresee(
+        self._announce(
             "finishing the steps that have begun" if device.is_cuda else f"finishing step {progress.step + 1}"
         )
         start = Timestamp(device.torch) if before is None else before.numbers.moment

@@ -39,7 +39,7 @@ class Outlook:
     """--save."""
     step: int = 0
     """The newest step."""
-    kept: int = 0
+    saved_step: int = 0
     """The newest step from which the run could resume, or 0."""
     ending: bool = False
     """Whether the run ends after `doing`, without another save."""
@@ -60,25 +60,24 @@ class Outlook:
 
     def lost(self) -> str:
         """
-        >>> Outlook(step=24, kept=20, place="runs/first").lost()
+        >>> Outlook(step=24, saved_step=20, place="runs/first").lost()
         'leaving at once: lost is what was trained after step 20, the newest in runs/first; step 24 was the last'
         >>> Outlook(step=24).lost()
         'leaving at once: all 24 steps are lost, since none was saved'
         """
-        if self.step == self.kept:
-            return "leaving at once: nothing is lost" if self.kept else "leaving at once: no step had been taken"
-        if not self.kept:
+        if self.step == self.saved_step:
+            return "leaving at once: nothing is lost" if self.saved_step else "leaving at once: no step had been taken"
+        if not self.saved_step:
             return f"leaving at once: all {self.step} steps are lost, since none was saved"
         origin = f"the newest in {self.place}" if self.place else "where this run began"
-        return (
-            f"leaving at once: lost is what was trained after step {self.kept}, {origin}; step {self.step} was the last"
-        )
+        text = f"leaving at once: lost is what was trained after step {self.saved_step}, {origin}"
+        return f"{text}; step {self.step} was the last"
 
 
 class SignalNotice:
     """Prints messages about signals until `close`.
 
-    heeded: signals that stop the run. speaks: whether this rank prints; the others only exit at a second Ctrl-C.
+    heeded: signals that stop the run. prints: whether this rank prints; the others only exit at a second Ctrl-C.
     silent: returns the ranks that do not answer. It must be constructed on the main thread.
     """
 
@@ -87,11 +86,11 @@ class SignalNotice:
         heeded: Collection[int],
         outlook: Outlook,
         *,
-        speaks: bool,
+        prints: bool,
         silent: Callable[[], Sequence[int]] = lambda: (),
     ):
         self._silent = silent
-        self._heeded, self._outlook, self._speaks = frozenset(heeded), outlook, speaks
+        self._heeded, self._outlook, self._prints = frozenset(heeded), outlook, prints
         self._signals = RepeatedSignal()
         self._said = threading.Lock()
         """Acquired, and never released, by the thread that prints the message about lost steps."""
@@ -104,13 +103,13 @@ class SignalNotice:
 
     def report_lost(self) -> None:
         """Print once which steps are lost, after a second Ctrl-C."""
-        if self._speaks and self._said.acquire(blocking=False):
+        if self._prints and self._said.acquire(blocking=False):
             write_error(f"mega: {self._outlook.lost()}\n")
 
     def settle(self) -> None:
         """Wait until the messages about all signals so far are printed, at most NOTICE_WITHIN seconds. Without this
         wait the thread that prints might not run before the end of the run, on a busy machine."""
-        if not self._speaks:
+        if not self._prints:
             return
         self._settled.clear()
         with contextlib.suppress(BlockingIOError):  # the pipe is full of signals
@@ -136,7 +135,7 @@ class SignalNotice:
                     if self._signals.repeats(number):
                         self.report_lost()
                         threading.Timer(LEAVES_WITHIN, os._exit, [128 + number]).start()
-                    elif self._speaks and not reported:
+                    elif self._prints and not reported:
                         reported = True
                         if not launchers_note():  # else the launcher has reported why this rank ends
                             # Asking the ranks takes time: another thread does it, and this one reads signals.

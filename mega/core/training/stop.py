@@ -25,7 +25,7 @@ from mega.core.device import HostArray
 from mega.core.parallel.collectives import CollectiveHandle, all_reduce
 from mega.core.parallel.mesh import Axis
 from mega.core.processes.connect import silent_ranks
-from mega.core.processes.signals import RepeatedSignal, heeded_signals
+from mega.core.processes.signals import RepeatedSignal, handled_signals
 from mega.core.processes.world import LAUNCHED
 from mega.core.training.notice import Outlook, SignalNotice
 
@@ -47,10 +47,10 @@ class StopSignal:
     """The requests that may end this run before its last step.
 
     on_signal: handle signals of a terminal or a scheduler. minutes: time limit, from now on, or from the launch of a
-    run with restarts. speaks: whether this rank prints a message at once after a signal.
+    run with restarts. prints: whether this rank prints a message at once after a signal.
     """
 
-    def __init__(self, everyone: Axis, device: torch.device, *, on_signal: bool, minutes: int | None, speaks: bool):
+    def __init__(self, everyone: Axis, device: torch.device, *, on_signal: bool, minutes: int | None, prints: bool):
         self.outlook = Outlook()
         """The content of the message after a signal; the loop updates it."""
         self.reason = ""
@@ -62,7 +62,7 @@ class StopSignal:
         self.seconds: NDArray[np.float64] = np.zeros(everyone.size)
         """Working time of each rank, from the newest flag that was read."""
         self._everyone, self._device = everyone, device
-        self._wish = 0
+        self._request = 0
         self._signals = RepeatedSignal()
         launched = float(os.environ.get(LAUNCHED, time.monotonic()))
         self._deadline = launched + 60 * minutes if minutes else math.inf
@@ -70,24 +70,24 @@ class StopSignal:
         self._notice: SignalNotice | None = None
         if on_signal and threading.current_thread() is threading.main_thread():
             self._notice = SignalNotice(
-                heeded_signals(), self.outlook, speaks=speaks, silent=lambda: silent_ranks(ANSWER_SECONDS)
+                handled_signals(), self.outlook, prints=prints, silent=lambda: silent_ranks(ANSWER_SECONDS)
             )
-            self._before = {number: signal.signal(number, self._note) for number in heeded_signals()}
+            self._before = {number: signal.signal(number, self._note) for number in handled_signals()}
 
     def poll(self, seconds: float = 0.0) -> StopFlag:
         """Start to exchange requests. A collective: all ranks must call it. seconds: working time of this rank, which
         is exchanged as well."""
-        if not self._wish and time.monotonic() > self._deadline:
-            self._wish = _TIME_IS_UP
+        if not self._request and time.monotonic() > self._deadline:
+            self._request = _TIME_IS_UP
         # Filled on the device: the host would wait for a copy from host memory.
         flag = torch.zeros(1 + self._everyone.size, device=self._device)
-        flag[0], flag[1 + self._everyone.index] = float(self._wish), seconds
+        flag[0], flag[1 + self._everyone.index] = float(self._request), seconds
         return StopFlag(self, flag, all_reduce(flag, self._everyone, "max", wait=False))
 
     def fail(self, fault: Exception) -> None:
         """Make all ranks stop and save, because this one cannot continue; `raise_fault` raises the fault later."""
         self.fault = self.fault or fault
-        self._wish = _FAULT
+        self._request = _FAULT
 
     def raise_fault(self) -> None:
         """Raise the fault of this rank, or StoppedByFault if another rank had one."""
@@ -96,21 +96,21 @@ class StopSignal:
         if self.code == 1:
             raise StoppedByFault("another rank could not continue")
 
-    def heard(self, flag: NDArray[np.float32]) -> None:
+    def receive(self, flag: NDArray[np.float32]) -> None:
         """Take the reduced flags of all ranks."""
         self.seconds = flag[1:].astype(np.float64)
-        self.heed(int(flag[0]))
+        self.apply(int(flag[0]))
 
-    def heed(self, wish: int) -> None:
+    def apply(self, request: int) -> None:
         """Set code and reason for the request of all ranks; 0: no request."""
-        if not wish:
+        if not request:
             return
         self.requested = True
         self.code, self.reason = 0, "--exit-minutes are over"
-        if wish == _FAULT:
+        if request == _FAULT:
             self.code, self.reason = 1, str(self.fault or "another rank cannot continue")
-        elif wish > _SIGNAL:
-            self.code, self.reason = wish, f"{signal.Signals(wish - _SIGNAL).name} was received"
+        elif request > _SIGNAL:
+            self.code, self.reason = request, f"{signal.Signals(request - _SIGNAL).name} was received"
 
     def settle(self) -> None:
         """Wait, at most some seconds, until the messages about this rank's signals are printed, so that later messages
@@ -124,7 +124,7 @@ class StopSignal:
         handlers, self._before = self._before, {}
         for number, handler in handlers.items():
             stopped = self._everyone.size > 1 and self.code == _SIGNAL + number
-            signal.signal(number, _deaf if stopped else handler)
+            signal.signal(number, _ignore if stopped else handler)
         if self._notice is not None:
             self._notice.close()
             self._notice = None
@@ -133,18 +133,18 @@ class StopSignal:
         if self._signals.repeats(number):
             if self._notice is not None:
                 self._notice.report_lost()
-            deafen()  # until `close`: a third signal must not interrupt the exit
+            ignore_signals()  # until `close`: a third signal must not interrupt the exit
             raise KeyboardInterrupt
-        self._wish = max(self._wish, _SIGNAL + number)
+        self._request = max(self._request, _SIGNAL + number)
 
 
-def deafen() -> None:
+def ignore_signals() -> None:
     """Ignore all signals to stop from here on."""
-    for number in heeded_signals():
-        signal.signal(number, _deaf)
+    for number in handled_signals():
+        signal.signal(number, _ignore)
 
 
-def _deaf(number: int, frame: object) -> None:
+def _ignore(number: int, frame: object) -> None:
     """A handler that does nothing. With SIG_IGN, Python would print a traceback for a signal that is already
     pending."""
 
@@ -164,7 +164,7 @@ class StopFlag:
     def read(self) -> None:
         """Wait for the reduction; if any rank has a request, `requested` becomes true on all."""
         self._reading = self._reading or self._read()
-        self._stop.heard(self._reading.numpy())
+        self._stop.receive(self._reading.numpy())
 
     def _read(self) -> HostArray:
         self._work.wait()

@@ -24,7 +24,7 @@ from mega.core.activity import ACTIVITY
 from mega.core.config.sections import LogConfig
 from mega.core.files import whole_file
 from mega.core.terminal import stderr_console
-from mega.core.training.metrics.output import complain, print_line
+from mega.core.training.metrics.output import print_line, warn
 from mega.core.training.metrics.trackers import Trackers, held_out_values, training_values
 
 if TYPE_CHECKING:  # needs a package of an extra
@@ -262,7 +262,7 @@ class Meters:
         except OSError as error:
             self._board = None
             problem = f"--tensorboard-dir {self.options.tensorboard_dir}: {error.strerror or error}"
-            complain(f"{problem}; the run continues without it")
+            warn(f"{problem}; the run continues without it")
 
 
 def fitting(fields: Sequence[tuple[float, str]], columns: float = COLUMNS) -> str:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 
 from mega.core.processes.exit_reports import printable, write_error
-from mega.core.terminal import leave
+from mega.core.terminal import discard_output
 
 
 def print_line(line: str) -> None:
@@ -19,8 +19,8 @@ def print_line(line: str) -> None:
     try:
         print(printable(line, sys.stdout.encoding), flush=True)
     except (OSError, ValueError) as error:  # ValueError: the stream is closed
-        leave(sys.stdout)
-        complain(f"stdout: {getattr(error, 'strerror', None) or error}; the run continues without it")
+        discard_output(sys.stdout)
+        warn(f"stdout: {getattr(error, 'strerror', None) or error}; the run continues without it")
 
 
 SLOW_S = 5.0
@@ -28,10 +28,10 @@ SLOW_S = 5.0
 
 
 @contextlib.contextmanager
-def slowly(doing: str, *, quiet: bool = False) -> Iterator[None]:
+def report_if_slow(doing: str, *, quiet: bool = False) -> Iterator[None]:
     """Report a slow block on stderr after SLOW_S seconds, for the start of a run. quiet: do not, on all ranks except
     the first."""
-    timer = threading.Timer(SLOW_S, complain, [f"{doing} ..."])
+    timer = threading.Timer(SLOW_S, warn, [f"{doing} ..."])
     timer.daemon = True
     if not quiet:
         timer.start()
@@ -41,6 +41,6 @@ def slowly(doing: str, *, quiet: bool = False) -> Iterator[None]:
         timer.cancel()
 
 
-def complain(line: str) -> None:
+def warn(line: str) -> None:
     """Print a line on stderr, if possible."""
     write_error(f"mega: {line}\n")

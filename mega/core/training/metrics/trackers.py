@@ -19,7 +19,7 @@ from typing import Protocol
 
 from mega.core.config.sections import LogConfig
 from mega.core.files import whole_file
-from mega.core.training.metrics.output import complain
+from mega.core.training.metrics.output import warn
 
 PROJECT = "megatron-lm-3d"
 """The default project of the fork."""
@@ -112,14 +112,14 @@ class Trackers:
                 tracker.log(step, values)
             except Exception as error:
                 del self._trackers[flag]
-                complain(f"{flag}: {_line(error)}; the run continues without it")
+                warn(f"{flag}: {_line(error)}; the run continues without it")
 
     def close(self) -> None:
         for flag, tracker in self._trackers.items():
             try:
                 tracker.close()
             except Exception as error:
-                complain(f"{flag}: {_line(error)}")
+                warn(f"{flag}: {_line(error)}")
         self._trackers.clear()
 
 

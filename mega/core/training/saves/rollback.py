@@ -24,8 +24,10 @@ def roll_back(state: TrainState, saver: Saver, report: Callable[[str], None]) ->
     saver.wait()
     exchange = state.exchange if state.mesh.world > 1 else alone
     progress, rollbacks, left_out = state.progress, state.guard.rollbacks, state.guard.left_out
-    steps = sorted({step for each in gathered(saver.store.steps, exchange) for step in each if step <= saver.kept})
-    if saver.kept not in steps:
+    steps = sorted(
+        {step for each in gathered(saver.store.steps, exchange) for step in each if step <= saver.saved_step}
+    )
+    if saver.saved_step not in steps:
         return None
     state.grads.wait_param_gather()
     with ACTIVITY.during("loading"):

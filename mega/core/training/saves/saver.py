@@ -92,7 +92,7 @@ class Saver:
         self._proving = self._first_proving() if state.mesh.rank == 0 else None
         self._running: Future[tuple[int, float]] | None = None
         self._saved_step = state.progress.step if saved is None else saved
-        self.kept = self._saved_step
+        self.saved_step = self._saved_step
         """The newest step that is complete on disk, or the step at which the run has started."""
         self._stalled = 0.0
         """Seconds for which the run was stalled by the current save."""
@@ -203,7 +203,7 @@ class Saver:
 
     def _reported(self, done: tuple[int, float], how: str) -> None:
         step, seconds = done
-        self.kept, ACTIVITY.saved = step, (step, seconds, time.monotonic())
+        self.saved_step, ACTIVITY.saved = step, (step, seconds, time.monotonic())
         if self._proving is not None:
             self._proving.published(step)
         self.on_saved(step, self._stalled if how else seconds)

@@ -19,7 +19,7 @@ from mega.core.checkpoint.own.together import JsonExchange, alone, together
 from mega.core.config.resolve import last_step, profiled_steps
 from mega.core.config.run import RunConfig
 from mega.core.data.dataset import Dataset
-from mega.core.device import Device, kept_settings
+from mega.core.device import Device, restored_settings
 from mega.core.flops import model_flops_per_token
 from mega.core.parallel.collectives import gather_json
 from mega.core.parallel.mesh import Groups
@@ -35,7 +35,7 @@ from mega.core.training.kinds.pretraining import datasets, former_blends
 from mega.core.training.kinds.task import Task
 from mega.core.training.loop import Training
 from mega.core.training.metrics.meters import Meters
-from mega.core.training.metrics.output import print_line, slowly
+from mega.core.training.metrics.output import print_line, report_if_slow
 from mega.core.training.metrics.profiling import StepProfiler, missed
 from mega.core.training.policy import Guard
 from mega.core.training.probes import Probes
@@ -50,7 +50,7 @@ from mega.core.training.start.consistency import check_consistent, comparable
 from mega.core.training.start.inputs import Inputs, ResolvedRun, open_inputs
 from mega.core.training.start.introduce import introduce
 from mega.core.training.state import Progress, TrainState
-from mega.core.training.stop import StopSignal, deafen
+from mega.core.training.stop import StopSignal, ignore_signals
 from mega.core.training.wire import build_mesh, build_state
 from mega.core.untrusted import below
 from mega.core.words import count_words
@@ -116,7 +116,7 @@ def pretrain(resolved: ResolvedRun) -> int:
     try:
         code = train(resolved).code
     except KeyboardInterrupt:
-        deafen()  # the process ends: a further Ctrl-C must not interrupt the exit
+        ignore_signals()  # the process ends: a further Ctrl-C must not interrupt the exit
         raise
     end_together(world_from_env().rank, resolved.run.runtime.timeout_minutes)
     disconnect()
@@ -130,7 +130,7 @@ def train(resolved: ResolvedRun, *, quiet: bool = False) -> TrainingResult:
     other failures.
     """
     with contextlib.ExitStack() as resources:
-        resources.enter_context(kept_settings())
+        resources.enter_context(restored_settings())
         inputs, world, device, groups = open_rank(resolved, quiet=quiet)
         with ACTIVITY.during("loading"):
             training = start(
@@ -147,7 +147,10 @@ def open_rank(resolved: ResolvedRun, *, quiet: bool = False) -> tuple[Inputs, Wo
     world, device, groups = connect(
         runtime.device, runtime.backend, runtime.timeout_minutes, runtime.phase_timeout_minutes
     )
-    with ACTIVITY.during("building caches"), slowly("opening tokenizer and data", quiet=quiet or world.rank > 0):
+    with (
+        ACTIVITY.during("building caches"),
+        report_if_slow("opening tokenizer and data", quiet=quiet or world.rank > 0),
+    ):
         inputs = open_inputs(resolved)  # after `connect`, so that the roll call can report a slow rank
     if runtime.deterministic:
         device.deterministic()
@@ -179,10 +182,10 @@ def begin(
         f"making a model of {count_words(parameters(run.model))} parameters, its gradients and its optimizer's state"
     )
     quiet = rank > 0 or report is discard
-    with slowly(message, quiet=quiet):
+    with report_if_slow(message, quiet=quiet):
         state, kind = build_state(run, mesh, device), kind_of(run)
     state.guard.level = inputs.level()
-    with slowly("loading weights", quiet=quiet):
+    with report_if_slow("loading weights", quiet=quiet):
         point = _resume(state, exchange, report)
     if point is not None:
         check_corpora(run, point, inputs.datasets)
@@ -277,7 +280,7 @@ def _stop(state: TrainState) -> StopSignal:
         state.device.torch,
         on_signal=run.runtime.exit_on_signal,
         minutes=run.runtime.exit_minutes,
-        speaks=mesh.rank == 0,
+        prints=mesh.rank == 0,
     )
     stop.outlook.place = run.checkpoint.save
     return stop
