@@ -91,7 +91,7 @@ def span_rectangles(shape: tuple[int, ...], begin: int, end: int) -> list[tuple[
     rectangles: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     while begin < end:
         row, column = divmod(begin, columns)
-        if column or end - begin < columns:
+        if column or end - begin < columns:  # part of a row
             width = min(columns - column, end - begin)
             rectangles.append(((row, column), (1, width)))
             begin += width

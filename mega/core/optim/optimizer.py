@@ -149,6 +149,8 @@ class Optimizer:
     ) -> None:
         """Update by one kernel per bucket. The kernel reads from the device whether to skip, so the host does not
         wait."""
+        # Computed in float64 on the device: 1 - beta^t loses digits in float32, and `t` is a device value, because only
+        # the device knows which steps were skipped.
         t = self._updates
         scalars = torch.stack([finite.double(), factor.double(), 1 - rule.beta1**t, 1 - rule.beta2**t]).float()
         for owned in self.shards:

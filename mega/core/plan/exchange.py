@@ -113,7 +113,7 @@ def _clock(orders: Sequence[Sequence[Compute]], stages: int, chunks: int) -> lis
             needed = needs(act, stage, last)
             if needed is not None:
                 if needed not in produced:
-                    waiting[needed] = rank
+                    waiting[needed] = rank  # a piece of cargo has one consumer, so one rank waits for it
                     break
                 slot = max(slot, produced[needed])
             starting.append(slot)

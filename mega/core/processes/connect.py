@@ -49,11 +49,12 @@ def connect(
     if world.size > 1 and not dist.is_initialized():
         if device.backend == "nccl" and not device.is_cuda:
             raise ValueError("--backend nccl: needs CUDA devices, and these ranks are on CPUs; valid: auto, gloo")
+        # On a single host the loopback interface always works, also without a network.
         if world.local_size == world.size and device.backend == "gloo":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         if device.backend == "gloo":
             _check_interfaces()
-        flight.record()
+        flight.record()  # before any group exists
         store = meet(world, timeout_minutes)
         choose_interface(store, world)
         with _naming_interface():

@@ -206,7 +206,7 @@ class Leader:
                 for member in running:
                     member.wire.send({"stop": ""})
             if running and self._stopping and time.monotonic() > self._since + ENDING:
-                for member in running:
+                for member in running:  # closed connections count as lost hosts, so the next attempt can start
                     member.wire.close()
             elif not running:
                 self._decide(self._endings)

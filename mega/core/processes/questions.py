@@ -64,6 +64,7 @@ class Questions:
         stop: whether the ranks that have answered are enough. answers: also answer questions while waiting, so that
         ranks can ask each other; if another rank has just asked, use the answers to its question.
         """
+        # Many ranks may suspect at the same moment: one question serves all of them, and spares the store.
         if answers and time.monotonic() < self._answered_at + 2 * self._look:
             number = self._answered
         else:

@@ -121,6 +121,7 @@ def their_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
     backbone = model.base_model
     stem = "h" if hasattr(backbone, "h") else "layers"
     block: Any = type(getattr(backbone, stem)[0])
+    # Only the construction must see fewer layers: blocks read their number and kind from the whole config.
     config.num_hidden_layers = count
     if kinds is not None:
         config.layer_types = kinds

@@ -70,7 +70,7 @@ class Evaluation:
         terms = state.stages[0].terms
         means = dict(zip(state.pipeline.names, (sums[:, 0] / sums[:, 1]).tolist(), strict=True))
         weights = dict(zip(state.pipeline.names, sums[:, 1].tolist(), strict=True))
-        for name in architecture(state.run.model).training_losses:
+        for name in architecture(state.run.model).training_losses:  # not computed in evaluation: their weight is 0
             if not weights.get(name, 1.0):
                 del means[name]
         terms = {name: coefficient for name, coefficient in terms.items() if name in means}

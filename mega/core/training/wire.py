@@ -53,6 +53,7 @@ def build_state(run: RunConfig, mesh: Mesh, device: Device) -> TrainState:
         for stage in stages:
             if not hasattr(stage, "with_full_params"):
                 raise ValueError(f"--zero 3: --family {run.model.family} keeps its weights whole; valid: 0, 1, 2")
+            # The stage gathers and frees the weights of each unit around its computation.
             stage.with_full_params = grads.with_full_params
     optimizer = Optimizer(
         grads,

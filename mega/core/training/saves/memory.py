@@ -242,6 +242,7 @@ class PeerCopies:
         ]
         for file in damaged:
             file.clear()
+        # Agreed before anything is sent: a rank that waits for a damaged copy would wait for ever.
         if any(self._state.exchange(bool(damaged))):
             return False
         head = torch.empty(HEADER, dtype=torch.uint8)

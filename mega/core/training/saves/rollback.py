@@ -43,6 +43,7 @@ def roll_back(state: TrainState, saver: Saver, report: Callable[[str], None]) ->
                 if isinstance(error, UnreadableError) or not steps:
                     raise
                 report(f"step {step} is passed over: {error}")
+    # `restore` has replaced the progress and the guard's records by those of the checkpoint: keep the current ones.
     restored = state.progress
     progress.skipped = restored.skipped + progress.step - restored.step
     progress.skipped_samples = restored.skipped_samples + progress.consumed - restored.consumed
