@@ -28,7 +28,7 @@ class Activity:
     """The current work of one process."""
 
     phase: str = "starting"
-    """One of `TRAINING`, or the phase of another verb."""
+    """A phase in `TRAINING`, or that of another verb."""
     step: int = 0
     """The newest step that has started."""
     act: Any = None

@@ -112,7 +112,7 @@ def lower_bound(plan: Plan, costs: Costs | None = None) -> float:
         work = plan.microbatches * total(passes, rank_stages)
         tail = total("B", range(rank)) + rank * travel if len(passes) == 2 else 0.0
         weights = plan.microbatches * total("W", rank_stages) if split else 0.0
-        # Weight gradients may run while the last gradient travels back, so the longer of the two counts.
+        # Weight gradients may run during the last backward transfers, so the longer of the two counts.
         bounds.append(head + work + max(tail, weights))
     return max(bounds)
 

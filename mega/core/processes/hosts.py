@@ -167,7 +167,7 @@ class Supervisor:
         if "refused" in answer:
             raise ValueError(answer["refused"])
         self._wire, self._leader, self._leader_name = wire, place, answer["welcome"][0]
-        if wire.closed:  # it broke before `self._wire` was set, so `lost` has ignored it
+        if wire.closed:  # the connection broke before `self._wire` was set, so `lost` ignored it
             lost()
 
     def _known(self) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def is_own(name: str) -> bool:
     >>> is_own("localhost"), is_own("127.0.1.1"), is_own("192.0.2.1")
     (True, True, False)
     """
-    address = own_address(name)  # the source address towards an own address is that address
+    address = own_address(name)  # for an address of this host this is the same address
     with contextlib.suppress(OSError, UnicodeError):
         addresses = {str(target[0]) for *_, target in socket.getaddrinfo(name, 1)} if address else set()
         return address in addresses or any(map(_is_loopback, addresses))  # the source for 127.0.1.1 is 127.0.0.1

@@ -59,7 +59,7 @@ class Judge:
     ):
         self.state, self.guard, self.saver, self.meters, self.report = state, guard, saver, meters, report
         self._stuck = 0
-        """Consecutive skipped steps that a lower loss scale cannot prevent, without spikes."""
+        """Consecutive skipped steps, except spikes and overflows that a lower loss scale can prevent."""
         self._limit: float | None = None
         """A loss above this limit is reported once."""
 

@@ -27,7 +27,7 @@ from mega.core.terminal import stderr_console
 from mega.core.training.metrics.output import print_line, warn
 from mega.core.training.metrics.trackers import Trackers, held_out_values, training_values
 
-if TYPE_CHECKING:  # needs a package of an extra
+if TYPE_CHECKING:  # imports optional packages
     from rich.progress import Progress, TaskID
     from torch.utils.tensorboard import SummaryWriter
 

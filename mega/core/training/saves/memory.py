@@ -113,7 +113,7 @@ class HostFiles:
         return next(file for file, header in self.headers() if (header["owner"], header["step"]) == (owner, step))
 
     def older(self, owner: int) -> StateFile:
-        """Of the two files of a rank, the one with the older step."""
+        """The file with the older step, among the two files of a rank."""
 
         def step(file: StateFile) -> int:
             header = file.read()

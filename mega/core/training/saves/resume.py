@@ -69,7 +69,7 @@ def find_resume_point(
 def _find(run: RunConfig, report: Callable[[str], None], exchange: JsonExchange) -> ResumePoint | None:
     """The checkpoint from which this run starts: --resume, else --load, else None; equal on all ranks.
 
-    Every rank searches, and the results are compared before any weight is read. Of the directory of a run, the newest
+    Every rank searches, and the results are compared before any weight is read. In the directory of a run, the newest
     step is chosen that all ranks see with equal content (`CheckpointStore.find`); a message names the ranks that do not
     trust a newer step, and why. A step that the user names is used or refused.
     Errors: ValueError on all ranks, if a named checkpoint is absent or damaged for any rank, or if there is no
