@@ -20,12 +20,12 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, gen
 from mega.core.activity import ACTIVITY, PATIENT, TRAINING
 
 FIGURES = {
-    "loss": "Of the last step",
+    "loss": "Loss of the last step",
     "lr": "Learning rate",
-    "grad_norm": "Norm of the last step's gradient",
-    "loss_scale": "Of fp16",
-    "consumed": "Samples since the training began",
-    "skipped": "Steps without an update since the training began",
+    "grad_norm": "Gradient norm of the last step",
+    "loss_scale": "Loss scale of fp16",
+    "consumed": "Training samples consumed since step 0",
+    "skipped": "Steps without an update since step 0",
 }
 """Column of a row of metrics that becomes a gauge -> its description."""
 
@@ -44,25 +44,31 @@ class Exporter:
         """The newest position of the process, and the time since which it is there."""
         every = self._registry = CollectorRegistry()
         self._figures: dict[str, Gauge] = {}
-        restarts = self._gauge("restarts", "Of this launch's ranks, by a launcher that counts them")
+        restarts = self._gauge("restarts", "Restarts of the ranks since the launch, if the launcher counts them")
         restarts.set(int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0))
         self._step = self._gauge("step", "Newest step whose numbers are known")
-        self._gauge("steps", "The last one of the run").set(steps)
+        self._gauge("steps", "Number of the last step").set(steps)
         self._gauge("goodput_ratio", "Share of the time since the start of this process that steps took").set_function(
             lambda: self._productive / max(time.monotonic() - self._began, 1e-9)
         )
-        self._gauge("seconds_since_move", "Since a step, a microbatch or a phase began").set_function(self._still)
+        self._gauge("seconds_since_move", "Seconds since a step, a microbatch or a phase has started").set_function(
+            self._still
+        )
         saved = "the newest saved step; NaN before the first of this process"
-        self._gauge("save_age_seconds", f"Since {saved}").set_function(_age)
-        self._gauge("save_seconds", f"Taken by {saved}").set_function(lambda: _saved(1))
+        self._gauge("save_age_seconds", f"Seconds since the save of {saved}").set_function(_age)
+        self._gauge("save_seconds", f"Duration of the save of {saved}").set_function(lambda: _saved(1))
         self._gauge("save_step", f"Number of {saved}").set_function(lambda: _saved(0))
-        phase = Gauge("mega_phase", "1 for what the process does", ("phase",), registry=every)
-        spent = Gauge("mega_phase_seconds", "Since the start of this process", ("phase",), registry=every)
+        phase = Gauge("mega_phase", "1 for the current phase of the process", ("phase",), registry=every)
+        spent = Gauge(
+            "mega_phase_seconds", "Seconds in each phase since the start of this process", ("phase",), registry=every
+        )
         self._spent, self._looked = dict.fromkeys(TRAINING, 0.0), self._began
         for name in TRAINING:
             phase.labels(name).set_function(partial(_is, name))
             spent.labels(name).set_function(partial(self._spent.__getitem__, name))
-        self._evaluated = Gauge("mega_evaluation", "By the newest evaluation", ("set", "figure"), registry=every)
+        self._evaluated = Gauge(
+            "mega_evaluation", "Results of the newest evaluation", ("set", "figure"), registry=every
+        )
         try:
             self._server = _Server(("", port), self._handler(), self._look)
         except OSError as error:
@@ -77,13 +83,13 @@ class Exporter:
         """Take the numbers of a step. row: of `Meters.step`. speed: further numbers by name; None is omitted."""
         self._productive += float(row["seconds"])
         self._step.set(step)
-        self._gauge("step_seconds", "Of the last step").set(row["seconds"])
+        self._gauge("step_seconds", "Duration of the last step").set(row["seconds"])
         for name, description in FIGURES.items():
             if row.get(name) is not None:
                 self._gauge(name, description).set(row[name])
         for name, value in speed.items():
             if value is not None:
-                self._gauge(name, "Of the last step, of one device").set(value)
+                self._gauge(name, "Value of the last step, per device").set(value)
 
     def evaluation(self, split: str, measured: Mapping[str, float]) -> None:
         for name, value in measured.items():
@@ -108,8 +114,8 @@ class Exporter:
 
     def slowest(self, rank: int, ratio: float) -> None:
         """Take the rank with the longest working time, and its ratio to the others."""
-        self._gauge("slowest_rank", "Whose own work takes longest").set(rank)
-        self._gauge("slowest_rank_ratio", "How many times as long as that of the others").set(ratio)
+        self._gauge("slowest_rank", "Rank with the longest working time").set(rank)
+        self._gauge("slowest_rank_ratio", "Working time of the slowest rank divided by that of the others").set(ratio)
 
     def _look(self) -> None:
         """Poll the activity: add the time since the previous poll to the current phase."""
