@@ -265,7 +265,7 @@ class Trainer:
             progress.skipped_samples += samples
         if self._saver is not None:
             if math.isfinite(numbers["loss"]):
-                self._saver.saw(progress.step, None if self._own_loss else numbers["loss"], applied)
+                self._saver.observe(progress.step, None if self._own_loss else numbers["loss"], applied)
             self._saver.look()
         norm = numbers["grad_norm"]
         return StepResult(progress.step, numbers["loss"], norm if applied else math.nan, rate, applied)

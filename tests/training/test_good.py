@@ -216,14 +216,14 @@ class Record:
 def test_a_step_is_good_after_sound_ones_or_the_last(tmp_path: Path) -> None:
     record = Record(tmp_path)
     for step in range(1, 7):
-        record.proving.saw(step, 4.0, applied=step != 3)  # a skipped one says nothing
+        record.proving.observe(step, 4.0, applied=step != 3)  # a skipped one says nothing
         if step in (1, 4):
             record.save(step)
         assert record.status() == ({1: "unproven"} if step < 4 else {1: ["unproven", "good"][step > 4], 4: "unproven"})
     record.proving.finished(clean=False)
     assert record.status() == {1: "good", 4: "unproven"} and record.store.verdicts()[4].sound_steps == 2
     again = Record(tmp_path, start=4)  # the count goes on
-    again.proving.saw(5, 4.0, applied=True)
+    again.proving.observe(5, 4.0, applied=True)
     assert again.status() == {1: "good", 4: "good"}
     last = Record(tmp_path, start=4)
     last.save(8)
@@ -234,15 +234,15 @@ def test_a_step_is_good_after_sound_ones_or_the_last(tmp_path: Path) -> None:
 def test_a_blow_up_that_passes_is_forgiven(tmp_path: Path) -> None:
     """Steps on trial are suspect from the blow-up on, as a kill may come any time, until enough sound ones follow."""
     record = Record(tmp_path)
-    record.proving.saw(1, 4.0, applied=True)
+    record.proving.observe(1, 4.0, applied=True)
     record.save(1)
-    record.proving.saw(2, 9.0, applied=True)
+    record.proving.observe(2, 9.0, applied=True)
     record.save(2)
     assert record.status() == {1: "suspect", 2: "suspect"}
     with pytest.raises(CheckpointError, match=r"none of the checkpoints \[1, 2\] can be trusted: it was saved while"):
         record.store.find()
     for step in range(3, 6):
-        record.proving.saw(step, 4.0, applied=True)
+        record.proving.observe(step, 4.0, applied=True)
         if step == 3:
             record.save(3)
             assert record.store.newest() == 3, "saved by a sound run, and no reason to pass it over"
@@ -253,7 +253,7 @@ def test_a_verdict_is_of_one_checkpoint(tmp_path: Path) -> None:
     """A step that is replaced is on trial afresh; without the file, or with a damaged one, no step is suspect."""
     record = Record(tmp_path)
     for step in (1, 2):
-        record.proving.saw(step, 4.0, applied=True)
+        record.proving.observe(step, 4.0, applied=True)
         record.save(step)
     record.proving.diverged("step 3: the loss is nan")
     printed: list[str] = []
@@ -271,9 +271,9 @@ def test_a_verdict_is_of_one_checkpoint(tmp_path: Path) -> None:
 
 def test_a_kill_right_after_a_save_loses_nothing(tmp_path: Path) -> None:
     record = Record(tmp_path)
-    record.proving.saw(1, 4.0, applied=True)
+    record.proving.observe(1, 4.0, applied=True)
     record.save(1)
-    record.proving.saw(2, 4.0, applied=True)
+    record.proving.observe(2, 4.0, applied=True)
     record.save(2, published=False)  # killed before anything is known of it
     assert record.status() == {1: "unproven"} and record.store.newest() == 2
 
@@ -282,16 +282,16 @@ def test_retention_leaves_the_best_by_validation_loss(tmp_path: Path) -> None:
     """Of the steps that were validated when they were saved, before or after the save; none that is suspect."""
     record = Record(tmp_path)
     for step, loss in ((1, 2.0), (2, 1.5), (3, 0.5), (4, 3.0)):
-        record.proving.judged(step, loss)
+        record.proving.record_validation(step, loss)
         record.save(step)
-    record.proving.judged(5, float("nan"))
+    record.proving.record_validation(5, float("nan"))
     record.save(5)
     verdicts = record.store.verdicts()
     assert [verdicts[step].valid_loss for step in range(1, 6)] == [2.0, 1.5, 0.5, 3.0, None]
     record.store.set_verdicts({**verdicts, 3: replace(verdicts[3], status="suspect")})
     assert retain(record.store, keep_last=1).removed == [1, 3, 4] and record.store.steps() == [2, 5]
     again = Proving(record.store, good_after=9, vocab=64, start=5, report=print)  # a resumed run knows of it
-    again.judged(5, 1.0)
+    again.record_validation(5, 1.0)
     assert retain(record.store, keep_last=1).removed == [2]
 
 

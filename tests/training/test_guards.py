@@ -279,7 +279,7 @@ def test_a_slow_rank_is_named_once_and_no_other(capsys: pytest.CaptureFixture[st
     for step in range(1, 1101):
         seconds = np.array([0.1] * 3 + [0.2] * 3) * noise.normal(1, 0.05, 6)
         seconds[4] *= 1.35 if 100 <= step < 140 else 1.0
-        named += [(step, rank) for rank, _, _ in stragglers.saw(step, seconds)]
+        named += [(step, rank) for rank, _, _ in stragglers.observe(step, seconds)]
     assert len(named) == 1 and named[0][1] == 4 and 100 < named[0][0] < 100 + 2 * WINDOW < 100 + REPEAT
 
 

@@ -24,7 +24,7 @@ from mega.core.training.stop import StopSignal
 class Evaluation:
     """Validations and the test of one run.
 
-    meters: on rank 0, else None. judged: called with the step and the loss of the first validation set.
+    meters: on rank 0, else None. on_validation: called with the step and the loss of the first validation set.
     last_validated: the step of the newest validation.
     """
 
@@ -35,10 +35,10 @@ class Evaluation:
         stop: StopSignal,
         meters: Meters | None,
         report: Callable[[str], None],
-        judged: Callable[[int, float], None] = lambda step, loss: None,
+        on_validation: Callable[[int, float], None] = lambda step, loss: None,
     ):
         self._state, self._task, self._stop, self._meters, self._report = state, task, stop, meters, report
-        self._judged, run = judged, state.run
+        self._on_validation, run = on_validation, state.run
         self._iterations, self._global_batch = run.evaluation.eval_iters, run.batch.global_batch
         self._microbatches = microbatches(run, state.mesh.world)
         self.last_validated: int | None = None
@@ -48,15 +48,15 @@ class Evaluation:
     def validate(self) -> None:
         self.last_validated = self._state.progress.step
         for number, one in enumerate(self._task.validation):
-            loss = self._judge(one)
+            loss = self._evaluate(one)
             if loss is not None and not number:
-                self._judged(self.last_validated, loss)
+                self._on_validation(self.last_validated, loss)
 
     def test(self) -> None:
         for one in self._task.test:
-            self._judge(one)
+            self._evaluate(one)
 
-    def _judge(self, held_out: HeldOut) -> float | None:
+    def _evaluate(self, held_out: HeldOut) -> float | None:
         """Evaluate a set over `iterations` global batches; returns the mean loss, or None if a request to stop
         interrupts it."""
         if not self._iterations:

@@ -85,7 +85,7 @@ class Judge:
         if math.isfinite(loss):
             self._check_rise(pending, loss)
             if self.saver is not None:
-                self.saver.saw(pending.step, loss, applied)
+                self.saver.observe(pending.step, loss, applied)
 
     def _reason(self, pending: Pending, loss: float, norm: float, broken: bool, applied: bool) -> str:
         """Why a step is not sound: "nan", "spike" or "". An overflow of gradients under a dynamic loss scale is not a

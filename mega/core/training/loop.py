@@ -224,7 +224,7 @@ class Training:
         """On rank 0, report from time to time the ranks that others wait for."""
         if self.stragglers is None or self.meters is None:
             return
-        for rank, ratio, words in self.stragglers.saw(step, self.stop.seconds):
+        for rank, ratio, words in self.stragglers.observe(step, self.stop.seconds):
             self.report(words)
             self.meters.event(step, "slow rank", rank=rank, ratio=round(ratio, 3))
         self.meters.slowest = self.stragglers.slowest

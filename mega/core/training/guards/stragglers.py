@@ -78,7 +78,7 @@ class Stragglers:
         self.slowest: tuple[int, float] | None = None
         """The slowest rank, and its ratio to the others in the newest steps."""
 
-    def saw(self, step: int, seconds: NDArray[np.float64]) -> Iterator[tuple[int, float, str]]:
+    def observe(self, step: int, seconds: NDArray[np.float64]) -> Iterator[tuple[int, float, str]]:
         """Take the working time of each rank in one step (0: unknown); yields (rank, ratio, message) of slow ranks."""
         self._steps += 1
         if self._steps <= IGNORED or len(seconds) < 2 or not (seconds > 0).all():

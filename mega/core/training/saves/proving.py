@@ -102,7 +102,7 @@ class Proving:
         self._trials = {each: trial for each, trial in self._trials.items() if each in existing or not trial.manifest}
         self._write()
 
-    def judged(self, step: int, loss: float) -> None:
+    def record_validation(self, step: int, loss: float) -> None:
         """Record the validation loss after `step`, before or after its save."""
         if not math.isfinite(loss):
             return
@@ -112,7 +112,7 @@ class Proving:
                 self._known[step] = replace(self._known[step], valid_loss=loss)
             self._write()
 
-    def saw(self, step: int, loss: float | None, applied: bool) -> None:
+    def observe(self, step: int, loss: float | None, applied: bool) -> None:
         """Take the loss of a step, and whether its update was applied; called for every step, in order. None: the loss
         is not comparable with that of a guess."""
         if loss is not None and self._limit == math.inf:

@@ -166,16 +166,16 @@ class Saver:
         if self._proving is not None:
             self._proving.finished(clean=clean)
 
-    def saw(self, step: int, loss: float | None, applied: bool) -> None:
+    def observe(self, step: int, loss: float | None, applied: bool) -> None:
         """Take the finite loss of a step, and whether it was applied; called for every step, in order, before a save of
         that step. None: the loss is not comparable with that of a guess."""
         if self._proving is not None:
-            self._proving.saw(step, loss, applied)
+            self._proving.observe(step, loss, applied)
 
-    def judged(self, step: int, loss: float) -> None:
+    def record_validation(self, step: int, loss: float) -> None:
         """Take the validation loss after a step: retention keeps the saved step with the lowest one."""
         if self._proving is not None:
-            self._proving.judged(step, loss)
+            self._proving.record_validation(step, loss)
 
     def diverged(self, why: str) -> None:
         """Called when the run ends because it has diverged: its newest saves are suspect, and a resume ignores them."""

@@ -220,7 +220,7 @@ def start(
     meters = _meters(run, state, steps, stop.fail, lines) if rank == 0 else None
     report = meters.report if meters is not None else discard
     saver = started.saver(report)
-    on_validation = saver.judged if saver is not None else lambda step, loss: None
+    on_validation = saver.record_validation if saver is not None else lambda step, loss: None
     evaluation = Evaluation(state, started.task, stop, meters, report, on_validation)
     sampler = _sampler(started.inputs, state, meters, report)
     due = routines(state, evaluation if started.task.validation else None, sampler, saver, started.copies, steps=steps)
