@@ -211,11 +211,11 @@ class Reading:
 class HostArray:
     """An asynchronous copy of a tensor to the host, which may submit more work before it reads the copy."""
 
-    def __init__(self, there: torch.Tensor):
-        self._here = there
-        if there.is_cuda:
-            self._here = torch.empty_like(there, device="cpu", pin_memory=True).copy_(there, non_blocking=True)
-        self._moment = Timestamp(there.device)
+    def __init__(self, tensor: torch.Tensor):
+        self._here = tensor
+        if tensor.is_cuda:
+            self._here = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+        self._moment = Timestamp(tensor.device)
 
     def numpy(self) -> NDArray[Any]:
         """Wait for the work submitted before this object was made, and return the array."""

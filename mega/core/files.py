@@ -36,9 +36,9 @@ def url_of(place: Path | str) -> str | None:
     return f"{match[1]}://{match[2]}" if match else None
 
 
-def fingerprint(about: Mapping[str, object]) -> str:
+def fingerprint(values: Mapping[str, object]) -> str:
     """sha256 of named values, in any order: the key of a result that is cached in a file."""
-    return hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def sampled_digest(path: Path) -> str:

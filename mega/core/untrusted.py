@@ -130,20 +130,20 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def below(found: object, *keys: str) -> dict[str, Json]:
+def below(value: object, *keys: str) -> dict[str, Json]:
     """Return the nested object under `keys`; an empty one if any of them is absent or not an object.
 
     >>> below({"config": {"model": {"layers": 2}}}, "config", "model"), below({"config": None}, "config", "model")
     ({'layers': 2}, {})
     """
     for key in keys:
-        found = found.get(key) if isinstance(found, dict) else None
-    return found if isinstance(found, dict) else {}
+        value = value.get(key) if isinstance(value, dict) else None
+    return value if isinstance(value, dict) else {}
 
 
-def numbers_below(found: object, *keys: str) -> dict[str, float]:
+def numbers_below(value: object, *keys: str) -> dict[str, float]:
     """Return the numbers in the nested object under `keys`."""
-    return {name: value for name, value in below(found, *keys).items() if isinstance(value, int | float)}
+    return {name: value for name, value in below(value, *keys).items() if isinstance(value, int | float)}
 
 
 def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 _REMAINING: dict[str, Callable[[float], float]] = {
-    "linear": lambda done: 1 - done,
-    "cosine": lambda done: 0.5 * (math.cos(math.pi * done) + 1),
-    "exponential": lambda done: float(2 * 0.5**done - 1),
-    "minus_sqrt": lambda done: 1 - math.sqrt(done),
+    "linear": lambda progress: 1 - progress,
+    "cosine": lambda progress: 0.5 * (math.cos(math.pi * progress) + 1),
+    "exponential": lambda progress: float(2 * 0.5**progress - 1),
+    "minus_sqrt": lambda progress: 1 - math.sqrt(progress),
 }
 """Progress of a decay, from 0 to 1 -> the remaining share of the difference to the final rate."""
 

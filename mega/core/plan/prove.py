@@ -40,8 +40,8 @@ def prove(plan: Plan) -> None:
     play(plan, duration=lambda act, stage: 1.0, transfer=0.0, overlap=False)
 
 
-def _same_order(route: Route, leaving: list[Cargo], arriving: list[Cargo]) -> None:
-    for sent_cargo, received_cargo in zip_longest(leaving, arriving):
+def _same_order(route: Route, sends: list[Cargo], recvs: list[Cargo]) -> None:
+    for sent_cargo, received_cargo in zip_longest(sends, recvs):
         if sent_cargo != received_cargo:
             sender, receiver, kind = route
             raise PlanError(
@@ -56,10 +56,10 @@ class _Rank:
         self,
         plan: Plan,
         rank: int,
-        leaving: dict[Route, list[Cargo]],
-        arriving: dict[Route, list[Cargo]],
+        sends: dict[Route, list[Cargo]],
+        recvs: dict[Route, list[Cargo]],
     ) -> None:
-        self.plan, self.rank, self.leaving, self.arriving = plan, rank, leaving, arriving
+        self.plan, self.rank, self.sends, self.recvs = plan, rank, sends, recvs
         self.last = plan.stages * plan.chunks - 1
         self.done: set[Cargo] = set()
         self.held: set[Cargo] = set()
@@ -106,7 +106,7 @@ class _Rank:
             if not self._leaves(cargo) or transfer.peer != self._destination(cargo):
                 raise self._error("sends to the wrong rank", transfer)
             self.gone.add(cargo)
-            self.leaving[self.rank, transfer.peer, transfer.kind].append(cargo)
+            self.sends[self.rank, transfer.peer, transfer.kind].append(cargo)
         for transfer in act.recvs:
             cargo = received(transfer, self.rank, self.plan.stages)
             if cargo in self.held:
@@ -114,16 +114,16 @@ class _Rank:
             if transfer.peer != cargo[2] % self.plan.stages or transfer.peer == self.rank:
                 raise self._error("receives from the wrong rank", transfer)
             self.held.add(cargo)
-            self.arriving[transfer.peer, self.rank, transfer.kind].append(cargo)
+            self.recvs[transfer.peer, self.rank, transfer.kind].append(cargo)
 
-    def _destination(self, made: Cargo) -> int | None:
+    def _destination(self, cargo: Cargo) -> int | None:
         """The rank that needs the output of a compute; None if no rank does."""
-        kind, _, stage = made
+        kind, _, stage = cargo
         to = stage + {"F": 1, "B": -1, "W": 0}[kind]
         return to % self.plan.stages if kind != "W" and 0 <= to <= self.last else None
 
-    def _leaves(self, made: Cargo) -> bool:
-        return self._destination(made) not in (None, self.rank)
+    def _leaves(self, cargo: Cargo) -> bool:
+        return self._destination(cargo) not in (None, self.rank)
 
-    def _error(self, what: str, about: object) -> PlanError:
-        return PlanError(f"{self.plan.kind}: rank {self.rank} {what}: {str(about)[:200]}")
+    def _error(self, problem: str, subject: object) -> PlanError:
+        return PlanError(f"{self.plan.kind}: rank {self.rank} {problem}: {str(subject)[:200]}")

@@ -246,9 +246,9 @@ class Supervisor:
                 continue
         raise OSError(f"host {self._leader_name}, which led the others, was lost, and no other host is reached")
 
-    def _move(self, known: dict[str, Any], place: Place) -> None:
-        """Join another leader, by order of the current one. known: the state for the new leader."""
-        former, self._moved = self._wire, known
+    def _move(self, state: dict[str, Any], place: Place) -> None:
+        """Join another leader, by order of the current one. state: for the new leader."""
+        former, self._moved = self._wire, state
         try:
             self._join(place)
         except OSError:  # the new leader is lost already: stay

@@ -273,7 +273,7 @@ def _follow_parent() -> None:
         os._exit(1)
 
 
-def _supervise(ranks: list[BaseProcess], found: _Endings, bell: Connection | None) -> Ending | None:
+def _supervise(ranks: list[BaseProcess], endings: _Endings, bell: Connection | None) -> Ending | None:
     """Wait until all ranks have succeeded, one has failed, or `bell` has data to read. After a forwarded signal the
     bell is ignored: the ranks save, also if other hosts have ended.
 
@@ -282,8 +282,8 @@ def _supervise(ranks: list[BaseProcess], found: _Endings, bell: Connection | Non
     """
     running = {process.sentinel: process for process in ranks}
     with _passing_signals(ranks) as signals:
-        while running and time.monotonic() < found.deadline:
-            seconds = None if found.deadline == math.inf else max(0.0, found.deadline - time.monotonic())
+        while running and time.monotonic() < endings.deadline:
+            seconds = None if endings.deadline == math.inf else max(0.0, endings.deadline - time.monotonic())
             ready = wait([*running, *([] if bell is None else [bell])], seconds)
             ended = [running.pop(sentinel) for sentinel in list(running) if sentinel in ready]
             for process in sorted(ended, key=lambda process: process.exitcode or 0):  # the killed ones first
@@ -291,14 +291,14 @@ def _supervise(ranks: list[BaseProcess], found: _Endings, bell: Connection | Non
                     write_error(f"mega: {server_ending}\n")
                     _kill(ranks)
                     return Ending(1, server_ending, cause=True, here=True)
-                found.add(process)
+                endings.add(process)
             if bell in ready and signals.number:
                 bell = None
-            elif bell in ready and not found.failed:
+            elif bell in ready and not endings.failed:
                 return None
             elif bell in ready:
                 break
-    return found.ending(signals.number)
+    return endings.ending(signals.number)
 
 
 class _Endings:
@@ -332,9 +332,9 @@ class _Endings:
             self.failed = 128 - code if code < 0 else code
             self.deadline = time.monotonic() + (self._patience if code < 0 else PATIENCE)
 
-    def ending(self, asked: int) -> Ending:
-        """The common ending. asked: the signal that this process has forwarded, or 0. After a signal every ending is
-        final, and a failure that is only a consequence has the exit code of the signal."""
+    def ending(self, stop_signal: int) -> Ending:
+        """The common ending. stop_signal: the signal that this process has forwarded, or 0. After a signal every ending
+        is final, and a failure that is only a consequence has the exit code of the signal."""
         if self._interrupted and not self.failed:
             return Ending(INTERRUPTED, "interrupted", final=True)
         if not self.failed:
@@ -342,15 +342,15 @@ class _Endings:
         if self._killed:
             name, ending = self._killed[0]
             line = f"{name} {ending.partition(':')[0]}"
-            return Ending(self.failed, line, cause=True, here=True, final=bool(asked))
+            return Ending(self.failed, line, cause=True, here=True, final=bool(stop_signal))
         reports = sorted(exit_notes(self._prefix).items(), key=lambda note: (note[1].kind == "consequence", note[0]))
         if not reports:
-            return Ending(self.failed, f"a rank ended with exit code {self.failed}", final=bool(asked))
+            return Ending(self.failed, f"a rank ended with exit code {self.failed}", final=bool(stop_signal))
         rank, report = reports[0]
         last = report.text.rstrip().splitlines()[-1] if report.text.strip() else ""
         line = last if report.kind == "verdict" else f"rank {rank}: {last}"
-        final, cause = bool(asked) or report.permanent, report.kind != "consequence"
-        code = 128 + asked if asked and not cause else self.failed
+        final, cause = bool(stop_signal) or report.permanent, report.kind != "consequence"
+        code = 128 + stop_signal if stop_signal and not cause else self.failed
         return Ending(code, line, cause, cause and report.kind != "verdict", final)
 
 

@@ -321,10 +321,10 @@ def _spare(member: _Member, restarts: Restarts, hosts: int) -> None:
     member.spare = True
 
 
-def _differ(there: Mapping[str, object], here: Mapping[str, object]) -> list[str]:
+def _differ(joining: Mapping[str, object], leading: Mapping[str, object]) -> list[str]:
     """The values that differ between two hosts, at most SHOWN of them."""
-    names = [name for name in {**here, **there} if name != "alike" and there.get(name) != here.get(name)]
-    parts = [f"{name} {there.get(name)}, here {here.get(name)}" for name in names[:SHOWN]]
+    names = [name for name in {**leading, **joining} if name != "alike" and joining.get(name) != leading.get(name)]
+    parts = [f"{name} {joining.get(name)}, here {leading.get(name)}" for name in names[:SHOWN]]
     return [*parts, f"and {len(names) - SHOWN} more"] if len(names) > SHOWN else parts
 
 
@@ -359,16 +359,16 @@ def _listen_to(wire: Wire, events: Events) -> None:
     wire.start(lambda message: events.put((wire, message)), lambda: events.put((wire, None)))
 
 
-def _send_leaders(members: Collection[_Member], here: str) -> None:
+def _send_leaders(members: Collection[_Member], leader_address: str) -> None:
     """Send all hosts the addresses of all leaders, in the order in which hosts joined."""
-    leaders = [[_reached(member, here), member.port] for member in members]
+    leaders = [[_reached(member, leader_address), member.port] for member in members]
     for member in members:
         member.wire.send({"leaders": leaders})
 
 
-def _reached(member: _Member, here: str) -> str:
+def _reached(member: _Member, leader_address: str) -> str:
     """The address by which other hosts reach a member. The leader's host may have joined by a loopback address."""
-    return here if here and member.address.startswith("127.") else member.address
+    return leader_address if leader_address and member.address.startswith("127.") else member.address
 
 
 def _is_to_come(first: Place, port: int, runs: bool) -> bool:

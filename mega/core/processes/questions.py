@@ -55,7 +55,7 @@ class Questions:
     def ask(
         self,
         seconds: float,
-        stop: Callable[[Collection[int]], bool] = lambda found: False,
+        stop: Callable[[Collection[int]], bool] = lambda answered: False,
         *,
         answers: bool = False,
     ) -> dict[int, Position]:
@@ -88,7 +88,7 @@ class Questions:
     def silent(self, seconds: float) -> list[int]:
         """The ranks that have neither left nor answered within `seconds`."""
         ranks = set(range(self._world))
-        positions = self.ask(seconds, lambda found: ranks - self.left() <= set(found))
+        positions = self.ask(seconds, lambda answered: ranks - self.left() <= set(answered))
         return sorted(ranks - set(positions) - self.left())
 
     def leave(self) -> None:

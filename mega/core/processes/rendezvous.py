@@ -197,11 +197,11 @@ def reach(address: str, port: int, deadline: float, minutes: float | None = None
         time.sleep(0.1)
 
 
-def _missing(store: dist.Store, world: World, listed: Mapping[str, Any], minutes: float) -> str:
+def _missing(store: dist.Store, world: World, acknowledged: Mapping[str, Any], minutes: float) -> str:
     """The message about missing ranks, after the time limit."""
     missing = [0]  # without a list: rank 0 writes it
-    if listed:
-        name, tokens = listed["name"], listed["tokens"]
+    if acknowledged:
+        name, tokens = acknowledged["name"], acknowledged["tokens"]
         present = [rank for rank in map(int, tokens) if _text(store, f"here/{name}/{rank}") == tokens[str(rank)]]
         missing = sorted(set(range(world.size)) - set(present))
     address = "" if MEETING_FILE in os.environ else f" at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"

@@ -212,7 +212,7 @@ class RollCall:
         """
         stood, standing, moves = self._standing(), since < math.inf, list[bool]()
 
-        def stop(found: Collection[int]) -> bool:
+        def stop(answered: Collection[int]) -> bool:
             moves.extend([True] if self._closed.is_set() or (standing and self._standing() != stood) else [])
             return bool(moves)
 
@@ -230,7 +230,7 @@ class RollCall:
         return until
 
     def _ask(
-        self, seconds: float, stop: Callable[[Collection[int]], bool] = lambda found: False, answers: bool = False
+        self, seconds: float, stop: Callable[[Collection[int]], bool] = lambda answered: False, answers: bool = False
     ) -> dict[int, Position]:
         """`Questions.ask` with a time limit. Errors: TimeoutError if the store does not answer."""
         return self._in_time(lambda: self.questions.ask(seconds, stop, answers=answers), seconds + SILENT)

@@ -179,11 +179,11 @@ def batch_tasks(environ: Mapping[str, str]) -> int:
     return int(tasks) if int(tasks) > 1 else 0
 
 
-def _said_by_another(environ: Mapping[str, str], launcher: _Launcher, several: list[_Launcher]) -> bool:
+def _said_by_another(environ: Mapping[str, str], launcher: _Launcher, launchers: list[_Launcher]) -> bool:
     """Whether only RANK or WORLD_SIZE is set, as scripts export it, and another launcher sets both with the same
     value."""
     partial = (environ.get(launcher.rank), environ.get(launcher.size))
-    pairs = [(environ.get(other.rank), environ.get(other.size)) for other in several if other is not launcher]
+    pairs = [(environ.get(other.rank), environ.get(other.size)) for other in launchers if other is not launcher]
     return any(None not in pair and (partial[0] == pair[0] or partial[1] == pair[1]) for pair in pairs)
 
 

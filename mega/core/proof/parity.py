@@ -69,17 +69,18 @@ class Measure:
     accurate reference this second rule is the stricter one and changes nothing.
     """
 
-    def __init__(self, mine: torch.Tensor, exact: torch.Tensor | None, bound: float, floor: float):
-        self.mine, self.exact, self.bound = mine, exact, bound
-        self.scale = max(float(mine.abs().max()), floor)
-        self.rounding = 0.0 if exact is None else float((mine - exact).abs().max())
+    def __init__(self, reference: torch.Tensor, exact: torch.Tensor | None, bound: float, floor: float):
+        self.reference, self.exact, self.bound = reference, exact, bound
+        self.scale = max(float(reference.abs().max()), floor)
+        self.rounding = 0.0 if exact is None else float((reference - exact).abs().max())
 
-    def __call__(self, theirs: torch.Tensor, start: Sequence[int] | None = None) -> tuple[float, float]:
-        """(error, share of the allowed error) of `theirs`: the whole tensor, or a rectangle that begins at `start`."""
-        error = float((theirs - _cut(self.mine, start, theirs)).abs().max()) / self.scale
+    def __call__(self, gradient: torch.Tensor, start: Sequence[int] | None = None) -> tuple[float, float]:
+        """(error, share of the allowed error) of the whole tensor's gradient, or of a rectangle that begins at
+        `start`."""
+        error = float((gradient - _cut(self.reference, start, gradient)).abs().max()) / self.scale
         share = error / self.bound
         if self.exact is not None and self.rounding > 0:
-            distance = float((theirs - _cut(self.exact, start, theirs)).abs().max())
+            distance = float((gradient - _cut(self.exact, start, gradient)).abs().max())
             share = min(share, distance / (ROUNDING * self.rounding))
         return error, share
 

@@ -63,8 +63,9 @@ class Judge:
         self._limit: float | None = None
         """A loss above this limit is reported once."""
 
-    def judge(self, pending: Pending, numbers: dict[str, float], *, there: bool) -> None:
-        """Check a step, and remove its internal numbers from `numbers`. there: its gradients have not been overwritten.
+    def judge(self, pending: Pending, numbers: dict[str, float], *, has_gradients: bool) -> None:
+        """Check a step, and remove its internal numbers from `numbers`. has_gradients: its gradients have not been
+        overwritten.
 
         Errors: FloatingPointError if the run ends.
         """
@@ -78,7 +79,7 @@ class Judge:
             progress.skipped_samples += pending.samples
         reason = self._reason(pending, loss, norm, broken, applied)
         if reason:
-            self._act(pending, reason, loss, norm, there)
+            self._act(pending, reason, loss, norm, has_gradients)
         elif applied:
             self.state.guard.add(loss, norm)
         self._check_stuck(pending.step, applied, reason)
@@ -102,7 +103,7 @@ class Judge:
         copy may be damaged."""
         return all(self.state.exchange(math.isfinite(loss)))
 
-    def _act(self, pending: Pending, reason: str, loss: float, norm: float, there: bool) -> None:
+    def _act(self, pending: Pending, reason: str, loss: float, norm: float, has_gradients: bool) -> None:
         """React to an unsound step by the policy, equally on all ranks. Errors: FloatingPointError if the run ends."""
         policy, step, scaler = self.guard.policy(reason), pending.step, self.state.scaler
         if reason == "nan" and not self._all_finite(loss):
@@ -124,7 +125,7 @@ class Judge:
                 message += f", and {LASTING} steps in a row are spikes: from here on, what is usual is learned again"
         else:
             sums = [] if pending.sums is None else pending.sums.numpy().tolist()
-            broken = broken_tensors(self.state, pending.batches, sums, gradients=there)
+            broken = broken_tensors(self.state, pending.batches, sums, gradients=has_gradients)
             all_are_finite = "of weights, moments, gradients and outputs of layers that are all finite"
             message += f", {all_are_finite}" if broken is None else f": {broken.words}"
             # A skip leaves weights and moments as they are, so it cannot repair them.
@@ -146,32 +147,32 @@ class Judge:
         message = f"step {progress.step}: {error.words}"
         self._leave_out(self._rolled_back(left_out, message), policy, message)
 
-    def _leave_out(self, found: LeftOut, policy: str, what: str) -> None:
-        self.state.guard.left_out.append(found)
-        self._event(found, policy)
-        action = "its batch is left out" if found.to is None else f"back at the state of step {found.to}"
-        self.report(f"{what}: {action}; samples {found.first:,} to {found.end - 1:,} change nothing")
+    def _leave_out(self, record: LeftOut, policy: str, message: str) -> None:
+        self.state.guard.left_out.append(record)
+        self._event(record, policy)
+        action = "its batch is left out" if record.to is None else f"back at the state of step {record.to}"
+        self.report(f"{message}: {action}; samples {record.first:,} to {record.end - 1:,} change nothing")
 
-    def _rolled_back(self, found: LeftOut, what: str) -> LeftOut:
-        """Roll back; returns `found` with all samples since the restored step. Errors: FloatingPointError."""
+    def _rolled_back(self, record: LeftOut, message: str) -> LeftOut:
+        """Roll back; returns `record` with all samples since the restored step. Errors: FloatingPointError."""
         most = self.guard.options.max_rollbacks
         if not self.guard.may_roll_back():
-            raise self._end(found, f"{what}: this would be rollback {most + 1}, and --max-rollbacks is {most}")
+            raise self._end(record, f"{message}: this would be rollback {most + 1}, and --max-rollbacks is {most}")
         assert self.saver is not None
         back = roll_back(self.state, self.saver, self.report)
         if back is None:
-            raise self._end(found, f"{what}: nothing was saved yet, so that there is no step to go back to")
-        return replace(found, first=back.consumed, to=back.step)
+            raise self._end(record, f"{message}: nothing was saved yet, so that there is no step to go back to")
+        return replace(record, first=back.consumed, to=back.step)
 
-    def _end(self, found: LeftOut, text: str) -> FloatingPointError:
+    def _end(self, record: LeftOut, text: str) -> FloatingPointError:
         """The error that ends the run; it is also recorded as an event."""
-        self._event(found, "stop")
+        self._event(record, "stop")
         return FloatingPointError(text)
 
-    def _event(self, found: LeftOut, policy: str) -> None:
+    def _event(self, record: LeftOut, policy: str) -> None:
         if self.meters is not None:
-            samples = [found.first, found.end]
-            self.meters.event(found.step, found.reason, policy=policy, samples=samples, to=found.to)
+            samples = [record.first, record.end]
+            self.meters.event(record.step, record.reason, policy=policy, samples=samples, to=record.to)
 
     def _check_rise(self, pending: Pending, loss: float) -> None:
         """Report once if the loss exceeds LIMIT (proving.py) times that of a random guess and of the first step."""

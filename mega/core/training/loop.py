@@ -202,7 +202,7 @@ class Training:
             return
         progress, numbers = self.state.progress, pending.numbers.numbers()
         self.last = numbers
-        self.judge.judge(pending, numbers, there=not self.state.device.is_cuda or self._must_read)
+        self.judge.judge(pending, numbers, has_gradients=not self.state.device.is_cuda or self._must_read)
         pending.flag.read()
         self._find_stragglers(pending.step)
         if self.meters is not None:

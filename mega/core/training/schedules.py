@@ -73,8 +73,8 @@ class Schedules:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_state_dict(cls, state: object, where: str) -> Schedules:
-        """The schedules of a `state_dict`. Errors: CheckpointError naming `where` it comes from."""
+    def from_state_dict(cls, state: object, source: str) -> Schedules:
+        """The schedules of a `state_dict`. Errors: CheckpointError naming its `source`."""
         try:
             loaded = cls(_stored(LearningRate, below(state, "lr")), _stored(WeightDecay, below(state, "weight_decay")))
             # Untrusted numbers may overflow or divide by 0: evaluate the ends of all pieces of the curve.
@@ -82,7 +82,7 @@ class Schedules:
                 loaded.lr(samples)
             return loaded
         except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-            raise CheckpointError(f"{where}: its schedule is not one that this version knows ({error})") from None
+            raise CheckpointError(f"{source}: its schedule is not one that this version knows ({error})") from None
 
     def differences(self, other: Schedules) -> Iterator[tuple[str, object, object]]:
         """Yield (flag, value here, value in `other`) of every value that has an effect and differs."""
@@ -122,19 +122,19 @@ def _effective(schedules: Schedules) -> dict[str, object]:
     return {name: value for name, value in values.items() if name not in ignored}
 
 
-def resumed_schedules(run: RunConfig, meta: Mapping[str, Json], where: str) -> Schedules:
-    """The schedules of a run that resumes from the checkpoint `where` with the metadata `meta`.
+def resumed_schedules(run: RunConfig, meta: Mapping[str, Json], source: str) -> Schedules:
+    """The schedules of a run that resumes from the checkpoint `source` with the metadata `meta`.
 
     Errors: CheckpointError naming each flag that differs, unless the run chooses a schedule.
     """
     requested, state = Schedules.of(run), meta.get("schedule")
     if state is None or run.checkpoint.override_schedule:  # imported weights have no schedule
         return requested
-    stored = Schedules.from_state_dict(state, where)
+    stored = Schedules.from_state_dict(state, source)
     if run.checkpoint.use_checkpoint_schedule:
         return stored
     lines = [
-        f"{flag} {value}: the checkpoint {where} has {stored_value}; must be the same, or choose which counts with "
+        f"{flag} {value}: the checkpoint {source} has {stored_value}; must be the same, or choose which counts with "
         "--override-schedule or --use-checkpoint-schedule"
         for flag, value, stored_value in requested.differences(stored)
     ]

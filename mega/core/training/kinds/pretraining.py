@@ -46,7 +46,7 @@ def plain_datasets(run: RunConfig, tokenizer: Tokenizer | None, phases: Sequence
     )
 
 
-def _retrieving(run: RunConfig, found: Datasets, tokenizer: Tokenizer | None) -> Datasets:
+def _retrieving(run: RunConfig, plain: Datasets, tokenizer: Tokenizer | None) -> Datasets:
     """Add the neighbours of chunks to datasets. Errors: ValueError of `with_neighbours`."""
     from pathlib import Path
 
@@ -54,7 +54,7 @@ def _retrieving(run: RunConfig, found: Datasets, tokenizer: Tokenizer | None) ->
 
     model = run.model
     return with_neighbours(
-        found,
+        plain,
         Path(run.data.retro or ""),
         tokenizer,
         length=model.retro_chunk_length,

@@ -107,9 +107,9 @@ class Exporter:
         self._server.shutdown()
         self._server.server_close()
 
-    def _gauge(self, name: str, about: str) -> Gauge:
+    def _gauge(self, name: str, description: str) -> Gauge:
         if name not in self._figures:
-            self._figures[name] = Gauge(f"mega_{name}", about, registry=self._registry)
+            self._figures[name] = Gauge(f"mega_{name}", description, registry=self._registry)
         return self._figures[name]
 
     def slowest(self, rank: int, ratio: float) -> None:

@@ -280,9 +280,9 @@ def fitting(fields: Sequence[tuple[float, str]], columns: float = COLUMNS) -> st
     return line
 
 
-def _shown(how: str, value: float | None) -> str:
+def _shown(template: str, value: float | None) -> str:
     """Format a number; None gives an empty text."""
-    return "" if value is None else how.format(value)
+    return "" if value is None else template.format(value)
 
 
 def _extras(row: Mapping[str, float]) -> list[tuple[float, str]]:

@@ -139,16 +139,16 @@ def _line(error: Exception) -> str:
 class WandbTracker:
     """A run of Weights & Biases. WANDB_MODE=offline stores it next to the metrics."""
 
-    def __init__(self, options: LogConfig, known: str | None, last: int, settings: Mapping[str, Mapping[str, object]]):
+    def __init__(self, options: LogConfig, run_id: str | None, last: int, settings: Mapping[str, Mapping[str, object]]):
         wandb = importlib.import_module("wandb")
-        self.since = last if known is not None else 0
-        self.id = options.wandb_id or known or uuid.uuid4().hex[:8]
+        self.since = last if run_id is not None else 0
+        self.id = options.wandb_id or run_id or uuid.uuid4().hex[:8]
         name = options.wandb_name and f"{options.wandb_name}-{time.strftime('%Y-%m-%d-%H-%M-%S')}"
         try:
             self._run = wandb.init(
                 project=options.wandb_project or PROJECT,
                 entity=options.wandb_entity,
-                name=name if known is None else None,
+                name=name if run_id is None else None,
                 id=self.id,
                 resume="must" if options.wandb_id else "allow",
                 dir=options.wandb_dir or os.path.dirname(os.path.abspath(options.metrics)),
@@ -170,7 +170,7 @@ class WandbTracker:
 class MlflowTracker:
     """A run of an MLflow experiment, at a server or in a folder."""
 
-    def __init__(self, options: LogConfig, known: str | None, settings: Mapping[str, Mapping[str, object]]):
+    def __init__(self, options: LogConfig, run_id: str | None, settings: Mapping[str, Mapping[str, object]]):
         mlflow = importlib.import_module("mlflow")
         entities = importlib.import_module("mlflow.entities")
         self._metric, self.since = entities.Metric, 0
@@ -179,17 +179,17 @@ class MlflowTracker:
             name = options.mlflow_experiment
             existing = self._client.get_experiment_by_name(name)
             experiment = existing.experiment_id if existing is not None else self._client.create_experiment(name)
-            if known is None:
+            if run_id is None:
                 self.id = str(self._client.create_run(experiment, run_name=options.wandb_name).info.run_id)
                 flat = {f"{table}.{key}": value for table, keys in settings.items() for key, value in keys.items()}
                 for key, value in flat.items():
                     if value is not None:
                         self._client.log_param(self.id, key, str(value)[:500])
                 return
-            self.id = known
-            history = self._client.get_metric_history(known, NAMES["loss"])
+            self.id = run_id
+            history = self._client.get_metric_history(run_id, NAMES["loss"])
             self.since = max((point.step for point in history), default=0)
-            self._client.update_run(known, status="RUNNING")
+            self._client.update_run(run_id, status="RUNNING")
         except Exception as error:
             raise ValueError(f"--mlflow-uri {options.mlflow_uri}: {_line(error)}") from None
 

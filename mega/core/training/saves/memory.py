@@ -224,15 +224,16 @@ class PeerCopies:
             assert work is not None
             work.wait()
 
-    def _fetch(self, step: int, met: Sequence[Mapping[int, Sequence[int]]]) -> bool:
+    def _fetch(self, step: int, host_steps: Sequence[Mapping[int, Sequence[int]]]) -> bool:
         """Restore a step: each rank from its own host's memory, else from the first rank whose host has its copy.
 
         Returns False if a copy was damaged; such copies are cleared.
         """
         rank, local = self._state.mesh.rank, self._world.local_size
-        missing_owners = [owner for owner, each in enumerate(met) if step not in each.get(owner, ())]
+        missing_owners = [owner for owner, each in enumerate(host_steps) if step not in each.get(owner, ())]
         sources = {
-            owner: next(r for r, each in enumerate(met) if step in each.get(owner, ())) for owner in missing_owners
+            owner: next(r for r, each in enumerate(host_steps) if step in each.get(owner, ()))
+            for owner in missing_owners
         }
         assert all(source // local != owner // local for owner, source in sources.items())
         sent = {owner: self._files.at(owner, step) for owner, source in sources.items() if source == rank}

@@ -128,10 +128,10 @@ class Proving:
             self._sound += 1
             self._promote(lambda trial: self._sound - trial.begun >= self._good_after)
 
-    def diverged(self, why: str) -> None:
+    def diverged(self, reason: str) -> None:
         """Called when the run has diverged: all steps on trial become suspect."""
         for trial in self._trials.values():
-            trial.reason = trial.reason or f"the run that saved it blew up: {why}"
+            trial.reason = trial.reason or f"the run that saved it blew up: {reason}"
         self._write()
 
     def finished(self, *, clean: bool) -> None:

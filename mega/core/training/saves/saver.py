@@ -177,12 +177,12 @@ class Saver:
         if self._proving is not None:
             self._proving.record_validation(step, loss)
 
-    def diverged(self, why: str) -> None:
+    def diverged(self, reason: str) -> None:
         """Called when the run ends because it has diverged: its newest saves are suspect, and a resume ignores them."""
         with contextlib.suppress(SaveError):
             self.wait()
         if self._proving is not None:
-            self._proving.diverged(why)
+            self._proving.diverged(reason)
 
     def _first_proving(self) -> Proving:
         state = self.state
@@ -201,13 +201,13 @@ class Saver:
         self._proving.saves(self.state.progress.step)
         return frozenset({self._proving.on_trial} - {None})  # type: ignore[arg-type]
 
-    def _reported(self, done: tuple[int, float], how: str) -> None:
-        step, seconds = done
+    def _reported(self, result: tuple[int, float], suffix: str) -> None:
+        step, seconds = result
         self.saved_step, ACTIVITY.saved = step, (step, seconds, time.monotonic())
         if self._proving is not None:
             self._proving.published(step)
-        self.on_saved(step, self._stalled if how else seconds)
-        self._report(f"saved step {step} in {seconds:.1f} s{how} to {self.options.save}")
+        self.on_saved(step, self._stalled if suffix else seconds)
+        self._report(f"saved step {step} in {seconds:.1f} s{suffix} to {self.options.save}")
 
     def _publish(
         self, pieces: Iterable[Piece], meta: dict[str, Json], agree: Callable[[bool], bool], spared: frozenset[int]
@@ -298,12 +298,12 @@ def _in_time(
         pause = min(2 * pause, RETRY_PAUSES[1])
 
 
-def _own_template(run: RunConfig, came: Attachments) -> Attachments:
+def _own_template(run: RunConfig, sidecar_files: Attachments) -> Attachments:
     """The sidecar files, with the chat template of the run in place of that of the initial weights."""
     template = run.data.chat_template
     if not (run.data.chat_data or run.finetuning.dpo_data):
-        return came
-    return {**came, "chat_template.jinja": source_of(template).encode()}
+        return sidecar_files
+    return {**sidecar_files, "chat_template.jinja": source_of(template).encode()}
 
 
 def _all_agree(axis: Axis, device: torch.device) -> Callable[[bool], bool]:

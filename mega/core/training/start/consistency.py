@@ -53,35 +53,40 @@ def _machine(device: Device) -> dict[str, str]:
 
 
 def check_consistent(
-    own: Comparable, everyone: Axis, device: torch.device, report: Callable[[str], None] = lambda line: None
+    comparable_values: Comparable,
+    everyone: Axis,
+    device: torch.device,
+    report: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Phases 2 and 3: compare the values of all ranks. report: called with a message for each difference in `better`.
     Errors: ValueError on every rank."""
-    numbers = torch.tensor([*_numbers(own.must), *_numbers(own.better)], dtype=torch.float64, device=device)
+    numbers = torch.tensor(
+        [*_numbers(comparable_values.must), *_numbers(comparable_values.better)], dtype=torch.float64, device=device
+    )
     least, most = numbers.clone(), numbers.clone()
     all_reduce(least, everyone, "min")
     all_reduce(most, everyone, "max")
     same = (least == most).view(2, -1).all(1).tolist()
     if not same[0]:
-        differ = _differences(own.must, everyone, device)
+        differ = _differences(comparable_values.must, everyone, device)
         raise ValueError(
             f"{'; '.join(differ)}: must be the same on every rank; start all of them with the same flags and files"
         )
     if not same[1]:
-        for line in _differences(own.better, everyone, device):
+        for line in _differences(comparable_values.better, everyone, device):
             report(f"ranks differ in {line}")
     _compare_clocks(everyone, device, report)
 
 
-def _numbers(found: Mapping[str, str]) -> list[int]:
+def _numbers(values: Mapping[str, str]) -> list[int]:
     """A hash as 8 numbers of 32 bits, which are exact in float64, so every backend can reduce them."""
-    digest = hashlib.sha256(json.dumps(dict(found), sort_keys=True).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(dict(values), sort_keys=True).encode()).hexdigest()
     return [int(digest[at : at + 8], 16) for at in range(0, 64, 8)]
 
 
-def _differences(own: Mapping[str, str], everyone: Axis, device: torch.device) -> list[str]:
+def _differences(own_values: Mapping[str, str], everyone: Axis, device: torch.device) -> list[str]:
     """For each name whose values differ: the values and the ranks that have them."""
-    shortened = {name: value[:LONGEST] for name, value in own.items()}
+    shortened = {name: value[:LONGEST] for name, value in own_values.items()}
     reports = gather_json((socket.gethostname(), shortened), everyone, device)
     hosts = [host for host, _ in reports]
     names = dict.fromkeys(name for _, each in reports for name in each)

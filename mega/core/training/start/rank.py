@@ -163,19 +163,19 @@ def begin(
     world: int,
     device: Device,
     groups: Groups,
-    held: contextlib.ExitStack,
+    resources: contextlib.ExitStack,
     report: Callable[[str], None],
 ) -> StartedRun:
     """Build the state of one rank, restore the weights from which the run starts or resumes, and open its task.
 
-    held: holds the lock of --save until it is closed. report: prints a line on rank 0. Errors: ValueError on every
+    resources: holds the lock of --save until it is closed. report: prints a line on rank 0. Errors: ValueError on every
     rank.
     """
     run, evaluated = inputs.run, inputs.run.evaluation
     mesh = build_mesh(run, rank, world, groups)
     check_consistent(comparable(inputs, device), mesh.everyone, device.torch, report)
     # Before the search for the newest checkpoint: another process with the lock may be saving one.
-    lock(held, None if evaluated.skip_train else run.checkpoint.save, mesh, device.torch)
+    lock(resources, None if evaluated.skip_train else run.checkpoint.save, mesh, device.torch)
     exchange: JsonExchange = partial(gather_json, axis=mesh.everyone, device=device.torch) if world > 1 else alone
     check_shared(None if evaluated.skip_train else run.checkpoint.save, exchange, rank)
     message = (
@@ -208,15 +208,15 @@ def start(
     world: int,
     device: Device,
     groups: Groups,
-    held: contextlib.ExitStack,
+    resources: contextlib.ExitStack,
     lines: Callable[[str], None] = print_line,
 ) -> Training:
-    """Build the run of one rank, ready to play. held: see `begin`. lines: prints the lines of rank 0. Errors:
+    """Build the run of one rank, ready to play. resources: see `begin`. lines: prints the lines of rank 0. Errors:
     ValueError on every rank."""
-    started = begin(inputs, rank, world, device, groups, held, lines if rank == 0 else discard)
+    started = begin(inputs, rank, world, device, groups, resources, lines if rank == 0 else discard)
     run, state, steps = started.inputs.run, started.state, started.steps
     stop = _stop(state)
-    held.callback(stop.close)
+    resources.callback(stop.close)
     meters = _meters(run, state, steps, stop.fail, lines) if rank == 0 else None
     report = meters.report if meters is not None else discard
     saver = started.saver(report)
