@@ -188,17 +188,17 @@ def _runs(codes: NDArray[np.uint64], size: int) -> NDArray[np.uint64]:
     return mixed(h)
 
 
-def _meet(runs: NDArray[np.uint64], known: NDArray[np.uint64]) -> bool:
+def _meet(runs: NDArray[np.uint64], sorted_hashes: NDArray[np.uint64]) -> bool:
     """Whether any run is in `known`, which is sorted. `np.isin` would be slow, since `known` is far longer than
     `runs`."""
-    if not len(known):
+    if not len(sorted_hashes):
         return False
-    positions = np.minimum(np.searchsorted(known, runs), len(known) - 1)
-    return bool((known[positions] == runs).any())
+    positions = np.minimum(np.searchsorted(sorted_hashes, runs), len(sorted_hashes) - 1)
+    return bool((sorted_hashes[positions] == runs).any())
 
 
-def _hashes(found: Iterable[str]) -> NDArray[np.uint64]:
-    rows = [_runs(word_codes(words := ngram.split(" ")), len(words)) for ngram in found]
+def _hashes(texts: Iterable[str]) -> NDArray[np.uint64]:
+    rows = [_runs(word_codes(words := ngram.split(" ")), len(words)) for ngram in texts]
     return np.unique(np.concatenate(rows)) if rows else np.zeros(0, np.uint64)
 
 

@@ -91,15 +91,15 @@ class CorpusDocument:
             raise ValueError(f'"{self.key}" is not a string, but {json.dumps(value)[:40]}')
         raise ValueError(f'no key "{self.key}"; {keys_there(self.fields, "--json-key")}')
 
-    def with_text(self, text: str, **others: object) -> bytes:
+    def with_text(self, text: str, **changes: object) -> bytes:
         """The line of this document with a new text, and new values of other keys."""
         if self.plain:
             return text.encode()
-        return as_line(self._exact_fields() | {self.key: text} | others)
+        return as_line(self._exact_fields() | {self.key: text} | changes)
 
-    def with_fields(self, **others: object) -> bytes:
+    def with_fields(self, **changes: object) -> bytes:
         """The line of this document with new values of some keys."""
-        return as_line(self._exact_fields() | others)
+        return as_line(self._exact_fields() | changes)
 
     def _exact_fields(self) -> dict[str, object]:
         """The fields, with every number exactly as written. The fast parser is used if the line has no critical

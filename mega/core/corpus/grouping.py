@@ -60,8 +60,8 @@ def group_pairs(pairs: Path, groups: Path, threshold: float) -> tuple[int, int]:
     return len(members), sum(map(len, members.values()))
 
 
-def _is_overlap(found: object) -> bool:
-    values = found.values() if isinstance(found, dict) else [None]
+def _is_overlap(entry: object) -> bool:
+    values = entry.values() if isinstance(entry, dict) else [None]
     return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 
 

@@ -51,16 +51,16 @@ class StepCounts:
     measures: dict[str, Counter[str]] = field(default_factory=dict)
     """Name -> value -> written documents, such as "language" -> "en" -> 90."""
 
-    def sample(self, reason: str, where: str, part: str, index: int, text: str, most: int) -> None:
-        """Add a dropped document to the samples, if it is one of the first `most` of its reason."""
-        if most < 1:
+    def sample(self, reason: str, location: str, part: str, index: int, text: str, limit: int) -> None:
+        """Add a dropped document to the samples, if it is one of the first `limit` of its reason."""
+        if limit < 1:
             return
         order = zlib.crc32(f"{part}/{index}".encode())
         samples = self.samples.setdefault(reason, [])
-        if len(samples) < most or order < samples[-1].order:
-            samples.append(DroppedSample(order, where, text[:SAMPLE_CHARACTERS]))
+        if len(samples) < limit or order < samples[-1].order:
+            samples.append(DroppedSample(order, location, text[:SAMPLE_CHARACTERS]))
             samples.sort()
-            del samples[most:]
+            del samples[limit:]
 
     def measure(self, values: Mapping[str, str]) -> None:
         """Count the measured values of a written document."""
@@ -93,16 +93,17 @@ class StepCounts:
         }
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> StepCounts:
+    def from_json(cls, content: Mapping[str, Any]) -> StepCounts:
         """The inverse of `as_json`. Errors: TypeError or KeyError if the value has another form."""
         return cls(
-            **{name: int(found[name]) for name in _NUMBERS},
-            dropped=Counter(found["dropped"]),
-            other=Counter(found["other"]),
+            **{name: int(content[name]) for name in _NUMBERS},
+            dropped=Counter(content["dropped"]),
+            other=Counter(content["other"]),
             samples={
-                reason: [DroppedSample(**sample) for sample in samples] for reason, samples in found["samples"].items()
+                reason: [DroppedSample(**sample) for sample in samples]
+                for reason, samples in content["samples"].items()
             },
-            measures={name: Counter(values) for name, values in found["measures"].items()},
+            measures={name: Counter(values) for name, values in content["measures"].items()},
         )
 
 

@@ -156,11 +156,11 @@ class NearDuplicates:
         write_record(folder / "groups.json", {"groups": len(members)})
 
     def _write_lists(
-        self, own: Path, parts: Sequence[str], groups: Sequence[Sequence[int]], pairs: Sequence[Pair]
+        self, notes_folder: Path, parts: Sequence[str], groups: Sequence[Sequence[int]], pairs: Sequence[Pair]
     ) -> None:
         names: dict[int, str] = {}
         for part in parts:
-            part_notes = notes(own, part)
+            part_notes = notes(notes_folder, part)
             names |= zip(part_notes["numbers"].tolist(), json.loads(part_notes["ids"].tobytes()), strict=True)
         if self.groups:
             _write_lines(self.groups, ({str(i): [names[n] for n in group]} for i, group in enumerate(groups)))

@@ -91,13 +91,13 @@ def _record(
     part: InputPart,
     key: str,
     counts: StepCounts,
-    kept: _LineFile,
-    lost: _LineFile | None,
+    kept_file: _LineFile,
+    dropped_file: _LineFile | None,
     samples: int,
 ) -> None:
     """Write and count the result of a document."""
     for line in result.lines:
-        kept.write(line)
+        kept_file.write(line)
     counts.written += len(result.lines)
     counts.bytes += sum(map(len, result.lines)) + len(result.lines)
     counts.other.update(result.counts)
@@ -108,8 +108,8 @@ def _record(
             counts.measure(_measures(document))
         return
     counts.dropped[result.reason] += 1
-    if lost is not None:
-        lost.write(document.line if document.plain else document.with_fields(dropped=result.reason))
+    if dropped_file is not None:
+        dropped_file.write(document.line if document.plain else document.with_fields(dropped=result.reason))
     if samples:
         location = part.near(document.number)
         counts.sample(result.reason, location, part.name, document.index, document.shown, samples)

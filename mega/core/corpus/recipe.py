@@ -57,8 +57,8 @@ def steps(path: Path) -> list[RecipeStep]:
     return recipe_steps
 
 
-def _flags(given: Mapping[str, object], where: str) -> Iterator[str]:
-    for key, value in given.items():
+def _flags(options: Mapping[str, object], location: str) -> Iterator[str]:
+    for key, value in options.items():
         flag = f"--{key.replace('_', '-')}"
         if isinstance(value, bool):
             yield flag if value else f"--no-{flag[2:]}"
@@ -67,4 +67,4 @@ def _flags(given: Mapping[str, object], where: str) -> Iterator[str]:
         elif isinstance(value, str | int | float):
             yield from (flag, str(value))
         else:
-            raise ValueError(f"{where}: {key}: must be text, a number, true or false, or a list of these")
+            raise ValueError(f"{location}: {key}: must be text, a number, true or false, or a list of these")

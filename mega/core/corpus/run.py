@@ -160,16 +160,16 @@ class _PartJob(Protocol):
         ...
 
 
-def _results(asked: Iterator[InputPart], job: _PartJob, workers: int) -> Iterator[tuple[InputPart, StepCounts]]:
+def _results(input_parts: Iterator[InputPart], job: _PartJob, workers: int) -> Iterator[tuple[InputPart, StepCounts]]:
     if workers == 1:
         work = job.load()
-        yield from ((part, work(part)) for part in asked)
+        yield from ((part, work(part)) for part in input_parts)
         return
     pool: Workers[InputPart, StepCounts] = Workers(
         workers, here=partial(_answering, job), there=partial(_answering, job)
     )
     with pool:
-        for part, counts, _ in pool.answers(asked):
+        for part, counts, _ in pool.answers(input_parts):
             yield part, counts
 
 
@@ -317,7 +317,7 @@ def _noted(folder: Path, name: str) -> bool:
 
 
 def finish(
-    step: CorpusStep | SurveyStep, paths: Sequence[Path], options: RunOptions, identity: str, done: StepCounts
+    step: CorpusStep | SurveyStep, paths: Sequence[Path], options: RunOptions, identity: str, shard_counts: StepCounts
 ) -> StepOutcome:
     """When all shards are done: sum the counts of all parts, join the parts for a single output file, and tidy up."""
     index, count = options.shard
@@ -325,10 +325,10 @@ def finish(
     marks = [folder / f".shard-{i + 1}-of-{count}.json" for i in range(count)]
     write_record(marks[index], {})
     if not all(mark.is_file() for mark in marks):
-        return StepOutcome(done, complete=False)
+        return StepOutcome(shard_counts, complete=False)
     with open(folder / ".lock-finish", "wb") as lock:
         if not locked_soon(lock.fileno()) or (count > 1 and (folder / RECORD).is_file()):
-            return StepOutcome(done)  # another shard is finishing, or has finished
+            return StepOutcome(shard_counts)  # another shard is finishing, or has finished
         sidecars = sorted(path for path in folder.glob(".*.json") if path.name[1:6].isdigit())
         for path in sidecars:
             total.add(StepCounts.from_json(read_record(path) or {}), options.show_dropped)

@@ -124,11 +124,11 @@ class FileScorer:
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--scorer scores:{path}: cannot be read ({error})") from None
 
-    def _read(self, line: str, where: str) -> None:
-        row = parse_json(line, where) if line.strip() else {"text": "", "score": None}
+    def _read(self, line: str, location: str) -> None:
+        row = parse_json(line, location) if line.strip() else {"text": "", "score": None}
         if not isinstance(row, dict) or not isinstance(row.get("text"), str) or "score" not in row:
-            raise ValueError(f'{where}: must be an object with "text" and "score"')
-        self._scores[cleaned(row["text"])] = checked(row["score"], where)
+            raise ValueError(f'{location}: must be an object with "text" and "score"')
+        self._scores[cleaned(row["text"])] = checked(row["score"], location)
 
     def score(self, texts: Sequence[str]) -> list[Scores]:
         for text in texts:
@@ -230,15 +230,15 @@ class ServerScorer:
         return checked(scores, self._where)
 
 
-def checked(scores: object, where: str) -> Scores:
+def checked(scores: object, location: str) -> Scores:
     """Check that all scores are numbers from 0 to 1. Errors: ValueError."""
     if scores is None:
         return None
     if not isinstance(scores, Mapping):
-        raise ValueError(f"{where}: score: must be an object of numbers, or null")
+        raise ValueError(f"{location}: score: must be an object of numbers, or null")
     for name, value in scores.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-            raise ValueError(f"{where}: {name} {value!r}: must be a number of 0 to 1")
+            raise ValueError(f"{location}: {name} {value!r}: must be a number of 0 to 1")
     return {str(name): float(value) for name, value in scores.items()}
 
 
@@ -252,8 +252,8 @@ def cleaned(text: str, most_bytes: int | None = None) -> str:
     return text if most_bytes is None else text.encode("utf-8", "replace")[:most_bytes].decode(errors="ignore")
 
 
-def scored(scorer: Scorer, wanted: Sequence[str], most_bytes: int | None = None) -> list[Scores]:
+def scored(scorer: Scorer, raw_texts: Sequence[str], most_bytes: int | None = None) -> list[Scores]:
     """Scores of texts. A blank text is not sent to the scorer and gets None."""
-    texts = [cleaned(text, most_bytes) for text in wanted]
+    texts = [cleaned(text, most_bytes) for text in raw_texts]
     scores: Iterator[Scores] = iter(scorer.score([text for text in texts if text.strip()]))
     return [next(scores) if text.strip() else None for text in texts]

@@ -215,7 +215,7 @@ def _chat(
 
 def _records(
     data: DataConfig,
-    own: Mapping[str, Sequence[str]],
+    split_inputs: Mapping[str, Sequence[str]],
     seq_length: int,
     seed: int,
     vocab: int,
@@ -232,7 +232,7 @@ def _records(
         return record_dataset(flag, inputs, seq_length=seq_length, vocab=vocab, samples=count, seed=seed, cache=cache)
 
     train, valid, test = (
-        records(f"--{name}-data", own[name], count) for name, count in zip(SPLITS, samples, strict=True)
+        records(f"--{name}-data", split_inputs[name], count) for name, count in zip(SPLITS, samples, strict=True)
     )
     named_records = {label: records("--valid-sets", [file], samples[2]) for label, file in named_sets(data)}
     return Datasets(train, valid, test, named={label: one for label, one in named_records.items() if one is not None})

@@ -54,10 +54,10 @@ class TrainedTexts:
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
-    def cut(self, number: int, most: int) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
-        """The first `most` ids of a text, and the mask of trained tokens among them."""
+    def cut(self, number: int, limit: int) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
+        """The first `limit` ids of a text, and the mask of trained tokens among them."""
         first, end = self._offsets[number : number + 2].tolist()
-        span = slice(first, min(end, first + most))
+        span = slice(first, min(end, first + limit))
         return self._ids[span], self._trained[span]
 
     def whole(self, number: int) -> Labelled:
@@ -159,9 +159,9 @@ def chat_dataset(
     return ChatDataset({**texts, **packed}, seq_length, filler(tokenizer))
 
 
-def digest(flag: str, inputs: Sequence[str], about: str = "") -> str:
-    """A digest of `about` and of the files that a flag names. Errors: ValueError if one is standard input."""
-    paths, hasher = find(inputs, flag), hashlib.sha256(about.encode())
+def digest(flag: str, inputs: Sequence[str], settings: str = "") -> str:
+    """A digest of `settings` and of the files that a flag names. Errors: ValueError if one is standard input."""
+    paths, hasher = find(inputs, flag), hashlib.sha256(settings.encode())
     if STDIN in paths:
         raise ValueError(f"{flag} -: standard input is gone once it is read, and every rank reads; give a file")
     for path in paths:
@@ -174,23 +174,23 @@ def filler(tokenizer: Tokenizer) -> int:
     return next(token for token in (tokenizer.pad, tokenizer.eod, 0) if token is not None)
 
 
-def lost_tokens(what: str, found: Arrays, seq_length: int, of: str = "conversations") -> str | None:
+def lost_tokens(source: str, texts: Arrays, seq_length: int, unit: str = "conversations") -> str | None:
     """A message about conversations that are cut or have no trained token, or None. ValueError if nothing is trained.
 
     Without trained tokens the loss is 0, and only weight decay changes the model.
     """
-    sizes = np.diff(found["offsets"])
-    firsts = found["offsets"][:-1]
-    trained = np.flatnonzero(found["trained"])
+    sizes = np.diff(texts["offsets"])
+    firsts = texts["offsets"][:-1]
+    trained = np.flatnonzero(texts["trained"])
     # The first token of a conversation is not a label.
     until, since = firsts + np.minimum(sizes, seq_length + 1), firsts + 1
     barren = int((np.searchsorted(trained, until) <= np.searchsorted(trained, since)).sum())
     cut = int((sizes > seq_length + 1).sum())
     if barren == len(sizes):
-        raise ValueError(f"{what}: no token is trained in what --seq-length {seq_length} leaves of its {of}")
+        raise ValueError(f"{source}: no token is trained in what --seq-length {seq_length} leaves of its {unit}")
     if not cut and not barren:
         return None
-    return f"{what}: of {len(sizes)} {of} --seq-length {seq_length} cuts {cut}; {barren} have no trained token"
+    return f"{source}: of {len(sizes)} {unit} --seq-length {seq_length} cuts {cut}; {barren} have no trained token"
 
 
 def pack(lengths: NDArray[np.int64], room: int, samples: int, seed: int) -> Arrays:
@@ -257,15 +257,15 @@ def _array(path: Path) -> list[object] | None:
     return list(content) if isinstance(content, list) else None
 
 
-def arrays_of(found: Iterable[Labelled], none: str) -> Arrays:
-    """Convert texts to the arrays of `TrainedTexts`. Errors: ValueError with the message `none` if there are no
+def arrays_of(texts: Iterable[Labelled], message: str) -> Arrays:
+    """Convert texts to the arrays of `TrainedTexts`. Errors: ValueError with the `message` if there are no
     texts."""
     ids: list[NDArray[np.int32]] = []
     trained: list[NDArray[np.bool_]] = []
-    for each in found:
+    for each in texts:
         ids.append(np.array(each.ids, np.int32))
         trained.append(np.array(each.trained, np.bool_))
     if not ids:
-        raise ValueError(none)
+        raise ValueError(message)
     offsets = np.concatenate([[0], np.cumsum([len(part) for part in ids])]).astype(np.int64)
     return {"ids": np.concatenate(ids), "trained": np.concatenate(trained), "offsets": offsets}

@@ -230,9 +230,9 @@ def _joined(folder: Path, source: ChunkSource, size: int) -> tuple[NDArray[np.ui
     return np.concatenate(chunks), np.concatenate(ends), invalid
 
 
-def _counted(found: Json, path: Path) -> ChunkedCorpus:
+def _counted(content: Json, path: Path) -> ChunkedCorpus:
     """Parse an entry of the JSON file of corpora. Errors: ValueError naming the file if it is damaged."""
-    entry = below(found)
+    entry = below(content)
     match [entry.get(name) for name in ChunkedCorpus.__annotations__]:
         case [int() | float() as ratio, str(prefix), str(name), *counts] if all(isinstance(n, int) for n in counts):
             documents, training, chunks, usable, invalid = (int(str(count)) for count in counts)

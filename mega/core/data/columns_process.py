@@ -33,23 +33,23 @@ def _columns(names: Sequence[str], keys: Sequence[str]) -> list[str]:
     return list(keys or names)
 
 
-def _parquet_rows(path: Path, keys: Sequence[str], first: int, last: int, done: int) -> Rows:
+def _parquet_rows(path: Path, keys: Sequence[str], first: int, last: int, rows_done: int) -> Rows:
     import pyarrow.parquet
 
     file, size = pyarrow.parquet.ParquetFile(path), path.stat().st_size
     columns, groups = _columns(file.schema_arrow.names, keys), file.num_row_groups
     for group in range(first, last):
         rows = file.metadata.row_group(group).num_rows
-        if done >= rows:
-            done -= rows
+        if rows_done >= rows:
+            rows_done -= rows
             continue
         for batch in file.iter_batches(_ROWS, row_groups=[group], columns=columns):
-            skip = min(done, batch.num_rows)
-            done -= skip
+            skip = min(rows_done, batch.num_rows)
+            rows_done -= skip
             yield from _in_blocks(batch.slice(skip), size * (group + 1) // groups)
 
 
-def _arrow_rows(path: Path, keys: Sequence[str], first: int, last: int, done: int) -> Rows:
+def _arrow_rows(path: Path, keys: Sequence[str], first: int, last: int, rows_done: int) -> Rows:
     import pyarrow
     import pyarrow.ipc
 
@@ -61,8 +61,8 @@ def _arrow_rows(path: Path, keys: Sequence[str], first: int, last: int, done: in
             selected = batch.select(columns)
             for begin in range(0, selected.num_rows, _ROWS):
                 part = selected.slice(begin, _ROWS)
-                skip = min(done, part.num_rows)
-                done -= skip
+                skip = min(rows_done, part.num_rows)
+                rows_done -= skip
                 yield from _in_blocks(part.slice(skip), stored.tell())
 
 

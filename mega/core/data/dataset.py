@@ -57,9 +57,11 @@ class BlendedDataset:
     """Sample i is sample numbers[i] of datasets[chosen[i]], see `order.blend_order`. All datasets have the same
     kind."""
 
-    def __init__(self, datasets: Sequence[Dataset], chosen: NDArray[np.integer], numbers: NDArray[np.integer]) -> None:
-        assert len(chosen) == len(numbers)
-        self._datasets, self._chosen, self._numbers = datasets, chosen, numbers
+    def __init__(
+        self, datasets: Sequence[Dataset], dataset_numbers: NDArray[np.integer], numbers: NDArray[np.integer]
+    ) -> None:
+        assert len(dataset_numbers) == len(numbers)
+        self._datasets, self._chosen, self._numbers = datasets, dataset_numbers, numbers
         self.collate = getattr(datasets[0], "collate", None)
 
     def __len__(self) -> int:

@@ -142,10 +142,10 @@ class LabelledSet:
         """Tokens of the longest packed row of these questions."""
         return min(self.length, int(self._sizes(list(numbers)).max()))
 
-    def _sizes(self, which: slice | list[int] | NDArray[np.integer]) -> NDArray[np.integer]:
+    def _sizes(self, numbers: slice | list[int] | NDArray[np.integer]) -> NDArray[np.integer]:
         """[questions, choices]: tokens of the rows before cutting."""
         sizes: NDArray[np.integer] = np.diff(self._offsets)
-        row_sizes: NDArray[np.integer] = sizes[self._firsts[which]] + sizes[self._seconds[which]][:, None] + 3
+        row_sizes: NDArray[np.integer] = sizes[self._firsts[numbers]] + sizes[self._seconds[numbers]][:, None] + 3
         return row_sizes
 
     def _text(self, number: int) -> list[int]:
@@ -153,15 +153,15 @@ class LabelledSet:
         return text_ids
 
 
-def pack(first: Sequence[int], second: Sequence[int], roles: Roles, most: int) -> tuple[list[int], int]:
-    """The ids of a row of at most `most`, and the first position of type 1. A longer row is cut and still ends in
+def pack(first: Sequence[int], second: Sequence[int], roles: Roles, limit: int) -> tuple[list[int], int]:
+    """The ids of a row of at most `limit`, and the first position of type 1. A longer row is cut and still ends in
     [SEP].
 
     >>> roles = Roles(cls=1, sep=2, mask=3, pad=0, bos=4, eos=5, sentinels=())
     >>> pack([7, 8], [9], roles, 6), pack([7, 8], [9], roles, 5), pack([7, 8], [9], roles, 3)
     (([1, 7, 8, 2, 9, 2], 4), ([1, 7, 8, 2, 2], 4), ([1, 7, 2], 2))
     """
-    ids = [roles.cls, *first, roles.sep, *second][: most - 1]
+    ids = [roles.cls, *first, roles.sep, *second][: limit - 1]
     return [*ids, roles.sep], min(len(first) + 2, len(ids))
 
 
@@ -208,9 +208,9 @@ class _Texts:
     ids: list[NDArray[np.int32]] = field(default_factory=list)
     last: tuple[str | None, int] = (None, -1)
 
-    def add(self, text: str, most: int | None = None) -> int:
+    def add(self, text: str, limit: int | None = None) -> int:
         """Tokenize a text, and return its number."""
-        text_ids = np.array(self.tokenizer.encode(text)[:most], np.int32)
+        text_ids = np.array(self.tokenizer.encode(text)[:limit], np.int32)
         self.ids.append(text_ids)
         return len(self.ids) - 1
 

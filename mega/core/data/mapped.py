@@ -53,9 +53,9 @@ class Unmapped:
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, wanted: slice) -> NDArray[np.integer]:
+    def __getitem__(self, span: slice) -> NDArray[np.integer]:
         """Raises ValueError naming the file if it became shorter."""
-        first, last, _ = wanted.indices(self._length)
+        first, last, _ = span.indices(self._length)
         width = self._dtype.itemsize
         data = os.pread(self._file.fileno(), max(last - first, 0) * width, first * width)
         if len(data) < (last - first) * width:

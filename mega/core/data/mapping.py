@@ -56,7 +56,7 @@ def sentence_mapping(
     return mapping[_shuffled(len(mapping), seed + 1)]
 
 
-def _document(first: int, ends: list[int], least: int, targets: Iterator[int]) -> Iterator[int]:
+def _document(first: int, ends: list[int], min_sentences: int, targets: Iterator[int]) -> Iterator[int]:
     """Yield three numbers for each sample of a document: sentences until the target length, never one sentence alone at
     the end.
 
@@ -66,7 +66,7 @@ def _document(first: int, ends: list[int], least: int, targets: Iterator[int]) -
     target = next(targets)
     start, count = 0, len(ends) - 1
     while start < count:
-        stop = max(bisect_left(ends, ends[start] + target, start + 1), start + least)
+        stop = max(bisect_left(ends, ends[start] + target, start + 1), start + min_sentences)
         stop = stop if stop < count - 1 else count
         yield from (first + start, first + stop, target)
         start, target = stop, next(targets)

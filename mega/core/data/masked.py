@@ -73,19 +73,21 @@ class Vocabulary:
         return cls(tokenizer.roles, np.array([tokenizer.continues(i) for i in range(size)]), range(size))
 
 
-def bert_batch(rows: Sequence[BertSample], first_sample: int, most: int | None = None) -> MaskedBatch:
+def bert_batch(rows: Sequence[BertSample], first_sample: int, max_masked: int | None = None) -> MaskedBatch:
     """A microbatch of BERT samples whose first row is global sample `first_sample`.
 
-    most: maximum number of masked tokens in a row, if known.
+    max_masked: maximum number of masked tokens in a row, if known.
     """
     import torch
 
     from mega.core.batch import MaskedBatch
 
     text, types, labels, weights, padding = (np.stack([row[i] for row in rows]) for i in range(5))
-    # Positions [b, most] of the masked tokens. A row with fewer also lists unmasked positions, whose weight is 0.
-    predicted = None if most is None else torch.from_numpy(np.argsort(-weights, axis=1, kind="stable")[:, :most])
-    assert most is None or weights.sum(axis=1).max() <= most, (weights.sum(axis=1), most)
+    # Positions [b, max_masked] of the masked tokens. A row with fewer also lists unmasked positions, whose weight is 0.
+    predicted = (
+        None if max_masked is None else torch.from_numpy(np.argsort(-weights, axis=1, kind="stable")[:, :max_masked])
+    )
+    assert max_masked is None or weights.sum(axis=1).max() <= max_masked, (weights.sum(axis=1), max_masked)
     return MaskedBatch(
         tokens=torch.from_numpy(text),
         labels=torch.from_numpy(np.maximum(labels, 0)),

@@ -104,9 +104,9 @@ class DatabaseManifest:
                 )
 
 
-def _corpus(found: Json) -> tuple[float, str, str]:
+def _corpus(entry: Json) -> tuple[float, str, str]:
     """Parse a corpus of a manifest. A damaged entry gives an unknown corpus."""
-    match found:
+    match entry:
         case [int() | float() as ratio, str(prefix), str(digest)]:
             return float(ratio), prefix, digest
     return 0.0, "", ""
@@ -122,13 +122,15 @@ class DocumentedDataset(Protocol):
 
 
 def without_own(
-    candidates: NDArray[np.int64], chunks: NDArray[np.uint32], own: frozenset[tuple[int, int]], saved: int
+    candidates: NDArray[np.int64], chunks: NDArray[np.uint32], own_documents: frozenset[tuple[int, int]], saved: int
 ) -> NDArray[np.int64]:
     """The first `saved` of the candidates [n] of a chunk, without documents of its own sample; padded with -1.
 
-    chunks: of the database. own: the documents of the sample.
+    chunks: of the database. own_documents: the documents of the sample.
     """
-    foreign = [each for each in candidates.tolist() if each >= 0 and tuple(chunks[each, :2].tolist()) not in own]
+    foreign = [
+        each for each in candidates.tolist() if each >= 0 and tuple(chunks[each, :2].tolist()) not in own_documents
+    ]
     return np.array((foreign + [-1] * saved)[:saved], np.int64)
 
 

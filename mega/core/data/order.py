@@ -110,10 +110,12 @@ def sample_order(
     return SampleOrder(documents, rows, shuffle)
 
 
-def _documents(first: int, last: int, passes: int, apart: bool, generator: np.random.RandomState) -> NDArray[np.int32]:
+def _documents(
+    first: int, last: int, passes: int, separate: bool, generator: np.random.RandomState
+) -> NDArray[np.int32]:
     """Each sequence once per pass. All passes are shuffled together, or all but the last, followed by the last."""
     once = np.arange(first, last, dtype=np.int32)
-    parts = [np.tile(once, passes - 1), once] if apart else [np.tile(once, passes)]
+    parts = [np.tile(once, passes - 1), once] if separate else [np.tile(once, passes)]
     for part in parts:
         generator.shuffle(part)
     return np.concatenate(parts)
@@ -138,13 +140,13 @@ def _rows(
     return rows
 
 
-def _shuffle(count: int, together: int, generator: np.random.RandomState) -> NDArray[np.integer]:
-    """0 .. together - 1 shuffled, then together .. count - 1 shuffled."""
+def _shuffle(count: int, head: int, generator: np.random.RandomState) -> NDArray[np.integer]:
+    """0 .. head - 1 shuffled, then head .. count - 1 shuffled."""
     kind: type[np.integer] = np.uint32 if count < 2**32 - 2 else np.int64
     numbers = np.arange(count, dtype=kind)
-    generator.shuffle(numbers[:together])
-    if together < count:
-        generator.shuffle(numbers[together:])
+    generator.shuffle(numbers[:head])
+    if head < count:
+        generator.shuffle(numbers[head:])
     return numbers
 
 
@@ -185,13 +187,13 @@ def blend_order(weights: Sequence[float], size: int) -> tuple[NDArray[np.int16],
     return datasets, _running_numbers(datasets, len(shares))
 
 
-def entries_served(chosen: NDArray[np.int16], numbers: NDArray[np.int64], lengths: Sequence[int]) -> int:
+def entries_served(dataset_numbers: NDArray[np.int16], numbers: NDArray[np.int64], lengths: Sequence[int]) -> int:
     """The number of entries of a blend before the first one that exceeds the length of its dataset.
 
     Datasets 0 1 0 0 with numbers 0 0 1 2 and lengths 2, 5 -> 3.
     """
-    beyond = np.flatnonzero(numbers >= np.array(lengths)[chosen])
-    return int(beyond[0]) if len(beyond) else len(chosen)
+    beyond = np.flatnonzero(numbers >= np.array(lengths)[dataset_numbers])
+    return int(beyond[0]) if len(beyond) else len(dataset_numbers)
 
 
 def _chosen(shares: NDArray[np.float64], size: int) -> NDArray[np.int16]:
@@ -222,12 +224,12 @@ def _chosen(shares: NDArray[np.float64], size: int) -> NDArray[np.int16]:
     return choices.ravel()[:size]
 
 
-def _guess(shares: NDArray[np.float64], chosen: int) -> NDArray[np.float64]:
-    """Integer counts with the sum `chosen`, each next to its share: 10 of 0.25, 0.33, 0.42 -> 2, 4, 4 (2.5, 3.3,
+def _guess(shares: NDArray[np.float64], total: int) -> NDArray[np.float64]:
+    """Integer counts with the sum `total`, each next to its share: 10 of 0.25, 0.33, 0.42 -> 2, 4, 4 (2.5, 3.3,
     4.2)."""
-    exact = shares * chosen
+    exact = shares * total
     counts = np.floor(exact)
-    counts[np.argsort(counts - exact, kind="stable")[: chosen - int(counts.sum())]] += 1
+    counts[np.argsort(counts - exact, kind="stable")[: total - int(counts.sum())]] += 1
     return counts
 
 
@@ -262,12 +264,12 @@ def _side_by_side(
     return choices.T, counts
 
 
-def _running_numbers(chosen: NDArray[np.int16], datasets: int) -> NDArray[np.int64]:
+def _running_numbers(dataset_numbers: NDArray[np.int16], datasets: int) -> NDArray[np.int64]:
     """The number of earlier occurrences of each entry: 2 1 2 2 -> 0 0 1 2."""
-    numbers = np.empty(len(chosen), np.int64)
+    numbers = np.empty(len(dataset_numbers), np.int64)
     before = np.zeros(datasets, np.int64)
-    for first in range(0, len(chosen), _BLOCK):
-        block = chosen[first : first + _BLOCK]
+    for first in range(0, len(dataset_numbers), _BLOCK):
+        block = dataset_numbers[first : first + _BLOCK]
         by_dataset = np.argsort(block, kind="stable")
         sizes = np.bincount(block, minlength=datasets)
         starts = np.cumsum(sizes) - sizes

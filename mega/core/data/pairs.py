@@ -136,8 +136,8 @@ def pair_dataset(
 def encoded(inputs: Sequence[str], chat: ChatFormat) -> Iterator[tuple[Labelled, Labelled]]:
     """Yield every pair of the inputs as tokens, chosen first. ValueError naming file and line of an invalid pair."""
 
-    def read(found: object) -> tuple[Labelled, Labelled]:
-        one, other = (conversation(each) for each in conversations(found))
+    def read(content: object) -> tuple[Labelled, Labelled]:
+        one, other = (conversation(each) for each in conversations(content))
         if _question(one.messages) != _question(other.messages):
             raise ValueError("the answers are to different questions")
         # The shared messages are not trained: they cancel in the difference of the answers, but would count in the
@@ -154,24 +154,24 @@ def _question(messages: Sequence[Message]) -> list[Message]:
     return list(takewhile(lambda message: message["role"] != "assistant", messages))
 
 
-def conversations(found: object) -> tuple[Mapping[str, object], Mapping[str, object]]:
+def conversations(content: object) -> tuple[Mapping[str, object], Mapping[str, object]]:
     """The two conversations of a JSON object, in the form that `conversation` takes. Errors: ValueError.
 
     >>> conversations({"prompt": "1 + 1", "chosen": "2", "rejected": "3"})[0]["messages"][-1]
     {'role': 'assistant', 'content': '2'}
     """
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ValueError("not a JSON object")
-    check_unread(found)
-    if absent := [key for key in KEYS[1:] if key not in found]:
-        raise ValueError(f'no "{absent[0]}": a pair is {{"prompt", "chosen", "rejected"}}; it has {_listed(found)}')
-    prompt = _messages(found.get("prompt", []), "user")
-    chosen_messages, rejected_messages = (_whole(prompt, _messages(found[key], "assistant")) for key in KEYS[1:])
+    check_unread(content)
+    if absent := [key for key in KEYS[1:] if key not in content]:
+        raise ValueError(f'no "{absent[0]}": a pair is {{"prompt", "chosen", "rejected"}}; it has {_listed(content)}')
+    prompt = _messages(content.get("prompt", []), "user")
+    chosen_messages, rejected_messages = (_whole(prompt, _messages(content[key], "assistant")) for key in KEYS[1:])
     if chosen_messages == rejected_messages:
         raise ValueError("both answers are the same")
-    if not prompt and not (isinstance(found["chosen"], list) and isinstance(found["rejected"], list)):
+    if not prompt and not (isinstance(content["chosen"], list) and isinstance(content["rejected"], list)):
         raise ValueError('no "prompt", and the answers are not whole conversations')
-    tools = {"tools": found["tools"]} if "tools" in found else {}
+    tools = {"tools": content["tools"]} if "tools" in content else {}
     return {"messages": chosen_messages, **tools}, {"messages": rejected_messages, **tools}
 
 
@@ -180,13 +180,13 @@ def _whole(prompt: list[object], answer: list[object]) -> list[object]:
     return answer if answer[: len(prompt)] == prompt else prompt + answer
 
 
-def _listed(found: Mapping[str, object]) -> str:
-    return ", ".join(map(repr, list(found)[:8])) or "nothing"
+def _listed(fields: Mapping[str, object]) -> str:
+    return ", ".join(map(repr, list(fields)[:8])) or "nothing"
 
 
-def _messages(found: object, role: str) -> list[object]:
-    if isinstance(found, str):
-        return [{"role": role, "content": found}]
-    if isinstance(found, list):
-        return list(found)
+def _messages(value: object, role: str) -> list[object]:
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if isinstance(value, list):
+        return list(value)
     raise ValueError(f"the {role}'s part is neither a text nor a list of messages")

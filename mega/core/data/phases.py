@@ -35,9 +35,11 @@ class BlendPhase(NamedTuple):
         return {"until": self.until, "asked": self.asked, "blend": [list(each) for each in self.blend]}
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> BlendPhase:
+    def from_json(cls, content: Mapping[str, Any]) -> BlendPhase:
         """The inverse of `as_json`."""
-        return cls(int(found["until"]), int(found["asked"]), [(weight, prefix) for weight, prefix in found["blend"]])
+        return cls(
+            int(content["until"]), int(content["asked"]), [(weight, prefix) for weight, prefix in content["blend"]]
+        )
 
 
 class PhaseLayout(NamedTuple):

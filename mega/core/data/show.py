@@ -109,5 +109,5 @@ def _yes(flag: bool) -> str:
     return "yes" if flag else ""
 
 
-def _row(token: str, number: int | str, *others: int | str) -> str:
-    return f"{token:24} {number:>8}  {'  '.join(f'{other!s:8}' for other in others)}".rstrip()
+def _row(token: str, number: int | str, *cells: int | str) -> str:
+    return f"{token:24} {number:>8}  {'  '.join(f'{other!s:8}' for other in cells)}".rstrip()

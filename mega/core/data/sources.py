@@ -274,14 +274,14 @@ def _plain_blocks(piece: SourcePiece, done: int) -> Iterator[LineBlock]:
             yield LineBlock(piece.name, place, offset - piece.first, piece.before + offset, problem)
 
 
-def _end_of_line(file: BinaryIO, at: int) -> int:
+def _end_of_line(file: BinaryIO, offset: int) -> int:
     """The offset after the line (or rest of a line) that begins at `at`."""
-    file.seek(at)
+    file.seek(offset)
     while part := file.readline(BLOCK_BYTES):
-        at += len(part)
+        offset += len(part)
         if part.endswith(b"\n"):
             break
-    return at
+    return offset
 
 
 def _packed_blocks(piece: SourcePiece, done: int) -> Iterator[LineBlock]:
@@ -605,16 +605,16 @@ def lines(inputs: Sequence[str | Path], keys: Sequence[str], *, text_lines: bool
 AN_ARRAY = "an array; one object a line is read, which `jq -c '.[]' FILE` makes of it"
 
 
-def not_an_object(found: object) -> str:
+def not_an_object(value: object) -> str:
     """Describe a JSON value that is not an object, with advice."""
-    if isinstance(found, list):
+    if isinstance(value, list):
         return f"this is {AN_ARRAY}"
-    return f"this is {json.dumps(found)[:40]}"
+    return f"this is {json.dumps(value)[:40]}"
 
 
-def keys_there(found: Mapping[str, object], flag: str) -> str:
+def keys_there(fields: Mapping[str, object], flag: str) -> str:
     """The keys of an object, and the flag that selects one, for messages."""
-    return f"there are {', '.join(map(repr, found)) or 'none'}; name it by {flag}"
+    return f"there are {', '.join(map(repr, fields)) or 'none'}; name it by {flag}"
 
 
 def texts(inputs: Sequence[str | Path], key: str = "text", *, text_lines: bool = False) -> Iterator[str]:

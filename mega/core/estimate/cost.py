@@ -117,11 +117,11 @@ class Curve:
         self._coordinates = [tuple(map(math.log2, place)) for place, _, _ in points]
         self._off = [math.log((seconds - delay) * self._rate / work) for _, work, seconds in points]
 
-    def seconds(self, place: tuple[float, ...], work: float, speed: float = 1.0) -> float:
+    def seconds(self, shape: tuple[float, ...], work: float, speed: float = 1.0) -> float:
         """speed: relative speed of another card. The first coordinate is divided by it, since a faster card is less
         busy with it."""
         point_logs, total, weighted_deviation = (
-            tuple(math.log2(max(x, 1e-9)) for x in (place[0] / speed, *place[1:])),
+            tuple(math.log2(max(x, 1e-9)) for x in (shape[0] / speed, *shape[1:])),
             0.0,
             0.0,
         )
@@ -219,23 +219,26 @@ GEMM_IN_STEP, ATTENTION_IN_STEP = 1.015, 0.912
 
 
 @lru_cache(maxsize=1 << 16)
-def _seconds(operation: Gemm | AttentionWork | ElementwiseWork, on: Hardware) -> float:
-    gap = on.launch * 1e-6
+def _seconds(operation: Gemm | AttentionWork | ElementwiseWork, hardware: Hardware) -> float:
+    gap = hardware.launch * 1e-6
     if isinstance(operation, Gemm):
-        m, k, n, layout, dtype, moved, times = operation
-        native = dtype == "fp8" and "fp8" in on.peak
+        m, k, n, layout, dtype, bytes_moved, times = operation
+        native = dtype == "fp8" and "fp8" in hardware.peak
         curve = _gemms("fp8 matmul" if native else "matmul", layout)
-        peak = on.fp8 / FP8 if native else (on.fp8 if dtype == "fp8" else on.peak[dtype]) / PEAK
-        speed = peak * on.product / PRODUCT * GEMM_IN_STEP
-        return max(times * curve.seconds((m, k, n), 2.0 * m * k * n, speed), moved / (on.bandwidth * 1e12)) + gap
+        peak = hardware.fp8 / FP8 if native else (hardware.fp8 if dtype == "fp8" else hardware.peak[dtype]) / PEAK
+        speed = peak * hardware.product / PRODUCT * GEMM_IN_STEP
+        return (
+            max(times * curve.seconds((m, k, n), 2.0 * m * k * n, speed), bytes_moved / (hardware.bandwidth * 1e12))
+            + gap
+        )
     if isinstance(operation, AttentionWork):
         kernel, backward, rows, queries, keys, width, share = operation
-        relative_efficiency = (on.attention_forward, on.attention_backward)[backward] / ATTENTION[backward]
-        speed = on.peak["bf16"] / PEAK * relative_efficiency * ATTENTION_IN_STEP
+        relative_efficiency = (hardware.attention_forward, hardware.attention_backward)[backward] / ATTENTION[backward]
+        speed = hardware.peak["bf16"] / PEAK * relative_efficiency * ATTENTION_IN_STEP
         work = share * _attention_flops(rows, queries, keys, width, backward)
         return _attentions(kernel, backward).seconds((rows, math.sqrt(queries * keys), width), work, speed) + gap
     assert isinstance(operation, ElementwiseWork), operation
-    return Card(on).elementwise(operation.moved)
+    return Card(hardware).elementwise(operation.moved)
 
 
 # -- one after the other
@@ -253,9 +256,9 @@ class Taken(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 12)
-def played(unit: Sequence[Operation], on: Hardware) -> Taken:
+def played(unit: Sequence[Operation], hardware: Hardware) -> Taken:
     """Play the operations of a unit. Collectives run one after the other on their own stream, and so do copies."""
-    card, device_time, network_free, copies_end = Card(on), 0.0, 0.0, 0.0
+    card, device_time, network_free, copies_end = Card(hardware), 0.0, 0.0, 0.0
     running: dict[int, tuple[float, float]] = {}
     arrivals: dict[int, list[float]] = {}
     launches = exchanges = 0
@@ -273,7 +276,7 @@ def played(unit: Sequence[Operation], on: Hardware) -> Taken:
             exchanges += 1
             copies_end = max(copies_end, device_time)
             for _ in range(operation.blocks):
-                copies_end += operation.size / (on.inside * 1e9)
+                copies_end += operation.size / (hardware.inside * 1e9)
                 arrivals.setdefault(operation.exchange, []).append(copies_end)
         elif isinstance(operation, Received):
             block_arrivals = arrivals.get(operation.exchange, [])
@@ -312,21 +315,24 @@ class Pass:
         return self.forward + self.backward + self.weight
 
 
-def chunk_pass(found: ChunkOperations, on: Hardware, *, recorded: bool) -> Pass:
+def chunk_pass(operations: ChunkOperations, hardware: Hardware, *, recorded: bool) -> Pass:
     """The time of one microbatch. recorded: replayed as a CUDA graph, so the host has no work per operation."""
-    device, host = zip(*(_summed(units, on) for units in (found.forward, found.backward, found.weight)), strict=True)
+    device, host = zip(
+        *(_summed(units, hardware) for units in (operations.forward, operations.backward, operations.weight)),
+        strict=True,
+    )
     total = Pass(*device)
     # The host launches the operations one by one. A device that is faster waits for it.
     slowdown = 1.0 if recorded else max(1.0, sum(host) / max(total.all, 1e-12))
     return total * slowdown
 
 
-def _summed(units: Units, on: Hardware) -> tuple[float, float]:
+def _summed(units: Units, hardware: Hardware) -> tuple[float, float]:
     """Seconds of the device and of the host."""
-    unit_times = [played(unit, on) for unit in units]
+    unit_times = [played(unit, hardware) for unit in units]
     device = sum(one.seconds for one in unit_times)
     host_time = sum(UNIT * bool(one.launches) + LAUNCH * one.launches + EXCHANGE * one.exchanges for one in unit_times)
-    return device, host_time * on.host * 1e-6
+    return device, host_time * hardware.host * 1e-6
 
 
 UNIT, LAUNCH, EXCHANGE = 0.27, 0.016, 0.061

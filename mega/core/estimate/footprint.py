@@ -95,9 +95,9 @@ class _Walk:
         return peak
 
     @staticmethod
-    def _sent_for(following: Sequence[Transient], here: Sequence[Transient]) -> list[Transient]:
+    def _sent_for(following: Sequence[Transient], gathered: Sequence[Transient]) -> list[Transient]:
         """The buckets of the next unit that a unit prefetches."""
-        return [bucket for bucket in following if bucket.sent_for and bucket not in here]
+        return [bucket for bucket in following if bucket.sent_for and bucket not in gathered]
 
     def backward(self, parts: Parts, live: int) -> int:
         live += self.leaving

@@ -59,40 +59,40 @@ def _known() -> Mapping[str, Mapping[str, Any]]:
     return tomllib.loads(files("mega.core.estimate").joinpath("hardware.toml").read_text(encoding="utf-8"))
 
 
-def hardware(name: str, asked: str | None = None) -> Hardware:
+def hardware(name: str, source: str | None = None) -> Hardware:
     """A known device, or the one that the TOML file `name` describes.
 
-    asked: how the user named it, if not by --gpu. Errors: ValueError naming that, for an unknown name, a broken file,
-    or an unknown field.
+    source: the flag that named the device, if not --gpu. Errors: ValueError naming it, for an unknown name, a broken
+    file, or an unknown field.
 
     >>> hardware("h200").peak["bf16"]
     989.0
     """
-    devices, asked = _known(), asked or f"--gpu {name}"
+    devices, source = _known(), source or f"--gpu {name}"
     if not name.endswith(".toml"):
         if name.lower() not in devices or name.lower() == "base":
             valid = ", ".join(other for other in devices if other != "base")
-            raise ValueError(f"{asked}: is no known device; valid: {valid}, or a TOML file")
-        return _made(name.lower(), devices[name.lower()], asked)
-    return _made(Path(name).stem, loads(read_text(name, asked), asked), asked)
+            raise ValueError(f"{source}: is no known device; valid: {valid}, or a TOML file")
+        return _made(name.lower(), devices[name.lower()], source)
+    return _made(Path(name).stem, loads(read_text(name, source), source), source)
 
 
-def _made(name: str, table: Mapping[str, Any], asked: str) -> Hardware:
+def _made(name: str, table: Mapping[str, Any], source: str) -> Hardware:
     base, field_names = _known()["base"], {field.name for field in fields(Hardware)} - {"name"}
     table = {key: value for key, value in table.items() if key not in RETIRED}
     peaks = table.get("peak", {})
     if not isinstance(peaks, Mapping):
         raise ValueError(
-            f"{asked}: peak is {quoted(peaks)}; must be a table of TFLOP/s by dtype, such as {{bf16 = 989.0}}"
+            f"{source}: peak is {quoted(peaks)}; must be a table of TFLOP/s by dtype, such as {{bf16 = 989.0}}"
         )
     for keys, valid in ((table.keys(), field_names), (peaks.keys(), base["peak"].keys() | {"fp8"})):
         if unknown := sorted(keys - valid):
-            raise ValueError(f"{asked}: unknown field {unknown[0]}; valid: {', '.join(sorted(valid))}")
+            raise ValueError(f"{source}: unknown field {unknown[0]}; valid: {', '.join(sorted(valid))}")
     values, peak = {**base, **table}, {**base["peak"], **peaks}
     for key, value in {**values, **peak}.items():
         most = 1.0 if key in SHARES else MOST
         if key != "peak" and (type(value) not in (int, float) or not LEAST <= value <= most):
-            raise ValueError(f"{asked}: {key} is {quoted(value)}; must be a number from {LEAST:g} to {most:g}")
+            raise ValueError(f"{source}: {key} is {quoted(value)}; must be a number from {LEAST:g} to {most:g}")
     if type(values["node"]) is not int:
-        raise ValueError(f"{asked}: node is {quoted(values['node'])}; must be a whole number of GPUs")
+        raise ValueError(f"{source}: node is {quoted(values['node'])}; must be a whole number of GPUs")
     return Hardware(name, **{**values, "peak": peak})

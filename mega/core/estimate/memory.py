@@ -222,7 +222,7 @@ def representative(run: RunConfig, count: int) -> int:
     return min(count, full)
 
 
-def _update(run: RunConfig, held: Weights) -> int:
+def _update(run: RunConfig, weights: Weights) -> int:
     """Temporary memory of the optimizer: wide copies of a bucket's span. Weights are gathered in place."""
     precision, options = run.precision, run.optimizer
     assert precision.grad_dtype
@@ -230,7 +230,7 @@ def _update(run: RunConfig, held: Weights) -> int:
     copies = {"adam": 0, "sgd": 1, "lamb": 3, "adafactor": 2, "muon": 1}[options.optimizer]
     copies += (BYTES[precision.grad_dtype] != high) + (not precision.masters)
     # Four copies of the whole matrices that this rank owns (Muon): gathered, assembled, orthogonalized, and returned.
-    return (0 if options.optimizer_offload else copies * held.largest * high) + 4 * held.owned * high
+    return (0 if options.optimizer_offload else copies * weights.largest * high) + 4 * weights.owned * high
 
 
 class LiveSet(NamedTuple):

@@ -12,16 +12,16 @@ from mega.core.estimate.show import PARTS, alike, gib, parts
 from mega.core.files import whole_file
 
 
-def draw(found: Memory, title: str, path: Path) -> None:
+def draw(memory: Memory, title: str, path: Path) -> None:
     """Write the bars as .svg, or as .png (needs matplotlib). The file is written atomically."""
-    content = {".svg": _svg, ".png": _png}[path.suffix](found, title)
+    content = {".svg": _svg, ".png": _png}[path.suffix](memory, title)
     with whole_file(path) as out:
         out.write(content)
 
 
-def _svg(found: Memory, title: str) -> bytes:
-    rows = list(alike(found))
-    largest = max(stage.peak for stage in found.stages)
+def _svg(memory: Memory, title: str) -> bytes:
+    rows = list(alike(memory))
+    largest = max(stage.peak for stage in memory.stages)
     height = 70 + 30 * len(rows)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="1000" height="{height}" font-family="sans-serif" '
@@ -46,12 +46,12 @@ def _svg(found: Memory, title: str) -> bytes:
     return "\n".join([*lines, "</svg>", ""]).encode()
 
 
-def _png(found: Memory, title: str) -> bytes:
+def _png(memory: Memory, title: str) -> bytes:
     import io
 
     from matplotlib.figure import Figure
 
-    rows = list(alike(found))
+    rows = list(alike(memory))
     figure = Figure(figsize=(11, 1.6 + 0.4 * len(rows)), layout="constrained")
     axes = figure.subplots()
     starts = [0.0] * len(rows)

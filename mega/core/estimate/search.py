@@ -144,7 +144,7 @@ def any_layout(options: Options, world: int) -> Options:
     return updated(without_layout(options), {"micro_batch": 1, "dry_run": True, "nproc": None, "world": world})
 
 
-def search(options: Options, world: int, on: Hardware, keep: int = 8) -> Found:
+def search(options: Options, world: int, device: Hardware, keep: int = 8) -> Found:
     """The best layouts of `options` on `world` devices.
 
     options: a run as typed, with its vocabulary; its layout options are replaced. Errors: ValueError if the global
@@ -156,7 +156,7 @@ def search(options: Options, world: int, on: Hardware, keep: int = 8) -> Found:
         if value_of(options, name) is None:
             raise ValueError(f"--{name} is missing: give a number of at least 1, or a preset with --model")
     with _looking_for_new_garbage_only():
-        return _searched(options, world, on, keep)
+        return _searched(options, world, device, keep)
 
 
 @contextmanager
@@ -170,11 +170,11 @@ def _looking_for_new_garbage_only() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _searched(options: Options, world: int, on: Hardware, keep: int) -> Found:
+def _searched(options: Options, world: int, device: Hardware, keep: int) -> Found:
     """Visit layouts in order of a rough time, and estimate their memory until enough of them fit."""
-    allowed = _by_rough_time(options, world, on)
+    allowed = _by_rough_time(options, world, device)
     fitting: list[tuple[LayoutOptions, RunConfig, Memory]] = []
-    weighed, smallest, available_gib = 0, inf, (1 - RESERVE) * on.memory
+    weighed, smallest, available_gib = 0, inf, (1 - RESERVE) * device.memory
     smallest_too_large: dict[tuple[object, ...], int] = {}
     for layout, resolved in allowed:
         weighed += 1
@@ -182,10 +182,10 @@ def _searched(options: Options, world: int, on: Hardware, keep: int) -> Found:
         other_options = tuple(value for name, value in layout.items() if name != "micro_batch")
         if layout["micro_batch"] >= smallest_too_large.get(other_options, inf):
             continue
-        if least(resolved, world, on.communicator) > max(available_gib, smallest):
+        if least(resolved, world, device.communicator) > max(available_gib, smallest):
             continue
         layout_memory = memory(resolved, world)
-        size = layout_memory.needed(on.communicator)
+        size = layout_memory.needed(device.communicator)
         smallest = min(smallest, size)
         if size > available_gib:
             smallest_too_large[other_options] = layout["micro_batch"]
@@ -195,21 +195,21 @@ def _searched(options: Options, world: int, on: Hardware, keep: int) -> Found:
         if len(fitting) == 3 * keep:
             break
     played = [
-        Candidate(world, layout, resolved, layout_memory, step_time(resolved, world, on), on.communicator)
+        Candidate(world, layout, resolved, layout_memory, step_time(resolved, world, device), device.communicator)
         for layout, resolved, layout_memory in fitting
     ]
     played.sort(key=lambda candidate: candidate.time.seconds)
     return Found(played[:keep], len(allowed), weighed, len(fitting), smallest)
 
 
-def _by_rough_time(options: Options, world: int, on: Hardware) -> list[tuple[LayoutOptions, RunConfig]]:
+def _by_rough_time(options: Options, world: int, device: Hardware) -> list[tuple[LayoutOptions, RunConfig]]:
     """Layouts that obey the rules, resolved, sorted by a rough time that does not need to play their plans."""
     timed_layouts, refusals, base = (
         list[tuple[float, LayoutOptions, RunConfig]](),
         list[str](),
         any_layout(options, world),
     )
-    for layout in layouts(options, world, on.node):
+    for layout in layouts(options, world, device.node):
         candidate = updated(base, layout)
         try:
             check(candidate, world)
@@ -217,9 +217,9 @@ def _by_rough_time(options: Options, world: int, on: Hardware) -> list[tuple[Lay
             refusals.append(str(error))
             continue
         resolved = resolve(candidate, world)
-        timed_layouts.append((step_time(resolved, world, on, play=False).seconds, layout, resolved))
+        timed_layouts.append((step_time(resolved, world, device, play=False).seconds, layout, resolved))
     if not timed_layouts:
-        raise ValueError(_no_layout(options, world, on.node, refusals))
+        raise ValueError(_no_layout(options, world, device.node, refusals))
     timed_layouts.sort(key=lambda row: row[0])
     return [(layout, resolved) for _, layout, resolved in timed_layouts]
 

@@ -88,24 +88,24 @@ def options(run: RunConfig, world: int) -> dict[str, Json]:
     }
 
 
-def as_json(run: RunConfig, world: int, found: Memory, device: Hardware | None = None) -> dict[str, Json]:
+def as_json(run: RunConfig, world: int, memory: Memory, device: Hardware | None = None) -> dict[str, Json]:
     """Sizes in bytes (`_gib`: GiB), times in seconds, stages in order. The layout is keyed by option name."""
     timed: dict[str, Json] = {}
     if device is not None:
-        need = found.needed(device.communicator)
+        need = memory.needed(device.communicator)
         timed = {"device": device.name, "step": asdict(step_time(run, world, device))}
         timed |= {"need_gib": need, "fits": need <= device.memory}
     return {
         "layout": options(run, world),
         **timed,
         "world": world,
-        "parameters": found.parameters,
+        "parameters": memory.parameters,
         "active_parameters": active_parameters(run.model),
-        "peak": found.worst.peak,
-        "peak_stage": found.worst.stage,
-        "checkpoint": found.checkpoint,
-        "communicators": found.communicators,
-        "mapped": found.mapped,
+        "peak": memory.worst.peak,
+        "peak_stage": memory.worst.stage,
+        "checkpoint": memory.checkpoint,
+        "communicators": memory.communicators,
+        "mapped": memory.mapped,
         "logits": logits_bytes(run),
         "serving_weights": serving_bytes(run) if _continues(run) else None,
         "kv_cache_per_token": kv_cache_bytes(run) if _continues(run) else None,
@@ -122,20 +122,20 @@ def as_json(run: RunConfig, world: int, found: Memory, device: Hardware | None =
                 "live_microbatches": stage.live,
                 "when": stage.when,
             }
-            for stage in found.stages
+            for stage in memory.stages
         ],
     }
 
 
-def choice_as_json(found: Found, start: Sequence[str], missing: Sequence[str]) -> dict[str, object]:
+def choice_as_json(result: Found, start: Sequence[str], missing: Sequence[str]) -> dict[str, object]:
     """The result of a search, fastest first: the options of each layout, GiB of its fullest rank, and its step time.
 
     start: command lines that start the first layout; missing: flags that they still need.
     """
     return {
-        "tried": found.tried,
-        "weighed": found.weighed,
-        "fitting": found.fitting,
+        "tried": result.tried,
+        "weighed": result.weighed,
+        "fitting": result.fitting,
         "layouts": [
             {
                 **candidate.options,
@@ -143,14 +143,14 @@ def choice_as_json(found: Found, start: Sequence[str], missing: Sequence[str]) -
                 "need_gib": candidate.need,
                 "step": asdict(candidate.time),
             }
-            for candidate in found.candidates
+            for candidate in result.candidates
         ],
         "start": list(start),
         "missing": list(missing),
     }
 
 
-def table(found: Memory) -> Table:
+def table(memory: Memory) -> Table:
     """GiB of each part at the peak, one row per kind of stage. Equal consecutive stages share a row. Fits 80
     columns."""
     from rich.table import Table
@@ -160,7 +160,7 @@ def table(found: Memory) -> Table:
     )
     for heading in ("stage", "layers", *(SHORT.get(head, head) for head, _, _ in PARTS), "peak"):
         output.add_column(heading, justify="left" if heading == "stage" else "right", no_wrap=True)
-    for first, last, stage in alike(found):
+    for first, last, stage in alike(memory):
         output.add_row(
             str(first) if first == last else f"{first}-{last}",
             str(stage.layers),
@@ -170,12 +170,12 @@ def table(found: Memory) -> Table:
     return output
 
 
-def bars(found: Memory, width: int = 52) -> Iterator[Text]:
+def bars(memory: Memory, width: int = 52) -> Iterator[Text]:
     """A stacked bar for each row of the table, and a legend."""
     from rich.text import Text
 
-    largest = max(stage.peak for stage in found.stages)
-    for first, last, stage in alike(found):
+    largest = max(stage.peak for stage in memory.stages)
+    for first, last, stage in alike(memory):
         line = Text(f"{f'stage {first}' if first == last else f'stages {first}-{last}':<14}")
         cells_drawn = 0
         bytes_drawn = 0
@@ -205,18 +205,18 @@ def _serving(run: RunConfig) -> str:
     return f"; serving: {gib(serving_bytes(run))} GiB of weights, {cache:.3f} MiB of keys and values per token"
 
 
-def notes(run: RunConfig, world: int, found: Memory, device: Hardware | None, megatron: bool) -> Iterator[str]:
+def notes(run: RunConfig, world: int, memory: Memory, device: Hardware | None, megatron: bool) -> Iterator[str]:
     """Lines below the table. With a `device`: whether the run fits, and the step time."""
-    worst, stage_weights = found.worst, found.worst.held
+    worst, stage_weights = memory.worst, memory.worst.held
     yield (
         f"peak: {gib(worst.peak)} GiB on stage {worst.stage}, in the {worst.when}, {worst.live} in flight; "
         f"the allocator may take {gib(worst.slack)} more"
     )
     active = f" ({active_parameters(run.model) / 1e9:.3f}e9 active)" if run.model.experts else ""
     yield (
-        f"parameters {found.parameters / 1e9:.3f}e9{active}, {stage_weights.parameters / 1e9:.3f}e9 on a rank of it, "
+        f"parameters {memory.parameters / 1e9:.3f}e9{active}, {stage_weights.parameters / 1e9:.3f}e9 on a rank of it, "
         f"{stage_weights.total / stage_weights.parameters:.2f} bytes each; "
-        f"checkpoint {gib(found.checkpoint)} GiB{_serving(run)}"
+        f"checkpoint {gib(memory.checkpoint)} GiB{_serving(run)}"
     )
     yield f"logits and loss of a microbatch: {gib(logits_bytes(run))} GiB of the last stage's activations"
     if (load := worst_load(run)) is not None:
@@ -224,15 +224,15 @@ def notes(run: RunConfig, world: int, found: Memory, device: Hardware | None, me
             f"experts: {load.even:,} rows of a microbatch in a layer on each rank, chosen equally often; if all tokens "
             f"choose those of one rank, {load.rows:,} there, and {gib(load.more)} GiB more of its activations"
         )
-    groups = found.communicators
+    groups = memory.communicators
     outside = f"{groups} communicator{'s' if groups > 1 else ''}" if groups else ""
-    outside += f" and {gib(found.mapped)} GiB mapped" if found.mapped else ""
+    outside += f" and {gib(memory.mapped)} GiB mapped" if memory.mapped else ""
     if outside and device is None:
         yield f"besides, outside the allocator: {outside}"
     if stage_weights.host:
         yield f"in the host's memory: {gib(stage_weights.host)} GiB of masters and moments for each rank"
     if device is not None:
-        needed_gib = found.needed(device.communicator)
+        needed_gib = memory.needed(device.communicator)
         verdict = "fits" if needed_gib <= device.memory else "does not fit"
         outside_note = f" and {outside}" if outside else ""
         yield f"{device.name}: {needed_gib:.2f} GiB with slack{outside_note}, of {device.memory:g}: {verdict}"
@@ -271,9 +271,9 @@ def _megatron_says(run: RunConfig, world: int) -> Iterator[str]:
     )
 
 
-def precision(run: RunConfig, found: Memory, halved: Memory, seconds: tuple[float, float] | None) -> str:
+def precision(run: RunConfig, memory: Memory, halved: Memory, seconds: tuple[float, float] | None) -> str:
     """The memory of an fp32 run compared with bf16, `halved`. seconds: step times of both, if a device is given."""
-    text = f"precision: {run.precision.dtype}, {gib(found.worst.peak)} GiB at the peak; with --dtype bf16 "
+    text = f"precision: {run.precision.dtype}, {gib(memory.worst.peak)} GiB at the peak; with --dtype bf16 "
     text += f"{gib(halved.worst.peak)} GiB"
     return text if seconds is None else f"{text}, and {seconds[1]:.3f} s a step instead of {seconds[0]:.3f}"
 
@@ -303,7 +303,7 @@ def training_note(whole: TrainingTime, stops: Stops, typed: bool) -> str:
     return f"{text}: {whole.save_every_days:.2f} days" if typed else text
 
 
-def layouts_table(found: Found) -> Table:
+def layouts_table(result: Found) -> Table:
     """A table of the best layouts, fastest first."""
     from rich.table import Table
 
@@ -324,7 +324,7 @@ def layouts_table(found: Found) -> Table:
         "GiB",
     ):
         output.add_column(heading, justify="left" if heading in ("plan", "recompute") else "right", no_wrap=True)
-    for candidate in found.candidates:
+    for candidate in result.candidates:
         run, time = candidate.run, candidate.time
         output.add_row(
             str(run.parallel.tp),
@@ -352,16 +352,16 @@ def _plan(run: RunConfig) -> str:
     return f"{parallel.chunks} chunks" if parallel.chunks > 1 else str(parallel.schedule)
 
 
-def why(found: Found, device: Hardware) -> str:
+def why(result: Found, device: Hardware) -> str:
     """One sentence that explains the choice."""
-    best = found.candidates[0]
+    best = result.candidates[0]
     text = (
-        f"{found.tried} layouts obey the rules; of the {found.weighed} fastest {found.fitting} fit into "
+        f"{result.tried} layouts obey the rules; of the {result.weighed} fastest {result.fitting} fit into "
         f"{1 - RESERVE:.0%} of the {device.memory:.1f} GiB of {device.name}; "
         f"the first is predicted fastest ({best.time.seconds:.3f} s)"
     )
-    if len(found.candidates) > 1:
-        second = found.candidates[1]
+    if len(result.candidates) > 1:
+        second = result.candidates[1]
         text += f", {second.time.seconds / best.time.seconds - 1:.1%} ahead of the second"
     return f"{text}. exposed: gradients and update that nothing hides"
 
@@ -392,11 +392,11 @@ def gib(size: float) -> str:
     return f"{size / GIB:.2f}"
 
 
-def alike(found: Memory) -> Iterator[tuple[int, int, StageMemory]]:
+def alike(memory: Memory) -> Iterator[tuple[int, int, StageMemory]]:
     """Yield first and last number of consecutive stages that are equal to a hundredth of a GiB, with the stage."""
     begin = 0
-    for number, stage in enumerate(found.stages):
-        after = found.stages[number + 1] if number + 1 < len(found.stages) else None
+    for number, stage in enumerate(memory.stages):
+        after = memory.stages[number + 1] if number + 1 < len(memory.stages) else None
         if after is None or _shown(after) != _shown(stage):
             yield begin, number, stage
             begin = number + 1

@@ -49,14 +49,14 @@ class StepTime:
     mfu: float  # Model operations over the devices' peak in that time
 
 
-def step_time(run: RunConfig, world: int, on: Hardware, *, play: bool = True) -> StepTime:
+def step_time(run: RunConfig, world: int, device: Hardware, *, play: bool = True) -> StepTime:
     """Predict one step of a resolved `run`.
 
     play: False computes the pipeline's time from its slowest stage only, which is much faster.
     """
     parallel, dp, count = run.parallel, data_parallel(run, world), microbatches(run, world)
     recorded = records_graph(run, world)
-    times = Times(run, on, recorded=recorded, rough=not play)
+    times = Times(run, device, recorded=recorded, rough=not play)
     stages = stage_chunks(run)
     chunks, hop_seconds = times.pipeline(), times.hop(parallel.tp * parallel.cp * dp)
     pipeline, busy = pipeline_time(run, chunks, count, hop_seconds) if play else _bound(run, chunks, count)
@@ -71,7 +71,7 @@ def step_time(run: RunConfig, world: int, on: Hardware, *, play: bool = True) ->
         reduction = max(exposed(summed, backward) for summed, backward in zip(reductions, passes, strict=True))
     if recorded and dp * parallel.cp > 1:
         if eager_microbatches(dp * parallel.cp, count):
-            eager_chunk = Times(run, on, recorded=False, rough=not play).chunk(stages[0][0])
+            eager_chunk = Times(run, device, recorded=False, rough=not play).chunk(stages[0][0])
             pipeline += eager_chunk.all - chunks[0].all
         else:
             reduction = max(reductions)
@@ -89,13 +89,13 @@ def step_time(run: RunConfig, world: int, on: Hardware, *, play: bool = True) ->
         reduction=reduction,
         update=update,
         tflops=rate,
-        mfu=rate / on.peak[run.precision.dtype],
+        mfu=rate / device.peak[run.precision.dtype],
     )
 
 
-def plan_costs(run: RunConfig, world: int, on: Hardware) -> Costs:
+def plan_costs(run: RunConfig, world: int, device: Hardware) -> Costs:
     """Seconds of the acts of the pipeline's plan, as `step_time` plays it."""
-    parallel, times = run.parallel, Times(run, on, recorded=records_graph(run, world))
+    parallel, times = run.parallel, Times(run, device, recorded=records_graph(run, world))
     return _costs(times.pipeline(), times.hop(parallel.tp * parallel.cp * data_parallel(run, world)))
 
 
@@ -190,8 +190,8 @@ class Times:
     recorded: microbatches are CUDA graphs. rough: faster and less exact.
     """
 
-    def __init__(self, run: RunConfig, on: Hardware, *, recorded: bool, rough: bool = False) -> None:
-        self.run, self.on, self.card, self.recorded = run, on, Card(on), recorded
+    def __init__(self, run: RunConfig, device: Hardware, *, recorded: bool, rough: bool = False) -> None:
+        self.run, self.on, self.card, self.recorded = run, device, Card(device), recorded
         self._operations = rough_operations if rough else operations
 
     def pipeline(self) -> list[Pass]:
@@ -217,19 +217,19 @@ class Times:
         """A collective over data and context ranks."""
         return self.card.collective(kind, size, ranks, self.run.parallel.tp)
 
-    def reduction(self, dp: int, held: Weights) -> float:
+    def reduction(self, dp: int, weights: Weights) -> float:
         """Reducing a stage's gradients over the data ranks, without overlap."""
         parallel = self.run.parallel
         assert self.run.precision.grad_dtype
         kind = "reduce-scatter" if parallel.zero else "all-reduce"
-        return self.exchanged(kind, dp, held, BYTES[self.run.precision.grad_dtype])
+        return self.exchanged(kind, dp, weights, BYTES[self.run.precision.grad_dtype])
 
-    def exchanged(self, kind: str, dp: int, held: Weights, size: int) -> float:
+    def exchanged(self, kind: str, dp: int, weights: Weights, size: int) -> float:
         """A collective of all trained parameters, `size` bytes per element, over the ranks that hold copies of them."""
-        by_axis = held.by_axis(data_shards(self.run.parallel, dp))
+        by_axis = weights.by_axis(data_shards(self.run.parallel, dp))
         return sum(self.collective(kind, size * elements, ranks) for elements, ranks in by_axis)
 
-    def sharing(self, dp: int, held: Weights, chunk: Pass) -> float:
+    def sharing(self, dp: int, weights: Weights, chunk: Pass) -> float:
         """The time that ZeRO 2 and 3 add to every microbatch: buckets are created, reduced and added; weights are
         gathered twice.
 
@@ -237,18 +237,18 @@ class Times:
         previous unit.
         """
         run, size = self.run, BYTES[self.run.precision.grad_dtype]
-        summed = self.exchanged("reduce-scatter", dp, held, size)
-        owned_elements = sum(elements / ranks for elements, ranks in held.by_axis(data_shards(run.parallel, dp)))
-        bucket_seconds = self.card.elementwise(size * (held.trained + 3 * owned_elements))
+        summed = self.exchanged("reduce-scatter", dp, weights, size)
+        owned_elements = sum(elements / ranks for elements, ranks in weights.by_axis(data_shards(run.parallel, dp)))
+        bucket_seconds = self.card.elementwise(size * (weights.trained + 3 * owned_elements))
         if run.parallel.zero < 3:
             return bucket_seconds + exposed(summed, chunk.backward + chunk.weight)
-        gathered = self.exchanged("all-gather", dp, held, BYTES[run.precision.dtype])
+        gathered = self.exchanged("all-gather", dp, weights, BYTES[run.precision.dtype])
         backward = chunk.backward + chunk.weight
         if not run.parallel.overlap_param_gather:
             return bucket_seconds + 2 * gathered + exposed(summed, backward)
         return bucket_seconds + exposed(gathered, chunk.forward) + exposed(gathered + summed, backward)
 
-    def update(self, dp: int, held: Weights, forward: float) -> float:
+    def update(self, dp: int, weights: Weights, forward: float) -> float:
         """The update of a stage's rank; and, under ZeRO 1 and 2, the exposed part of the weight gather.
 
         forward: seconds of the rank's first forward pass, whose units wait for their weights in sequence. With recorded
@@ -256,12 +256,12 @@ class Times:
         """
         run, on, parallel = self.run, self.on, self.run.parallel
         shards = data_shards(parallel, dp)
-        owned_elements = sum(elements / (ranks if parallel.zero else 1) for elements, ranks in held.by_axis(shards))
+        owned_elements = sum(elements / (ranks if parallel.zero else 1) for elements, ranks in weights.by_axis(shards))
         seconds = update_bytes(run) * owned_elements / (on.bandwidth * 1e12 * on.elementwise)
         if run.optimizer.optimizer_offload:
             seconds += self.offloaded(owned_elements, min(dp * parallel.cp * parallel.tp * parallel.pp, on.node))
         if max(shards.values()) > 1 and 0 < parallel.zero < 3:
-            gathered = self.exchanged("all-gather", dp, held, BYTES[self.run.precision.dtype])
+            gathered = self.exchanged("all-gather", dp, weights, BYTES[self.run.precision.dtype])
             overlapped = parallel.overlap_param_gather and not self.recorded
             seconds += exposed(gathered, forward) if overlapped else gathered
         return seconds

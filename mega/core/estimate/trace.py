@@ -502,7 +502,7 @@ def _regimes(run: RunConfig, blocks: int) -> Iterator[tuple[int, int]]:
         yield blocks, (memory.recompute_layers or 1) if memory.recompute == "full" else 1
 
 
-def _repeated(found: Trace, regimes: Sequence[Sequence[tuple[int, int]]], short: Sequence[Sequence[int]]) -> Trace:
+def _repeated(traced: Trace, regimes: Sequence[Sequence[tuple[int, int]]], short: Sequence[Sequence[int]]) -> Trace:
     """Extend a trace of the `short` numbers of blocks to all blocks of each regime of each stack, by repeating the
     third period."""
     # units: for each unit of the result the unit of the trace. Four blocks traced, six wanted: 0 | 1 2 3 3 3 4 | 5.
@@ -517,7 +517,7 @@ def _repeated(found: Trace, regimes: Sequence[Sequence[tuple[int, int]]], short:
         units.append(begin)
         begin += 1
     if units == list(range(begin)):
-        return found
+        return traced
     new_position = {unit: at for at, unit in enumerate(units)}
     between = {0} | {sum(map(sum, short[: number + 1])) + number + 1 for number in range(len(short))}
 
@@ -535,12 +535,12 @@ def _repeated(found: Trace, regimes: Sequence[Sequence[tuple[int, int]]], short:
     def listed(work: Units) -> Units:
         return tuple(work[unit] for unit in units)
 
-    return found._replace(
-        forward=whole(found.forward),
-        backward=whole(found.backward),
-        forward_work=listed(found.forward_work),
-        backward_work=listed(found.backward_work),
-        weight_work=listed(found.weight_work),
+    return traced._replace(
+        forward=whole(traced.forward),
+        backward=whole(traced.backward),
+        forward_work=listed(traced.forward_work),
+        backward_work=listed(traced.backward_work),
+        weight_work=listed(traced.weight_work),
     )
 
 
@@ -740,20 +740,20 @@ def _tensors(values: Values) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _record_gradient(recorder: _Recorder, weight: Weight, where: tuple[int, int]) -> None:
+def _record_gradient(recorder: _Recorder, weight: Weight, location: tuple[int, int]) -> None:
     """Cut the backward pass where a weight's gradient is first accumulated, and where it is complete."""
     main_grad, waiting = weight.main_grad, weight.uses
     weight.main_grad = None
 
     def opened(_: Weight) -> None:
         weight.main_grad = main_grad
-        recorder.cut(where, opens=True)
+        recorder.cut(location, opens=True)
 
     def ready(_: Weight) -> None:
         nonlocal waiting
         waiting -= 1
         if not waiting:
             waiting, weight.main_grad = weight.uses, None
-            recorder.cut(where)
+            recorder.cut(location)
 
     weight.on_main_grad, weight.on_grad_ready = opened, ready

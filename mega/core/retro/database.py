@@ -132,7 +132,7 @@ def _check_run(run: RunConfig, tokenizer: Tokenizer, manifest: DatabaseManifest)
         raise ValueError(f"--split {run.data.split}: the database was made with {manifest.split}")
 
 
-def look(options: Options, shown: LookOptions) -> Iterator[str]:
+def look(options: Options, selection: LookOptions) -> Iterator[str]:
     """Yield lines about a database. Errors: ValueError naming flag or file."""
     run, tokenizer, folder = _opened(options)
     manifest = DatabaseManifest.read(folder)
@@ -141,16 +141,16 @@ def look(options: Options, shown: LookOptions) -> Iterator[str]:
     for corpus in database.corpora:
         documents = f"{corpus.n_docs_train:,} of {corpus.n_docs:,} documents"
         yield f"{corpus.prefix}: {documents}, {corpus.n_chunks:,} chunks, {corpus.n_chunks_invalid:,} left out"
-    if shown.chunk is not None:
-        if shown.chunk >= len(database):
-            raise ValueError(f"--chunk {shown.chunk}: must be below {len(database)}")
-        yield f"chunk {shown.chunk}: {_text(tokenizer, database.ids(shown.chunk).tolist())}"
-    if shown.sample is not None:
-        yield from _sample(run, tokenizer, shown.sample, shown.of)
+    if selection.chunk is not None:
+        if selection.chunk >= len(database):
+            raise ValueError(f"--chunk {selection.chunk}: must be below {len(database)}")
+        yield f"chunk {selection.chunk}: {_text(tokenizer, database.ids(selection.chunk).tolist())}"
+    if selection.sample is not None:
+        yield from _sample(run, tokenizer, selection.sample, selection.of)
 
 
-def _sample(run: RunConfig, tokenizer: Tokenizer, number: int, of: str) -> Iterator[str]:
-    dataset = cast(NeighbourDataset | None, getattr(datasets(run, tokenizer), of))
+def _sample(run: RunConfig, tokenizer: Tokenizer, number: int, split_name: str) -> Iterator[str]:
+    dataset = cast(NeighbourDataset | None, getattr(datasets(run, tokenizer), split_name))
     if dataset is None or number >= len(dataset):
         raise ValueError(f"--sample {number}: must be below {0 if dataset is None else len(dataset)}")
     sample, length = dataset[number], run.model.retro_chunk_length

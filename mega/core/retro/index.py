@@ -150,19 +150,19 @@ def _load(library: faiss, path: Path) -> faiss.Index:
         raise ValueError(f"{path}: cannot be read ({_line(error)}); delete its folder and build it again") from None
 
 
-def _read(library: faiss, path: Path, place: Path, manifest: DatabaseManifest, index: str) -> faiss.Index:
-    _check(place, manifest, index)
+def _read(library: faiss, path: Path, index_path: Path, manifest: DatabaseManifest, index: str) -> faiss.Index:
+    _check(index_path, manifest, index)
     return _load(library, path)
 
 
-def _check(place: Path, manifest: DatabaseManifest, index: str) -> None:
+def _check(index_path: Path, manifest: DatabaseManifest, index: str) -> None:
     """Errors: ValueError if the index is incomplete, or belongs to another database."""
-    path = place / "index.json"
+    path = index_path / "index.json"
     if not path.is_file():
-        raise ValueError(f"--index {index}: {place} is not whole; mega retro build --index {index} makes it")
+        raise ValueError(f"--index {index}: {index_path} is not whole; mega retro build --index {index} makes it")
     record = below(parse_json(read_limited(path, 1 << 16, str(path)), str(path)))
     if record.get("database") != _digest(manifest):
-        raise ValueError(f"--index {index}: {place} is of another database; delete it and build it again")
+        raise ValueError(f"--index {index}: {index_path} is of another database; delete it and build it again")
 
 
 def _digest(manifest: DatabaseManifest) -> str:

@@ -30,23 +30,23 @@ from mega.core.text.tokenizer import Tokenizer
 
 
 def opener(
-    given: RetrievalOptions, engine: EngineOptions, layout: DecodingLayout, adapter: Sequence[str], beams: int = 0
+    retrieval: RetrievalOptions, engine: EngineOptions, layout: DecodingLayout, adapter: Sequence[str], beams: int = 0
 ) -> OpenRetriever | None:
     """The function that opens the retriever of a generating model. Errors: ValueError naming an incompatible flag."""
-    if given.retro is not None:
+    if retrieval.retro is not None:
         check_decoding(engine, layout, adapter, beams)
-    return named_opener(given)
+    return named_opener(retrieval)
 
 
-def named_opener(given: RetrievalOptions) -> OpenRetriever | None:
+def named_opener(retrieval: RetrievalOptions) -> OpenRetriever | None:
     """The function that opens the retriever that the flags select, or None. Errors: ValueError naming the flag."""
-    given.check()
-    return None if given.retro is None else partial(open_retriever, given)
+    retrieval.check()
+    return None if retrieval.retro is None else partial(open_retriever, retrieval)
 
 
-def open_retriever(given: RetrievalOptions, model: ModelConfig, tokenizer: Tokenizer, device: str) -> Retriever:
+def open_retriever(retrieval: RetrievalOptions, model: ModelConfig, tokenizer: Tokenizer, device: str) -> Retriever:
     """Open a retriever. Errors: ValueError naming flag or file."""
-    retro = given.retro
+    retro = retrieval.retro
     if retro is None or retro == NOTHING:
         return NoNeighbours(model)
     folder = Path(retro)
@@ -58,9 +58,9 @@ def open_retriever(given: RetrievalOptions, model: ModelConfig, tokenizer: Token
         raise ValueError(
             f"--retro {retro}: was made with the tokenizer {manifest.tokenizer}, the model's is {tokenizer.identity()}"
         )
-    embedder = opened_embedder(folder, manifest, given.embedder or "", device)
+    embedder = opened_embedder(folder, manifest, retrieval.embedder or "", device)
     database = ChunkDatabase(folder, manifest.chunk_length, manifest.eod)
-    search = open_search(folder, manifest, len(database), torch.device(device), given.index, given.probes)
+    search = open_search(folder, manifest, len(database), torch.device(device), retrieval.index, retrieval.probes)
     return DatabaseRetriever(model, tokenizer, database, embedder, search)
 
 

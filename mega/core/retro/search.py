@@ -33,13 +33,16 @@ def nearest(
     return numbers.cpu().numpy()
 
 
-def _of_block(asked: torch.Tensor, block: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _of_block(query_vectors: torch.Tensor, block: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Numbers within the block, and distances, of the best candidates."""
     # |v - q|^2 without |q|^2, which is equal for all candidates of a query: [n, m].
-    rough = block.square().sum(1) - 2 * asked @ block.T
+    rough = block.square().sum(1) - 2 * query_vectors @ block.T
     candidates = rough.topk(min(count + SPARE, len(block)), 1, largest=False).indices
     exact = torch.stack(
-        [(block[row].double() - one.double()).square().sum(1) for one, row in zip(asked, candidates, strict=True)]
+        [
+            (block[row].double() - one.double()).square().sum(1)
+            for one, row in zip(query_vectors, candidates, strict=True)
+        ]
     )
     return candidates, exact
 

@@ -49,9 +49,9 @@ class Share:
     def whole(self) -> bool:
         return self.count == 1
 
-    def of(self, found: Sequence[tuple[Block, Path]]) -> list[tuple[Block, Path]]:
+    def of(self, all_blocks: Sequence[tuple[Block, Path]]) -> list[tuple[Block, Path]]:
         """The blocks of this share that do not exist yet."""
-        return [each for each in found[self.index :: self.count] if not made(each[1])]
+        return [each for each in all_blocks[self.index :: self.count] if not made(each[1])]
 
 
 def begin(folder: Path, manifest: DatabaseManifest) -> None:

@@ -26,16 +26,16 @@ def table(flag: str, path: Path) -> tuple[list[str], Lines]:
     return _columns(lines[0]), _rows(f"{flag} {path}", lines[1:])
 
 
-def _rows(what: str, lines: list[str]) -> Lines:
-    return ((f"{what}:{line_number}", _columns(line)) for line_number, line in enumerate(lines, 2) if line.strip())
+def _rows(source: str, lines: list[str]) -> Lines:
+    return ((f"{source}:{line_number}", _columns(line)) for line_number, line in enumerate(lines, 2) if line.strip())
 
 
 def _columns(line: str) -> list[str]:
     return line.removesuffix("\r").split("\t")
 
 
-def number(where: str, column: str) -> int:
+def number(location: str, column: str) -> int:
     """Parse the number of a row. Errors: ValueError unless it is an integer of at least 0."""
     if not column.strip().isdecimal():
-        raise ValueError(f"{where}: the first column is {column.strip()!r}; must be the row's number, at least 0")
+        raise ValueError(f"{location}: the first column is {column.strip()!r}; must be the row's number, at least 0")
     return int(column)

@@ -51,15 +51,15 @@ def asked(question: str, option: str) -> str:
     return clean(question.replace("_", option) if "_" in question else f"{question} {option}")
 
 
-def _text(where: str, passage: object, name: str) -> str:
+def _text(location: str, passage: object, name: str) -> str:
     if not isinstance(passage, Mapping) or not isinstance(passage.get(name), str):
-        raise ValueError(f'{where}: has no "{name}"; a passage is {{"article", "questions", "options", "answers"}}')
+        raise ValueError(f'{location}: has no "{name}"; a passage is {{"article", "questions", "options", "answers"}}')
     return str(passage[name])
 
 
-def _list(where: str, passage: Any, name: str) -> list[Any]:
+def _list(location: str, passage: Any, name: str) -> list[Any]:
     if not isinstance(passage.get(name), list):
-        raise ValueError(f'{where}: has no list "{name}"')
+        raise ValueError(f'{location}: has no list "{name}"')
     return list(passage[name])
 
 

@@ -90,13 +90,13 @@ class Report:
     spelled: int = 0  # Documents whose text contains the name of a special token
     spells: str | None = None  # An example of such a name
 
-    def add(self, found: EncodedBlock, reasons: Sequence[str], size: int) -> None:
+    def add(self, block: EncodedBlock, reasons: Sequence[str], size: int) -> None:
         """Count a block of `size` bytes, except for its tokens."""
-        self.documents += len(found.documents[0].counts)
+        self.documents += len(block.documents[0].counts)
         self.bytes += size
-        self.skipped += found.skipped
-        self.spelled += found.spelled
-        self.spells = self.spells or found.spells
+        self.skipped += block.skipped
+        self.spelled += block.spelled
+        self.spells = self.spells or block.spells
         self.reasons += reasons[: _LISTED - len(self.reasons)]
 
 
@@ -224,10 +224,10 @@ def _complete(report: Report, tokenizer: Tokenizer, writers: Sequence[IndexedWri
         )
 
 
-def as_reported(report: Report, kept: Sequence[IndexedDataset]) -> Report:
+def as_reported(report: Report, pairs: Sequence[IndexedDataset]) -> Report:
     """The report of work that was done before, as far as its notes contain it."""
-    report.documents, report.tokens = kept[0].documents, sum(len(data.tokens) for data in kept)
-    report.skipped, report.kept = int(kept[0].note.get("skipped", 0)), True
+    report.documents, report.tokens = pairs[0].documents, sum(len(data.tokens) for data in pairs)
+    report.skipped, report.kept = int(pairs[0].note.get("skipped", 0)), True
     return report
 
 
@@ -272,10 +272,10 @@ class Read(NamedTuple):
         return self.block.size
 
 
-def _blocks(found: Sequence[SourcePiece], keys: Sequence[str], text_lines: bool, begin: Begin) -> Iterator[Read]:
+def _blocks(inputs: Sequence[SourcePiece], keys: Sequence[str], text_lines: bool, begin: Begin) -> Iterator[Read]:
     """The blocks of every piece in order, starting at `begin`."""
     units_done = begin.done
-    for number, piece in enumerate(found[begin.piece :], begin.piece):
+    for number, piece in enumerate(inputs[begin.piece :], begin.piece):
         for block in blocks(piece, keys, text_lines=text_lines, done=units_done):
             yield Read(block, Begin(number, block.done))
         units_done = 0
@@ -359,7 +359,7 @@ class _Worker:
             documents, lines, len(bad), sorted(bad)[:_LISTED], len(spelled_names), next(iter(spelled_names), None)
         )
 
-    def _batches(self, text: bytes, lines: int, bad: list[tuple[int, str]], spelled: list[str]) -> Iterator[_Batch]:
+    def _batches(self, text: bytes, lines: int, bad: list[tuple[int, str]], names: list[str]) -> Iterator[_Batch]:
         """Yield the documents in runs that fit in the processor's cache while they are parsed and tokenized."""
         view, begin, stop, batch = memoryview(text), 0, _BATCH_BYTES, _Batch([], [])
         number = 0
@@ -374,7 +374,7 @@ class _Worker:
                 texts = self._texts(parsed(line))
                 batch.texts.append(texts)
                 batch.lines.append(number)
-                spelled += islice(filter(None, (self.special.first_in(each) for column in texts for each in column)), 1)
+                names += islice(filter(None, (self.special.first_in(each) for column in texts for each in column)), 1)
             except ValueError as error:
                 if line and not bytes(line).isspace():
                     bad.append((number, str(error)))
@@ -384,11 +384,11 @@ class _Worker:
                 batch, stop = _Batch([], []), begin + _BATCH_BYTES
         yield batch
 
-    def _texts(self, found: object) -> list[list[str]]:
+    def _texts(self, document: object) -> list[list[str]]:
         """The sentences under each key of a line. Without splitting a plain string is one sentence."""
-        if not isinstance(found, dict):
-            raise ValueError(f"not a JSON object; {not_an_object(found)}")
-        columns = [_sentences(found, key) for key in self.job.keys]
+        if not isinstance(document, dict):
+            raise ValueError(f"not a JSON object; {not_an_object(document)}")
+        columns = [_sentences(document, key) for key in self.job.keys]
         if self.split is None:
             return columns
         return [[part for sentence in column for part in self.split(sentence)] for column in columns]
@@ -440,12 +440,12 @@ def encoder(tokenizer: Tokenizer, *, append_eod: bool) -> Callable[[Sequence[str
     return lambda texts: worker._finished([worker._documents([[text] for text in texts])])
 
 
-def _sentences(found: dict[str, object], key: str) -> list[str]:
-    value = found.get(key)
+def _sentences(document: dict[str, object], key: str) -> list[str]:
+    value = document.get(key)
     if isinstance(value, str):
         return [value]
-    if key not in found:
-        raise ValueError(f'no key "{key}"; {keys_there(found, "--json-keys")}')
+    if key not in document:
+        raise ValueError(f'no key "{key}"; {keys_there(document, "--json-keys")}')
     if not isinstance(value, list) or not all(isinstance(sentence, str) for sentence in value):
         raise ValueError(f'"{key}" is neither a string nor a list of strings')
     return value
@@ -487,10 +487,10 @@ def _another(tokenizer: Mapping[str, Any], job: _Job) -> Callable[[Read, Buffer]
 
 @contextlib.contextmanager
 def _encoders(
-    made: Tokenizer, tokenizer: Mapping[str, object], job: _Job, workers: int
+    local_tokenizer: Tokenizer, tokenizer: Mapping[str, object], job: _Job, workers: int
 ) -> Iterator[Callable[[Iterator[Read]], Iterator[tuple[Read, EncodedBlock]]]]:
     """A function that yields every block with its result, in input order."""
-    local_worker = job.worker(made)
+    local_worker = job.worker(local_tokenizer)
     if workers == 1:
         local_worker.load()
         yield lambda read: ((block_read, local_worker.encode(block_read.block)) for block_read in read)
@@ -560,17 +560,17 @@ class _Notes:
             stale.unlink(missing_ok=True)
 
 
-def _is_note(found: dict[str, Any]) -> bool:
+def _is_note(state: dict[str, Any]) -> bool:
     """Whether the object has the form that `_Notes.save` writes."""
     try:
-        report, begin = Report(**found["report"]), Begin(**found["begin"])
-        counts = [*begin, found["line"], report.documents, report.tokens, report.bytes, report.skipped]
-        for writer in found["writers"]:
+        report, begin = Report(**state["report"]), Begin(**state["begin"])
+        counts = [*begin, state["line"], report.documents, report.tokens, report.bytes, report.skipped]
+        for writer in state["writers"]:
             counts += [writer["tokens"], writer["sequences"], writer["documents"], *(writer["range"] or ())]
     except (KeyError, TypeError):
         return False
     are_valid = all(type(count) is int and 0 <= count < 1 << 62 for count in counts)
-    return are_valid and type(found.get("finished")) is bool and len(found["writers"]) == len(report.outputs)
+    return are_valid and type(state.get("finished")) is bool and len(state["writers"]) == len(report.outputs)
 
 
 def _published(prefix: str) -> bool:
