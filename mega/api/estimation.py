@@ -13,7 +13,7 @@ from mega.core.processes.world import ranks, world_from_env
 if TYPE_CHECKING:
     from mega.core.estimate.hardware import Hardware
     from mega.core.estimate.memory import Memory
-    from mega.core.estimate.search import Found
+    from mega.core.estimate.search import SearchResult
     from mega.core.estimate.steptime import StepTime
 
 
@@ -29,7 +29,7 @@ class RunEstimate:
     """Memory of every pipeline stage, in bytes."""
     device: Hardware | None
     """The device that was planned for; None without `gpu`."""
-    found: Found | None = None
+    found: SearchResult | None = None
     """After a search: the best layouts."""
     start: tuple[str, ...] = ()
     """After a search: command lines that start the run."""

@@ -91,10 +91,10 @@ def _training(options: Options, given: GivenOptions, rows: list[str], bench: Ben
     job = partial(training.bench, repeats=repeats, warmup=warmup, out=out, against=against, trace=bench.trace)
     if world.source != "alone" or size == 1:
         return job(resolved)
-    from mega.core.estimate.host import crowded
+    from mega.core.estimate.host import resource_warnings
     from mega.core.processes.launch import launch
 
-    for line in dict.fromkeys(line for _, one in resolved for line in crowded(one, size)):
+    for line in dict.fromkeys(line for _, one in resolved for line in resource_warnings(one, size)):
         print(f"mega: {line}", file=sys.stderr)
     return launch(size, job, resolved)
 

@@ -18,7 +18,7 @@ from mega.core.inference.options import DecodingLayout, EngineOptions
 from mega.core.terminal import print_whole
 
 if TYPE_CHECKING:
-    from mega.core.estimate.duration import Stops
+    from mega.core.estimate.duration import Interruptions
     from mega.core.estimate.hardware import Hardware
 
 SERVED = {"serve", "json", "gpu", "max_length"}
@@ -131,9 +131,9 @@ def _serving(options: Options, estimate: EstimateOptions, engine: EngineOptions)
     return 0
 
 
-def _stops(options: Options, estimate: EstimateOptions) -> Stops:
-    """The given values, and the defaults of `Stops` for the others. Errors: ValueError naming a flag without effect."""
-    from mega.core.estimate.duration import Stops
+def _stops(options: Options, estimate: EstimateOptions) -> Interruptions:
+    """The given values, and the defaults of `Interruptions` for the others. Errors: ValueError naming a flag without effect."""
+    from mega.core.estimate.duration import Interruptions
 
     mtbf, save, restart = estimate.mtbf, estimate.save_seconds, estimate.restart_seconds
     device = (estimate.gpu, estimate.fit, estimate.gpus) != (None, None, None)
@@ -148,7 +148,7 @@ def _stops(options: Options, estimate: EstimateOptions) -> Stops:
             "and --steps or --samples to train"
         )
     typed_values = {"mtbf_hours": mtbf, "save_seconds": save, "restart_seconds": restart}
-    return Stops(**{name: value for name, value in typed_values.items() if value is not None})
+    return Interruptions(**{name: value for name, value in typed_values.items() if value is not None})
 
 
 def _check_pictures(asked: Mapping[str, Path | None]) -> None:
@@ -188,7 +188,7 @@ def _typed_layout(options: Options) -> str:
     return ", ".join(flag if value is True else f"{flag} {value}" for flag, value in changed.items())
 
 
-def _document(answer: RunEstimate, megatron: bool, stops: Stops) -> dict[str, object]:
+def _document(answer: RunEstimate, megatron: bool, stops: Interruptions) -> dict[str, object]:
     """Everything that `_report` prints, for a program."""
     from dataclasses import asdict
 
@@ -217,7 +217,7 @@ def _document(answer: RunEstimate, megatron: bool, stops: Stops) -> dict[str, ob
     return document
 
 
-def _report(answer: RunEstimate, megatron: bool, stops: Stops) -> None:
+def _report(answer: RunEstimate, megatron: bool, stops: Interruptions) -> None:
     from rich.console import Console
 
     from mega.core.estimate import show
@@ -228,7 +228,7 @@ def _report(answer: RunEstimate, megatron: bool, stops: Stops) -> None:
     run, world, device = answer.run, answer.world, answer.device
     if answer.found is not None and device is not None:
         console.print(show.layouts_table(answer.found))
-        report(show.why(answer.found, device))
+        report(show.explain_choice(answer.found, device))
     report(show.layout(run, world))
     console.print(show.table(answer.memory))
     for bar in show.bars(answer.memory):

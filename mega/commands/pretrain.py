@@ -59,9 +59,9 @@ def run(options: Options) -> int:
 
 def _report_shortage(run: RunConfig, local_ranks: int) -> None:
     """Report on stderr which resources of this host are too small, before anything is allocated."""
-    from mega.core.estimate.host import crowded
+    from mega.core.estimate.host import resource_warnings
 
-    for line in crowded(run, local_ranks):
+    for line in resource_warnings(run, local_ranks):
         print(f"mega: {line}", file=sys.stderr, flush=True)
 
 

@@ -43,9 +43,9 @@ def query(run: Options, search: QueryOptions) -> None:
 @command
 def inspect(run: Options, shown: LookOptions) -> None:
     """Show a database: the number of chunks, the text of a chunk, or the chunks of a sample with their neighbours."""
-    from mega.core.retro.database import look
+    from mega.core.retro.database import describe_database
 
-    for line in look(run, shown):
+    for line in describe_database(run, shown):
         typer.echo(line)
 
 

@@ -26,7 +26,7 @@ def run(
 ) -> int:
     """Train a tokenizer: byte-level BPE for --tokenizer GPT2BPETokenizer, WordPiece for BertWordPieceLowerCase, or a
     SentencePiece model."""
-    from mega.core.data.preprocessing.made import WorkRecord, work_of
+    from mega.core.data.preprocessing.provenance import WorkRecord, work_of
     from mega.core.data.sources import find, texts
     from mega.core.files import check_folder
 
@@ -45,7 +45,7 @@ def run(
     ]
     # The record of inputs and settings decides whether existing files are kept or refused.
     record = WorkRecord([tokenizer.output_dir / name for name in names], work_of(settings, find(tokenizer.input)))
-    is_current = record.kept("--output-dir", tokenizer.output_dir, tokenizer.overwrite)
+    is_current = record.is_current("--output-dir", tokenizer.output_dir, tokenizer.overwrite)
     if not is_current:
         every = texts(tokenizer.input, tokenizer.json_key, text_lines=tokenizer.text_lines)
         _train(

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 import mega
-from mega.core.estimate.duration import Stops, training
+from mega.core.estimate.duration import Interruptions, training
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 COST = re.compile(r"^# Cost, estimated .*\n(?:# (?! ).*\n)*", re.MULTILINE)
@@ -34,7 +34,7 @@ def cost(path: Path) -> str:
     world = world_of(path.read_text(encoding="utf-8"))
     found = mega.estimate(options_of(path), world=world, gpu="h100")
     assert found.device is not None and found.step is not None and found.fits
-    whole = training(found.run, world, found.device, Stops())
+    whole = training(found.run, world, found.device, Interruptions())
     assert whole is not None
     need = found.memory.needed(found.device.communicator)
     hours = 24 * whole.days * world

@@ -28,7 +28,7 @@ from mega.core.data.chunks import ChunkDatabase
 from mega.core.data.neighbours import DatabaseManifest
 from mega.core.data.preprocessing.writer import IndexedWriter
 from mega.core.retro.database import build_database
-from mega.core.retro.embed import opened_embedder
+from mega.core.retro.embed import open_embedder_of
 from mega.core.retro.index import exact_search, open_search
 from mega.core.retro.options import DatabaseOptions
 from mega.core.retro.stages import Share
@@ -95,7 +95,7 @@ def judge(folder: Path, tokenizer: Tokenizer, load: str, index: str, probes: int
     manifest = DatabaseManifest.read(folder)
     chunks = len(ChunkDatabase(folder, manifest.chunk_length, manifest.eod))
     words, length, cpu = words_of(tokenizer), manifest.chunk_length, torch.device("cpu")
-    embedder = opened_embedder(folder, manifest, load, "cpu")
+    embedder = open_embedder_of(folder, manifest, load, "cpu")
     further = (document(10**8 + number, words, length).tolist() for number in range(QUERIES))
     queries = embedder([tokenizer.decode(ids) for ids in further])
     found, found_in = [], dict[str, float]()

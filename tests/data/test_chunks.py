@@ -20,7 +20,7 @@ from mega.core.data import chunks
 from mega.core.data.build import build_datasets, parse_blend
 from mega.core.data.chunks import ChunkDatabase, ChunkSource, read_arrays, sources
 from mega.core.data.indexed import token_dtype
-from mega.core.data.neighbours import DatabaseManifest, NeighbourDataset, NeighbourTable, filled, query_name
+from mega.core.data.neighbours import DatabaseManifest, NeighbourDataset, NeighbourTable, neighbour_tokens, query_name
 from mega.core.data.order import split_boundaries
 from mega.core.data.preprocessing.writer import IndexedWriter
 from mega.core.data.recipes import description
@@ -194,7 +194,9 @@ def test_what_follows_a_neighbour_ends_with_its_document(built: Path) -> None:
     database = ChunkDatabase(built, 16, gpt.eod or 0)
     owners = database.chunks[:, :2].tolist()
     last = next(number for number in range(len(owners) - 1) if owners[number] != owners[number + 1])
-    whole, cut = (filled(database, np.array([[last, 0, -1]]), 2, crossing=crossing)[0] for crossing in (True, False))
+    whole, cut = (
+        neighbour_tokens(database, np.array([[last, 0, -1]]), 2, crossing=crossing)[0] for crossing in (True, False)
+    )
     assert whole[0, 16:].tolist() == database.tokens(last + 1).tolist()
     assert set(cut[0, 16:].tolist()) == {gpt.eod} == set(cut[2].tolist())
     assert (whole[1] == cut[1]).all() and (whole[0, :16] == cut[0, :16]).all()

@@ -1,4 +1,4 @@
-"""The operations of a chunk as they are heard, and what they cost."""
+"""The operations of a chunk as recorded, and what they cost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mega.core.estimate.cost import (
     Send,
     Wait,
     chunk_pass,
-    played,
+    play_unit,
 )
 from mega.core.estimate.hardware import hardware
 from mega.core.estimate.operations import operations, rough_operations
@@ -157,18 +157,18 @@ def test_a_collective_hides_behind_what_it_does_not_wait_for() -> None:
     gather = CollectiveBegin(1, "all-gather", 1 << 28, 2, 1)
     gemm = Gemm(8192, 8192, 8192, "forward", "bf16", 0)
     exchange, product = Card(on).collective("all-gather", 1 << 28, 2, 1), Card(on).seconds(gemm)
-    assert played((gather, Wait(1), gemm), on).seconds == pytest.approx(exchange + product)
-    along = played((gather, gemm, Wait(1)), on).seconds
+    assert play_unit((gather, Wait(1), gemm), on).seconds == pytest.approx(exchange + product)
+    along = play_unit((gather, gemm, Wait(1)), on).seconds
     assert max(exchange, product) < along < exchange + product
-    assert played((gather, gemm, Wait(1)), on)[1:] == (1, 1)
+    assert play_unit((gather, gemm, Wait(1)), on)[1:] == (1, 1)
 
 
 def test_copies_arrive_one_after_the_other() -> None:
     on = hardware("h200")
     each = 1e8 / (on.inside * 1e9)
     send, first, second = Send(1, 100_000_000, 2), Received(1, 1), Received(1, 1)
-    assert played((send, first), on).seconds == pytest.approx(each)
-    assert played((send, first, second), on).seconds == pytest.approx(2 * each)
+    assert play_unit((send, first), on).seconds == pytest.approx(each)
+    assert play_unit((send, first, second), on).seconds == pytest.approx(2 * each)
 
 
 def test_a_host_is_late_unless_a_graph_was_recorded() -> None:

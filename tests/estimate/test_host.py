@@ -20,14 +20,14 @@ def _run() -> RunConfig:
 def test_too_few_cores_and_too_little_memory_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "cores", lambda: 2)
     monkeypatch.setattr(host, "available", lambda: 2 << 30)
-    few, little = host.crowded(_run(), 8)
+    few, little = host.resource_warnings(_run(), 8)
     assert few == "--nproc 8: this host has 2 cores for these ranks, which wait for each other at every step"
     assert little.startswith("--nproc 8: these ranks need about 2.8 GiB, and this host has 2.0 GiB: ")
 
 
 def test_one_rank_that_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "available", lambda: 1 << 28)
-    (little,) = host.crowded(variant(_run(), {"tp": 1, "pp": 1}), 1)
+    (little,) = host.resource_warnings(variant(_run(), {"tp": 1, "pp": 1}), 1)
     assert little.startswith(
         "this run needs about 0.4 GiB, and this host has 0.2 GiB: it may be killed; a smaller model"
     )
@@ -37,4 +37,4 @@ def test_enough_is_not_worth_a_word_nor_an_estimate(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(host, "cores", lambda: 8)
     monkeypatch.setattr(host, "available", lambda: 1 << 40)
     monkeypatch.setitem(sys.modules, "mega.core.estimate.memory", None)
-    assert not list(host.crowded(_run(), 8))
+    assert not list(host.resource_warnings(_run(), 8))

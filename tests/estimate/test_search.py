@@ -25,7 +25,7 @@ from mega.core.config.resolve import data_parallel, resolve
 from mega.core.config.run import updated
 from mega.core.estimate import memory as estimate
 from mega.core.estimate import show
-from mega.core.estimate.duration import Stops, optimum_interval, training, training_time
+from mega.core.estimate.duration import Interruptions, optimum_interval, training, training_time
 from mega.core.estimate.hardware import GIB, hardware
 from mega.core.estimate.memory import memory
 from mega.core.estimate.search import _allowed, any_layout, cluster, command, layouts, search
@@ -183,7 +183,7 @@ def test_a_search_makes_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("mega.core.architecture.inventory", noting(inventory))
     monkeypatch.setattr("mega.core.estimate.memory.plan", noting(estimate.plan))
-    estimate.played.cache_clear()
+    estimate.timelines_of.cache_clear()
     parameters.cache_clear()
     run, on = compose("gpt-22b", flags={"dtype": "bf16", "global_batch": 64}), hardware("a100")
     found = search(run, 16, on, keep=1)
@@ -224,8 +224,8 @@ def test_no_interval_is_too_long_or_too_short() -> None:
     assert (often.days, often.effective) == (inf, 0.0)
     run = resolve(compose("gpt2-124m", flags={"micro_batch": 1, "global_batch": 1, "steps": 10}), 1)
     with pytest.raises(ValueError, match=r"--mtbf 0.01: .* never ends"):
-        training(run, 1, hardware("h100"), Stops(0.01, 1e9))
-    assert training(updated(run, {"steps": None}), 1, hardware("h100"), Stops()) is None
+        training(run, 1, hardware("h100"), Interruptions(0.01, 1e9))
+    assert training(updated(run, {"steps": None}), 1, hardware("h100"), Interruptions()) is None
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_small_batches_of_a_ramp_take_less_time() -> None:
     days = []
     for rampup in ((), (16, 16, 5859375)):
         run = resolve(compose("gpt2-345m", flags={**QUIET, **flags, "rampup": rampup}), 1)
-        whole = training(run, 1, device, Stops())
+        whole = training(run, 1, device, Interruptions())
         assert whole is not None
         days.append(whole.days)
     assert days[0] < days[1] < 1.01 * days[0]
@@ -329,7 +329,7 @@ def test_any_configuration(flags: dict[str, Any], world: int) -> None:
     found = memory(run, world)
     time = step_time(run, world, hardware("h100"))
     assert time.seconds > 0 and 0 <= time.bubble < 1 and 0 < time.mfu < 1
-    assert estimate.least(run, world, 0.4) <= found.needed(0.4)
+    assert estimate.minimum_gib(run, world, 0.4) <= found.needed(0.4)
     parallel, dp = run.parallel, data_parallel(run, world)
     for stage in found.stages:
         assert all(size >= 0 for size in show.parts(stage).values())

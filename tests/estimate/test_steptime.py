@@ -129,7 +129,7 @@ def test_fewer_pieces_hide_less(
 ) -> None:
     """GPT 22B whole, as two devices imitated it: 4 pieces, 2 and 1; without a graph the host is late."""
     monkeypatch.setattr(pieces, "FULL", full)  # what the exchanges read too
-    for known in (trace._FOUND.clear, trace._traced.cache_clear, trace._rank.cache_clear):
+    for known in (trace._TRACES.clear, trace._traced.cache_clear, trace._rank.cache_clear):
         known()
         request.addfinalizer(known)
     flags = {**QUIET, "micro_batch": 4, "global_batch": 4, "tp": tp, "sequence_parallel": True, "tp_overlap": True}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from mega.core.corpus.documents import CorpusDocument, Result, Work, dropped, kept
+from mega.core.corpus.documents import CorpusDocument, Result, Work, drop_document, keep_document
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +29,11 @@ class ToyStep:
                 Path(self.kill_file).unlink()
                 os.kill(os.getpid(), signal.SIGKILL)
             if "bad" in document.text:
-                yield dropped("bad word")
+                yield drop_document("bad word")
             elif "cut" in document.text:
                 first, second = document.text.split("cut")
                 yield Result((document.with_text(first), document.with_text(second)), counts={"cut": 1})
             elif "change" in document.text:
                 yield Result((document.with_text("changed"),), measures={"kind": "changed"})
             else:
-                yield kept(document)
+                yield keep_document(document)

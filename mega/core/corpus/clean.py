@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
-from mega.core.corpus.documents import CorpusDocument, Result, Work, dropped, each
+from mega.core.corpus.documents import CorpusDocument, Result, Work, drop_document, each
 from mega.core.corpus.language import LanguageLibrary, detector
 from mega.core.text.build import build
 
@@ -112,7 +112,7 @@ class Clean:
             for task, apply in tasks:
                 new_text = apply(text)
                 if new_text is None:
-                    return dropped(self.reason(task), **counts)
+                    return drop_document(self.reason(task), **counts)
                 if new_text is not text and new_text != text:
                     counts[_CHANGED[task]] = 1
                     text = new_text

@@ -79,24 +79,24 @@ def _read(path: Path, keys: tuple[str, ...]) -> Iterator[str]:
         yield from (line for line in text.splitlines() if line.strip())
         return
     try:
-        yield from _found(json.loads(text), keys)
+        yield from _texts_under(json.loads(text), keys)
     except json.JSONDecodeError:
         for number, line in enumerate(text.splitlines(), 1):
             try:
                 content = json.loads(line) if line.strip() else {}
             except json.JSONDecodeError as error:
                 raise ValueError(f"--task-data {path}:{number}: not JSON ({error.msg})") from None
-            yield from _found(content, keys)
+            yield from _texts_under(content, keys)
 
 
-def _found(value: object, keys: tuple[str, ...]) -> Iterator[str]:
+def _texts_under(value: object, keys: tuple[str, ...]) -> Iterator[str]:
     """Yield all texts under any of the keys, at any depth."""
     if isinstance(value, list):
         for inside in value:
-            yield from _found(inside, keys)
+            yield from _texts_under(inside, keys)
     elif isinstance(value, dict):
         for key, inside in value.items():
-            yield from _texts(inside) if key in keys else _found(inside, keys)
+            yield from _texts(inside) if key in keys else _texts_under(inside, keys)
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -161,7 +161,7 @@ class Finder:
         words = words_of_text(text) if is_ascii else words_of(text, as_megatron=self.as_megatron).words
         codes = word_codes(words)
         hashes_of_size: dict[int, NDArray[np.uint64]] = self._hashes  # type: ignore[attr-defined]
-        return any(_meet(_runs(codes, size), hashes) for size, hashes in hashes_of_size.items())
+        return any(_any_match(_runs(codes, size), hashes) for size, hashes in hashes_of_size.items())
 
     def first(self, text: str) -> Hit | None:
         """The first n-gram of a text, or None."""
@@ -188,7 +188,7 @@ def _runs(codes: NDArray[np.uint64], size: int) -> NDArray[np.uint64]:
     return mixed(h)
 
 
-def _meet(runs: NDArray[np.uint64], sorted_hashes: NDArray[np.uint64]) -> bool:
+def _any_match(runs: NDArray[np.uint64], sorted_hashes: NDArray[np.uint64]) -> bool:
     """Whether any run is in `known`, which is sorted. `np.isin` would be slow, since `known` is far longer than
     `runs`."""
     if not len(sorted_hashes):

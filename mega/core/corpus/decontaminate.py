@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mega.core.corpus.contamination import Finder, before_and_after, ngrams, questions
-from mega.core.corpus.documents import CorpusDocument, Result, Survey, Work, kept, stage_folder
+from mega.core.corpus.documents import CorpusDocument, Result, Survey, Work, keep_document, stage_folder
 from mega.core.corpus.folder import read_record, write_record
 from mega.core.corpus.repeats import notes
 
@@ -132,7 +132,7 @@ class Decontaminate:
 
     def _whole(self, document: CorpusDocument, number: int) -> Result:
         if not self.as_megatron or document.plain:
-            return kept(document)
+            return keep_document(document)
         return Result((document.with_fields(**self._split_id(document, number, 0)),))
 
     def _split_id(self, document: CorpusDocument, number: int, piece: int) -> dict[str, str]:

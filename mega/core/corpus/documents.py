@@ -9,7 +9,10 @@ A step that looks at one document at a time is written as follows:
         least: int = 100
 
         def load(self) -> Work:
-            return each(lambda document: dropped("short") if len(document.text) < self.least else kept(document))
+            return each(self.shortest)
+
+        def shortest(self, document: CorpusDocument) -> Result:
+            return drop_document("short") if len(document.text) < self.least else keep_document(document)
 
 The fields of a step are its settings. Earlier work is resumed only if they are equal, so everything that affects the
 result must be a field.
@@ -25,7 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from mega.core.data.sources import BadLine, keys_there, not_an_object, parsed
+from mega.core.data.sources import BadLine, describe_keys, describe_value, parsed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -89,7 +92,7 @@ class CorpusDocument:
             return value
         if self.key in self.fields:
             raise ValueError(f'"{self.key}" is not a string, but {json.dumps(value)[:40]}')
-        raise ValueError(f'no key "{self.key}"; {keys_there(self.fields, "--json-key")}')
+        raise ValueError(f'no key "{self.key}"; {describe_keys(self.fields, "--json-key")}')
 
     def with_text(self, text: str, **changes: object) -> bytes:
         """The line of this document with a new text, and new values of other keys."""
@@ -116,7 +119,7 @@ class CorpusDocument:
 def _object(line: bytes) -> dict[str, object]:
     value = parsed(line)
     if not isinstance(value, dict):
-        raise ValueError(f"must be a JSON object; {not_an_object(value)}")
+        raise ValueError(f"must be a JSON object; {describe_value(value)}")
     return value
 
 
@@ -224,12 +227,12 @@ def each(function: Callable[[CorpusDocument], Result]) -> Work:
     return lambda documents: map(function, documents)
 
 
-def kept(document: CorpusDocument, **counts: int) -> Result:
+def keep_document(document: CorpusDocument, **counts: int) -> Result:
     """Keep the document unchanged, byte for byte."""
     return Result((document.line,), counts=counts)
 
 
-def dropped(reason: str, **counts: int) -> Result:
+def drop_document(reason: str, **counts: int) -> Result:
     """Drop the document. `reason` is a few words, equal for all documents that are dropped by the same rule."""
     return Result((), reason, counts)
 

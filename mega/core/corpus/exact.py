@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mega.core.corpus.documents import CorpusDocument, Result, Survey, Work, dropped, kept, stage_folder
+from mega.core.corpus.documents import CorpusDocument, Result, Survey, Work, drop_document, keep_document, stage_folder
 from mega.core.corpus.repeats import keys_of, mark_repeats, repeats
 
 
@@ -61,12 +61,12 @@ class ExactDuplicates:
 
     def _judged(self, document: CorpusDocument, marks: NDArray[np.bool_]) -> Result:
         if not marks.any():
-            return kept(document)
+            return keep_document(document)
         if not self.paragraphs:
-            return dropped("exact duplicate")
+            return drop_document("exact duplicate")
         lines = document.text.split("\n")
         text = "\n".join(line for line, mark in zip(lines, marks, strict=True) if not mark).strip("\n")
         counts = {"repeated paragraphs": int(marks.sum())}
         if len(text) < self.least:
-            return dropped("repeated paragraphs", **counts)
+            return drop_document("repeated paragraphs", **counts)
         return Result((document.with_text(text),), counts=counts)

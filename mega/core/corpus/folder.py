@@ -141,9 +141,9 @@ def locked_folder(options: RunOptions, accepted: Sequence[str]) -> Iterator[dict
     folder.mkdir(parents=True, exist_ok=True)
     index, count = options.shard
     with open(folder / f".lock-{index + 1}-of-{count}", "wb") as lock:
-        if not locked_soon(lock.fileno()):
+        if not wait_for_lock(lock.fileno()):
             raise ValueError(f"--output {options.output}: another process writes into it; wait, or name another place")
-        names = _taken_over(options, accepted)
+        names = _prepare_folder(options, accepted)
         if options.dropped is not None:
             options.dropped.mkdir(parents=True, exist_ok=True)
         stale: dict[str, list[Path]] = {}
@@ -159,7 +159,7 @@ def locked_folder(options: RunOptions, accepted: Sequence[str]) -> Iterator[dict
         (folder / f".lock-{index + 1}-of-{count}").unlink()
 
 
-def locked_soon(descriptor: int) -> bool:
+def wait_for_lock(descriptor: int) -> bool:
     """Wait for the lock, since workers of a killed process hold it until they exit. Returns whether it was acquired."""
     until = time.monotonic() + _LOCK_SECONDS
     while not locked_alone(descriptor):
@@ -169,12 +169,12 @@ def locked_soon(descriptor: int) -> bool:
     return True
 
 
-def _is_ours(path: Path) -> bool:
+def _is_step_file(path: Path) -> bool:
     """Whether `process` wrote a file of the folder."""
     return path.name.startswith((_WORK, RECORD, SURVEY, ".shard-")) or _PART_NAME.match(path.name) is not None
 
 
-def _taken_over(options: RunOptions, accepted: Sequence[str]) -> list[Path]:
+def _prepare_folder(options: RunOptions, accepted: Sequence[str]) -> list[Path]:
     """Remove the files of other work if allowed, record this work, and return the files in the folder.
 
     Errors: ValueError if files of other work may not be removed.
@@ -182,7 +182,7 @@ def _taken_over(options: RunOptions, accepted: Sequence[str]) -> list[Path]:
     folder = options.folder
     names = [path for path in folder.iterdir() if not path.name.startswith(".lock-")]
     work = read_record(folder / _WORK)
-    if not all(map(_is_ours, names)):
+    if not all(map(_is_step_file, names)):
         raise ValueError(
             f"--output {options.output}: is not empty, and holds no corpus that mega wrote; name another place"
         )
@@ -229,12 +229,12 @@ def _dropped_parts(options: RunOptions) -> list[Path]:
 def remove_work(options: RunOptions, paths: Sequence[Path]) -> None:
     """Remove the files that are needed only to resume: counts of parts, the identity, and half-written files."""
     folder = options.folder
-    output_files = [path for path in folder.iterdir() if _is_ours(path)] + _dropped_parts(options)
+    output_files = [path for path in folder.iterdir() if _is_step_file(path)] + _dropped_parts(options)
     for path in [*paths, folder / _WORK, *(path for path in output_files if path.name.endswith(".tmp"))]:
         path.unlink(missing_ok=True)
 
 
-def joined(folder: Path, output: Path) -> None:
+def join_parts(folder: Path, output: Path) -> None:
     """Concatenate the files of all parts. Concatenated .gz or .zst files are a valid file of that format."""
     names = sorted(path for path in folder.iterdir() if path.name[:5].isdigit() and not path.name.endswith(".tmp"))
     with whole_file(output) as whole:
@@ -243,12 +243,12 @@ def joined(folder: Path, output: Path) -> None:
                 shutil.copyfileobj(part, whole, 1 << 20)
 
 
-def tidy(options: RunOptions) -> None:
+def remove_leftovers(options: RunOptions) -> None:
     """Remove files next to a complete output that a call left when it was killed just before its end."""
     if not options.one_file:
         locks = options.folder.glob(".lock-*")
-        hidden = [*locks, *(path for path in options.folder.glob(".*") if _is_ours(path) and path.name != RECORD)]
-        for path in [*hidden, *(path for path in options.folder.glob("*.tmp") if _is_ours(path))]:
+        hidden = [*locks, *(path for path in options.folder.glob(".*") if _is_step_file(path) and path.name != RECORD)]
+        for path in [*hidden, *(path for path in options.folder.glob("*.tmp") if _is_step_file(path))]:
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
     remove_joined_parts(options)
 

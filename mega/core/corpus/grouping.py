@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mega.core.corpus.buckets import DocumentGroups
-from mega.core.corpus.documents import CorpusDocument, Result, Survey, Work, dropped, kept, stage_folder
+from mega.core.corpus.documents import CorpusDocument, Result, Survey, Work, drop_document, keep_document, stage_folder
 from mega.core.corpus.repeats import keys_of, mark_repeats, repeats
 from mega.core.files import check_folder, whole_file
 from mega.core.untrusted import parse_json
@@ -123,6 +123,6 @@ class RemoveGroups:
             for index, document in enumerate(documents):
                 if not index:
                     marks = repeats(stage_folder(folder, 0), document.part).tolist()
-                yield dropped(REASON) if marks[index] else kept(document)
+                yield drop_document(REASON) if marks[index] else keep_document(document)
 
         return judge

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mega.core.corpus.documents import Work, each, kept
+from mega.core.corpus.documents import Work, each, keep_document
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,4 +16,4 @@ class Merge:
     key: str = ""
 
     def load(self) -> Work:
-        return each(kept)
+        return each(keep_document)

@@ -32,7 +32,7 @@ from mega.core.corpus.buckets import (
     pairs_of_bands,
     similar_pairs,
 )
-from mega.core.corpus.documents import CorpusDocument, Result, Survey, Work, dropped, kept, stage_folder
+from mega.core.corpus.documents import CorpusDocument, Result, Survey, Work, drop_document, keep_document, stage_folder
 from mega.core.corpus.folder import write_record
 from mega.core.corpus.minhash import CharShingles, Overlap, Shingles, WordShingles, band_keys, overlap
 from mega.core.corpus.repeats import notes
@@ -178,7 +178,7 @@ class NearDuplicates:
             for index, document in enumerate(documents):
                 if not index:
                     _, marks = _marked(folder, document.part, "dropped.bin")
-                yield dropped(REASON) if marks[index] else kept(document)
+                yield drop_document(REASON) if marks[index] else keep_document(document)
 
         return judge
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from mega.core.corpus.documents import CorpusDocument, Result, Work, each, kept
+from mega.core.corpus.documents import CorpusDocument, Result, Work, each, keep_document
 
 PersonalKind = Literal["email", "ip", "phone", "card"]
 
@@ -67,7 +67,7 @@ class MaskPersonal:
         def mask(document: CorpusDocument) -> Result:
             counts: dict[str, int] = {}
             text = self.masked(document.text, counts)
-            return Result((document.with_text(text),), counts=counts) if counts else kept(document)
+            return Result((document.with_text(text),), counts=counts) if counts else keep_document(document)
 
         return each(mask)
 

@@ -18,7 +18,7 @@ from typing import ClassVar, Literal
 
 import regex
 
-from mega.core.corpus.documents import CorpusDocument, Result, Work, dropped, each, kept
+from mega.core.corpus.documents import CorpusDocument, Result, Work, drop_document, each, keep_document
 
 QualityPreset = Literal["gopher-quality", "gopher-repetition", "fineweb"]
 STOP_WORDS = frozenset("the be to of and that have with".split())
@@ -175,6 +175,6 @@ class QualityFilter:
 
         def judge(document: CorpusDocument) -> Result:
             reason = broken_rule(document.text, self.presets)
-            return kept(document) if reason is None else dropped(reason)
+            return keep_document(document) if reason is None else drop_document(reason)
 
         return each(judge)

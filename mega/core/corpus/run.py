@@ -31,19 +31,19 @@ from mega.core.corpus.folder import (
     SURVEY,
     RunOptions,
     check_output,
-    joined,
+    join_parts,
     locked_folder,
-    locked_soon,
     read_record,
     remove_joined_parts,
+    remove_leftovers,
     remove_work,
-    tidy,
+    wait_for_lock,
     write_record,
 )
 from mega.core.corpus.ledger import StepCounts
 from mega.core.corpus.part_files import PartOptions, ReadableDocuments, write_part
 from mega.core.corpus.parts import InputPart, is_plain, parts
-from mega.core.data.preprocessing.made import stamps
+from mega.core.data.preprocessing.provenance import stamps
 from mega.core.data.sources import find
 from mega.core.data.workers import Buffer, Workers
 from mega.core.files import whole_file
@@ -76,16 +76,16 @@ def process(inputs: Sequence[str | Path], step: CorpusStep | SurveyStep, options
     against = len(find(options.against, "--against")) if options.against else 0
     # Load first: problems with the step's files or libraries are reported before anything is written.
     _ = step.survey(0, options.folder / SURVEY) if isinstance(step, SurveyStep) else step.load()
-    with locked_folder(options, accepted(step, paths, options)) as stale:
+    with locked_folder(options, accepted_identities(step, paths, options)) as stale:
         writing: CorpusStep
         if isinstance(step, SurveyStep):
-            surveyed = _surveyed(paths, step, options)
+            surveyed = _run_surveys(paths, step, options)
             if surveyed is not None:
                 return StepOutcome(surveyed, complete=False, surveyed=True)
-            writing = _Judging(step, options.folder / SURVEY)
+            writing = _SecondPass(step, options.folder / SURVEY)
         else:
             writing = step
-        counts = _written(paths, against, writing, options, stale)
+        counts = _write_parts(paths, against, writing, options, stale)
         return finish(step, paths, options, identity, counts)
 
 
@@ -104,7 +104,7 @@ def begin(
     if record is None or options.overwrite:
         return paths, identity, None
     if record.get("identity") == identity:
-        tidy(options)
+        remove_leftovers(options)
         return paths, identity, StepOutcome(StepCounts.from_json(below(record, "counts")), repeated=True)
     raise ValueError(
         f"--output {options.output}: holds the result of other inputs or settings; name another place, or give "
@@ -123,7 +123,7 @@ def _check_form(paths: Sequence[Path], options: RunOptions) -> None:
             raise ValueError(f"--output {options.output}: of {path} {form} are written; name it {end}, or a folder")
 
 
-def accepted(step: CorpusStep | SurveyStep, paths: Sequence[Path], options: RunOptions) -> list[str]:
+def accepted_identities(step: CorpusStep | SurveyStep, paths: Sequence[Path], options: RunOptions) -> list[str]:
     """Hashes of this work and of unfinished work that it resumes. With --on-error skip it also resumes work that a bad
     line stopped."""
     identity = _identity(step, paths, options)
@@ -189,7 +189,7 @@ class _WriteJob:
         return lambda part: write_part(part, self.step.key, check, work, self.options)
 
 
-def _written(
+def _write_parts(
     paths: Sequence[Path], against: int, step: CorpusStep, options: RunOptions, stale: dict[str, list[Path]]
 ) -> StepCounts:
     """Write every unfinished part of the shard, and return the counts of all. The first `against` files are not
@@ -243,7 +243,7 @@ class _SurveyJob:
 
 
 @dataclass(frozen=True)
-class _Judging:
+class _SecondPass:
     """The second pass of a survey step, as a step."""
 
     step: SurveyStep
@@ -265,7 +265,7 @@ class _Judging:
         return self.step.judge(self.folder)
 
 
-def _surveyed(paths: Sequence[Path], step: SurveyStep, options: RunOptions) -> StepCounts | None:
+def _run_surveys(paths: Sequence[Path], step: SurveyStep, options: RunOptions) -> StepCounts | None:
     """Make all surveys. Each stage begins after the previous one was concluded, which needs the notes of all shards.
 
     Returns None if all surveys are done, otherwise the counts of this shard, since other shards are still running.
@@ -291,7 +291,7 @@ def _survey(paths: Sequence[Path], step: SurveyStep, stage: int, options: RunOpt
     if not mark.is_file():
         job = _SurveyJob(step, stage, folder, options.on_error == "stop")
         open_parts = (
-            part for part in parts(paths, options.shard, options.part_bytes) if not _noted(notes_folder, part.name)
+            part for part in parts(paths, options.shard, options.part_bytes) if not _has_notes(notes_folder, part.name)
         )
         for part, part_counts in _results(open_parts, job, options.workers):
             counts.documents += part_counts.documents
@@ -302,14 +302,14 @@ def _survey(paths: Sequence[Path], step: SurveyStep, stage: int, options: RunOpt
         return
     # Several shards may see all marks at the same time. The first one that gets the lock concludes.
     with open(notes_folder / "lock", "wb") as lock:
-        if locked_soon(lock.fileno()) and not (notes_folder / _CONCLUDED).is_file():
+        if wait_for_lock(lock.fileno()) and not (notes_folder / _CONCLUDED).is_file():
             for stale in [*folder.glob("*.tmp"), *notes_folder.glob("*.tmp")]:
                 stale.unlink(missing_ok=True)
             step.conclude(stage, folder, sorted(path.stem for path in notes_folder.glob("*-*.npz")))
             write_record(notes_folder / _CONCLUDED, {})
 
 
-def _noted(folder: Path, name: str) -> bool:
+def _has_notes(folder: Path, name: str) -> bool:
     return (folder / f"{name}.npz").is_file()
 
 
@@ -327,13 +327,13 @@ def finish(
     if not all(mark.is_file() for mark in marks):
         return StepOutcome(shard_counts, complete=False)
     with open(folder / ".lock-finish", "wb") as lock:
-        if not locked_soon(lock.fileno()) or (count > 1 and (folder / RECORD).is_file()):
+        if not wait_for_lock(lock.fileno()) or (count > 1 and (folder / RECORD).is_file()):
             return StepOutcome(shard_counts)  # another shard is finishing, or has finished
         sidecars = sorted(path for path in folder.glob(".*.json") if path.name[1:6].isdigit())
         for path in sidecars:
             total.add(StepCounts.from_json(read_record(path) or {}), options.show_dropped)
         if options.one_file:
-            joined(folder, options.output)
+            join_parts(folder, options.output)
         record = {"identity": identity, "step": step.name, "settings": _settings(step)}
         record |= {"inputs": [str(path) for path in paths], "counts": total.as_json()}
         write_record(options.record, json.loads(json.dumps(record, default=str)))

@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mega.core.corpus.documents import CorpusDocument, Result, Survey, Work, dropped, kept, stage_folder
+from mega.core.corpus.documents import CorpusDocument, Result, Survey, Work, drop_document, keep_document, stage_folder
 from mega.core.corpus.folder import write_record
 from mega.core.corpus.repeats import notes
 from mega.core.files import whole_file
@@ -104,8 +104,8 @@ class Select:
                 if not index:
                     marks = np.load(folder / _MARKS)[document.part].tolist()
                 if marks[index]:
-                    yield kept(document)
+                    yield keep_document(document)
                 else:
-                    yield dropped("no value" if math.isnan(self._value(document)) else "not among the least")
+                    yield drop_document("no value" if math.isnan(self._value(document)) else "not among the least")
 
         return judge

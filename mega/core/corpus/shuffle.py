@@ -16,13 +16,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from mega.core.corpus.documents import Work, check_of, each, kept
+from mega.core.corpus.documents import Work, check_of, each, keep_document
 from mega.core.corpus.folder import SURVEY, RunOptions, locked_folder, read_record, write_record
 from mega.core.corpus.ledger import StepCounts
 from mega.core.corpus.minhash import mixed
 from mega.core.corpus.part_files import ReadableDocuments, line_file
 from mega.core.corpus.parts import parts
-from mega.core.corpus.run import StepOutcome, accepted, begin, finish
+from mega.core.corpus.run import StepOutcome, accepted_identities, begin, finish
 from mega.core.untrusted import numbers_below
 
 _BUCKET_BYTES = 1 << 26
@@ -42,7 +42,7 @@ class Shuffle:
 
     def load(self) -> Work:
         """A single document has no order: keep it."""
-        return each(kept)
+        return each(keep_document)
 
 
 def shuffle(inputs: Sequence[str | Path], step: Shuffle, options: RunOptions) -> StepOutcome:
@@ -52,7 +52,7 @@ def shuffle(inputs: Sequence[str | Path], step: Shuffle, options: RunOptions) ->
     paths, identity, repeated = begin(inputs, step, options)
     if repeated is not None:
         return repeated
-    with locked_folder(options, accepted(step, paths, options)):
+    with locked_folder(options, accepted_identities(step, paths, options)):
         folder = options.folder / SURVEY
         folder.mkdir(exist_ok=True)
         if not (folder / _DISTRIBUTED).is_file():

@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mega.core.corpus.documents import CorpusDocument, Result, Survey, Work, dropped, kept, stage_folder
+from mega.core.corpus.documents import CorpusDocument, Result, Survey, Work, drop_document, keep_document, stage_folder
 from mega.core.corpus.repeats import keys_of, mark_repeats, notes, repeats
 
 REASONS = ("", "domain", "extension", "short", "malformed", "duplicate")
@@ -158,7 +158,7 @@ class Urls:
             for index, document in enumerate(documents):
                 if not index:
                     outcomes = self._outcomes(stage_folder(folder, 0), document.part)
-                yield dropped(REASONS[outcomes[index]]) if outcomes[index] else kept(document)
+                yield drop_document(REASONS[outcomes[index]]) if outcomes[index] else keep_document(document)
 
         return judge
 

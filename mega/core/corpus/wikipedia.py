@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 from xml.etree import ElementTree
 
-from mega.core.corpus.documents import CorpusDocument, Result, Work, as_line, dropped, each
+from mega.core.corpus.documents import CorpusDocument, Result, Work, as_line, drop_document, each
 from mega.core.corpus.wikitext import Article, parser, standard_punctuation
 
 _NEEDED = ("title", "id", "revision/id", "revision/text")
@@ -43,13 +43,13 @@ class Wikipedia:
         def extract(document: CorpusDocument) -> Result:
             page = _page(document)
             if page.findtext("ns", "0") != "0":
-                return dropped("not an article")
+                return drop_document("not an article")
             if page.find("redirect") is not None:
-                return dropped("redirect")
+                return drop_document("redirect")
             text = Article(parse).text(page.findtext("revision/text") or "")
             text = standard_punctuation(text) if self.punctuation else text
             if len(text) < self.least:
-                return dropped(f"shorter than {self.least} characters")
+                return drop_document(f"shorter than {self.least} characters")
             number = page.findtext("id", "")
             row = {"id": number, "revid": page.findtext("revision/id", ""), "url": f"{self.site}?curid={number}"}
             return Result((as_line(row | {"title": page.findtext("title", ""), "text": cut(text)}),))

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mega.core.data.cache import Arrays, cached
-from mega.core.data.sources import STDIN, BadLine, find, lines, not_an_object, parsed
+from mega.core.data.sources import STDIN, BadLine, describe_value, find, lines, parsed
 from mega.core.text.chat.format import RENDERING, ChatFormat, Labelled
 from mega.core.text.chat.messages import conversation
 from mega.core.text.tokenizer import Tokenizer
@@ -151,7 +151,7 @@ def chat_dataset(
         return arrays_of(labelled(inputs, chat), f"{flag} {' '.join(inputs)}: holds no conversation")
 
     texts = cached(cache, key, ("ids", "trained", "offsets"), tokenised)
-    if loss_note := lost_tokens(f"{flag} {' '.join(inputs)}", texts, seq_length):
+    if loss_note := truncation_note(f"{flag} {' '.join(inputs)}", texts, seq_length):
         note(loss_note)
     lengths = np.minimum(np.diff(texts["offsets"]), seq_length + 1)
     packing = key | {"kind": "packing", "seq_length": seq_length, "samples": samples, "seed": seed}
@@ -174,7 +174,7 @@ def filler(tokenizer: Tokenizer) -> int:
     return next(token for token in (tokenizer.pad, tokenizer.eod, 0) if token is not None)
 
 
-def lost_tokens(source: str, texts: Arrays, seq_length: int, unit: str = "conversations") -> str | None:
+def truncation_note(source: str, texts: Arrays, seq_length: int, unit: str = "conversations") -> str | None:
     """A message about conversations that are cut or have no trained token, or None. ValueError if nothing is trained.
 
     Without trained tokens the loss is 0, and only weight decay changes the model.
@@ -227,7 +227,7 @@ def each_line(inputs: Sequence[str], read: Callable[[object], Found]) -> Iterato
         try:
             content = value()
             if not isinstance(content, dict):
-                raise ValueError(f"not a JSON object; {not_an_object(content)}")
+                raise ValueError(f"not a JSON object; {describe_value(content)}")
             yield read(content)
         except ValueError as error:
             if str(error).startswith("--"):

@@ -142,14 +142,14 @@ def write_arrays(path: Path, arrays: Arrays) -> None:
         file.write(save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
 
 
-def original(path: Path) -> Path:
+def megatron_path(path: Path) -> Path:
     """The path of Megatron-LM 23.06's file with the same content."""
     return path.with_suffix(".hdf5")
 
 
-def made(path: Path) -> bool:
+def is_built(path: Path) -> bool:
     """Whether the file, or Megatron-LM's file, exists."""
-    return path.exists() or original(path).exists()
+    return path.exists() or megatron_path(path).exists()
 
 
 def read_hdf5(path: Path, names: Sequence[str]) -> dict[str, NDArray[np.generic]]:
@@ -168,16 +168,16 @@ def read_hdf5(path: Path, names: Sequence[str]) -> dict[str, NDArray[np.generic]
 
 def read_array(path: Path, name: str) -> NDArray[np.generic]:
     """The array of a file, or the array `name` of Megatron-LM's file. Errors: OSError, ValueError."""
-    if not path.exists() and original(path).exists():
-        return read_hdf5(original(path), (name,))[name]
+    if not path.exists() and megatron_path(path).exists():
+        return read_hdf5(megatron_path(path), (name,))[name]
     array: NDArray[np.generic] = np.load(path, mmap_mode="r", allow_pickle=False)
     return array
 
 
 def read_arrays(path: Path, names: Sequence[str]) -> dict[str, NDArray[np.generic]]:
     """Read arrays. Errors: ValueError naming the file if it is missing, damaged, or lacks an array."""
-    if not path.exists() and original(path).exists():
-        return read_hdf5(original(path), names)
+    if not path.exists() and megatron_path(path).exists():
+        return read_hdf5(megatron_path(path), names)
     try:
         arrays = load_file(path)
     except (OSError, SafetensorError) as error:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mega.core.data.build import Datasets
-from mega.core.data.chunks import Block, ChunkDatabase, blocks, made, read_array
+from mega.core.data.chunks import Block, ChunkDatabase, blocks, is_built, read_array
 from mega.core.data.dataset import Dataset
 from mega.core.data.gpt import loss_weights
 from mega.core.text.tokenizer import Tokenizer, TokenizerIdentity
@@ -121,7 +121,7 @@ class DocumentedDataset(Protocol):
         """(corpus number, document number) of all documents that contribute tokens to the sample."""
 
 
-def without_own(
+def exclude_own(
     candidates: NDArray[np.int64], chunks: NDArray[np.uint32], own_documents: frozenset[tuple[int, int]], saved: int
 ) -> NDArray[np.int64]:
     """The first `saved` of the candidates [n] of a chunk, without documents of its own sample; padded with -1.
@@ -159,7 +159,7 @@ class NeighbourTable:
         self._size = size
         table_blocks: list[Block] = blocks(rows, size, ".npy")
         for block in table_blocks:
-            if not made(folder / block.name):
+            if not is_built(folder / block.name):
                 raise ValueError(f"{folder / block.name}: does not exist; mega retro query writes it")
         self._open = {block.first: read_neighbours(folder / block.name, block.rows, chunks) for block in table_blocks}
         widths = sorted({array.shape[1] for array in self._open.values()})
@@ -181,7 +181,9 @@ class NeighbourTable:
         return np.concatenate(parts)
 
 
-def filled(database: ChunkDatabase, numbers: NDArray[np.int64], retrieved: int, *, crossing: bool) -> NDArray[np.int64]:
+def neighbour_tokens(
+    database: ChunkDatabase, numbers: NDArray[np.int64], retrieved: int, *, crossing: bool
+) -> NDArray[np.int64]:
     """The tokens [l, k, r] of neighbours, given by chunk number [l, k], each with the chunks after it. -1 gives ends of
     documents.
 
@@ -214,7 +216,7 @@ class NeighbourDataset:
     """The samples of a dataset with the k nearest neighbours of each chunk, each with the chunks after it.
 
     A missing neighbour is filled with ends of documents and is masked. loss_eod: the token after which the loss is 0;
-    None: every token has a loss. crossing: see `filled`.
+    None: every token has a loss. crossing: see `neighbour_tokens`.
     """
 
     def __init__(
@@ -247,7 +249,7 @@ class NeighbourDataset:
         chunks = (len(tokens) - 1) // database.length
         numbers = self._neighbours[slice(sample * chunks, (sample + 1) * chunks)][:, : self._each]
         numbers = numbers if self._reads else np.full_like(numbers, -1)
-        neighbours = filled(database, numbers, self._retrieved, crossing=self._crossing)
+        neighbours = neighbour_tokens(database, numbers, self._retrieved, crossing=self._crossing)
         return NeighbourSample(tokens, neighbours, numbers >= 0)
 
     def collate(self, samples: Sequence[NeighbourSample], first: int) -> NeighbourBatch:

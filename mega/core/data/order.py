@@ -183,7 +183,7 @@ def blend_order(weights: Sequence[float], size: int) -> tuple[NDArray[np.int16],
         raise ValueError(f"a blend of {len(weights)} datasets: must be at most 32766")
     # Megatron-LM divides by numpy's sum here, even if the weights are already normalized.
     shares = np.array(weights, np.float64) / np.sum(weights, dtype=np.float64)
-    datasets = _chosen(shares, size)
+    datasets = _blend_choices(shares, size)
     return datasets, _running_numbers(datasets, len(shares))
 
 
@@ -196,7 +196,7 @@ def entries_served(dataset_numbers: NDArray[np.int16], numbers: NDArray[np.int64
     return int(beyond[0]) if len(beyond) else len(dataset_numbers)
 
 
-def _chosen(shares: NDArray[np.float64], size: int) -> NDArray[np.int16]:
+def _blend_choices(shares: NDArray[np.float64], size: int) -> NDArray[np.int16]:
     """The dataset of each entry of a blend, computed by many runs in parallel.
 
     The next dataset depends on how often each was chosen before, so the order is a sequential chain. But a run that

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mega.core.data.chat import TrainedTexts, arrays_of, digest, each_line, filler, lost_tokens
+from mega.core.data.chat import TrainedTexts, arrays_of, digest, each_line, filler, truncation_note
 from mega.core.text.chat.format import RENDERING, ChatFormat, Labelled
 from mega.core.text.chat.messages import Message, check_unread, conversation
 from mega.core.text.tokenizer import Tokenizer
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mega.core.batch import PreferenceBatch
 
 KEYS = ("prompt", "chosen", "rejected")
-JUDGED = 3
+ANSWER_RULE = 3
 """Version of the rule for an answer's own tokens, part of the cache key. Version 1 included the prompt's assistant
 turns. In version 2 the shared part could end inside a message; now it ends with a message."""
 
@@ -122,10 +122,10 @@ def pair_dataset(
     flag: the flag that named the inputs, for messages. note: called with messages for the user.
     Errors: ValueError naming file and line of an invalid pair, or if no pair has two different answers.
     """
-    settings = f"{tokenizer.fingerprint()} {chat.source} {seq_length} {RENDERING} {JUDGED}"
+    settings = f"{tokenizer.fingerprint()} {chat.source} {seq_length} {RENDERING} {ANSWER_RULE}"
     source, dataset_digest = f"{flag} {' '.join(inputs)}", digest(flag, inputs, settings)
     arrays = arrays_of(chain.from_iterable(encoded(inputs, chat)), f"{source}: holds no pair")
-    if loss_note := lost_tokens(source, arrays, seq_length, "answers"):
+    if loss_note := truncation_note(source, arrays, seq_length, "answers"):
         note(loss_note)
     texts, generator = TrainedTexts(arrays), np.random.RandomState(seed)
     pairs = len(texts) // 2

@@ -247,7 +247,7 @@ def blocks(piece: SourcePiece, keys: Sequence[str], *, text_lines: bool, done: i
             yield from _packed_blocks(piece, done)
     except BadLine:
         raise
-    except _broken() as error:
+    except _read_errors() as error:
         raise ValueError(f"{piece.path}: cannot be read ({error})") from None
 
 
@@ -293,7 +293,7 @@ def _packed_blocks(piece: SourcePiece, done: int) -> Iterator[LineBlock]:
                 data = text.read(BLOCK_BYTES)
                 if data and not data.endswith(b"\n"):
                     data += text.readline(MOST_LINE_BYTES)
-            except _broken() as error:
+            except _read_errors() as error:
                 raise BadLine(f"{piece.path}: cannot be read after byte {unpacked} of its lines ({error})") from None
             if not data:
                 return
@@ -357,7 +357,7 @@ def _document(piece: SourcePiece, done: int) -> Iterator[LineBlock]:
             yield LineBlock(piece.name, line, 1, read, problem)
 
 
-def _broken() -> tuple[type[Exception], ...]:
+def _read_errors() -> tuple[type[Exception], ...]:
     """The exceptions of readers of packed files. The errors of zlib and isal are not subclasses of OSError."""
     exceptions: list[Any] = [OSError, EOFError, ValueError, lzma.LZMAError, zlib.error]
     with contextlib.suppress(ImportError):
@@ -605,14 +605,14 @@ def lines(inputs: Sequence[str | Path], keys: Sequence[str], *, text_lines: bool
 AN_ARRAY = "an array; one object a line is read, which `jq -c '.[]' FILE` makes of it"
 
 
-def not_an_object(value: object) -> str:
+def describe_value(value: object) -> str:
     """Describe a JSON value that is not an object, with advice."""
     if isinstance(value, list):
         return f"this is {AN_ARRAY}"
     return f"this is {json.dumps(value)[:40]}"
 
 
-def keys_there(fields: Mapping[str, object], flag: str) -> str:
+def describe_keys(fields: Mapping[str, object], flag: str) -> str:
     """The keys of an object, and the flag that selects one, for messages."""
     return f"there are {', '.join(map(repr, fields)) or 'none'}; name it by {flag}"
 
@@ -625,10 +625,12 @@ def texts(inputs: Sequence[str | Path], key: str = "text", *, text_lines: bool =
         except ValueError as error:
             raise BadLine(f"{location}: {error}") from None
         if not isinstance(document, dict):
-            raise BadLine(f'{location}: must be a JSON object with a text under "{key}"; {not_an_object(document)}')
+            raise BadLine(f'{location}: must be a JSON object with a text under "{key}"; {describe_value(document)}')
         if not isinstance(document.get(key), str):
             problem = (
-                f"this is {json.dumps(document[key])[:40]}" if key in document else keys_there(document, "--json-key")
+                f"this is {json.dumps(document[key])[:40]}"
+                if key in document
+                else describe_keys(document, "--json-key")
             )
             raise BadLine(f'{location}: must be a JSON object with a text under "{key}"; {problem}')
         yield document[key]

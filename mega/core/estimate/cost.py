@@ -4,8 +4,9 @@
     seconds          of one operation, read from measured curves
     played           a sequence of operations, with overlapping exchanges
 
-The file does not know what a model consists of: an operation is a shape. heard.py records operations. curves.json was
-measured on an H100 (tests/gpu/cost_curves.py) and is scaled to the peak rates of other cards (hardware.toml).
+The file does not know what a model consists of: an operation is a shape. operation_log.py records operations.
+curves.json was measured on an H100 (tests/gpu/cost_curves.py) and is scaled to the peak rates of other cards
+(hardware.toml).
 """
 
 from __future__ import annotations
@@ -244,7 +245,7 @@ def _seconds(operation: Gemm | AttentionWork | ElementwiseWork, hardware: Hardwa
 # -- one after the other
 
 
-class Taken(NamedTuple):
+class UnitTime(NamedTuple):
     """The time and launches of a sequence of operations."""
 
     seconds: float
@@ -256,7 +257,7 @@ class Taken(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 12)
-def played(unit: Sequence[Operation], hardware: Hardware) -> Taken:
+def play_unit(unit: Sequence[Operation], hardware: Hardware) -> UnitTime:
     """Play the operations of a unit. Collectives run one after the other on their own stream, and so do copies."""
     card, device_time, network_free, copies_end = Card(hardware), 0.0, 0.0, 0.0
     running: dict[int, tuple[float, float]] = {}
@@ -286,7 +287,7 @@ def played(unit: Sequence[Operation], hardware: Hardware) -> Taken:
         else:
             device_time += card.seconds(operation)
             launches += 1
-    return Taken(device_time, launches, exchanges)
+    return UnitTime(device_time, launches, exchanges)
 
 
 CROWDED = 0.43
@@ -329,7 +330,7 @@ def chunk_pass(operations: ChunkOperations, hardware: Hardware, *, recorded: boo
 
 def _summed(units: Units, hardware: Hardware) -> tuple[float, float]:
     """Seconds of the device and of the host."""
-    unit_times = [played(unit, hardware) for unit in units]
+    unit_times = [play_unit(unit, hardware) for unit in units]
     device = sum(one.seconds for one in unit_times)
     host_time = sum(UNIT * bool(one.launches) + LAUNCH * one.launches + EXCHANGE * one.exchanges for one in unit_times)
     return device, host_time * hardware.host * 1e-6

@@ -15,7 +15,7 @@ DAY = 86400.0
 
 
 @dataclass(frozen=True)
-class Stops:
+class Interruptions:
     """Interruptions of training."""
 
     mtbf_hours: float | None = None
@@ -40,7 +40,7 @@ class TrainingTime:
     save_every_days: float | None  # The time of the training with the best interval
 
 
-def training(run: RunConfig, world: int, device: Hardware, stops: Stops) -> TrainingTime | None:
+def training(run: RunConfig, world: int, device: Hardware, stops: Interruptions) -> TrainingTime | None:
     """The time of the whole training, or None if its length is not given. Errors: ValueError if it would never end.
 
     Saves follow --save-interval. Without it, and with failures, the best interval is used.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from mega.core.config.run import RunConfig
 from mega.core.estimate.chunks import Chunk
-from mega.core.estimate.weights import Transient
+from mega.core.estimate.weights import TransientBucket
 
 if TYPE_CHECKING:
     from mega.core.estimate.trace import Parts
@@ -43,7 +43,9 @@ class Footprint:
     """The part of `held` that is stored after the last block."""
 
 
-def footprint(run: RunConfig, chunk: Chunk, buckets: Sequence[Transient] = (), *, repeats: bool = False) -> Footprint:
+def footprint(
+    run: RunConfig, chunk: Chunk, buckets: Sequence[TransientBucket] = (), *, repeats: bool = False
+) -> Footprint:
     """The footprint of one microbatch of a resolved `run` on a chunk.
 
     buckets: temporary buckets (ZeRO 2 and 3) of the only stage. repeats: another microbatch ran before.
@@ -75,10 +77,10 @@ class _Walk:
     leaving: bytes of the gradient reduction that is in flight.
     """
 
-    def __init__(self, buckets: Sequence[Transient], units: int) -> None:
+    def __init__(self, buckets: Sequence[TransientBucket], units: int) -> None:
         self.leaving = 0
-        self._home: Mapping[tuple[int, int], Transient] = {place: b for b in buckets for place in b.places}
-        self._gathered: list[list[Transient]] = [[] for _ in range(units)]
+        self._home: Mapping[tuple[int, int], TransientBucket] = {place: b for b in buckets for place in b.places}
+        self._gathered: list[list[TransientBucket]] = [[] for _ in range(units)]
         for bucket in buckets:
             for unit in bucket.units:
                 self._gathered[unit].append(bucket)
@@ -95,7 +97,7 @@ class _Walk:
         return peak
 
     @staticmethod
-    def _sent_for(following: Sequence[Transient], gathered: Sequence[Transient]) -> list[Transient]:
+    def _sent_for(following: Sequence[TransientBucket], gathered: Sequence[TransientBucket]) -> list[TransientBucket]:
         """The buckets of the next unit that a unit prefetches."""
         return [bucket for bucket in following if bucket.sent_for and bucket not in gathered]
 

@@ -55,7 +55,7 @@ class Hardware:
 
 
 @cache
-def _known() -> Mapping[str, Mapping[str, Any]]:
+def _known_devices() -> Mapping[str, Mapping[str, Any]]:
     return tomllib.loads(files("mega.core.estimate").joinpath("hardware.toml").read_text(encoding="utf-8"))
 
 
@@ -68,17 +68,17 @@ def hardware(name: str, source: str | None = None) -> Hardware:
     >>> hardware("h200").peak["bf16"]
     989.0
     """
-    devices, source = _known(), source or f"--gpu {name}"
+    devices, source = _known_devices(), source or f"--gpu {name}"
     if not name.endswith(".toml"):
         if name.lower() not in devices or name.lower() == "base":
             valid = ", ".join(other for other in devices if other != "base")
             raise ValueError(f"{source}: is no known device; valid: {valid}, or a TOML file")
-        return _made(name.lower(), devices[name.lower()], source)
-    return _made(Path(name).stem, loads(read_text(name, source), source), source)
+        return _from_table(name.lower(), devices[name.lower()], source)
+    return _from_table(Path(name).stem, loads(read_text(name, source), source), source)
 
 
-def _made(name: str, table: Mapping[str, Any], source: str) -> Hardware:
-    base, field_names = _known()["base"], {field.name for field in fields(Hardware)} - {"name"}
+def _from_table(name: str, table: Mapping[str, Any], source: str) -> Hardware:
+    base, field_names = _known_devices()["base"], {field.name for field in fields(Hardware)} - {"name"}
     table = {key: value for key, value in table.items() if key not in RETIRED}
     peaks = table.get("peak", {})
     if not isinstance(peaks, Mapping):

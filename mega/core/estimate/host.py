@@ -24,7 +24,7 @@ SAVED = 40
 """Bytes per element of the residual stream and block, approximately the memory for the backward pass."""
 
 
-def crowded(run: RunConfig, ranks: int) -> Iterator[str]:
+def resource_warnings(run: RunConfig, ranks: int) -> Iterator[str]:
     """Yield lines about resources that a resolved `run` exceeds; nothing if its ranks have GPUs."""
     if run.runtime.device == "cuda" or (run.runtime.device == "auto" and has_cuda()):
         return

@@ -20,7 +20,7 @@ from mega.core.config.run import RunConfig
 from mega.core.estimate.chunks import Chunk, stage_chunks
 from mega.core.estimate.footprint import Footprint, footprint
 from mega.core.estimate.hardware import GIB
-from mega.core.estimate.weights import BYTES, Weights, stage_weights, tied_stages, transient_buckets, wide
+from mega.core.estimate.weights import BYTES, Weights, stage_weights, tied_stages, transient_buckets, wide_bytes
 from mega.core.inference.capacity import cache_bytes
 from mega.core.plan import Act, Compute, Exchange, plan
 from mega.core.plan.exchange import needs
@@ -98,7 +98,7 @@ class Memory:
 def memory(run: RunConfig, world: int) -> Memory:
     """The memory of a resolved `run` on `world` ranks."""
     parallel, count = run.parallel, microbatches(run, world)
-    timelines = played(parallel.schedule, parallel.pp, parallel.chunks, representative(run, count))
+    timelines = timelines_of(parallel.schedule, parallel.pp, parallel.chunks, representative(run, count))
     dp, chunks = data_parallel(run, world), stage_chunks(run)
     weights = {stage_chunk: stage_weights(run, dp, stage_chunk) for stage_chunk in set(chunks)}
     prints = footprints(run, set(chain(*chunks)), dp, count)
@@ -141,7 +141,7 @@ def memory(run: RunConfig, world: int) -> Memory:
     )
 
 
-def least(run: RunConfig, world: int, communicator: float) -> float:
+def minimum_gib(run: RunConfig, world: int, communicator: float) -> float:
     """A lower bound of `memory(run, world).needed(communicator)`: the constant memory of the first stage, in GiB."""
     dp = data_parallel(run, world)
     return stage_weights(run, dp, stage_chunks(run)[0]).total / GIB + communicators(run, dp) * communicator
@@ -169,7 +169,7 @@ def communicators(run: RunConfig, dp: int) -> int:
 
 def checkpoint_bytes(run: RunConfig) -> int:
     """Bytes of tensors in a checkpoint: trained weights; also masters and moments if they are saved."""
-    weight, high = BYTES[run.precision.dtype], wide(run.precision.dtype)
+    weight, high = BYTES[run.precision.dtype], wide_bytes(run.precision.dtype)
     offloaded = run.optimizer.optimizer_offload  # the host then keeps separate masters
     masters = high if high != weight and (offloaded or run.precision.masters) else 0
     trained = [tensor for tensor in inventory(run.model) if tensor.trainable]
@@ -226,7 +226,7 @@ def _update(run: RunConfig, weights: Weights) -> int:
     """Temporary memory of the optimizer: wide copies of a bucket's span. Weights are gathered in place."""
     precision, options = run.precision, run.optimizer
     assert precision.grad_dtype
-    high = wide(precision.dtype)
+    high = wide_bytes(precision.dtype)
     copies = {"adam": 0, "sgd": 1, "lamb": 3, "adafactor": 2, "muon": 1}[options.optimizer]
     copies += (BYTES[precision.grad_dtype] != high) + (not precision.masters)
     # Four copies of the whole matrices that this rank owns (Muon): gathered, assembled, orthogonalized, and returned.
@@ -268,7 +268,7 @@ class Timeline:
 
 
 @lru_cache(maxsize=256)
-def played(kind: str, stages: int, chunks: int, count: int) -> tuple[Timeline, ...]:
+def timelines_of(kind: str, stages: int, chunks: int, count: int) -> tuple[Timeline, ...]:
     """Every rank's timeline of a plan."""
     acts = plan(kind, stages, chunks, count).acts
     return tuple(_timeline(acts[stage], stage, stages, chunks) for stage in range(stages))

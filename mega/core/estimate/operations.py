@@ -32,12 +32,12 @@ def rough_operations(run: RunConfig, chunk: Chunk) -> ChunkOperations:
     one, two = (operations(variant(run, {"micro_batch": few}), chunk) for few in (1, 2))
     if [list(map(len, units)) for units in one[:3]] != [list(map(len, units)) for units in two[:3]]:
         return operations(run, chunk)
-    parts = [tuple(map(_grown, a, b, repeat(size))) for a, b in zip(one[:3], two[:3], strict=True)]
+    parts = [tuple(map(_extrapolated, a, b, repeat(size))) for a, b in zip(one[:3], two[:3], strict=True)]
     return ChunkOperations(parts[0], parts[1], parts[2], one.cargo + (size - 1) * (two.cargo - one.cargo))
 
 
 @lru_cache(maxsize=1 << 10)
-def _grown(one: tuple[Operation, ...], two: tuple[Operation, ...], size: int) -> tuple[Operation, ...]:
+def _extrapolated(one: tuple[Operation, ...], two: tuple[Operation, ...], size: int) -> tuple[Operation, ...]:
     """Extrapolate to `size` samples from the operations of one and of two."""
     scaled = []
     for a, b in zip(one, two, strict=True):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mega.core.estimate.hardware import GIB
 from mega.core.estimate.memory import Memory
-from mega.core.estimate.show import PARTS, alike, gib, parts
+from mega.core.estimate.show import PARTS, equal_stages, gib, parts
 from mega.core.files import whole_file
 
 
@@ -20,7 +20,7 @@ def draw(memory: Memory, title: str, path: Path) -> None:
 
 
 def _svg(memory: Memory, title: str) -> bytes:
-    rows = list(alike(memory))
+    rows = list(equal_stages(memory))
     largest = max(stage.peak for stage in memory.stages)
     height = 70 + 30 * len(rows)
     lines = [
@@ -51,7 +51,7 @@ def _png(memory: Memory, title: str) -> bytes:
 
     from matplotlib.figure import Figure
 
-    rows = list(alike(memory))
+    rows = list(equal_stages(memory))
     figure = Figure(figsize=(11, 1.6 + 0.4 * len(rows)), layout="constrained")
     axes = figure.subplots()
     starts = [0.0] * len(rows)

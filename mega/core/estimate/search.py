@@ -22,7 +22,7 @@ from mega.core.config.compose import compose
 from mega.core.config.resolve import data_parallel, divisors, model_alone, resolve
 from mega.core.config.run import Options, RunConfig, entries, options_with, updated, value_of
 from mega.core.estimate.hardware import Hardware, hardware
-from mega.core.estimate.memory import Memory, least, memory
+from mega.core.estimate.memory import Memory, memory, minimum_gib
 from mega.core.estimate.steptime import StepTime, step_time
 
 RESERVE = 0.03
@@ -89,7 +89,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search."""
 
     candidates: list[Candidate]
@@ -144,7 +144,7 @@ def any_layout(options: Options, world: int) -> Options:
     return updated(without_layout(options), {"micro_batch": 1, "dry_run": True, "nproc": None, "world": world})
 
 
-def search(options: Options, world: int, device: Hardware, keep: int = 8) -> Found:
+def search(options: Options, world: int, device: Hardware, keep: int = 8) -> SearchResult:
     """The best layouts of `options` on `world` devices.
 
     options: a run as typed, with its vocabulary; its layout options are replaced. Errors: ValueError if the global
@@ -155,12 +155,12 @@ def search(options: Options, world: int, device: Hardware, keep: int = 8) -> Fou
     for name in ("heads", "layers"):
         if value_of(options, name) is None:
             raise ValueError(f"--{name} is missing: give a number of at least 1, or a preset with --model")
-    with _looking_for_new_garbage_only():
+    with _frozen_garbage():
         return _searched(options, world, device, keep)
 
 
 @contextmanager
-def _looking_for_new_garbage_only() -> Iterator[None]:
+def _frozen_garbage() -> Iterator[None]:
     """Exclude existing objects, mostly torch's, from garbage collection: collecting them repeatedly takes a fifth of a
     search."""
     gc.freeze()
@@ -170,7 +170,7 @@ def _looking_for_new_garbage_only() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _searched(options: Options, world: int, device: Hardware, keep: int) -> Found:
+def _searched(options: Options, world: int, device: Hardware, keep: int) -> SearchResult:
     """Visit layouts in order of a rough time, and estimate their memory until enough of them fit."""
     allowed = _by_rough_time(options, world, device)
     fitting: list[tuple[LayoutOptions, RunConfig, Memory]] = []
@@ -182,7 +182,7 @@ def _searched(options: Options, world: int, device: Hardware, keep: int) -> Foun
         other_options = tuple(value for name, value in layout.items() if name != "micro_batch")
         if layout["micro_batch"] >= smallest_too_large.get(other_options, inf):
             continue
-        if least(resolved, world, device.communicator) > max(available_gib, smallest):
+        if minimum_gib(resolved, world, device.communicator) > max(available_gib, smallest):
             continue
         layout_memory = memory(resolved, world)
         size = layout_memory.needed(device.communicator)
@@ -199,7 +199,7 @@ def _searched(options: Options, world: int, device: Hardware, keep: int) -> Foun
         for layout, resolved, layout_memory in fitting
     ]
     played.sort(key=lambda candidate: candidate.time.seconds)
-    return Found(played[:keep], len(allowed), weighed, len(fitting), smallest)
+    return SearchResult(played[:keep], len(allowed), weighed, len(fitting), smallest)
 
 
 def _by_rough_time(options: Options, world: int, device: Hardware) -> list[tuple[LayoutOptions, RunConfig]]:

@@ -10,11 +10,11 @@ from mega.core.architecture import active_parameters
 from mega.core.config.check import graph
 from mega.core.config.resolve import data_parallel, microbatches, records_graph, text_lengths, variant
 from mega.core.config.run import RunConfig
-from mega.core.estimate.duration import Stops, TrainingTime
+from mega.core.estimate.duration import Interruptions, TrainingTime
 from mega.core.estimate.experts import worst_load
 from mega.core.estimate.hardware import GIB, Hardware
 from mega.core.estimate.memory import Memory, StageMemory, kv_cache_bytes, logits_bytes, serving_bytes
-from mega.core.estimate.search import RESERVE, Found
+from mega.core.estimate.search import RESERVE, SearchResult
 from mega.core.estimate.steptime import step_time
 from mega.core.untrusted import Json
 
@@ -127,7 +127,7 @@ def as_json(run: RunConfig, world: int, memory: Memory, device: Hardware | None 
     }
 
 
-def choice_as_json(result: Found, start: Sequence[str], missing: Sequence[str]) -> dict[str, object]:
+def choice_as_json(result: SearchResult, start: Sequence[str], missing: Sequence[str]) -> dict[str, object]:
     """The result of a search, fastest first: the options of each layout, GiB of its fullest rank, and its step time.
 
     start: command lines that start the first layout; missing: flags that they still need.
@@ -160,7 +160,7 @@ def table(memory: Memory) -> Table:
     )
     for heading in ("stage", "layers", *(SHORT.get(head, head) for head, _, _ in PARTS), "peak"):
         output.add_column(heading, justify="left" if heading == "stage" else "right", no_wrap=True)
-    for first, last, stage in alike(memory):
+    for first, last, stage in equal_stages(memory):
         output.add_row(
             str(first) if first == last else f"{first}-{last}",
             str(stage.layers),
@@ -175,7 +175,7 @@ def bars(memory: Memory, width: int = 52) -> Iterator[Text]:
     from rich.text import Text
 
     largest = max(stage.peak for stage in memory.stages)
-    for first, last, stage in alike(memory):
+    for first, last, stage in equal_stages(memory):
         line = Text(f"{f'stage {first}' if first == last else f'stages {first}-{last}':<14}")
         cells_drawn = 0
         bytes_drawn = 0
@@ -286,7 +286,7 @@ def _recorded(run: RunConfig, world: int, device: Hardware) -> float | None:
     return step_time(recorded, world, device).seconds
 
 
-def training_note(whole: TrainingTime, stops: Stops, typed: bool) -> str:
+def training_note(whole: TrainingTime, stops: Interruptions, typed: bool) -> str:
     """A line with the time of the training. typed: the user gave a save interval."""
     text = f"{whole.steps} steps: {whole.days:.2f} days"
     if whole.save_interval is None:
@@ -303,7 +303,7 @@ def training_note(whole: TrainingTime, stops: Stops, typed: bool) -> str:
     return f"{text}: {whole.save_every_days:.2f} days" if typed else text
 
 
-def layouts_table(result: Found) -> Table:
+def layouts_table(result: SearchResult) -> Table:
     """A table of the best layouts, fastest first."""
     from rich.table import Table
 
@@ -352,7 +352,7 @@ def _plan(run: RunConfig) -> str:
     return f"{parallel.chunks} chunks" if parallel.chunks > 1 else str(parallel.schedule)
 
 
-def why(result: Found, device: Hardware) -> str:
+def explain_choice(result: SearchResult, device: Hardware) -> str:
     """One sentence that explains the choice."""
     best = result.candidates[0]
     text = (
@@ -392,7 +392,7 @@ def gib(size: float) -> str:
     return f"{size / GIB:.2f}"
 
 
-def alike(memory: Memory) -> Iterator[tuple[int, int, StageMemory]]:
+def equal_stages(memory: Memory) -> Iterator[tuple[int, int, StageMemory]]:
     """Yield first and last number of consecutive stages that are equal to a hundredth of a GiB, with the stage."""
     begin = 0
     for number, stage in enumerate(memory.stages):

@@ -19,7 +19,7 @@ from mega.core.estimate.chunks import Chunk, stage_chunks
 from mega.core.estimate.cost import Card, Pass, chunk_pass
 from mega.core.estimate.hardware import Hardware
 from mega.core.estimate.operations import operations, rough_operations
-from mega.core.estimate.weights import BYTES, Weights, data_shards, stage_weights, wide
+from mega.core.estimate.weights import BYTES, Weights, data_shards, stage_weights, wide_bytes
 from mega.core.flops import model_flops_per_token
 from mega.core.plan import Costs, plan, simulate
 
@@ -113,7 +113,7 @@ def update_bytes(run: RunConfig) -> float:
     """
     precision, options = run.precision, run.optimizer
     assert precision.grad_dtype
-    grad, weight, high = BYTES[precision.grad_dtype], BYTES[precision.dtype], wide(precision.dtype)
+    grad, weight, high = BYTES[precision.grad_dtype], BYTES[precision.dtype], wide_bytes(precision.dtype)
     if options.optimizer_offload:
         return 2 * grad
     has_masters = precision.masters and weight != high
@@ -134,7 +134,7 @@ def stepwise_bytes(run: RunConfig) -> float:
     """
     precision, options = run.precision, run.optimizer
     assert precision.grad_dtype
-    grad, weight, high = BYTES[precision.grad_dtype], BYTES[precision.dtype], wide(precision.dtype)
+    grad, weight, high = BYTES[precision.grad_dtype], BYTES[precision.dtype], wide_bytes(precision.dtype)
     # Widen and scale the gradient, and write the weight from the master.
     bytes_moved = (grad + high if grad != high else 0) + 2 * high + (high + weight if weight != high else 0)
     momentum = MOMENTUM if options.optimizer == "sgd" and options.sgd_momentum else 0.0

@@ -38,7 +38,7 @@ from mega.core.config.sections import (
 from mega.core.device import DTYPES
 from mega.core.estimate.chunks import Chunk, of_kind
 from mega.core.estimate.cost import Operation, Units
-from mega.core.estimate.heard import Heard
+from mega.core.estimate.operation_log import OperationLog
 from mega.core.family import synthetic_batch
 from mega.core.ops.autograd import run_backward
 from mega.core.ops.observe import observing
@@ -121,12 +121,14 @@ Values = tuple[object, ...]
 class Live(TorchDispatchMode):
     """Bytes of live storages that ops have allocated.
 
-    workspaces: as in WORKSPACES. heard: every op is reported to it.
+    workspaces: as in WORKSPACES. log: every op is reported to it.
     """
 
-    def __init__(self, workspaces: Mapping[OpOverload, Callable[..., int]] | None, heard: Heard | None = None) -> None:
+    def __init__(
+        self, workspaces: Mapping[OpOverload, Callable[..., int]] | None, log: OperationLog | None = None
+    ) -> None:
         super().__init__()
-        self._heard = heard or Heard()
+        self._log = log or OperationLog()
         self.live = self.peak = 0
         self._workspaces = {id(func): workspace for func, workspace in (workspaces or {}).items()}
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -147,12 +149,12 @@ class Live(TorchDispatchMode):
         kind = _KINDS.get(id(func)) or _KINDS.setdefault(id(func), _kind(func))
         if kind == "written":
             output = kwargs["out"] if "out" in kwargs else args[0]
-            self._heard.op(func, args, kwargs, output)
+            self._log.op(func, args, kwargs, output)
             return output
         if kind == "view":
             return func(*args, **kwargs)
-        out = _made(func, args, kwargs)
-        self._heard.op(func, args, kwargs, out)
+        out = _run_op(func, args, kwargs)
+        self._log.op(func, args, kwargs, out)
         for tensor in out if isinstance(out, tuple | list) else (out,):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
@@ -187,7 +189,7 @@ def _kind(func: OpOverload) -> str:
     return "written" if schema.is_mutable and len(schema.returns) == 1 else "made"
 
 
-class _Made(NamedTuple):
+class _MetaTensor(NamedTuple):
     """A tensor on the meta device: hashable, and enough to create it."""
 
     shape: tuple[int, ...]
@@ -201,39 +203,39 @@ class _Made(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
 
-_MADE: dict[object, Values] = {}
+_RESULTS: dict[object, Values] = {}
 """A cache of the results of ops, since blocks repeat."""
 
 
-def _made(func: OpOverload, args: Values, kwargs: dict[str, object]) -> object:
+def _run_op(func: OpOverload, args: Values, kwargs: dict[str, object]) -> object:
     """func(*args, **kwargs), with newly allocated results."""
     key = (id(func), tuple(map(_described, args)), tuple(kwargs.items()))
-    results = _MADE.get(key)
+    results = _RESULTS.get(key)
     if results is None:
-        results = _shrunk(func, key[1], kwargs)
+        results = _run_on_cpu(func, key[1], kwargs)
         if results is None:
             out = func(*args, **kwargs)
             results = tuple(map(_described, out if isinstance(out, tuple) else (out,)))
-        _MADE[key] = results
-    outs = tuple(value.empty() if isinstance(value, _Made) else value for value in results)
+        _RESULTS[key] = results
+    outs = tuple(value.empty() if isinstance(value, _MetaTensor) else value for value in results)
     return outs if len(outs) > 1 else outs[0]
 
 
 def _described(value: object) -> object:
     if isinstance(value, torch.Tensor):
-        return _Made(value.shape, value.stride(), value.dtype)
+        return _MetaTensor(value.shape, value.stride(), value.dtype)
     return tuple(map(_described, value)) if isinstance(value, list) else value
 
 
-def _dense(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> _Made:
+def _dense(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> _MetaTensor:
     """A tensor without gaps, whose dims are in the order of `stride`."""
     dense, step = [1] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda dim: (stride[dim], -dim)):
         dense[dim], step = step, step * max(shape[dim], 1)
-    return _Made(shape, tuple(dense), dtype)
+    return _MetaTensor(shape, tuple(dense), dtype)
 
 
-def _attention(q: _Made, k: _Made, *_: object) -> Values:
+def _attention(q: _MetaTensor, k: _MetaTensor, *_: object) -> Values:
     lse, state = (*q.shape[:-1], 1), _dense((), (), torch.int64)
     sums = _dense(lse, (0,) * len(lse), torch.float32)
     return _dense(*q), sums, None, None, q.shape[2], k.shape[2], state, state, None
@@ -248,11 +250,11 @@ _ATTENTION: dict[OpOverload, Callable[..., Values]] = {
 """cuDNN's attention, which has no CPU kernel."""
 
 
-class _Unknown(Exception):
+class _UnknownLength(Exception):
     """A result has a length that does not correspond to an input length."""
 
 
-def _shrunk(func: OpOverload, args: Values, kwargs: dict[str, object]) -> Values | None:
+def _run_on_cpu(func: OpOverload, args: Values, kwargs: dict[str, object]) -> Values | None:
     """The results of an op, computed by torch's CPU kernels on tensors with short dims in place of long ones. None if
     that fails.
 
@@ -263,11 +265,11 @@ def _shrunk(func: OpOverload, args: Values, kwargs: dict[str, object]) -> Values
         return (_described(func(*args, **{**kwargs, "device": "cpu"})),)
     if func in _ATTENTION:
         return _ATTENTION[func](*args)
-    if not any(isinstance(value, _Made | tuple) for value in args):
+    if not any(isinstance(value, _MetaTensor | tuple) for value in args):
         return None
     try:
         first, second = (_StandIns(*lengths).made(func, args, kwargs) for lengths in ((11, 2), (10, 5)))
-    except (RuntimeError, NotImplementedError, IndexError, _Unknown):
+    except (RuntimeError, NotImplementedError, IndexError, _UnknownLength):
         return None
     return first if first == second else None
 
@@ -287,7 +289,7 @@ class _StandIns:
         return length if length <= 8 else self._short.setdefault(length, self._begin + self._step * len(self._short))
 
     def _small(self, value: object) -> object:
-        if isinstance(value, _Made):
+        if isinstance(value, _MetaTensor):
             order = sorted(range(len(value.shape)), key=lambda dim: -value.stride[dim])
             small_tensor = torch.zeros([self._less(value.shape[dim]) for dim in order], dtype=value.dtype)
             return small_tensor.permute([order.index(dim) for dim in range(len(order))])
@@ -299,15 +301,15 @@ class _StandIns:
         if not isinstance(value, torch.Tensor):
             return value
         if any(length > 8 and length not in self._long for length in value.shape):
-            raise _Unknown
+            raise _UnknownLength
         return _dense(tuple(self._long.get(length, length) for length in value.shape), value.stride(), value.dtype)
 
 
 class _Recorder:
-    """Divides the live bytes of `live` into the parts of units, and the operations of `heard` into those of units."""
+    """Divides the live bytes of `live` into the parts of units, and the operations of `log` into those of units."""
 
-    def __init__(self, live: Live, heard: Heard, units: int) -> None:
-        self.live, self.heard, self.units = live, heard, units
+    def __init__(self, live: Live, log: OperationLog, units: int) -> None:
+        self.live, self.log, self.units = live, log, units
         self.begin(0)
 
     def begin(self, unit: int) -> None:
@@ -315,7 +317,7 @@ class _Recorder:
         self._parts: list[list[Part]] = [[] for _ in range(self.units)]
         self._work: list[list[Operation]] = [[] for _ in range(self.units)]
         self._working = unit
-        self.heard.take()
+        self.log.take()
         self._unit, self._begun = unit, self.live.live
         self.live.peak = self._begun
         self.backward = unit > 0
@@ -328,7 +330,7 @@ class _Recorder:
 
     def works(self, unit: int) -> None:
         """The following operations belong to `unit`."""
-        self._work[self._working] += self.heard.take()
+        self._work[self._working] += self.log.take()
         self._working = unit
 
     def cut(self, weight: tuple[int, int] | None = None, opens: bool = False) -> None:
@@ -345,7 +347,7 @@ class _Recorder:
 def trace(run: RunConfig, chunk: Chunk) -> Trace:
     """Trace one microbatch of a resolved `run` on a chunk."""
     if chunk.kinds:
-        return _woven(run, chunk)
+        return _mixed_kinds(run, chunk)
     parallel = run.parallel
     key = (
         *(run.model, run.precision, run.memory, run.masking.decoder_seq_length, run.data.reset_attention),
@@ -353,12 +355,12 @@ def trace(run: RunConfig, chunk: Chunk) -> Trace:
         *(parallel.tp, parallel.cp, parallel.cp_comm, parallel.sequence_parallel, parallel.tp_overlap),
         *(parallel.zero if parallel.zero > 1 else 0, _splits(run)),
     )
-    if key not in _FOUND:
-        _FOUND[key] = _found(run, chunk)
-    return _FOUND[key]
+    if key not in _TRACES:
+        _TRACES[key] = _traced_chunk(run, chunk)
+    return _TRACES[key]
 
 
-_FOUND: dict[object, Trace] = {}
+_TRACES: dict[object, Trace] = {}
 """Cached traces, keyed by everything in a run that affects them. The key is faster to build than the `reduced_run`."""
 
 
@@ -366,7 +368,7 @@ PerUnit = TypeVar("PerUnit")
 """A value that a pass has for each unit."""
 
 
-def _woven(run: RunConfig, chunk: Chunk) -> Trace:
+def _mixed_kinds(run: RunConfig, chunk: Chunk) -> Trace:
     """A trace of blocks of several kinds. Each block is taken from a chunk of its kind alone; the ends from the chunks
     of their neighbours."""
     traces = {
@@ -392,7 +394,7 @@ def _splits(run: RunConfig) -> bool:
     return bool(run.parallel.schedule and splits_backward(run.parallel.schedule))
 
 
-def _found(run: RunConfig, chunk: Chunk) -> Trace:
+def _traced_chunk(run: RunConfig, chunk: Chunk) -> Trace:
     if chunk.before is not None:
         return _traced(*reduced_run(run, chunk), microbatch_rows(run))
     regimes, rows = [list(_regimes(run, count)) for count in chunk.stacks], microbatch_rows(run)
@@ -569,21 +571,21 @@ class _Rank:
         self.exchanges = transport if isinstance(transport, MetaPeers) else None
         self.deferred = _splits(run)
         packed = PACKED if run.data.reset_attention else 1.0
-        self.heard = Heard(packed=packed)
-        self.live = Live(None if run.runtime.device == "cpu" else WORKSPACES, self.heard)
+        self.log = OperationLog(packed=packed)
+        self.live = Live(None if run.runtime.device == "cpu" else WORKSPACES, self.log)
         for bucket in self.grads.buckets:
             self.live.ignore(bucket.weights, bucket.own_grads)
         self.live.ignore(*(weight.data for part in unit_weights for weight in part if not weight.requires_grad))
         unit_weights = [[weight for weight in part if weight.requires_grad] for part in unit_weights]
         if self.exchanges is not None:
             self.live.ignore(self.exchanges.memory)
-        self.recorder = _Recorder(self.live, self.heard, len(units))
+        self.recorder = _Recorder(self.live, self.log, len(units))
         # A tied embedding occurs in two units. Its deferred gradient belongs to the last one, the output layer.
         self.unit_of = {id(w): unit for unit, part in enumerate(units) for module in part for w in weights(module)}
         for unit, modules in enumerate(units):
             for module in modules:
-                module.register_forward_pre_hook(partial(_entered, self.recorder, unit))
-                module.register_forward_hook(partial(_left, self.recorder, unit))
+                module.register_forward_pre_hook(partial(_unit_began, self.recorder, unit))
+                module.register_forward_hook(partial(_unit_ended, self.recorder, unit))
             for number, weight in enumerate(unit_weights[unit] if parallel.zero >= 2 else ()):
                 _record_gradient(self.recorder, weight, (unit, number))
         if parallel.zero >= 3:
@@ -602,7 +604,7 @@ class _Rank:
     def _passes(self, batch: Batch) -> Trace:
         live, recorder, exchanges = self.live, self.recorder, self.exchanges
         before, shapes = live.live, self.chunk.cargo(batch)
-        with live, observing(self.heard):
+        with live, observing(self.log):
             recorder.begin(0)
             cargo: tuple[torch.Tensor, ...] = ()
             if not self.mesh.pp.first:
@@ -644,7 +646,7 @@ class _Rank:
         work: list[list[Operation]] = [[] for _ in range(self.recorder.units)]
         for one in deferred:
             run_wgrad([one])
-            work[self.unit_of[id(one[0])]] += self.heard.take()
+            work[self.unit_of[id(one[0])]] += self.log.take()
         return tuple(map(tuple, work))
 
 
@@ -707,14 +709,14 @@ def _distinct_weights(units: Sequence[Sequence[nn.Module]]) -> list[list[Weight]
     return weights_by_unit
 
 
-def _entered(recorder: _Recorder, unit: int, *_: object) -> None:
+def _unit_began(recorder: _Recorder, unit: int, *_: object) -> None:
     """Hook: the forward pass of a unit begins. A recomputation in the backward pass belongs to the backward pass."""
     if not recorder.backward:
         recorder.enter(unit)
         recorder.works(unit)
 
 
-def _left(recorder: _Recorder, unit: int, _: nn.Module, args: object, out: object) -> None:
+def _unit_ended(recorder: _Recorder, unit: int, _: nn.Module, args: object, out: object) -> None:
     """Hook: the forward pass of a unit ends.
 
     Its backward pass begins with the gradient of the first result. Its operations begin with the gradient of any

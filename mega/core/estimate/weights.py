@@ -75,7 +75,7 @@ class Weights:
         return self.weights + self.grads + self.masters + self.moments
 
 
-def wide(dtype: str) -> int:
+def wide_bytes(dtype: str) -> int:
     """Bytes of max(fp32, dtype), the type of masters, moments, norms and the loss."""
     return max(4, BYTES[dtype])
 
@@ -97,7 +97,7 @@ def _stage_weights(run: RunConfig, dp: int, chunks: tuple[Chunk, ...]) -> Weight
     parallel, precision = run.parallel, run.precision
     buckets = list(stage_buckets(run, dp, chunks))
     length, span = sum(bucket.length for bucket in buckets), sum(bucket.span for bucket in buckets)
-    high = wide(precision.dtype)
+    high = wide_bytes(precision.dtype)
     grads = (span if parallel.zero >= 2 else length) * BYTES[precision.grad_dtype]
     offloaded = run.optimizer.optimizer_offload  # the host then has masters even if the weights are wide
     masters = sum(one.span * high for one in buckets if offloaded or (precision.masters and one.width != high))
@@ -135,7 +135,7 @@ def _moments(run: RunConfig, bucket: BucketSize) -> int:
     return 2 * bucket.span
 
 
-class Transient(NamedTuple):
+class TransientBucket(NamedTuple):
     """A whole bucket that is allocated temporarily around the span that a rank owns (ZeRO 2 and 3), in bytes."""
 
     places: tuple[Place, ...]  # Units and numbers of its parameters
@@ -146,7 +146,7 @@ class Transient(NamedTuple):
     units: tuple[int, ...] = ()  # Units that need the weights
 
 
-def transient_buckets(run: RunConfig, dp: int) -> list[Transient]:
+def transient_buckets(run: RunConfig, dp: int) -> list[TransientBucket]:
     """The temporary buckets of a rank of the only stage."""
     if run.parallel.zero < 2:
         return []
@@ -154,7 +154,7 @@ def transient_buckets(run: RunConfig, dp: int) -> list[Transient]:
     (chunk,) = chunks = stage_chunks(run)[0]
     after = shape(run.model).after
     for bucket in stage_buckets(run, dp, chunks):
-        one = Transient(bucket.places, bucket.length * size, 0 if single_rank else bucket.span * size)
+        one = TransientBucket(bucket.places, bucket.length * size, 0 if single_rank else bucket.span * size)
         if run.parallel.zero >= 3:
             weights, users = bucket.length * bucket.width, {unit for unit, _ in bucket.places}
             users |= {chunk.unit(after[unit]) for unit in bucket.users if isinstance(unit, str)}

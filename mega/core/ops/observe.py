@@ -1,7 +1,7 @@
 """Observers of operations on the meta device that torch does not see: kernels, attention, exchanges between ranks.
 
 A dispatch mode sees the ops of torch. Our own kernels and exchanges are not ops of torch: on the meta device they
-return shapes, and report here what they would do on a real device. This module knows no costs; estimate/heard.py
+return shapes, and report here what they would do on a real device. This module knows no costs; estimate/operation_log.py
 observes."""
 
 from __future__ import annotations

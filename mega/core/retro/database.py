@@ -21,7 +21,7 @@ from mega.core.data.neighbours import (
 )
 from mega.core.data.order import split_shares
 from mega.core.device import Device
-from mega.core.retro.embed import BertEmbedder, opened_embedder
+from mega.core.retro.embed import BertEmbedder, open_embedder_of
 from mega.core.retro.index import build_index, index_folder, open_search
 from mega.core.retro.options import DatabaseOptions, LookOptions, QueryOptions
 from mega.core.retro.stages import Share, begin, build_chunks, build_vectors, find_neighbours
@@ -77,7 +77,7 @@ def query_run(options: Options, search: QueryOptions, share: Share, report: Repo
     manifest = DatabaseManifest.read(folder)
     _check_run(run, tokenizer, manifest)
     device = Device.choose(run.runtime.device).torch
-    embedder = opened_embedder(folder, manifest, search.embedder, str(device))
+    embedder = open_embedder_of(folder, manifest, search.embedder, str(device))
     data = plain_datasets(run, tokenizer)
     chunks = len(ChunkDatabase(folder, manifest.chunk_length, manifest.eod))
     find = open_search(folder, manifest, chunks, device, search.index, search.probes)
@@ -132,7 +132,7 @@ def _check_run(run: RunConfig, tokenizer: Tokenizer, manifest: DatabaseManifest)
         raise ValueError(f"--split {run.data.split}: the database was made with {manifest.split}")
 
 
-def look(options: Options, selection: LookOptions) -> Iterator[str]:
+def describe_database(options: Options, selection: LookOptions) -> Iterator[str]:
     """Yield lines about a database. Errors: ValueError naming flag or file."""
     run, tokenizer, folder = _opened(options)
     manifest = DatabaseManifest.read(folder)

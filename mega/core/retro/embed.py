@@ -74,7 +74,7 @@ class BertEmbedder:
         return [roles.cls, *(ids or [roles.pad]), roles.sep]
 
 
-def opened_embedder(folder: Path, manifest: DatabaseManifest, load: str, device: str) -> BertEmbedder:
+def open_embedder_of(folder: Path, manifest: DatabaseManifest, load: str, device: str) -> BertEmbedder:
     """The embedder that made the vectors of a database. Errors: ValueError if `load` is a different one."""
     length = manifest.embedder.rpartition(" ")[2]
     if not length.isdecimal():

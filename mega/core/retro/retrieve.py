@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from mega.core.config.sections import ModelConfig
 from mega.core.data.chunks import ChunkDatabase
-from mega.core.data.neighbours import DatabaseManifest, filled
+from mega.core.data.neighbours import DatabaseManifest, neighbour_tokens
 from mega.core.inference.options import DecodingLayout, EngineOptions, RetrievalOptions
 from mega.core.inference.request import Citation
 from mega.core.inference.retrieval import (
@@ -24,7 +24,7 @@ from mega.core.inference.retrieval import (
     Retriever,
     check_decoding,
 )
-from mega.core.retro.embed import Embedder, opened_embedder
+from mega.core.retro.embed import Embedder, open_embedder_of
 from mega.core.retro.index import Search, open_search
 from mega.core.text.tokenizer import Tokenizer
 
@@ -58,7 +58,7 @@ def open_retriever(retrieval: RetrievalOptions, model: ModelConfig, tokenizer: T
         raise ValueError(
             f"--retro {retro}: was made with the tokenizer {manifest.tokenizer}, the model's is {tokenizer.identity()}"
         )
-    embedder = opened_embedder(folder, manifest, retrieval.embedder or "", device)
+    embedder = open_embedder_of(folder, manifest, retrieval.embedder or "", device)
     database = ChunkDatabase(folder, manifest.chunk_length, manifest.eod)
     search = open_search(folder, manifest, len(database), torch.device(device), retrieval.index, retrieval.probes)
     return DatabaseRetriever(model, tokenizer, database, embedder, search)
@@ -82,7 +82,7 @@ class DatabaseRetriever:
         vectors = self.embedder([self.tokenizer.decode(ids) for ids in chunks.tolist()])
         numbers = self.search(vectors, each)
         crossing = model.retro_cross_documents
-        neighbours = filled(database, numbers, model.retro_retrieved_chunks, crossing=crossing)
+        neighbours = neighbour_tokens(database, numbers, model.retro_retrieved_chunks, crossing=crossing)
         return Retrieved(neighbours, numbers >= 0, [self._cited(row) for row in numbers.tolist()])
 
     def _cited(self, numbers: Sequence[int]) -> list[Citation]:

@@ -23,12 +23,12 @@ from mega.core.data.chunks import (
     blocks,
     cut_block,
     individual,
-    made,
+    is_built,
     merge,
     read_array,
     write_arrays,
 )
-from mega.core.data.neighbours import DatabaseManifest, DocumentedDataset, read_neighbours, without_own
+from mega.core.data.neighbours import DatabaseManifest, DocumentedDataset, exclude_own, read_neighbours
 from mega.core.files import whole_file
 from mega.core.retro.embed import Embedder
 from mega.core.text.tokenizer import Tokenizer
@@ -51,7 +51,7 @@ class Share:
 
     def of(self, all_blocks: Sequence[tuple[Block, Path]]) -> list[tuple[Block, Path]]:
         """The blocks of this share that do not exist yet."""
-        return [each for each in all_blocks[self.index :: self.count] if not made(each[1])]
+        return [each for each in all_blocks[self.index :: self.count] if not is_built(each[1])]
 
 
 def begin(folder: Path, manifest: DatabaseManifest) -> None:
@@ -149,7 +149,7 @@ def find_neighbours(
     ]
     # Reject another --saved before the first search.
     for block, path in query_blocks:
-        width = read_neighbours(path, block.rows, len(database)).shape[1] if made(path) else saved
+        width = read_neighbours(path, block.rows, len(database)).shape[1] if is_built(path) else saved
         if width != saved:
             raise ValueError(f"--saved {saved}: {path} has {width} of each chunk; delete {path.parent} to query again")
     for block, path in share.of(query_blocks):
@@ -161,7 +161,7 @@ def find_neighbours(
             own_documents = [dataset.documents(number // each) for number in numbers]
             parts.append(
                 [
-                    without_own(row, database.chunks, documents, saved)
+                    exclude_own(row, database.chunks, documents, saved)
                     for row, documents in zip(neighbours, own_documents, strict=True)
                 ]
             )

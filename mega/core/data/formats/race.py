@@ -39,11 +39,13 @@ def read(flag: str, path: Path, note: Note) -> Iterator[Question]:
                 raise ValueError(f"{location}: a question or an option is not a string")
             if answer not in LABELS:
                 raise ValueError(f"{location}: the answer is {answer!r}; valid: {', '.join(LABELS)}")
-            yield Question(uid, tuple(asked(question, each) for each in choices), article, LABELS.index(answer))
+            yield Question(
+                uid, tuple(completed_question(question, each) for each in choices), article, LABELS.index(answer)
+            )
             uid += 1
 
 
-def asked(question: str, option: str) -> str:
+def completed_question(question: str, option: str) -> str:
     """
     >>> asked("Light is _ by things .", "taken in"), asked("Why?", "It is .")
     ('Light is taken in by things.', 'Why? It is.')

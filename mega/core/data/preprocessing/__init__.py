@@ -4,5 +4,5 @@ preprocess, progress      tokenize documents in several processes, and show prog
 writer                    write token files
 numpy_files, merge        token files from ids in .npy files, and from other token files
 plain_lines, split        output of lines: text or ids, and training, development and test files
-made                      whether an output already exists, and whether the same work made it
+provenance                whether an output already exists, and whether the same work made it
 """

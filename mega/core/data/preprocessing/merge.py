@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mega.core.data.indexed import IndexedDataset, bin_path, idx_path
-from mega.core.data.preprocessing.made import kept_pairs, work_of
-from mega.core.data.preprocessing.preprocess import Report, as_reported
+from mega.core.data.preprocessing.preprocess import Report, existing_report
+from mega.core.data.preprocessing.provenance import existing_pairs, work_of
 from mega.core.data.preprocessing.writer import IndexedWriter
 from mega.core.files import check_folder
 from mega.core.text.identity import ALLOW, judge
@@ -34,8 +34,8 @@ def merge(prefixes: Sequence[str], output_prefix: str, *, overwrite: bool = Fals
     tokenizer = _common_tokenizer(prefixes, mixed, report.notes)
     provenance: dict[str, object] = {} if tokenizer is None else {"tokenizer": tokenizer._asdict()}
     work = work_of(["merge", provenance], [path(prefix) for prefix in prefixes for path in (bin_path, idx_path)])
-    if kept_output := kept_pairs(output_prefix, [output_prefix], work, overwrite):
-        return as_reported(report, kept_output)
+    if kept_output := existing_pairs(output_prefix, [output_prefix], work, overwrite):
+        return existing_report(report, kept_output)
     if tokenizer is not None and (tokenizer_options := first.note.get("tokenizer_options")) is not None:
         provenance["tokenizer_options"] = tokenizer_options
     with IndexedWriter(output_prefix, first.dtype, noted={**provenance, "work": work}) as writer:

@@ -16,8 +16,8 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from mega.core.data.indexed import token_dtype
-from mega.core.data.preprocessing.made import kept_pairs, work_of
 from mega.core.data.preprocessing.preprocess import Report
+from mega.core.data.preprocessing.provenance import existing_pairs, work_of
 from mega.core.data.preprocessing.writer import IndexedWriter
 from mega.core.data.sources import find
 from mega.core.files import check_folder
@@ -37,7 +37,7 @@ def convert(inputs: Sequence[str | Path], output_prefix: str, eod: int | None, *
     if not paths:
         raise ValueError(f"--input {' '.join(map(str, inputs))}: holds no .npy file")
     work = work_of(["numpy", eod], paths)
-    if kept_output := kept_pairs(output_prefix, [output_prefix], work, overwrite):
+    if kept_output := existing_pairs(output_prefix, [output_prefix], work, overwrite):
         pair = kept_output[0]
         return Report(documents=pair.documents, tokens=len(pair.tokens), outputs=[output_prefix], kept=True)
     all_small = all(document.dtype.itemsize < 3 for path in paths for document in documents(path, eod))

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from mega.core.data.preprocessing.made import check_absent
+from mega.core.data.preprocessing.provenance import check_absent
 from mega.core.data.sources import STDIN, find
 from mega.core.files import check_folder, whole_file
 from mega.core.text.detokenize import DETOKENIZERS, fairseq

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mega.core.data.indexed import IndexedDataset, bin_path, exists, token_dtype
-from mega.core.data.preprocessing.made import kept_pairs, stamps, work_of
+from mega.core.data.preprocessing.provenance import existing_pairs, stamps, work_of
 from mega.core.data.preprocessing.writer import IndexedWriter
 from mega.core.data.sources import (
     STDIN,
@@ -36,9 +36,9 @@ from mega.core.data.sources import (
     LineBlock,
     SourcePiece,
     blocks,
+    describe_keys,
+    describe_value,
     find,
-    keys_there,
-    not_an_object,
     parsed,
     pieces,
 )
@@ -150,7 +150,7 @@ def preprocess(
     level = "document" if sentences is None else "sentence"
     report = Report(
         outputs=[f"{output_prefix}_{key}_{level}" for key in json_keys],
-        notes=_doubts(built_tokenizer, tokenizer, eod, sentences),
+        notes=_warnings(built_tokenizer, tokenizer, eod, sentences),
     )
     dtype = token_dtype(built_tokenizer.vocab_size)
     job = _Job(tuple(json_keys), eod, dtype, sentences, parse_special_tokens)
@@ -163,8 +163,8 @@ def preprocess(
         assert notes is not None
         notes.drop()
         return Report(**saved["report"])
-    if not saved and (kept_outputs := kept_pairs(output_prefix, report.outputs, provenance["work"], overwrite)):
-        return as_reported(report, kept_outputs)
+    if not saved and (kept_outputs := existing_pairs(output_prefix, report.outputs, provenance["work"], overwrite)):
+        return existing_report(report, kept_outputs)
     states = saved["writers"] if saved else [None] * len(report.outputs)
     begin, line = (Begin(**saved["begin"]), saved["line"]) if saved else (Begin(), 0)
     if saved:
@@ -202,7 +202,7 @@ def preprocess(
     return report
 
 
-def _doubts(
+def _warnings(
     tokenizer: Tokenizer, options: Mapping[str, Any], eod: int | None, sentences: Sentences | None
 ) -> list[str]:
     """Warnings about documents without an end-of-document token, and about a doubtful choice of tokenizer."""
@@ -224,7 +224,7 @@ def _complete(report: Report, tokenizer: Tokenizer, writers: Sequence[IndexedWri
         )
 
 
-def as_reported(report: Report, pairs: Sequence[IndexedDataset]) -> Report:
+def existing_report(report: Report, pairs: Sequence[IndexedDataset]) -> Report:
     """The report of work that was done before, as far as its notes contain it."""
     report.documents, report.tokens = pairs[0].documents, sum(len(data.tokens) for data in pairs)
     report.skipped, report.kept = int(pairs[0].note.get("skipped", 0)), True
@@ -387,7 +387,7 @@ class _Worker:
     def _texts(self, document: object) -> list[list[str]]:
         """The sentences under each key of a line. Without splitting a plain string is one sentence."""
         if not isinstance(document, dict):
-            raise ValueError(f"not a JSON object; {not_an_object(document)}")
+            raise ValueError(f"not a JSON object; {describe_value(document)}")
         columns = [_sentences(document, key) for key in self.job.keys]
         if self.split is None:
             return columns
@@ -445,13 +445,13 @@ def _sentences(document: dict[str, object], key: str) -> list[str]:
     if isinstance(value, str):
         return [value]
     if key not in document:
-        raise ValueError(f'no key "{key}"; {keys_there(document, "--json-keys")}')
+        raise ValueError(f'no key "{key}"; {describe_keys(document, "--json-keys")}')
     if not isinstance(value, list) or not all(isinstance(sentence, str) for sentence in value):
         raise ValueError(f'"{key}" is neither a string nor a list of strings')
     return value
 
 
-class Handed(NamedTuple):
+class WorkerResult(NamedTuple):
     """The result of a worker, sent to the parent."""
 
     found: EncodedBlock
@@ -461,19 +461,19 @@ class Handed(NamedTuple):
     small; the ids are then part of `found`."""
 
 
-def _hand_over(worker: _Worker, read: Read, buffer: Buffer) -> Handed:
+def _encode_into(worker: _Worker, read: Read, buffer: Buffer) -> WorkerResult:
     """In a worker: encode a block, and put its ids into the buffer."""
     encoded = worker.encode(read.block)
     ids = [part.ids for part in encoded.documents]
     if not buffer or sum(part.nbytes for part in ids) > len(buffer):
-        return Handed(encoded, [])
+        return WorkerResult(encoded, [])
     id_counts = [len(part) for part in ids]
     np.concatenate(ids, out=np.frombuffer(buffer, ids[0].dtype)[: sum(id_counts)])
-    return Handed(encoded.with_ids([part[:0] for part in ids]), id_counts)
+    return WorkerResult(encoded.with_ids([part[:0] for part in ids]), id_counts)
 
 
-def _taken_over(handed: Handed, buffer: Buffer) -> EncodedBlock:
-    """In the parent: the inverse of `_hand_over`. The ids are valid as long as the buffer's content."""
+def _ids_from_buffer(handed: WorkerResult, buffer: Buffer) -> EncodedBlock:
+    """In the parent: the inverse of `_encode_into`. The ids are valid as long as the buffer's content."""
     encoded, id_counts = handed
     if not id_counts:
         return encoded
@@ -481,8 +481,8 @@ def _taken_over(handed: Handed, buffer: Buffer) -> EncodedBlock:
     return encoded.with_ids(np.split(ids[: sum(id_counts)], np.cumsum(id_counts)[:-1]))
 
 
-def _another(tokenizer: Mapping[str, Any], job: _Job) -> Callable[[Read, Buffer], Handed]:
-    return partial(_hand_over, job.worker(build(**tokenizer)))
+def _spawned_worker(tokenizer: Mapping[str, Any], job: _Job) -> Callable[[Read, Buffer], WorkerResult]:
+    return partial(_encode_into, job.worker(build(**tokenizer)))
 
 
 @contextlib.contextmanager
@@ -496,11 +496,11 @@ def _encoders(
         yield lambda read: ((block_read, local_worker.encode(block_read.block)) for block_read in read)
         return
     pool = Workers(
-        workers, here=lambda: partial(_hand_over, local_worker.load()), there=partial(_another, tokenizer, job)
+        workers, here=lambda: partial(_encode_into, local_worker.load()), there=partial(_spawned_worker, tokenizer, job)
     )
     with pool:
         yield lambda read: (
-            (block_read, _taken_over(handed, buffer)) for block_read, handed, buffer in pool.answers(read)
+            (block_read, _ids_from_buffer(handed, buffer)) for block_read, handed, buffer in pool.answers(read)
         )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from mega.core.config.sections import SPLITS
 from mega.core.data.order import split_boundaries
-from mega.core.data.preprocessing.made import check_absent
+from mega.core.data.preprocessing.provenance import check_absent
 from mega.core.data.sources import STDIN, BadLine, find, lines, parsed
 from mega.core.files import check_folder, whole_file
 
@@ -38,7 +38,7 @@ def split(
     paths = find(inputs)
     if STDIN in paths:
         raise ValueError("--input -: standard input is gone once it is read, and a split reads twice; give a file")
-    _spared("--output-dir", directory, paths, [directory / f"{name}.jsonl" for name in SPLITS])
+    _check_not_input("--output-dir", directory, paths, [directory / f"{name}.jsonl" for name in SPLITS])
     check_absent("--output-dir", directory, [directory / f"{name}.jsonl" for name in SPLITS], overwrite)
     total = sum(1 for _ in lines(inputs, [key]))
     if not total:
@@ -72,7 +72,7 @@ def presplit(
     check_folder("--output", output, output.parent)
     if output.is_dir():
         raise ValueError(f"--output {output}: is a directory; must be a file")
-    _spared("--output", output, find(inputs), [output])
+    _check_not_input("--output", output, find(inputs), [output])
     check_absent("--output", output, [output], overwrite)
     cut, count = splitter(kind, language), 0
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ def presplit(
     return count
 
 
-def _spared(flag: str, value: Path, inputs: Sequence[Path], outputs: Sequence[Path]) -> None:
+def _check_not_input(flag: str, value: Path, inputs: Sequence[Path], outputs: Sequence[Path]) -> None:
     """ValueError if an output is an input, which would then be lost."""
     output_paths = {os.path.realpath(path) for path in outputs}
     for path in inputs:

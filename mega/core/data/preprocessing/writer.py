@@ -65,7 +65,7 @@ class IndexedWriter:
                     raise ValueError(f"{output_path}: is a directory; must be a file")
             bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
             self._paths = [Path(f"{prefix}.{name}.tmp") for name in ("bin", "lengths", "counts")]
-            self._bin = _open_alone(self._paths[0])
+            self._bin = _open_exclusively(self._paths[0])
             for published in (idx_path(prefix), note_path(prefix)):  # remove temporary files of a killed writer
                 for stale in published.parent.glob(f"{glob.escape(published.name)}.*.tmp"):
                     stale.unlink(missing_ok=True)
@@ -120,7 +120,7 @@ class IndexedWriter:
                 idx_path(self.prefix).unlink(missing_ok=True)
                 os.replace(bin_path(self.prefix), self._paths[0])
                 self._bin.close()
-                self._bin = _open_alone(self._paths[0])
+                self._bin = _open_exclusively(self._paths[0])
             for path, file, size in zip(self._paths, self._files, sizes, strict=True):
                 if os.fstat(file.fileno()).st_size < size:
                     raise ValueError(f"{path}: is shorter than when it was last saved; remove it and start again")
@@ -237,7 +237,7 @@ def _stored(file: BinaryIO, dtype: str) -> Iterator[NDArray[np.integer]]:
         yield np.frombuffer(data, dtype)
 
 
-def _open_alone(path: Path) -> BinaryIO:
+def _open_exclusively(path: Path) -> BinaryIO:
     """Open and lock `path`. ValueError if a living process is writing it."""
     while True:
         file = open(path, "ab")  # noqa: SIM115

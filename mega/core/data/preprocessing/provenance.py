@@ -37,7 +37,7 @@ def check_absent(flag: str, value: object, paths: Iterable[Path], overwrite: boo
         raise ValueError(f"{flag} {value}: {existing} exists; name another place, or give --overwrite to replace it")
 
 
-def kept_pairs(value: str, prefixes: Sequence[str], work: str | None, overwrite: bool) -> list[IndexedDataset]:
+def existing_pairs(value: str, prefixes: Sequence[str], work: str | None, overwrite: bool) -> list[IndexedDataset]:
     """The token files at all `prefixes` if this work made them; otherwise [], and the work must be done.
 
     Interrupted work may have written only some of them. value: of --output-prefix.
@@ -64,7 +64,7 @@ class WorkRecord:
         self._paths, self._work = paths, work
         self._path = paths[0].with_suffix(".made.json")
 
-    def kept(self, flag: str, value: object, overwrite: bool) -> bool:
+    def is_current(self, flag: str, value: object, overwrite: bool) -> bool:
         """Whether this work made the existing files. Errors: ValueError if files of other work would be replaced."""
         if overwrite:
             return False

@@ -15,7 +15,7 @@ import pytest
 
 from mega.cli import main
 from mega.core.data.indexed import IndexedDataset, bin_path, idx_path, note_path
-from mega.core.data.preprocessing.made import kept_pairs
+from mega.core.data.preprocessing.provenance import existing_pairs
 
 LINES = ["The cat sat on the mat.", "A dog and a cat, and a mat", "def f(x): return x"] * 9
 
@@ -154,9 +154,9 @@ def test_a_part_of_this_work_is_no_hindrance(home: Path, tmp_path: Path) -> None
     idx_path(tmp_path / "two_title_document").unlink()
     assert main([*run, *tokenizer(home, "small")]) == 0
     assert IndexedDataset(tmp_path / "two_title_document").documents == 1
-    assert kept_pairs("two", [str(tmp_path / "two_text_document")], "x", True) == []
+    assert existing_pairs("two", [str(tmp_path / "two_text_document")], "x", True) == []
     with pytest.raises(ValueError, match=r"two_text_document\.bin exists"):
-        kept_pairs("two", [str(tmp_path / "two_text_document")], None, False)
+        existing_pairs("two", [str(tmp_path / "two_text_document")], None, False)
 
 
 def test_train_tokenizer_keeps_the_same_and_refuses_another(

@@ -49,7 +49,7 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", 
 CUDNN = ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward")
 
 
-class Heard:
+class OperationLog:
     """Operations in the order of execution. packed: fraction of a row's pairs that remain with packed documents."""
 
     def __init__(self, *, packed: float = 1.0) -> None:
@@ -116,7 +116,7 @@ def _gemm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Gemm:
     """[.., m, k] x [.., k, n]. The strides decide the layout: a factor whose inner dim is not the last one is
     transposed."""
     (m, k), n = a.shape[-2:], b.shape[-1]
-    layout = "wgrad" if _turned(a) else "forward" if _turned(b) else "dgrad"
+    layout = "wgrad" if _is_transposed(a) else "forward" if _is_transposed(b) else "dgrad"
     fp8 = a.element_size() == 1
     if fp8 and out.dtype == torch.float32:
         layout = "wgrad"
@@ -130,7 +130,7 @@ def _measured_as(m: int, k: int, n: int, layout: str) -> tuple[int, int, int]:
     return (m, k, n) if layout == "forward" else (m, n, k) if layout == "dgrad" else (k, n, m)
 
 
-def _turned(x: torch.Tensor) -> bool:
+def _is_transposed(x: torch.Tensor) -> bool:
     return x.stride(-1) != 1 and x.stride(-2) == 1
 
 
