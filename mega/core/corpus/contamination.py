@@ -134,7 +134,7 @@ class Finder:
     """Find the first n-gram of a text. At each word the longest n-grams are tried first.
 
     A text of fewer than `longest` words is not searched. Shorter n-grams at the very end of a text are found only if
-    the text has more than `longest` words. Both rules are Megatron-LM's.
+    the text has more than `longest` words.
     """
 
     ngrams: dict[str, int]

@@ -1,4 +1,4 @@
-"""A document of a corpus, the result of a step for it, and its serialization. The file knows no files.
+"""A document of a corpus, the result of a step for it, and its serialization. The module does not access files.
 
 A step that looks at one document at a time is written as follows:
 

@@ -367,7 +367,7 @@ _DRAWN = 32
 
 
 def _geometric_runs(generator: np.random.RandomState) -> Iterator[int]:
-    """Yield the numbers of words of T5's runs: geometric with mean 5, cut at 10. They can be drawn in batches, since no
+    """Yield the numbers of words of T5's runs: geometric with mean 5, cut at 10. They are drawn in batches, since no
     other draws come between them."""
     while True:
         yield from np.minimum(generator.geometric(0.2, _DRAWN), _MOST).tolist()

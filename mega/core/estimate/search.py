@@ -292,7 +292,7 @@ def _layouts(options: Options, world: int, node: int) -> Iterator[LayoutOptions]
                     "chunks": chunks,
                     "schedule": schedule,
                     "layers_per_chunk": None,
-                    # It saves memory at no cost in time, so it is used whenever the sequence can be divided.
+                    # Used whenever the sequence can be divided: it saves memory, and its exchanges move no more bytes.
                     "sequence_parallel": tp > 1 and (options.batch.seq_length or 0) % (tp * cp) == 0,
                     "zero": zero,
                     "micro_batch": micro,
