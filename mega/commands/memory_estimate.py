@@ -132,7 +132,7 @@ def _serving(options: Options, estimate: EstimateOptions, engine: EngineOptions)
 
 
 def _stops(options: Options, estimate: EstimateOptions) -> Interruptions:
-    """The given values, and the defaults of `Interruptions` for the others. Errors: ValueError naming a flag without effect."""
+    """The given values, else the defaults of `Interruptions`. Errors: ValueError naming a flag without effect."""
     from mega.core.estimate.duration import Interruptions
 
     mtbf, save, restart = estimate.mtbf, estimate.save_seconds, estimate.restart_seconds
