@@ -1,8 +1,8 @@
 """Observers of operations on the meta device that torch does not see: kernels, attention, exchanges between ranks.
 
 A dispatch mode sees the ops of torch. Our own kernels and exchanges are not ops of torch: on the meta device they
-return shapes, and report here what they would do on a real device. This module knows no costs; estimate/operation_log.py
-observes."""
+return shapes, and report here what they would do on a real device. This module knows no costs.
+estimate/operation_log.py observes."""
 
 from __future__ import annotations
 
