@@ -14,12 +14,16 @@ from mega.core.optim.rule import Elementwise, StepArgs
 
 @dataclass(frozen=True)
 class AdamW(Elementwise):
-    """The constants of the rule. plain: compute by `reference`, not by torch's fused kernel."""
+    """The constants of the rule."""
 
     beta1: float
+    """Decay of the first moment, the mean of gradients."""
     beta2: float
+    """Decay of the second moment, the mean of squared gradients."""
     eps: float
+    """Added to the root of the second moment."""
     plain: bool = False
+    """Compute by `reference`, not by torch's fused kernel."""
 
     @property
     def kinds(self) -> tuple[str, ...]:

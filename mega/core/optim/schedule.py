@@ -82,9 +82,13 @@ class WeightDecay:
     """Weight decay that changes from `start` to `end` over `total` training samples; "constant" is always `end`."""
 
     start: float
+    """The value at the first sample."""
     end: float
+    """The value from sample `total` on."""
     total: int
+    """Training samples of the change."""
     style: str = "constant"
+    """constant, linear or cosine."""
 
     def __call__(self, samples: int) -> float:
         if self.style == "constant" or samples >= self.total:

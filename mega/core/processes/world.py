@@ -43,6 +43,7 @@ class World:
     local_rank: int
     local_size: int
     source: Source
+    """The launcher that has started the rank."""
 
 
 class _Launcher(NamedTuple):

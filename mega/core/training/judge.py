@@ -37,11 +37,15 @@ class Pending:
     samples: int
     """Samples of the step."""
     begun: Timestamp
+    """Start of the step on the device."""
     numbers: Reading
     """The numbers of `StepReport`, by name."""
     flag: StopFlag
+    """The requests to stop that were reduced during the step."""
     limits: SpikeLimits
+    """Limits that were in force for the step."""
     batches: Sequence[Batch]
+    """This rank's microbatches, to find the origin of a NaN."""
     sums: HostArray | None
     """The sums of `Probes`."""
 
