@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import tempfile
+from math import prod
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mega.core.files import check_source
 from mega.core.hub.names import HubName
 from mega.core.hub.options import PushOptions
-from mega.core.hub.upload import CARD, check_push, model_card, push, repository
+from mega.core.hub.upload import CARD, check_push, check_temporary_room, model_card, push, repository
 from mega.core.processes.world import note
 from mega.core.untrusted import read_limited
+
+if TYPE_CHECKING:
+    from mega.core.checkpoint.own.pieces import Tensors
 
 MOST_CARD = 1 << 20
 """Maximum size of a model card, in bytes."""
@@ -42,8 +46,9 @@ def run(
         folder = directory
         if (form := form_at(directory)) is OWN:
             from mega.core.checkpoint.forms.convert import convert
-            from mega.core.inference.loading.load import special_tokens
+            from mega.core.inference.loading.load import open_model, special_tokens
 
+            check_temporary_room(directory, _weight_bytes(open_model(directory).weights.tensors))
             conversion = convert(directory, Path(temporary) / "model", "hf", tokens=special_tokens)
             folder = conversion.path
             for line in conversion.losses:
@@ -59,6 +64,12 @@ def run(
             )
         print(push(folder, to, options, card, note))
     return 0
+
+
+def _weight_bytes(tensors: Tensors) -> int:
+    """The size of all weights, without optimizer state."""
+    weights = (value for name, value in tensors.items() if name.startswith("weights/"))
+    return sum(prod(shape) * dtype.itemsize for shape, dtype in weights)
 
 
 def _read_card(path: Path) -> str:

@@ -234,6 +234,12 @@ def test_push(
     line = ["push", "weights", "me/new", "--license", "apache-2.0"]
     assert cli.main(line) == 2 and "needs a token" in capsys.readouterr().err
     monkeypatch.setenv("HF_TOKEN", "hf_good")
+    disk = SimpleNamespace(free=64 << 20)
+    with monkeypatch.context() as full:
+        full.setattr("mega.core.hub.upload.shutil.disk_usage", lambda path: disk)
+        hub.asked.clear()
+        assert cli.main(line) == 2 and not hub.asked
+        assert "do not fit" in (said := capsys.readouterr().err) and "TMPDIR names another place" in said
     assert cli.main(line) == 0 and "/commit/" in capsys.readouterr().out
     files = hub.repositories["models", "me/new"]
     card = files["README.md"].decode()

@@ -138,12 +138,13 @@ def _check_room(flag: str, name: HubName, kind: Kind, missing: Sequence[RepoFile
 
     cache = Path(constants.HF_HUB_CACHE)
     size = sum(max(0, file.size - _on_disk(name, kind, file)) for file in missing)
-    report(f"{name}: {_size(size)} in {len(missing)} files are fetched into {cache}")
+    report(f"{name}: {format_size(size)} in {len(missing)} files are fetched into {cache}")
     place = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
     free = shutil.disk_usage(place).free
     if size + SPARE > free:
         raise ValueError(
-            f"{flag} {name}: its {_size(size)} do not fit: {place} has {_size(free)} free; HF_HOME names another place"
+            f"{flag} {name}: its {format_size(size)} do not fit: {place} has {format_size(free)} free; "
+            "HF_HOME names another place"
         )
 
 
@@ -162,9 +163,9 @@ def _in_cache(name: HubName, kind: Kind, digest: str) -> tuple[Path, Path]:
     return folder / "blobs" / digest, folder / "blobs" / f"{digest}.mega-part"
 
 
-def _size(count: int) -> str:
+def format_size(count: int) -> str:
     """
-    >>> _size(5_263_000_000), _size(1_500), _size(3)
+    >>> format_size(5_263_000_000), format_size(1_500), format_size(3)
     ('5.3 GB', '1.5 kB', '3 bytes')
     """
     for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
@@ -241,7 +242,7 @@ def _pull(url: str, file: RepoFile, stream: BufferedRandom, report: Report) -> N
                 raise
             if received > start:
                 report(
-                    f"{file.path}: the connection was cut after {_size(received)} of {_size(file.size)}; "
+                    f"{file.path}: the connection was cut after {format_size(received)} of {format_size(file.size)}; "
                     "it is continued"
                 )
             time.sleep(PAUSE)

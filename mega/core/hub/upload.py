@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from mega.core.hub.choice import SMALL, TOKENIZER
+from mega.core.hub.download import SPARE, format_size
 from mega.core.hub.faults import explained, needs_library
 from mega.core.hub.names import HubName, hub_name
 from mega.core.hub.options import PushOptions
@@ -85,6 +88,17 @@ def check_push(name: HubName) -> None:
         raise ValueError(f"NAME {name}: HF_HUB_OFFLINE=1 forbids it")
     if get_token() is None:
         raise ValueError(f"NAME {name}: needs a token that may write: HF_TOKEN, or hf auth login")
+
+
+def check_temporary_room(directory: Path, size: int) -> None:
+    """Check that $TMPDIR can hold `size` bytes, the Hugging Face form of `directory`. Errors: ValueError."""
+    temporary = Path(tempfile.gettempdir())
+    free = shutil.disk_usage(temporary).free
+    if size + SPARE > free:
+        raise ValueError(
+            f"DIRECTORY {directory}: its {format_size(size)} in Hugging Face's form do not fit: {temporary} has "
+            f"{format_size(free)} free; TMPDIR names another place"
+        )
 
 
 def push(folder: Path, name: HubName, options: PushOptions, card: str, report: Callable[[str], None]) -> str:
